@@ -1,0 +1,64 @@
+# `make serve` and `make test` are all one needs; both set up .venv on first use.
+# Options of a command go in ARGS: make serve ARGS="--port 9000", make test ARGS="-k linking".
+
+SHELL := /bin/bash
+override ROOT := $(patsubst %/,%,$(dir $(abspath $(lastword $(MAKEFILE_LIST)))))
+VENV  := $(ROOT)/.venv
+BIN   := $(VENV)/bin
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BENCH ?= ttft flat pages decode
+ARGS  ?=
+
+# What the set-up depends on; when one of these changes it runs again.
+INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py)
+
+.PHONY: help setup setup-dev serve test demo bench lint format clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' "$(ROOT)/Makefile" | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+serve: setup ## start the server
+	@cd "$(ROOT)" && exec "$(BIN)/mpic" serve $(ARGS)
+
+test: setup-dev ## run the tests
+	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(ARGS)
+
+demo: setup ## start the server on the bundled model, upload the samples, ask, compare the answers
+	@cd "$(ROOT)" && "$(BIN)/mpic" demo $(ARGS)
+
+bench: setup ## run the benches in BENCH ("ttft flat pages decode"); results go to var/bench
+	@cd "$(ROOT)" && mkdir -p var/bench && for name in $(BENCH); do \
+	  "$(BIN)/mpic" bench $$name --json var/bench/$$name.json $(ARGS) || exit 1; done
+
+lint: setup-dev ## ruff check and ruff format --check
+	@cd "$(ROOT)" && "$(BIN)/ruff" check && "$(BIN)/ruff" format --check
+
+format: setup-dev ## let ruff mend what it can
+	@cd "$(ROOT)" && "$(BIN)/ruff" check --fix; "$(BIN)/ruff" format
+
+clean: ## remove .venv, caches and build output
+	@cd "$(ROOT)" && rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find "$(ROOT)" -name __pycache__ -not -path '*/.git/*' -prune -exec rm -rf {} +
+
+setup: $(VENV)/.setup ## create .venv with everything the server needs
+setup-dev: $(VENV)/.setup-dev ## the same, and what the tests need
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "MPIC needs Python 3.11 or newer"; exit 1; }
+	$(PYTHON) -m venv "$(VENV)"
+
+$(VENV)/.setup: $(INPUTS) | $(BIN)/python
+	$(call install,)
+	@touch "$@"
+
+$(VENV)/.setup-dev: $(INPUTS) | $(BIN)/python
+	$(call install,[dev])
+	@touch "$(VENV)/.setup" "$@"
+
+define install
+@echo "setting up .venv (a few minutes the first time)"
+cd "$(ROOT)" && "$(BIN)/python" -m pip install --quiet -c constraints.txt -e '.$(1)'
+cd "$(ROOT)" && "$(BIN)/python" tools/mend_torchvision.py
+endef

@@ -1,0 +1,1 @@
+"""Demo models, sample images and documents, evaluation sets (`mpic.data`)."""

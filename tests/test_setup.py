@@ -1,0 +1,118 @@
+"""The set-up: packages and where they come from, the torchvision mend, names that could shadow others."""
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {
+    "kernels": "mpic.kernels",
+    "retriever": "mpic.retriever",
+    "webui": "mpic.webui",
+    "data": "mpic.data",
+}
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def python(code, cwd):
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_version_is_the_one_in_pyproject():
+    import mpic
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert mpic.__version__ == project["version"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_top_level_folder_is_a_part_of_mpic(folder):
+    module = importlib.import_module(FOLDERS[folder])
+    assert Path(module.__file__).parent == ROOT / folder
+
+
+def test_no_generic_name_reaches_the_import_root(tmp_path):
+    found = python(
+        f"import importlib.util as u, sys; sys.path = [p for p in sys.path if p];"
+        f"print([n for n in {list(FOLDERS)} if (s := u.find_spec(n)) and {str(ROOT)!r} in str(s.origin)])",
+        cwd=tmp_path,
+    )
+    assert found == "[]"
+
+
+def test_every_folder_with_python_files_is_a_package():
+    """A folder without `__init__.py` works in an editable install and is missing from a wheel."""
+    declared = set(load(ROOT / "setup.py").packages().values())
+    roots = [ROOT / "mpic", *(ROOT / folder for folder in FOLDERS)]
+    with_python = {p.parent.relative_to(ROOT).as_posix() for root in roots for p in root.rglob("*.py")}
+    assert with_python == declared
+
+
+def test_transformers_is_not_disturbed_by_our_kernels_folder():
+    """From the root, `kernels` is this repository's folder and not the library transformers looks for."""
+    code = "import transformers; from transformers import LlamaForCausalLM, LlavaForConditionalGeneration"
+    python(code, cwd=ROOT)
+
+
+def test_kernels_imports_nothing():
+    loaded = "import sys; before = set(sys.modules); import kernels; print(set(sys.modules) - before)"
+    assert python(loaded, cwd=ROOT) == "{'kernels'}"
+
+
+def test_torchvision_and_its_users_import_in_any_process(tmp_path):
+    python("import torchvision, open_clip; from transformers import CLIPImageProcessor", cwd=tmp_path)
+
+
+def test_torchvision_mend_does_nothing_where_the_import_works(tmp_path, monkeypatch, capsys):
+    mend = load(ROOT / "tools" / "mend_torchvision.py")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
+    monkeypatch.setattr(mend, "_import_error", lambda hooked: None)
+    (tmp_path / "_mend_torchvision.pth").write_text("import _mend_torchvision")
+    assert mend.main() == 0
+    assert list(tmp_path.iterdir()) == []
+    assert "nothing to mend" in capsys.readouterr().out
+
+
+def test_torchvision_mend_writes_a_pth_for_its_symptom_only(tmp_path, monkeypatch):
+    mend = load(ROOT / "tools" / "mend_torchvision.py")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
+
+    monkeypatch.setattr(mend, "_import_error", lambda hooked: "ImportError: libjpeg.so.8")
+    assert mend.main() == 1
+    assert list(tmp_path.iterdir()) == []
+
+    broken = "RuntimeError: operator torchvision::nms does not exist"
+    monkeypatch.setattr(mend, "_import_error", lambda hooked: None if hooked else broken)
+    assert mend.main() == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["_mend_torchvision.pth", "_mend_torchvision.py"]
+    code = f"import site; site.addsitedir({str(tmp_path)!r}); import torchvision.transforms.v2; print('ok')"
+    assert python(code, cwd=tmp_path) == "ok"
+
+
+def test_constraints_pin_every_direct_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(d for extra in project["optional-dependencies"].values() for d in extra),
+    ]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {normal(line.split("==")[0]) for line in lines if "==" in line}
+    assert {normal(re.split(r"[<>=!\[; ]", d)[0]) for d in wanted} <= pinned
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,1 @@
+"""The web interface served at `/ui` (`mpic.webui`)."""
