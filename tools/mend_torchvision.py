@@ -27,19 +27,12 @@ SYMPTOM = "operator torchvision::"
 class _Finder:
     """Finds torchvision as usual, and has its loader declare the operators first."""
 
-    def __init__(self):
-        self.searching = False
-
     def find_spec(self, name, path=None, target=None):
-        if name != "torchvision" or self.searching:
+        if name != "torchvision":
             return None
-        import importlib.util
+        from importlib.machinery import PathFinder
 
-        self.searching = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self.searching = False
+        spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None and spec.origin:
             plain = spec.loader.exec_module
 
