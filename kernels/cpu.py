@@ -1,0 +1,26 @@
+"""Span attention on the CPU through torch's flash kernel, which returns the log-sum-exp.
+
+Its traps (checked on torch 2.13): zero-length keys kill the process; rectangular ``is_causal`` is top-left aligned,
+so only square calls are causal here. Grouped-query heads are native, but folding a group's heads into the query
+rows of an unmasked call reads every key once instead of once a head, which is what decoding is bound by.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def partial(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shapes as ``mpic.kernels.spans.Partial``."""
+    heads, rows, dim = q.shape
+    kv_heads = k.shape[0]
+    if causal or heads == kv_heads:
+        out, lse = _flash(q[None], k[None], v[None], 0.0, causal, scale=scale)
+        return out[0], lse[0]
+    folded = q.reshape(kv_heads, heads // kv_heads * rows, dim)
+    out, lse = _flash(folded[None], k[None], v[None], 0.0, False, scale=scale)
+    return out[0].reshape(heads, rows, dim), lse[0].reshape(heads, rows)

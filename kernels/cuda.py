@@ -1,0 +1,41 @@
+"""Span attention on CUDA through torch's own flash (half precision) and memory-efficient (fp32) kernels.
+
+The Triton kernel that reads a whole step in one launch is a separate implementation behind the same seam.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+
+
+def _fold(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make the head counts equal: unmasked calls fold a group's heads into query rows, causal ones repeat the keys."""
+    group = q.shape[0] // k.shape[0]
+    if group == 1:
+        return q, k, v
+    if causal:
+        return q, k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    return q.reshape(k.shape[0], group * q.shape[1], q.shape[2]), k, v
+
+
+def flash_partial(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16/fp16; shapes as ``mpic.kernels.spans.Partial``."""
+    fq, fk, fv = _fold(q, k, v, causal)
+    out, lse, *_ = _flash(fq[None], fk[None], fv[None], 0.0, causal, False, scale=scale)
+    return out[0].reshape(q.shape), lse[0, :, : fq.shape[1]].reshape(q.shape[:2])
+
+
+def efficient_partial(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32; shapes as ``mpic.kernels.spans.Partial``. The kernel pads its log-sum-exp to a multiple of 32 rows."""
+    fq, fk, fv = _fold(q, k, v, causal)
+    out, lse, *_ = _efficient(fq[None], fk[None], fv[None], None, True, 0.0, causal, scale=scale)
+    return out[0].reshape(q.shape), lse[0, :, : fq.shape[1]].reshape(q.shape[:2])

@@ -1,0 +1,201 @@
+"""The contract between an engine and everything above it (server, SDK in process, evaluations)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKV, KVKey
+from mpic.link.plan import Policy
+from mpic.prompt.segments import Prompt
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next tokens are chosen. ``temperature = 0`` is greedy. Results depend on ``seed`` alone, not the batch.
+
+    Args:
+        max_tokens: at most this many new tokens; None: up to the model's context.
+        top_k: 0 keeps all tokens.
+        logprobs: None for none, else how many alternatives to report beside the chosen token (0..20).
+        stop: strings that end generation; they are not part of the answer.
+        ignore_eos: go on to max_tokens (benchmarks).
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One generation. ``user`` comes from the server's authentication and isolates every cache."""
+
+    id: str
+    prompt: Prompt
+    policy: Policy
+    sampling: Sampling = Sampling()
+    user: str = "local"
+
+
+class TokenLogprob(NamedTuple):
+    """A token, its log-probability, and the most likely alternatives as (token id, log-probability)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Delta(NamedTuple):
+    """A piece of an answer. The last one carries ``finish_reason`` (stop | length | abort) and ``usage``."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True)
+class ChunkUse:
+    """What happened to one linked chunk, in prompt order.
+
+    ``tier`` is where its KV came from: ``device`` (resident pages), ``disk``, ``compiled`` (computed in this request)
+    or ``none`` (the policy recomputes all of it). ``reason`` says why tokens were recomputed or the chunk compiled:
+    ``policy``, ``new``, ``recipe``, ``evicted``, ``expired``, ``model_changed``, ``corrupt``; None when nothing was.
+    """
+
+    key: str
+    label: str | None
+    tokens: int
+    reused: int
+    recomputed: int
+    tier: str
+    reason: str | None = None
+    ms: float = 0.0
+
+
+@dataclass
+class Usage:
+    """Token counts and times of one request. Times are milliseconds.
+
+    ``prompt_tokens = reused + prefix_hit + computed``; ``reused`` are chunk tokens linked without recomputation,
+    ``recomputed`` are chunk tokens computed again, ``prefix_hit`` are tokens found in the request's own prefix cache.
+    ``compiled`` counts tokens of chunks this request had to compile; they come on top.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    reused: int = 0
+    recomputed: int = 0
+    prefix_hit: int = 0
+    computed: int = 0
+    compiled: int = 0
+    queue_ms: float = 0.0
+    load_ms: float = 0.0
+    link_ms: float = 0.0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+    preemptions: int = 0
+    policy: str = ""
+    chunks: tuple[ChunkUse, ...] = ()
+
+
+class GenerationStream(Protocol):
+    """The running answer. Iterate it (sync or async) for Deltas; errors of the tree are raised from iteration."""
+
+    id: str
+
+    def __iter__(self) -> Iterator[Delta]: ...
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    def abort(self) -> None:
+        """Stop; pages are freed at the next step. Safe to call twice and after the end."""
+        ...
+
+
+class StoredChunk(Protocol):
+    """A ChunkKV on some tier below the device."""
+
+    inputs: ChunkInputs
+
+    def read_into(self, destination: torch.Tensor) -> None:
+        """Fill ``destination [layers, 2, kv_heads, n, head_dim]`` (contiguous host memory), verifying checksums.
+
+        Raises:
+            CorruptFile: a checksum or the size does not match. The file has then been moved aside and counted.
+        """
+        ...
+
+
+class ChunkStore(Protocol):
+    """Where compiled chunks live below the device pages (the library's disk tier implements it)."""
+
+    def open(self, key: KVKey) -> StoredChunk | None:
+        """The stored chunk, or None when there is none (never raises for a bad file: it is moved aside)."""
+        ...
+
+    def save(self, chunk: ChunkKV) -> None:
+        """Make the chunk durable. Called from a background thread. Raises StorageFull."""
+        ...
+
+    def missing_reason(self, key: KVKey) -> str:
+        """Why ``open`` found nothing: ``new | evicted | expired | model_changed | recipe | corrupt``."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a loaded model is, for /v1/models, /health and the catalogue."""
+
+    name: str
+    digest: str
+    family: str
+    context_length: int
+    dtype: str
+    device: str
+    modalities: tuple[str, ...]
+    attention: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine(ABC):
+    """Runs requests. Thread-safe; owns the device."""
+
+    info: ModelInfo
+
+    @abstractmethod
+    def submit(self, request: GenerationRequest) -> GenerationStream:
+        """Queue a request. Raises BadRequest errors at once for what can be known without computing."""
+
+    @abstractmethod
+    def compile(self, chunk: Chunk, sink: int = 0) -> Future[int]:
+        """Compile a chunk and store it; the future gives its token count (or raises from the error tree)."""
+
+    @abstractmethod
+    def forget(self, chunk: Chunk) -> None:
+        """Drop a deleted chunk: invisible to new requests at once, freed when no running request links it, together
+        with everything linked with it in the linked prefix namespace."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges: queue length, running, pages by state, tokens, hits over requested, evictions."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Verify every invariant that can be verified while idle. Raises IntegrityError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the running step, fail what waits with EngineStopped, write what is unsaved, stop."""

@@ -1,0 +1,175 @@
+"""The one error tree. Every error has a stable ``code`` and maps to one HTTP status.
+
+MPICError                         500  internal_error
+├── BadRequest                    400  bad_request
+│   ├── EmptyPrompt               400  empty_prompt
+│   ├── UnknownPolicy             400  unknown_policy
+│   ├── PolicyNotBuilt            400  policy_not_built
+│   ├── UnsupportedParameter      400  unsupported_parameter
+│   ├── ContextLengthExceeded     400  context_length_exceeded
+│   ├── PoolTooSmall              400  pool_too_small
+│   ├── InvalidUpload             400  invalid_upload
+│   │   ├── InvalidImage          400  invalid_image
+│   │   └── InvalidText           400  invalid_text
+│   └── UnsupportedModality       400  unsupported_modality
+├── Unauthorized                  401  unauthorized
+├── Forbidden                     403  forbidden
+├── NotFound                      404  not_found
+│   ├── FileNotFound              404  file_not_found
+│   └── UnknownHandle             404  unknown_handle
+├── Conflict                      409  conflict
+│   ├── HandleTaken               409  handle_taken
+│   └── ModelMismatch             409  model_mismatch
+├── TooLarge                      413  too_large
+├── RateLimited                   429  rate_limited
+├── CompileFailed                 500  compile_failed
+├── StorageFull                   507  storage_full
+├── Unavailable                   503  unavailable
+│   └── EngineStopped             503  engine_stopped
+├── CorruptFile                   500  corrupt_file      (handled inside: recompiled, counted)
+├── IntegrityError                500  integrity_error   (an invariant of ours is broken)
+└── ModelRefused                  500  model_refused     (at load; never over HTTP)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MPICError(Exception):
+    """Base of all errors this system raises on purpose.
+
+    Args:
+        message: what happened and what to do about it, for the person who made the request.
+        param: the request field at fault, in OpenAI's sense, or None.
+        **details: JSON-able facts (numbers, ids) that a program may want.
+    """
+
+    status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.details = details
+
+    def body(self) -> dict[str, Any]:
+        """The OpenAI-shaped error body: ``{"error": {message, type, param, code, ...details}}``."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        if self.details:
+            error["details"] = self.details
+        return {"error": error}
+
+
+class BadRequest(MPICError):
+    status, code = 400, "bad_request"
+
+
+class EmptyPrompt(BadRequest):
+    code = "empty_prompt"
+
+
+class UnknownPolicy(BadRequest):
+    code = "unknown_policy"
+
+
+class PolicyNotBuilt(BadRequest):
+    code = "policy_not_built"
+
+
+class UnsupportedParameter(BadRequest):
+    code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(BadRequest):
+    code = "context_length_exceeded"
+
+
+class PoolTooSmall(BadRequest):
+    code = "pool_too_small"
+
+
+class InvalidUpload(BadRequest):
+    code = "invalid_upload"
+
+
+class InvalidImage(InvalidUpload):
+    code = "invalid_image"
+
+
+class InvalidText(InvalidUpload):
+    code = "invalid_text"
+
+
+class UnsupportedModality(BadRequest):
+    code = "unsupported_modality"
+
+
+class Unauthorized(MPICError):
+    status, code = 401, "unauthorized"
+
+
+class Forbidden(MPICError):
+    status, code = 403, "forbidden"
+
+
+class NotFound(MPICError):
+    status, code = 404, "not_found"
+
+
+class FileNotFound(NotFound):
+    code = "file_not_found"
+
+
+class UnknownHandle(NotFound):
+    code = "unknown_handle"
+
+
+class Conflict(MPICError):
+    status, code = 409, "conflict"
+
+
+class HandleTaken(Conflict):
+    code = "handle_taken"
+
+
+class ModelMismatch(Conflict):
+    code = "model_mismatch"
+
+
+class TooLarge(MPICError):
+    status, code = 413, "too_large"
+
+
+class RateLimited(MPICError):
+    status, code = 429, "rate_limited"
+
+
+class CompileFailed(MPICError):
+    code = "compile_failed"
+
+
+class StorageFull(MPICError):
+    status, code = 507, "storage_full"
+
+
+class Unavailable(MPICError):
+    status, code = 503, "unavailable"
+
+
+class EngineStopped(Unavailable):
+    code = "engine_stopped"
+
+
+class CorruptFile(MPICError):
+    code = "corrupt_file"
+
+
+class IntegrityError(MPICError):
+    code = "integrity_error"
+
+
+class ModelRefused(MPICError):
+    code = "model_refused"

@@ -1,0 +1,1 @@
+"""KV of chunks and requests: identities, files, and the page pool."""

@@ -1,0 +1,154 @@
+"""Chunks, what identifies them, and their compiled KV (DESIGN sections 2 and 5).
+
+A *chunk* is immutable content: one image or one piece of text. Identity is always a full SHA-256 and is
+compared whole; a truncated digest is only ever shown to people.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from PIL import Image
+
+Kind = Literal["text", "image"]
+
+
+def digest(*parts: bytes | str) -> str:
+    """SHA-256 (hex, 64 characters) over length-prefixed parts, so that no two splits of bytes collide."""
+    h = hashlib.sha256()
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        h.update(len(raw).to_bytes(8, "little"))
+        h.update(raw)
+    return h.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKey:
+    """Identity of a chunk's decoded content: kind + full digest (pixels and size, or text bytes)."""
+
+    kind: Kind
+    digest: str
+
+    @classmethod
+    def of_text(cls, text: str) -> ChunkKey:
+        return cls("text", digest("text", text))
+
+    @classmethod
+    def of_image(cls, image: Image.Image) -> ChunkKey:
+        """Key of a decoded RGB image (EXIF orientation already applied): its size and pixels, not its file."""
+        return cls("image", digest("image", f"{image.mode}:{image.width}x{image.height}", image.tobytes()))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.digest[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a chunk is compiled. Two recipes never share a ChunkKV.
+
+    Args:
+        dtype: of the stored K and V (``float32``, ``bfloat16``, ``float16``).
+        codec: how the bytes are stored; ``raw`` is lossless.
+        sink: BOS tokens compiled in front of the chunk and dropped afterwards (LegoLink-0 of EPIC, section 4).
+        preprocessing: digest of the tokenizer and image processor that made the chunk's inputs.
+    """
+
+    dtype: str
+    codec: str = "raw"
+    sink: int = 0
+    preprocessing: str = ""
+
+    @property
+    def digest(self) -> str:
+        return digest("recipe", json.dumps(asdict(self), sort_keys=True))
+
+
+@dataclass(frozen=True, slots=True)
+class KVKey:
+    """Address of one ChunkKV: who owns it, which content, which model, which recipe."""
+
+    owner: str
+    chunk: ChunkKey
+    model: str
+    recipe: Recipe
+
+    @property
+    def digest(self) -> str:
+        return digest("kv", self.owner, self.chunk.kind, self.chunk.digest, self.model, self.recipe.digest)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A reference to reusable content as a prompt holds it.
+
+    Args:
+        key: content identity.
+        owner: user id whose library holds it (server-derived), or the shared library's id.
+        token_ids: for text, the ids fixed when the chunk was made; None for images.
+        load_image: for images, returns the decoded RGB image (only called when nothing is compiled yet).
+        label: the name a person gave it, shown in traces.
+        file_id: the library file it came from, or None for inline content.
+    """
+
+    key: ChunkKey
+    owner: str
+    token_ids: tuple[int, ...] | None = None
+    load_image: Callable[[], Image.Image] | None = field(default=None, compare=False, repr=False)
+    label: str | None = None
+    file_id: str | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return self.key.kind
+
+
+@dataclass(frozen=True)
+class ChunkInputs:
+    """What the model's first layer sees of a chunk of n tokens; enough to recompute any of them without a vision
+    encoder.
+
+    Args:
+        token_ids: ``[n]`` int64; for images the image placeholder id repeated.
+        positions: ``[p, n]`` int64 chunk-local rotary positions; p = 3 for M-RoPE (Qwen-VL), else 1.
+        extent: rotary positions the chunk takes: the next segment starts at base + extent.
+        embeds: ``[n, hidden]`` input embeddings of an image, None for text (looked up in the embedding table).
+        deepstack: ``[layers, n, hidden]`` features added after the first layers (Qwen3-VL), or None.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    extent: int
+    embeds: torch.Tensor | None = None
+    deepstack: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.token_ids.shape[0]
+
+
+class KVShape(NamedTuple):
+    """Geometry of a model's KV: every extent of n tokens is ``[layers, 2, kv_heads, n, head_dim]`` contiguous."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def per_token(self) -> int:
+        """Elements of K and V that one token takes over all layers."""
+        return self.layers * 2 * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class ChunkKV:
+    """A compiled chunk in host memory: inputs + ``kv [layers, 2, kv_heads, n, head_dim]`` with keys rotated at their
+    chunk-local positions (offset by ``recipe.sink``)."""
+
+    key: KVKey
+    inputs: ChunkInputs
+    kv: torch.Tensor

@@ -1,0 +1,149 @@
+"""The page pool: one arena of KV memory, cut into contiguous extents.
+
+An extent holds n tokens as ``[layers, 2, kv_heads, n, head_dim]`` contiguous: a chunk's file is one read into it,
+every head's keys are one run of memory (what torch's attention kernels want), and a request's own tokens are one
+extent too. Pages are the unit of accounting, nothing else.
+
+Fragmentation: extents are allocated best-fit and free neighbours merge. When enough pages are free but no hole is
+large enough, extents slide down to make one (``compact``). Views are taken anew for every step, so an extent may move
+between steps unless it is *fixed* (a thread is reading into it or writing it to disk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mpic.errors import IntegrityError
+from mpic.kv.chunk import KVShape
+
+_MOVE_ELEMENTS = 4 << 20
+
+
+@dataclass(eq=False, slots=True)
+class Extent:
+    """A contiguous range of pages. ``tokens`` slots are usable; ``start`` (a page index) changes when it is moved."""
+
+    start: int
+    pages: int
+    tokens: int
+    fixed: int = 0
+    freed: bool = False
+
+
+class Pool:
+    """Allocator of extents.
+
+    Args:
+        shape: the model's KV geometry.
+        pages: size of the arena.
+        page_size: tokens a page.
+        dtype, device: of the arena.
+    """
+
+    def __init__(
+        self, shape: KVShape, pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        if pages < 1 or page_size < 1:
+            raise ValueError(f"a pool needs at least one page and one token a page, got {pages} and {page_size}")
+        self.shape, self.pages, self.page_size = shape, pages, page_size
+        self.page_elements = page_size * shape.per_token
+        self.arena = torch.zeros(pages * self.page_elements, dtype=dtype, device=device)
+        self.extents: list[Extent] = []  # ascending by start
+        self.free_pages = pages
+        self.moves = 0
+        self.reclaim: Callable[[int], bool] = lambda pages: False
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_elements * self.arena.element_size()
+
+    def pages_for(self, tokens: int) -> int:
+        return max(1, -(-tokens // self.page_size))
+
+    def alloc(self, tokens: int) -> Extent | None:
+        """An extent of at least one token, evicting what may be evicted (``reclaim``); None when that is not enough.
+
+        The memory is not cleared. Nothing is evicted when the request could not succeed anyway.
+        """
+        pages = self.pages_for(tokens)
+        if pages > self.free_pages and not self.reclaim(pages - self.free_pages):
+            return None
+        at = self._best_hole(pages)
+        if at is None:
+            at = self._compact(pages)
+        if at is None:
+            return None
+        index, start = at
+        extent = Extent(start, pages, tokens)
+        self.extents.insert(index, extent)
+        self.free_pages -= pages
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        if extent.freed or extent.fixed:
+            raise IntegrityError(f"extent freed {'twice' if extent.freed else 'while in use'}: {extent}")
+        extent.freed = True
+        self.extents.remove(extent)
+        self.free_pages += extent.pages
+
+    def view(self, extent: Extent) -> torch.Tensor:
+        """``[layers, 2, kv_heads, tokens, head_dim]`` over the extent's memory; valid until the next ``alloc``."""
+        layers, heads, dim = self.shape
+        start = extent.start * self.page_elements
+        flat = self.arena[start : start + extent.tokens * self.shape.per_token]
+        return flat.view(layers, 2, heads, extent.tokens, dim)
+
+    def _holes(self) -> list[tuple[int, int, int]]:
+        """(index into ``extents`` where a new one would go, first page, pages) of every hole."""
+        holes, end = [], 0
+        for i, extent in enumerate(self.extents):
+            if extent.start > end:
+                holes.append((i, end, extent.start - end))
+            end = extent.start + extent.pages
+        if end < self.pages:
+            holes.append((len(self.extents), end, self.pages - end))
+        return holes
+
+    def _best_hole(self, pages: int) -> tuple[int, int] | None:
+        fitting = [hole for hole in self._holes() if hole[2] >= pages]
+        if not fitting:
+            return None
+        index, start, _ = min(fitting, key=lambda hole: hole[2])
+        return index, start
+
+    def _compact(self, pages: int) -> tuple[int, int] | None:
+        """Slide movable extents down until a hole of ``pages`` opens; None when fixed extents prevent it."""
+        end = 0
+        for i, extent in enumerate(self.extents):
+            if extent.start - end >= pages:
+                return i, end
+            if extent.start > end and not extent.fixed:
+                self._move(extent, end)
+            end = extent.start + extent.pages
+        return (len(self.extents), end) if self.pages - end >= pages else None
+
+    def _move(self, extent: Extent, start: int) -> None:
+        """Copy an extent down in pieces; each piece is staged, so source and destination may overlap."""
+        source, target = extent.start * self.page_elements, start * self.page_elements
+        size = extent.tokens * self.shape.per_token
+        for at in range(0, size, _MOVE_ELEMENTS):
+            n = min(_MOVE_ELEMENTS, size - at)
+            self.arena[target + at : target + at + n] = self.arena[source + at : source + at + n].clone()
+        extent.start = start
+        self.moves += 1
+
+    def check(self) -> None:
+        """Extents lie inside the arena, are disjoint and ascending, and the free count is right."""
+        end = used = 0
+        for extent in self.extents:
+            if extent.start < end or extent.start + extent.pages > self.pages or extent.freed:
+                raise IntegrityError(f"extent out of place: {extent}")
+            if extent.tokens > extent.pages * self.page_size:
+                raise IntegrityError(f"extent too small for its tokens: {extent}")
+            end = extent.start + extent.pages
+            used += extent.pages
+        if used + self.free_pages != self.pages:
+            raise IntegrityError(f"{used} pages used and {self.free_pages} free of {self.pages}")

@@ -1,0 +1,223 @@
+"""Prefix caching of requests' own tokens, in two namespaces that never meet (DESIGN section 5).
+
+*exact* holds KV equal to a full prefill; *linked* holds a conversation's own earlier turns under one policy. A
+namespace is a radix tree. An edge is a tuple of *items*: an int is a text token, ``(chunk digest, j)`` a recomputed
+image token, ``("span", kv digest, lo, hi)`` a mapped piece of a chunk. Items are stored and compared whole, so a hit
+is always verified against the tokens and chunks it stands for. A node's own tokens lie in a (possibly shared) extent
+and are mapped into later requests as a span with base 0: a hit copies nothing and may end at any token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mpic.errors import IntegrityError
+from mpic.kv.pool import Extent
+
+Item = int | tuple[Hashable, ...]
+
+
+def own(item: Item) -> bool:
+    """Whether an item stands for a token with KV of its own (a mapped span has none)."""
+    return not (isinstance(item, tuple) and item[0] == "span")
+
+
+@dataclass(eq=False)
+class SharedExtent:
+    """An extent held by one or more nodes (a split node shares its parent's)."""
+
+    extent: Extent
+    holders: int = 1
+
+
+@dataclass(eq=False)
+class Node:
+    """``items`` after the parent's; the own tokens among them lie at ``[lo, lo + own_tokens)`` of ``shared``."""
+
+    items: tuple[Item, ...]
+    own_tokens: int
+    shared: SharedExtent | None
+    lo: int
+    parent: Node | None
+    chunks: frozenset[str]
+    children: dict[Item, Node] = field(default_factory=dict)
+    pins: int = 0
+    last_use: int = 0
+    dead: bool = False
+
+
+def _common(a: Sequence[Item], b: Sequence[Item]) -> int:
+    n = min(len(a), len(b))
+    if tuple(a[:n]) == tuple(b[:n]):
+        return n
+    return next(i for i in range(n) if a[i] != b[i])
+
+
+class PrefixCache:
+    """Radix trees by namespace.
+
+    Args:
+        release: frees an extent nobody holds any more.
+    """
+
+    def __init__(self, release: Callable[[Extent], None]) -> None:
+        self._release = release
+        self._roots: dict[Hashable, Node] = {}
+        self._pinned_dead: list[Node] = []
+        self._clock = 0
+
+    def match(self, namespace: Hashable, items: Sequence[Item], limit: int) -> list[Node]:
+        """The path of nodes that covers the longest known prefix of ``items`` with at most ``limit`` own tokens.
+
+        The nodes come back pinned; give them to ``unpin`` when the request ends.
+        """
+        self._clock += 1
+        node, at, path = self._roots.get(namespace), 0, []
+        while node is not None and at < len(items):
+            child = node.children.get(items[at])
+            if child is None:
+                break
+            n = _common(child.items, items[at:])
+            while sum(own(i) for i in child.items[:n]) > limit:
+                n -= 1
+            if n == 0:
+                break
+            if n < len(child.items):
+                child = self._split(child, n)
+            path.append(child)
+            limit -= child.own_tokens
+            at += n
+            node = child
+        for node in path:
+            node.pins += 1
+            node.last_use = self._clock
+        return path
+
+    def unpin(self, path: Sequence[Node]) -> None:
+        for node in path:
+            node.pins -= 1
+            if node.dead and node.pins == 0:
+                self._pinned_dead.remove(node)
+                self._drop_extent(node)
+
+    def insert(
+        self,
+        namespace: Hashable,
+        items: Sequence[Item],
+        chunks: frozenset[str],
+        take: Callable[[int], tuple[Extent, int] | None],
+    ) -> None:
+        """Remember a finished request. ``take(n)`` hands over an extent with the KV of the own tokens from the n-th
+        on, and where in it they start (or None when there is no room); it is called only if something is new."""
+        self._clock += 1
+        node = self._roots.setdefault(namespace, Node((), 0, None, 0, None, frozenset()))
+        at = known = 0
+        while at < len(items) and (child := node.children.get(items[at])) is not None:
+            n = _common(child.items, items[at:])
+            if n < len(child.items):
+                child = self._split(child, n)
+            known += child.own_tokens
+            at += n
+            node = child
+            node.last_use = self._clock
+        new = tuple(items[at:])
+        tokens = sum(own(i) for i in new)
+        if tokens == 0:
+            return
+        taken = take(known)
+        if taken is None:
+            return
+        extent, lo = taken
+        leaf = Node(new, tokens, SharedExtent(extent), lo, node, chunks, last_use=self._clock)
+        node.children[new[0]] = leaf
+
+    def _split(self, node: Node, n: int) -> Node:
+        """Cut a node after ``n`` items; both halves share the extent. Returns the upper half, which is unpinned: pins
+        belong to requests that matched the whole node, and pinning the lower half keeps the upper one too."""
+        tokens = sum(own(i) for i in node.items[:n])
+        upper = Node(
+            node.items[:n], tokens, node.shared, node.lo, node.parent, node.chunks, last_use=node.last_use
+        )
+        if node.shared is not None:
+            node.shared.holders += 1
+        upper.parent.children[node.items[0]] = upper
+        node.items, node.own_tokens, node.lo, node.parent = (
+            node.items[n:],
+            node.own_tokens - tokens,
+            node.lo + tokens,
+            upper,
+        )
+        upper.children[node.items[0]] = node
+        return upper
+
+    def nodes(self) -> Iterator[Node]:
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def evictable(self) -> Iterator[Node]:
+        """Leaves that no running request has mapped."""
+        return (node for node in self.nodes() if not node.children and node.pins == 0)
+
+    def evict(self, node: Node) -> None:
+        """Forget a leaf and free its extent if nobody shares it."""
+        del node.parent.children[node.items[0]]
+        node.dead = True
+        self._drop_extent(node)
+
+    def purge(self, chunk: str) -> None:
+        """Forget everything that was computed over a deleted chunk (its content digest), pinned or not: invisible at
+        once, freed when the last request lets go."""
+        for node in list(self.nodes()):
+            if chunk in node.chunks and not node.dead:
+                self._forget_subtree(node)
+
+    def clear(self) -> None:
+        for root in self._roots.values():
+            for node in list(root.children.values()):
+                self._forget_subtree(node)
+        self._roots.clear()
+
+    def _forget_subtree(self, node: Node) -> None:
+        del node.parent.children[node.items[0]]
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            stack.extend(current.children.values())
+            current.children = {}
+            current.dead = True
+            if current.pins:
+                self._pinned_dead.append(current)
+            else:
+                self._drop_extent(current)
+
+    def _drop_extent(self, node: Node) -> None:
+        if node.shared is None:
+            return
+        node.shared.holders -= 1
+        if node.shared.holders == 0:
+            self._release(node.shared.extent)
+        node.shared = None
+
+    def extents(self) -> set[int]:
+        """Identities of the extents held, for accounting."""
+        held = [*self.nodes(), *self._pinned_dead]
+        return {id(node.shared.extent) for node in held if node.shared is not None}
+
+    def check(self) -> None:
+        """Counts of holders and own tokens are right; children start with the item they are filed under."""
+        holders: dict[int, int] = {}
+        for node in [*self.nodes(), *self._pinned_dead]:
+            if node.own_tokens != sum(own(i) for i in node.items) or node.pins < 0:
+                raise IntegrityError("a prefix node miscounts its tokens or pins")
+            if not node.dead and node.parent.children.get(node.items[0]) is not node:
+                raise IntegrityError("a prefix node is filed under another item")
+            if node.shared is not None:
+                holders[id(node.shared)] = holders.get(id(node.shared), 0) + 1
+                if node.lo + node.own_tokens > node.shared.extent.tokens:
+                    raise IntegrityError("a prefix node ends beyond its extent")
+                if holders[id(node.shared)] > node.shared.holders:
+                    raise IntegrityError("an extent of the prefix cache has more holders than it counts")

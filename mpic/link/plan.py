@@ -1,0 +1,151 @@
+"""Layout, selection and plan of a link (DESIGN sections 2, 3, 5).
+
+A *policy* looks at the chunks of a prompt and says which of their tokens the request computes itself; everything
+else is mapped, not copied. A *plan* is the relocation table that follows: the request's own tokens in sequence order
+and, for every visible piece of a chunk, its base and the first own token that comes after it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+Ranges = tuple[tuple[int, int], ...]
+"""Half-open token ranges within a chunk, ascending and disjoint."""
+
+
+class ChunkSlot(NamedTuple):
+    """A chunk's place in a prompt: its length in tokens, its sequence index and its rotary base."""
+
+    length: int
+    start: int
+    base: int
+
+
+class Policy(ABC):
+    """Decides what a link recomputes. Static policies only look at the layout.
+
+    Class attributes:
+        syntax: how people write it, e.g. ``mpic-K``.
+        exact: the result equals a full prefill; such KV may enter the exact prefix namespace.
+        uses_chunks: False when no compiled chunk is ever read (full, prefix).
+        prefix: reuse the request's own earlier prefixes.
+        sink: BOS tokens its chunks are compiled behind.
+        two_step: compute the own tokens without the chunks first and the last token over everything in a second step
+            (what MPIC, section 2, calls the two-step form of full reuse).
+    """
+
+    syntax: ClassVar[str]
+    exact: ClassVar[bool] = False
+    uses_chunks: ClassVar[bool] = True
+    prefix: ClassVar[bool] = True
+    sink: ClassVar[int] = 0
+    two_step: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Canonical short string; parses back to an equal policy."""
+
+    @abstractmethod
+    def select(self, chunks: Sequence[ChunkSlot]) -> list[Ranges]:
+        """For each chunk the ranges of its tokens that the request recomputes."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Span(NamedTuple):
+    """A visible, not recomputed piece ``[lo, hi)`` of chunk number ``chunk``.
+
+    ``base`` is the rotary offset of the chunk's first token; ``row`` the first own token (index into the plan's own
+    tokens) that comes after the piece and therefore sees it.
+    """
+
+    chunk: int
+    lo: int
+    hi: int
+    base: int
+    row: int
+
+
+class OwnRun(NamedTuple):
+    """A maximal piece of the prompt that the request computes: tokens ``[lo, hi)`` of segment ``segment``, whose first
+    token has sequence index ``start`` and whose segment has rotary base ``base``."""
+
+    segment: int
+    lo: int
+    hi: int
+    start: int
+    base: int
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """The relocation table of one request.
+
+    Args:
+        length: tokens of the whole prompt.
+        extent: rotary positions of the whole prompt; the first generated token sits at this position.
+        runs: what is computed, in sequence order.
+        spans: what is mapped, in sequence order.
+        own: number of computed tokens (sum over runs).
+        slots: one ChunkSlot a chunk, in prompt order.
+    """
+
+    length: int
+    extent: int
+    runs: tuple[OwnRun, ...]
+    spans: tuple[Span, ...]
+    own: int
+    slots: tuple[ChunkSlot, ...]
+
+    def reused(self, chunk: int) -> int:
+        """Tokens of a chunk that are linked without recomputation."""
+        return sum(s.hi - s.lo for s in self.spans if s.chunk == chunk)
+
+
+class SegmentShape(NamedTuple):
+    """What planning needs of a segment: tokens, rotary extent, whether it is a chunk."""
+
+    length: int
+    extent: int
+    is_chunk: bool
+
+
+def make_plan(segments: Sequence[SegmentShape], policy: Policy) -> LinkPlan:
+    """Lay out the segments, ask the policy, and cut the prompt into computed runs and mapped spans."""
+    slots, starts, bases = [], [], []
+    start = base = 0
+    for segment in segments:
+        starts.append(start)
+        bases.append(base)
+        if segment.is_chunk:
+            slots.append(ChunkSlot(segment.length, start, base))
+        start += segment.length
+        base += segment.extent
+    selection = iter(policy.select(slots))
+    runs: list[OwnRun] = []
+    spans: list[Span] = []
+    own = 0
+    chunk = 0
+    for i, segment in enumerate(segments):
+        recompute: Ranges = ((0, segment.length),)
+        if segment.is_chunk:
+            recompute = next(selection)
+        at = 0
+        for lo, hi in (*recompute, (segment.length, segment.length)):
+            if not at <= lo <= hi <= segment.length:
+                raise ValueError(
+                    f"{policy}: ranges {recompute} do not fit a segment of {segment.length} tokens"
+                )
+            if lo > at:
+                spans.append(Span(chunk, at, lo, bases[i], own))
+            if hi > lo:
+                runs.append(OwnRun(i, lo, hi, starts[i] + lo, bases[i]))
+                own += hi - lo
+            at = hi
+        chunk += segment.is_chunk
+    return LinkPlan(start, base, tuple(runs), tuple(spans), own, tuple(slots))

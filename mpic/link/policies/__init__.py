@@ -1,0 +1,1 @@
+"""One small file a policy family, each with its paper and section."""
