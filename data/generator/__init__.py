@@ -1,0 +1,20 @@
+"""Generated data of the demo models: images, documents, conversations, tokenizer, chat template.
+
+Everything is drawn from a seed; nothing is downloaded. `Generator(seed, split)` draws conversations;
+`split="eval"` uses sprites, names, handles, filler sentences and question wordings that training never sees.
+"""
+
+from mpic.data.generator.conversation import Conversation, Document, Image, Segment, Turn, messages, segments
+from mpic.data.generator.tasks import EVAL_TASKS, Generator
+
+__all__ = [
+    "EVAL_TASKS",
+    "Conversation",
+    "Document",
+    "Generator",
+    "Image",
+    "Segment",
+    "Turn",
+    "messages",
+    "segments",
+]

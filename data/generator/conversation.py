@@ -1,0 +1,164 @@
+"""Conversations and how they are spelled: the one prompt convention of the demo models.
+
+    <s> [system] USER: PARTS ASSISTANT: answer</s> USER: ...
+
+An image is `image LABEL:<image> end of image LABEL.`, a document `document LABEL:TEXT end of document
+LABEL.`; LABEL is the chunk's name or, without one, its number in words, counted per kind over the
+conversation. A search is `ASSISTANT:<search> query</search> reference one:CHUNK end of reference one.
+answer</s>`. `chat_template.jinja` states the same for `apply_chat_template`; a test holds them together.
+Chunks (`Segment.kind` image or document) are tokenized alone, and so is each piece of text between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpic.data.generator.words import NUMBERS
+
+CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text().rstrip("\n")
+SPECIAL = {
+    "pad": "<pad>",
+    "bos": "<s>",
+    "eos": "</s>",
+    "image": "<image>",
+    "search": "<search>",
+    "end": "</search>",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """An image chunk; `name` is its handle, if it has one."""
+
+    pixels: np.ndarray
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text chunk; `name` is its handle, if it has one."""
+
+    text: str
+    name: str | None = None
+
+
+Part = str | Image | Document
+
+
+@dataclass
+class Turn:
+    """One question and its answer; with `query`, the answer needs a reference from the library."""
+
+    user: list[Part]
+    answer: str
+    query: str | None = None
+    reference: Image | Document | None = None
+    kind: str = ""
+
+
+@dataclass
+class Conversation:
+    """What the model is trained on and tested with."""
+
+    turns: list[Turn]
+    system: str | None = None
+    task: str = ""
+    tags: dict[str, Any] = field(default_factory=dict)
+
+
+class Segment(NamedTuple):
+    """A piece that is tokenized alone: text, an image's pixels, or a document's text."""
+
+    kind: str  # "text", "image" or "document"
+    content: Any
+    target: bool = False  # the model is trained to say it
+
+
+def number_word(index: int) -> str:
+    """1 -> "one"; beyond twenty in digits."""
+    return NUMBERS[index - 1] if index <= len(NUMBERS) else str(index)
+
+
+class _Labels:
+    """Counts chunks per kind and names them."""
+
+    def __init__(self) -> None:
+        self.count = {"image": 0, "document": 0, "reference": 0}
+
+    def next(self, kind: str, name: str | None) -> str:
+        self.count[kind] += 1
+        return f"{kind} {name or number_word(self.count[kind])}"
+
+
+def _chunk(part: Image | Document, label: str) -> Iterator[Segment]:
+    yield Segment("text", f" {label}:")
+    yield Segment("image", part.pixels) if isinstance(part, Image) else Segment("document", part.text)
+    yield Segment("text", f" end of {label}.")
+
+
+def _pieces(conversation: Conversation) -> Iterator[Segment]:
+    labels = _Labels()
+    yield Segment("text", SPECIAL["bos"] + (f" {conversation.system}" if conversation.system else ""))
+    for turn in conversation.turns:
+        yield Segment("text", " USER:")
+        for part in turn.user:
+            if isinstance(part, str):
+                yield Segment("text", f" {part}")
+            else:
+                kind = "image" if isinstance(part, Image) else "document"
+                yield from _chunk(part, labels.next(kind, part.name))
+        yield Segment("text", " ASSISTANT:")
+        if turn.query is not None:
+            yield Segment("text", f"{SPECIAL['search']} {turn.query}{SPECIAL['end']}", True)
+            if turn.reference is not None:
+                yield from _chunk(turn.reference, labels.next("reference", None))
+        if turn.query is None or turn.reference is not None:
+            yield Segment("text", f" {turn.answer}{SPECIAL['eos']}", True)
+
+
+def segments(conversation: Conversation) -> list[Segment]:
+    """The conversation cut where chunks and answers begin and end, neighbouring texts joined."""
+    out: list[Segment] = []
+    for piece in _pieces(conversation):
+        last = out[-1] if out else None
+        if last and last.kind == "text" == piece.kind and last.target == piece.target:
+            out[-1] = Segment("text", last.content + piece.content, last.target)
+        else:
+            out.append(piece)
+    return out
+
+
+def _content(parts: list[Part]) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, str):
+            out.append({"type": "text", "text": part})
+            continue
+        item: dict[str, Any] = (
+            {"type": "image"} if isinstance(part, Image) else {"type": "document", "text": part.text}
+        )
+        if part.name:
+            item["name"] = part.name
+        out.append(item)
+    return out
+
+
+def messages(conversation: Conversation) -> list[dict[str, Any]]:
+    """The conversation as chat messages for `apply_chat_template` (images in order, pixels left out)."""
+    out: list[dict[str, Any]] = []
+    if conversation.system:
+        out.append({"role": "system", "content": conversation.system})
+    for turn in conversation.turns:
+        out.append({"role": "user", "content": _content(turn.user)})
+        answer: list[dict[str, Any]] = []
+        if turn.query is not None:
+            answer.append({"type": "search", "text": turn.query})
+        if turn.reference is not None:
+            answer += _content([turn.reference])
+        out.append({"role": "assistant", "content": [*answer, {"type": "text", "text": turn.answer}]})
+    return out

@@ -1,0 +1,100 @@
+"""Documents of 40-120 tokens: cards (facts first, no name inside), biographies, and needles."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from mpic.data.generator.words import CITIES, JOBS, OBJECTS, PETS, Split, draw_code, fillers
+
+WORDS = (44, 100)  # a word or mark is about one token; three-digit codes are three
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One text document and what it states: attribute (or object) -> value."""
+
+    kind: str  # "card", "biography", "needle"
+    text: str
+    facts: dict[str, str]
+    subject: str = ""  # the person of a biography
+
+
+def _length(text: str) -> int:
+    return len(text.split()) + text.count(".") + text.count(",")
+
+
+def _pad(sentences: list[str], rng: random.Random, split: Split, words: tuple[int, int]) -> list[str]:
+    """Filler sentences to put between (or after) the given ones."""
+    target, out = rng.randint(*words), []
+    size = sum(_length(s) for s in sentences)
+    while size < target - 6:
+        out.append(rng.choice(fillers(split)))
+        size += _length(out[-1])
+    return out
+
+
+def _interleave(rng: random.Random, first: list[str], rest: list[str], filler: list[str]) -> str:
+    slots: list[list[str]] = [[] for _ in range(len(rest) + 1)]
+    for sentence in filler:
+        rng.choice(slots).append(sentence)
+    out = list(first) + slots[0]
+    for sentence, slot in zip(rest, slots[1:], strict=True):
+        out += [sentence, *slot]
+    return " ".join(out)
+
+
+def draw_value(rng: random.Random, attribute: str) -> str:
+    """A random value of an attribute."""
+    if attribute == "code":
+        return draw_code(rng)
+    return rng.choice({"city": CITIES, "job": JOBS, "pet": PETS}[attribute])
+
+
+def card(rng: random.Random, split: Split, words: tuple[int, int] = WORDS) -> Fact:
+    """Facts in the first dozen tokens, then filler. Only the label outside says which card it is."""
+    attributes = rng.sample(["code", "city", "job", "pet"], rng.randint(2, 3))
+    facts = {a: draw_value(rng, a) for a in attributes}
+    head = "Card: " + ", ".join(f"{a} {v}" for a, v in facts.items()) + "."
+    return Fact("card", " ".join([head, *_pad([head], rng, split, words)]), facts)
+
+
+SENTENCE = {
+    "city": "{name} lives in {value}.",
+    "job": "{name} works as a {value}.",
+    "pet": "{name} has a {value}.",
+    "friend": "The friend of {name} is {value}.",
+}
+
+
+def biography(
+    rng: random.Random, split: Split, name: str, friend: str | None, words: tuple[int, int] = WORDS
+) -> Fact:
+    """City, job, pet and perhaps friend of a person, scattered between filler sentences."""
+    facts = {a: draw_value(rng, a) for a in ("city", "job", "pet")}
+    if friend:
+        facts["friend"] = friend
+    head = f"About {name}."
+    rest = [SENTENCE[a].format(name=name, value=v) for a, v in facts.items()]
+    rng.shuffle(rest)
+    text = _interleave(rng, [head], rest, _pad([head, *rest], rng, split, words))
+    return Fact("biography", text, facts, name)
+
+
+def needle(rng: random.Random, split: Split, thing: str, words: tuple[int, int] = WORDS) -> Fact:
+    """One sentence with the code of a thing, hidden in filler."""
+    code = draw_code(rng)
+    sentence = f"The code of the {thing} is {code}."
+    return Fact(
+        "needle", _interleave(rng, [], [sentence], _pad([sentence], rng, split, words)), {thing: code}
+    )
+
+
+def reference_fact(attribute: str, subject: str, value: str) -> str:
+    """A one-sentence library entry; `attribute` "code" is about a thing, the others about a person."""
+    if attribute == "code":
+        return f"The code of the {subject} is {value}."
+    return SENTENCE[attribute].format(name=subject, value=value)
+
+
+__all__ = ["OBJECTS", "SENTENCE", "Fact", "biography", "card", "draw_value", "needle", "reference_fact"]

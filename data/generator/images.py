@@ -1,0 +1,105 @@
+"""Images: up to four coloured shapes or digits, one a quadrant, drawn from small pre-rendered sprites."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image as PILImage
+from PIL import ImageDraw, ImageFont
+
+from mpic.data.generator.words import COLOURS, DIGITS, POSITIONS, SHAPES, Split
+
+SIZE = 64
+CELL = SIZE // 2
+_SCALE = 4
+_VARIANTS = {"train": 16, "eval": 8}
+_SPRITE_SEED = {"train": 0, "eval": 99}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What an image shows: quadrant index (0 top left .. 3 bottom right) -> (colour, shape or digit)."""
+
+    objects: tuple[tuple[int, str, str], ...]
+
+    def at(self, quadrant: int) -> str:
+        """The object of a quadrant in words, or "nothing"."""
+        return next((f"{c} {s}" for q, c, s in self.objects if q == quadrant), "nothing")
+
+    def caption(self) -> str:
+        """All objects with their places, in reading order."""
+        return ", ".join(
+            f"{'an' if c == 'orange' else 'a'} {c} {s} {POSITIONS[q]}" for q, c, s in self.objects
+        )
+
+
+def draw_scene(rng: random.Random, count: int | None = None, digits: bool = True) -> Scene:
+    """A scene of 1-4 objects; colours and shapes are distinct within it."""
+    count = count or rng.randint(1, 4)
+    quadrants = sorted(rng.sample(range(4), count))
+    colours, shapes = rng.sample(list(COLOURS), count), rng.sample(SHAPES, count)
+    if digits and rng.random() < 0.25:
+        shapes[rng.randrange(count)] = rng.choice(DIGITS)
+    return Scene(tuple(zip(quadrants, colours, shapes, strict=True)))
+
+
+def _outline(
+    shape: str, draw: ImageDraw.ImageDraw, cx: float, cy: float, r: float, fill: tuple[int, ...]
+) -> None:
+    if shape == "circle":
+        draw.ellipse([cx - r, cy - r, cx + r, cy + r], fill=fill)
+    elif shape == "square":
+        draw.rectangle([cx - r * 0.85, cy - r * 0.85, cx + r * 0.85, cy + r * 0.85], fill=fill)
+    elif shape == "triangle":
+        draw.polygon([(cx, cy - r), (cx - r, cy + r * 0.8), (cx + r, cy + r * 0.8)], fill=fill)
+    elif shape == "ring":
+        draw.ellipse([cx - r, cy - r, cx + r, cy + r], outline=fill, width=int(r * 0.36))
+    elif shape == "cross":
+        w = r * 0.32
+        draw.rectangle([cx - w, cy - r, cx + w, cy + r], fill=fill)
+        draw.rectangle([cx - r, cy - w, cx + r, cy + w], fill=fill)
+    elif shape == "star":
+        points = []
+        for i in range(10):
+            angle, radius = -math.pi / 2 + i * math.pi / 5, r if i % 2 == 0 else r * 0.45
+            points.append((cx + radius * math.cos(angle), cy + radius * math.sin(angle)))
+        draw.polygon(points, fill=fill)
+    else:  # a digit
+        draw.text((cx, cy), shape, fill=fill, font=ImageFont.load_default(r * 2.6), anchor="mm")
+
+
+def _sprite(colour: str, shape: str, rng: random.Random) -> np.ndarray:
+    side = CELL * _SCALE
+    canvas = PILImage.new("RGBA", (side, side), (0, 0, 0, 0))
+    radius = rng.uniform(0.31, 0.43) * side
+    cx, cy = (side * (0.5 + rng.uniform(-0.06, 0.06)) for _ in range(2))
+    fill = (*tuple(int(max(0, min(255, v + rng.uniform(-15, 15)))) for v in COLOURS[colour]), 255)
+    _outline(shape, ImageDraw.Draw(canvas), cx, cy, radius, fill)
+    return np.asarray(canvas.resize((CELL, CELL), PILImage.Resampling.LANCZOS), dtype=np.float32)
+
+
+@functools.cache
+def sprites(split: Split) -> dict[tuple[str, str], list[np.ndarray]]:
+    """RGBA sprites of every (colour, shape); the two splits share none."""
+    rng = random.Random(_SPRITE_SEED[split])
+    return {
+        (c, s): [_sprite(c, s, rng) for _ in range(_VARIANTS[split])]
+        for c in COLOURS
+        for s in SHAPES + DIGITS
+    }
+
+
+def render(scene: Scene, rng: random.Random, split: Split) -> np.ndarray:
+    """The scene as uint8 [64, 64, 3] on a dark background."""
+    pixels = np.full((SIZE, SIZE, 3), rng.randint(0, 50), np.float32)
+    for quadrant, colour, shape in scene.objects:
+        sprite = rng.choice(sprites(split)[(colour, shape)])
+        y, x = (quadrant // 2) * CELL, (quadrant % 2) * CELL
+        alpha = sprite[..., 3:] / 255.0
+        cell = pixels[y : y + CELL, x : x + CELL]
+        pixels[y : y + CELL, x : x + CELL] = cell * (1 - alpha) + sprite[..., :3] * alpha
+    return pixels.astype(np.uint8)

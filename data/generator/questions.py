@@ -1,0 +1,183 @@
+"""Questions about chunks. Every kind has several wordings; the last ones are kept for evaluation."""
+
+from __future__ import annotations
+
+import random
+
+from mpic.data.generator.documents import Fact
+from mpic.data.generator.images import Scene
+from mpic.data.generator.words import DIGITS, POSITIONS, Split
+
+# kind -> (training wordings, evaluation wordings); {L} and {M} are labels such as "image two"
+WORDINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "colour": (
+        (
+            "In {L}, what colour is the {x}?",
+            "What colour is the {x} in {L}?",
+            "In {L}, the colour of the {x}?",
+        ),
+        ("In {L}, what is the colour of the {x}?", "What is the colour of the {x} in {L}?"),
+    ),
+    "shape": (
+        ("In {L}, what is {x}?", "What is {x} in {L}?", "In {L}, which shape is {x}?"),
+        ("In {L}, what shape is {x}?", "Which shape is {x} in {L}?"),
+    ),
+    "position": (
+        ("In {L}, what is at the {x}?", "What is at the {x} of {L}?", "In {L}, what do you see {x}?"),
+        ("In {L}, what is {x}?", "What do you see at the {x} of {L}?"),
+    ),
+    "where": (
+        ("In {L}, where is the {x}?", "Where is the {x} in {L}?"),
+        ("Where in {L} is the {x}?", "In {L}, where do you see the {x}?"),
+    ),
+    "count": (
+        ("In {L}, how many shapes are there?", "How many shapes are in {L}?"),
+        ("How many shapes do you see in {L}?", "In {L}, how many shapes do you see?"),
+    ),
+    "digit": (
+        ("In {L}, which digit is there?", "Which digit is in {L}?"),
+        ("In {L}, which digit do you see?", "What digit is in {L}?"),
+    ),
+    "caption": (
+        ("Describe {L}.", "What does {L} show?"),
+        ("Please describe {L}.", "What do you see in {L}?"),
+    ),
+    "card": (
+        ("In {L}, what is the {x}?", "What is the {x} in {L}?", "What {x} does {L} say?"),
+        ("In {L}, which {x} is there?", "Which {x} does {L} say?"),
+    ),
+    "needle": (
+        ("What is the code of the {x}?", "Which code has the {x}?"),
+        ("The {x}: what is the code?", "What code does the {x} have?"),
+    ),
+    "city": (
+        ("Where does {x} live?", "In which city does {x} live?"),
+        ("What city does {x} live in?", "{x} lives where?"),
+    ),
+    "job": (
+        ("What is the job of {x}?", "What does {x} do?"),
+        ("Which job does {x} have?", "{x} works as what?"),
+    ),
+    "pet": (
+        ("What pet does {x} have?", "Which pet has {x}?"),
+        ("What is the pet of {x}?", "{x} has which pet?"),
+    ),
+    "friend": (
+        ("Who is the friend of {x}?", "Who is a friend of {x}?"),
+        ("Which friend does {x} have?", "The friend of {x} is who?"),
+    ),
+    "friend city": (
+        ("Where does the friend of {x} live?", "In which city does the friend of {x} live?"),
+        ("What city does the friend of {x} live in?", "The friend of {x} lives where?"),
+    ),
+    "friend job": (
+        ("What is the job of the friend of {x}?", "What does the friend of {x} do?"),
+        ("Which job does the friend of {x} have?", "The friend of {x} works as what?"),
+    ),
+    "more": (
+        ("Which has more shapes, {L} or {M}?", "Are there more shapes in {L} or in {M}?"),
+        ("Does {L} or {M} have more shapes?", "Which shows more shapes, {L} or {M}?"),
+    ),
+    "same": (
+        ("Is the {x} in {L} the same colour as the {x} in {M}?",),
+        ("Do the {x} in {L} and the {x} in {M} have the same colour?",),
+    ),
+    "last city": (
+        ("Where does the last person live?", "In which city does the last person live?"),
+        ("What city does the last person live in?",),
+    ),
+    "last job": (
+        ("What is the job of the last person?", "What does the last person do?"),
+        ("Which job does the last person have?",),
+    ),
+    "library": (
+        (
+            "In the library picture with a {x}, how many shapes are there?",
+            "How many shapes are in the library picture with a {x}?",
+        ),
+        ("In the library picture with a {x}, how many shapes do you see?",),
+    ),
+    "library colour": (
+        ("In the library picture with a {x}, what colour is the {y}?",),
+        ("In the library picture with a {x}, what is the colour of the {y}?",),
+    ),
+}
+ATTRIBUTES = ("city", "job", "pet")
+Question = tuple[str, str, str]  # kind, text, answer
+
+
+def ask(rng: random.Random, split: Split, kind: str, **slots: str) -> str:
+    """A wording of the split, filled in."""
+    train, held_out = WORDINGS[kind]
+    return rng.choice(train if split == "train" else held_out).format(**slots)
+
+
+_IMAGE_KINDS = (
+    ("colour",) * 4 + ("shape",) * 3 + ("position",) * 3 + ("where",) * 2 + ("count",) * 2 + ("digit",) * 2
+)
+
+
+def about_image(
+    rng: random.Random, split: Split, scene: Scene, label: str, kind: str | None = None
+) -> Question:
+    """A question about one image."""
+    kind = kind or rng.choice(_IMAGE_KINDS)
+    digit = next((s for _, _, s in scene.objects if s in DIGITS), None)
+    if kind == "digit" and digit is None:
+        kind = "colour"
+    quadrant, colour, shape = rng.choice(scene.objects)
+    if kind == "position" and rng.random() < 0.3:
+        quadrant = rng.randrange(4)
+    slot, answer = {
+        "colour": (shape, colour),
+        "shape": (colour, shape),
+        "position": (POSITIONS[quadrant], scene.at(quadrant)),
+        "where": (f"{colour} {shape}", POSITIONS[quadrant]),
+        "count": ("", str(len(scene.objects))),
+        "digit": ("", digit or ""),
+        "caption": ("", scene.caption()),
+    }[kind]
+    return kind, ask(rng, split, kind, L=label, x=slot), answer
+
+
+def about_document(rng: random.Random, split: Split, fact: Fact, label: str) -> Question:
+    """A question about one document."""
+    key = rng.choice(list(fact.facts))
+    if fact.kind == "card":
+        return "card", ask(rng, split, "card", L=label, x=key), fact.facts[key]
+    if fact.kind == "needle":
+        return "needle", ask(rng, split, "needle", x=key), fact.facts[key]
+    return key, ask(rng, split, key, x=fact.subject), fact.facts[key]
+
+
+def two_hop(rng: random.Random, split: Split, person: Fact, friend: Fact) -> Question:
+    """Where the friend of someone lives (or works): the answer names the friend first."""
+    key = rng.choice(("city", "job"))
+    verb = {"city": "lives in", "job": "works as a"}[key]
+    text = ask(rng, split, f"friend {key}", x=person.subject)
+    return f"friend {key}", text, f"{friend.subject} {verb} {friend.facts[key]}"
+
+
+def compare(
+    rng: random.Random, split: Split, a: tuple[str, Scene], b: tuple[str, Scene], kind: str | None = None
+) -> Question | None:
+    """Two images: which has more shapes, or is a shape they share of one colour. The answer shows its reasons."""
+    (label_a, scene_a), (label_b, scene_b) = a, b
+    colours_a, colours_b = ({s: c for _, c, s in scene.objects} for scene in (scene_a, scene_b))
+    shared = sorted(set(colours_a) & set(colours_b))
+    kind = kind or rng.choice(("more", "same"))
+    if kind == "same" and shared:
+        shape = rng.choice(shared)
+        first, second = colours_a[shape], colours_b[shape]
+        verdict = "yes" if first == second else "no"
+        text = ask(rng, split, "same", L=label_a, M=label_b, x=shape)
+        return "same", text, f"{first} and {second}, so {verdict}"
+    first, second = str(len(scene_a.objects)), str(len(scene_b.objects))
+    if kind == "more" and first != second:
+        verdict = "first" if first > second else "second"
+        return (
+            "more",
+            ask(rng, split, "more", L=label_a, M=label_b),
+            f"{first} and {second}, so the {verdict}",
+        )
+    return None

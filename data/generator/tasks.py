@@ -1,0 +1,280 @@
+"""Draws conversations: dense multi-turn ones for training, single questions of one task for evaluation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from mpic.data.generator import documents, questions
+from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn, number_word
+from mpic.data.generator.documents import Fact
+from mpic.data.generator.images import Scene, draw_scene, render
+from mpic.data.generator.words import (
+    OBJECTS,
+    Split,
+    draw_handles,
+    draw_people,
+)
+
+SYSTEMS = (None, None, "You answer questions about images and documents.", "Please answer in a few words.")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A chunk of a conversation with what is known about it."""
+
+    label: str
+    part: Image | Document
+    about: Scene | Fact
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What a conversation is made of: weights of chunk kinds, how chunks are labelled, kinds of questions."""
+
+    kinds: tuple[str, ...] = ("image", "image", "card", "biography", "needle")
+    named: float = 0.35  # share of conversations whose chunks have handles
+    search: float = 0.12  # share of questions that need the library
+    compare: float = 0.15
+    hop: float = 0.2
+    order: float = 0.1
+    words: tuple[int, int] = documents.WORDS
+    digits: bool = True
+
+
+class Generator:
+    """Conversations from a seed. The same seed and split give the same conversations."""
+
+    def __init__(self, seed: int, split: Split = "train") -> None:
+        self.rng = random.Random(f"{split}-{seed}")
+        self.split: Split = split
+
+    # chunks
+
+    def image(self, scene: Scene, name: str | None = None) -> Image:
+        """The scene as an image chunk."""
+        return Image(render(scene, self.rng, self.split), name)
+
+    def context(self, count: int, mix: Mix) -> list[Item]:
+        """`count` labelled chunks of the mix, in order."""
+        rng = self.rng
+        kinds = [rng.choice(mix.kinds) for _ in range(count)]
+        return self.context_of(kinds, mix, named=rng.random() < mix.named)
+
+    def context_of(self, kinds: list[str], mix: Mix, named: bool) -> list[Item]:
+        """Labelled chunks of exactly these kinds; half of the people have a friend among the others."""
+        rng, split, items = self.rng, self.split, list[Item]()
+        handles = draw_handles(rng, len(kinds), split) if named else [None] * len(kinds)
+        people = draw_people(rng, kinds.count("biography"), split)
+        things = rng.sample(OBJECTS, kinds.count("needle"))
+        subjects, counts = iter(people), {"image": 0, "document": 0}
+        for kind, handle in zip(kinds, handles, strict=True):
+            noun = "image" if kind == "image" else "document"
+            counts[noun] += 1
+            label = f"{noun} {handle or number_word(counts[noun])}"
+            about: Scene | Fact
+            if kind == "image":
+                about = draw_scene(rng, digits=mix.digits)
+                items.append(Item(label, self.image(about, handle), about))
+                continue
+            if kind == "card":
+                about = documents.card(rng, split, mix.words)
+            elif kind == "needle":
+                about = documents.needle(rng, split, things.pop(), mix.words)
+            else:
+                name = next(subjects)
+                others = [p for p in people if p != name]
+                friend = rng.choice(others) if others and rng.random() < 0.7 else None
+                about = documents.biography(rng, split, name, friend, mix.words)
+            items.append(Item(label, Document(about.text, handle), about))
+        return items
+
+    # questions
+
+    def about(self, item: Item, kind: str | None = None) -> questions.Question:
+        """A question about one chunk."""
+        if isinstance(item.about, Scene):
+            return questions.about_image(self.rng, self.split, item.about, item.label, kind)
+        return questions.about_document(self.rng, self.split, item.about, item.label)
+
+    def compare(self, items: list[Item], kind: str | None = None) -> questions.Question | None:
+        """A comparison of two of the images, if there are two that can be compared."""
+        scenes = [(i.label, i.about) for i in items if isinstance(i.about, Scene)]
+        if len(scenes) < 2:
+            return None
+        return questions.compare(self.rng, self.split, *self.rng.sample(scenes, 2), kind=kind)
+
+    def hop(self, items: list[Item]) -> questions.Question | None:
+        """A two-hop question, if someone's friend has a biography here too."""
+        people = {i.about.subject: i.about for i in items if isinstance(i.about, Fact) and i.about.subject}
+        having = [p for p in people.values() if p.facts.get("friend") in people]
+        if not having:
+            return None
+        person = self.rng.choice(having)
+        return questions.two_hop(self.rng, self.split, person, people[person.facts["friend"]])
+
+    def last(self, items: list[Item]) -> questions.Question | None:
+        """A question about the person who comes last, told by order alone."""
+        people = [i.about for i in items if isinstance(i.about, Fact) and i.about.subject]
+        if not people:
+            return None
+        key = self.rng.choice(("city", "job"))
+        return f"last {key}", questions.ask(self.rng, self.split, f"last {key}"), people[-1].facts[key]
+
+    def search(self, items: list[Item], kind: str | None = None) -> Turn:
+        """A question that only the library can answer."""
+        rng, split = self.rng, self.split
+        kind = kind or rng.choice(("person", "person", "thing", "picture"))
+        if kind == "picture":
+            scene = draw_scene(rng, rng.randint(2, 4), digits=False)
+            (_, colour, shape), (_, answer, other) = rng.sample(scene.objects, 2)
+            wanted = f"{colour} {shape}"
+            reference: Image | Document = self.image(scene)
+            query = f"picture with a {wanted}"
+            if rng.random() < 0.5:
+                text = questions.ask(rng, split, "library colour", x=wanted, y=other)
+            else:
+                text, answer = questions.ask(rng, split, "library", x=wanted), str(len(scene.objects))
+            return Turn([text], answer, query, reference, "search picture")
+        if kind == "thing":
+            present = {key for i in items if isinstance(i.about, Fact) for key in i.about.facts}
+            subject = rng.choice([o for o in OBJECTS if o not in present])
+            attribute, text = "code", questions.ask(rng, split, "needle", x=subject)
+        else:
+            present = {i.about.subject for i in items if isinstance(i.about, Fact)}
+            subject = next(p for p in iter(lambda: draw_people(rng, 1, split)[0], None) if p not in present)
+            attribute = rng.choice(questions.ATTRIBUTES)
+            text = questions.ask(rng, split, attribute, x=subject)
+        value = documents.draw_value(rng, attribute)
+        reference = Document(documents.reference_fact(attribute, subject, value))
+        return Turn([text], value, f"{attribute} of {subject}", reference, f"search {kind}")
+
+    # conversations
+
+    def training(self, count: int, turns: int, mix: Mix | None = None) -> Conversation:
+        """A conversation over `count` chunks with up to `turns` different questions (dense supervision)."""
+        mix, rng = mix or Mix(), self.rng
+        if count and rng.random() < 0.05:
+            return self.few_shot(max(3, count))
+        items = self.context(count, mix)
+        parts: list[Part] = [i.part for i in items]
+        asked: dict[str, Turn] = {}
+        for attempt in range(turns):
+            roll, question = rng.random(), None
+            if not items or roll < mix.search:
+                turn = self.search(items)
+                asked.setdefault(turn.user[0], turn)  # type: ignore[arg-type]
+                continue
+            if attempt == 0 and rng.random() < mix.order:
+                question = self.last(items)
+            elif roll < mix.search + mix.compare:
+                question = self.compare(items)
+            elif roll < mix.search + mix.compare + mix.hop:
+                question = self.hop(items)
+            if question is None:
+                captioned = rng.random() < 0.06
+                item = rng.choice(items)
+                question = self.about(
+                    item, "caption" if captioned and isinstance(item.about, Scene) else None
+                )
+            kind, text, answer = question
+            asked.setdefault(text, Turn([text], answer, kind=kind))
+        order = list(asked.values())
+        order[0] = replace(order[0], user=[*parts, *order[0].user])
+        if len(items) == 2 and rng.random() < 0.3:
+            order[0] = self._word_level(items) or order[0]
+        return Conversation(order, rng.choice(SYSTEMS), "training")
+
+    def _word_level(self, items: list[Item]) -> Turn | None:
+        """A comparison whose two images stand inside the sentence."""
+        if not all(isinstance(i.about, Scene) for i in items):
+            return None
+        (a, b), rng = items, self.rng
+        question = questions.compare(rng, self.split, (a.label, a.about), (b.label, b.about))  # type: ignore[arg-type]
+        if question is None:
+            return None
+        kind, text, answer = question
+        if kind == "more":
+            opening = "Which has more shapes," if self.split == "train" else "Which shows more shapes,"
+            return Turn([opening, a.part, "or", b.part, "?"], answer, kind="word more")
+        shape = next(s for s in text.replace("?", "").split() if any(s == o[2] for o in a.about.objects))  # type: ignore[union-attr]
+        opening = f"Is the {shape} in" if self.split == "train" else f"Has the {shape} in"
+        return Turn(
+            [opening, a.part, f"the same colour as the {shape} in", b.part, "?"], answer, kind="word same"
+        )
+
+    def few_shot(self, count: int) -> Conversation:
+        """Images each followed by its colour (or its shape); the last one is left to the model."""
+        rng = self.rng
+        by_colour = rng.random() < 0.5
+        parts: list[Part] = []
+        answer = ""
+        for i in range(count):
+            scene = draw_scene(rng, 1, digits=False)
+            _, colour, shape = scene.objects[0]
+            answer = colour if by_colour else shape
+            parts += [self.image(scene), f"It is {answer}." if i < count - 1 else "It is"]
+        return Conversation([Turn(parts, answer, kind="few-shot")], task="few-shot")
+
+    def task(self, name: str, count: int) -> Conversation:
+        """One evaluation question of a task over `count` chunks."""
+        while True:
+            conversation = EVAL_TASKS[name](self, count)
+            if conversation is not None:
+                conversation.task = name
+                return conversation
+
+    def single(
+        self, kinds: list[str], ask: Callable[[list[Item]], questions.Question | None], named: bool = False
+    ):
+        """A conversation of one question over chunks of these kinds, or None when it cannot be asked."""
+        items = self.context_of(kinds, Mix(), named)
+        question = ask(items)
+        if question is None:
+            return None
+        kind, text, answer = question
+        return Conversation([Turn([*(i.part for i in items), text], answer, kind=kind)])
+
+    def single_search(self, count: int, kind: str) -> Conversation:
+        """One question for the library over a context that does not have the answer."""
+        items = self.context(count, Mix())
+        turn = self.search(items, kind)
+        return Conversation([replace(turn, user=[*(i.part for i in items), *turn.user])])
+
+    def word_level(self, count: int) -> Conversation | None:
+        """One comparison with both images inside the sentence (whatever `count` says)."""
+        turn = self._word_level(self.context_of(["image", "image"], Mix(), self.rng.random() < 0.35))
+        return turn and Conversation([turn])
+
+
+def _one(kind: str | None, question: str | None = None, named: bool = False):
+    def build(g: Generator, count: int) -> Conversation | None:
+        kinds = [kind or g.rng.choice(Mix().kinds) for _ in range(count)]
+        if kind is None and count > 1:
+            kinds[:2] = g.rng.sample(["image", g.rng.choice(["card", "biography", "needle"])], 2)
+        return g.single(kinds, lambda items: g.about(g.rng.choice(items), question), named)
+
+    return build
+
+
+EVAL_TASKS: dict[str, Callable[[Generator, int], Conversation | None]] = {
+    "image": _one("image"),
+    "image named": _one("image", named=True),
+    "caption": _one("image", "caption"),
+    "compare": lambda g, n: g.single(["image"] * max(2, n), g.compare),
+    "word level": lambda g, n: g.word_level(n),
+    "few-shot": lambda g, n: g.few_shot(max(2, n)),
+    "card": _one("card"),
+    "card named": _one("card", named=True),
+    "needle": _one("needle"),
+    "biography": _one("biography"),
+    "two-hop": lambda g, n: g.single(["biography"] * max(2, n), g.hop),
+    "last person": lambda g, n: g.single(["biography"] * n, g.last),
+    "mixed": _one(None),
+    "search person": lambda g, n: g.single_search(n, "person"),
+    "search thing": lambda g, n: g.single_search(n, "thing"),
+    "search picture": lambda g, n: g.single_search(n, "picture"),
+}
+
+__all__ = ["EVAL_TASKS", "Generator", "Item", "Mix"]
