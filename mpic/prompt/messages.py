@@ -1,0 +1,308 @@
+"""OpenAI chat messages (plain dicts) -> ``Message`` s whose content is text and references to chunks, in order.
+
+Content is a string or a list of parts:
+
+=============  ========================================================================================
+``text``       ``{"text": str}``; in user and system messages ``IMAGE#NAME`` and ``FILE#NAME`` are handles
+``image_url``  ``{"image_url": {"url": data URL or file id}}`` (or the url itself)
+``image``      ``{"image": data URL or file id}``, or ``file_id`` / ``handle``
+``file``       ``{"file": {"file_id" or "handle"}}``, or the two keys in the part itself
+``document``   ``{"text": str}``: a text chunk given in the request
+``cache``      ``{"cache_id": str}``
+=============  ========================================================================================
+
+Every part but ``text`` may have a ``name``: its label in this conversation; a handle is a name by itself.
+
+Handles are matched at word level, anywhere in a text: ``compare the tower in IMAGE#EIFFEL2025 with IMAGE#LOUVRE.``.
+A name is ``[A-Za-z0-9_.-]{1,64}``; the longest name that exists wins, after taking trailing ``.`` and ``-`` off one
+by one, so a full stop ends the sentence unless someone named a file with one. The first mention in a conversation
+links the chunk in place; later ones become its label, as plain text: the content is in context already.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from mpic.errors import BadRequest, EmptyPrompt, InvalidImage, MPICError, UnknownHandle
+from mpic.kv.chunk import Chunk
+
+HandleKind = Literal["image", "file"]
+
+HANDLE = re.compile(r"(?<![A-Za-z0-9_#])(IMAGE|FILE)#([A-Za-z0-9_.\-]+)")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+PART_TYPES = ("text", "image_url", "image", "file", "document", "cache")
+
+
+class Resolver(Protocol):
+    """Finds the chunks a request refers to, in the library of the user who asks. Each method raises from the error
+    tree (UnknownHandle, FileNotFound, InvalidImage, ...); ``param`` is filled in by the parser."""
+
+    def by_handle(self, kind: HandleKind, name: str) -> Chunk:
+        """``IMAGE#name`` (kind ``image``: must be an image) or ``FILE#name`` (kind ``file``: whatever it is)."""
+        ...
+
+    def by_file_id(self, file_id: str) -> Chunk: ...
+
+    def by_cache_id(self, cache_id: str) -> Chunk: ...
+
+    def inline_image(self, data: bytes) -> Chunk:
+        """An image sent in the request: the bytes of an image file, not decoded yet."""
+        ...
+
+    def inline_text(self, text: str, label: str | None) -> Chunk:
+        """A document sent in the request."""
+        ...
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text of a client. ``part`` tells which content part it came from: texts of different parts may be separated;
+    None belongs to its neighbours."""
+
+    text: str
+    part: int | None = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Ref:
+    """A place where a chunk goes. ``name`` is the label the request gave it, if any."""
+
+    chunk: Chunk
+    name: str | None
+    param: str
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """One message.
+
+    Args:
+        content: texts and references in order; empty only for assistant and tool messages.
+        is_string: the client sent a string, not a list of parts.
+        fields: other things the template may read (``name``, ``tool_calls``, ``tool_call_id``,
+            ``reasoning_content``), as sent, except that tool calls' arguments are parsed from JSON.
+    """
+
+    role: str
+    content: tuple[Text | Ref, ...]
+    is_string: bool
+    param: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_messages(messages: Any, resolver: Resolver) -> list[Message]:
+    """Validate a conversation and resolve what it refers to.
+
+    Raises:
+        EmptyPrompt: no messages, or a user or system message without content.
+        BadRequest: a field is not what it should be; ``param`` is its path, e.g. ``messages[0].content[2].type``.
+        MPICError: whatever the resolver raises (UnknownHandle, FileNotFound, InvalidImage, ...).
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise BadRequest("messages must be a list of objects", param="messages")
+    if not messages:
+        raise EmptyPrompt("messages is empty: send at least one", param="messages")
+    parser = _Parser(resolver)
+    return [parser.message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+
+class _Parser:
+    """Parses one conversation; remembers the handles it has linked."""
+
+    def __init__(self, resolver: Resolver) -> None:
+        self.resolver = resolver
+        self.linked: dict[tuple[HandleKind, str], str] = {}
+
+    def message(self, message: Any, param: str) -> Message:
+        if not isinstance(message, Mapping):
+            raise BadRequest("a message must be an object with role and content", param=param)
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise BadRequest(f"unknown role {role!r}; known: {', '.join(ROLES)}", param=f"{param}.role")
+        role = ROLES[role]
+        fields = _fields(message, role, param)
+        content, where = message.get("content"), f"{param}.content"
+        if content is None:
+            items = []
+        elif isinstance(content, str):
+            items = self._text(content, role, 0, where)
+        elif isinstance(content, Sequence) and not isinstance(content, bytes):
+            items = [item for i, p in enumerate(content) for item in self._part(p, role, i, f"{where}[{i}]")]
+        else:
+            raise BadRequest("content must be a string or a list of parts", param=where)
+        blank = all(isinstance(item, Text) and not item.text.strip() for item in items)
+        if blank and role in ("user", "system"):
+            raise EmptyPrompt(f"the {role} message has no content", param=where)
+        return Message(role, tuple(items), not isinstance(content, list | tuple), param, fields)
+
+    def _part(self, part: Any, role: str, index: int, param: str) -> list[Text | Ref]:
+        if not isinstance(part, Mapping):
+            raise BadRequest("a content part must be an object with a type", param=param)
+        kind = part.get("type")
+        if kind not in PART_TYPES:
+            raise BadRequest(
+                f"unknown content part type {kind!r}; known: {', '.join(PART_TYPES)}", param=f"{param}.type"
+            )
+        if kind == "text":
+            return self._text(_string(part, "text", param, allow_empty=True), role, index, f"{param}.text")
+        if role not in ("user", "system"):
+            raise BadRequest(f"a {role} message takes text parts only, not {kind!r}", param=f"{param}.type")
+        name = part.get("name")
+        if name is not None and (not isinstance(name, str) or not name.strip()):
+            raise BadRequest("name must be a string that is not empty", param=f"{param}.name")
+        chunk, handle = self._chunk(kind, part, name, param)
+        return [Ref(chunk, name or handle, param)]
+
+    def _chunk(self, kind: str, part: Mapping, name: str | None, param: str) -> tuple[Chunk, str | None]:
+        """The chunk of a part that is not text, and the handle it was called by."""
+        if kind == "document":
+            text = _string(part, "text", param)
+            return _blame(f"{param}.text", self.resolver.inline_text, text, name), None
+        inner = part.get(kind)
+        if isinstance(inner, Mapping):
+            part, param = inner, f"{param}.{kind}"
+        elif isinstance(inner, str):
+            part = {"url": inner} if kind in ("image_url", "image") else {f"{kind}_id": inner}
+        if kind == "cache":
+            cache_id = _string(part, "cache_id", param)
+            return _blame(f"{param}.cache_id", self.resolver.by_cache_id, cache_id), None
+        if kind in ("image_url", "image") and "url" in part:
+            return self._image_url(_string(part, "url", param), f"{param}.url"), None
+        if "handle" in part:
+            handle_kind: HandleKind = "file" if kind == "file" else "image"
+            handle = _string(part, "handle", param)
+            chunk = _blame(f"{param}.handle", self.resolver.by_handle, handle_kind, handle)
+            self.linked.setdefault((handle_kind, handle), name or handle)
+            return chunk, handle
+        if "file_data" in part:
+            raise BadRequest(
+                "inline file data is not taken: upload it to /v1/files, or send a document part with its text",
+                param=f"{param}.file_data",
+            )
+        file_id = _string(part, "file_id", param)
+        return _blame(f"{param}.file_id", self.resolver.by_file_id, file_id), None
+
+    def _image_url(self, url: str, param: str) -> Chunk:
+        if url.startswith("data:"):
+            head, comma, body = url.partition(",")
+            if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
+                raise InvalidImage("a data URL must read data:image/...;base64,...", param=param)
+            try:
+                data = base64.b64decode("".join(body.split()), validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise InvalidImage(f"the data URL is not base64: {error}", param=param) from error
+            return _blame(param, self.resolver.inline_image, data)
+        if ":" in url or "/" in url:
+            raise BadRequest(
+                "image URLs are not fetched: upload the image and use its file id, or send a data URL",
+                param=param,
+            )
+        return _blame(param, self.resolver.by_file_id, url)
+
+    def _text(self, text: str, role: str, part: int, param: str) -> list[Text | Ref]:
+        """Cut a text at the handles in it."""
+        items: list[Text | Ref] = []
+        plain = ""  # text since the last reference
+        at = 0
+        for match in HANDLE.finditer(text) if role in ("user", "system") else ():
+            kind: HandleKind = "image" if match[1] == "IMAGE" else "file"
+            name, chunk = self._mention(kind, match[2], param)
+            if name is None:
+                continue
+            plain += text[at : match.start()]
+            at = match.start(2) + len(name)
+            if chunk is None:
+                plain += self.linked[kind, name]
+                continue
+            if plain:
+                items.append(Text(plain, part))
+            items.append(Ref(chunk, name, param))
+            plain = ""
+        plain += text[at:]
+        if plain:
+            items.append(Text(plain, part))
+        return items
+
+    def _mention(self, kind: HandleKind, written: str, param: str) -> tuple[str | None, Chunk | None]:
+        """(name, chunk) of a mention; the chunk is None when it is linked already, the name when it is no handle."""
+        shortest = written.rstrip(".-")
+        if not shortest:
+            return None, None
+        names = [written[:n] for n in range(len(written), len(shortest) - 1, -1) if n <= 64]
+        for name in names:
+            if (kind, name) in self.linked:
+                return name, None
+            try:
+                chunk = self.resolver.by_handle(kind, name)
+            except UnknownHandle as error:
+                unknown = error
+                continue
+            self.linked[kind, name] = name
+            return name, chunk
+        if not names:
+            unknown = UnknownHandle(f"{kind.upper()}#{shortest[:64]}...: a handle has at most 64 characters")
+        unknown.param = unknown.param or param
+        raise unknown
+
+
+def _blame(param: str, find: Callable[..., Chunk], *args: Any) -> Chunk:
+    """Call the resolver; an error of the tree that names no field names this one."""
+    try:
+        return find(*args)
+    except MPICError as error:
+        error.param = error.param or param
+        raise
+
+
+def _string(part: Mapping, key: str, param: str, allow_empty: bool = False) -> str:
+    value = part.get(key)
+    if not isinstance(value, str) or not (value or allow_empty):
+        raise BadRequest(
+            f"{key} must be a string{'' if allow_empty else ', not empty'}", param=f"{param}.{key}"
+        )
+    return value
+
+
+def _fields(message: Mapping, role: str, param: str) -> dict[str, Any]:
+    """The fields beside role and content. Empty ones are dropped (clients send answers back with all their nulls)."""
+    known = {
+        "assistant": {"name", "tool_calls", "reasoning_content"},
+        "tool": {"name", "tool_call_id"},
+    }.get(role, {"name"})
+    fields = {
+        k: v for k, v in message.items() if k not in ("role", "content") and v not in (None, [], {}, "")
+    }
+    for key in fields:
+        if key not in known:
+            raise BadRequest(f"a {role} message has no field {key!r}", param=f"{param}.{key}")
+        if key != "tool_calls" and not isinstance(fields[key], str):
+            raise BadRequest(f"{key} must be a string", param=f"{param}.{key}")
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _tool_calls(fields["tool_calls"], f"{param}.tool_calls")
+    return fields
+
+
+def _tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
+    """Tool calls as templates want them: arguments as an object where they are JSON of one."""
+    if not isinstance(calls, list | tuple):
+        raise BadRequest("tool_calls must be a list", param=param)
+    parsed = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRequest("a tool call must have a function with a name", param=f"{param}[{i}].function")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                value = json.loads(arguments)
+            except ValueError:
+                value = arguments
+            arguments = value if isinstance(value, dict) else arguments
+        parsed.append({**call, "function": {**function, "arguments": arguments}})
+    return parsed

@@ -1,0 +1,168 @@
+"""Tokenizing text of two kinds of author at once: the template, whose control tokens count, and clients, whose do not.
+
+A tokenizer finds its control tokens (``<|im_start|>``, ``<image>``) by matching strings, whoever wrote them. So we keep
+a *twin* of it in which every control token is spelt with an unguessable string of the same behaviour (id, stripping,
+normalization). In text of the template the control strings are respelt; text of clients goes in as it is. One call of
+the twin then gives exactly the ids the stock tokenizer gives, except where a client wrote a control string: that is
+tokenized as the characters it is made of. Because the respelling also covers the model's vocabulary (and merges), no
+text of a client can reach a control id by any route; that holds for BPE, Unigram, WordPiece and WordLevel.
+
+The twin has two more control tokens, the *cuts*, which stand for chunks: text on either side is tokenized as it would
+be beside an image placeholder (SentencePiece-like tokenizers treat the start of a text differently), and the ids are
+split there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from mpic.errors import ModelRefused
+
+MARKUP = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
+
+
+class Trusted(str):
+    """Text written by the template: control strings in it are control tokens."""
+
+
+class Cut:
+    """A place where a chunk goes; ``image`` tells which cut token stands there."""
+
+    __slots__ = ("image",)
+
+    def __init__(self, image: bool) -> None:
+        self.image = image
+
+
+class GuardedTokenizer:
+    """Tokenizes pieces of template text (``Trusted``), client text (``str``) and ``Cut`` s.
+
+    Args:
+        tokenizer: a transformers tokenizer backed by the tokenizers library.
+        image_token: the model's image placeholder, or None for a text model.
+
+    Attributes:
+        control: ids of the tokens that client text can never produce. These are all special tokens, and the added
+            ones that look like markup (``<think>``, ``[INST]``); other added tokens (runs of spaces, domain words) are
+            ordinary text.
+        prefix: ids that the tokenizer puts in front of every text (BOS), or empty.
+
+    Raises:
+        ModelRefused: there is no such backend, or the twin does not do what is said above.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, image_token: str | None = None) -> None:
+        stock = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(stock, Tokenizer):
+            raise ModelRefused(
+                f"{type(tokenizer).__name__} is not backed by the tokenizers library: client text could not be kept "
+                "apart from control tokens. Convert it to a tokenizer.json first."
+            )
+        state = json.loads(stock.to_str())
+        always = {image_token, *tokenizer.all_special_tokens}
+        added = [
+            token
+            for token in state["added_tokens"]
+            if token["special"] or token["content"] in always or MARKUP.fullmatch(token["content"])
+        ]
+        nonce = secrets.token_hex(16)
+        self._spelling = {t["content"]: f"x{nonce}{i:06d}x" for i, t in enumerate(added)}
+        self._twin = Tokenizer.from_str(json.dumps(_respell(state, self._spelling)))
+        self._control = re.compile(
+            "|".join(map(re.escape, sorted(self._spelling, key=len, reverse=True))) or "(?!)"
+        )
+        self.control = frozenset(t["id"] for t in added)
+        flags = next((t for t in added if t["content"] == image_token), {})
+        self._cuts = {}
+        for image in (False, True):
+            spelling = f"x{nonce}{'image' if image else 'chunk'}x"
+            strip = {k: bool(image and flags.get(k)) for k in ("lstrip", "rstrip")}
+            self._twin.add_special_tokens([AddedToken(spelling, normalized=False, special=True, **strip)])
+            self._cuts[image] = spelling
+        self._cut_ids = {self._twin.token_to_id(spelling) for spelling in self._cuts.values()}
+        self._verify(stock, tokenizer)
+        self.prefix = _prefix(tokenizer)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a client's text standing alone, nothing added."""
+        return tuple(self._twin.encode(text, add_special_tokens=False).ids)
+
+    def encode_pieces(self, pieces: Iterable[Trusted | str | Cut]) -> list[tuple[int, ...]]:
+        """Ids before, between and after the cuts: one more tuple than there are cuts, any of them may be empty.
+
+        The first starts with ``prefix``, once."""
+        spelt = []
+        for piece in pieces:
+            if isinstance(piece, Cut):
+                spelt.append(self._cuts[piece.image])
+            elif isinstance(piece, Trusted):
+                spelt.append(self._control.sub(lambda match: self._spelling[match[0]], piece))
+            else:
+                spelt.append(piece)
+        runs: list[list[int]] = [[]]
+        for token in self._twin.encode("".join(spelt), add_special_tokens=False).ids:
+            if token in self._cut_ids:
+                runs.append([])
+            else:
+                runs[-1].append(token)
+        if tuple(runs[0][: len(self.prefix)]) != self.prefix:
+            runs[0][:0] = self.prefix
+        return [tuple(run) for run in runs]
+
+    def is_plain(self, text: str) -> bool:
+        """Whether a text is so harmless that it may stand in template text: words and light punctuation."""
+        return not re.search(r"[^\w\s.,:;/()'\-]", text) and not self._control.search(text)
+
+    def _verify(self, stock: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> None:
+        """The twin spells every control token as the stock tokenizer does, and reaches none from its plain string."""
+        unknown = tokenizer.unk_token_id  # any unknown word gives it: not a breach
+        for text, spelling in self._spelling.items():
+            ids = self._twin.encode(spelling, add_special_tokens=False).ids
+            if ids != stock.encode(text, add_special_tokens=False).ids:
+                raise ModelRefused(
+                    f"control token {text!r} cannot be kept apart from text: respelt it gives {ids}"
+                )
+            if leaked := (self.control - {unknown}).intersection(self.encode(text)):
+                raise ModelRefused(f"the text {text!r} still gives the control tokens {sorted(leaked)}")
+
+
+def _respell(state: dict[str, Any], spelling: dict[str, str]) -> dict[str, Any]:
+    """A tokenizer.json with control tokens spelt differently: in the added tokens, the vocabulary and the merges."""
+    model = dict(state["model"])
+    if isinstance(model["vocab"], list):  # Unigram: [[piece, score], ...]
+        model["vocab"] = [[spelling.get(piece, piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {spelling.get(piece, piece): token for piece, token in model["vocab"].items()}
+    if model.get("unk_token") in spelling:
+        model["unk_token"] = spelling[model["unk_token"]]
+    if "merges" in model:
+        pairs = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+        model["merges"] = [
+            list(pair) for pair in pairs if not {*pair, pair[0] + pair[1]}.intersection(spelling)
+        ]
+    added = [{**t, "content": spelling.get(t["content"], t["content"])} for t in state["added_tokens"]]
+    return {
+        **state,
+        "model": model,
+        "added_tokens": added,
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
+
+
+def _prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What the tokenizer puts in front of a text when it is asked to add special tokens."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for n in range(len(full) - len(bare) + 1):
+        if full[n : n + len(bare)] == bare:
+            return tuple(full[:n])
+    return ()
