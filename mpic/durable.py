@@ -1,0 +1,146 @@
+"""Files that survive a crash: the one narrow seam between this system and the file system.
+
+Everything that must be durable is written through ``Files``, so a test can wrap it and drop, tear or reorder what was
+not synced, and it becomes visible in one way only: temporary name, fsync file, rename, fsync folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from mpic.errors import StorageFull
+
+TEMPORARY = ".tmp"
+"""Suffix of names that are not finished files; whatever carries it after a restart is garbage."""
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class Files:
+    """The file system calls the library makes. Subclass it to inject faults."""
+
+    def __init__(self) -> None:
+        self._folders = threading.Lock()
+
+    def create(self, path: Path) -> int:
+        """A new file for writing, readable by its owner only; fails if it exists."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        """Bytes written; may be fewer than asked."""
+        return os.write(fd, data)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def open(self, path: Path) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        """Bytes read straight into ``into``; may be fewer than asked, 0 at the end. Moves no file position."""
+        if hasattr(os, "preadv"):
+            return os.preadv(fd, [into], offset)
+        data = os.pread(fd, len(into), offset)
+        into[: len(data)] = data
+        return len(data)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file; one that is not there is no error."""
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def make_folder(self, folder: Path) -> None:
+        """Create a folder and its parents, private to the owner, and make their names durable."""
+        with self._folders:
+            missing = [f for f in (folder, *folder.parents) if not f.is_dir()]
+            for new in reversed(missing):
+                os.mkdir(new, 0o700)
+                self.sync_folder(new.parent)
+
+    def sync_folder(self, folder: Path) -> None:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def write_all(files: Files, fd: int, data: memoryview) -> None:
+    """Write every byte, however short the single writes are."""
+    while data:
+        data = data[files.write(fd, data) :]
+
+
+def read_all(files: Files, fd: int, into: memoryview, offset: int) -> int:
+    """Read until ``into`` is full or the file ends; the number of bytes read."""
+    done = 0
+    while done < len(into):
+        n = files.read(fd, into[done:], offset + done)
+        if n == 0:
+            break
+        done += n
+    return done
+
+
+def temporary_name(path: Path) -> Path:
+    """A fresh temporary name beside ``path``."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
+
+
+def publish(files: Files, temporary: Path, path: Path) -> None:
+    """Give a synced temporary file its final name, durably. On failure neither name is left behind."""
+    try:
+        files.make_folder(path.parent)
+        files.rename(temporary, path)
+        files.sync_folder(path.parent)
+    except BaseException as error:
+        for leftover in (temporary, path):
+            with suppress(OSError):
+                files.remove(leftover)
+        raise storage_error(error, path) from error
+
+
+def write_durably(files: Files, path: Path, parts: Iterable[memoryview]) -> None:
+    """Write ``parts`` to ``path`` so that after a crash the file is there whole or not at all.
+
+    Raises:
+        StorageFull: the disk is full; nothing is left behind and what was there before is untouched.
+        OSError: any other failure of the file system.
+    """
+    files.make_folder(path.parent)
+    temporary = temporary_name(path)
+    try:
+        fd = files.create(temporary)
+        try:
+            for part in parts:
+                write_all(files, fd, part)
+            files.sync(fd)
+        finally:
+            files.close(fd)
+    except BaseException as error:
+        with suppress(OSError):
+            files.remove(temporary)
+        raise storage_error(error, path) from error
+    publish(files, temporary, path)
+
+
+def storage_error(error: BaseException, path: Path) -> BaseException:
+    """StorageFull for a full disk, the error itself otherwise."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return StorageFull(f"the disk that holds {path.parent.name}/ is full; nothing was stored")
+    return error

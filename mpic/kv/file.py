@@ -1,0 +1,296 @@
+"""A compiled chunk in one file (DESIGN section 5).
+
+The file is valid safetensors, laid out for reading with few large reads straight into place::
+
+    8 bytes            length of the header, little endian
+    header             JSON, padded with spaces so that the data starts at a multiple of 4 KiB
+    kv.000 kv.001 ...  one ``[2, kv_heads, n, head_dim]`` a layer: together the bytes of
+                       ``[layers, 2, kv_heads, n, head_dim]`` exactly as they lie in memory
+    pad                zeros up to a multiple of 4 KiB
+    token_ids positions embeds deepstack
+
+Every byte is under an XXH3-64 checksum: one for the header (itself included, with the checksum's digits as zeros), one
+for each layer, one for everything after the layers. The first two of these parts are verified when the file is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from mpic.durable import Files, read_all, write_durably
+from mpic.errors import CorruptFile
+from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
+
+FORMAT = "mpic-chunk-1"
+BLOCK = 4096
+IO_BYTES = 2 << 20
+"""A read covers whole layers and at least this many bytes, where the chunk has them."""
+
+HEAD_BYTES = 64 << 10
+MAX_HEADER = 16 << 20
+PREFIX = b'{"__metadata__":{"header_xxh3":"'
+"""Every header starts with these bytes; the 16 hexadecimal digits of its own checksum follow."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INPUTS = ("token_ids", "positions", "embeds", "deepstack")
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor, writable, without a copy."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"needs contiguous host memory, got {tuple(tensor.shape)} on {tensor.device}")
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def checksum(data: memoryview | bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def _round_up(n: int) -> int:
+    return -(-n // BLOCK) * BLOCK
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def write(path: Path, chunk: ChunkKV, files: Files | None = None) -> int:
+    """Write a chunk durably (see ``write_durably``) and return the size of the file in bytes.
+
+    Raises:
+        StorageFull: the disk is full; nothing is left behind.
+        ValueError: the chunk contradicts its own key (dtype, codec, number of tokens).
+    """
+    parts = encode(chunk)
+    write_durably(files or Files(), path, parts)
+    return sum(map(len, parts))
+
+
+def encode(chunk: ChunkKV) -> list[memoryview]:
+    """The file's bytes in parts: header, KV, padding, inputs. KV in contiguous host memory is not copied.
+
+    Raises:
+        ValueError: the chunk contradicts its own key (dtype, codec, number of tokens).
+    """
+    _check(chunk)
+    kv = chunk.kv.detach().cpu().contiguous()
+    body = bytes_of(kv)
+    step = len(body) // kv.shape[0]
+    pad = torch.zeros(_round_up(len(body)) - len(body), dtype=torch.uint8)
+    present = {n: getattr(chunk.inputs, n) for n in INPUTS if getattr(chunk.inputs, n) is not None}
+    ordered = sorted(present.items(), key=lambda item: -item[1].element_size())
+    tail = [("pad", pad), *((name, t.detach().cpu().contiguous()) for name, t in ordered)]
+
+    entries: dict[str, Any] = {}
+    at = 0
+    for name, tensor in (*((f"kv.{i:03d}", layer) for i, layer in enumerate(kv)), *tail):
+        size = tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    after = xxhash.xxh3_64()
+    for _, tensor in tail:
+        after.update(bytes_of(tensor))
+    metadata = {
+        "format": FORMAT,
+        "owner": chunk.key.owner,
+        "kind": chunk.key.chunk.kind,
+        "digest": chunk.key.chunk.digest,
+        "model": chunk.key.model,
+        "recipe": json.dumps(asdict(chunk.key.recipe), sort_keys=True),
+        "extent": str(chunk.inputs.extent),
+        "layers_xxh3": " ".join(checksum(body[i * step : (i + 1) * step]) for i in range(kv.shape[0])),
+        "inputs_xxh3": after.hexdigest(),
+    }
+    header = _header(metadata, entries)
+    return [memoryview(header), body, *(bytes_of(t) for _, t in tail)]
+
+
+def _check(chunk: ChunkKV) -> None:
+    recipe, n = chunk.key.recipe, len(chunk.inputs)
+    if recipe.codec != "raw":
+        raise ValueError(f"no codec {recipe.codec!r}; there is: raw")
+    if chunk.kv.dim() != 5 or chunk.kv.shape[1] != 2 or chunk.kv.shape[3] != n:
+        raise ValueError(f"kv is {tuple(chunk.kv.shape)}, not [layers, 2, kv_heads, {n}, head_dim]")
+    if _dtype_name(chunk.kv.dtype) != recipe.dtype:
+        raise ValueError(f"kv is {chunk.kv.dtype}, its recipe says {recipe.dtype}")
+    if n == 0:
+        raise ValueError("a chunk of no tokens is not stored")
+
+
+def _header(metadata: dict[str, str], entries: dict[str, Any]) -> bytes:
+    rest = json.dumps(metadata)[1:], json.dumps(entries)[1:]
+    text = PREFIX + b"0" * 16 + f'",{rest[0]},{rest[1]}'.encode()
+    size = _round_up(8 + len(text))
+    raw = bytearray((size - 8).to_bytes(8, "little") + text.ljust(size - 8))
+    at = 8 + len(PREFIX)
+    raw[at : at + 16] = checksum(bytes(raw)).encode()
+    return bytes(raw)
+
+
+class ChunkFile:
+    """An open chunk file: its key, its inputs, and its KV on request.
+
+    It keeps the file open, so a chunk that is deleted or evicted meanwhile can still be read. Close it, or drop it.
+
+    Attributes:
+        key: what the file says it holds; equal to the key asked for.
+        inputs: see ChunkInputs; in host memory, verified.
+        shape: geometry of the KV.
+        bytes: size of the file.
+    """
+
+    key: KVKey
+    inputs: ChunkInputs
+    shape: KVShape
+    dtype: torch.dtype
+    bytes: int
+
+    def __init__(self, path: Path, key: KVKey | None = None, files: Files | None = None) -> None:
+        """Open and verify everything but the layers.
+
+        Args:
+            key: what the file must hold; None accepts whatever it says it holds.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CorruptFile: damaged, truncated, not ours, or of another key.
+        """
+        self.path = path
+        self._files = files or Files()
+        self._fd = self._files.open(path)
+        self._close = weakref.finalize(self, self._files.close, self._fd)
+        try:
+            self._parse(key)
+        except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RuntimeError) as error:
+            self.close()
+            raise CorruptFile(f"{path.name} is not a chunk file that can be used: {error}") from error
+        except CorruptFile:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Release the file. Safe to call twice."""
+        self._close()
+
+    def read_into(self, destination: torch.Tensor, ready: Callable[[int], None] | None = None) -> None:
+        """Fill ``destination [layers, 2, kv_heads, n, head_dim]`` (contiguous host memory) and verify every layer.
+
+        Args:
+            ready: called with the number of each layer, in order, as soon as its bytes are in place and verified.
+
+        Raises:
+            CorruptFile: a layer's checksum does not match, or the file ended early. What was written to
+                ``destination`` must not be used, except layers that were reported ready.
+            ValueError: the destination has another shape or type, or is not contiguous host memory.
+        """
+        wanted = (self.shape.layers, 2, self.shape.kv_heads, len(self.inputs), self.shape.head_dim)
+        if tuple(destination.shape) != wanted or destination.dtype != self.dtype:
+            got = f"{tuple(destination.shape)} {destination.dtype}"
+            raise ValueError(f"the chunk is {wanted} {self.dtype}, the destination {got}")
+        view = bytes_of(destination)
+        layers, step = self.shape.layers, len(view) // self.shape.layers
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, self._data, len(view), os.POSIX_FADV_WILLNEED)
+        group = max(1, -(-IO_BYTES // step))
+        for first in range(0, layers, group):
+            last = min(first + group, layers)
+            self._fill(view[first * step : last * step], self._data + first * step)
+            for layer in range(first, last):
+                if checksum(view[layer * step : (layer + 1) * step]) != self._sums[layer]:
+                    raise CorruptFile(f"layer {layer} of {self.path.name} is damaged")
+                if ready is not None:
+                    ready(layer)
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        try:
+            done = read_all(self._files, self._fd, view, offset)
+        except OSError as error:
+            raise CorruptFile(f"{self.path.name} cannot be read: {error}") from error
+        if done < len(view):
+            raise CorruptFile(f"{self.path.name} ends at byte {offset + done}")
+
+    def _parse(self, key: KVKey | None) -> None:
+        header = self._read_header()
+        metadata = header.pop("__metadata__")
+        if metadata["format"] != FORMAT:
+            raise CorruptFile(f"{self.path.name} has format {metadata['format']!r}, not {FORMAT!r}")
+        recipe = Recipe(**json.loads(metadata["recipe"]))
+        chunk = ChunkKey(metadata["kind"], metadata["digest"])
+        self.key = KVKey(metadata["owner"], chunk, metadata["model"], recipe)
+        if key is not None and self.key != key:
+            raise CorruptFile(f"{self.path.name} holds another chunk than was asked for")
+
+        self._sums = metadata["layers_xxh3"].split()
+        layers = [header.pop(f"kv.{i:03d}") for i in range(len(self._sums))]
+        shape = layers[0]["shape"]
+        self.dtype = DTYPES[layers[0]["dtype"]]
+        self.shape = KVShape(len(layers), shape[1], shape[3])
+        step = math.prod(shape) * self.dtype.itemsize
+        for i, layer in enumerate(layers):
+            whole = {"dtype": layers[0]["dtype"], "shape": shape, "data_offsets": [i * step, (i + 1) * step]}
+            if layer != whole:
+                raise CorruptFile(f"layer {i} of {self.path.name} is not where it should be")
+        if _dtype_name(self.dtype) != recipe.dtype or recipe.codec != "raw":
+            raise CorruptFile(f"{self.path.name} is not stored as its recipe says")
+        self.inputs = self._read_inputs(header, len(layers) * step, metadata)
+        if len(self.inputs) != shape[2] or shape[0] != 2:
+            raise CorruptFile(f"{self.path.name} has {len(self.inputs)} inputs for KV of shape {shape}")
+
+    def _read_header(self) -> dict[str, Any]:
+        self.bytes = self._files.size(self._fd)
+        raw = bytearray(min(self.bytes, HEAD_BYTES))
+        self._fill(memoryview(raw), 0)
+        at = 8 + len(PREFIX)
+        if raw[8:at] != PREFIX:
+            raise CorruptFile(f"{self.path.name} was not written by this system")
+        self._data = 8 + int.from_bytes(raw[:8], "little")
+        if self._data > min(self.bytes, MAX_HEADER) or self._data % BLOCK:
+            raise CorruptFile(
+                f"{self.path.name} has a header of {self._data} bytes in a file of {self.bytes}"
+            )
+        if self._data > len(raw):
+            raw = bytearray(self._data)
+            self._fill(memoryview(raw), 0)
+        del raw[self._data :]
+        stated = raw[at : at + 16].decode("ascii", "replace")
+        raw[at : at + 16] = b"0" * 16
+        if checksum(bytes(raw)) != stated:
+            raise CorruptFile(f"the header of {self.path.name} is damaged")
+        return json.loads(raw[8:])
+
+    def _read_inputs(self, entries: dict[str, Any], start: int, metadata: dict[str, str]) -> ChunkInputs:
+        end = max((e["data_offsets"][1] for e in entries.values()), default=start)
+        if self._data + end != self.bytes:
+            raise CorruptFile(f"{self.path.name} should have {self._data + end} bytes, it has {self.bytes}")
+        tail = torch.empty(end - start, dtype=torch.uint8)
+        self._fill(bytes_of(tail), self._data + start)
+        if checksum(bytes_of(tail)) != metadata["inputs_xxh3"]:
+            raise CorruptFile(f"the inputs of {self.path.name} are damaged")
+        tensors = {}
+        for name, entry in entries.items():
+            lo, hi = (offset - start for offset in entry["data_offsets"])
+            tensors[name] = tail[lo:hi].view(DTYPES[entry["dtype"]]).view(entry["shape"])
+        tensors.pop("pad", None)
+        return ChunkInputs(extent=int(metadata["extent"]), **tensors)

@@ -1,0 +1,140 @@
+"""The library: uploads and their compiled chunks, durable and isolated (DESIGN section 5).
+
+::
+
+    library = Library.open(root)
+    engine = ...(store=library.store)
+    library.files.tokenize = ...
+    file = await library.files.upload(user, stream, "eiffel.jpg", handle="EIFFEL2025")
+    engine.compile(library.files.chunk(user, file))
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpic.durable import Files
+from mpic.errors import Unavailable
+from mpic.library.catalog import Catalog
+from mpic.library.decode import decode_image, decode_text
+from mpic.library.limits import Limits
+from mpic.library.records import AsyncReader, File, Page, Removed, State, Tokenize
+from mpic.library.static import StaticLibrary
+from mpic.library.store import DiskStore
+
+__all__ = [
+    "AsyncReader",
+    "DiskStore",
+    "File",
+    "Library",
+    "Limits",
+    "Page",
+    "Removed",
+    "State",
+    "StaticLibrary",
+    "Tokenize",
+    "decode_image",
+    "decode_text",
+]
+
+
+class Library:
+    """Everything below one folder: catalogue, uploads, compiled chunks. One process at a time has it open.
+
+    Attributes:
+        files: the static library, see ``StaticLibrary``.
+        store: the disk tier for the engine, see ``mpic.engine.base.ChunkStore``.
+        recovered: what ``open`` found to mend: garbage of a crash, and objects whose files are gone.
+    """
+
+    files: StaticLibrary
+    store: DiskStore
+    catalog: Catalog
+    recovered: dict[str, int]
+
+    def __init__(self, root: Path, limits: Limits, files: Files, clock: Callable[[], float]) -> None:
+        self.root = root
+        self.limits = limits
+        self.catalog = Catalog(root / "catalog.sqlite")
+        self.store = DiskStore(root, self.catalog, limits, files, clock)
+        self.files = StaticLibrary(root, self.catalog, self.store, limits, files, clock)
+
+    @classmethod
+    def open(
+        cls,
+        root: Path,
+        limits: Limits | None = None,
+        *,
+        files: Files | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> Library:
+        """Open or create a library and mend what a crash left behind.
+
+        Args:
+            files: the file layer; tests wrap it.
+            clock: seconds since the epoch.
+
+        Raises:
+            Unavailable: another process has it open.
+            IntegrityError: it was written by a newer version of this program.
+        """
+        root, files = Path(root).absolute(), files or Files()
+        files.make_folder(root)
+        lock = _lock(root)
+        try:
+            library = cls(root, limits or Limits(), files, clock)
+            chunks, uploads = library.store.reconcile(), library.files.reconcile()
+        except BaseException:
+            os.close(lock)
+            raise
+        library._lock = lock
+        library.recovered = {
+            "missing_chunks": chunks["missing"],
+            "lost_files": uploads["lost"],
+            "orphans": chunks["orphans"] + uploads["orphans"],
+        }
+        return library
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the tiers and totals of the catalogue."""
+        row = self.catalog.one("SELECT COUNT(*) AS files, COALESCE(SUM(bytes), 0) AS bytes FROM files")
+        assert row is not None
+        return {
+            "files": row["files"],
+            "bytes": row["bytes"],
+            "disk": self.store.stats(),
+            "recovered": self.recovered,
+        }
+
+    def check(self) -> None:
+        """Verify the catalogue and that files and rows agree. Raises IntegrityError."""
+        self.catalog.check()
+        self.store.check()
+
+    def close(self) -> None:
+        """Write down what is kept in memory and let go of the folder."""
+        self.store.flush()
+        self.catalog.close()
+        os.close(self._lock)
+
+    def __enter__(self) -> Library:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _lock(root: Path) -> int:
+    """Hold the library for this process; the operating system lets go of it when the process dies."""
+    fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise Unavailable(f"another process has the library in {root} open") from error
+    return fd

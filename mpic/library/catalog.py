@@ -1,0 +1,158 @@
+"""The catalogue: one SQLite database (WAL, ``synchronous=FULL``) that says what the library holds.
+
+One writer at a time behind a lock; every reading thread has its own connection. A file is durable before its row is
+committed, so a row always speaks the truth; a file without a row is garbage of a crash.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mpic.errors import IntegrityError, StorageFull
+
+Migration = Callable[[sqlite3.Connection], None]
+MIGRATIONS: list[Migration] = []
+
+
+def migration(step: Migration) -> Migration:
+    """Register a step. Steps run once, in the order they stand in this file, each in its own transaction."""
+    MIGRATIONS.append(step)
+    return step
+
+
+@migration
+def m001_users_files_chunks(db: sqlite3.Connection) -> None:
+    db.execute("CREATE TABLE users (id TEXT PRIMARY KEY, created_at REAL NOT NULL) WITHOUT ROWID")
+    db.execute("""
+        CREATE TABLE files (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
+            id TEXT NOT NULL UNIQUE,
+            owner TEXT NOT NULL REFERENCES users (id),
+            handle TEXT,                 -- as given; unique per owner ignoring case, see below
+            kind TEXT NOT NULL CHECK (kind IN ('image', 'text')),
+            filename TEXT NOT NULL,
+            path TEXT NOT NULL,          -- of the original, relative to the library's root
+            bytes INTEGER NOT NULL,
+            sha256 TEXT NOT NULL,        -- of the original's bytes
+            digest TEXT NOT NULL,        -- of the decoded content (ChunkKey.digest)
+            created_at REAL NOT NULL,
+            expires_at REAL,
+            tokens INTEGER,
+            state TEXT NOT NULL CHECK (state IN ('compiling', 'ready', 'failed')),
+            error TEXT
+        )""")
+    db.execute(
+        "CREATE UNIQUE INDEX files_handle ON files (owner, handle COLLATE NOCASE) WHERE handle IS NOT NULL"
+    )
+    db.execute("CREATE INDEX files_content ON files (owner, digest)")
+    db.execute("CREATE INDEX files_expiry ON files (expires_at) WHERE expires_at IS NOT NULL")
+    db.execute("""
+        CREATE TABLE chunks (
+            key TEXT PRIMARY KEY,        -- KVKey.digest
+            owner TEXT NOT NULL REFERENCES users (id),
+            kind TEXT NOT NULL,
+            digest TEXT NOT NULL,
+            model TEXT NOT NULL,
+            recipe TEXT NOT NULL,        -- JSON of the recipe's fields
+            path TEXT NOT NULL,          -- relative to the library's root
+            bytes INTEGER NOT NULL,
+            tokens INTEGER NOT NULL,
+            tier TEXT NOT NULL DEFAULT 'disk',
+            state TEXT NOT NULL CHECK (state IN ('ready', 'evicted', 'expired', 'corrupt', 'missing')),
+            created_at REAL NOT NULL,
+            last_used REAL NOT NULL
+        ) WITHOUT ROWID""")
+    db.execute("CREATE INDEX chunks_content ON chunks (owner, kind, digest)")
+    db.execute("CREATE INDEX chunks_use ON chunks (tier, state, last_used, bytes)")
+
+
+class Catalog:
+    """Connections to the database; the SQL stands where it is used (static.py, store/disk.py).
+
+    Raises:
+        IntegrityError: the database was written by a newer version of this program.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        self._local = threading.local()
+        self._readers: list[sqlite3.Connection] = []
+        self._writer = self._connect()
+        self._writer.execute("PRAGMA journal_mode = WAL")
+        self._migrate()
+
+    def read(self, sql: str, *values: Any, **named: Any) -> list[sqlite3.Row]:
+        """Rows of a query (placeholders positional or named), as last committed, on the thread's own connection."""
+        db = getattr(self._local, "db", None)
+        if db is None:
+            db = self._local.db = self._connect()
+            db.execute("PRAGMA query_only = ON")
+            with self._lock:
+                self._readers.append(db)
+        return db.execute(sql, named or values).fetchall()
+
+    def one(self, sql: str, *values: Any) -> sqlite3.Row | None:
+        """The first row of a query, or None."""
+        rows = self.read(sql, *values)
+        return rows[0] if rows else None
+
+    @contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """One transaction of the one writer: committed and durable when the block ends, undone when it raises.
+
+        Raises:
+            StorageFull: the disk is full; nothing was changed.
+        """
+        with self._lock:
+            try:
+                self._writer.execute("BEGIN IMMEDIATE")
+                yield self._writer
+                self._writer.execute("COMMIT")
+            except BaseException as error:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                if isinstance(error, sqlite3.OperationalError) and "full" in str(error):
+                    raise StorageFull("the disk that holds the catalogue is full") from error
+                raise
+
+    def add_user(self, db: sqlite3.Connection, user: str, now: float) -> None:
+        """Make sure a user's row exists, within a transaction."""
+        db.execute("INSERT OR IGNORE INTO users (id, created_at) VALUES (?, ?)", (user, now))
+
+    def check(self) -> None:
+        """Verify the database itself. Raises IntegrityError."""
+        for pragma in ("integrity_check", "foreign_key_check"):
+            rows = [tuple(row) for row in self.read(f"PRAGMA {pragma}")]
+            if rows not in ([], [("ok",)]):
+                raise IntegrityError(f"the catalogue fails {pragma}: {rows[:3]}")
+
+    def close(self) -> None:
+        """Fold the log into the database and close. No thread may be reading."""
+        with self._lock:
+            for db in (*self._readers, self._writer):
+                db.close()
+            self._readers.clear()
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=30)
+        db.row_factory = sqlite3.Row
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("PRAGMA foreign_keys = ON")
+        return db
+
+    def _migrate(self) -> None:
+        done = self._writer.execute("PRAGMA user_version").fetchone()[0]
+        if done > len(MIGRATIONS):
+            raise IntegrityError(
+                f"{self.path} has version {done}, this program knows {len(MIGRATIONS)}: it was written by a newer one"
+            )
+        for number, step in enumerate(MIGRATIONS[done:], start=done + 1):
+            with self.write() as db:
+                step(db)
+                db.execute(f"PRAGMA user_version = {number}")

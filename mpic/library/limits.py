@@ -1,0 +1,42 @@
+"""What the library accepts and keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from PIL import Image
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds that hold for every user.
+
+    Args:
+        upload_bytes: largest upload of any kind.
+        text_bytes: largest text, in bytes of UTF-8.
+        image_pixels: most pixels of an image; checked before it is decoded. At most Pillow's own bomb limit.
+        image_aspect: longest side over shortest side.
+        gif: accept GIF and take its first frame; otherwise GIF is refused.
+        filename_chars: longer names are cut.
+        disk_bytes: budget of compiled chunks on disk; the least recently used go first.
+        quarantine_files: how many damaged files are kept for inspection.
+        tombstone_seconds: how long it is remembered why a compiled chunk is gone.
+    """
+
+    upload_bytes: int = 64 << 20
+    text_bytes: int = 8 << 20
+    image_pixels: int = 40_000_000
+    image_aspect: float = 200.0
+    gif: bool = False
+    filename_chars: int = 255
+    disk_bytes: int = 64 << 30
+    quarantine_files: int = 32
+    tombstone_seconds: int = 30 * 86_400
+
+    def __post_init__(self) -> None:
+        bomb = Image.MAX_IMAGE_PIXELS or 0
+        if not 0 < self.image_pixels <= bomb:
+            raise ValueError(f"image_pixels must lie between 1 and {bomb}, not {self.image_pixels}")
+        for name in ("upload_bytes", "text_bytes", "filename_chars", "disk_bytes", "quarantine_files"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
