@@ -1,0 +1,279 @@
+"""The sample images and documents of `data/samples`, with questions and the answers they must get.
+
+    python -m mpic.data.generator.samples [--out FOLDER] [--seed N]
+
+Ten images and eight documents with handles, in the held-out half of the generated world: sprites, names, handles,
+filler sentences and wordings that training never sees. Every question is built as one of the generator's own
+conversations and then written as a client would send it, with `IMAGE#NAME` and `FILE#NAME` in the text or as
+parts, so that a server spells it as the demo models were taught. The same seed gives the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image as PILImage
+
+from mpic.data.generator import documents, questions
+from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn
+from mpic.data.generator.documents import Fact
+from mpic.data.generator.images import POSITIONS, Scene, render
+
+FOLDER = Path(__file__).parents[1] / "samples"
+SEED = 20
+
+# handle -> what is in the four quadrants: top left, top right, bottom left, bottom right
+IMAGES: dict[str, tuple[str, str, str, str]] = {
+    "EIFFEL2025": ("red circle", "", "", "blue star"),
+    "LOUVRE2025": ("", "green triangle", "yellow ring", "purple square"),
+    "BEACH": ("yellow circle", "cyan cross", "orange star", "blue triangle"),
+    "TOWER": ("", "white 7", "red square", ""),
+    "HOME": ("", "", "green cross", ""),
+    "GARDEN": ("blue star", "white ring", "", "green circle"),
+    "PARTY": ("purple triangle", "orange 3", "cyan square", "red ring"),
+    "LOGO4": ("", "orange square", "", ""),
+    "MAP7": ("cyan ring", "", "purple star", "yellow cross"),
+    "CAT9": ("red circle", "", "white triangle", ""),
+}
+# handle -> (person, friend)
+BIOGRAPHIES = {
+    "VERA": ("Grace Hart", "Hugo Reed"),
+    "NICO": ("Hugo Reed", "Sam Brook"),
+    "TOMA": ("Sam Brook", None),
+    "KARO": ("Emma Page", "Grace Hart"),
+}
+CARDS = ("OFFICE", "MENU6")
+NEEDLES = {"PLAN5": "piano", "ALPS3": "camera"}
+
+
+class Question(NamedTuple):
+    """A conversation whose last answer is the expected one; `as_parts` sends chunks as parts, not in the text."""
+
+    id: str
+    kind: str
+    conversation: Conversation
+    as_parts: bool = False
+
+
+class Samples:
+    """The chunks by handle, and questions about them."""
+
+    def __init__(self, seed: int = SEED) -> None:
+        self.rng = random.Random(f"samples-{seed}")
+        self.scenes = {handle: _scene(cells) for handle, cells in IMAGES.items()}
+        self.facts = dict(self._facts())
+        self.chunks: dict[str, Image | Document] = {}
+        for handle, scene in self.scenes.items():
+            self.chunks[handle] = Image(render(scene, self.rng, "eval"), handle)
+        for handle, fact in self.facts.items():
+            self.chunks[handle] = Document(fact.text, handle)
+
+    def _facts(self) -> Iterator[tuple[str, Fact]]:
+        for handle, (person, friend) in BIOGRAPHIES.items():
+            yield handle, documents.biography(self.rng, "eval", person, friend)
+        for handle in CARDS:
+            yield handle, documents.card(self.rng, "eval")
+        for handle, thing in NEEDLES.items():
+            yield handle, documents.needle(self.rng, "eval", thing)
+
+    def label(self, handle: str) -> str:
+        """What the prompt calls it, such as `image TOWER`."""
+        return f"{'image' if handle in self.scenes else 'document'} {handle}"
+
+    # one turn each: (text, answer)
+
+    def _image(self, handle: str, kind: str, at: int = 0) -> tuple[str, str]:
+        """A question about the object in quadrant `at` of an image, or about all of it."""
+        scene = self.scenes[handle]
+        thing = scene.at(at)
+        colour, _, shape = thing.partition(" ")
+        slot, answer = {
+            "colour": (shape, colour),
+            "shape": (colour, shape),
+            "position": (POSITIONS[at], thing),
+            "where": (thing, POSITIONS[at]),
+            "count": ("", str(len(scene.objects))),
+            "digit": ("", shape),
+            "caption": ("", scene.caption()),
+        }[kind]
+        return questions.ask(self.rng, "eval", kind, L=self.label(handle), x=slot), answer
+
+    def _card(self, handle: str, at: int = 0) -> tuple[str, str]:
+        key, value = list(self.facts[handle].facts.items())[at]
+        return questions.ask(self.rng, "eval", "card", L=self.label(handle), x=key), value
+
+    def _needle(self, handle: str) -> tuple[str, str]:
+        ((thing, code),) = self.facts[handle].facts.items()
+        return questions.ask(self.rng, "eval", "needle", x=thing), code
+
+    def _person(self, handle: str, key: str) -> tuple[str, str]:
+        fact = self.facts[handle]
+        return questions.ask(self.rng, "eval", key, x=fact.subject), fact.facts[key]
+
+    def _friend(self, handle: str, friend: str, key: str) -> tuple[str, str]:
+        person, other = self.facts[handle], self.facts[friend]
+        assert person.facts["friend"] == other.subject
+        verb = {"city": "lives in", "job": "works as a"}[key]
+        text = questions.ask(self.rng, "eval", f"friend {key}", x=person.subject)
+        return text, f"{other.subject} {verb} {other.facts[key]}"
+
+    def _last(self, handle: str, key: str) -> tuple[str, str]:
+        return questions.ask(self.rng, "eval", f"last {key}"), self.facts[handle].facts[key]
+
+    def _more(self, a: str, b: str) -> Conversation:
+        """Which of two images shows more shapes, with both inside the sentence."""
+        first, second = (len(self.scenes[h].objects) for h in (a, b))
+        parts = ["Which shows more shapes,", self.chunks[a], "or", self.chunks[b], "?"]
+        verdict = "first" if first > second else "second"
+        return Conversation([Turn(parts, f"{first} and {second}, so the {verdict}")])
+
+    def _same(self, shape: str, a: str, b: str) -> Conversation:
+        """Whether a shape has one colour in two images, with both inside the sentence."""
+        first, second = (next(c for _, c, s in self.scenes[h].objects if s == shape) for h in (a, b))
+        between = f"the same colour as the {shape} in"
+        parts = [f"Has the {shape} in", self.chunks[a], between, self.chunks[b], "?"]
+        return Conversation([Turn(parts, f"{first} and {second}, so {'yes' if first == second else 'no'}")])
+
+    def _over(self, handles: str, *turns: tuple[str, str]) -> Conversation:
+        """Chunks first, then questions, as turns of one conversation."""
+        asked = [Turn([text], answer) for text, answer in turns]
+        asked[0].user = [*(self.chunks[h] for h in handles.split()), *asked[0].user]
+        return Conversation(asked)
+
+    @functools.cached_property
+    def questions(self) -> list[Question]:
+        """All questions, from one image to eight chunks of both kinds."""
+        people = self._friend("VERA", "NICO", "city")
+        place = self._image("MAP7", "position", 2)
+        last = questions.ask(self.rng, "eval", "last city")
+        cities = {h: self.facts[h].facts["city"] for h in ("NICO", "TOMA")}
+        return [
+            Question("colour", "image", self._over("EIFFEL2025", self._image("EIFFEL2025", "colour", 0))),
+            Question("position", "image", self._over("BEACH", self._image("BEACH", "position", 1)), True),
+            Question("digit", "image", self._over("TOWER", self._image("TOWER", "digit", 1))),
+            Question("caption", "image", self._over("LOUVRE2025", self._image("LOUVRE2025", "caption"))),
+            Question("more-shapes", "images in a sentence", self._more("EIFFEL2025", "LOUVRE2025")),
+            Question("same-colour", "images in a sentence", self._same("circle", "CAT9", "GARDEN")),
+            Question(
+                "one-of-four",
+                "images",
+                self._over("PARTY GARDEN LOGO4 HOME", self._image("GARDEN", "shape", 1)),
+                True,
+            ),
+            Question("three-images", "order", self._over("MAP7 CAT9 BEACH", place)),
+            Question("three-images-reversed", "order", self._over("BEACH CAT9 MAP7", place)),
+            Question("card", "document", self._over("OFFICE", self._card("OFFICE"))),
+            Question(
+                "hidden-code", "documents", self._over("PLAN5 ALPS3 MENU6", self._needle("ALPS3")), True
+            ),
+            Question("biography", "documents", self._over("TOMA KARO", self._person("KARO", "job"))),
+            Question("two-hop", "two-hop", self._over("VERA NICO", people)),
+            Question("two-hop-reversed", "two-hop", self._over("NICO TOMA VERA", people)),
+            Question("last-person", "order", self._over("NICO TOMA", (last, cities["TOMA"]))),
+            Question("last-person-reversed", "order", self._over("TOMA NICO", (last, cities["NICO"]))),
+            Question(
+                "image-and-documents",
+                "mixed",
+                self._over("OFFICE TOWER VERA", self._image("TOWER", "where", 2)),
+            ),
+            Question(
+                "eight-chunks",
+                "mixed",
+                self._over("HOME OFFICE PARTY KARO PLAN5 CAT9 EIFFEL2025 MENU6", self._needle("PLAN5")),
+                True,
+            ),
+            Question(
+                "three-turns",
+                "multi-turn",
+                self._over(
+                    "PARTY MENU6",
+                    self._image("PARTY", "count"),
+                    self._card("MENU6", 1),
+                    self._image("PARTY", "colour", 3),
+                ),
+            ),
+        ]
+
+    def manifest(self) -> dict[str, Any]:
+        """What `manifest.json` says."""
+        entries = []
+        for handle, chunk in self.chunks.items():
+            kind = "image" if isinstance(chunk, Image) else "text"
+            entries.append({"path": _path(chunk), "handle": handle, "kind": kind})
+        asked = []
+        for question in self.questions:
+            *before, last = chat(question.conversation, question.as_parts)
+            entry = {
+                "id": question.id,
+                "kind": question.kind,
+                "messages": before,
+                "expected": last["content"],
+            }
+            asked.append(entry)
+        return {"files": entries, "questions": asked}
+
+    def write(self, folder: Path) -> None:
+        """Write the files and the manifest; other files in the folder are left alone."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for chunk in self.chunks.values():
+            path = folder / _path(chunk)
+            if isinstance(chunk, Image):
+                PILImage.fromarray(chunk.pixels).save(path, optimize=True)
+            else:
+                path.write_text(chunk.text, encoding="utf-8")
+        text = json.dumps(self.manifest(), indent=2, ensure_ascii=False)
+        (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _scene(cells: tuple[str, str, str, str]) -> Scene:
+    return Scene(tuple((q, *cell.split()) for q, cell in enumerate(cells) if cell))  # type: ignore[misc]
+
+
+def _path(chunk: Image | Document) -> str:
+    assert chunk.name
+    return f"{chunk.name.lower()}.{'png' if isinstance(chunk, Image) else 'txt'}"
+
+
+def chat(conversation: Conversation, as_parts: bool = False) -> list[dict[str, Any]]:
+    """A conversation over named chunks as OpenAI messages: handles in the text, or content parts."""
+    out: list[dict[str, Any]] = []
+    for turn in conversation.turns:
+        if as_parts and any(not isinstance(p, str) for p in turn.user):
+            content: Any = [_part(p) for p in turn.user]
+        else:
+            content = " ".join(_mention(p) for p in turn.user).replace(" ?", "?")
+        out += [{"role": "user", "content": content}, {"role": "assistant", "content": turn.answer}]
+    return out
+
+
+def _mention(part: Part) -> str:
+    if isinstance(part, str):
+        return part
+    return f"{'IMAGE' if isinstance(part, Image) else 'FILE'}#{part.name}"
+
+
+def _part(part: Part) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "image" if isinstance(part, Image) else "file", "handle": part.name}
+
+
+def main() -> None:
+    """Write the samples."""
+    parser = argparse.ArgumentParser(description="Write the sample images, documents and questions.")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to (default: data/samples)")
+    parser.add_argument("--seed", type=int, default=SEED, help="another seed gives other sprites and facts")
+    args = parser.parse_args()
+    samples = Samples(args.seed)
+    samples.write(args.out)
+    print(f"{len(samples.chunks)} files and {len(samples.questions)} questions in {args.out}")
+
+
+if __name__ == "__main__":
+    main()
