@@ -16,7 +16,8 @@ Every part but ``text`` may have a ``name``: its label in this conversation; a h
 Handles are matched at word level, anywhere in a text: ``compare the tower in IMAGE#EIFFEL2025 with IMAGE#LOUVRE.``.
 A name is ``[A-Za-z0-9_.-]{1,64}``; the longest name that exists wins, after taking trailing ``.`` and ``-`` off one
 by one, so a full stop ends the sentence unless someone named a file with one. The first mention in a conversation
-links the chunk in place; later ones become its label, as plain text: the content is in context already.
+links the chunk in place; later ones become its label (``image EIFFEL2025``, ``document REPORT``), as plain text: the
+content is in context already.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from mpic.kv.chunk import Chunk
 
 HandleKind = Literal["image", "file"]
 
-HANDLE = re.compile(r"(?<![A-Za-z0-9_#])(IMAGE|FILE)#([A-Za-z0-9_.\-]+)")
+HANDLE = re.compile(r"(?<![A-Za-z0-9_])(IMAGE|FILE)#([A-Za-z0-9_.\-]+)")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 PART_TYPES = ("text", "image_url", "image", "file", "document", "cache")
 
@@ -71,11 +72,13 @@ class Text:
 
 @dataclass(frozen=True, eq=False)
 class Ref:
-    """A place where a chunk goes. ``name`` is the label the request gave it, if any."""
+    """A place where a chunk goes. ``name`` is the label the request gave it, if any; ``mention``: it is a handle
+    within a text, which goes on after it."""
 
     chunk: Chunk
     name: str | None
     param: str
+    mention: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +181,7 @@ class _Parser:
             handle_kind: HandleKind = "file" if kind == "file" else "image"
             handle = _string(part, "handle", param)
             chunk = _blame(f"{param}.handle", self.resolver.by_handle, handle_kind, handle)
-            self.linked.setdefault((handle_kind, handle), name or handle)
+            self.linked.setdefault((handle_kind, handle), _label(chunk, name or handle))
             return chunk, handle
         if "file_data" in part:
             raise BadRequest(
@@ -222,7 +225,7 @@ class _Parser:
                 continue
             if plain:
                 items.append(Text(plain, part))
-            items.append(Ref(chunk, name, param))
+            items.append(Ref(chunk, name, param, mention=True))
             plain = ""
         plain += text[at:]
         if plain:
@@ -243,12 +246,17 @@ class _Parser:
             except UnknownHandle as error:
                 unknown = error
                 continue
-            self.linked[kind, name] = name
+            self.linked[kind, name] = _label(chunk, name)
             return name, chunk
         if not names:
             unknown = UnknownHandle(f"{kind.upper()}#{shortest[:64]}...: a handle has at most 64 characters")
         unknown.param = unknown.param or param
         raise unknown
+
+
+def _label(chunk: Chunk, name: str) -> str:
+    """What later mentions of a linked chunk turn into."""
+    return f"{'image' if chunk.kind == 'image' else 'document'} {name}"
 
 
 def _blame(param: str, find: Callable[..., Chunk], *args: Any) -> Chunk:

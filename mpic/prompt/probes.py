@@ -41,6 +41,7 @@ class Abilities:
         image: the part it takes for an image, or None.
         order: ``word`` if images stay where they are among the texts of a message, ``first`` if it puts them in front.
         image_text: (before, after) what it puts around an image's placeholder.
+        spaced: it puts white space (before, after) a chunk that stands between two texts.
     """
 
     strings: frozenset[str]
@@ -52,6 +53,7 @@ class Abilities:
     image: dict[str, Any] | None = None
     order: Literal["word", "first"] | None = None
     image_text: tuple[str, str] = ("", "\n")
+    spaced: tuple[bool, bool] = (False, False)
 
 
 def probe(render: Render, image_token: str | None) -> Abilities:
@@ -99,12 +101,16 @@ def probe(render: Render, image_token: str | None) -> Abilities:
     named = parts({"type": "document", "text": A, "name": B})
     unnamed = parts({"type": "document", "text": A})
     abilities["documents"] = named.count(A) == unnamed.count(A) == 1 and B in named and "'type'" not in named
+    if abilities["documents"]:
+        abilities["spaced"] = _spaced(parts(_text(A), {"type": "document", "text": C}, _text(B)))
     for image in IMAGE_SHAPES if image_token else ():
         found_at = _places(parts(_text(A), image, _text(B), image, _text(C)), image_token)
         if found_at is None:
             continue
         abilities["image"] = image
         abilities["order"] = {"AIBIC": "word", "IIABC": "first"}.get(found_at)
+        if abilities["order"] == "word":
+            abilities["spaced"] = _spaced(parts(_text(A), image, _text(B)))
         abilities["names"] = C in parts({**image, "name": C}, _text(A))
         abilities["image_text"] = _around(
             parts(_text(A), _text(B)), parts(image, _text(A), _text(B)), image_token
@@ -125,6 +131,12 @@ def _places(rendered: str, image_token: str) -> str | None:
     first = rendered.index(image_token)
     at += [(first, "I"), (rendered.index(image_token, first + 1), "I")]
     return "".join(letter for _, letter in sorted(at))
+
+
+def _spaced(rendered: str) -> tuple[bool, bool]:
+    """Whether there is white space after text A and before text B."""
+    after = rendered.partition(A)[2]
+    return after[:1].isspace(), after[: after.find(B)][-1:].isspace()
 
 
 def _around(without: str, with_image: str, image_token: str) -> tuple[str, str]:

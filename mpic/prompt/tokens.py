@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from mpic.errors import ModelRefused
 
 MARKUP = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Trusted(str):
@@ -50,8 +51,8 @@ class GuardedTokenizer:
 
     Attributes:
         control: ids of the tokens that client text can never produce. These are all special tokens, and the added
-            ones that look like markup (``<think>``, ``[INST]``); other added tokens (runs of spaces, domain words) are
-            ordinary text.
+            ones that look like markup (``<think>``, ``[INST]``); other added tokens (runs of spaces, domain words) and
+            the bytes of SentencePiece (``<0x0A>``) are ordinary text.
         prefix: ids that the tokenizer puts in front of every text (BOS), or empty.
 
     Raises:
@@ -71,6 +72,7 @@ class GuardedTokenizer:
             token
             for token in state["added_tokens"]
             if token["special"] or token["content"] in always or MARKUP.fullmatch(token["content"])
+            if not BYTE.fullmatch(token["content"])
         ]
         nonce = secrets.token_hex(16)
         self._spelling = {t["content"]: f"x{nonce}{i:06d}x" for i, t in enumerate(added)}

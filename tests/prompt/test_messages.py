@@ -1,0 +1,311 @@
+"""Parsing and validation of OpenAI-shaped messages, and the handles in their texts."""
+
+import base64
+
+import pytest
+from chat_models import DictResolver
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpic.errors import BadRequest, EmptyPrompt, FileNotFound, InvalidImage, MPICError, UnknownHandle
+from mpic.prompt.messages import Ref, Text, parse_messages
+
+PNG = "data:image/png;base64," + base64.b64encode(b"\x89PNG and so on").decode()
+
+
+def resolver() -> DictResolver:
+    names = ("EIFFEL2025", "LOUVRE2025", "v1.2", "V.", "a-b")
+    return DictResolver(lambda text: tuple(text.encode()), names, {"REPORT": "profit rose", "notes.txt": "x"})
+
+
+def content(value, role="user", found=None):
+    """The content of a single message, texts as strings and chunks as ``@name``."""
+    (message,) = parse_messages([{"role": role, "content": value}], found or resolver())
+    return [
+        item.text if isinstance(item, Text) else f"@{item.name or item.chunk.label}"
+        for item in message.content
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (
+            "compare the tower in IMAGE#EIFFEL2025 with IMAGE#LOUVRE2025.",
+            ["compare the tower in ", "@EIFFEL2025", " with ", "@LOUVRE2025", "."],
+        ),
+        ("IMAGE#EIFFEL2025IMAGE#LOUVRE2025", None),
+        ("(IMAGE#EIFFEL2025)'s", ["(", "@EIFFEL2025", ")'s"]),
+        ("IMAGE#v1.2... FILE#notes.txt, FILE#REPORT-", ["@v1.2", "... ", "@notes.txt", ", ", "@REPORT", "-"]),
+        ("see IMAGE#V.. or IMAGE#V.", ["see ", "@V.", ". or image V."]),
+        ("IMAGE#a-b--- FILE#EIFFEL2025", ["@a-b", "--- ", "@EIFFEL2025"]),
+        ("IMAGE# FILE#. IMAGE#-. image#x MYIMAGE#x IMAGE##x", "same"),
+        ("FILE#REPORT says; in FILE#REPORT, so", ["@REPORT", " says; in document REPORT, so"]),
+        ("é IMAGE#EIFFEL2025é", ["é ", "@EIFFEL2025", "é"]),
+    ],
+)
+def test_handles_in_text(text, expected):
+    if expected is None:
+        with pytest.raises(UnknownHandle):
+            content(text)
+    else:
+        assert content(text) == ([text] if expected == "same" else expected)
+
+
+def test_first_mention_links_and_later_ones_refer_back_over_the_whole_conversation():
+    found = resolver()
+    messages = parse_messages(
+        [
+            {"role": "system", "content": "Use FILE#REPORT."},
+            {"role": "user", "content": [{"type": "text", "text": "What is in IMAGE#EIFFEL2025?"}]},
+            {"role": "assistant", "content": "IMAGE#EIFFEL2025 is a tower, IMAGE#NOBODY too"},
+            {"role": "user", "content": "And FILE#REPORT? Is IMAGE#EIFFEL2025 tall? IMAGE#LOUVRE2025"},
+        ],
+        found,
+    )
+    assert [[type(i).__name__ for i in m.content] for m in messages] == [
+        ["Text", "Ref", "Text"],
+        ["Text", "Ref", "Text"],
+        ["Text"],
+        ["Text", "Ref"],
+    ]
+    assert messages[3].content[0].text == "And document REPORT? Is image EIFFEL2025 tall? "
+    assert messages[2].content[0].text.startswith("IMAGE#EIFFEL2025 is")
+    assert [name for _, name in found.asked].count("REPORT") == 1
+
+
+def test_a_handle_part_counts_as_the_first_mention():
+    part = {"type": "file", "file": {"handle": "REPORT"}}
+    assert content([part, {"type": "text", "text": "sum up FILE#REPORT"}]) == [
+        "@REPORT",
+        "sum up document REPORT",
+    ]
+
+
+@pytest.mark.parametrize("handle", ["NOBODY", "NOBODY.", "x" * 65, "x" * 64 + ".-"])
+def test_unknown_handle_names_the_field(handle):
+    with pytest.raises(UnknownHandle) as caught:
+        content([{"type": "text", "text": "hm"}, {"type": "text", "text": f"see IMAGE#{handle}"}])
+    assert caught.value.param == "messages[0].content[1].text"
+    assert caught.value.status == 404
+
+
+def test_handle_names_have_at_most_64_characters():
+    found = resolver()
+    with pytest.raises(UnknownHandle):
+        content("IMAGE#" + "x" * 62 + "....", found=found)
+    assert [len(name) for _, name in found.asked] == [64, 63, 62]
+
+
+@pytest.mark.parametrize(
+    "part, label",
+    [
+        ({"type": "image_url", "image_url": {"url": "file-EIFFEL2025", "detail": "high"}}, "EIFFEL2025"),
+        ({"type": "image_url", "image_url": "EIFFEL2025"}, "EIFFEL2025"),
+        ({"type": "image", "image": "file-EIFFEL2025"}, "EIFFEL2025"),
+        ({"type": "image", "handle": "EIFFEL2025"}, "EIFFEL2025"),
+        ({"type": "image", "file_id": "EIFFEL2025"}, "EIFFEL2025"),
+        ({"type": "file", "file_id": "file-REPORT"}, "REPORT"),
+        ({"type": "file", "file": {"file_id": "file-EIFFEL2025"}, "name": "TOWER"}, "TOWER"),
+        ({"type": "file", "handle": "REPORT"}, "REPORT"),
+        ({"type": "cache", "cache_id": "cache-REPORT"}, "REPORT"),
+        ({"type": "document", "text": "profit fell", "name": "Q2"}, "Q2"),
+        ({"type": "document", "text": "IMAGE#EIFFEL2025", "name": "raw"}, "raw"),
+    ],
+)
+def test_parts(part, label):
+    assert content([part, {"type": "text", "text": "?"}]) == [f"@{label}", "?"]
+
+
+def test_data_urls_are_decoded_and_never_fetched():
+    (message,) = parse_messages(
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG}}]}], resolver()
+    )
+    assert message.content[0].chunk.kind == "image"
+
+
+@pytest.mark.parametrize(
+    "part, error, param",
+    [
+        ({"type": "video"}, BadRequest, "content[1].type"),
+        ({"text": "no type"}, BadRequest, "content[1].type"),
+        ({"type": ["text"]}, BadRequest, "content[1].type"),
+        ("text", BadRequest, "content[1]"),
+        ({"type": "text"}, BadRequest, "content[1].text"),
+        ({"type": "text", "text": 3}, BadRequest, "content[1].text"),
+        ({"type": "document", "text": ""}, BadRequest, "content[1].text"),
+        ({"type": "document", "text": "x", "name": 3}, BadRequest, "content[1].name"),
+        ({"type": "cache"}, BadRequest, "content[1].cache_id"),
+        ({"type": "cache", "cache_id": "none"}, FileNotFound, "content[1].cache_id"),
+        ({"type": "file", "file": {"file_id": "none"}}, FileNotFound, "content[1].file.file_id"),
+        ({"type": "file", "file": {"file_data": "eA=="}}, BadRequest, "content[1].file.file_data"),
+        ({"type": "file", "file": {"handle": "none"}}, UnknownHandle, "content[1].file.handle"),
+        (
+            {"type": "image_url", "image_url": {"url": "http://x/y.png"}},
+            BadRequest,
+            "content[1].image_url.url",
+        ),
+        (
+            {"type": "image_url", "image_url": {"url": "https://x/y.png"}},
+            BadRequest,
+            "content[1].image_url.url",
+        ),
+        (
+            {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+            BadRequest,
+            "content[1].image_url.url",
+        ),
+        ({"type": "image_url", "image_url": {"url": "//host/x.png"}}, BadRequest, "content[1].image_url.url"),
+        (
+            {"type": "image_url", "image_url": {"url": "data:text/html;base64,eA=="}},
+            InvalidImage,
+            "image_url.url",
+        ),
+        (
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}},
+            InvalidImage,
+            "image_url.url",
+        ),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,raw"}}, InvalidImage, "image_url.url"),
+        (
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}},
+            InvalidImage,
+            "image_url.url",
+        ),
+        ({"type": "image_url", "image_url": {}}, BadRequest, "image_url.file_id"),
+    ],
+)
+def test_bad_parts_name_their_field(part, error, param):
+    with pytest.raises(error) as caught:
+        content([{"type": "text", "text": "hello"}, part])
+    assert caught.value.param.startswith("messages[0].content[1]")
+    assert caught.value.param.endswith(param)
+    assert "http" not in str(part) or "upload" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "messages, error, param",
+    [
+        ([], EmptyPrompt, "messages"),
+        (None, BadRequest, "messages"),
+        ("hello", BadRequest, "messages"),
+        ({"role": "user"}, BadRequest, "messages"),
+        (["hello"], BadRequest, "messages[0]"),
+        ([{"content": "x"}], BadRequest, "messages[0].role"),
+        ([{"role": "wizard", "content": "x"}], BadRequest, "messages[0].role"),
+        ([{"role": "user"}], EmptyPrompt, "messages[0].content"),
+        ([{"role": "user", "content": " \n"}], EmptyPrompt, "messages[0].content"),
+        ([{"role": "user", "content": []}], EmptyPrompt, "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "text", "text": ""}]}], EmptyPrompt, "messages[0].content"),
+        (
+            [{"role": "system", "content": ""}, {"role": "user", "content": "x"}],
+            EmptyPrompt,
+            "messages[0].content",
+        ),
+        ([{"role": "user", "content": 3}], BadRequest, "messages[0].content"),
+        ([{"role": "user", "content": "x", "colour": "red"}], BadRequest, "messages[0].colour"),
+        ([{"role": "user", "content": "x", "name": 3}], BadRequest, "messages[0].name"),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
+            BadRequest,
+            "messages[0].tool_calls[0].function",
+        ),
+        (
+            [{"role": "assistant", "content": [{"type": "image", "handle": "V."}]}],
+            BadRequest,
+            "messages[0].content[0].type",
+        ),
+    ],
+)
+def test_bad_messages_name_their_field(messages, error, param):
+    with pytest.raises(error) as caught:
+        parse_messages(messages, resolver())
+    assert caught.value.param == param
+    assert caught.value.status == 400
+
+
+def test_an_answer_sent_back_with_all_its_nulls_is_taken():
+    answer = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "tool_calls": None,
+    }
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    first, second = parse_messages(
+        [answer, {"role": "assistant", "content": "", "tool_calls": [call]}], resolver()
+    )
+    assert first.content == () and first.fields == {}
+    assert second.fields["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+part_like = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image_url", "image", "file", "document", "cache"]) | json_like},
+    optional={
+        key: json_like | st.sampled_from(["REPORT", "data:image/png;base64,x", "http://x"])
+        for key in (
+            "text",
+            "image_url",
+            "image",
+            "file",
+            "url",
+            "file_id",
+            "handle",
+            "name",
+            "cache",
+            "cache_id",
+        )
+    },
+)
+message_like = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "assistant", "tool"]) | json_like},
+    optional={
+        "content": json_like | st.lists(part_like, max_size=3),
+        "tool_calls": json_like,
+        "name": json_like,
+    },
+)
+
+
+@given(json_like | st.lists(message_like, max_size=3))
+def test_whatever_is_sent_either_parses_or_is_an_error_of_the_tree(messages):
+    try:
+        parsed = parse_messages(messages, resolver())
+    except MPICError as error:
+        assert error.status < 500 and error.param
+    else:
+        assert len(parsed) == len(messages)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["IMAGE#V.", "IMAGE#a-b", "FILE#REPORT", "IMAGE#", " ", ".", "-", "é", "#"]),
+        min_size=1,
+    )
+)
+def test_text_around_handles_is_kept_to_the_letter(pieces):
+    text = "".join(pieces)
+    try:
+        items = content(text)
+    except (UnknownHandle, EmptyPrompt):
+        return
+    back = "".join(i if not i.startswith("@") else i[1:] for i in items)
+    plain = text.replace("IMAGE#V.", "V.").replace("IMAGE#a-b", "a-b").replace("FILE#REPORT", "REPORT")
+    assert (
+        back.replace("image V.", "V.").replace("image a-b", "a-b").replace("document REPORT", "REPORT")
+        == plain
+    )
+
+
+def test_a_reference_is_itself_and_nothing_else():
+    first, second = (
+        parse_messages([{"role": "user", "content": "IMAGE#V."}], resolver())[0].content[0] for _ in "ab"
+    )
+    assert isinstance(first, Ref) and first != second and first.chunk == second.chunk
