@@ -21,7 +21,8 @@ Rows = slice | torch.Tensor
 
 
 class Shift(NamedTuple):
-    """Rotation by minus a span's base: ``cos, sin [rotary_dim / 2]`` fp32 in frequency order.
+    """Rotation by minus a span's base: ``cos, sin [rotary_dim / 2]`` fp32 in frequency order, or ``[rows, rotary_dim / 2]``
+    when rows of several requests see one span at different bases.
 
     ``interleaved`` pairs dimensions (2i, 2i+1) as Cohere and GLM do; otherwise (i, i + rotary_dim / 2) as Llama does.
     """
@@ -60,7 +61,7 @@ def rotate(q: torch.Tensor, shift: Shift) -> torch.Tensor:
 
     Dimensions beyond ``rotary_dim`` (partial rotary, Phi-3) pass unchanged.
     """
-    half = shift.cos.shape[0]
+    half = shift.cos.shape[-1]
     dim = 2 * half
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if shift.interleaved:

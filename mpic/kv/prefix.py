@@ -9,6 +9,7 @@ and are mapped into later requests as a span with base 0: a hit copies nothing a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +44,7 @@ class Node:
     chunks: frozenset[str]
     children: dict[Item, Node] = field(default_factory=dict)
     pins: int = 0
-    last_use: int = 0
+    last_use: float = 0.0
     dead: bool = False
 
 
@@ -65,14 +66,12 @@ class PrefixCache:
         self._release = release
         self._roots: dict[Hashable, Node] = {}
         self._pinned_dead: list[Node] = []
-        self._clock = 0
 
     def match(self, namespace: Hashable, items: Sequence[Item], limit: int) -> list[Node]:
         """The path of nodes that covers the longest known prefix of ``items`` with at most ``limit`` own tokens.
 
         The nodes come back pinned; give them to ``unpin`` when the request ends.
         """
-        self._clock += 1
         node, at, path = self._roots.get(namespace), 0, []
         while node is not None and at < len(items):
             child = node.children.get(items[at])
@@ -91,7 +90,7 @@ class PrefixCache:
             node = child
         for node in path:
             node.pins += 1
-            node.last_use = self._clock
+            node.last_use = time.monotonic()
         return path
 
     def unpin(self, path: Sequence[Node]) -> None:
@@ -110,7 +109,6 @@ class PrefixCache:
     ) -> None:
         """Remember a finished request. ``take(n)`` hands over an extent with the KV of the own tokens from the n-th
         on, and where in it they start (or None when there is no room); it is called only if something is new."""
-        self._clock += 1
         node = self._roots.setdefault(namespace, Node((), 0, None, 0, None, frozenset()))
         at = known = 0
         while at < len(items) and (child := node.children.get(items[at])) is not None:
@@ -120,16 +118,18 @@ class PrefixCache:
             known += child.own_tokens
             at += n
             node = child
-            node.last_use = self._clock
+            node.last_use = time.monotonic()
         new = tuple(items[at:])
         tokens = sum(own(i) for i in new)
         if tokens == 0:
             return
+        node.pins += 1  # taking may evict to make room, and must not evict the branch we stand on
         taken = take(known)
+        node.pins -= 1
         if taken is None:
             return
         extent, lo = taken
-        leaf = Node(new, tokens, SharedExtent(extent), lo, node, chunks, last_use=self._clock)
+        leaf = Node(new, tokens, SharedExtent(extent), lo, node, chunks, last_use=time.monotonic())
         node.children[new[0]] = leaf
 
     def _split(self, node: Node, n: int) -> Node:

@@ -1,0 +1,414 @@
+"""The native engine: schedule -> run -> commit on one thread, everything else around it.
+
+The engine's thread is the only one that touches the pool, the scheduler and the model's text layers. Callers' threads
+prepare requests (vision encoder, catalogue look-ups), loader threads fill extents from disk, a writer thread makes
+compiled chunks durable; all of them talk to the engine through one inbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from mpic.engine.base import ChunkStore, Delta, Engine, GenerationRequest
+from mpic.engine.native.lanes import CompileLane, LinkedChunk, Sequence
+from mpic.engine.native.prepare import Preparer
+from mpic.engine.native.runner import Runner, Slice
+from mpic.engine.native.scheduler import CompileRequest, Scheduler
+from mpic.engine.native.stream import Stream
+from mpic.errors import CompileFailed, EngineStopped, MPICError
+from mpic.kv.chunk import Chunk, ChunkKV
+from mpic.kv.device import DeviceCache, Resident
+from mpic.kv.pool import Pool
+from mpic.model.loaded import LoadedModel
+
+log = logging.getLogger(__name__)
+
+
+class NativeEngine(Engine):
+    """See ``mpic.engine.base.Engine``.
+
+    Args:
+        model: loaded and self-tested.
+        store: tier below the device; None keeps chunks in the pool only.
+        pages, page_size: of the pool.
+        budget: most tokens a step computes (chunked prefill).
+        check_when_idle: verify all invariants whenever nothing runs.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        store: ChunkStore | None = None,
+        *,
+        pages: int = 1024,
+        page_size: int = 16,
+        budget: int = 2048,
+        loaders: int = 2,
+        check_when_idle: bool = True,
+    ) -> None:
+        self.model, self.info = model, model.info
+        self.pool = Pool(model.shape, pages, page_size, model.dtype, model.device)
+        self.device = DeviceCache(self.pool)
+        self.scheduler = Scheduler(self.device, budget, model.bos_id, self._start_load)
+        self.runner = Runner(model, self.pool)
+        self.preparer = Preparer(model, store, self.pool)
+        self._store = store
+        self._check_when_idle = check_when_idle
+        self._counters: Counter[str] = Counter()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._sequences: dict[str, Sequence] = {}
+        self._awaited: dict[Resident, list[CompileRequest]] = {}
+        self._saving: dict[Any, list[Future[int]]] = {}
+        self._loaders = ThreadPoolExecutor(loaders, "mpic-load")
+        self._writer = ThreadPoolExecutor(1, "mpic-write")
+        self._preparing = ThreadPoolExecutor(1, "mpic-prepare")
+        self._thread = threading.Thread(target=self._loop, name="mpic-engine", daemon=True)
+        self._thread.start()
+
+    # ---- called from any thread
+
+    def submit(self, request: GenerationRequest) -> Stream:
+        stream = Stream(request.id, self.abort)
+        sequence = self.preparer.sequence(request, stream)
+
+        def arrive() -> None:
+            if sequence.aborted:
+                return
+            self._sequences[request.id] = sequence
+            self.scheduler.add(sequence)
+
+        self._post(arrive)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        def stop() -> None:
+            sequence = self._sequences.get(request_id)
+            if sequence is not None:
+                self._finish(sequence, "abort")
+
+        self._post(stop, quiet=True)
+
+    def compile(self, chunk: Chunk, sink: int = 0) -> Future[int]:
+        future: Future[int] = Future()
+
+        def prepare() -> None:
+            try:
+                request = self.preparer.compile_request(chunk, sink, future)
+                if request is None:
+                    return
+                self._post(lambda: self.scheduler.add(request))
+            except BaseException as error:
+                future.set_exception(error)
+
+        if self._stopping:
+            raise EngineStopped("the engine has been stopped")
+        self._preparing.submit(prepare)
+        return future
+
+    def forget(self, chunk: Chunk) -> None:
+        done = threading.Event()
+
+        def drop() -> None:
+            for key, resident in list(self.device.chunks.items()):
+                if key.chunk == chunk.key and key.owner == chunk.owner:
+                    self.device.drop(resident)
+            self.device.prefix.purge(chunk.key.digest)
+            done.set()
+
+        self.preparer.forget(chunk)
+        self._post(drop, quiet=True)
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
+            done.wait(60)
+
+    def stats(self) -> dict[str, Any]:
+        chunks = list(self.device.chunks.values())
+        return {
+            "waiting": len(self.scheduler.waiting),
+            "running": len(self.scheduler.running),
+            "pages": {
+                "total": self.pool.pages,
+                "free": self.pool.free_pages,
+                "chunks": sum(r.extent.pages for r in chunks),
+                "page_size": self.pool.page_size,
+                "page_bytes": self.pool.page_bytes,
+            },
+            "chunks_resident": len(chunks),
+            "counters": dict(self._counters + self.device.counters + self.scheduler.counters),
+        }
+
+    def check(self) -> None:
+        """Verified on the engine's thread between two steps."""
+        result: Future[None] = Future()
+
+        def verify() -> None:
+            try:
+                self._check()
+                result.set_result(None)
+            except MPICError as error:
+                result.set_exception(error)
+
+        self._post(verify)
+        result.result(60)
+
+    def close(self) -> None:
+        with self._wake:
+            if self._stopping:
+                return
+            self._stopping = True
+            self._wake.notify_all()
+        self._thread.join()
+        for executor in (self._preparing, self._loaders, self._writer):
+            executor.shutdown(wait=True)
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _post(self, message: Callable[[], None], quiet: bool = False) -> None:
+        with self._wake:
+            if self._stopping and not quiet:
+                raise EngineStopped("the engine has been stopped")
+            self._inbox.append(message)
+            self._wake.notify_all()
+
+    # ---- the engine's thread
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not self._inbox and not self._stopping and not self._work_left():
+                    self._wake.wait()
+                messages = list(self._inbox)
+                self._inbox.clear()
+                if self._stopping:
+                    break
+            for message in messages:
+                message()
+            try:
+                self.step()
+            except Exception as error:  # a step's failure must not take the server down: fail its requests, go on
+                log.exception("a step failed")
+                self._fail_running(error)
+        for sequence in list(self._sequences.values()):
+            self._end(sequence, EngineStopped("the engine was stopped"))
+        for item in self.scheduler.waiting:
+            if isinstance(item, CompileRequest):
+                item.future.set_exception(EngineStopped("the engine was stopped"))
+        for requests in self._awaited.values():
+            for request in requests:
+                request.future.set_exception(EngineStopped("the engine was stopped"))
+
+    def _work_left(self) -> bool:
+        """Whether a step could do something now (waiting for a loader is not work)."""
+        return self._progress and not self.scheduler.idle
+
+    _progress = True
+
+    def step(self) -> None:
+        """One turn: schedule -> run -> commit."""
+        slices = self.scheduler.schedule()
+        self._register_compiles()
+        self._progress = bool(slices)
+        if not slices:
+            self._refuse_stuck()
+            return
+        logits = self.runner.run(slices)
+        self._commit(slices, logits)
+        if self._check_when_idle and self.scheduler.idle:
+            self._check()
+
+    def _commit(self, slices: list[Slice], logits: torch.Tensor) -> None:
+        row = 0
+        now = time.monotonic()
+        self._counters["steps"] += 1
+        self._counters["rows"] += sum(s.hi - s.lo for s in slices)
+        for piece in slices:
+            piece.lane.computed = piece.hi
+            if isinstance(piece.lane, CompileLane):
+                if piece.hi == len(piece.lane):
+                    self._compiled(piece.lane)
+            elif piece.wants_logits:
+                self._take_token(piece.lane, logits[row], now)
+                row += 1
+
+    def _take_token(self, sequence: Sequence, logits: torch.Tensor, now: float) -> None:
+        token, logprob = sequence.sampler(logits)
+        usage = sequence.usage
+        if not sequence.first_token:
+            sequence.first_token = now
+            usage.ttft_ms = (now - sequence.arrived) * 1e3
+            usage.queue_ms = (sequence.admitted - sequence.arrived) * 1e3
+            usage.load_ms = (max(sequence.ready, sequence.admitted) - sequence.admitted) * 1e3
+            usage.link_ms = max(0.0, usage.ttft_ms - usage.queue_ms - usage.load_ms)
+        sequence.append(token)
+        usage.completion_tokens += 1
+        self._counters["generated"] += 1
+        sampling = sequence.request.sampling
+        ended = token in self.model.eos_ids and not sampling.ignore_eos
+        text = "" if ended else sequence.detokenizer.push(token)
+        reason = "stop" if ended or sequence.detokenizer.stopped else None
+        if reason is None and sequence.generated >= sequence.max_tokens:
+            reason = "length"
+        logprobs = (logprob,) if logprob is not None else ()
+        if reason is None:
+            sequence.stream.put(Delta(text, (token,), logprobs))
+        else:
+            text += sequence.detokenizer.finish()
+            self._finish(sequence, reason, Delta(text, (token,), logprobs))
+
+    def _finish(self, sequence: Sequence, reason: str, last: Delta | None = None) -> None:
+        """The end of a request that was not an error; its own tokens enter the prefix cache."""
+        usage = sequence.usage
+        usage.total_ms = (time.monotonic() - sequence.arrived) * 1e3
+        usage.chunks = sequence.chunk_uses()
+        usage.compiled = sum(c.tokens for c in usage.chunks if c.tier == "compiled")
+        usage.computed = sequence.prompt_own - usage.prefix_hit
+        for name in ("reused", "recomputed", "prefix_hit", "computed"):
+            self._counters[f"tokens_{name}"] += getattr(usage, name)
+        self._counters["tokens_requested"] += usage.prompt_tokens
+        sequence.aborted = reason == "abort"
+        in_running = sequence in self.scheduler.running
+        if in_running and sequence.request.policy.prefix and reason != "abort":
+            self.scheduler.remember(sequence)
+        last = last or Delta("")
+        self._release(sequence)
+        self._counters[f"finished_{reason}"] += 1
+        sequence.stream.put(last._replace(finish_reason=reason, usage=usage))
+
+    def _end(self, sequence: Sequence, error: BaseException) -> None:
+        self._release(sequence)
+        self._counters["failed"] += 1
+        sequence.stream.put(error)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._sequences.pop(sequence.request.id, None)
+        if sequence in self.scheduler.running:
+            self.scheduler.release(sequence)
+        elif sequence in self.scheduler.waiting:
+            self.scheduler.waiting.remove(sequence)
+        self._progress = True
+
+    def _fail_running(self, error: Exception) -> None:
+        """After a failed step nothing half-written may be reused: every request and job that was on the device fails."""
+        failure = error if isinstance(error, MPICError) else MPICError(f"{type(error).__name__}: {error}")
+        for sequence in list(self.scheduler.running):
+            self._end(sequence, failure)
+        for resident in list(self.scheduler.jobs):
+            del self.scheduler.jobs[resident]
+            self.device.release(resident)
+            self.device.drop(resident)
+            for request in self._awaited.pop(resident, ()):
+                request.future.set_exception(CompileFailed(str(failure)))
+
+    def _refuse_stuck(self) -> None:
+        """Nothing runs, nothing loads, and the head of the line still does not fit: it never will."""
+        busy = self.scheduler.running or self.scheduler.jobs or self._loading or self._inbox
+        if busy or not self.scheduler.waiting:
+            return
+        head = self.scheduler.waiting[0]
+        error = self.preparer.too_large(head, self.pool.free_pages + self.device.evictable_pages())
+        if isinstance(head, Sequence):
+            self._end(head, error)
+        else:
+            self.scheduler.waiting.remove(head)
+            head.future.set_exception(error)
+        self._progress = True
+
+    # ---- chunks: loading, compiling, saving
+
+    _loading = 0
+
+    def _start_load(self, linked: LinkedChunk) -> None:
+        """Fill a resident's extent from disk on a loader thread; the extent may not move meanwhile."""
+        resident, stored, began = linked.resident, linked.stored, time.monotonic()
+        resident.extent.fixed += 1
+        self._loading += 1
+        self.device.acquire(resident)
+        target = self.pool.view(resident.extent)[:, :, :, resident.first :]
+        direct = target.is_contiguous() and target.device.type == "cpu"
+
+        def read() -> None:
+            error: BaseException | None = None
+            buffer = target if direct else torch.empty(target.shape, dtype=target.dtype)
+            try:
+                stored.read_into(buffer)
+                if not direct:
+                    target.copy_(buffer)
+            except Exception as caught:
+                error = caught
+            self._post(lambda: self._loaded(linked, resident, began, error), quiet=True)
+
+        self._loaders.submit(read)
+
+    def _loaded(self, linked: LinkedChunk, resident: Resident, began: float, error: BaseException | None) -> None:
+        resident.extent.fixed -= 1
+        self._loading -= 1
+        self._progress = True
+        now = time.monotonic()
+        linked.ms = (now - began) * 1e3
+        if error is None:
+            resident.ready = True
+            for sequence in self.scheduler.running:
+                if any(other.resident is resident for other in sequence.linked):
+                    sequence.ready = now
+        else:
+            log.warning("chunk %s could not be read and is compiled again: %s", linked.key.chunk, error)
+            self._counters["load_failures"] += 1
+            linked.tier, linked.reason = "compiled", "corrupt"
+            if not resident.dead or resident.refs > 1:
+                self.scheduler.start_job(resident)
+        self.device.release(resident)
+
+    def _compiled(self, lane: CompileLane) -> None:
+        """A chunk's last row has run: it serves at once and is copied to disk in the background."""
+        resident = lane.resident
+        del self.scheduler.jobs[resident]
+        resident.ready = True
+        self._counters["tokens_compiled"] += len(resident.inputs)
+        futures = [request.future for request in self._awaited.pop(resident, ())]
+        self._save(resident, futures)
+        self.device.release(resident)
+
+    def _save(self, resident: Resident, futures: list[Future[int]]) -> None:
+        n = len(resident.inputs)
+        if self._store is None or resident.dead:
+            for future in futures:
+                future.set_result(n)
+            return
+        kv = self.pool.view(resident.extent)[:, :, :, resident.first :].to("cpu", copy=True).contiguous()
+        chunk = ChunkKV(resident.key, resident.inputs, kv)
+
+        def write() -> None:
+            try:
+                self._store.save(chunk)
+            except Exception as error:
+                log.warning("chunk %s could not be saved: %s", chunk.key.chunk, error)
+                self._counters["save_failures"] += 1
+                for future in futures:
+                    future.set_exception(error)
+                return
+            for future in futures:
+                future.set_result(n)
+
+        self._writer.submit(write)
+
+    def _register_compiles(self) -> None:
+        """Compile requests that were admitted wait for their resident."""
+        for request in self.scheduler.take_admitted():
+            resident = self.device.get(request.key)
+            if resident.ready:
+                self._save(resident, [request.future])
+            else:
+                self._awaited.setdefault(resident, []).append(request)
+
+    def _check(self) -> None:
+        own = {id(s.extent) for s in self.scheduler.running if s.extent is not None}
+        self.device.check(own)

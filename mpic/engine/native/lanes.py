@@ -1,0 +1,184 @@
+"""What a step can contain: rows of requests and rows of chunks being compiled. Both are *lanes*: tokens in sequence
+order whose keys and values go to an extent, plus the spans they see besides."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from mpic.engine.base import ChunkUse, GenerationRequest, StoredChunk, Usage
+from mpic.engine.native.sampling import Detokenizer, Sampler
+from mpic.engine.native.stream import Stream
+from mpic.kv.chunk import Chunk, ChunkInputs, KVKey
+from mpic.kv.device import Resident
+from mpic.kv.pool import Extent
+from mpic.kv.prefix import Item, Node
+from mpic.link.plan import LinkPlan
+from mpic.prompt.segments import TextSegment
+
+
+class MappedSpan(NamedTuple):
+    """Slots ``[lo, hi)`` of an extent, seen by own tokens from index ``row`` on, rotated as if it began at ``base``."""
+
+    extent: Extent
+    lo: int
+    hi: int
+    base: int
+    row: int
+
+
+class Piece(NamedTuple):
+    """Own tokens with embeddings of their own (image tokens): own indices ``[start, start + n)``."""
+
+    start: int
+    embeds: torch.Tensor
+    deepstack: torch.Tensor | None
+
+
+@dataclass(eq=False)
+class Lane:
+    """Tokens to compute. Token i (``mapped <= i``) lives at slot ``i - mapped`` of ``extent``.
+
+    ``computed`` tokens have their KV; ``mapped`` of them come from the prefix cache. ``positions [p, tokens]``.
+    """
+
+    ids: list[int]
+    positions: torch.Tensor
+    pieces: list[Piece] = field(default_factory=list)
+    extent: Extent | None = None
+    spans: list[MappedSpan] = field(default_factory=list)
+    mapped: int = 0
+    computed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(eq=False)
+class CompileLane(Lane):
+    """A chunk being compiled behind ``sink`` BOS tokens; its extent is the resident's."""
+
+    resident: Resident | None = None
+    sink: int = 0
+
+
+def compile_lane(inputs: ChunkInputs, sink: int, bos: int) -> CompileLane:
+    """Rows of a chunk compiled alone at positions 0.. (``sink`` BOS tokens first)."""
+    heads = torch.arange(sink).expand(inputs.positions.shape[0], sink)
+    positions = torch.cat([heads, inputs.positions + sink], 1)
+    pieces = [Piece(sink, inputs.embeds, inputs.deepstack)] if inputs.embeds is not None else []
+    return CompileLane([bos] * sink + inputs.token_ids.tolist(), positions, pieces, sink=sink)
+
+
+@dataclass(eq=False)
+class LinkedChunk:
+    """One chunk of a request: what it is and where its KV is."""
+
+    chunk: Chunk
+    key: KVKey
+    inputs: ChunkInputs
+    stored: StoredChunk | None
+    reason: str | None
+    resident: Resident | None = None
+    tier: str = "none"
+    ms: float = 0.0
+
+
+@dataclass(eq=False)
+class Sequence(Lane):
+    """A request. ``ids`` are its own prompt tokens followed by what it has generated."""
+
+    request: GenerationRequest = None
+    plan: LinkPlan = None
+    linked: list[LinkedChunk] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    stream: Stream = None
+    sampler: Sampler = None
+    detokenizer: Detokenizer = None
+    max_tokens: int = 0
+    prompt_own: int = 0
+    path: list[Node] = field(default_factory=list)
+    usage: Usage = field(default_factory=Usage)
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float = 0.0
+    ready: float = 0.0
+    first_token: float = 0.0
+    aborted: bool = False
+
+    @property
+    def generated(self) -> int:
+        return len(self.ids) - self.prompt_own
+
+    @property
+    def needed(self) -> list[LinkedChunk]:
+        """Chunks of which the plan maps at least one token, each once."""
+        used = {span.chunk for span in self.plan.spans}
+        return [linked for i, linked in enumerate(self.linked) if i in used]
+
+    def append(self, token: int) -> None:
+        """A generated token: the next own token, at the position after everything before it."""
+        position = self.plan.extent + self.generated
+        self.ids.append(token)
+        self.items.append(token)
+        column = torch.full((self.positions.shape[0], 1), position, dtype=torch.int64)
+        self.positions = torch.cat([self.positions, column], 1)
+
+    def chunk_uses(self) -> tuple[ChunkUse, ...]:
+        uses = []
+        for i, linked in enumerate(self.linked):
+            tokens = len(linked.inputs)
+            reused = self.plan.reused(i)
+            recomputed = tokens - reused
+            reason = linked.reason if linked.tier == "compiled" else ("policy" if recomputed else None)
+            key = str(linked.chunk.key)
+            uses.append(
+                ChunkUse(key, linked.chunk.label, tokens, reused, recomputed, linked.tier, reason, round(linked.ms, 3))
+            )
+        return tuple(uses)
+
+
+def build_sequence(
+    request: GenerationRequest, plan: LinkPlan, linked: list[LinkedChunk], mrope: int
+) -> Sequence:
+    """Lay out a request's own tokens, their positions and the items that identify them in the prefix cache."""
+    ids: list[int] = []
+    positions: list[torch.Tensor] = []
+    pieces: list[Piece] = []
+    items: list[Item] = []
+    chunk_of = {}
+    for i, segment in enumerate(request.prompt.segments):
+        if not isinstance(segment, TextSegment):
+            chunk_of[i] = linked[len(chunk_of)]
+    placed = sorted(
+        [*((run.start, run) for run in plan.runs), *((s.lo + plan.slots[s.chunk].start, s) for s in plan.spans)],
+        key=lambda pair: pair[0],
+    )
+    for _, part in placed:
+        if hasattr(part, "chunk"):
+            items.append(("span", linked[part.chunk].key.digest, part.lo, part.hi))
+            continue
+        segment = request.prompt.segments[part.segment]
+        if isinstance(segment, TextSegment):
+            new = list(segment.token_ids[part.lo : part.hi])
+            local = torch.arange(part.lo, part.hi).expand(mrope, -1)
+            items += new
+        else:
+            inputs = chunk_of[part.segment].inputs
+            new = inputs.token_ids[part.lo : part.hi].tolist()
+            local = inputs.positions[:, part.lo : part.hi]
+            if inputs.embeds is not None:
+                deep = None if inputs.deepstack is None else inputs.deepstack[:, part.lo : part.hi]
+                pieces.append(Piece(len(ids), inputs.embeds[part.lo : part.hi], deep))
+                content = chunk_of[part.segment].key.chunk.digest
+                items += [(content, j) for j in range(part.lo, part.hi)]
+            else:
+                items += new
+        positions.append(local + part.base)
+        ids += new
+    sequence = Sequence(ids, torch.cat(positions, 1), pieces)
+    sequence.request, sequence.plan, sequence.linked, sequence.items = request, plan, linked, items
+    sequence.prompt_own = len(ids)
+    return sequence

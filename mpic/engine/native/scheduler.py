@@ -1,0 +1,313 @@
+"""What runs next: continuous batching of decodes, prefills and compiles under one token budget.
+
+Admission follows MEPIC, algorithm 1: a request enters when its own pages and those of its missing chunks fit into
+free + evictable pages; chunks it shares with others cost nothing. Order is arrival order and nobody overtakes. When
+a running request needs a page and there is none, the youngest one gives its pages back and is computed again later;
+nothing it has said is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from mpic.engine.native.lanes import CompileLane, LinkedChunk, MappedSpan, Sequence, compile_lane
+from mpic.engine.native.runner import Slice
+from mpic.kv.chunk import ChunkInputs, KVKey
+from mpic.kv.device import DeviceCache, Resident
+from mpic.kv.pool import Extent
+from mpic.kv.prefix import Node
+
+GROWTH = 256
+"""Most tokens reserved ahead for an answer; longer answers grow by moving to a larger extent."""
+
+
+@dataclass(eq=False)
+class CompileRequest:
+    """A chunk somebody uploaded; waits in line like a request."""
+
+    key: KVKey
+    inputs: ChunkInputs
+    future: Future[int]
+    arrived: float = field(default_factory=time.monotonic)
+
+
+class Scheduler:
+    """Owns who waits and who runs.
+
+    Args:
+        device: resident chunks and prefix cache over the pool.
+        budget: most rows a step computes.
+        bos: token for sinks.
+        load: starts reading a stored chunk into its resident extent; the engine reports back through ``loaded``.
+    """
+
+    def __init__(
+        self,
+        device: DeviceCache,
+        budget: int,
+        bos: int,
+        load: Callable[[LinkedChunk], None],
+        max_running: int = 64,
+    ) -> None:
+        self.device, self.pool, self.budget, self.bos = device, device.pool, budget, bos
+        self.max_running = max_running
+        self._load = load
+        self.waiting: list[Sequence | CompileRequest] = []  # by arrival
+        self.running: list[Sequence] = []  # by arrival
+        self.jobs: dict[Resident, CompileLane] = {}  # chunks being compiled, in order of admission
+        self.counters: Counter[str] = Counter()
+        self._admitted: list[CompileRequest] = []
+
+    def add(self, item: Sequence | CompileRequest) -> None:
+        insort(self.waiting, item, key=lambda i: i.arrived)
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.running or self.jobs)
+
+    def schedule(self) -> list[Slice]:
+        """The slices of the next step, at most ``budget`` rows; empty when everything waits for loads or for room."""
+        slices: list[Slice] = []
+        budget = self._decodes(slices, self.budget)
+        budget = self._prefills(slices, budget)
+        while budget > 0 and self.waiting and len(self.running) < self.max_running:
+            item = self.waiting[0]
+            if not (self._admit(item) if isinstance(item, Sequence) else self._admit_compile(item)):
+                break
+            self.waiting.remove(item)
+            budget = self._prefills(slices, budget)
+        return slices
+
+    # ---- rows
+
+    def _decodes(self, slices: list[Slice], budget: int) -> int:
+        for sequence in list(self.running):
+            if budget == 0:
+                break
+            if sequence not in self.running or len(sequence) - sequence.computed != 1 or not sequence.generated:
+                continue
+            if not self._ready(sequence, ()) or not self._grow(sequence):
+                continue
+            slices.append(Slice(sequence, sequence.computed, len(sequence)))
+            budget -= 1
+        live = {id(s) for s in self.running}
+        slices[:] = [s for s in slices if id(s.lane) in live]  # a later one's growth may have preempted an earlier
+        return budget
+
+    def _prefills(self, slices: list[Slice], budget: int) -> int:
+        """Chunks to compile first, then rows of requests whose chunks are ready or will be within this very step."""
+        taken = {id(s.lane) for s in slices}
+        finishing = {s.lane.resident for s in slices if isinstance(s.lane, CompileLane) and s.hi == len(s.lane)}
+        for resident, lane in self.jobs.items():
+            if id(lane) in taken or budget == 0:
+                continue
+            hi = min(len(lane), lane.computed + budget)
+            slices.append(Slice(lane, lane.computed, hi))
+            budget -= hi - lane.computed
+            if hi == len(lane):
+                finishing.add(resident)
+        for sequence in self.running:
+            if budget == 0:
+                break
+            if id(sequence) in taken or not self._ready(sequence, finishing):
+                continue
+            end = len(sequence)
+            if sequence.request.policy.two_step and sequence.computed < end - 1:
+                end -= 1  # the last token goes alone, in a second step
+            hi = min(end, sequence.computed + budget)
+            if hi == sequence.computed:
+                continue
+            slices.append(Slice(sequence, sequence.computed, hi))
+            taken.add(id(sequence))
+            budget -= hi - sequence.computed
+        return budget
+
+    def _ready(self, sequence: Sequence, finishing: set[Resident] | tuple) -> bool:
+        return all(linked.resident.ready or linked.resident in finishing for linked in sequence.needed)
+
+    # ---- admission
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Reserve pages, pin chunks, map prefixes; all or nothing."""
+        path = []
+        if sequence.request.policy.prefix:
+            path = self.device.prefix.match(namespace(sequence), sequence.items, len(sequence) - 1)
+        if self._reserve(sequence, path):
+            return True
+        self.device.prefix.unpin(path)
+        # what a prefix shares its extent with may be larger than what it saves: an idle engine must still admit
+        return bool(path) and not self.running and not self.jobs and self._reserve(sequence, [])
+
+    def _reserve(self, sequence: Sequence, path: list[Node]) -> bool:
+        held: list[Resident] = []
+        added: dict[LinkedChunk, Resident] = {}
+
+        def hold(resident: Resident) -> None:
+            self.device.acquire(resident)
+            held.append(resident)
+
+        present = [(linked, self.device.get(linked.key)) for linked in sequence.needed]
+        for _, resident in present:
+            if resident is not None:
+                hold(resident)  # before anything is allocated, so that it is not evicted to make room
+        mapped = sum(node.own_tokens for node in path)
+        reserve = min(sequence.max_tokens - sequence.generated, GROWTH)
+        extent = self.pool.alloc(len(sequence) - mapped + reserve)
+        for linked, resident in present:
+            if extent is None or resident is not None:
+                continue
+            resident = self.device.get(linked.key)  # a chunk linked twice was added a moment ago
+            if resident is None:
+                resident = self.device.add(linked.key, linked.inputs, linked.key.recipe.sink)
+                if resident is None:
+                    self.pool.free(extent)
+                    extent = None
+                    continue
+                added[linked] = resident
+            hold(resident)
+        if extent is None:
+            for resident in held:
+                self.device.release(resident)
+            for resident in added.values():
+                self.device.drop(resident)
+            return False
+        sequence.path = path
+        self._place(sequence, extent, mapped, added)
+        return True
+
+    def _place(self, sequence: Sequence, extent: Extent, mapped: int, added: dict[LinkedChunk, Resident]) -> None:
+        sequence.extent, sequence.mapped, sequence.computed = extent, mapped, mapped
+        first_time = sequence.admitted == 0.0
+        sequence.admitted = sequence.admitted or time.monotonic()
+        for linked in sequence.needed:
+            linked.resident = self.device.get(linked.key)
+            if linked in added:
+                if linked.stored is not None:
+                    linked.tier = "disk"
+                    self._load(linked)
+                else:
+                    linked.tier = "compiled"
+                    self.start_job(linked.resident)
+            elif first_time:
+                making = "compiled" if linked.resident in self.jobs else "disk"
+                linked.tier = "device" if linked.resident.ready else making
+            if first_time:
+                self.device.counters["chunk_requests"] += 1
+                self.device.counters["chunk_hits"] += linked.tier == "device"
+                self.device.counters[f"chunks_from_{linked.tier}"] += 1
+        sequence.spans = map_spans(sequence)
+        if first_time:
+            sequence.usage.prefix_hit = min(mapped, sequence.prompt_own)
+        self.running.append(sequence)
+        self.running.sort(key=lambda s: s.arrived)
+
+    def start_job(self, resident: Resident) -> None:
+        """Compile a resident chunk; the job holds it until it is ready."""
+        lane = compile_lane(resident.inputs, resident.first, self.bos)
+        lane.extent, lane.resident = resident.extent, resident
+        self.device.acquire(resident)
+        self.jobs[resident] = lane
+
+    def _admit_compile(self, request: CompileRequest) -> bool:
+        if self.device.get(request.key) is None:
+            resident = self.device.add(request.key, request.inputs, request.key.recipe.sink)
+            if resident is None:
+                return False
+            self.start_job(resident)
+        self._admitted.append(request)
+        return True
+
+    def take_admitted(self) -> list[CompileRequest]:
+        """Compile requests whose chunk has become resident since the last call."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
+    # ---- growth, preemption, release
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Make room for one more own token; may preempt younger requests, or this one."""
+        slots = len(sequence) - sequence.mapped
+        if slots <= sequence.extent.tokens:
+            return True
+        wanted = slots + min(max(sequence.max_tokens - sequence.generated, 1), GROWTH)
+        while (bigger := self.pool.alloc(wanted)) is None:
+            youngest = self.running[-1]
+            self.preempt(youngest)
+            if youngest is sequence:
+                return False
+        used = sequence.computed - sequence.mapped
+        old, new = self.pool.view(sequence.extent), self.pool.view(bigger)
+        new[:, :, :, :used] = old[:, :, :, :used]
+        self.pool.free(sequence.extent)
+        sequence.extent = bigger
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Give back everything the request holds and queue it again, with what it has generated so far."""
+        self.release(sequence)
+        sequence.usage.preemptions += 1
+        self.counters["preemptions"] += 1
+        self.add(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take a request off the device: free its extent, unpin its chunks and prefixes."""
+        self.running.remove(sequence)
+        for linked in sequence.needed:
+            self.device.release(linked.resident)
+            linked.resident = None
+        self.device.prefix.unpin(sequence.path)
+        sequence.path = []
+        if sequence.extent is not None:
+            self.pool.free(sequence.extent)
+            sequence.extent = None
+        sequence.spans, sequence.mapped, sequence.computed = [], 0, 0
+
+    def remember(self, sequence: Sequence) -> None:
+        """Enter a finished request's own tokens into its prefix namespace."""
+        known = [i for i, item in enumerate(sequence.items) if not is_span(item)]
+        end = known[sequence.computed - 1] + 1 if sequence.computed else 0
+        chunks = frozenset(linked.key.chunk.digest for linked in sequence.linked)
+
+        def take(n: int) -> tuple[Extent, int] | None:
+            at, used = n - sequence.mapped, sequence.computed - sequence.mapped
+            if at == 0 and self.pool.pages_for(used) == sequence.extent.pages:
+                extent, sequence.extent = sequence.extent, None
+                return extent, 0
+            kept = self.pool.alloc(used - at)
+            if kept is None:
+                return None
+            self.pool.view(kept)[:] = self.pool.view(sequence.extent)[:, :, :, at:used]
+            return kept, 0
+
+        self.device.prefix.insert(namespace(sequence), sequence.items[:end], chunks, take)
+
+
+def is_span(item: object) -> bool:
+    return isinstance(item, tuple) and item[0] == "span"
+
+
+def namespace(sequence: Sequence) -> tuple[str, ...]:
+    """Exact KV of a user, or what a user linked under one policy (and so one recipe); never found through the other."""
+    policy, user = sequence.request.policy, sequence.request.user
+    return ("exact", user) if policy.exact else ("linked", user, policy.name)
+
+
+def map_spans(sequence: Sequence) -> list[MappedSpan]:
+    """Where the request's rows find what they do not compute: its prefix nodes at base 0, then its chunks."""
+    spans = [
+        MappedSpan(node.shared.extent, node.lo, node.lo + node.own_tokens, 0, 0)
+        for node in sequence.path
+        if node.own_tokens
+    ]
+    last = sequence.prompt_own - 1
+    for span in sequence.plan.spans:
+        linked = sequence.linked[span.chunk]
+        first, sink = linked.resident.first, linked.key.recipe.sink
+        row = last if sequence.request.policy.two_step else span.row
+        spans.append(MappedSpan(linked.resident.extent, first + span.lo, first + span.hi, span.base - sink, row))
+    return spans

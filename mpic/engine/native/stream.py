@@ -1,0 +1,86 @@
+"""The running answer as the caller sees it: deltas from the engine's thread, read synchronously or asynchronously."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from mpic.engine.base import Delta
+
+
+class Stream:
+    """Implements ``GenerationStream``. One reader; the engine's thread is the only writer.
+
+    Args:
+        id: of the request.
+        on_abort: asks the engine to stop it.
+    """
+
+    def __init__(self, id: str, on_abort: Callable[[str], None]) -> None:
+        self.id = id
+        self._on_abort = on_abort
+        self._items: deque[Delta | BaseException] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._wake: Callable[[], None] | None = None
+
+    def put(self, item: Delta | BaseException) -> None:
+        """Called by the engine; an exception or a delta with a finish reason ends the stream."""
+        with self._changed:
+            if self._closed:
+                return
+            self._items.append(item)
+            self._closed = isinstance(item, BaseException) or item.finish_reason is not None
+            self._changed.notify_all()
+            wake = self._wake
+        if wake is not None:
+            wake()
+
+    def abort(self) -> None:
+        self._on_abort(self.id)
+
+    def __iter__(self) -> Iterator[Delta]:
+        while True:
+            with self._changed:
+                while not self._items:
+                    self._changed.wait()
+                item = self._items.popleft()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+            if item.finish_reason is not None:
+                return
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        loop = asyncio.get_running_loop()
+        event = asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+
+        with self._changed:
+            self._wake = wake
+        while True:
+            event.clear()
+            with self._changed:
+                item = self._items.popleft() if self._items else None
+            if item is None:
+                await event.wait()
+                continue
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+            if item.finish_reason is not None:
+                return
+
+    def result(self) -> Delta:
+        """Wait for the end; the whole answer as one Delta."""
+        text, ids, logprobs = [], [], []
+        for delta in self:
+            text.append(delta.text)
+            ids += delta.token_ids
+            logprobs += delta.logprobs
+        return Delta("".join(text), tuple(ids), tuple(logprobs), delta.finish_reason, delta.usage)

@@ -1,0 +1,137 @@
+"""What lies in the pool besides running requests: resident chunks and prefix nodes, evicted together by last use."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from mpic.errors import IntegrityError
+from mpic.kv.chunk import ChunkInputs, KVKey
+from mpic.kv.pool import Extent, Pool
+from mpic.kv.prefix import Node, PrefixCache
+
+
+@dataclass(eq=False)
+class Resident:
+    """A chunk in the pool, immutable once ready and shared by every request that links it.
+
+    Token j of the chunk lies at slot ``first + j`` of the extent (``first`` > 0 behind dropped sink tokens).
+    ``refs`` counts requests that link it and jobs that fill or save it.
+    """
+
+    key: KVKey
+    inputs: ChunkInputs
+    extent: Extent
+    first: int = 0
+    ready: bool = False
+    refs: int = 0
+    last_use: float = 0.0
+    dead: bool = False
+
+
+class DeviceCache:
+    """Resident chunks by key, the prefix cache, and least-recently-used eviction over both.
+
+    ``counters``: ``evicted_chunks``, ``evicted_prefixes``, ``chunk_hits`` over ``chunk_requests``.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.prefix = PrefixCache(pool.free)
+        self.chunks: dict[KVKey, Resident] = {}
+        self._dead: list[Resident] = []
+        self.counters: Counter[str] = Counter()
+        pool.reclaim = self._reclaim
+
+    def get(self, key: KVKey) -> Resident | None:
+        return self.chunks.get(key)
+
+    def add(self, key: KVKey, inputs: ChunkInputs, sink: int = 0) -> Resident | None:
+        """Reserve an extent for a chunk that is about to be compiled (behind ``sink`` slots) or read; None if the
+        pool has no room."""
+        extent = self.pool.alloc(len(inputs) + sink)
+        if extent is None:
+            return None
+        resident = Resident(key, inputs, extent, sink, last_use=time.monotonic())
+        self.chunks[key] = resident
+        return resident
+
+    def acquire(self, resident: Resident) -> None:
+        resident.refs += 1
+        resident.last_use = time.monotonic()
+
+    def release(self, resident: Resident) -> None:
+        resident.refs -= 1
+        if resident.dead and resident.refs == 0:
+            self._dead.remove(resident)
+            self.pool.free(resident.extent)
+
+    def drop(self, resident: Resident) -> None:
+        """Make a chunk invisible at once; its pages are freed when the last request lets go."""
+        if resident.dead:
+            return
+        del self.chunks[resident.key]
+        resident.dead = True
+        if resident.refs:
+            self._dead.append(resident)
+        else:
+            self.pool.free(resident.extent)
+
+    def evictable_pages(self) -> int:
+        """Pages that eviction could free now (MEPIC, algorithm 1 admits against free + evictable)."""
+        return sum(r.extent.pages for r in self._idle_chunks()) + self._idle_prefix_pages()
+
+    def _idle_chunks(self) -> list[Resident]:
+        return [r for r in self.chunks.values() if r.refs == 0 and r.ready]
+
+    def _idle_prefix_pages(self) -> int:
+        holders: dict[int, list[Node]] = {}
+        pinned: set[int] = set()
+        nodes = list(self.prefix.nodes())
+        for node in reversed(nodes):  # children come after their parents in ``nodes``
+            if node.pins or any(id(child) in pinned for child in node.children.values()):
+                pinned.add(id(node))
+            if node.shared is not None:
+                holders.setdefault(id(node.shared), []).append(node)
+        pages = 0
+        for group in holders.values():
+            shared = group[0].shared
+            if len(group) == shared.holders and not any(id(node) in pinned for node in group):
+                pages += shared.extent.pages
+        return pages
+
+    def _reclaim(self, pages: int) -> bool:
+        """Evict least recently used chunks and prefix leaves until ``pages`` are free; all or nothing."""
+        if self.evictable_pages() < pages:
+            return False
+        goal = self.pool.free_pages + pages
+        while self.pool.free_pages < goal:
+            chunk = min(self._idle_chunks(), key=lambda r: r.last_use, default=None)
+            leaf = min(self.prefix.evictable(), key=lambda n: n.last_use, default=None)
+            if leaf is not None and (chunk is None or leaf.last_use <= chunk.last_use):
+                self.prefix.evict(leaf)
+                self.counters["evicted_prefixes"] += 1
+            elif chunk is not None:
+                self.drop(chunk)
+                self.counters["evicted_chunks"] += 1
+            else:
+                raise IntegrityError("fewer pages could be evicted than were counted evictable")
+        return True
+
+    def check(self, running: set[int] = frozenset()) -> None:
+        """The pool, the prefix cache, and that every extent has exactly one kind of owner.
+
+        Args:
+            running: identities of the extents that running requests own.
+        """
+        self.pool.check()
+        self.prefix.check()
+        owned = [id(r.extent) for r in (*self.chunks.values(), *self._dead)]
+        owned += [*self.prefix.extents(), *running]
+        present = [id(extent) for extent in self.pool.extents]
+        if sorted(owned) != sorted(present):
+            raise IntegrityError(f"{len(present)} extents in the pool but {len(owned)} owned (or two owners of one)")
+        for resident in self.chunks.values():
+            if resident.refs < 0 or (not resident.ready and resident.refs == 0):
+                raise IntegrityError(f"chunk {resident.key.chunk} is neither ready nor being made")

@@ -1,0 +1,246 @@
+"""A transformers model as the engine sees it: embeddings, positions, one packed forward, logits where needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+
+from mpic.engine.base import ModelInfo
+from mpic.errors import IntegrityError, ModelRefused, UnsupportedModality
+from mpic.kernels.spans import Shift, backend
+from mpic.kv.chunk import ChunkInputs, KVShape, digest
+from mpic.model import hooks
+from mpic.model.refusals import context_limit, refuse_unsupported
+from mpic.model.rotary import Rotary
+
+VERIFIED = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "phi3", "llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+)
+"""model_type of the families whose invariants are tested; others run if they pass the load-time self-test."""
+
+
+class LoadedModel:
+    """Wraps a model in place: its text layers attend through ``mpic.model.hooks`` from now on.
+
+    Args:
+        model: a ``...ForCausalLM`` or ``...ForConditionalGeneration`` in eval mode, on its device.
+        processor: its processor (vision models) or tokenizer; None for benchmarks on token ids alone.
+        name: shown to people.
+
+    Raises:
+        ModelRefused: with what cannot be right and why.
+    """
+
+    def __init__(self, model: nn.Module, processor: Any = None, name: str = "model") -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.config = model.config
+        self.text_config = self.config.get_text_config()
+        refuse_unsupported(self.config, self.text_config)
+        self.text_model: nn.Module = self._find_text_model()
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        heads = self.text_config.num_attention_heads
+        head_dim = getattr(self.text_config, "head_dim", None) or self.text_config.hidden_size // heads
+        kv_heads = getattr(self.text_config, "num_key_value_heads", None) or heads
+        self.shape = KVShape(self.text_config.num_hidden_layers, kv_heads, head_dim)
+        self._rotary = Rotary(self.text_model, head_dim)
+        self.attention_name, self.partial = backend(self.device, self.dtype)
+        self.mrope = 3 if hasattr(self._inner, "get_rope_index") else 1
+        self.context_length = context_limit(self.config, self.text_config)
+        self.has_vision = hasattr(self._inner, "get_image_features")
+        self.image_token_id: int | None = getattr(self.config, "image_token_id", None)
+        self._deepstack: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self.text_model.register_forward_pre_hook(self._inject_deepstack, with_kwargs=True)
+        self._hook()
+        self.digest = self._fingerprint()
+        self.preprocessing = self._preprocessing_digest()
+        family = self.config.model_type
+        self.info = ModelInfo(
+            name=name,
+            digest=self.digest,
+            family=family,
+            context_length=self.context_length,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=str(self.device),
+            modalities=("text", "image") if self.has_vision else ("text",),
+            attention=self.attention_name,
+            details={
+                "verified": family in VERIFIED,
+                "layers": self.shape.layers,
+                "kv_heads": self.shape.kv_heads,
+                "head_dim": self.shape.head_dim,
+                "parameters": sum(p.numel() for p in model.parameters()),
+            },
+        )
+
+    @property
+    def _inner(self) -> nn.Module:
+        return getattr(self.model, "model", self.model)
+
+    def _find_text_model(self) -> nn.Module:
+        inner = self._inner
+        text = getattr(inner, "language_model", inner)
+        if not hasattr(text, "layers") or not hasattr(text, "rotary_emb"):
+            raise ModelRefused(f"{type(self.model).__name__}: no decoder with layers and one rotary embedding")
+        return text
+
+    def _hook(self) -> None:
+        if self.text_config is self.config:
+            self.model.set_attn_implementation(hooks.NAME)
+        else:
+            key = next(k for k in self.config.sub_configs if getattr(self.config, k) is self.text_config)
+            vision = {k: "sdpa" for k in self.config.sub_configs if k != key}
+            self.model.set_attn_implementation({key: hooks.NAME, **vision})
+        if self.text_model.config._attn_implementation != hooks.NAME:
+            raise ModelRefused(f"{type(self.model).__name__} does not use transformers' attention interface")
+
+    # ---- what a token or an image looks like to the first layer
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        generation = getattr(self.model, "generation_config", None)
+        eos = getattr(generation, "eos_token_id", None)
+        if eos is None:
+            eos = getattr(self.text_config, "eos_token_id", None)
+        if eos is None:
+            return frozenset()
+        return frozenset(eos if isinstance(eos, list | tuple) else [eos])
+
+    @property
+    def bos_id(self) -> int:
+        """The token compiled in front for LegoLink-0; models without BOS use their pad or first token."""
+        for source in (self.text_config, self.tokenizer):
+            for attribute in ("bos_token_id", "pad_token_id"):
+                value = getattr(source, attribute, None)
+                if isinstance(value, int):
+                    return value
+        return 0
+
+    def text_inputs(self, token_ids: Sequence[int]) -> ChunkInputs:
+        """Inputs of a text chunk; positions 0..n-1 on every axis."""
+        n = len(token_ids)
+        positions = torch.arange(n).expand(self.mrope, n).contiguous()
+        return ChunkInputs(torch.tensor(token_ids, dtype=torch.int64), positions, n)
+
+    @torch.inference_mode()
+    def image_inputs(self, image: Image.Image) -> ChunkInputs:
+        """Run the vision encoder: an image's own tokens (newline tokens included, start/end markers excluded), their
+        embeddings, DeepStack features and local rotary positions."""
+        if not self.has_vision or self.processor is None or self.image_token_id is None:
+            raise UnsupportedModality(f"model {self.info.name} does not take images")
+        features = self.processor.image_processor(images=[image], return_tensors="pt")
+        keep = {k: v.to(self.device) for k, v in features.items() if k in ("image_sizes", "image_grid_thw")}
+        pixels = features["pixel_values"].to(self.device, self.dtype)
+        outputs = self._inner.get_image_features(pixel_values=pixels, **keep)
+        embeds = torch.cat([part.reshape(-1, part.shape[-1]) for part in outputs.pooler_output]).to(self.dtype)
+        deep = getattr(outputs, "deepstack_features", None)
+        deepstack = None
+        if deep:
+            deepstack = torch.stack([torch.cat(list(f)) if isinstance(f, list | tuple) else f for f in deep])
+        n = embeds.shape[0]
+        ids = torch.full((n,), self.image_token_id, dtype=torch.int64)
+        positions, extent = torch.arange(n)[None], n
+        if self.mrope == 3:
+            kinds = torch.ones(1, n, dtype=torch.int32, device=self.device)
+            found, _ = self._inner.get_rope_index(
+                ids[None].to(self.device), kinds, image_grid_thw=keep.get("image_grid_thw")
+            )
+            positions = found[:, 0].cpu()
+            extent = int(positions.max()) + 1
+        return ChunkInputs(
+            ids,
+            positions.to(torch.int64).contiguous(),
+            extent,
+            embeds.cpu(),
+            None if deepstack is None else deepstack.to(self.dtype).cpu(),
+        )
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``[n]`` int64 -> ``[n, hidden]`` from the embedding table."""
+        return self.model.get_input_embeddings()(token_ids.to(self.device))
+
+    def shift(self, base: int) -> Shift | None:
+        return self._rotary.shift(base)
+
+    # ---- one packed forward
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        step: hooks.Step,
+        wanted: torch.Tensor,
+        deepstack: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Run T packed rows.
+
+        Args:
+            embeds: ``[T, hidden]``.
+            positions: ``[1 or 3, T]`` rotary positions of the rows.
+            step: where keys go and what rows see.
+            wanted: ``[w]`` int64 rows whose logits are needed (may be empty).
+            deepstack: ``(rows [T] bool, features [layers, rows.sum(), hidden])`` or None.
+
+        Returns:
+            fp32 logits ``[w, vocabulary]``.
+        """
+        position_ids = positions[:1] if self.mrope == 1 else positions[:, None]
+        if deepstack is not None:
+            rows, features = deepstack
+            self._deepstack = rows[None], list(features)
+        step.layers_seen.clear()
+        try:
+            with hooks.running(step):
+                out = self.model(
+                    inputs_embeds=embeds[None], position_ids=position_ids, use_cache=False, logits_to_keep=wanted
+                )
+        finally:
+            self._deepstack = None
+        if len(step.layers_seen) != self.shape.layers:
+            missing = sorted(set(range(self.shape.layers)) - step.layers_seen)
+            raise IntegrityError(f"layers {missing} did not attend through MPIC")
+        return out.logits[0].float()
+
+    def _inject_deepstack(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self._deepstack is None:
+            return None
+        mask, features = self._deepstack
+        return args, {**kwargs, "visual_pos_masks": mask, "deepstack_visual_embeds": features}
+
+    # ---- identity
+
+    def _fingerprint(self) -> str:
+        """Digest of configuration and weights: for every tensor its name, shape, dtype, the exact integer sum of all
+        its words and 4,096 evenly spaced values. Full coverage, and fast enough for large models."""
+        config = {k: v for k, v in self.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
+        h = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            flat = tensor.detach().reshape(-1)
+            words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+            total = int(words.sum(dtype=torch.int64))
+            sample = flat[:: max(1, flat.numel() // 4096)].float().cpu().numpy().tobytes()
+            h.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|{total}".encode())
+            h.update(sample)
+        return h.hexdigest()
+
+    def _preprocessing_digest(self) -> str:
+        """Digest of tokenizer and image processor; part of every recipe."""
+        parts = []
+        if self.tokenizer is not None:
+            backend_tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
+            parts.append(backend_tokenizer.to_str() if backend_tokenizer else repr(self.tokenizer))
+        image_processor = getattr(self.processor, "image_processor", None)
+        if image_processor is not None:
+            parts.append(type(image_processor).__name__)
+            parts.append(json.dumps(image_processor.to_dict(), sort_keys=True, default=str))
+        return digest(*parts)
+

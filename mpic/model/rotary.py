@@ -1,0 +1,79 @@
+"""The rotation by minus a base, and the proof at load time that it is the model's own.
+
+The model rotates queries and keys itself, at the positions a step gives it. What is ours is only the extra rotation
+of a query by ``-base`` for spans that lie elsewhere (DESIGN section 3). It needs the model's frequencies and which
+dimensions it pairs; both are read from the modeling module and compared with its ``apply_rotary_pos_emb``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+
+from mpic.errors import ModelRefused
+from mpic.kernels.spans import Shift, rotate
+
+_CHANGING = {
+    "dynamic": "dynamic NTK changes the rotary frequencies with the length of the prompt",
+    "longrope": "LongRoPE changes the rotary frequencies with the length of the prompt",
+}
+
+
+class Rotary:
+    """Shifts of one model.
+
+    Args:
+        text_model: the decoder with ``rotary_emb`` and ``layers``.
+
+    Raises:
+        ModelRefused: no rotary embedding, frequencies that depend on length, or an unknown pairing of dimensions.
+    """
+
+    def __init__(self, text_model: nn.Module, head_dim: int) -> None:
+        module = getattr(text_model, "rotary_emb", None)
+        if module is None or not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+            raise ModelRefused("the model has no single rotary embedding: keys cannot be kept position-independent")
+        rope_type = getattr(module, "rope_type", "default")
+        if rope_type in _CHANGING:
+            raise ModelRefused(f"rope type '{rope_type}': {_CHANGING[rope_type]}, so a compiled chunk would not fit")
+        self._frequencies = module.inv_freq.detach().double().cpu()
+        self._device = module.inv_freq.device
+        self._interleaved = self._detect(text_model, module, head_dim)
+        self._shifts: dict[int, Shift] = {}
+
+    def shift(self, base: int) -> Shift | None:
+        """Rotation of queries that makes a span compiled at 0 appear at ``base``; None when base is 0."""
+        if base == 0:
+            return None
+        found = self._shifts.get(base)
+        if found is None:
+            if len(self._shifts) > 4096:
+                self._shifts.clear()
+            found = self._shifts[base] = self._make(base, self._interleaved)
+        return found
+
+    def _make(self, base: int, interleaved: bool) -> Shift:
+        angle = -base * self._frequencies
+        cos, sin = angle.cos().float().to(self._device), angle.sin().float().to(self._device)
+        return Shift(cos, sin, interleaved)
+
+    def _detect(self, text_model: nn.Module, module: nn.Module, head_dim: int) -> bool:
+        """Which pairing reproduces the modeling module's own rotation at position -7."""
+        attention = next((m for m in text_model.modules() if hasattr(m, "q_proj") or hasattr(m, "qkv_proj")), text_model)
+        apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+        if apply is None:
+            raise ModelRefused(f"{type(text_model).__name__}: no apply_rotary_pos_emb beside its attention")
+        q = torch.randn(1, 2, 1, head_dim, generator=torch.Generator().manual_seed(0)).to(self._device)
+        positions = torch.tensor([[-7]], device=self._device)
+        try:
+            cos, sin = module(q, positions)
+        except Exception as error:
+            raise ModelRefused(f"its rotary embedding cannot be called with positions alone: {error}") from error
+        scale = float(getattr(module, "attention_scaling", 1.0))
+        expected = apply(q, q, cos.float() / scale, sin.float() / scale)[0][0]
+        for interleaved in (False, True):
+            if torch.allclose(rotate(q[0], self._make(7, interleaved)), expected, atol=1e-4):
+                return interleaved
+        raise ModelRefused(f"{type(text_model).__name__}: unknown rotary layout")

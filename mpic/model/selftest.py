@@ -1,0 +1,88 @@
+"""The load-time self-test: it catches what no list of families can.
+
+A prompt of text, chunk, text, chunk, text is run once by the stock model and once as a step in which each chunk lies
+in an extent of its own with keys rotated at chunk-local positions, and every query is rotated by the bases. Nothing
+is approximated, so the logits must agree.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mpic.errors import ModelRefused
+from mpic.model.hooks import NAME, Attend, Step, Write
+from mpic.model.loaded import LoadedModel
+
+_PIECES = ((0, 9, False), (9, 23, True), (23, 30, False), (30, 41, True), (41, 47, False))
+"""(start, end, is_chunk) in sequence order."""
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+"""Largest ``|difference| / max |logit|`` (float32 rounding of a packed product; half precision rounds every layer)."""
+
+
+@torch.inference_mode()
+def self_test(loaded: LoadedModel) -> float:
+    """Compare with the stock model; returns the relative error.
+
+    Raises:
+        ModelRefused: the logits differ, or the model cannot be called this way at all.
+    """
+    n = _PIECES[-1][1]
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, loaded.text_config.vocab_size, (n,), generator=generator)
+    if loaded.image_token_id is not None:  # stock forwards look for image placeholders
+        ids[ids == loaded.image_token_id] = 0
+    positions = torch.arange(n).expand(loaded.mrope, n).clone()
+    if loaded.mrope == 3:  # positions of an image: a grid inside the chunk
+        for start, end, is_chunk in _PIECES:
+            if is_chunk:
+                offset = torch.arange(end - start)
+                positions[1, start:end] = start + offset // 4
+                positions[2, start:end] = start + offset % 4
+    positions = positions.to(loaded.device)
+    embeds = loaded.embed(ids)
+    try:
+        expected = _stock(loaded, embeds, positions)
+        got = _as_step(loaded, embeds, positions)
+    except ModelRefused:
+        raise
+    except Exception as error:
+        raise ModelRefused(f"the load-time self-test could not run: {type(error).__name__}: {error}") from error
+    scale = expected.abs().max().clamp_min(1e-6)
+    difference = float((got - expected).abs().max() / scale)
+    limit = TOLERANCE.get(loaded.dtype, 2e-4)
+    if not difference <= limit:
+        raise ModelRefused(
+            f"{loaded.config.model_type}: linked logits differ from the stock model's by {difference:.1e} "
+            f"(limit {limit:.0e}): something in it depends on more than relative position"
+        )
+    return difference
+
+
+def _stock(loaded: LoadedModel, embeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    config = loaded.text_model.config
+    config._attn_implementation_internal = "eager"
+    try:
+        position_ids = positions[:1] if loaded.mrope == 1 else positions[:, None]
+        out = loaded.model(inputs_embeds=embeds[None], position_ids=position_ids, use_cache=False)
+    finally:
+        config._attn_implementation_internal = NAME
+    return out.logits[0].float()
+
+
+def _as_step(loaded: LoadedModel, embeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    layers, heads, dim = loaded.shape
+    local = positions.clone()
+    writes, calls, spans = [], [], []
+    for start, end, is_chunk in _PIECES:
+        view = torch.full((layers, 2, heads, end - start, dim), float("nan"), dtype=loaded.dtype, device=loaded.device)
+        base = start if is_chunk else 0
+        local[:, start:end] -= base
+        rows = slice(start, end)
+        writes.append(Write(rows, view, 0))
+        calls.append(Attend(rows, view, 0, end - start, True, None, True))
+        for other, other_base in spans:  # rows sit at p - base, keys at j - other_base
+            shift = loaded.shift(other_base - base)
+            calls.append(Attend(rows, other, 0, other.shape[3], False, shift, False))
+        spans.append((view, base))
+    step = Step(writes, calls, loaded.partial, window=len(embeds))
+    return loaded.forward(embeds, local, step, torch.arange(len(embeds), device=loaded.device))

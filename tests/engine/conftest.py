@@ -1,0 +1,24 @@
+"""Engines made and closed per test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from engine_kit import family
+
+from mpic.engine.native.engine import NativeEngine
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., NativeEngine]]:
+    engines: list[NativeEngine] = []
+
+    def make(name: str = "llama", **options) -> NativeEngine:
+        options = {"pages": 256, "page_size": 8, "budget": 512, **options}
+        engines.append(NativeEngine(family(name).loaded, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()

@@ -1,0 +1,145 @@
+"""The invariants of exactness (DESIGN section 5), in fp32, for every verified family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_kit import family, image_chunk, prompt_of, request_of, text_chunk
+from families import FAMILIES, IMAGE_TOKEN, VISION_FAMILIES, random_image
+from oracle import Oracle
+
+from mpic.link import ChunkSlot, parse_policy
+from mpic.model.selftest import self_test
+
+POLICIES = ["full", "prefix", "reuse", "mpic-0", "mpic-5", "mpic-64", "legolink-4", "legolink-0"]
+RECOMPUTE_ALL = "mpic-1000000"
+TOKENS = 4
+
+
+def ids(seed: int, n: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(10, 300, (n,), generator=generator).tolist()
+
+
+def chunks_of(name: str):
+    """Two chunks: images where the family has them, and a document."""
+    document = text_chunk(ids(7, 21))
+    if name in VISION_FAMILIES:
+        return image_chunk(random_image(1)), document, image_chunk(random_image(2, 32, 48))
+    return text_chunk(ids(8, 17)), document, text_chunk(ids(9, 12))
+
+
+def select(prompt, inputs, policy):
+    slots, start = [], 0
+    following = iter(inputs)
+    for segment in prompt.segments:
+        n = len(next(following)) if hasattr(segment, "chunk") else len(segment)
+        if hasattr(segment, "chunk"):
+            slots.append(ChunkSlot(n, start, start))
+        start += n
+    return policy.select(slots)
+
+
+def logits_of(stream, tokens: int, vocabulary: int = 300) -> tuple[list[int], torch.Tensor]:
+    """Greedy ids and the full log-distribution of every step."""
+    answer = stream.result()
+    rows = torch.full((tokens, vocabulary), float("-inf"))
+    for i, logprob in enumerate(answer.logprobs):
+        for token, value in logprob.top:
+            rows[i, token] = value
+    return list(answer.token_ids), rows
+
+
+def expected_of(name: str, prompt, policy_text: str):
+    fam = family(name)
+    oracle = Oracle(fam.stock, fam.loaded.mrope)
+    policy = parse_policy(policy_text)
+    made = []
+    for chunk in prompt.chunks:
+        if chunk.token_ids is not None:
+            made.append(fam.loaded.text_inputs(chunk.token_ids))
+        else:
+            made.append(fam.loaded.image_inputs(chunk.load_image()))
+    bos = fam.loaded.bos_id
+    answer, logits = oracle.generate(prompt, made, policy, select(prompt, made, policy), TOKENS, bos)
+    return answer, torch.log_softmax(logits, -1)
+
+
+def run(engine, prompt, policy: str):
+    request = request_of(prompt, policy, TOKENS, logprobs=300)
+    return logits_of(engine.submit(request), TOKENS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_load_time_self_test_passes(name):
+    assert self_test(family(name).loaded) < 2e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_full_prefill_equals_the_untouched_model(name, make_engine):
+    fam = family(name)
+    a, b, c = chunks_of(name)
+    prompt = prompt_of(ids(1, 5), a, ids(2, 3), b, ids(3, 2), c, ids(4, 4))
+    pictures = [chunk.load_image() for chunk in prompt.chunks if chunk.load_image is not None]
+    counts = []
+    for segment in prompt.segments:
+        image = hasattr(segment, "chunk") and segment.chunk.load_image is not None
+        counts.append(len(fam.loaded.image_inputs(segment.chunk.load_image())) if image else 0)
+    processor = getattr(fam.loaded.processor, "image_processor", None)
+    oracle = Oracle(fam.stock, fam.loaded.mrope)
+    stock = torch.log_softmax(oracle.stock_logits(prompt, processor, pictures, IMAGE_TOKEN, counts), -1)
+    for policy in ("full", RECOMPUTE_ALL):  # invariant 1
+        _, got = run(make_engine(name), prompt, policy)
+        assert (got[0] - stock).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_selective_attention_equals_the_oracle(name, policy, make_engine):
+    a, b, c = chunks_of(name)
+    prompt = prompt_of(ids(1, 6), a, ids(2, 3), b, c, ids(3, 2), a, ids(4, 4))
+    engine = make_engine(name)
+    expected_ids, expected = expected_of(name, prompt, policy)
+    for attempt in range(2):  # chunks compiled in this request, then found on the device
+        got_ids, got = run(engine, prompt, policy)
+        assert got_ids == expected_ids, attempt
+        assert (got - expected).abs().max() < 1e-4, attempt
+    engine.check()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chunk_that_starts_the_prompt_reused_is_prefix_caching(name, make_engine):
+    a, _, _ = chunks_of(name)
+    prompt = prompt_of(a, ids(4, 6))
+    answer, reused = run(make_engine(name), prompt, "reuse")
+    full_answer, full = run(make_engine(name), prompt, "full")
+    assert answer == full_answer
+    assert (reused - full).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_batches_and_order_of_arrival_change_nothing_and_shared_chunks_are_never_written(name, make_engine):
+    a, b, c = chunks_of(name)
+    prompts = [
+        (prompt_of(ids(1, 9), a, ids(2, 3), b, ids(4, 4)), "mpic-5"),
+        (prompt_of(ids(5, 4), b, a, ids(2, 8)), "mpic-5"),
+        (prompt_of(ids(6, 14)), "prefix"),
+        (prompt_of(ids(7, 2), c, ids(8, 5)), "reuse"),
+        (prompt_of(ids(9, 30), a, ids(1, 1)), "reuse"),
+    ]
+    alone = [run(make_engine(name), prompt, policy) for prompt, policy in prompts]
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1]):
+        engine = make_engine(name, budget=24)  # chunked prefill and mixed steps
+        streams = {i: engine.submit(request_of(prompts[i][0], prompts[i][1], TOKENS, logprobs=300)) for i in order}
+        for i, stream in streams.items():
+            got_ids, got = logits_of(stream, TOKENS)
+            assert got_ids == alone[i][0]
+            assert (got - alone[i][1]).abs().max() < 1e-4
+        engine.check()
+        digests = {}
+        for key, resident in engine.device.chunks.items():
+            digests[key] = engine.pool.view(resident.extent).clone()
+        run(engine, prompts[1][0], "mpic-5")
+        run(engine, prompts[0][0], "reuse")
+        for key, before in digests.items():
+            assert torch.equal(engine.pool.view(engine.device.chunks[key].extent), before)

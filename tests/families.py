@@ -1,0 +1,198 @@
+"""Tiny random models of every verified family, each with the image processor of the real one.
+
+Weights are larger than transformers' initialisation, so that attention is far from uniform and positions matter.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import transformers as tf
+from PIL import Image
+from torch import nn
+
+from mpic.model.loaded import LoadedModel
+
+TEXT = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+IMAGE_TOKEN = 5
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+_MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+_QWEN_VL = {
+    "image_token_id": IMAGE_TOKEN,
+    "vision_start_token_id": 6,
+    "vision_end_token_id": 7,
+    "video_token_id": 8,
+}
+
+
+def _llama() -> nn.Module:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**TEXT, rope_parameters=_LLAMA3))
+
+
+def _mistral() -> nn.Module:
+    return tf.MistralForCausalLM(tf.MistralConfig(**TEXT, sliding_window=1024))
+
+
+def _qwen2() -> nn.Module:
+    return tf.Qwen2ForCausalLM(tf.Qwen2Config(**TEXT))
+
+
+def _qwen3() -> nn.Module:
+    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**TEXT, head_dim=32))
+
+
+def _phi3() -> nn.Module:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    return tf.Phi3ForCausalLM(tf.Phi3Config(**TEXT, rope_parameters=rope))
+
+
+def _llava() -> nn.Module:
+    config = tf.LlavaConfig(
+        vision_config=tf.CLIPVisionConfig(**_VISION),
+        text_config=tf.LlamaConfig(**TEXT),
+        image_token_id=IMAGE_TOKEN,
+        vision_feature_layer=-1,
+    )
+    return tf.LlavaForConditionalGeneration(config)
+
+
+def _llava_next() -> nn.Module:
+    config = tf.LlavaNextConfig(
+        vision_config=tf.CLIPVisionConfig(**_VISION),
+        text_config=tf.MistralConfig(**TEXT, sliding_window=None),
+        image_token_id=IMAGE_TOKEN,
+        vision_feature_layer=-1,
+        image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]],
+    )
+    return tf.LlavaNextForConditionalGeneration(config)
+
+
+def _qwen2_vl() -> nn.Module:
+    vision = {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "patch_size": 8}
+    text = {**TEXT, "rope_parameters": _MROPE}
+    return tf.Qwen2VLForConditionalGeneration(tf.Qwen2VLConfig(text_config=text, vision_config=vision, **_QWEN_VL))
+
+
+def _qwen2_5_vl() -> nn.Module:
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "patch_size": 8,
+        "window_size": 32,
+        "fullatt_block_indexes": [1],
+    }
+    text = {**TEXT, "rope_parameters": _MROPE}
+    config = tf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_QWEN_VL)
+    return tf.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3_vl() -> nn.Module:
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "patch_size": 8,
+        "deepstack_visual_indexes": [0, 1],
+        "num_position_embeddings": 16,
+    }
+    text = {**TEXT, "head_dim": 16, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+    config = tf.Qwen3VLConfig(text_config=text, vision_config=vision, **_QWEN_VL)
+    return tf.Qwen3VLForConditionalGeneration(config)
+
+
+def _clip_processor() -> object:
+    size = {"height": 32, "width": 32}
+    return tf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size)
+
+
+def _next_processor() -> object:
+    return tf.LlavaNextImageProcessor(
+        size={"shortest_edge": 32},
+        crop_size={"height": 32, "width": 32},
+        image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]],
+    )
+
+
+def _qwen_processor() -> object:
+    return tf.Qwen2VLImageProcessor(patch_size=8, min_pixels=256, max_pixels=4096)
+
+
+TEXT_FAMILIES = {"llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "phi3": _phi3}
+VISION_FAMILIES = {
+    "llava": (_llava, _clip_processor),
+    "llava_next": (_llava_next, _next_processor),
+    "qwen2_vl": (_qwen2_vl, _qwen_processor),
+    "qwen2_5_vl": (_qwen2_5_vl, _qwen_processor),
+    "qwen3_vl": (_qwen3_vl, _qwen_processor),
+}
+FAMILIES = [*TEXT_FAMILIES, *VISION_FAMILIES]
+
+
+@dataclass
+class Family:
+    """A hooked model and an untouched twin with the same weights."""
+
+    name: str
+    loaded: LoadedModel
+    stock: nn.Module
+
+
+def make_family(name: str, seed: int = 0, processor: object = None) -> Family:
+    """Build a family's tiny model; ``processor`` overrides tokenizer-less default."""
+    torch.manual_seed(seed)
+    if name in TEXT_FAMILIES:
+        model = TEXT_FAMILIES[name]()
+    else:
+        build, make_processor = VISION_FAMILIES[name]
+        model = build()
+        processor = processor or SimpleNamespace(image_processor=make_processor(), tokenizer=None)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and "embed" not in key:
+                parameter.mul_(4.0)
+            elif "embed_tokens" in key or "embed_in" in key:
+                parameter.mul_(25.0)
+    model = model.float().eval()
+    model.generation_config.eos_token_id = None
+    stock = copy.deepcopy(model)
+    return Family(name, LoadedModel(model, processor, name), stock)
+
+
+def random_image(seed: int, width: int = 40, height: int = 32) -> Image.Image:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
