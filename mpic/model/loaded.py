@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from mpic.engine.base import ModelInfo
 from mpic.errors import IntegrityError, ModelRefused, UnsupportedModality
+from mpic.kernels import reference
 from mpic.kernels.spans import Shift, backend
 from mpic.kv.chunk import ChunkInputs, KVShape, digest
 from mpic.model import hooks
@@ -166,6 +168,21 @@ class LoadedModel:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``[n]`` int64 -> ``[n, hidden]`` from the embedding table."""
         return self.model.get_input_embeddings()(token_ids.to(self.device))
+
+    def choose_attention(self, name: str) -> None:
+        """Insist on an attention implementation; ``auto`` keeps the device's own.
+
+        Raises:
+            ModelRefused: it is not available for this device and dtype.
+        """
+        if name == "reference":
+            self.attention_name, self.partial = "reference", reference.partial
+        elif name not in ("auto", self.attention_name):
+            raise ModelRefused(
+                f"attention '{name}' does not run on {self.device} with {self.dtype}; "
+                f"available: auto, {self.attention_name}, reference"
+            )
+        self.info = replace(self.info, attention=self.attention_name)
 
     def shift(self, base: int) -> Shift | None:
         return self._rotary.shift(base)

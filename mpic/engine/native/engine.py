@@ -40,6 +40,7 @@ class NativeEngine(Engine):
         store: tier below the device; None keeps chunks in the pool only.
         pages, page_size: of the pool.
         budget: most tokens a step computes (chunked prefill).
+        max_running: most requests in one batch.
         check_when_idle: verify all invariants whenever nothing runs.
     """
 
@@ -51,13 +52,14 @@ class NativeEngine(Engine):
         pages: int = 1024,
         page_size: int = 16,
         budget: int = 2048,
+        max_running: int = 64,
         loaders: int = 2,
         check_when_idle: bool = True,
     ) -> None:
         self.model, self.info = model, model.info
         self.pool = Pool(model.shape, pages, page_size, model.dtype, model.device)
         self.device = DeviceCache(self.pool)
-        self.scheduler = Scheduler(self.device, budget, model.bos_id, self._start_load)
+        self.scheduler = Scheduler(self.device, budget, model.bos_id, self._start_load, max_running)
         self.runner = Runner(model, self.pool)
         self.preparer = Preparer(model, store, self.pool)
         self._store = store

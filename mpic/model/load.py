@@ -1,0 +1,79 @@
+"""Loading a model from a local folder or a hub id: configuration, weights, processor, self-test."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from mpic.errors import ModelRefused
+from mpic.model.loaded import LoadedModel
+from mpic.model.refusals import refuse_unsupported
+from mpic.model.selftest import self_test
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """``auto`` takes CUDA, then MPS, then the CPU. A device that is not there is an error, never a fallback."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelRefused(f"device '{name}' was asked for and torch sees no CUDA device")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ModelRefused(f"device '{name}' was asked for and torch sees no MPS device")
+    return device
+
+
+def load_model(
+    path: str, *, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False
+) -> LoadedModel:
+    """Load, hook and self-test a model.
+
+    Args:
+        path: local folder or hub id of any transformers decoder or vision-language model.
+        dtype: ``auto`` is float32 on the CPU and the checkpoint's own on accelerators.
+
+    Raises:
+        ModelRefused: it cannot be loaded, cannot be right, or fails the self-test; the message says which.
+    """
+    where = choose_device(device)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ModelRefused(f"unknown dtype '{dtype}'; available: auto, {', '.join(DTYPES)}")
+    wanted = DTYPES.get(dtype, torch.float32 if where.type == "cpu" else "auto")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ModelRefused(f"no transformers model at '{path}': {error}") from error
+    refuse_unsupported(config, config.get_text_config())
+    vision = hasattr(config, "vision_config")
+    auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    try:
+        model = auto.from_pretrained(path, dtype=wanted, trust_remote_code=trust_remote_code).to(where)
+    except Exception as error:
+        raise ModelRefused(f"the weights at '{path}' could not be loaded: {error}") from error
+    processor = _processor(path, vision, trust_remote_code)
+    name = Path(path).name if Path(path).exists() else path
+    loaded = LoadedModel(model, processor, name)
+    error = self_test(loaded)
+    log.info("%s: self-test passed, relative error %.1e (%s)", name, error, loaded.attention_name)
+    loaded.info.details["self_test_error"] = error
+    loaded.info.details["transformers"] = transformers.__version__
+    return loaded
+
+
+def _processor(path: str, vision: bool, trust_remote_code: bool) -> object:
+    kind = AutoProcessor if vision else AutoTokenizer
+    try:
+        return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        what = "processor" if vision else "tokenizer"
+        raise ModelRefused(f"the model at '{path}' has no usable {what}: {error}") from error
