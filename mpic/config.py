@@ -1,0 +1,189 @@
+"""Configuration: frozen dataclasses, filled from one TOML file and from flags of the same names.
+
+    [server]
+    port = 8000
+    [engine]
+    model = "/models/llava-1.5-7b"
+    policy = "mpic-16"
+    [library]
+    data_dir = "/srv/mpic"
+
+Flags win over the file, the file over the defaults below. There are no environment toggles. An unknown key is an
+error that lists the known ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import platformdirs
+
+from mpic.errors import BadRequest
+
+MiB = 1 << 20
+GiB = 1 << 30
+
+
+class ConfigError(BadRequest):
+    """A configuration file or flag that cannot be used."""
+
+    code = "config_error"
+
+
+def bundled_model() -> str:
+    """Folder of the demo model that comes with the package (``mpic.data``)."""
+    return str(files("mpic.data") / "models" / "demo")
+
+
+def default_data_dir() -> str:
+    return platformdirs.user_data_dir("mpic", appauthor=False)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where the server listens and what it admits.
+
+    Args:
+        host: only loopback addresses while there are no API keys.
+        port: 0 lets the system choose.
+        max_body_bytes: largest JSON body (data URLs count).
+        max_chunks: most images, files and handles in one request.
+        log_level: debug, info, warning or error.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_body_bytes: int = 64 * MiB
+    max_chunks: int = 256
+    log_level: str = "info"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Which model runs, where, and how much memory its KV cache may take.
+
+    Args:
+        model: folder of a transformers model, or a hub id. Default: the bundled demo model.
+        policy: what a request recomputes when it does not say: full, prefix, reuse, mpic-K, legolink-K.
+        device: auto, cpu, cuda, cuda:N or mps.
+        dtype: auto (the model's own on an accelerator, float32 on the CPU), float32, bfloat16 or float16.
+        attention: auto, or the name of an implementation in mpic.kernels.
+        pool_bytes: memory for the KV of running requests and resident chunks; 0 chooses by what is free.
+        step_tokens: most tokens computed in one forward; longer prefills are cut.
+        max_running: most requests in one batch.
+        trust_remote_code: run code that comes with the model; off unless you trust its author.
+    """
+
+    model: str = field(default_factory=bundled_model)
+    policy: str = "mpic-16"
+    device: str = "auto"
+    dtype: str = "auto"
+    attention: str = "auto"
+    pool_bytes: int = 0
+    step_tokens: int = 2048
+    max_running: int = 64
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class LibraryConfig:
+    """Where uploads and compiled chunks live, and how large they may get (``mpic.library.Limits``).
+
+    Args:
+        data_dir: holds the catalogue, the originals and the compiled chunks.
+        upload_bytes: largest upload of any kind.
+        text_bytes: largest text document, in bytes of UTF-8.
+        image_pixels: most pixels of an image; checked before it is decoded.
+        image_aspect: longest side of an image over its shortest.
+        gif: accept GIF and take its first frame; otherwise GIF is refused.
+        disk_bytes: budget of compiled chunks on disk; the least recently used go first.
+    """
+
+    data_dir: str = field(default_factory=default_data_dir)
+    upload_bytes: int = 64 * MiB
+    text_bytes: int = 8 * MiB
+    image_pixels: int = 40_000_000
+    image_aspect: float = 200.0
+    gif: bool = False
+    disk_bytes: int = 64 * GiB
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything ``mpic serve`` needs."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    library: LibraryConfig = field(default_factory=LibraryConfig)
+
+
+SECTIONS = {"server": ServerConfig, "engine": EngineConfig, "library": LibraryConfig}
+
+
+def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Config:
+    """Read the TOML at ``path`` (if given) and lay ``flags`` over it.
+
+    Args:
+        flags: name -> value; names are unique over all sections, None means not given.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, a key is unknown, or a value has the wrong type.
+    """
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    if path is not None:
+        for section, body in _read_toml(Path(path)).items():
+            if section not in SECTIONS:
+                raise ConfigError(f"unknown section [{section}] in {path}; known: {_listed(SECTIONS)}")
+            if not isinstance(body, dict):
+                raise ConfigError(f"{section} in {path} must be a section: write [{section}]")
+            values[section] = dict(body)
+    for name, value in (flags or {}).items():
+        if value is not None:
+            values[_section_of(name)][name] = value
+    return Config(**{name: _build(name, values[name]) for name in SECTIONS})
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no such configuration file: {path}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise ConfigError(f"cannot read {path}: {exc}") from None
+
+
+def _section_of(flag: str) -> str:
+    for name, cls in SECTIONS.items():
+        if flag in cls.__dataclass_fields__:
+            return name
+    raise ConfigError(f"unknown flag {flag}")
+
+
+def _build(section: str, values: Mapping[str, Any]) -> Any:
+    cls = SECTIONS[section]
+    types = get_type_hints(cls)
+    checked = {}
+    for key, value in values.items():
+        if key not in types:
+            known = _listed(f.name for f in dataclasses.fields(cls))
+            raise ConfigError(f"unknown key {key!r} in [{section}]; known: {known}", param=key)
+        if types[key] is float and type(value) is int:
+            value = float(value)
+        if type(value) is not types[key]:
+            raise ConfigError(
+                f"[{section}] {key} must be {types[key].__name__}, not {type(value).__name__}", param=key
+            )
+        if isinstance(value, (int, float)) and value < 0:
+            raise ConfigError(f"[{section}] {key} must not be negative", param=key)
+        checked[key] = value
+    return cls(**checked)
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(names)

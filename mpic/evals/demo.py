@@ -1,0 +1,255 @@
+"""The main job, once, on real input: start the server, upload the samples, ask, compare the policies' answers.
+
+The samples are described by ``data/samples/manifest.json``::
+
+    {"files": [{"path": "tower.png", "handle": "TOWER", "kind": "image"}, ...],
+     "questions": [{"id": "one-image", "kind": "image", "expected": "red",
+                    "messages": [{"role": "user", "content": "Which colour has IMAGE#TOWER?"}]}, ...]}
+
+Every policy meets a freshly started server with an empty prefix cache and the compiled chunks on disk; it is asked
+every question, and then every question again.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mpic.client import APIError, Client
+
+MUST_BE_RIGHT = "mpic-16"
+START_SECONDS = 300
+PASSES = ("first", "again")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer under one policy. Times in milliseconds; ``tiers`` say where the chunks' KV came from."""
+
+    question: str
+    policy: str
+    turn: str
+    answer: str
+    right: bool
+    ttft_ms: float
+    total_ms: float
+    prompt_tokens: int
+    reused: int
+    recomputed: int
+    prefix_hit: int
+    compiled: int
+    tiers: tuple[str, ...]
+
+
+def run(
+    policies: Sequence[str],
+    model: str | None = None,
+    samples: Path | None = None,
+    json_path: Path | None = None,
+    console: Console | None = None,
+) -> int:
+    """Run the demo; the result is the process's exit status."""
+    console = console or Console()
+    folder = samples or Path(str(files("mpic.data") / "samples"))
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    questions = manifest["questions"]
+    asked: list[Asked] = []
+    with tempfile.TemporaryDirectory(prefix="mpic-demo-") as data_dir:
+        with running_server(Path(data_dir), model) as (url, seconds):
+            with Client(url) as client:
+                console.print(_what_runs(client.health(), seconds), highlight=False)
+                uploaded = upload_samples(client, folder, manifest["files"])
+            console.print(_uploads(uploaded))
+        for policy in policies:
+            with running_server(Path(data_dir), model) as (url, _), Client(url) as client:
+                for turn in PASSES:
+                    asked += [ask(client, question, policy, turn) for question in questions]
+    console.print(_answers(questions, asked, policies))
+    console.print(_totals(asked, policies))
+    if json_path is not None:
+        _write(json_path, questions, uploaded, asked)
+    return _verdict(console, asked)
+
+
+def upload_samples(client: Client, folder: Path, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Upload the manifest's files and wait until each is compiled."""
+    ids = [client.upload(folder / entry["path"], entry["handle"])["id"] for entry in entries]
+    return [client.wait(id) for id in ids]
+
+
+def ask(client: Client, question: dict[str, Any], policy: str, turn: str) -> Asked:
+    """One question under one policy."""
+    options = {"max_tokens": question.get("max_tokens", 32), "mpic": {"policy": policy}}
+    body = client.chat(question["messages"], **options)
+    answer = body["choices"][0]["message"]["content"]
+    usage, ours = body["usage"], body["usage"]["mpic"]
+    counted = {name: ours["tokens"][name] for name in ("reused", "recomputed", "prefix_hit", "compiled")}
+    return Asked(
+        question=question["id"],
+        policy=policy,
+        turn=turn,
+        answer=answer.strip(),
+        right=same(answer, question["expected"]),
+        ttft_ms=ours["ms"]["ttft"],
+        total_ms=ours["ms"]["total"],
+        prompt_tokens=usage["prompt_tokens"],
+        tiers=tuple(chunk["tier"] for chunk in ours["chunks"]),
+        **counted,
+    )
+
+
+def same(answer: str, expected: str) -> bool:
+    """Equal but for case, surrounding space and a full stop."""
+    return answer.strip().rstrip(".").casefold() == expected.strip().rstrip(".").casefold()
+
+
+@contextmanager
+def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Iterator[tuple[str, float]]:
+    """``mpic serve`` as a process of its own on a free port; gives its URL and how many seconds it took to start.
+
+    Raises:
+        APIError: it ended or said nothing; the message holds the end of its log.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "mpic.cli",
+        "serve",
+        "--port",
+        "0",
+        "--json",
+        "--data-dir",
+        str(data_dir),
+    ]
+    command += ["--log-level", "warning", *(["--model", model] if model else []), *flags]
+    started = time.monotonic()
+    log_path = data_dir / "server.log"
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert process.stdout is not None
+    too_late = threading.Timer(START_SECONDS, process.kill)
+    too_late.start()
+    try:
+        line = process.stdout.readline()
+        if not line:
+            tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-20:])
+            raise APIError(f"the server did not start:\n{tail}", "unreachable")
+        too_late.cancel()
+        yield json.loads(line)["url"], time.monotonic() - started
+    finally:
+        too_late.cancel()
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+# ---- what is printed
+
+
+def _what_runs(health: dict[str, Any], seconds: float) -> str:
+    model = health["model"]
+    where = f"{model['device']} {model['dtype']}, attention {model['attention']}"
+    return f"{model['name']} ({model['family']}, {where}), started in {seconds:.1f} s"
+
+
+def _uploads(uploaded: list[dict[str, Any]]) -> Table:
+    table = Table("upload", "kind", "tokens", "bytes", title="Compiled once", title_justify="left")
+    for f in uploaded:
+        prefix = "IMAGE" if f["kind"] == "image" else "FILE"
+        table.add_row(f"{prefix}#{f['handle']}", f["kind"], str(f["tokens"]), f"{f['bytes']:,}")
+    return table
+
+
+def _text(messages: list[dict[str, Any]]) -> str:
+    """The question as a person would read it."""
+    content = messages[-1]["content"]
+    if isinstance(content, str):
+        return content
+    return " ".join(p.get("text") or f"<{p['type']}>" for p in content)
+
+
+def _answers(questions: list[dict[str, Any]], asked: list[Asked], policies: Sequence[str]) -> Table:
+    columns = ("policy", "answer", "TTFT ms first", "again", "reused", "recomp.", "prefix again")
+    table = Table(
+        title="Answers (first: chunks on disk; again: the same question once more)", title_justify="left"
+    )
+    table.add_column("question", ratio=3)
+    table.add_column("expected")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("policy", "answer") else "right")
+    for question in questions:
+        for i, policy in enumerate(policies):
+            first, again = (_find(asked, question["id"], policy, turn) for turn in PASSES)
+            head = (_text(question["messages"]), question["expected"]) if i == 0 else ("", "")
+            colour = "green" if first.right and again.right else "red"
+            answer = first.answer if first.answer == again.answer else f"{first.answer} / {again.answer}"
+            table.add_row(
+                *head,
+                policy,
+                f"[{colour}]{answer or '(nothing)'}[/]",
+                f"{first.ttft_ms:.1f}",
+                f"{again.ttft_ms:.1f}",
+                str(first.reused),
+                str(first.recomputed),
+                str(again.prefix_hit),
+                end_section=i == len(policies) - 1,
+            )
+    return table
+
+
+def _totals(asked: list[Asked], policies: Sequence[str]) -> Table:
+    table = Table("policy", title="All questions", title_justify="left")
+    for name in ("right", "TTFT ms first (median)", "again", "prompt", "reused", "recomputed", "compiled"):
+        table.add_column(name, justify="right")
+    for policy in policies:
+        first, again = ([a for a in asked if a.policy == policy and a.turn == turn] for turn in PASSES)
+        table.add_row(
+            policy,
+            f"{sum(a.right for a in first)}/{len(first)}",
+            f"{statistics.median(a.ttft_ms for a in first):.1f}",
+            f"{statistics.median(a.ttft_ms for a in again):.1f}",
+            *(
+                str(sum(getattr(a, n) for a in first))
+                for n in ("prompt_tokens", "reused", "recomputed", "compiled")
+            ),
+        )
+    return table
+
+
+def _find(asked: list[Asked], question: str, policy: str, turn: str) -> Asked:
+    return next(a for a in asked if (a.question, a.policy, a.turn) == (question, policy, turn))
+
+
+def _write(path: Path, questions: list[Any], uploaded: list[Any], asked: list[Asked]) -> None:
+    body = {"questions": questions, "files": uploaded, "answers": [asdict(a) for a in asked]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _verdict(console: Console, asked: list[Asked]) -> int:
+    must = [a for a in asked if a.policy == MUST_BE_RIGHT]
+    missed = sorted({a.question for a in must if not a.right})
+    if missed:
+        console.print(f"[red]{MUST_BE_RIGHT} missed: {', '.join(missed)}[/]")
+        return 1
+    if must:
+        console.print(f"[green]{MUST_BE_RIGHT} gave every expected answer.[/]")
+    return 0

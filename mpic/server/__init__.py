@@ -1,0 +1,5 @@
+"""The HTTP face: an OpenAI-shaped REST API over a library and an engine."""
+
+from mpic.server.app import create_app
+
+__all__ = ["create_app"]

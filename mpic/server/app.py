@@ -1,0 +1,67 @@
+"""The FastAPI application."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from fastapi.responses import RedirectResponse
+from starlette.concurrency import run_in_threadpool
+
+from mpic import __version__
+from mpic.config import Config
+from mpic.server import errors
+from mpic.server.guard import BodyLimit, LoopbackOnly
+from mpic.server.routers import chat, files, health, models
+from mpic.server.schemas import ErrorBody
+from mpic.server.state import State
+from mpic.server.uploads import Uploads
+
+if TYPE_CHECKING:
+    from mpic.engine.base import Engine
+    from mpic.library import Library
+    from mpic.prompt import ChatTemplate
+
+ROUTERS = (chat.router, files.router, models.router, health.router)
+
+
+def create_app(
+    engine: Engine, library: Library, template: ChatTemplate, config: Config | None = None
+) -> FastAPI:
+    """The application over running parts. It closes engine and library when it shuts down."""
+    config = config or Config()
+    library.files.tokenize = template.tokenize_document
+    app = FastAPI(
+        title="MPIC",
+        version=__version__,
+        description="Multimodal LLM serving with position-independent KV caching. OpenAI-shaped.",
+        lifespan=_lifespan,
+        redoc_url=None,
+        responses={"4XX": {"model": ErrorBody, "description": "what the caller can mend"}},
+    )
+    app.state.mpic = State(engine, library, template, config, int(time.time()))
+    for router in ROUTERS:
+        app.include_router(router)
+    app.add_api_route("/", _home, include_in_schema=False)
+    errors.install(app)
+    app.add_middleware(BodyLimit, uploads=config.library.upload_bytes, other=config.server.max_body_bytes)
+    app.add_middleware(LoopbackOnly)
+    return app
+
+
+async def _home() -> RedirectResponse:
+    return RedirectResponse("/docs")
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    state: State = app.state.mpic
+    app.state.uploads = Uploads(state)
+    await app.state.uploads.start()
+    yield
+    await app.state.uploads.stop()
+    await run_in_threadpool(state.engine.close)
+    await run_in_threadpool(state.library.close)

@@ -1,0 +1,132 @@
+"""Every failure leaves as an OpenAI-shaped body with one stable code; nothing of our inside leaks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from mpic.errors import (
+    BadRequest,
+    MPICError,
+    NotFound,
+    TooLarge,
+    UnsupportedModality,
+    UnsupportedParameter,
+)
+from mpic.server.schemas import UNSUPPORTED
+
+log = logging.getLogger("mpic.server")
+
+
+class MethodNotAllowed(BadRequest):
+    """The route exists, the method does not."""
+
+    status, code = 405, "method_not_allowed"
+
+
+def install(app: FastAPI) -> None:
+    """Register the handlers that turn exceptions into bodies."""
+    app.add_exception_handler(MPICError, _mpic_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+def as_mpic_error(exc: BaseException) -> MPICError:
+    """The error to show for any exception: ours as it is, everything else as a plain internal error, logged."""
+    if isinstance(exc, MPICError) and type(exc) is not MPICError:
+        if exc.status >= 500:
+            log.error("%s: %s", exc.code, exc.message, exc_info=exc)
+        return exc
+    log.error("unexpected %s", type(exc).__name__, exc_info=exc)
+    return MPICError("the server made a mistake; its log says more")
+
+
+def response(error: MPICError, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def _mpic_error(request: Request, exc: Exception) -> JSONResponse:
+    return response(as_mpic_error(exc))
+
+
+async def _unexpected(request: Request, exc: Exception) -> JSONResponse:
+    return response(as_mpic_error(exc))
+
+
+async def _http_error(request: Request, exc: Exception) -> JSONResponse:
+    """Starlette's own errors: unknown routes, wrong methods, bodies that do not parse."""
+    assert isinstance(exc, HTTPException)
+    if isinstance(exc.__cause__, MPICError):  # raised while FastAPI was reading the body
+        return response(as_mpic_error(exc.__cause__))
+    where = f"{request.method} {request.url.path}"
+    error: MPICError
+    match exc.status_code:
+        case 404:
+            error = NotFound(f"no such route: {where}; see /docs for what there is")
+        case 405:
+            error = MethodNotAllowed(f"{where} is not allowed; see /docs for what is")
+        case 413:
+            error = TooLarge(str(exc.detail))
+        case status if status < 500:
+            error = BadRequest(str(exc.detail))
+        case _:
+            error = as_mpic_error(exc)
+    return response(error, dict(exc.headers or {}))
+
+
+async def _validation_error(request: Request, exc: Exception) -> JSONResponse:
+    assert isinstance(exc, RequestValidationError)
+    return response(from_validation(exc.errors(), exc.body))
+
+
+def from_validation(errors: Sequence[Any], body: Any = None) -> MPICError:
+    """What is wrong with a request's shape, named: a parameter we lack before all others, the deepest place next."""
+    first = max(errors, key=lambda e: (_unsupported(e) is not None, len(e["loc"])))
+    name, kind, message = _unsupported(first), first["type"], first["msg"].removeprefix("Value error, ")
+    path = _path(first["loc"], body, name)
+    if name is not None:
+        why = UNSUPPORTED.get(name)
+        return UnsupportedParameter(
+            f"{path} is not supported by this server" + (f": {why}" if why else ""), param=path
+        )
+    if kind == "json_invalid":
+        return BadRequest(f"the body is not JSON: {first.get('ctx', {}).get('error', message)}")
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return UnsupportedModality(f"{path}: content parts are text, image_url, file or document", param=path)
+    if kind == "missing":
+        return BadRequest(f"{path} is required", param=path)
+    message = message[:1].lower() + message[1:]
+    return BadRequest(f"{path}: {message}" if path else message, param=path)
+
+
+def _unsupported(error: Any) -> str | None:
+    """The name of the parameter we lack, if that is what the error is about."""
+    if error["type"] == "extra_forbidden":
+        return str(error["loc"][-1])
+    return next((part for part in error["loc"] if part in UNSUPPORTED), None)
+
+
+def _path(loc: Sequence[int | str], body: Any, stop: str | None) -> str | None:
+    """``("body", "messages", 0, "content", "str")`` -> ``messages[0].content``: what pydantic adds about unions is
+    left out by walking the body along; the way ends at ``stop``."""
+    source, *rest = loc
+    if source != "body" or not isinstance(body, dict):  # query, path and form fields are flat
+        return str(rest[-1]) if rest else None
+    out, at = "", body
+    for i, part in enumerate(rest):
+        inside = part in at if isinstance(at, dict) else isinstance(at, list) and isinstance(part, int)
+        if inside:
+            at = at[part]
+        elif i < len(rest) - 1 or not isinstance(at, dict):
+            continue
+        out += f"[{part}]" if isinstance(part, int) else f".{part}" if out else part
+        if part == stop:
+            break
+    return out or None

@@ -1,0 +1,68 @@
+"""Finds what a prompt refers to, in the library of the user who asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from mpic.errors import BadRequest, MPICError, NotFound, UnknownHandle
+from mpic.kv.chunk import Chunk
+
+if TYPE_CHECKING:
+    from mpic.library import Library
+    from mpic.prompt.messages import HandleKind
+
+
+class LibraryResolver:
+    """Implements ``mpic.prompt.Resolver`` for one request.
+
+    Args:
+        user: whose uploads may be seen.
+        max_chunks: most references in the request.
+    """
+
+    def __init__(self, library: Library, user: str, max_chunks: int) -> None:
+        self.library = library
+        self.user = user
+        self.max_chunks = max_chunks
+        self.found = 0
+
+    def by_handle(self, kind: HandleKind, name: str) -> Chunk:
+        file = self.library.files.by_handle(self.user, name)
+        if kind == "image" and file.kind != "image":
+            raise UnknownHandle(f"{name!r} is a document, not an image: write FILE#{name}", handle=name)
+        return self._counted(self.library.files.chunk(self.user, file))
+
+    def by_file_id(self, file_id: str) -> Chunk:
+        with _unnamed():
+            return self._counted(self.library.files.chunk(self.user, file_id))
+
+    def by_cache_id(self, cache_id: str) -> Chunk:
+        raise NotFound(f"no cache {cache_id!r}", id=cache_id)
+
+    def inline_image(self, data: bytes) -> Chunk:
+        with _unnamed():
+            return self._counted(self.library.files.inline_image(self.user, data))
+
+    def inline_text(self, text: str, label: str | None) -> Chunk:
+        with _unnamed():
+            return self._counted(self.library.files.inline_text(self.user, text, label))
+
+    def _counted(self, chunk: Chunk) -> Chunk:
+        self.found += 1
+        if self.found > self.max_chunks:
+            raise BadRequest(
+                f"more than {self.max_chunks} images and documents in one request", limit=self.max_chunks
+            )
+        return chunk
+
+
+@contextmanager
+def _unnamed() -> Iterator[None]:
+    """The library names its own parameters in errors; the place in the request is for the prompt parser to name."""
+    try:
+        yield
+    except MPICError as exc:
+        exc.param = None
+        raise

@@ -1,0 +1,117 @@
+"""``/v1/chat/completions``: one prompt in, one answer out, whole or streamed."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.concurrency import run_in_threadpool
+
+from mpic.engine.base import Delta, GenerationRequest, GenerationStream, Sampling, Usage
+from mpic.link import parse_policy
+from mpic.prompt import build_prompt
+from mpic.server import errors
+from mpic.server.answers import Answer
+from mpic.server.resolver import LibraryResolver
+from mpic.server.routers.models import check_model
+from mpic.server.schemas import ChatRequest
+from mpic.server.sse import DONE, ClientGone, EventStream, frame, while_connected
+from mpic.server.state import State, StateDep, UserDep
+
+router = APIRouter(prefix="/v1/chat", tags=["chat"])
+
+CLIENT_CLOSED = 499  # nobody reads it; it shows in the access log
+
+
+@router.post(
+    "/completions",
+    response_class=JSONResponse,
+    responses={200: {"content": {"text/event-stream": {}}, "description": "the answer, or its stream"}},
+)
+async def create(body: ChatRequest, request: Request, state: StateDep, user: UserDep) -> Response:
+    """Answer a conversation that may contain images and documents, uploaded or inline."""
+    check_model(state, body.model)
+    job = await run_in_threadpool(prepare, body, state, user)
+    stream = await run_in_threadpool(state.engine.submit, job)
+    trace = job.prompt if body.mpic.trace else None
+    answer = Answer(job.id, state.engine.info.name, int(time.time()), state.template.tokenizer, trace)
+    if not body.stream:
+        return await _whole(request, stream, answer, bool(body.logprobs))
+    return await _streamed(request, stream, answer, body)
+
+
+def prepare(body: ChatRequest, state: State, user: str) -> GenerationRequest:
+    """Everything of a request that is known without the model. May decode images: not for the event loop."""
+    policy = parse_policy(body.mpic.policy or state.config.engine.policy)
+    resolver = LibraryResolver(state.library, user, state.config.server.max_chunks)
+    messages = [m.model_dump(exclude_none=True) for m in body.messages]
+    prompt = build_prompt(messages, state.template, resolver)
+    sampling = Sampling(
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        temperature=body.temperature or 0.0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.mpic.top_k,
+        seed=body.seed,
+        stop=body.stops,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        ignore_eos=body.mpic.ignore_eos,
+    )
+    return GenerationRequest(f"chatcmpl-{uuid.uuid4().hex}", prompt, policy, sampling, user)
+
+
+async def _whole(request: Request, stream: GenerationStream, answer: Answer, logprobs: bool) -> Response:
+    async def collect() -> list[Delta]:
+        return [delta async for delta in stream]
+
+    try:
+        deltas = await while_connected(request, collect())
+    except ClientGone:
+        return Response(status_code=CLIENT_CLOSED)
+    finally:
+        stream.abort()
+    return JSONResponse(answer.whole(deltas, logprobs))
+
+
+async def _streamed(
+    request: Request, stream: GenerationStream, answer: Answer, body: ChatRequest
+) -> Response:
+    """Waits for the first delta, so that what goes wrong before it is still an ordinary error response."""
+    deltas = aiter(stream)
+    try:
+        first = await while_connected(request, anext(deltas))
+    except ClientGone:
+        stream.abort()
+        return Response(status_code=CLIENT_CLOSED)
+    except BaseException:
+        stream.abort()
+        raise
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
+    frames = _frames(first, deltas, answer, with_usage, bool(body.logprobs))
+    return EventStream(frames, close=stream.abort)
+
+
+async def _frames(
+    first: Delta, rest: AsyncIterator[Delta], answer: Answer, with_usage: bool, logprobs: bool
+) -> AsyncIterator[bytes]:
+    extra: dict[str, Any] = {"usage": None} if with_usage else {}
+    yield frame({**answer.opening(), **extra})
+    usage = Usage()
+    try:
+        delta: Delta | None = first
+        while delta is not None:
+            usage = delta.usage or usage
+            if delta.text or delta.finish_reason or (logprobs and delta.logprobs):
+                yield frame({**answer.piece(delta, logprobs), **extra})
+            delta = await anext(rest, None)
+    except (
+        Exception
+    ) as exc:  # the status line is long gone: the error travels as a frame, and no [DONE] follows
+        yield frame(errors.as_mpic_error(exc).body())
+        return
+    if with_usage:
+        yield frame(answer.closing(usage))
+    yield DONE

@@ -1,0 +1,54 @@
+"""``/health``: is it alive, will it answer, and what runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+
+from mpic import __version__
+from mpic.errors import MPICError
+from mpic.link import policy_names
+from mpic.server.state import StateDep
+
+router = APIRouter(prefix="/health", tags=["health"])
+
+
+@router.get("")
+async def health(state: StateDep) -> JSONResponse:
+    """Readiness, the model, the attention implementation, pages by state, queue, and the policies on offer."""
+    try:
+        stats: dict[str, Any] = await run_in_threadpool(state.engine.stats)
+        ready = True
+    except MPICError as exc:
+        stats, ready = {"error": exc.code}, False
+    body = {
+        "status": "ok" if ready else "unavailable",
+        "live": True,
+        "ready": ready,
+        "version": __version__,
+        "model": asdict(state.engine.info),
+        "engine": stats,
+        "policy": state.config.engine.policy,
+        "policies": policy_names(),
+    }
+    return JSONResponse(body, status_code=200 if ready else 503)
+
+
+@router.get("/live")
+async def live() -> dict[str, bool]:
+    """The process answers."""
+    return {"live": True}
+
+
+@router.get("/ready")
+async def ready(state: StateDep) -> JSONResponse:
+    """The engine takes requests."""
+    try:
+        await run_in_threadpool(state.engine.stats)
+    except MPICError as exc:
+        return JSONResponse({"ready": False, "error": exc.code}, status_code=503)
+    return JSONResponse({"ready": True})

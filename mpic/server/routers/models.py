@@ -1,0 +1,45 @@
+"""``/v1/models``: what answers here."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from mpic.errors import NotFound
+from mpic.server.schemas import ModelList, ModelObject
+from mpic.server.state import State, StateDep
+
+router = APIRouter(prefix="/v1/models", tags=["models"])
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+def check_model(state: State, name: str | None) -> None:
+    """Raises ModelNotFound unless ``name`` is the served model (or not given)."""
+    served = state.engine.info.name
+    if name is not None and name != served:
+        raise ModelNotFound(f"model {name!r} is not served here; {served!r} is", param="model")
+
+
+def _served(state: State) -> ModelObject:
+    info = state.engine.info
+    return ModelObject(
+        id=info.name,
+        created=state.started,
+        context_length=info.context_length,
+        modalities=list(info.modalities),
+    )
+
+
+@router.get("")
+def list_models(state: StateDep) -> ModelList:
+    """The served model."""
+    return ModelList(data=[_served(state)])
+
+
+@router.get("/{model:path}")
+def get_model(model: str, state: StateDep) -> ModelObject:
+    """The served model, by name."""
+    check_model(state, model)
+    return _served(state)

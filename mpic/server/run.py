@@ -1,0 +1,102 @@
+"""From a Config to a listening server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from mpic.config import Config, ConfigError
+from mpic.server.guard import is_loopback
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+GRACE_SECONDS = 10  # running answers may finish when the server is told to stop
+log = logging.getLogger("mpic.server")
+
+
+def serve(config: Config, as_json: bool = False) -> None:
+    """Load the model, open the library, listen until told to stop.
+
+    Prints one line when requests are answered; with ``as_json`` that line is a JSON object.
+
+    Raises:
+        ConfigError: the address cannot be used.
+        ModelRefused: the model cannot be run right.
+    """
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    with bind(config.server.host, config.server.port) as sock:
+        app = build(config)
+        settings = uvicorn.Config(
+            app,
+            log_level=config.server.log_level,
+            access_log=config.server.log_level == "debug",
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            server_header=False,
+        )
+        _Server(settings, url_of(sock), as_json).run(sockets=[sock])
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Without API keys only loopback addresses are accepted."""
+    if not is_loopback(host):
+        raise ConfigError(
+            f"refusing to listen on {host!r}: there are no API keys, so anyone who reaches the port could read every "
+            "upload. Listen on 127.0.0.1 and put an authenticating proxy in front.",
+            param="host",
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}", param="port") from None
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def build(config: Config) -> FastAPI:
+    """The application with a loaded engine. Slow; the imports are here so that the CLI starts at once."""
+    from mpic.engine import load_engine
+    from mpic.library import Library, Limits
+    from mpic.prompt import ChatTemplate
+    from mpic.server.app import create_app
+
+    known = {f.name for f in dataclasses.fields(Limits)}
+    limits = Limits(**{k: v for k, v in dataclasses.asdict(config.library).items() if k in known})
+    library = Library.open(Path(config.library.data_dir), limits)
+    try:
+        engine, processor = load_engine(config.engine, library.store)
+        return create_app(engine, library, ChatTemplate(processor), config)
+    except BaseException:
+        library.close()
+        raise
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens, once it does."""
+
+    def __init__(self, config: uvicorn.Config, url: str, as_json: bool) -> None:
+        super().__init__(config)
+        self.url = url
+        self.as_json = as_json
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.should_exit:
+            return
+        print(json.dumps({"url": self.url}) if self.as_json else f"MPIC listens on {self.url}", flush=True)
+        sys.stdout.flush()

@@ -1,0 +1,252 @@
+"""The shapes of requests and responses. OpenAI's fields keep OpenAI's names and meaning; ours sit in ``mpic``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+
+UNSUPPORTED = {
+    "n": "send n requests, they share the chunks",
+    "audio": "text comes out, nothing else",
+    "frequency_penalty": "",
+    "function_call": "",
+    "functions": "",
+    "logit_bias": "",
+    "metadata": "",
+    "modalities": "text comes out, nothing else",
+    "moderation": "",
+    "parallel_tool_calls": "",
+    "prediction": "",
+    "presence_penalty": "",
+    "prompt_cache_key": "chunks are found by their content",
+    "prompt_cache_options": "",
+    "prompt_cache_retention": "upload a file with expires_after instead",
+    "reasoning_effort": "",
+    "response_format": "only text",
+    "safety_identifier": "",
+    "service_tier": "there is one tier",
+    "store": "answers are not kept",
+    "tool_choice": "",
+    "tools": "",
+    "tool_calls": "",
+    "user": "who asks is known from the connection",
+    "verbosity": "",
+    "web_search_options": "",
+    "file_data": "upload it to /v1/files, or send a document part with its text",
+    "detail": "images are always read at the model's own resolution",
+    "include_obfuscation": "",
+}
+"""Parameters of OpenAI's API that we refuse by name unless they are left at a value that changes nothing."""
+
+Nothing = (
+    Literal[False]
+    | Annotated[list[Any], Field(max_length=0)]
+    | Annotated[dict[str, Any], Field(max_length=0)]
+)
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class Strict(BaseModel):
+    """Unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+# ---- chat: request
+
+
+class TextPart(Strict):
+    """Text; `IMAGE#NAME` and `FILE#NAME` in it link uploads in place."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageURL(Strict):
+    url: str = Field(description="a data URL, or the id of an uploaded image (`file-...`)")
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageURL
+    name: str | None = Field(None, description="label in this conversation")
+
+
+class FileRef(Strict):
+    file_id: str
+
+
+class FilePart(Strict):
+    """An uploaded document (or image)."""
+
+    type: Literal["file"]
+    file: FileRef
+    name: str | None = Field(None, description="label in this conversation")
+
+
+class DocumentPart(Strict):
+    """A document inside the request: a chunk of its own, compiled on first use and found again by its content."""
+
+    type: Literal["document"]
+    text: str
+    name: str | None = Field(None, description="label in this conversation")
+
+
+Part = Annotated[TextPart | ImagePart | FilePart | DocumentPart, Field(discriminator="type")]
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    tool_calls: Nothing | None = None
+
+
+class StreamOptions(Strict):
+    include_usage: StrictBool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class MPICOptions(Strict):
+    """Our own options."""
+
+    policy: str | None = Field(None, description="what is recomputed, e.g. `mpic-16`, `reuse`, `full`")
+    trace: StrictBool = Field(False, description="add the layout of the prompt to `usage.mpic`")
+    top_k: StrictInt = Field(0, ge=0, description="sample from the k most likely tokens; 0: from all")
+    ignore_eos: StrictBool = Field(False, description="go on to max_tokens (benchmarks)")
+
+
+class ChatRequest(Strict):
+    """A chat completion. Without `temperature` answers are greedy, so that policies can be compared."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {
+                    "messages": [
+                        {"role": "user", "content": "Compare IMAGE#EIFFEL2025 with IMAGE#LOUVRE2025."}
+                    ],
+                    "max_tokens": 64,
+                    "mpic": {"policy": "mpic-16"},
+                }
+            ]
+        },
+    )
+
+    messages: list[Message]
+    model: str | None = Field(None, description="the served model's name, or nothing")
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    max_completion_tokens: StrictInt | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    mpic: MPICOptions = MPICOptions()
+
+    # OpenAI parameters that are refused unless they ask for nothing (see UNSUPPORTED)
+    n: Literal[1] | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    logit_bias: Nothing | None = None
+    modalities: list[Literal["text"]] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    tools: Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: StrictBool | None = None
+    functions: Nothing | None = None
+    metadata: Nothing | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(
+                "max_tokens and max_completion_tokens differ; max_tokens is the older name of the other"
+            )
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if "" in stops:
+            raise ValueError("stop strings must not be empty")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+# ---- files
+
+
+class FileObject(BaseModel):
+    """An uploaded image or document. `status` is OpenAI's, `state` is ours."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+    filename: str
+    purpose: str
+    status: Literal["uploaded", "processed", "error"]
+    status_details: str | None = None
+    handle: str | None = Field(None, description="NAME in `IMAGE#NAME` or `FILE#NAME`")
+    kind: Literal["image", "text"]
+    tokens: int | None = Field(None, description="length of the compiled chunk, once it is compiled")
+    state: Literal["compiling", "ready", "failed"]
+    tiers: list[str] = Field(default_factory=list, description="where compiled KV of this file is now")
+
+
+class FileList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+# ---- the rest
+
+
+class ModelObject(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "mpic"
+    context_length: int
+    modalities: list[str]
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelObject]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+    details: dict[str, Any] | None = None
+
+
+class ErrorBody(BaseModel):
+    """Every error looks like this."""
+
+    error: ErrorDetail

@@ -1,0 +1,85 @@
+"""What happens to an upload after it is durable: compiled in the background, removed when its time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from starlette.concurrency import run_in_threadpool
+
+from mpic.errors import EngineStopped, FileNotFound, MPICError
+from mpic.link import parse_policy
+
+if TYPE_CHECKING:
+    from mpic.library import File
+    from mpic.server.state import State
+
+AT_ONCE = 32  # compilations handed to the engine at a time; it batches them
+EXPIRY_SECONDS = 30.0
+log = logging.getLogger("mpic.server")
+
+
+class Uploads:
+    """Background work over a library and an engine. Lives on the server's event loop."""
+
+    def __init__(self, state: State) -> None:
+        self.library = state.library
+        self.engine = state.engine
+        self.sink = parse_policy(state.config.engine.policy).sink
+        self._gate = asyncio.Semaphore(AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Take up what an earlier run left uncompiled, and watch for expiry."""
+        for file in await run_in_threadpool(self.library.files.pending):
+            self.compile(file)
+        self._spawn(self._expire())
+
+    async def stop(self) -> None:
+        """Leave the rest for the next start."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def compile(self, file: File) -> None:
+        """Compile a file in the background; its state becomes ``ready`` or ``failed``."""
+        self._spawn(self._compile(file))
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _compile(self, file: File) -> None:
+        async with self._gate:
+            files = self.library.files
+            try:
+                chunk = await run_in_threadpool(files.chunk, file.owner, file)
+                future = await run_in_threadpool(self.engine.compile, chunk, self.sink)
+                tokens = await asyncio.wrap_future(future)
+            except (EngineStopped, FileNotFound):  # next start; deleted meanwhile
+                return
+            except Exception as exc:
+                log.exception("compiling %s failed", file.id)
+                why = (
+                    exc.message
+                    if isinstance(exc, MPICError)
+                    else "the server made a mistake; its log says more"
+                )
+                await run_in_threadpool(files.set_state, file.owner, file.id, "failed", None, why)
+            else:
+                await run_in_threadpool(files.set_state, file.owner, file.id, "ready", tokens)
+
+    async def _expire(self) -> None:
+        while True:
+            try:
+                await run_in_threadpool(self._collect)
+            except Exception:
+                log.exception("removing expired files failed; trying again in %g s", EXPIRY_SECONDS)
+            await asyncio.sleep(EXPIRY_SECONDS)
+
+    def _collect(self) -> None:
+        for removed in self.library.files.collect_expired():
+            if removed.chunk is not None:
+                self.engine.forget(removed.chunk)

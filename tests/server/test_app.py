@@ -1,0 +1,87 @@
+"""Models, health, documentation, and routes that are not there."""
+
+import pytest
+from server_helpers import running
+
+from mpic.errors import EngineStopped
+
+
+async def test_models(server):
+    [model] = (await server.http.get("/v1/models")).json()["data"]
+    assert model["id"] == "fake" and model["object"] == "model"
+    assert model["context_length"] == 512 and model["modalities"] == ["text", "image"]
+    assert (await server.http.get("/v1/models/fake")).json() == model
+    answer = await server.http.get("/v1/models/other/name")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_health_says_what_runs(server):
+    body = (await server.http.get("/health")).json()
+    assert body["live"] and body["ready"] and body["status"] == "ok"
+    assert body["model"]["name"] == "fake" and body["model"]["attention"] == "reference"
+    assert body["engine"]["pages"]["free"] == 400
+    assert "mpic-K" in body["policies"] and body["policy"] == "mpic-16"
+    assert (await server.http.get("/health/live")).json() == {"live": True}
+    assert (await server.http.get("/health/ready")).json() == {"ready": True}
+
+
+async def test_health_when_the_engine_is_down(server, monkeypatch):
+    def stopped():
+        raise EngineStopped("stopped")
+
+    monkeypatch.setattr(server.engine, "stats", stopped)
+    for path in ("/health", "/health/ready"):
+        answer = await server.http.get(path)
+        assert answer.status_code == 503 and not answer.json()["ready"]
+    assert (await server.http.get("/health/live")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/embeddings", 404, "not_found"),
+        ("POST", "/v1/completions", 404, "not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("PUT", "/v1/files", 405, "method_not_allowed"),
+        ("GET", "/nothing", 404, "not_found"),
+    ],
+)
+async def test_routes_that_are_not_there(server, method, path, status, code):
+    answer = await server.http.request(method, path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code)
+    assert set(error) >= {"message", "type", "param", "code"}
+
+
+async def test_405_says_what_is_allowed(server):
+    assert (await server.http.get("/v1/chat/completions")).headers["allow"] == "POST"
+
+
+async def test_home_and_docs(server):
+    answer = await server.http.get("/")
+    assert answer.status_code == 307 and answer.headers["location"] == "/docs"
+    assert "swagger" in (await server.http.get("/docs")).text
+    schema = (await server.http.get("/openapi.json")).json()
+    assert "/v1/chat/completions" in schema["paths"]
+    for path in schema["paths"].values():
+        for operation in path.values():
+            assert "422" not in operation["responses"]
+
+
+async def test_an_unexpected_exception_leaks_nothing(server, monkeypatch, caplog):
+    def broken(*args, **options):
+        raise KeyError("/secret/path")
+
+    monkeypatch.setattr(server.library.files, "get", broken)
+    answer = await server.http.get("/v1/files/file-x")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (500, "internal_error", "server_error")
+    assert "secret" not in answer.text and "/secret/path" in caplog.text
+
+
+async def test_shutdown_closes_engine_and_library(tmp_path, template):
+    async with running(tmp_path, template) as server:
+        engine = server.engine
+    assert engine.closed
+    async with running(tmp_path, template):  # the library's folder was let go
+        pass

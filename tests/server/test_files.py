@@ -1,0 +1,185 @@
+"""Uploading, listing, reading and deleting files over HTTP."""
+
+import asyncio
+import hashlib
+import time
+
+import pytest
+from fake_engine import CHUNK_TOKENS, FakeEngine
+from server_helpers import png, running
+
+from mpic.errors import CompileFailed, EngineStopped
+
+
+async def test_upload_is_compiled_in_the_background(tmp_path, template):
+    engine = FakeEngine()
+    engine.hold_compiles = True
+    async with running(tmp_path, template, engine) as server:
+        file = (await server.upload(handle="EIFFEL")).json()
+        assert file == {
+            "id": file["id"],
+            "object": "file",
+            "bytes": len(png()),
+            "created_at": file["created_at"],
+            "expires_at": None,
+            "filename": "red.png",
+            "purpose": "vision",
+            "status": "uploaded",
+            "status_details": None,
+            "handle": "EIFFEL",
+            "kind": "image",
+            "tokens": None,
+            "state": "compiling",
+            "tiers": [],
+        }
+        while not engine.pending:
+            await asyncio.sleep(0.01)
+        engine.pending[0].set_result(CHUNK_TOKENS)
+        done = await server.settled(file["id"])
+        assert (done["state"], done["status"], done["tokens"]) == ("ready", "processed", CHUNK_TOKENS)
+
+
+async def test_a_document(server):
+    file = await server.uploaded("Grüße aus Köln".encode(), "notes.txt", handle="NOTES")
+    assert (file["kind"], file["purpose"], file["filename"]) == ("text", "user_data", "notes.txt")
+    assert server.engine.compiled[0].token_ids == tuple(server.library.files.tokenize("Grüße aus Köln"))
+
+
+async def test_compile_failure_shows(tmp_path, template):
+    engine = FakeEngine()
+    engine.compile_error = CompileFailed("the chunk is longer than the model's context")
+    async with running(tmp_path, template, engine) as server:
+        file = await server.uploaded()
+        assert (file["state"], file["status"]) == ("failed", "error")
+        assert file["status_details"] == "the chunk is longer than the model's context"
+
+
+async def test_unexpected_compile_failure_leaks_nothing(tmp_path, template):
+    engine = FakeEngine()
+    engine.compile_error = RuntimeError("/secret")
+    async with running(tmp_path, template, engine) as server:
+        file = await server.uploaded()
+        assert file["state"] == "failed" and "/secret" not in file["status_details"]
+
+
+async def test_what_was_not_compiled_is_compiled_at_the_next_start(tmp_path, template):
+    engine = FakeEngine()
+    engine.compile_error = EngineStopped("stopping")
+    async with running(tmp_path, template, engine) as server:
+        id = (await server.upload()).json()["id"]
+    async with running(tmp_path, template) as server:
+        assert (await server.settled(id))["state"] == "ready"
+
+
+async def test_list_pages_through_a_cursor(server):
+    ids = [(await server.upload(png(size=(8, 8 + i)), f"{i}.png")).json()["id"] for i in range(5)]
+    page = (await server.http.get("/v1/files", params={"limit": 2, "order": "asc"})).json()
+    assert page["object"] == "list" and page["has_more"]
+    assert [f["id"] for f in page["data"]] == ids[:2]
+    assert (page["first_id"], page["last_id"]) == (ids[0], ids[1])
+    rest = (await server.http.get("/v1/files", params={"after": ids[1], "order": "asc"})).json()
+    assert [f["id"] for f in rest["data"]] == ids[2:] and not rest["has_more"]
+    newest = (await server.http.get("/v1/files")).json()
+    assert [f["id"] for f in newest["data"]] == ids[::-1]
+
+
+async def test_list_by_purpose_and_empty_list(server):
+    empty = (await server.http.get("/v1/files")).json()
+    assert empty == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+    await server.upload()
+    await server.upload(b"text", "a.txt")
+    kinds = {}
+    for purpose in ("vision", "user_data", "batch"):
+        page = (await server.http.get("/v1/files", params={"purpose": purpose})).json()
+        kinds[purpose] = [f["kind"] for f in page["data"]]
+    assert kinds == {"vision": ["image"], "user_data": ["text"], "batch": []}
+
+
+async def test_content_is_what_was_sent(server):
+    id = (await server.upload(name='a "b"\né.png')).json()["id"]
+    answer = await server.http.get(f"/v1/files/{id}/content")
+    assert hashlib.sha256(answer.content).digest() == hashlib.sha256(png()).digest()
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert answer.headers["content-disposition"].startswith("attachment;")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+async def test_delete(server):
+    file = await server.uploaded(handle="GONE")
+    answer = await server.http.delete(f"/v1/files/{file['id']}")
+    assert answer.json() == {"id": file["id"], "object": "file", "deleted": True}
+    assert [c.key for c in server.engine.forgotten] == [server.engine.compiled[0].key]
+    for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+        answer = await server.http.request(method, f"/v1/files/{file['id']}{path}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "file_not_found")
+        assert file["id"] in answer.json()["error"]["message"]
+    assert (await server.ask("IMAGE#GONE")).json()["error"]["code"] == "unknown_handle"
+
+
+async def test_expiry(tmp_path, template):
+    later = 0.0
+    async with running(tmp_path, template, clock=lambda: time.time() + later) as server:
+        form = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+        file = await server.uploaded(handle="SHORT", **form)
+        assert file["expires_at"] - file["created_at"] in (3600, 3601)
+        later = 3601
+        assert (await server.http.get(f"/v1/files/{file['id']}")).status_code == 404
+        answer = await server.ask([{"type": "file", "file": {"file_id": file["id"]}}])
+        assert answer.status_code == 404 and file["id"] in answer.json()["error"]["message"]
+        server.app.state.uploads._collect()
+        assert len(server.engine.forgotten) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "form", "code", "param"),
+    [
+        (b"\x89PNG\r\n\x1a\nnot really", {}, "invalid_image", "file"),
+        (png()[:60], {}, "invalid_image", "file"),
+        (b"%PDF-1.7", {}, "invalid_upload", "file"),
+        (b"\xff\xfe\x00", {}, "invalid_text", "file"),
+        (b" \n", {}, "invalid_text", "file"),
+        (b"text", {"handle": "no spaces"}, "bad_request", "handle"),
+        (b"text", {"purpose": "fine-tune"}, "unsupported_parameter", "purpose"),
+        (b"text", {"kind": "image"}, "unsupported_parameter", "kind"),
+        (b"text", {"expires_after[seconds]": "60"}, "bad_request", "expires_after"),
+        (b"text", {"expires_after[anchor]": "now"}, "bad_request", "expires_after[anchor]"),
+        (
+            b"text",
+            {"expires_after[anchor]": "created_at", "expires_after[seconds]": "soon"},
+            "bad_request",
+            "expires_after[seconds]",
+        ),
+        (
+            b"text",
+            {"expires_after[anchor]": "created_at", "expires_after[seconds]": "0"},
+            "bad_request",
+            "expires_after[seconds]",
+        ),
+    ],
+)
+async def test_refused_uploads(server, data, form, code, param):
+    answer = await server.upload(data, "x.png", **form)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, code, param)
+    assert (await server.http.get("/v1/files")).json()["data"] == []
+
+
+async def test_a_handle_is_taken_once(server):
+    await server.upload(handle="TOWER")
+    answer = await server.upload(b"text", "t.txt", handle="tower")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "handle_taken")
+
+
+async def test_no_file_at_all(server):
+    answer = await server.http.post("/v1/files", data={"purpose": "user_data"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "bad_request", "file")
+    answer = await server.http.post("/v1/files", json={"file": "x"})
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("query", [{"limit": 0}, {"limit": 10_001}, {"limit": "x"}, {"order": "up"}])
+async def test_bad_queries(server, query):
+    answer = await server.http.get("/v1/files", params=query)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in query

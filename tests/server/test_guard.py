@@ -1,0 +1,101 @@
+"""Who may call, and how much they may send."""
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from mpic.config import ConfigError
+from mpic.errors import MPICError
+from mpic.server.errors import response
+from mpic.server.guard import MULTIPART_SLACK, BodyLimit, LoopbackOnly, is_loopback
+from mpic.server.run import bind, url_of
+
+
+async def echo(request: Request):
+    return PlainTextResponse(str(len(await request.body())))
+
+
+async def show(request: Request, exc: Exception):
+    return response(exc)
+
+
+def client(url="http://127.0.0.1:8000"):
+    routes = [Route("/v1/files", echo, methods=["POST"]), Route("/", echo, methods=["GET", "POST"])]
+    app = Starlette(routes=routes, exception_handlers={MPICError: show})
+    app.add_middleware(BodyLimit, uploads=1000, other=100)
+    app.add_middleware(LoopbackOnly)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8000", "http://LOCALHOST"]
+)
+async def test_this_machine_may_call(url):
+    async with client(url) as http:
+        assert (await http.get("/")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "127.0.0.1.evil.example"},
+        {"host": "localhost@evil.example"},
+        {"host": "localhost#.evil.example:80"},
+        {"host": "[::1"},
+        {"host": ""},
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://localhost.evil.example"},
+        {"origin": "http://evil.example/localhost"},
+    ],
+)
+async def test_others_may_not(headers):
+    async with client() as http:
+        answer = await http.get("/", headers=headers)
+    assert answer.status_code == 403
+    assert answer.json()["error"]["code"] == "forbidden"
+
+
+async def test_a_local_page_may_call():
+    async with client() as http:
+        assert (await http.get("/", headers={"origin": "http://localhost:8000"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "size", "status"), [("/", 100, 200), ("/", 101, 413), ("/v1/files", 1000, 200)]
+)
+async def test_body_limits(path, size, status):
+    async with client() as http:
+        answer = await http.post(path, content=b"x" * size)
+    assert answer.status_code == status
+
+
+async def test_body_limit_counts_what_is_not_declared():
+    async def body():
+        for _ in range(3):
+            yield b"x" * (MULTIPART_SLACK // 2)
+
+    async with client() as http:
+        answer = await http.post("/v1/files", content=body())
+    assert answer.status_code == 413
+    assert answer.json()["error"]["details"] == {"limit_bytes": 1000 + MULTIPART_SLACK}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", ""])
+def test_without_keys_only_loopback_is_bound(host):
+    assert not is_loopback(host)
+    with pytest.raises(ConfigError, match="no API keys"):
+        bind(host, 0)
+
+
+def test_a_taken_port_is_named():
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert url_of(taken) == f"http://127.0.0.1:{port}"
+        with pytest.raises(ConfigError, match=f"{port}"):
+            bind("127.0.0.1", port)

@@ -1,0 +1,147 @@
+"""What is wrong with a request is said by name, in OpenAI's shape."""
+
+import pydantic
+import pytest
+
+from mpic.server.errors import as_mpic_error, from_validation
+from mpic.server.schemas import ChatRequest
+
+ASK = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def refusal(fields):
+    body = {**ASK, **fields}
+    with pytest.raises(pydantic.ValidationError) as caught:
+        ChatRequest.model_validate(body)
+    return from_validation([{**e, "loc": ("body", *e["loc"])} for e in caught.value.errors()], body)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -1),
+        ("logit_bias", {"50256": -100}),
+        ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "alloy", "format": "wav"}),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("service_tier", "flex"),
+        ("store", True),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("function_call", "auto"),
+        ("metadata", {"a": "b"}),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("prompt_cache_key", "x"),
+        ("prompt_cache_options", {}),
+        ("prompt_cache_retention", "24h"),
+        ("reasoning_effort", "low"),
+        ("safety_identifier", "x"),
+        ("user", "someone"),
+        ("verbosity", "low"),
+        ("web_search_options", {}),
+        ("moderation", {}),
+        ("nonsense", 1),
+        ("top_k", 5),
+    ],
+)
+def test_unsupported_parameters_are_refused_by_name(name, value):
+    error = refusal({name: value})
+    assert error.code == "unsupported_parameter"
+    assert error.param == name
+    assert name in error.message and "not supported" in error.message
+
+
+def test_every_parameter_of_the_stock_client_is_known():
+    from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+
+    from mpic.server.schemas import UNSUPPORTED
+
+    theirs = set(CompletionCreateParamsBase.__annotations__)
+    assert theirs - set(ChatRequest.model_fields) - set(UNSUPPORTED) == set()
+
+
+def test_values_that_change_nothing_are_accepted():
+    nothing = {
+        "n": 1,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "modalities": ["text"],
+        "response_format": {"type": "text"},
+        "service_tier": "auto",
+        "store": False,
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "metadata": {},
+    }
+    ChatRequest.model_validate({**ASK, **nothing})
+    ChatRequest.model_validate({**ASK, **dict.fromkeys(nothing)})
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"messages": "hello"}, "bad_request", "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "bad_request", "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "bad_request", "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": "x", "mood": 1}]},
+            "unsupported_parameter",
+            "messages[0].mood",
+        ),
+        ({"temperature": 3}, "bad_request", "temperature"),
+        ({"temperature": float("nan")}, "bad_request", "temperature"),
+        ({"top_p": 0}, "bad_request", "top_p"),
+        ({"max_tokens": 0}, "bad_request", "max_tokens"),
+        ({"max_tokens": True}, "bad_request", "max_tokens"),
+        ({"seed": 2**64}, "bad_request", "seed"),
+        ({"stop": ["a"] * 5}, "bad_request", "stop"),
+        ({"stop": [""]}, "bad_request", None),
+        ({"top_logprobs": 2}, "bad_request", None),
+        ({"logprobs": True, "top_logprobs": 21}, "bad_request", "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "bad_request", None),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "bad_request", None),
+        ({"mpic": {"polcy": "reuse"}}, "unsupported_parameter", "mpic.polcy"),
+        ({"mpic": {"top_k": -1}}, "bad_request", "mpic.top_k"),
+        ({"mpic": "reuse"}, "bad_request", "mpic"),
+    ],
+)
+def test_bad_values(fields, code, param):
+    error = refusal(fields)
+    assert (error.code, error.param) == (code, param)
+    assert error.status == 400
+
+
+@pytest.mark.parametrize(
+    ("part", "code", "param"),
+    [
+        ({"type": "input_audio", "input_audio": {}}, "unsupported_modality", "messages[0].content[0]"),
+        ({"text": "no type"}, "unsupported_modality", "messages[0].content[0]"),
+        ({"type": "text"}, "bad_request", "messages[0].content[0].text"),
+        (
+            {"type": "image_url", "image_url": {"url": "x", "detail": "high"}},
+            "unsupported_parameter",
+            "messages[0].content[0].image_url.detail",
+        ),
+        (
+            {"type": "file", "file": {"file_data": "data:text/plain;base64,eA=="}},
+            "unsupported_parameter",
+            "messages[0].content[0].file.file_data",
+        ),
+    ],
+)
+def test_bad_parts(part, code, param):
+    error = refusal({"messages": [{"role": "user", "content": [part]}]})
+    assert (error.code, error.param) == (code, param)
+
+
+def test_what_went_wrong_inside_stays_inside(caplog):
+    error = as_mpic_error(RuntimeError("/secret/path"))
+    assert error.body()["error"]["code"] == "internal_error"
+    assert "/secret" not in str(error.body())
+    assert "/secret/path" in caplog.text

@@ -1,0 +1,72 @@
+"""Configuration: one TOML, flags over it, mistakes named."""
+
+import dataclasses
+
+import pytest
+
+from mpic.config import SECTIONS, Config, ConfigError, EngineConfig, LibraryConfig, load_config
+
+
+def write(tmp_path, text):
+    path = tmp_path / "mpic.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults():
+    config = load_config()
+    assert config == Config()
+    assert config.engine.policy == "mpic-16"
+    assert config.server.host == "127.0.0.1"
+    assert config.engine.model.endswith("demo")
+
+
+def test_file_then_flags(tmp_path):
+    path = write(tmp_path, '[server]\nport = 9000\n[engine]\npolicy = "reuse"\n[library]\nimage_aspect = 8\n')
+    config = load_config(path, {"port": 9001, "policy": None, "data_dir": "/tmp/x"})
+    assert config.server.port == 9001
+    assert config.engine.policy == "reuse"
+    assert config.library.data_dir == "/tmp/x"
+    assert config.library.image_aspect == 8.0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[server]\nprot = 1\n", "unknown key 'prot' in \\[server\\]; known: host, port"),
+        ("[serve]\nport = 1\n", "unknown section \\[serve\\].*known: server, engine, library"),
+        ("port = 1\n", "unknown section"),
+        ("server = 1\n", "must be a section"),
+        ('[server]\nport = "x"\n', "port must be int, not str"),
+        ("[server]\nport = true\n", "port must be int, not bool"),
+        ("[server]\nport = -1\n", "must not be negative"),
+        ("[server\n", "cannot read"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, says):
+    with pytest.raises(ConfigError, match=says):
+        load_config(write(tmp_path, text))
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="no such"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_flag_names_are_unique_over_sections():
+    names = [f.name for cls in SECTIONS.values() for f in dataclasses.fields(cls)]
+    assert len(names) == len(set(names))
+
+
+def test_configs_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().model = "x"
+
+
+def test_library_section_mirrors_the_library_limits():
+    from mpic.library.limits import Limits
+
+    theirs = {f.name: f.default for f in dataclasses.fields(Limits)}
+    for f in dataclasses.fields(LibraryConfig):
+        if f.name != "data_dir":
+            assert theirs[f.name] == f.default, f.name
