@@ -5,6 +5,7 @@ The templates do what the families' own do (trim, reorder, alternate, refuse, es
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
@@ -89,14 +90,22 @@ QWEN3 = (
     "{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% set content = m.content %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>') | last %}{% endif %}"
+    "{{ '<｜Assistant｜>' + content + eos_token }}{% elif m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"
+)
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
 NO_SYSTEM = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
-    "{% endif %}{% for m in messages %}{{ '<start_of_turn>' + m.role + '\\n' + m.content | trim + "
-    "'<end_of_turn>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+    "{% endif %}{% for m in messages %}{{ '<start_of_turn>' + m.role | replace('assistant', 'model') + '\\n' }}"
+    "{{ m.content | trim + '<end_of_turn>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
 )
 LLAVA15 = (
     "{% for m in messages %}{% if m.role != 'system' %}{{ m.role.upper() + ': ' }}{% endif %}"
@@ -168,14 +177,19 @@ def metaspace(
         ]
     )
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
-    # "<s>" made by merges: what a converted tokenizer may hold
     trainer = trainers.BpeTrainer(
         vocab_size=700,
         special_tokens=["<unk>", bos, eos, *bytes_],
         show_progress=False,
         max_token_length=8,
     )
+    # the control strings in the corpus give merges that make them, as a converted tokenizer may have
     tokenizer.train_from_iterator([*CORPUS, *["<s> </s> <image> [INST] [/INST]"] * 9], trainer)
+    state = json.loads(tokenizer.to_str())
+    state["added_tokens"] = state["added_tokens"][
+        :3
+    ]  # bytes are in the vocabulary, but not to be matched in text
+    tokenizer = Tokenizer.from_str(json.dumps(state))
     return _finish(tokenizer, control, bos, eos, {"unk_token": "<unk>"})
 
 
@@ -249,6 +263,9 @@ BUILD = {
     "mistral-legacy": lambda: _with_template(metaspace(legacy=True), MISTRAL),
     "qwen2": lambda: _with_template(byte_level(*CHATML_TOKENS[:1], eos="<|im_end|>"), CHATML),
     "qwen3": lambda: _with_template(byte_level(*CHATML_TOKENS, eos="<|im_end|>"), QWEN3),
+    "r1": lambda: _with_template(
+        byte_level("<｜User｜>", "<｜Assistant｜>", *CHATML_TOKENS[1:3], bos="<s>"), R1
+    ),
     "phi3": lambda: _with_template(
         metaspace("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", legacy=True), PHI3
     ),
@@ -261,7 +278,18 @@ BUILD = {
     "labels": lambda: _llava(LlavaProcessor, byte_level("<image>", bos="<s>"), LABELS),
     "labels-words": lambda: _llava(LlavaProcessor, word_level("<image>"), LABELS),
 }
-TEXT = ("llama3", "llama3.1", "mistral", "mistral-legacy", "qwen2", "qwen3", "phi3", "no-system", "plain")
+TEXT = (
+    "llama3",
+    "llama3.1",
+    "mistral",
+    "mistral-legacy",
+    "qwen2",
+    "qwen3",
+    "r1",
+    "phi3",
+    "no-system",
+    "plain",
+)
 VISION = ("llava-1.5", "llava-next", "llava-plain", "qwen2-vl", "labels", "labels-words")
 
 

@@ -35,6 +35,7 @@ class Draft:
 
     def message(self, message: Message) -> dict[str, Any]:
         """The message as the template gets it."""
+        message = self._without_reasoning(message)
         shape = "user" if message.role == "tool" else message.role
         as_parts, as_string = shape in self.abilities.parts, shape in self.abilities.strings
         items = self._close_up(self._spell_out(message.content, as_parts))
@@ -59,6 +60,21 @@ class Draft:
             content = "\n".join(groups)
         fields = {k: self.marks.tree(v, self.guard.is_plain) for k, v in message.fields.items()}
         return {"role": message.role, "content": content, **fields}
+
+    def _without_reasoning(self, message: Message) -> Message:
+        """An answer sent back with its reasoning, for a template that would look for the end of it in the content."""
+        if message.role != "assistant" or not self.abilities.reasoning:
+            return message
+        text = "".join(item.text for item in message.content if isinstance(item, Text))
+        thought, end, answer = text.rpartition("</think>")
+        if not end:
+            return message
+        fields = dict(message.fields)
+        if self.abilities.reasoning == "field":
+            thought = thought.partition("</think>")[0].rstrip("\n").rpartition("<think>")[2].lstrip("\n")
+            fields.setdefault("reasoning_content", thought)
+        content = (Text(answer.lstrip("\n")),) if answer.lstrip("\n") else ()
+        return replace(message, content=content, fields=fields)
 
     def _spell_out(self, content: Sequence[Text | Ref], as_parts: bool) -> list[Text | Ref]:
         """Decide which chunks the template places, and write out labels and document markers where it does not."""

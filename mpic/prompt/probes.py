@@ -36,6 +36,8 @@ class Abilities:
         parts: roles whose content may be a list of parts.
         system: it has a place for a system message.
         tools: it prints tools.
+        reasoning: what it does with the reasoning (``...</think>``) of earlier answers: None, it prints it like the
+            rest; ``field``, it drops it and takes it apart as ``reasoning_content``; ``drop``, it just drops it.
         documents: it renders ``{"type": "document", "text", "name"}`` parts, label included.
         names: it renders the ``name`` of an image part.
         image: the part it takes for an image, or None.
@@ -48,6 +50,7 @@ class Abilities:
     parts: frozenset[str]
     system: bool
     tools: bool
+    reasoning: Literal["field", "drop"] | None = None
     documents: bool = False
     names: bool = False
     image: dict[str, Any] | None = None
@@ -86,12 +89,18 @@ def probe(render: Render, image_token: str | None) -> Abilities:
     found["system"] = shapes("system", after=(user,))
     found["assistant"] = shapes("assistant", user, after=(user,))
     tool = {"type": "function", "function": {"name": A, "description": B, "parameters": {"type": "object"}}}
-    abilities = {
+    abilities: dict[str, Any] = {
         "strings": frozenset(role for role, (string, _) in found.items() if string),
         "parts": frozenset(role for role, (_, parts) in found.items() if parts),
         "system": any(found["system"]),
         "tools": A in attempt(user, tools=[tool]),
     }
+    if found["assistant"][0]:
+        thought = {"role": "assistant", "content": f"<think>\n{A}\n</think>\n\n{B}"}
+        earlier = attempt(user, thought, user)
+        apart = attempt(user, {"role": "assistant", "content": B, "reasoning_content": A})
+        if B in earlier and A not in earlier:
+            abilities["reasoning"] = "field" if A in apart else "drop"
     if not found["user"][1]:
         return Abilities(**abilities)
 

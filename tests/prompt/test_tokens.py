@@ -86,6 +86,14 @@ def test_runs_of_spaces_are_ordinary_text_and_markup_is_not():
     assert guard.encode_pieces([Trusted("<tool_call>")])[0][-1] == call
 
 
+def test_bytes_of_a_sentencepiece_stay_reachable_even_as_added_tokens():
+    tokenizer = metaspace()
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<0x{i:02X}>" for i in range(256)]})
+    guard = GuardedTokenizer(tokenizer)
+    assert guard.encode("7 \x07") == tuple(tokenizer("7 \x07", add_special_tokens=False)["input_ids"])
+    assert tokenizer.convert_tokens_to_ids("<0x07>") in guard.encode("\x07")
+
+
 def test_normalized_control_tokens_and_lower_casing():
     tokenizer = byte_level(bos="<s>")
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
