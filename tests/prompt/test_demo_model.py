@@ -1,0 +1,85 @@
+"""The bundled demo models' own convention, as their training data is spelled, comes out of ``build_prompt``."""
+
+import pytest
+from chat_models import DictResolver, image_chunk
+from transformers import CLIPImageProcessor, LlavaProcessor
+
+from mpic.data.generator import conversation as spelling
+from mpic.data.generator.tasks import EVAL_TASKS, Generator
+from mpic.data.generator.tokenizer import build_tokenizer
+from mpic.prompt import ChatTemplate, ChunkSegment, TextSegment, build_prompt
+
+
+@pytest.fixture(scope="module")
+def template():
+    tokenizer = build_tokenizer()
+    image = spelling.SPECIAL["image"]
+    processor = LlavaProcessor(
+        CLIPImageProcessor(),
+        tokenizer,
+        patch_size=8,
+        image_token=image,
+        chat_template=tokenizer.chat_template,
+    )
+    return ChatTemplate(processor)
+
+
+class Resolver(DictResolver):
+    def by_file_id(self, file_id):
+        return image_chunk(file_id)
+
+
+def ask(template, messages):
+    names = ("EIFFEL2025", "LOUVRE2025")
+    files = {"REPORT": " The job of Anna is baker."}
+    return build_prompt(messages, template, Resolver(template.tokenize_document, names, files))
+
+
+def test_what_the_template_can_do(template):
+    abilities = template.abilities
+    assert (abilities.documents, abilities.names, abilities.order, abilities.spaced) == (
+        True,
+        True,
+        "word",
+        (True, True),
+    )
+    assert abilities.system and not abilities.tools
+
+
+@pytest.mark.parametrize("task", EVAL_TASKS)
+def test_prompts_are_spelled_as_in_training(template, task):
+    for seed in range(3):
+        told = Generator(seed, "eval").task(task, 4)
+        if any(turn.query is not None for turn in told.turns):
+            pytest.skip("a search is the model's own doing")
+        messages = spelling.messages(told)
+        for message in messages:
+            for part in message["content"]:
+                if isinstance(part, dict) and part["type"] == "image":
+                    part["image"] = "file-x"
+        *messages, answer = messages
+        segments = ask(template, messages).segments
+        expected = spelling.segments(told)
+        assert expected.pop().content.startswith(f" {answer['content'][-1]['text']}")
+        assert len(segments) == len(expected)
+        for segment, wanted in zip(segments, expected):
+            if wanted.kind == "image":
+                assert isinstance(segment, ChunkSegment) and segment.chunk.kind == "image"
+                continue
+            ids = tuple(template.tokenizer(wanted.content, add_special_tokens=False)["input_ids"])
+            found = segment.token_ids if isinstance(segment, TextSegment) else segment.chunk.token_ids
+            assert found == ids
+
+
+def test_handles_at_word_level(template):
+    text = "compare the tower in IMAGE#EIFFEL2025 with IMAGE#LOUVRE2025. In IMAGE#EIFFEL2025, what is FILE#REPORT?"
+    built = ask(template, [{"role": "user", "content": text}])
+    told = "".join(
+        template.tokenizer.decode(s.token_ids) if isinstance(s, TextSegment) else f"@{s.chunk.label}"
+        for s in built.segments
+    )
+    assert told == (
+        "<s> USER: compare the tower in image EIFFEL2025:@EIFFEL2025 end of image EIFFEL2025. with image LOUVRE2025:"
+        "@LOUVRE2025 end of image LOUVRE2025. . In image EIFFEL2025, what is document REPORT:@REPORT end of document "
+        "REPORT. ? ASSISTANT:"
+    )
