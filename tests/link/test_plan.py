@@ -1,0 +1,67 @@
+"""Plans: every token is computed or mapped exactly once, rows come after what they see."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpic.errors import PolicyNotBuilt, UnknownPolicy
+from mpic.link import NOT_BUILT, SegmentShape, make_plan, parse_policy, policy_names
+
+NAMES = ["full", "prefix", "reuse", "reuse-2step", "mpic-0", "mpic-7", "mpic-500", "legolink-3", "legolink-0"]
+segments = st.lists(
+    st.builds(lambda n, c: SegmentShape(n, max(1, n // 2) if c else n, c), st.integers(1, 40), st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(segments, st.sampled_from(NAMES))
+def test_every_token_is_computed_or_mapped_exactly_once_and_in_order(shapes, name):
+    plan = make_plan(shapes, parse_policy(name))
+    covered = []
+    for run in plan.runs:
+        covered += range(run.start, run.start + run.hi - run.lo)
+    for span in plan.spans:
+        start = plan.slots[span.chunk].start
+        covered += range(start + span.lo, start + span.hi)
+    assert sorted(covered) == list(range(plan.length))
+    assert plan.own == sum(run.hi - run.lo for run in plan.runs)
+    for span in plan.spans:  # rows before `row` precede the span, rows from `row` on follow it
+        end = plan.slots[span.chunk].start + span.hi
+        own = [run.start + i for run in plan.runs for i in range(run.hi - run.lo)]
+        assert all(index < end for index in own[: span.row])
+        assert all(index >= end for index in own[span.row :])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policys_name_parses_back_to_it(name):
+    assert parse_policy(parse_policy(name).name) == parse_policy(name)
+
+
+def test_mpic_recomputes_the_head_of_every_chunk_and_legolink_not_that_of_a_leading_one():
+    shapes = [SegmentShape(20, 20, True), SegmentShape(3, 3, False), SegmentShape(20, 20, True)]
+    assert [(s.lo, s.hi) for s in make_plan(shapes, parse_policy("mpic-8")).spans] == [(8, 20), (8, 20)]
+    assert [(s.lo, s.hi) for s in make_plan(shapes, parse_policy("legolink-8")).spans] == [(0, 20), (8, 20)]
+
+
+def test_a_chunks_base_counts_rotary_positions_not_tokens():
+    shapes = [SegmentShape(5, 5, False), SegmentShape(64, 8, True), SegmentShape(64, 8, True)]
+    plan = make_plan(shapes, parse_policy("reuse"))
+    assert [span.base for span in plan.spans] == [5, 13]
+    assert plan.extent == 21
+
+
+@pytest.mark.parametrize("text", ["", "mpic", "mpic--1", "mpic-1.5", "MPIC-3", "mpic-99999999", "full-3", "nonsense"])
+def test_an_unknown_policy_is_refused_with_the_list_of_those_there_are(text):
+    with pytest.raises(UnknownPolicy) as caught:
+        parse_policy(text)
+    assert "mpic-99999999" in text or all(name in caught.value.message for name in policy_names())
+
+
+@pytest.mark.parametrize("form", NOT_BUILT)
+def test_a_policy_that_is_known_but_not_built_says_so(form):
+    text = form.replace("-K", "-8").replace("-N", "-2").replace("-R", "-15")
+    with pytest.raises(PolicyNotBuilt, match="not built yet"):
+        parse_policy(text)
