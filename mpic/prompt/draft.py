@@ -73,8 +73,8 @@ class Draft:
         if self.abilities.reasoning == "field":
             thought = thought.partition("</think>")[0].rstrip("\n").rpartition("<think>")[2].lstrip("\n")
             fields.setdefault("reasoning_content", thought)
-        content = (Text(answer.lstrip("\n")),) if answer.lstrip("\n") else ()
-        return replace(message, content=content, fields=fields)
+            answer = answer.lstrip("\n")
+        return replace(message, content=(Text(answer),) if answer else (), fields=fields)
 
     def _spell_out(self, content: Sequence[Text | Ref], as_parts: bool) -> list[Text | Ref]:
         """Decide which chunks the template places, and write out labels and document markers where it does not."""

@@ -66,10 +66,13 @@ def probe(render: Render, image_token: str | None) -> Abilities:
         ModelRefused: it does not render even a plain user message.
     """
 
+    errors: list[Exception] = []
+
     def attempt(*messages: dict[str, Any], tools: list | None = None) -> str:
         try:
             return render(list(messages), tools=tools)
-        except TEMPLATE_ERRORS:
+        except TEMPLATE_ERRORS as error:
+            errors.append(error)
             return ""
 
     def shapes(
@@ -84,7 +87,8 @@ def probe(render: Render, image_token: str | None) -> Abilities:
 
     found = {"user": shapes("user")}
     if not any(found["user"]):
-        raise ModelRefused("the model's chat template does not render a plain user message")
+        why = f": {errors[0]}" if errors else ""
+        raise ModelRefused(f"the model's chat template does not render a plain user message{why}")
     user = {"role": "user", "content": C if found["user"][0] else [_text(C)]}
     found["system"] = shapes("system", after=(user,))
     found["assistant"] = shapes("assistant", user, after=(user,))
