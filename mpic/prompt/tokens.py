@@ -147,7 +147,7 @@ def _respell(state: dict[str, Any], spelling: dict[str, str]) -> dict[str, Any]:
     if "merges" in model:
         pairs = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
         model["merges"] = [
-            list(pair) for pair in pairs if not {*pair, pair[0] + pair[1]}.intersection(spelling)
+            [a, b] for a, b in pairs if a not in spelling and b not in spelling and a + b not in spelling
         ]
     added = [{**t, "content": spelling.get(t["content"], t["content"])} for t in state["added_tokens"]]
     return {

@@ -1,17 +1,27 @@
 """The bundled demo models' own convention, as their training data is spelled, comes out of ``build_prompt``."""
 
+from pathlib import Path
+
 import pytest
 from chat_models import DictResolver, image_chunk
-from transformers import CLIPImageProcessor, LlavaProcessor
+from transformers import AutoProcessor, CLIPImageProcessor, LlavaProcessor
 
+import mpic.data
 from mpic.data.generator import conversation as spelling
 from mpic.data.generator.tasks import EVAL_TASKS, Generator
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.prompt import ChatTemplate, ChunkSegment, TextSegment, build_prompt
 
 
-@pytest.fixture(scope="module")
-def template():
+DEMO = Path(mpic.data.__file__).parent / "models" / "demo"
+
+
+@pytest.fixture(scope="module", params=["built here", "bundled"])
+def template(request):
+    if request.param == "bundled":
+        if not (DEMO / "tokenizer.json").exists():
+            pytest.skip("the demo model is not there")
+        return ChatTemplate(AutoProcessor.from_pretrained(DEMO))
     tokenizer = build_tokenizer()
     image = spelling.SPECIAL["image"]
     processor = LlavaProcessor(
