@@ -12,7 +12,6 @@ from mpic.data.generator.tasks import EVAL_TASKS, Generator
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.prompt import ChatTemplate, ChunkSegment, TextSegment, build_prompt
 
-
 DEMO = Path(mpic.data.__file__).parent / "models" / "demo"
 
 
