@@ -19,7 +19,9 @@ def partial(
     scores = q.float() @ k32.transpose(1, 2) * scale
     if causal:
         n = k.shape[1]
-        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
+        scores = scores.masked_fill(
+            torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1), float("-inf")
+        )
     lse = torch.logsumexp(scores, -1)
     return (torch.exp(scores - lse[..., None]) @ v32).to(q.dtype), lse
 

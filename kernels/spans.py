@@ -21,8 +21,8 @@ Rows = slice | torch.Tensor
 
 
 class Shift(NamedTuple):
-    """Rotation by minus a span's base: ``cos, sin [rotary_dim / 2]`` fp32 in frequency order, or ``[rows, rotary_dim / 2]``
-    when rows of several requests see one span at different bases.
+    """Rotation by minus a span's base: ``cos, sin [rotary_dim / 2]`` fp32 in frequency order, or
+    ``[rows, rotary_dim / 2]`` when rows of several requests see one span at different bases.
 
     ``interleaved`` pairs dimensions (2i, 2i+1) as Cohere and GLM do; otherwise (i, i + rotary_dim / 2) as Llama does.
     """

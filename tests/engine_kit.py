@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 
+import torch
 from families import Family, make_family
+from oracle import Oracle
 
 from mpic.engine.base import GenerationRequest, Sampling
-from mpic.kv.chunk import Chunk, ChunkKey
-from mpic.link import parse_policy
+from mpic.errors import CorruptFile, StorageFull
+from mpic.kv.chunk import Chunk, ChunkKey, ChunkKV, KVKey
+from mpic.link import ChunkSlot, Ranges, parse_policy
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 
 _ids = itertools.count()
+TOKENS = 4
+"""Answered tokens that tests of exactness compare."""
 
 
 @functools.cache
@@ -34,8 +40,96 @@ def prompt_of(*parts) -> Prompt:
     return Prompt(tuple(ChunkSegment(p) if isinstance(p, Chunk) else TextSegment(tuple(p)) for p in parts))
 
 
-def request_of(prompt: Prompt, policy: str, tokens: int = 4, user: str = "local", **sampling) -> GenerationRequest:
+def request_of(
+    prompt: Prompt, policy: str, tokens: int = 4, user: str = "local", **sampling
+) -> GenerationRequest:
     settings = Sampling(max_tokens=tokens, ignore_eos=True, **sampling)
     return GenerationRequest(f"r{next(_ids)}", prompt, parse_policy(policy), settings, user)
 
 
+def ids(seed: int, n: int) -> list[int]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(10, 300, (n,), generator=generator).tolist()
+
+
+def select(prompt, inputs, policy) -> list[Ranges]:
+    """What a policy recomputes of each chunk."""
+    slots, start = [], 0
+    following = iter(inputs)
+    for segment in prompt.segments:
+        n = len(next(following)) if hasattr(segment, "chunk") else len(segment)
+        if hasattr(segment, "chunk"):
+            slots.append(ChunkSlot(n, start, start))
+        start += n
+    return policy.select(slots)
+
+
+def logits_of(stream, tokens: int, vocabulary: int = 300) -> tuple[list[int], torch.Tensor]:
+    """Greedy ids and the full log-distribution of every step."""
+    answer = stream.result()
+    rows = torch.full((tokens, vocabulary), float("-inf"))
+    for i, logprob in enumerate(answer.logprobs):
+        for token, value in logprob.top:
+            rows[i, token] = value
+    return list(answer.token_ids), rows
+
+
+def expected_of(name: str, prompt, policy_text: str) -> tuple[list[int], torch.Tensor]:
+    """The oracle's greedy ids and log-distributions."""
+    fam = family(name)
+    oracle = Oracle(fam.stock, fam.loaded.mrope)
+    policy = parse_policy(policy_text)
+    made = []
+    for chunk in prompt.chunks:
+        if chunk.token_ids is not None:
+            made.append(fam.loaded.text_inputs(chunk.token_ids))
+        else:
+            made.append(fam.loaded.image_inputs(chunk.load_image()))
+    bos = fam.loaded.bos_id
+    answer, logits = oracle.generate(prompt, made, policy, select(prompt, made, policy), TOKENS, bos)
+    return answer, torch.log_softmax(logits, -1)
+
+
+class MemoryStore:
+    """A ``ChunkStore`` in a dictionary. ``damage(key)`` makes the next read of a chunk fail its checksum; ``delay``
+    (seconds) slows reading."""
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.chunks: dict[KVKey, ChunkKV] = {}
+        self.damaged: set[KVKey] = set()
+        self.delay = delay
+        self.reads = 0
+        self.full = False
+
+    def open(self, key: KVKey) -> MemoryChunk | None:
+        chunk = self.chunks.get(key)
+        return MemoryChunk(self, chunk) if chunk is not None else None
+
+    def save(self, chunk: ChunkKV) -> None:
+        if self.full:
+            raise StorageFull("the disk is full")
+        self.chunks[chunk.key] = chunk
+
+    def missing_reason(self, key: KVKey) -> str:
+        return "new"
+
+    def damage(self, key: KVKey) -> None:
+        self.damaged.add(key)
+
+
+class MemoryChunk:
+    """What ``MemoryStore.open`` gives."""
+
+    def __init__(self, store: MemoryStore, chunk: ChunkKV) -> None:
+        self.inputs, self._store, self._chunk = chunk.inputs, store, chunk
+
+    def read_into(self, destination: torch.Tensor) -> None:
+        time.sleep(self._store.delay)
+        self._store.reads += 1
+        if self._chunk.key in self._store.damaged:
+            destination.fill_(float("nan"))
+            del self._store.chunks[self._chunk.key]
+            self._store.damaged.discard(self._chunk.key)
+            raise CorruptFile("checksum of layer 0 does not match")
+        destination.copy_(self._chunk.kv)

@@ -99,7 +99,9 @@ def _llava_next() -> nn.Module:
 def _qwen2_vl() -> nn.Module:
     vision = {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "patch_size": 8}
     text = {**TEXT, "rope_parameters": _MROPE}
-    return tf.Qwen2VLForConditionalGeneration(tf.Qwen2VLConfig(text_config=text, vision_config=vision, **_QWEN_VL))
+    return tf.Qwen2VLForConditionalGeneration(
+        tf.Qwen2VLConfig(text_config=text, vision_config=vision, **_QWEN_VL)
+    )
 
 
 def _qwen2_5_vl() -> nn.Module:

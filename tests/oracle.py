@@ -105,7 +105,10 @@ class Oracle:
         positions = inputs.positions + sink
         deep = None
         if inputs.deepstack is not None:
-            deep = torch.cat([torch.zeros(sink, dtype=torch.bool), torch.ones(n, dtype=torch.bool)]), inputs.deepstack
+            deep = (
+                torch.cat([torch.zeros(sink, dtype=torch.bool), torch.ones(n, dtype=torch.bool)]),
+                inputs.deepstack,
+            )
         if sink:
             heads = self.model.get_input_embeddings()(torch.full((sink,), bos))
             embeds = torch.cat([heads, embeds])

@@ -27,5 +27,7 @@ def load_engine(config: EngineConfig, store: ChunkStore | None = None) -> tuple[
     )
     model.choose_attention(config.attention)
     pages = pool_pages(model, config.pool_bytes)
-    engine = NativeEngine(model, store, pages=pages, budget=config.step_tokens, max_running=config.max_running)
+    engine = NativeEngine(
+        model, store, pages=pages, budget=config.step_tokens, max_running=config.max_running
+    )
     return engine, model.processor

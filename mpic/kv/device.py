@@ -131,7 +131,9 @@ class DeviceCache:
         owned += [*self.prefix.extents(), *running]
         present = [id(extent) for extent in self.pool.extents]
         if sorted(owned) != sorted(present):
-            raise IntegrityError(f"{len(present)} extents in the pool but {len(owned)} owned (or two owners of one)")
+            raise IntegrityError(
+                f"{len(present)} extents in the pool but {len(owned)} owned (or two owners of one)"
+            )
         for resident in self.chunks.values():
             if resident.refs < 0 or (not resident.ready and resident.refs == 0):
                 raise IntegrityError(f"chunk {resident.key.chunk} is neither ready nor being made")

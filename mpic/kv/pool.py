@@ -44,10 +44,17 @@ class Pool:
     """
 
     def __init__(
-        self, shape: KVShape, pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        shape: KVShape,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
         if pages < 1 or page_size < 1:
-            raise ValueError(f"a pool needs at least one page and one token a page, got {pages} and {page_size}")
+            raise ValueError(
+                f"a pool needs at least one page and one token a page, got {pages} and {page_size}"
+            )
         self.shape, self.pages, self.page_size = shape, pages, page_size
         self.page_elements = page_size * shape.per_token
         self.arena = torch.zeros(pages * self.page_elements, dtype=dtype, device=device)

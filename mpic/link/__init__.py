@@ -42,7 +42,9 @@ def parse_policy(text: str) -> Policy:
         UnknownPolicy: anything else; the message lists what there is.
     """
     if not isinstance(text, str):
-        raise UnknownPolicy(f"a policy is a string such as 'mpic-32', not {type(text).__name__}", param="mpic.policy")
+        raise UnknownPolicy(
+            f"a policy is a string such as 'mpic-32', not {type(text).__name__}", param="mpic.policy"
+        )
     if text in REGISTRY and "K" not in text:
         return REGISTRY[text]()
     match = _FORM.fullmatch(text)

@@ -105,9 +105,13 @@ def _attention(
         raise RuntimeError("a model hooked by MPIC was called outside of a step")
     meaning = {k for k, v in unread.items() if v is not None and v is not False and k not in _HARMLESS}
     if meaning or attention_mask is not None or dropout:
-        raise ModelRefused(f"attention arguments that are not supported: {sorted(meaning) or 'mask or dropout'}")
+        raise ModelRefused(
+            f"attention arguments that are not supported: {sorted(meaning) or 'mask or dropout'}"
+        )
     if sliding_window is not None and step.window > sliding_window:
-        raise ModelRefused(f"a context of {step.window} tokens does not fit the sliding window of {sliding_window}")
+        raise ModelRefused(
+            f"a context of {step.window} tokens does not fit the sliding window of {sliding_window}"
+        )
     layer = module.layer_idx
     k, v = key[0], value[0]
     for rows, view, slot in step.writes:
@@ -115,7 +119,14 @@ def _attention(
         view[layer, 0, :, slot : slot + n] = k[:, rows]
         view[layer, 1, :, slot : slot + n] = v[:, rows]
     calls = [
-        SpanCall(c.rows, c.view[layer, 0, :, c.lo : c.hi], c.view[layer, 1, :, c.lo : c.hi], c.causal, c.shift, c.first)
+        SpanCall(
+            c.rows,
+            c.view[layer, 0, :, c.lo : c.hi],
+            c.view[layer, 1, :, c.lo : c.hi],
+            c.causal,
+            c.shift,
+            c.first,
+        )
         for c in step.calls
     ]
     step.layers_seen.add(layer)

@@ -22,7 +22,18 @@ from mpic.model.refusals import context_limit, refuse_unsupported
 from mpic.model.rotary import Rotary
 
 VERIFIED = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "phi3", "llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+    {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "llava",
+        "llava_next",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+    }
 )
 """model_type of the families whose invariants are tested; others run if they pass the load-time self-test."""
 
@@ -91,7 +102,9 @@ class LoadedModel:
         inner = self._inner
         text = getattr(inner, "language_model", inner)
         if not hasattr(text, "layers") or not hasattr(text, "rotary_emb"):
-            raise ModelRefused(f"{type(self.model).__name__}: no decoder with layers and one rotary embedding")
+            raise ModelRefused(
+                f"{type(self.model).__name__}: no decoder with layers and one rotary embedding"
+            )
         return text
 
     def _hook(self) -> None:
@@ -142,7 +155,9 @@ class LoadedModel:
         keep = {k: v.to(self.device) for k, v in features.items() if k in ("image_sizes", "image_grid_thw")}
         pixels = features["pixel_values"].to(self.device, self.dtype)
         outputs = self._inner.get_image_features(pixel_values=pixels, **keep)
-        embeds = torch.cat([part.reshape(-1, part.shape[-1]) for part in outputs.pooler_output]).to(self.dtype)
+        embeds = torch.cat([part.reshape(-1, part.shape[-1]) for part in outputs.pooler_output]).to(
+            self.dtype
+        )
         deep = getattr(outputs, "deepstack_features", None)
         deepstack = None
         if deep:
@@ -218,7 +233,10 @@ class LoadedModel:
         try:
             with hooks.running(step):
                 out = self.model(
-                    inputs_embeds=embeds[None], position_ids=position_ids, use_cache=False, logits_to_keep=wanted
+                    inputs_embeds=embeds[None],
+                    position_ids=position_ids,
+                    use_cache=False,
+                    logits_to_keep=wanted,
                 )
         finally:
             self._deepstack = None
@@ -238,11 +256,17 @@ class LoadedModel:
     def _fingerprint(self) -> str:
         """Digest of configuration and weights: for every tensor its name, shape, dtype, the exact integer sum of all
         its words and 4,096 evenly spaced values. Full coverage, and fast enough for large models."""
-        config = {k: v for k, v in self.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
+        config = {
+            k: v
+            for k, v in self.config.to_dict().items()
+            if not k.startswith("_") and k != "transformers_version"
+        }
         h = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
         for name, tensor in sorted(self.model.state_dict().items()):
             flat = tensor.detach().reshape(-1)
-            words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+            words = flat.view(
+                {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+            )
             total = int(words.sum(dtype=torch.int64))
             sample = flat[:: max(1, flat.numel() // 4096)].float().cpu().numpy().tobytes()
             h.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|{total}".encode())
@@ -260,4 +284,3 @@ class LoadedModel:
             parts.append(type(image_processor).__name__)
             parts.append(json.dumps(image_processor.to_dict(), sort_keys=True, default=str))
         return digest(*parts)
-

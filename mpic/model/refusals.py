@@ -34,8 +34,13 @@ def refuse_unsupported(config: Any, text_config: Any) -> None:
         raise ModelRefused(f"{config.model_type}: some of its layers have no rotary embedding")
     other = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
-        raise ModelRefused(f"{config.model_type}: layers of kind {sorted(other)} keep a state, not keys and values")
-    if getattr(text_config, "alibi", False) or getattr(text_config, "position_embedding_type", "rope") == "alibi":
+        raise ModelRefused(
+            f"{config.model_type}: layers of kind {sorted(other)} keep a state, not keys and values"
+        )
+    if (
+        getattr(text_config, "alibi", False)
+        or getattr(text_config, "position_embedding_type", "rope") == "alibi"
+    ):
         raise ModelRefused(f"{config.model_type}: ALiBi has no keys that could be moved")
     for name in ("attn_logit_softcapping", "kv_lora_rank"):
         if getattr(text_config, name, None):

@@ -34,10 +34,14 @@ class Rotary:
     def __init__(self, text_model: nn.Module, head_dim: int) -> None:
         module = getattr(text_model, "rotary_emb", None)
         if module is None or not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
-            raise ModelRefused("the model has no single rotary embedding: keys cannot be kept position-independent")
+            raise ModelRefused(
+                "the model has no single rotary embedding: keys cannot be kept position-independent"
+            )
         rope_type = getattr(module, "rope_type", "default")
         if rope_type in _CHANGING:
-            raise ModelRefused(f"rope type '{rope_type}': {_CHANGING[rope_type]}, so a compiled chunk would not fit")
+            raise ModelRefused(
+                f"rope type '{rope_type}': {_CHANGING[rope_type]}, so a compiled chunk would not fit"
+            )
         self._frequencies = module.inv_freq.detach().double().cpu()
         self._device = module.inv_freq.device
         self._interleaved = self._detect(text_model, module, head_dim)
@@ -61,7 +65,9 @@ class Rotary:
 
     def _detect(self, text_model: nn.Module, module: nn.Module, head_dim: int) -> bool:
         """Which pairing reproduces the modeling module's own rotation at position -7."""
-        attention = next((m for m in text_model.modules() if hasattr(m, "q_proj") or hasattr(m, "qkv_proj")), text_model)
+        attention = next(
+            (m for m in text_model.modules() if hasattr(m, "q_proj") or hasattr(m, "qkv_proj")), text_model
+        )
         apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         if apply is None:
             raise ModelRefused(f"{type(text_model).__name__}: no apply_rotary_pos_emb beside its attention")
@@ -70,7 +76,9 @@ class Rotary:
         try:
             cos, sin = module(q, positions)
         except Exception as error:
-            raise ModelRefused(f"its rotary embedding cannot be called with positions alone: {error}") from error
+            raise ModelRefused(
+                f"its rotary embedding cannot be called with positions alone: {error}"
+            ) from error
         scale = float(getattr(module, "attention_scaling", 1.0))
         expected = apply(q, q, cos.float() / scale, sin.float() / scale)[0][0]
         for interleaved in (False, True):

@@ -46,7 +46,9 @@ def self_test(loaded: LoadedModel) -> float:
     except ModelRefused:
         raise
     except Exception as error:
-        raise ModelRefused(f"the load-time self-test could not run: {type(error).__name__}: {error}") from error
+        raise ModelRefused(
+            f"the load-time self-test could not run: {type(error).__name__}: {error}"
+        ) from error
     scale = expected.abs().max().clamp_min(1e-6)
     difference = float((got - expected).abs().max() / scale)
     limit = TOLERANCE.get(loaded.dtype, 2e-4)
@@ -74,7 +76,9 @@ def _as_step(loaded: LoadedModel, embeds: torch.Tensor, positions: torch.Tensor)
     local = positions.clone()
     writes, calls, spans = [], [], []
     for start, end, is_chunk in _PIECES:
-        view = torch.full((layers, 2, heads, end - start, dim), float("nan"), dtype=loaded.dtype, device=loaded.device)
+        view = torch.full(
+            (layers, 2, heads, end - start, dim), float("nan"), dtype=loaded.dtype, device=loaded.device
+        )
         base = start if is_chunk else 0
         local[:, start:end] -= base
         rows = slice(start, end)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_kit import family, image_chunk, prompt_of, request_of, text_chunk
+from engine_kit import (
+    TOKENS,
+    expected_of,
+    family,
+    ids,
+    image_chunk,
+    logits_of,
+    prompt_of,
+    request_of,
+    text_chunk,
+)
 from families import FAMILIES, IMAGE_TOKEN, VISION_FAMILIES, random_image
 from oracle import Oracle
 
-from mpic.link import ChunkSlot, parse_policy
 from mpic.model.selftest import self_test
 
 POLICIES = ["full", "prefix", "reuse", "mpic-0", "mpic-5", "mpic-64", "legolink-4", "legolink-0"]
 RECOMPUTE_ALL = "mpic-1000000"
-TOKENS = 4
-
-
-def ids(seed: int, n: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(10, 300, (n,), generator=generator).tolist()
 
 
 def chunks_of(name: str):
@@ -27,42 +30,6 @@ def chunks_of(name: str):
     if name in VISION_FAMILIES:
         return image_chunk(random_image(1)), document, image_chunk(random_image(2, 32, 48))
     return text_chunk(ids(8, 17)), document, text_chunk(ids(9, 12))
-
-
-def select(prompt, inputs, policy):
-    slots, start = [], 0
-    following = iter(inputs)
-    for segment in prompt.segments:
-        n = len(next(following)) if hasattr(segment, "chunk") else len(segment)
-        if hasattr(segment, "chunk"):
-            slots.append(ChunkSlot(n, start, start))
-        start += n
-    return policy.select(slots)
-
-
-def logits_of(stream, tokens: int, vocabulary: int = 300) -> tuple[list[int], torch.Tensor]:
-    """Greedy ids and the full log-distribution of every step."""
-    answer = stream.result()
-    rows = torch.full((tokens, vocabulary), float("-inf"))
-    for i, logprob in enumerate(answer.logprobs):
-        for token, value in logprob.top:
-            rows[i, token] = value
-    return list(answer.token_ids), rows
-
-
-def expected_of(name: str, prompt, policy_text: str):
-    fam = family(name)
-    oracle = Oracle(fam.stock, fam.loaded.mrope)
-    policy = parse_policy(policy_text)
-    made = []
-    for chunk in prompt.chunks:
-        if chunk.token_ids is not None:
-            made.append(fam.loaded.text_inputs(chunk.token_ids))
-        else:
-            made.append(fam.loaded.image_inputs(chunk.load_image()))
-    bos = fam.loaded.bos_id
-    answer, logits = oracle.generate(prompt, made, policy, select(prompt, made, policy), TOKENS, bos)
-    return answer, torch.log_softmax(logits, -1)
 
 
 def run(engine, prompt, policy: str):
@@ -130,7 +97,9 @@ def test_batches_and_order_of_arrival_change_nothing_and_shared_chunks_are_never
     alone = [run(make_engine(name), prompt, policy) for prompt, policy in prompts]
     for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1]):
         engine = make_engine(name, budget=24)  # chunked prefill and mixed steps
-        streams = {i: engine.submit(request_of(prompts[i][0], prompts[i][1], TOKENS, logprobs=300)) for i in order}
+        streams = {
+            i: engine.submit(request_of(prompts[i][0], prompts[i][1], TOKENS, logprobs=300)) for i in order
+        }
         for i, stream in streams.items():
             got_ids, got = logits_of(stream, TOKENS)
             assert got_ids == alone[i][0]

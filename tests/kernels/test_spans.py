@@ -72,7 +72,10 @@ def test_bfloat16_stays_close_in_relative_norm(step):
 def test_rows_of_several_requests_read_a_shared_span_each_with_its_own_rotation():
     torch.manual_seed(0)
     q = torch.randn(4, 3, 64)
-    own = [SpanCall(slice(i, i + 1), torch.randn(2, 5, 64), torch.randn(2, 5, 64), False, None, True) for i in range(3)]
+    own = [
+        SpanCall(slice(i, i + 1), torch.randn(2, 5, 64), torch.randn(2, 5, 64), False, None, True)
+        for i in range(3)
+    ]
     keys, values = torch.randn(2, 9, 64), torch.randn(2, 9, 64)
     shifts = [shift_of(base, 64) for base in (3, 700)]
     apart = [

@@ -53,7 +53,9 @@ def test_a_chunks_base_counts_rotary_positions_not_tokens():
     assert plan.extent == 21
 
 
-@pytest.mark.parametrize("text", ["", "mpic", "mpic--1", "mpic-1.5", "MPIC-3", "mpic-99999999", "full-3", "nonsense"])
+@pytest.mark.parametrize(
+    "text", ["", "mpic", "mpic--1", "mpic-1.5", "MPIC-3", "mpic-99999999", "full-3", "nonsense"]
+)
 def test_an_unknown_policy_is_refused_with_the_list_of_those_there_are(text):
     with pytest.raises(UnknownPolicy) as caught:
         parse_policy(text)

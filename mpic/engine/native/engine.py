@@ -121,9 +121,7 @@ class NativeEngine(Engine):
         done = threading.Event()
 
         def drop() -> None:
-            for key, resident in list(self.device.chunks.items()):
-                if key.chunk == chunk.key and key.owner == chunk.owner:
-                    self.device.drop(resident)
+            self.scheduler.forget(chunk.owner, chunk.key)
             self.device.prefix.purge(chunk.key.digest)
             done.set()
 
@@ -196,7 +194,9 @@ class NativeEngine(Engine):
                 message()
             try:
                 self.step()
-            except Exception as error:  # a step's failure must not take the server down: fail its requests, go on
+            except (
+                Exception
+            ) as error:  # a step's failure must not take the server down: fail its requests, go on
                 log.exception("a step failed")
                 self._fail_running(error)
         for sequence in list(self._sequences.values()):
@@ -299,7 +299,7 @@ class NativeEngine(Engine):
         self._progress = True
 
     def _fail_running(self, error: Exception) -> None:
-        """After a failed step nothing half-written may be reused: every request and job that was on the device fails."""
+        """Nothing that a failed step half wrote may be reused: every request and job on the device fails."""
         failure = error if isinstance(error, MPICError) else MPICError(f"{type(error).__name__}: {error}")
         for sequence in list(self.scheduler.running):
             self._end(sequence, failure)
@@ -350,7 +350,9 @@ class NativeEngine(Engine):
 
         self._loaders.submit(read)
 
-    def _loaded(self, linked: LinkedChunk, resident: Resident, began: float, error: BaseException | None) -> None:
+    def _loaded(
+        self, linked: LinkedChunk, resident: Resident, began: float, error: BaseException | None
+    ) -> None:
         resident.extent.fixed -= 1
         self._loading -= 1
         self._progress = True

@@ -135,7 +135,16 @@ class Sequence(Lane):
             reason = linked.reason if linked.tier == "compiled" else ("policy" if recomputed else None)
             key = str(linked.chunk.key)
             uses.append(
-                ChunkUse(key, linked.chunk.label, tokens, reused, recomputed, linked.tier, reason, round(linked.ms, 3))
+                ChunkUse(
+                    key,
+                    linked.chunk.label,
+                    tokens,
+                    reused,
+                    recomputed,
+                    linked.tier,
+                    reason,
+                    round(linked.ms, 3),
+                )
             )
         return tuple(uses)
 
@@ -153,7 +162,10 @@ def build_sequence(
         if not isinstance(segment, TextSegment):
             chunk_of[i] = linked[len(chunk_of)]
     placed = sorted(
-        [*((run.start, run) for run in plan.runs), *((s.lo + plan.slots[s.chunk].start, s) for s in plan.spans)],
+        [
+            *((run.start, run) for run in plan.runs),
+            *((s.lo + plan.slots[s.chunk].start, s) for s in plan.spans),
+        ],
         key=lambda pair: pair[0],
     )
     for _, part in placed:

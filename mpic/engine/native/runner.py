@@ -99,7 +99,9 @@ class Runner:
             view, before = self.pool.view(lane.extent), lo - lane.mapped
             if hi - lo == 1:
                 calls.append(Attend(rows, view, 0, before + 1, False, None, True))
-                times: Counter[tuple[int, int, int]] = Counter()  # a chunk linked twice needs two calls for its row
+                times: Counter[tuple[int, int, int]] = (
+                    Counter()
+                )  # a chunk linked twice needs two calls for its row
                 for span in lane.spans:
                     if span.row <= lo:
                         piece = (id(span.extent), span.lo, span.hi)
@@ -114,7 +116,9 @@ class Runner:
                 if start < hi:
                     seeing = slice(at + start - lo, at + hi - lo)
                     shift = self.model.shift(span.base)
-                    calls.append(Attend(seeing, self.pool.view(span.extent), span.lo, span.hi, False, shift, False))
+                    calls.append(
+                        Attend(seeing, self.pool.view(span.extent), span.lo, span.hi, False, shift, False)
+                    )
         calls += [self._shared_call(group) for group in shared.values()]
         return calls
 
@@ -124,7 +128,9 @@ class Runner:
         view = self.pool.view(first.extent)
         if len(group) == 1:
             at = group[0][0]
-            return Attend(slice(at, at + 1), view, first.lo, first.hi, False, self.model.shift(first.base), False)
+            return Attend(
+                slice(at, at + 1), view, first.lo, first.hi, False, self.model.shift(first.base), False
+            )
         rows = torch.tensor([at for at, _ in group], device=self.model.device)
         shifts = [self.model.shift(span.base) for _, span in group]
         known = next((s for s in shifts if s is not None), None)

@@ -95,7 +95,8 @@ class Detokenizer:
             self._held = ""
             return text[: min(found)]
         keep = max(
-            (n for s in self._stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0
+            (n for s in self._stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])),
+            default=0,
         )
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

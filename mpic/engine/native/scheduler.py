@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from mpic.engine.native.lanes import CompileLane, LinkedChunk, MappedSpan, Sequence, compile_lane
 from mpic.engine.native.runner import Slice
-from mpic.kv.chunk import ChunkInputs, KVKey
+from mpic.errors import CompileFailed
+from mpic.kv.chunk import ChunkInputs, ChunkKey, KVKey
 from mpic.kv.device import DeviceCache, Resident
 from mpic.kv.pool import Extent
 from mpic.kv.prefix import Node
@@ -62,9 +63,21 @@ class Scheduler:
         self.jobs: dict[Resident, CompileLane] = {}  # chunks being compiled, in order of admission
         self.counters: Counter[str] = Counter()
         self._admitted: list[CompileRequest] = []
+        self._forgotten: dict[tuple[str, ChunkKey], float] = {}
 
     def add(self, item: Sequence | CompileRequest) -> None:
         insort(self.waiting, item, key=lambda i: i.arrived)
+
+    def forget(self, owner: str, chunk: ChunkKey) -> None:
+        """A deleted chunk: requests that came before may still compute it for themselves, but nobody else sees it and
+        it is not stored."""
+        self._forgotten[owner, chunk] = time.monotonic()
+        for key, resident in list(self.device.chunks.items()):
+            if (key.owner, key.chunk) == (owner, chunk):
+                self.device.drop(resident)
+
+    def _deleted_since(self, key: KVKey, arrived: float) -> bool:
+        return self._forgotten.get((key.owner, key.chunk), 0.0) > arrived
 
     @property
     def idle(self) -> bool:
@@ -72,6 +85,8 @@ class Scheduler:
 
     def schedule(self) -> list[Slice]:
         """The slices of the next step, at most ``budget`` rows; empty when everything waits for loads or for room."""
+        if not (self.waiting or self.running):
+            self._forgotten.clear()
         slices: list[Slice] = []
         budget = self._decodes(slices, self.budget)
         budget = self._prefills(slices, budget)
@@ -89,20 +104,28 @@ class Scheduler:
         for sequence in list(self.running):
             if budget == 0:
                 break
-            if sequence not in self.running or len(sequence) - sequence.computed != 1 or not sequence.generated:
+            if (
+                sequence not in self.running
+                or len(sequence) - sequence.computed != 1
+                or not sequence.generated
+            ):
                 continue
             if not self._ready(sequence, ()) or not self._grow(sequence):
                 continue
             slices.append(Slice(sequence, sequence.computed, len(sequence)))
             budget -= 1
         live = {id(s) for s in self.running}
-        slices[:] = [s for s in slices if id(s.lane) in live]  # a later one's growth may have preempted an earlier
+        slices[:] = [
+            s for s in slices if id(s.lane) in live
+        ]  # a later one's growth may have preempted an earlier
         return budget
 
     def _prefills(self, slices: list[Slice], budget: int) -> int:
         """Chunks to compile first, then rows of requests whose chunks are ready or will be within this very step."""
         taken = {id(s.lane) for s in slices}
-        finishing = {s.lane.resident for s in slices if isinstance(s.lane, CompileLane) and s.hi == len(s.lane)}
+        finishing = {
+            s.lane.resident for s in slices if isinstance(s.lane, CompileLane) and s.hi == len(s.lane)
+        }
         for resident, lane in self.jobs.items():
             if id(lane) in taken or budget == 0:
                 continue
@@ -180,7 +203,9 @@ class Scheduler:
         self._place(sequence, extent, mapped, added)
         return True
 
-    def _place(self, sequence: Sequence, extent: Extent, mapped: int, added: dict[LinkedChunk, Resident]) -> None:
+    def _place(
+        self, sequence: Sequence, extent: Extent, mapped: int, added: dict[LinkedChunk, Resident]
+    ) -> None:
         sequence.extent, sequence.mapped, sequence.computed = extent, mapped, mapped
         first_time = sequence.admitted == 0.0
         sequence.admitted = sequence.admitted or time.monotonic()
@@ -200,6 +225,9 @@ class Scheduler:
                 self.device.counters["chunk_requests"] += 1
                 self.device.counters["chunk_hits"] += linked.tier == "device"
                 self.device.counters[f"chunks_from_{linked.tier}"] += 1
+        for linked, resident in added.items():
+            if self._deleted_since(linked.key, sequence.arrived):
+                self.device.drop(resident)
         sequence.spans = map_spans(sequence)
         if first_time:
             sequence.usage.prefix_hit = min(mapped, sequence.prompt_own)
@@ -214,6 +242,9 @@ class Scheduler:
         self.jobs[resident] = lane
 
     def _admit_compile(self, request: CompileRequest) -> bool:
+        if self._deleted_since(request.key, request.arrived):
+            request.future.set_exception(CompileFailed("the chunk was deleted before it was compiled"))
+            return True
         if self.device.get(request.key) is None:
             resident = self.device.add(request.key, request.inputs, request.key.recipe.sink)
             if resident is None:
@@ -309,5 +340,7 @@ def map_spans(sequence: Sequence) -> list[MappedSpan]:
         linked = sequence.linked[span.chunk]
         first, sink = linked.resident.first, linked.key.recipe.sink
         row = last if sequence.request.policy.two_step else span.row
-        spans.append(MappedSpan(linked.resident.extent, first + span.lo, first + span.hi, span.base - sink, row))
+        spans.append(
+            MappedSpan(linked.resident.extent, first + span.lo, first + span.hi, span.base - sink, row)
+        )
     return spans

@@ -1,0 +1,281 @@
+"""How the engine behaves towards the people who use it: isolation, preemption, cancellation, refusals, sampling."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_kit import MemoryStore, family, ids, image_chunk, prompt_of, request_of, text_chunk
+from families import random_image
+
+from mpic.engine.base import GenerationRequest, Sampling
+from mpic.engine.native.sampling import Detokenizer
+from mpic.errors import ContextLengthExceeded, EmptyPrompt, EngineStopped, PoolTooSmall, UnsupportedModality
+from mpic.link import parse_policy
+
+
+def answer(engine, prompt, policy="mpic-4", tokens=6, **options):
+    return engine.submit(request_of(prompt, policy, tokens, **options)).result()
+
+
+DOCUMENT, OTHER = text_chunk(ids(1, 40)), text_chunk(ids(2, 33))
+PROMPT = prompt_of(ids(3, 5), DOCUMENT, ids(4, 3), OTHER, ids(5, 6))
+
+
+def test_usage_accounts_for_every_prompt_token(make_engine):
+    engine = make_engine()
+    first = answer(engine, PROMPT).usage
+    assert first.prompt_tokens == 5 + 40 + 3 + 33 + 6
+    assert first.prompt_tokens == first.reused + first.prefix_hit + first.computed
+    assert (first.reused, first.recomputed, first.compiled) == (65, 8, 73)
+    assert [(c.tier, c.reason) for c in first.chunks] == [("compiled", "new"), ("compiled", "new")]
+    again = answer(engine, prompt_of(ids(9, 2), OTHER, ids(4, 3))).usage
+    assert [(c.tier, c.reason, c.recomputed) for c in again.chunks] == [("device", "policy", 4)]
+    assert again.compiled == 0
+
+
+def test_a_conversations_next_turn_finds_its_own_linked_turns_and_answers_the_same(make_engine):
+    engine = make_engine()
+    first = answer(engine, PROMPT)
+    turn = [*ids(5, 6), *first.token_ids, *ids(6, 4)]
+    follow_up = prompt_of(ids(3, 5), DOCUMENT, ids(4, 3), OTHER, turn)
+    second = answer(engine, follow_up)
+    assert second.usage.prefix_hit > first.usage.computed  # the old prompt and most of the old answer
+    assert second.token_ids == answer(make_engine(), follow_up).token_ids
+
+
+def test_exact_and_linked_kv_never_find_each_other_and_users_do_not_either(make_engine):
+    engine = make_engine()
+    answer(engine, PROMPT, "prefix")
+    assert answer(engine, PROMPT, "mpic-4").usage.prefix_hit == 0
+    assert answer(engine, PROMPT, "mpic-5").usage.prefix_hit == 0
+    assert answer(engine, PROMPT, "prefix", user="ben").usage.prefix_hit == 0
+    assert answer(engine, PROMPT, "prefix").usage.prefix_hit > 0
+    assert answer(engine, PROMPT, "full").usage.prefix_hit == 0
+
+
+def test_equal_content_of_two_owners_is_never_shared(make_engine):
+    engine = make_engine()
+    answer(engine, prompt_of(ids(1, 3), text_chunk(ids(1, 40), "anna"), ids(2, 2)))
+    theirs = answer(engine, prompt_of(ids(1, 3), text_chunk(ids(1, 40), "ben"), ids(2, 2)), user="ben")
+    assert theirs.usage.chunks[0].tier == "compiled"
+
+
+def test_requests_that_do_not_fit_together_run_one_after_the_other_without_loss(make_engine):
+    prompts = [prompt_of(ids(i, 30), DOCUMENT, ids(40 + i, 9)) for i in range(6)]
+    alone = [answer(make_engine(), p, tokens=40).token_ids for p in prompts]
+    engine = make_engine(pages=22)  # each needs about 10 pages of its own beside 5 shared ones
+    streams = [engine.submit(request_of(p, "mpic-4", 40)) for p in prompts]
+    assert [s.result().token_ids for s in streams] == alone
+    engine.check()
+
+
+def test_preemption_loses_nothing(make_engine, monkeypatch):
+    monkeypatch.setattr("mpic.engine.native.scheduler.GROWTH", 4)  # answers outgrow what they reserved
+    prompts = [prompt_of(ids(i, 20), DOCUMENT, ids(40 + i, 9)) for i in range(4)]
+    alone = [
+        answer(make_engine(), p, tokens=60, temperature=1.0, seed=i).token_ids for i, p in enumerate(prompts)
+    ]
+    engine = make_engine(pages=30)
+    streams = [
+        engine.submit(request_of(p, "mpic-4", 60, temperature=1.0, seed=i)) for i, p in enumerate(prompts)
+    ]
+    results = [s.result() for s in streams]
+    assert [r.token_ids for r in results] == alone
+    assert sum(r.usage.preemptions for r in results) > 0
+    engine.check()
+
+
+def test_an_aborted_request_frees_its_pages_and_disturbs_nobody(make_engine):
+    engine = make_engine()
+    free = engine.pool.free_pages
+    long = engine.submit(request_of(prompt_of(ids(1, 20)), "full", 900))
+    other = engine.submit(request_of(prompt_of(ids(2, 20)), "full", 20))
+    next(iter(long))
+    long.abort()
+    long.abort()
+    *_, last = long
+    assert last.finish_reason == "abort"
+    assert other.result().token_ids == answer(make_engine(), prompt_of(ids(2, 20)), "full", 20).token_ids
+    engine.check()
+    assert engine.pool.free_pages == free
+
+
+def test_what_can_never_fit_is_refused_at_once_with_the_number_of_pages(make_engine):
+    engine = make_engine(pages=8)
+    running = engine.submit(request_of(prompt_of(ids(1, 9)), "full", 30))
+    with pytest.raises(PoolTooSmall, match=r"needs 15 pages of 8 tokens; the pool has 8") as caught:
+        engine.submit(request_of(prompt_of(ids(2, 3), DOCUMENT, OTHER, ids(3, 4)), "reuse", 30))
+    assert caught.value.details["pages_needed"] == 15
+    assert len(running.result().token_ids) == 30
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths(make_engine):
+    with pytest.raises(ContextLengthExceeded, match="2100 tokens.*2048"):
+        make_engine(pages=600).submit(request_of(prompt_of(ids(1, 2100)), "full", 1))
+
+
+def test_a_prompt_without_a_question_is_refused(make_engine):
+    with pytest.raises(EmptyPrompt):
+        make_engine().submit(request_of(prompt_of(ids(1, 3), DOCUMENT), "mpic-4"))
+
+
+def test_a_text_model_refuses_images_by_name(make_engine):
+    with pytest.raises(UnsupportedModality, match="llama"):
+        make_engine().submit(request_of(prompt_of(image_chunk(random_image(1)), [4]), "mpic-4"))
+
+
+def test_a_sampled_answer_depends_on_its_seed_alone(make_engine):
+    options = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 3}
+    alone = answer(make_engine(), PROMPT, tokens=12, **options).token_ids
+    engine = make_engine()
+    crowd = [engine.submit(request_of(prompt_of(ids(i, 12)), "full", 12, temperature=1.0)) for i in range(5)]
+    assert answer(engine, PROMPT, tokens=12, **options).token_ids == alone
+    assert answer(engine, PROMPT, tokens=12, **{**options, "seed": 4}).token_ids != alone
+    for stream in crowd:
+        stream.result()
+
+
+def test_top_k_one_and_a_tiny_top_p_are_greedy(make_engine):
+    greedy = answer(make_engine(), PROMPT).token_ids
+    assert answer(make_engine(), PROMPT, temperature=1.0, top_k=1, seed=1).token_ids == greedy
+    assert answer(make_engine(), PROMPT, temperature=1.0, top_p=1e-9, seed=1).token_ids == greedy
+
+
+def test_logprobs_are_those_of_the_models_distribution(make_engine):
+    result = answer(make_engine(), PROMPT, logprobs=300, temperature=0.5, seed=1)
+    for token, logprob in zip(result.token_ids, result.logprobs, strict=True):
+        assert logprob.token_id == token
+        assert abs(sum(torch.tensor(value).exp() for _, value in logprob.top) - 1) < 1e-4
+        assert dict(logprob.top)[token] == pytest.approx(logprob.logprob)
+
+
+def test_generation_ends_at_the_end_token_and_does_not_show_it(make_engine, monkeypatch):
+    greedy = answer(make_engine(), PROMPT).token_ids
+    loaded = family("llama").loaded
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", [greedy[2]])
+    request = GenerationRequest("eos", PROMPT, parse_policy("mpic-4"), Sampling(max_tokens=9))
+    result = make_engine().submit(request).result()
+    assert result.finish_reason == "stop"
+    assert result.token_ids == greedy[:3]
+
+
+def test_a_compiled_chunk_is_saved_and_found_again_by_another_engine(make_engine):
+    store = MemoryStore()
+    engine = make_engine(store=store)
+    assert engine.compile(DOCUMENT).result(30) == 40
+    assert engine.compile(DOCUMENT).result(30) == 40
+    assert len(store.chunks) == 1
+    expected = answer(engine, PROMPT).token_ids
+    other = make_engine(store=store)
+    result = answer(other, PROMPT)
+    assert result.token_ids == expected
+    assert [c.tier for c in result.usage.chunks] == ["disk", "disk"]
+
+
+@pytest.mark.parametrize("policy", ["mpic-4", "legolink-0"])
+def test_a_damaged_file_is_recompiled_within_the_same_request(make_engine, policy):
+    store = MemoryStore(delay=0.01)
+    expected = answer(make_engine(store=store), PROMPT, policy).token_ids
+    engine = make_engine(store=store)
+    while len(store.chunks) < 2:
+        time.sleep(0.01)
+    store.damage(next(iter(store.chunks)))
+    result = answer(engine, PROMPT, policy)
+    assert result.token_ids == expected
+    assert [(c.tier, c.reason) for c in result.usage.chunks][0] == ("compiled", "corrupt")
+    engine.check()
+
+
+def test_a_full_disk_fails_the_compile_with_its_error_and_the_chunk_still_serves(make_engine):
+    store = MemoryStore()
+    store.full = True
+    engine = make_engine(store=store)
+    with pytest.raises(Exception, match="disk is full"):
+        engine.compile(DOCUMENT).result(30)
+    assert answer(engine, PROMPT).usage.chunks[0].tier == "device"
+
+
+def test_a_forgotten_chunk_is_invisible_at_once_with_everything_linked_to_it(make_engine):
+    engine = make_engine()
+    answer(engine, PROMPT)
+    running = engine.submit(request_of(prompt_of(ids(8, 3), DOCUMENT, ids(9, 4)), "mpic-4", 80))
+    engine.forget(DOCUMENT)
+    again = answer(engine, PROMPT)
+    assert again.usage.prefix_hit == 0
+    assert [c.tier for c in again.usage.chunks] == ["compiled", "device"]
+    assert len(running.result().token_ids) == 80
+    engine.check()
+
+
+def test_idle_chunks_are_evicted_least_recently_used_first(make_engine):
+    engine = make_engine(pages=18, store=MemoryStore())
+    chunks = [text_chunk(ids(20 + i, 40)) for i in range(4)]
+    for chunk in chunks:
+        answer(engine, prompt_of(ids(1, 3), chunk, ids(2, 2)), "reuse", 2)
+    resident = {key.chunk for key in engine.device.chunks}
+    assert chunks[3].key in resident and chunks[0].key not in resident
+    assert engine.stats()["counters"]["evicted_chunks"] > 0
+    engine.check()
+
+
+def test_a_closed_engine_fails_what_waits_and_refuses_what_comes(make_engine):
+    engine = make_engine()
+    stream = engine.submit(request_of(prompt_of(ids(1, 20)), "full", 1900))
+    next(iter(stream))
+    engine.close()
+    with pytest.raises(EngineStopped):
+        stream.result()
+    with pytest.raises(EngineStopped):
+        engine.submit(request_of(PROMPT, "full"))
+
+
+def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(make_engine, monkeypatch):
+    engine = make_engine()
+    run = engine.runner.run
+    monkeypatch.setattr(
+        engine.runner, "run", lambda slices: (_ for _ in ()).throw(RuntimeError("device lost"))
+    )
+    with pytest.raises(Exception, match="device lost"):
+        answer(engine, PROMPT)
+    monkeypatch.setattr(engine.runner, "run", run)
+    assert answer(engine, PROMPT).token_ids == answer(make_engine(), PROMPT).token_ids
+    engine.check()
+
+
+async def test_a_stream_can_be_read_asynchronously(make_engine):
+    stream = make_engine().submit(request_of(PROMPT, "mpic-4", 5))
+    deltas = [delta async for delta in stream]
+    assert sum(len(d.token_ids) for d in deltas) == 5
+    assert deltas[-1].finish_reason == "length"
+
+
+class Letters:
+    """A tokenizer whose token i is the i-th byte of UTF-8."""
+
+    def decode(self, token_ids, **options):
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("stop", [(), ("nothing",), ("d o",), ("o", "wor")])
+def test_streamed_text_is_never_taken_back_and_ends_before_a_stop_string(stop):
+    text = "hällo wörld of ✓ signs"
+    detokenizer = Detokenizer(Letters(), stop)
+    out = ""
+    for byte in text.encode():
+        out += detokenizer.push(byte)
+        assert text.startswith(out)
+        if detokenizer.stopped:
+            break
+    out += detokenizer.finish()
+    ends = [text.find(s) for s in stop if s in text]
+    assert out == (text[: min(ends)] if ends else text)
+
+
+def test_special_tokens_do_not_show_in_the_text(make_engine):
+    calls = []
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: calls.append(options) or "x" * len(ids))
+    Detokenizer(tokenizer, ()).push(1)
+    assert all(options["skip_special_tokens"] for options in calls)

@@ -1,0 +1,69 @@
+"""Random prompts, policies and batches against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+from engine_kit import (
+    TOKENS,
+    expected_of,
+    family,
+    ids,
+    image_chunk,
+    logits_of,
+    prompt_of,
+    request_of,
+    text_chunk,
+)
+from families import VISION_FAMILIES, random_image
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mpic.engine.native.engine import NativeEngine
+
+
+def chunk_pool(name: str) -> list:
+    chunks = [text_chunk(ids(50 + i, n)) for i, n in enumerate((1, 8, 23))]
+    if name in VISION_FAMILIES:
+        chunks += [image_chunk(random_image(60)), image_chunk(random_image(61, 32, 56))]
+    return chunks
+
+
+policies = st.sampled_from(["full", "prefix", "reuse", "mpic-1", "mpic-8", "legolink-3", "legolink-0"])
+
+
+@st.composite
+def requests(draw, name: str):
+    """Text and chunks at sentence and word level in any order, ending in text."""
+    pool = chunk_pool(name)
+    parts = []
+    for _ in range(draw(st.integers(0, 5))):
+        if draw(st.booleans()):
+            parts.append(pool[draw(st.integers(0, len(pool) - 1))])
+        else:
+            parts.append(ids(draw(st.integers(0, 99)), draw(st.integers(1, 12))))
+    parts.append(ids(draw(st.integers(0, 99)), draw(st.integers(1, 9))))
+    return prompt_of(*parts), draw(policies)
+
+
+@pytest.mark.parametrize("name", ["llama", "llava", "qwen2_vl"])
+def test_any_interleaving_in_any_batch_equals_the_oracle(name):
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        batch=st.lists(requests(name), min_size=1, max_size=3),
+        budget=st.sampled_from([7, 32, 512]),
+        pages=st.sampled_from([48, 256]),
+    )
+    def check(batch, budget, pages):
+        engine = NativeEngine(family(name).loaded, pages=pages, page_size=8, budget=budget)
+        try:
+            streams = [engine.submit(request_of(p, policy, TOKENS, logprobs=300)) for p, policy in batch]
+            results = [logits_of(stream, TOKENS) for stream in streams]
+            engine.check()
+        finally:
+            engine.close()
+        for (prompt, policy), (got_ids, got) in zip(batch, results, strict=True):
+            expected_ids, expected = expected_of(name, prompt, policy)
+            assert got_ids == expected_ids
+            assert (got - expected).abs().max() < 1e-4
+
+    check()
