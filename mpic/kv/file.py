@@ -183,12 +183,12 @@ class ChunkFile:
         self._close = weakref.finalize(self, self._files.close, self._fd)
         try:
             self._parse(key)
-        except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RuntimeError) as error:
-            self.close()
-            raise CorruptFile(f"{path.name} is not a chunk file that can be used: {error}") from error
         except CorruptFile:
             self.close()
             raise
+        except Exception as error:  # a header of another make raises nearly anything
+            self.close()
+            raise CorruptFile(f"{path.name} is not a chunk file that can be used: {error!r}") from error
 
     def close(self) -> None:
         """Release the file. Safe to call twice."""
@@ -281,7 +281,11 @@ class ChunkFile:
         return json.loads(raw[8:])
 
     def _read_inputs(self, entries: dict[str, Any], start: int, metadata: dict[str, str]) -> ChunkInputs:
-        end = max((e["data_offsets"][1] for e in entries.values()), default=start)
+        end = start
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            if entry["data_offsets"][0] != end:
+                raise CorruptFile(f"{name} of {self.path.name} is not where it should be")
+            end = entry["data_offsets"][1]
         if self._data + end != self.bytes:
             raise CorruptFile(f"{self.path.name} should have {self._data + end} bytes, it has {self.bytes}")
         tail = torch.empty(end - start, dtype=torch.uint8)

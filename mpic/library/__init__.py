@@ -56,6 +56,7 @@ class Library:
     store: DiskStore
     catalog: Catalog
     recovered: dict[str, int]
+    _lock: int | None
 
     def __init__(self, root: Path, limits: Limits, files: Files, clock: Callable[[], float]) -> None:
         self.root = root
@@ -115,12 +116,15 @@ class Library:
         """Verify the catalogue and that files and rows agree. Raises IntegrityError."""
         self.catalog.check()
         self.store.check()
+        self.files.check()
 
     def close(self) -> None:
-        """Write down what is kept in memory and let go of the folder."""
-        self.store.flush()
-        self.catalog.close()
-        os.close(self._lock)
+        """Write down what is kept in memory and let go of the folder. Close the engine first. Safe to call twice."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            self.store.flush()
+            self.catalog.close()
+            os.close(lock)
 
     def __enter__(self) -> Library:
         return self

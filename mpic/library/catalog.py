@@ -1,6 +1,6 @@
 """The catalogue: one SQLite database (WAL, ``synchronous=FULL``) that says what the library holds.
 
-One writer at a time behind a lock; every reading thread has its own connection. A file is durable before its row is
+One writer at a time behind a lock; readers have connections of their own. A file is durable before its row is
 committed, so a row always speaks the truth; a file without a row is garbage of a crash.
 """
 
@@ -72,7 +72,7 @@ def m001_users_files_chunks(db: sqlite3.Connection) -> None:
 
 
 class Catalog:
-    """Connections to the database; the SQL stands where it is used (static.py, store/disk.py).
+    """Connections to the database; the SQL about its rows stands in rows.py.
 
     Raises:
         IntegrityError: the database was written by a newer version of this program.
@@ -81,21 +81,22 @@ class Catalog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.RLock()
-        self._local = threading.local()
-        self._readers: list[sqlite3.Connection] = []
+        self._idle: list[sqlite3.Connection] = []  # readers nobody uses just now
         self._writer = self._connect()
         self._writer.execute("PRAGMA journal_mode = WAL")
         self._migrate()
 
     def read(self, sql: str, *values: Any, **named: Any) -> list[sqlite3.Row]:
-        """Rows of a query (placeholders positional or named), as last committed, on the thread's own connection."""
-        db = getattr(self._local, "db", None)
-        if db is None:
-            db = self._local.db = self._connect()
+        """Rows of a query (placeholders positional or named), as last committed. Never waits for the writer."""
+        try:
+            db = self._idle.pop()
+        except IndexError:
+            db = self._connect()
             db.execute("PRAGMA query_only = ON")
-            with self._lock:
-                self._readers.append(db)
-        return db.execute(sql, named or values).fetchall()
+        try:
+            return db.execute(sql, named or values).fetchall()
+        finally:
+            self._idle.append(db)
 
     def one(self, sql: str, *values: Any) -> sqlite3.Row | None:
         """The first row of a query, or None."""
@@ -135,9 +136,9 @@ class Catalog:
     def close(self) -> None:
         """Fold the log into the database and close. No thread may be reading."""
         with self._lock:
-            for db in (*self._readers, self._writer):
-                db.close()
-            self._readers.clear()
+            while self._idle:
+                self._idle.pop().close()
+            self._writer.close()
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=30)

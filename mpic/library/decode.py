@@ -6,6 +6,7 @@ Uploads and inline (data URL) images pass through the same functions.
 from __future__ import annotations
 
 import io
+import warnings
 from typing import Literal
 
 from PIL import Image, ImageOps
@@ -38,6 +39,10 @@ FOREIGN = {
 BRANDS = {b"avif": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF"}
 RIFF = {b"WAVE": "WAV audio", b"AVI ": "AVI video"}
 BMP_HEADERS = frozenset({12, 40, 52, 56, 64, 108, 124})
+
+warnings.filterwarnings(
+    "error", category=Image.DecompressionBombWarning
+)  # wherever in the process an image is opened
 
 
 def sniff(head: bytes) -> Literal["image", "text"]:

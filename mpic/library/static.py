@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import secrets
 import string
@@ -11,36 +10,33 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from sqlite3 import Connection, Row
 from typing import BinaryIO
 
 from aiofiles.os import wrap
 from PIL import Image
 
-from mpic.durable import Files, read_all
-from mpic.errors import BadRequest, CorruptFile, FileNotFound, HandleTaken, UnknownHandle
+from mpic.durable import Files
+from mpic.errors import BadRequest, CorruptFile, FileNotFound, IntegrityError, InvalidText, UnknownHandle
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog import Catalog
 from mpic.library.decode import decode_image, decode_text, sniff
-from mpic.library.incoming import Incoming
 from mpic.library.limits import Limits
+from mpic.library.originals import Incoming, Originals
 from mpic.library.records import AsyncReader, File, Page, Removed, State, TokenCache, Tokenize
-from mpic.library.store.disk import DiskStore, owner_folder
+from mpic.library.rows import FileRows, handle_taken
+from mpic.library.store.disk import DiskStore
 
 HANDLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ID_ALPHABET = string.ascii_letters + string.digits
 LONGEST_LIFE = 10 * 366 * 86_400
 PIECE = 1 << 20
 
-ALIVE = "owner = :owner AND (expires_at IS NULL OR expires_at > :now)"
-"""The condition every lookup carries: the user's own, and not expired."""
-
 
 class StaticLibrary:
     """Uploads of all users. Thread-safe. Methods block on the disk, except the async ones.
 
     Args:
-        root: originals lie in ``files/<hash of owner>/<id>``, uploads in progress in ``tmp``.
+        root: of the library; see ``Originals`` for what lies where.
         tokenize: text -> token ids of the served model; may be set later, before the first text is linked.
     """
 
@@ -59,7 +55,8 @@ class StaticLibrary:
         self._catalog = catalog
         self._store = store
         self._limits = limits
-        self._files = files or Files()
+        self._rows = FileRows(catalog, root, clock)
+        self._originals = Originals(root, files or Files())
         self._clock = clock
         self._tokens = TokenCache()
 
@@ -86,7 +83,7 @@ class StaticLibrary:
             StorageFull: the disk is full; nothing was stored.
         """
         self._admit(user, handle, expires_after)
-        with self._incoming() as incoming:
+        with self._originals.incoming(self._limits.upload_bytes) as incoming:
             for piece in _pieces(source):
                 incoming.write(piece)
             return self._accept(incoming, user, filename, handle, expires_after)
@@ -101,10 +98,10 @@ class StaticLibrary:
     ) -> File:
         """``add`` for an event loop, which it never blocks; ``source`` is read in pieces of 1 MiB.
 
-        When the task is cancelled (the client went away) nothing is left behind.
+        When the task is cancelled because the client went away, what had arrived is removed.
         """
         await wrap(self._admit)(user, handle, expires_after)
-        incoming = await wrap(self._incoming)()
+        incoming = await wrap(self._originals.incoming)(self._limits.upload_bytes)
         try:
             while piece := await source.read(PIECE):
                 await wrap(incoming.write)(piece)
@@ -116,17 +113,17 @@ class StaticLibrary:
 
     def get(self, user: str, file_id: str) -> File:
         """The user's file of this id. Raises FileNotFound: none, expired, or another user's."""
-        rows = self._select(user, "id = :id", id=file_id)
-        if not rows:
+        file = self._rows.by_id(user, file_id)
+        if file is None:
             raise FileNotFound(f"no file {file_id!r}", param="file_id", id=file_id)
-        return rows[0]
+        return file
 
     def by_handle(self, user: str, handle: str) -> File:
         """The user's file of this handle, ignoring case. Raises UnknownHandle."""
-        rows = self._select(user, "handle = :handle COLLATE NOCASE", handle=handle)
-        if not rows:
+        file = self._rows.by_handle(user, handle)
+        if file is None:
             raise UnknownHandle(f"no file with the handle {handle!r}", handle=handle)
-        return rows[0]
+        return file
 
     def page(
         self,
@@ -146,17 +143,10 @@ class StaticLibrary:
             raise BadRequest(f"order is asc or desc, not {order!r}", param="order")
         if limit < 1:
             raise BadRequest(f"limit must be at least 1, not {limit}", param="limit")
-        where, values = ["TRUE"], {}
         if after is not None:
             self.get(user, after)
-            where.append(f"seq {'>' if order == 'asc' else '<'} (SELECT seq FROM files WHERE id = :after)")
-            values["after"] = after
-        if kind is not None:
-            where.append("kind = :kind")
-            values["kind"] = kind
-        tail = f"ORDER BY seq {order} LIMIT {limit + 1}"
-        rows = self._select(user, " AND ".join(where), tail, **values)
-        return Page(rows[:limit], len(rows) > limit)
+        files = self._rows.listing(user, after, limit + 1, order, kind)
+        return Page(files[:limit], len(files) > limit)
 
     def content(self, user: str, file_id: str) -> bytes:
         """The original as uploaded, verified. Raises FileNotFound, CorruptFile."""
@@ -181,9 +171,7 @@ class StaticLibrary:
         make = partial(Chunk, file.key, user, label=file.label, file_id=file.id)
         if file.kind == "image":
             return make(load_image=partial(self._load_image, file))
-        tokenize = tokenize or self.tokenize
-        if tokenize is None:
-            raise RuntimeError("the library has no tokenizer; set StaticLibrary.tokenize")
+        tokenize = tokenize or self._tokenizer()
         ids = self._tokens.get(file.id, tokenize)
         if ids is None:
             ids = tuple(tokenize(decode_text(self._read(file), self._limits)))
@@ -199,46 +187,54 @@ class StaticLibrary:
         image = decode_image(data, self._limits)
         return Chunk(ChunkKey.of_image(image), user, load_image=lambda: image, label=label)
 
+    def inline_text(self, user: str, text: str, label: str | None = None) -> Chunk:
+        """A document that came inside a request: checked like an upload, owned by the user, not a file.
+
+        Raises:
+            InvalidText, TooLarge: as ``decode_text``.
+        """
+        try:
+            text = decode_text(text.encode(), self._limits)
+        except UnicodeEncodeError as error:
+            raise InvalidText("the text contains half of a surrogate pair") from error
+        return Chunk(ChunkKey.of_text(text), user, token_ids=tuple(self._tokenizer()(text)), label=label)
+
     # Changing
 
     def set_state(
         self, user: str, file_id: str, state: State, tokens: int | None = None, error: str | None = None
     ) -> None:
         """Record what became of the compilation. A file that was deleted meanwhile is no error."""
-        with self._catalog.write() as db:
-            db.execute(
-                "UPDATE files SET state = ?, tokens = COALESCE(?, tokens), error = ? WHERE owner = ? AND id = ?",
-                (state, tokens, error, user, file_id),
-            )
+        self._rows.set_state(user, file_id, state, tokens, error)
 
     def delete(self, user: str, file_id: str) -> Removed:
         """Delete a file: invisible at once, its original and (unless another file of the user holds the same content)
         its compiled chunks removed from the disk. Raises FileNotFound."""
-        return self._remove([self.get(user, file_id)], None)[0]
+        removed = self._remove([self.get(user, file_id)], None)
+        if not removed:  # by someone else, just now
+            raise FileNotFound(f"no file {file_id!r}", param="file_id", id=file_id)
+        return removed[0]
 
     def collect_expired(self) -> list[Removed]:
         """Remove what has expired (it is invisible already). Call it now and then."""
-        sql = "SELECT * FROM files WHERE expires_at <= ?"
-        return self._remove([self._file(row) for row in self._catalog.read(sql, self._clock())], "expired")
+        return self._remove(self._rows.expired(), "expired")
 
     def pending(self) -> list[File]:
         """Files of all users that wait for compilation, oldest first; after a restart they are to be compiled."""
-        sql = "SELECT * FROM files WHERE state = 'compiling' AND (expires_at IS NULL OR expires_at > ?) ORDER BY seq"
-        return [self._file(row) for row in self._catalog.read(sql, self._clock())]
+        return self._rows.pending()
 
     def reconcile(self) -> dict[str, int]:
         """Make originals and rows agree, at start-up. Returns how many were ``lost`` and how many ``orphans``."""
-        here = {str(p.relative_to(self.root)): p for p in self.root.glob("files/*/*")}
-        rows = self._catalog.read("SELECT seq, path FROM files")
-        lost = [(row["seq"],) for row in rows if here.pop(row["path"], None) is None]
-        with self._catalog.write() as db:
-            db.executemany(
-                "UPDATE files SET state = 'failed', error = 'the original is lost' WHERE seq = ?", lost
-            )
-        garbage = [*here.values(), *self.root.glob("tmp/*")]
-        for path in garbage:
-            self._files.remove(path)
-        return {"lost": len(lost), "orphans": len(garbage)}
+        lost, orphans = self._originals.reconcile(self._rows.paths())
+        self._rows.mark_lost(lost)
+        return {"lost": len(lost), "orphans": orphans}
+
+    def check(self) -> None:
+        """Every row has its original. Raises IntegrityError."""
+        with self._store.lock:
+            gone = [path for path in self._rows.paths() if not (self.root / path).is_file()]
+        if gone:
+            raise IntegrityError(f"{len(gone)} originals are not there, the first is {gone[0]}")
 
     # Inside
 
@@ -257,11 +253,8 @@ class StaticLibrary:
             raise BadRequest(
                 f"a handle is 1 to 64 letters, digits, '_', '.' or '-', not {handle[:80]!r}", param="handle"
             )
-        if self._select(user, "handle = :handle COLLATE NOCASE", handle=handle):
-            raise _taken(handle)
-
-    def _incoming(self) -> Incoming:
-        return Incoming(self._files, self.root / "tmp", self._limits.upload_bytes)
+        if self._rows.by_handle(user, handle) is not None:
+            raise handle_taken(handle)
 
     def _accept(
         self, incoming: Incoming, user: str, filename: str, handle: str | None, expires_after: int | None
@@ -273,53 +266,31 @@ class StaticLibrary:
         else:
             key = ChunkKey.of_text(decode_text(data, self._limits))
         file_id = "file-" + "".join(secrets.choice(ID_ALPHABET) for _ in range(24))
-        path = self.root / "files" / owner_folder(user) / file_id
-        incoming.publish(path)
+        path = self._originals.path(user, file_id)
         now = self._clock()
-        values = {
-            "id": file_id,
-            "owner": user,
-            "handle": handle,
-            "kind": key.kind,
-            "filename": _clean(filename)[: self._limits.filename_chars] or "upload",
-            "path": str(path.relative_to(self.root)),
-            "bytes": incoming.bytes,
-            "sha256": incoming.sha256,
-            "digest": key.digest,
-            "created_at": now,
-            "expires_at": None if expires_after is None else now + expires_after,
-            "state": "compiling",
-        }
-        columns, slots = ", ".join(values), ", ".join(f":{name}" for name in values)
+        file = File(
+            id=file_id,
+            owner=user,
+            handle=handle,
+            kind=key.kind,
+            filename=_clean(filename)[: self._limits.filename_chars] or "upload",
+            bytes=incoming.bytes,
+            key=key,
+            created_at=now,
+            expires_at=None if expires_after is None else now + expires_after,
+            tokens=None,
+            state="compiling",
+            error=None,
+            sha256=incoming.sha256,
+            path=path,
+        )
+        incoming.publish(path)
         try:
-            with self._catalog.write() as db:
-                self._catalog.add_user(db, user, now)
-                self._claim(db, user, handle, now)
-                db.execute(f"INSERT INTO files ({columns}) VALUES ({slots})", values)
+            self._rows.insert(file)
         except BaseException:
-            self._files.remove(path)
+            self._originals.remove(path)
             raise
-        return self.get(user, file_id)
-
-    def _claim(self, db: Connection, user: str, handle: str | None, now: float) -> None:
-        """Within a transaction: free the handle if an expired file has it; HandleTaken if a living one has."""
-        if handle is None:
-            return
-        where = "owner = ? AND handle = ? COLLATE NOCASE"
-        db.execute(f"UPDATE files SET handle = NULL WHERE {where} AND expires_at <= ?", (user, handle, now))
-        if db.execute(f"SELECT 1 FROM files WHERE {where}", (user, handle)).fetchone():
-            raise _taken(handle)
-
-    def _select(self, user: str, where: str, tail: str = "", **values: object) -> list[File]:
-        sql = f"SELECT * FROM files WHERE {ALIVE} AND {where} {tail}"
-        return [self._file(row) for row in self._catalog.read(sql, owner=user, now=self._clock(), **values)]
-
-    def _file(self, row: Row) -> File:
-        values = dict(row)
-        key = ChunkKey(values["kind"], values.pop("digest"))
-        path = self.root / values.pop("path")
-        del values["seq"]
-        return File(key=key, path=path, **values)
+        return file
 
     def _remove(self, files: list[File], state: str | None) -> list[Removed]:
         """Rows first, then files, so that a crash in between leaves only garbage."""
@@ -327,42 +298,33 @@ class StaticLibrary:
         with self._store.lock:
             with self._catalog.write() as db:
                 for file in files:
-                    if db.execute("DELETE FROM files WHERE id = ?", (file.id,)).rowcount == 0:
+                    if not self._rows.delete(db, file):
                         continue
-                    same = "SELECT 1 FROM files WHERE owner = ? AND kind = ? AND digest = ?"
-                    shared = db.execute(same, (file.owner, file.kind, file.key.digest)).fetchone()
+                    shared = self._rows.has_content(db, file.owner, file.key)
                     if not shared:
-                        rows += self._store.delete_rows(db, file.owner, file.key, state)
+                        rows += self._store.drop(db, file.owner, file.key, state)
                     chunk = None if shared else Chunk(file.key, file.owner, label=file.label, file_id=file.id)
                     removed.append(Removed(file, chunk))
             self._store.erase(rows)
         for file, _ in removed:
             self._tokens.drop(file.id)
-            self._files.remove(file.path)
+            self._originals.remove(file.path)
         return removed
+
+    def _tokenizer(self) -> Tokenize:
+        if self.tokenize is None:
+            raise RuntimeError("the library has no tokenizer; set StaticLibrary.tokenize")
+        return self.tokenize
 
     def _load_image(self, file: File) -> Image.Image:
         return decode_image(self._read(file), self._limits)
 
     def _read(self, file: File) -> bytes:
-        """The original, verified against its SHA-256."""
         try:
-            fd = self._files.open(file.path)
+            return self._originals.read(file.path, file.sha256)
         except FileNotFoundError as error:
             self.get(file.owner, file.id)  # deleted meanwhile: FileNotFound
             raise CorruptFile(f"the original of {file.id} is lost") from error
-        try:
-            data = bytearray(self._files.size(fd))
-            read_all(self._files, fd, memoryview(data), 0)
-        finally:
-            self._files.close(fd)
-        if hashlib.sha256(data).hexdigest() != file.sha256:
-            raise CorruptFile(f"the original of {file.id} is damaged")
-        return bytes(data)
-
-
-def _taken(handle: str) -> HandleTaken:
-    return HandleTaken(f"you already have a file with the handle {handle!r}", param="handle", handle=handle)
 
 
 def _clean(filename: str) -> str:

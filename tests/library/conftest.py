@@ -1,0 +1,33 @@
+import pytest
+from library_tools import Clock
+
+from mpic.library import Library, Limits
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def open_library(tmp_path, clock):
+    """Open the library of this test; what is still open at its end is closed, after a last check."""
+    opened = []
+
+    def open_one(check=True, files=None, **limits):
+        library = Library.open(tmp_path / "library", Limits(**limits), files=files, clock=clock)
+        library.files.tokenize = lambda text: tuple(text.encode())
+        opened.append((library, check))
+        return library
+
+    yield open_one
+    for library, check in opened:
+        if library._lock is not None:
+            if check:
+                library.check()
+            library.close()
+
+
+@pytest.fixture
+def library(open_library):
+    return open_library()

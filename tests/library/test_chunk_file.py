@@ -1,0 +1,316 @@
+"""The file of a compiled chunk."""
+
+import json
+import os
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from library_tools import FullDisk, everything, make_chunk, read, same_inputs, text_key
+from safetensors.torch import load_file, save_file
+
+from mpic.durable import Files
+from mpic.errors import CorruptFile, StorageFull
+from mpic.kv.chunk import ChunkKey, KVKey, Recipe
+from mpic.kv.file import BLOCK, IO_BYTES, PREFIX, ChunkFile, checksum, write
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("image", [False, True])
+@pytest.mark.parametrize("positions", [1, 3])
+def test_a_chunk_comes_back_as_it_was(tmp_path, dtype, image, positions):
+    chunk = make_chunk(text_key(dtype=dtype, sink=4), n=7, dim=3, image=image, positions=positions)
+    path = tmp_path / "c.safetensors"
+    assert write(path, chunk) == path.stat().st_size
+    stored = ChunkFile(path, chunk.key)
+    assert stored.key == chunk.key
+    assert stored.shape == (3, 2, 3) and stored.dtype == chunk.kv.dtype
+    assert same_inputs(stored.inputs, chunk.inputs)
+    assert torch.equal(read(stored, chunk.kv), chunk.kv)
+    assert os.listdir(tmp_path) == ["c.safetensors"]
+
+
+def test_the_kv_is_one_aligned_range_of_bytes_in_the_order_of_memory(tmp_path):
+    chunk = make_chunk(image=True)
+    path = tmp_path / "c.safetensors"
+    write(path, chunk)
+    raw = path.read_bytes()
+    data = 8 + int.from_bytes(raw[:8], "little")
+    size = chunk.kv.nbytes
+    assert data % BLOCK == 0
+    assert raw[data : data + size] == chunk.kv.numpy().tobytes()
+    entries = json.loads(raw[8:data])
+    assert entries["token_ids"]["data_offsets"][0] % BLOCK == 0
+    assert entries["kv.002"]["data_offsets"][1] == size
+
+
+def test_the_stock_safetensors_library_reads_it(tmp_path):
+    chunk = make_chunk(text_key(dtype="bfloat16"), image=True)
+    path = tmp_path / "c.safetensors"
+    write(path, chunk)
+    tensors = load_file(path)
+    for i, layer in enumerate(chunk.kv):
+        assert torch.equal(tensors[f"kv.{i:03d}"], layer)
+    assert torch.equal(tensors["deepstack"], chunk.inputs.deepstack)
+    assert torch.equal(tensors["token_ids"], chunk.inputs.token_ids)
+
+
+def test_layers_are_announced_in_order_when_their_bytes_are_in_place(tmp_path):
+    chunk = make_chunk(layers=12)
+    path = tmp_path / "c.safetensors"
+    write(path, chunk)
+    destination, seen = torch.zeros_like(chunk.kv), []
+
+    def ready(layer):
+        assert torch.equal(destination[layer], chunk.kv[layer])
+        seen.append(layer)
+
+    ChunkFile(path, chunk.key).read_into(destination, ready)
+    assert seen == list(range(12))
+
+
+def test_reads_are_large(tmp_path):
+    sizes = []
+
+    class Watching(Files):
+        def read(self, fd, into, offset):
+            sizes.append(len(into))
+            return super().read(fd, into, offset)
+
+    chunk = make_chunk(n=512, layers=7, heads=4, dim=64)  # a layer is 1 MiB
+    path = tmp_path / "c.safetensors"
+    write(path, chunk)
+    stored = ChunkFile(path, chunk.key, Watching())
+    sizes.clear()
+    assert torch.equal(read(stored, chunk.kv), chunk.kv)
+    assert sizes == [IO_BYTES, IO_BYTES, IO_BYTES, 1 << 20]
+
+
+def test_short_writes_and_short_reads_are_completed(tmp_path):
+    class Short(Files):
+        def write(self, fd, data):
+            return super().write(fd, data[:777])
+
+        def read(self, fd, into, offset):
+            return super().read(fd, into[:555], offset)
+
+    chunk = make_chunk(image=True, n=40)
+    path = tmp_path / "c.safetensors"
+    write(path, chunk, Short())
+    stored = ChunkFile(path, chunk.key, Short())
+    assert torch.equal(read(stored, chunk.kv), chunk.kv)
+    assert same_inputs(stored.inputs, chunk.inputs)
+
+
+def opened_and_read(path, chunk):
+    stored = ChunkFile(path, chunk.key)
+    return stored.inputs, read(stored, chunk.kv)
+
+
+class Whole:
+    """A chunk, its file's bytes, and a place for damaged copies."""
+
+    def __init__(self, folder):
+        self.chunk = make_chunk(image=True)
+        self.path = folder / "c.safetensors"
+        write(self.path, self.chunk)
+        self.raw = self.path.read_bytes()
+
+    def __iter__(self):
+        return iter((self.chunk, self.raw, self.path))
+
+    def __repr__(self):
+        return "whole"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return Whole(tmp_path_factory.mktemp("whole"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_every_flipped_bit_is_detected(whole, data):
+    chunk, raw, path = whole
+    bit = data.draw(st.integers(0, 8 * len(raw) - 1), label="bit")
+    damaged = bytearray(raw)
+    damaged[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(damaged)
+    with pytest.raises(CorruptFile):
+        opened_and_read(path, chunk)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_every_truncation_and_every_extension_is_detected(whole, data):
+    chunk, raw, path = whole
+    size = data.draw(st.integers(0, len(raw) - 1) | st.integers(len(raw) + 1, len(raw) + BLOCK), label="size")
+    path.write_bytes(raw[:size].ljust(size, b"\0"))
+    with pytest.raises(CorruptFile):
+        opened_and_read(path, chunk)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_swapped_blocks_are_detected(whole, data):
+    chunk, raw, path = whole
+    blocks = [raw[i : i + 64] for i in range(0, len(raw), 64)]
+    i, j = (data.draw(st.integers(0, len(blocks) - 1)) for _ in range(2))
+    if blocks[i] == blocks[j]:
+        return
+    blocks[i], blocks[j] = blocks[j], blocks[i]
+    path.write_bytes(b"".join(blocks))
+    with pytest.raises(CorruptFile):
+        opened_and_read(path, chunk)
+
+
+json_values = st.recursive(
+    st.none() | st.integers(-5, 1 << 40) | st.text(max_size=5),
+    lambda x: st.lists(x, max_size=3),
+    max_leaves=4,
+)
+
+
+def forged(raw, change):
+    """The file with its header changed and a right checksum on the result."""
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    del header["__metadata__"]["header_xxh3"]
+    change(header)
+    metadata, entries = json.dumps(header.pop("__metadata__"))[1:], json.dumps(header)[1:]
+    text = PREFIX + b"0" * 16 + f'",{metadata},{entries}'.encode()
+    head = bytearray((start - 8).to_bytes(8, "little") + text.ljust(start - 8))
+    head[8 + len(PREFIX) : 24 + len(PREFIX)] = checksum(bytes(head)).encode()
+    return bytes(head) + raw[start:]
+
+
+def test_forging_works(whole):
+    chunk, raw, path = whole
+    path.write_bytes(forged(raw, lambda header: None))
+    assert torch.equal(opened_and_read(path, chunk)[1], chunk.kv)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_nonsensical_header_with_a_right_checksum_never_raises_anything_else(whole, data):
+    chunk, raw, path = whole
+
+    def change(header):
+        entry = data.draw(st.sampled_from([*header]), label="entry")
+        place, name = header, entry
+        if entry == "__metadata__" or data.draw(st.booleans(), label="within"):
+            place, name = header[entry], data.draw(st.sampled_from([*header[entry]]), label="field")
+        if data.draw(st.booleans(), label="remove"):
+            del place[name]
+        else:
+            place[name] = data.draw(json_values, label="value")
+
+    path.write_bytes(forged(raw, change))
+    with suppress(CorruptFile):
+        opened_and_read(path, chunk)
+
+
+@pytest.mark.parametrize("name", ["kv.000", "kv.002", "pad", "token_ids", "embeds", "deepstack"])
+def test_a_header_that_leaves_out_a_tensor_is_refused(whole, name):
+    chunk, raw, path = whole
+    path.write_bytes(forged(raw, lambda header: header.pop(name)))
+    with pytest.raises(CorruptFile):
+        opened_and_read(path, chunk)
+
+
+def test_foreign_files_are_refused(tmp_path):
+    key = text_key()
+    path = tmp_path / "c.safetensors"
+    for content in (b"", b"\0", b"hello", b"\xff" * 100_000, b"\0" * 100_000):
+        path.write_bytes(content)
+        with pytest.raises(CorruptFile):
+            ChunkFile(path, key)
+    save_file({"kv.000": torch.zeros(2, 2, 5, 4)}, path)
+    with pytest.raises(CorruptFile, match="not written by this system"):
+        ChunkFile(path, key)
+
+
+def test_a_file_of_any_other_key_is_refused(tmp_path):
+    key = text_key(preprocessing="p")
+    path = tmp_path / "c.safetensors"
+    write(path, make_chunk(key))
+    others = [
+        KVKey("bob", key.chunk, key.model, key.recipe),
+        KVKey(key.owner, ChunkKey("image", key.chunk.digest), key.model, key.recipe),
+        KVKey(key.owner, ChunkKey.of_text("other"), key.model, key.recipe),
+        KVKey(key.owner, key.chunk, "b2" * 32, key.recipe),
+        KVKey(key.owner, key.chunk, key.model, Recipe("bfloat16", preprocessing="p")),
+        KVKey(key.owner, key.chunk, key.model, Recipe("float32", sink=4, preprocessing="p")),
+        KVKey(key.owner, key.chunk, key.model, Recipe("float32", preprocessing="q")),
+    ]
+    for other in others:
+        with pytest.raises(CorruptFile, match="another chunk"):
+            ChunkFile(path, other)
+    assert ChunkFile(path).key == ChunkFile(path, key).key == key
+
+
+def test_an_owner_cannot_forge_the_header(tmp_path):
+    key = text_key(owner='x","header_xxh3":"0000000000000000","model":"\u2028')
+    path = tmp_path / "c.safetensors"
+    write(path, make_chunk(key))
+    assert ChunkFile(path, key).key == key
+
+
+@pytest.mark.parametrize("left", [0, 1, 4096, 4500, 8600])
+def test_a_full_disk_leaves_nothing_and_what_was_there(tmp_path, left):
+    disk, old = FullDisk(), make_chunk(seed=1)
+    path = tmp_path / "c.safetensors"
+    write(path, old, disk)
+    disk.left = left
+    with pytest.raises(StorageFull):
+        write(tmp_path / "d.safetensors", make_chunk(seed=2, image=True), disk)
+    assert everything(tmp_path) == {"c.safetensors"}
+    assert torch.equal(read(ChunkFile(path, old.key), old.kv), old.kv)
+
+
+def test_an_open_chunk_survives_its_deletion(tmp_path):
+    chunk = make_chunk()
+    path = tmp_path / "c.safetensors"
+    write(path, chunk)
+    stored = ChunkFile(path, chunk.key)
+    path.unlink()
+    assert torch.equal(read(stored, chunk.kv), chunk.kv)
+
+
+def test_no_descriptor_is_left_open(tmp_path):
+    chunk = make_chunk()
+    path = tmp_path / "c.safetensors"
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    write(path, chunk)
+    for _ in range(5):
+        read(ChunkFile(path, chunk.key), chunk.kv)
+        with pytest.raises(CorruptFile):
+            ChunkFile(path, text_key("other"))
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_destination_that_does_not_fit_is_refused(tmp_path):
+    chunk = make_chunk()
+    path = tmp_path / "c.safetensors"
+    write(path, chunk)
+    stored = ChunkFile(path, chunk.key)
+    for wrong in (
+        chunk.kv[:2].clone(),
+        chunk.kv.double(),
+        chunk.kv.transpose(3, 4).contiguous().transpose(3, 4),
+    ):
+        with pytest.raises(ValueError):
+            stored.read_into(wrong)
+
+
+def test_a_chunk_that_contradicts_itself_is_not_written(tmp_path):
+    good = make_chunk()
+    for key in (text_key(dtype="bfloat16"), text_key(codec="zip")):
+        with pytest.raises(ValueError):
+            write(tmp_path / "c", type(good)(key, good.inputs, good.kv))
+    with pytest.raises(ValueError):
+        write(tmp_path / "c", type(good)(good.key, good.inputs, good.kv[:, :, :, :4]))
+    assert not everything(tmp_path)

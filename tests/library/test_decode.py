@@ -1,0 +1,195 @@
+"""What an upload is, decided by decoding it."""
+
+import io
+import struct
+import zlib
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from library_tools import encoded, picture
+from PIL import Image, ImageFile
+
+from mpic.errors import BadRequest, InvalidImage, InvalidText, InvalidUpload, TooLarge
+from mpic.library.decode import decode_image, decode_text, sniff
+from mpic.library.limits import Limits
+
+
+@pytest.mark.parametrize("format, options", [("PNG", {}), ("BMP", {}), ("WEBP", {"lossless": True})])
+def test_lossless_formats_come_back_exactly(format, options):
+    data = encoded(format=format, **options)
+    image = decode_image(data)
+    assert sniff(data[:32]) == "image"
+    assert image.mode == "RGB" and np.array_equal(image, picture())
+
+
+def test_jpeg_is_read():
+    image = decode_image(encoded(Image.new("RGB", (9, 5), (200, 10, 10)), "JPEG"))
+    assert image.size == (9, 5) and image.getpixel((4, 2))[0] > 180
+
+
+def test_exif_orientation_is_applied():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown turned by 90 degrees clockwise
+    image = decode_image(encoded(exif=exif))
+    assert image.size == (12, 16)
+    assert np.array_equal(image, picture().transpose(Image.Transpose.ROTATE_270))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "LA", "RGBA"])
+def test_every_mode_becomes_rgb(mode):
+    format = "JPEG" if mode == "CMYK" else "PNG"
+    assert decode_image(encoded(picture().convert(mode), format)).mode == "RGB"
+
+
+def test_what_is_transparent_shows_white():
+    image = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    image.putpixel((1, 1), (10, 20, 30, 255))
+    decoded = decode_image(encoded(image))
+    assert decoded.getpixel((0, 0)) == (255, 255, 255)
+    assert decoded.getpixel((1, 1)) == (10, 20, 30)
+
+
+def test_sixteen_bits_keep_their_shades():
+    shades = (np.arange(16, dtype=np.uint16) * 4096 + 255).reshape(4, 4)
+    decoded = np.asarray(decode_image(encoded(Image.fromarray(shades))))
+    assert np.array_equal(decoded[..., 0], shades >> 8)
+
+
+@pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP"])
+def test_animations_are_refused(format):
+    frames = [picture(i) for i in range(3)]
+    data = encoded(frames[0], format, save_all=True, append_images=frames[1:])
+    with pytest.raises(InvalidImage):
+        decode_image(data)
+
+
+def test_gif_is_an_option_and_gives_its_first_frame():
+    frames = [Image.new("RGB", (5, 5), color) for color in ((255, 0, 0), (0, 0, 255))]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    with pytest.raises(InvalidImage, match="GIF"):
+        decode_image(data)
+    assert decode_image(data, Limits(gif=True)).getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_a_photo_with_a_second_picture_inside_is_not_an_animation():
+    data = encoded(picture(), "MPO", save_all=True, append_images=[picture(1)])
+    assert decode_image(data).size == (16, 12)
+
+
+def huge_png(width, height):
+    """A few bytes that claim many pixels."""
+
+    def piece(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = piece(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + piece(b"IDAT", zlib.compress(b"")) + piece(b"IEND", b"")
+
+
+@pytest.mark.filterwarnings("error::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("side", [7_000, 10_000, 12_000, 100_000])
+def test_too_many_pixels_are_refused_before_decoding(side, monkeypatch):
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(TooLarge):
+        decode_image(huge_png(side, side))
+
+
+def test_the_limit_counts_pixels():
+    with pytest.raises(TooLarge, match="16x12"):
+        decode_image(encoded(), Limits(image_pixels=16 * 12 - 1))
+    assert decode_image(encoded(), Limits(image_pixels=16 * 12))
+
+
+def test_absurdly_narrow_images_are_refused():
+    with pytest.raises(InvalidImage, match="narrow"):
+        decode_image(encoded(Image.new("RGB", (1, 300))))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damaged_images_are_an_error_of_the_request(data):
+    format = data.draw(st.sampled_from(["PNG", "JPEG", "WEBP", "BMP"]))
+    raw = bytearray(encoded(format=format))
+    for _ in range(data.draw(st.integers(0, 8))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.integers(0, len(raw)))]
+    with suppress(InvalidImage, TooLarge):
+        assert decode_image(bytes(raw)).mode == "RGB"
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP"])
+def test_truncated_images_are_refused(format):
+    raw = encoded(format=format)
+    with pytest.raises(InvalidImage):
+        decode_image(raw[: len(raw) // 2])
+
+
+@pytest.mark.parametrize("format", ["TIFF", "ICO", "PPM", "TGA", "PCX"])
+def test_formats_off_the_list_are_refused_even_if_pillow_knows_them(format):
+    data = encoded(picture(size=(16, 16)), format)
+    with pytest.raises(InvalidImage):
+        decode_image(data)
+    with pytest.raises(InvalidUpload):
+        if sniff(data[:32]) == "text":
+            decode_text(data)
+
+
+@pytest.mark.parametrize(
+    "head, name",
+    [
+        (b"%PDF-1.7\n", "PDF"),
+        (b"PK\x03\x04word", "Office"),
+        (b"\0\0\0\x20ftypavif", "AVIF"),
+        (b"\0\0\0\x20ftypisom", "MP4"),
+        (b"RIFF\0\0\0\0WAVEfmt ", "WAV"),
+        (b"II*\0", "TIFF"),
+    ],
+)
+def test_known_others_are_refused_by_name(head, name):
+    with pytest.raises(InvalidUpload, match=name):
+        sniff(head.ljust(32, b"\0"))
+
+
+@pytest.mark.parametrize(
+    "text", ["BMW builds cars, and they have headers too", "RIFF", "GIF is a format", "ftyp", "%PD"]
+)
+def test_text_that_starts_like_something_else_is_text(text):
+    assert sniff(text.encode()[:32]) == "text"
+
+
+def test_text_is_strict_utf8():
+    assert decode_text("Žluťoučký kůň 🐎\r\n\tend".encode()) == "Žluťoučký kůň 🐎\r\n\tend"
+    assert decode_text(b"\xef\xbb\xbfwith a mark") == "with a mark"
+    for bad in (b"caf\xe9", "text".encode("utf-16"), b"\xed\xa0\x80", b"a\0b", b"", b" \n\t", b"\xc0\x80"):
+        with pytest.raises(InvalidText):
+            decode_text(bad)
+    with pytest.raises(TooLarge):
+        decode_text(b"x" * 11, Limits(text_bytes=10))
+
+
+def test_the_users_own_special_tokens_are_text_like_any_other():
+    assert decode_text(b"<image> <|im_start|>") == "<image> <|im_start|>"
+
+
+def test_limits_must_make_sense():
+    for wrong in ({"image_pixels": 0}, {"image_pixels": 1 << 40}, {"disk_bytes": 0}, {"upload_bytes": -1}):
+        with pytest.raises(ValueError):
+            Limits(**wrong)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=64))
+def test_any_bytes_are_something_or_an_error_of_the_request(data):
+    try:
+        decode_image(data) if sniff(data[:32]) == "image" else decode_text(data)
+    except BadRequest as error:
+        assert error.status == 400
+
+
+def test_decoding_reads_only_what_it_is_given():
+    data = encoded()
+    assert decode_image(data + b"trailing bytes").size == (16, 12)
+    assert Image.open(io.BytesIO(data)).size == (16, 12)

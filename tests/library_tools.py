@@ -1,0 +1,156 @@
+"""Things the library's tests make and break."""
+
+import errno
+import io
+import os
+
+import torch
+from PIL import Image
+
+from mpic.durable import Files
+from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, Recipe
+from mpic.library import Library
+
+MODEL = "a1" * 32
+
+
+def text_key(text="some text", owner="ann", model=MODEL, dtype="float32", **recipe):
+    return KVKey(owner, ChunkKey.of_text(text), model, Recipe(dtype, **recipe))
+
+
+def make_chunk(key=None, n=5, layers=3, heads=2, dim=4, image=False, positions=1, seed=0):
+    """A ChunkKV of random numbers."""
+    key = key or text_key()
+    dtype = getattr(torch, key.recipe.dtype)
+    g = torch.Generator().manual_seed(seed)
+    inputs = ChunkInputs(
+        token_ids=torch.randint(0, 99, (n,), generator=g),
+        positions=torch.arange(n).expand(positions, n).contiguous(),
+        extent=n + 3 if image else n,
+        embeds=torch.randn(n, 7, generator=g).to(dtype) if image else None,
+        deepstack=torch.randn(2, n, 7, generator=g).to(dtype) if image else None,
+    )
+    return ChunkKV(key, inputs, torch.randn(layers, 2, heads, n, dim, generator=g).to(dtype))
+
+
+def same_inputs(a, b):
+    """Two ChunkInputs hold the same."""
+    for name in ("token_ids", "positions", "embeds", "deepstack"):
+        x, y = getattr(a, name), getattr(b, name)
+        if (x is None) != (y is None) or (x is not None and not (x.dtype == y.dtype and torch.equal(x, y))):
+            return False
+    return a.extent == b.extent
+
+
+def read(stored, like):
+    """The KV of a stored chunk."""
+    destination = torch.full_like(like, float("nan"))
+    stored.read_into(destination)
+    return destination
+
+
+def encoded(image=None, format="PNG", **options):
+    """The bytes of an image file."""
+    out = io.BytesIO()
+    (image or picture()).save(out, format, **options)
+    return out.getvalue()
+
+
+def picture(seed=0, size=(16, 12)):
+    noise = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed))
+    return Image.fromarray(noise.to(torch.uint8).numpy(), "RGB")
+
+
+def everything(root):
+    """All files below a folder, relative, except the catalogue and the lock."""
+    found = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+    return {name for name in found if not name.startswith(("catalog.sqlite", "lock"))}
+
+
+class Clock:
+    def __init__(self, now=1_000_000.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+class Upload:
+    """An async reader, as a server would hand in; ``before`` runs before each piece."""
+
+    def __init__(self, data, before=None):
+        self._stream = io.BytesIO(data)
+        self._before = before
+
+    async def read(self, size):
+        if self._before is not None:
+            await self._before()
+        return self._stream.read(size)
+
+
+class FullDisk(Files):
+    """A disk with this many bytes left; None: enough. Writes what fits, then fails."""
+
+    def __init__(self, left=None):
+        super().__init__()
+        self.left = left
+
+    def write(self, fd, data):
+        if self.left is None:
+            return super().write(fd, data)
+        if self.left == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = super().write(fd, data[: self.left])
+        self.left -= done
+        return done
+
+
+class Crash(BaseException):
+    """The machine stops here."""
+
+
+class CrashingFiles(Files):
+    """Stops before the change number ``at``; after that nothing reaches the disk any more."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+        self.changes = 0
+        self.dead = False
+
+    def _change(self):
+        if self.dead or self.changes == self.at:
+            self.dead = True
+            raise Crash
+        self.changes += 1
+
+    def create(self, path):
+        self._change()
+        return super().create(path)
+
+    def write(self, fd, data):
+        self._change()
+        return super().write(fd, data[: max(2048, len(data) // 2)])
+
+    def sync(self, fd):
+        self._change()
+        super().sync(fd)
+
+    def rename(self, source, target):
+        self._change()
+        super().rename(source, target)
+
+    def sync_folder(self, folder):
+        self._change()
+        super().sync_folder(folder)
+
+    def remove(self, path):
+        self._change()
+        super().remove(path)
+
+
+def kill(library: Library):
+    """Let go of a library as a dying process does: nothing is written down."""
+    library.catalog.close()
+    os.close(library._lock)
+    library._lock = None
