@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from mpic import __version__
 from mpic.client import DEFAULT_URL, APIError, Client
@@ -185,19 +185,14 @@ def _show_files(files: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps(files, indent=2))
         return
-    table = Table("handle", "kind", "state", "tokens", "bytes", "id", "file")
+    table = Table("kind", "state", Column("tokens", justify="right"), Column("bytes", justify="right"))
+    for column in ("handle", "id"):
+        table.add_column(column, no_wrap=True)
     for f in files:
-        prompt_form = f"{'IMAGE' if f['kind'] == 'image' else 'FILE'}#{f['handle']}" if f["handle"] else "-"
-        cells = (
-            prompt_form,
-            f["kind"],
-            f["state"],
-            f["tokens"] or "-",
-            f"{f['bytes']:,}",
-            f["id"],
-            f["filename"],
+        prompt_form = (
+            f"{'IMAGE' if f['kind'] == 'image' else 'FILE'}#{f['handle']}" if f["handle"] else f["filename"]
         )
-        table.add_row(*map(str, cells))
+        table.add_row(f["kind"], f["state"], str(f["tokens"] or "-"), f"{f['bytes']:,}", prompt_form, f["id"])
     out.print(table if files else "no files yet: mpic upload PATH", markup=False)
 
 

@@ -7,12 +7,22 @@ import io
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
+import torch
 from fake_engine import FakeEngine
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
 
 from mpic.config import Config
 from mpic.library import Library
@@ -26,6 +36,8 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+POOL_PAGES = 64  # of the real server's pool: half of the tiny model's context, 12,288 bytes each
+
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte, and the control tokens of a ChatML model with images."""
@@ -36,6 +48,50 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     control = ["<|im_start|>", "<|im_end|>", "<image>"]
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML)
+
+
+def save_tiny_llava(folder: Path, seed: int = 0) -> Path:
+    """A random LLaVA of three small layers, with processor and chat template, as ``from_pretrained`` wants it.
+
+    An image is 16 tokens, text is one token a byte, the context has 2048 tokens.
+    """
+    torch.manual_seed(seed)
+    tokenizer = byte_tokenizer()
+    size = {"height": 32, "width": 32}
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+    )
+    text = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_id=image_token, vision_feature_layer=-1
+    )
+    LlavaForConditionalGeneration(config).eval().save_pretrained(folder)
+    LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+        chat_template=CHATML,
+    ).save_pretrained(folder)
+    return folder
 
 
 def chat_template() -> ChatTemplate:
@@ -81,11 +137,17 @@ class Server:
 
 
 @asynccontextmanager
-async def running(root, template, engine=None, config=None, clock=time.time):
-    engine = engine or FakeEngine()
+async def fake_server(root, template, engine=None, config=None, clock=time.time):
+    """The application over a FakeEngine."""
     library = Library.open(root, clock=clock)
-    app = create_app(engine, library, template, config or Config())
+    async with running(create_app(engine or FakeEngine(), library, template, config or Config())) as server:
+        yield server
+
+
+@asynccontextmanager
+async def running(app):
+    """An application in this process, from start-up to shut-down."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with app.router.lifespan_context(app):
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
-            yield Server(http, engine, library, app)
+            yield Server(http, app.state.mpic.engine, app.state.mpic.library, app)

@@ -99,7 +99,9 @@ def from_validation(errors: Sequence[Any], body: Any = None) -> MPICError:
     if kind == "json_invalid":
         return BadRequest(f"the body is not JSON: {first.get('ctx', {}).get('error', message)}")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return UnsupportedModality(f"{path}: content parts are text, image_url, file or document", param=path)
+        return UnsupportedModality(
+            f"{path}: content parts are text, image_url, image, file or document", param=path
+        )
     if kind == "missing":
         return BadRequest(f"{path} is required", param=path)
     message = message[:1].lower() + message[1:]

@@ -70,11 +70,14 @@ def url_of(sock: socket.socket) -> str:
 
 def build(config: Config) -> FastAPI:
     """The application with a loaded engine. Slow; the imports are here so that the CLI starts at once."""
+    import transformers
+
     from mpic.engine import load_engine
     from mpic.library import Library, Limits
     from mpic.prompt import ChatTemplate
     from mpic.server.app import create_app
 
+    transformers.utils.logging.disable_progress_bar()
     known = {f.name for f in dataclasses.fields(Limits)}
     limits = Limits(**{k: v for k, v in dataclasses.asdict(config.library).items() if k in known})
     library = Library.open(Path(config.library.data_dir), limits)

@@ -68,10 +68,23 @@ class ImageURL(Strict):
     detail: Literal["auto"] | None = None
 
 
-class ImagePart(Strict):
+LABEL = Field(None, description="label in this conversation")
+
+
+class ImageURLPart(Strict):
     type: Literal["image_url"]
     image_url: ImageURL
-    name: str | None = Field(None, description="label in this conversation")
+    name: str | None = LABEL
+
+
+class ImagePart(Strict):
+    """An image by one of `image` (a data URL or file id), `file_id` and `handle`."""
+
+    type: Literal["image"]
+    image: str | None = None
+    file_id: str | None = None
+    handle: str | None = None
+    name: str | None = LABEL
 
 
 class FileRef(Strict):
@@ -79,11 +92,13 @@ class FileRef(Strict):
 
 
 class FilePart(Strict):
-    """An uploaded document (or image)."""
+    """An uploaded document (or image) by one of `file`, `file_id` and `handle`."""
 
     type: Literal["file"]
-    file: FileRef
-    name: str | None = Field(None, description="label in this conversation")
+    file: FileRef | None = None
+    file_id: str | None = None
+    handle: str | None = None
+    name: str | None = LABEL
 
 
 class DocumentPart(Strict):
@@ -91,10 +106,10 @@ class DocumentPart(Strict):
 
     type: Literal["document"]
     text: str
-    name: str | None = Field(None, description="label in this conversation")
+    name: str | None = LABEL
 
 
-Part = Annotated[TextPart | ImagePart | FilePart | DocumentPart, Field(discriminator="type")]
+Part = Annotated[TextPart | ImageURLPart | ImagePart | FilePart | DocumentPart, Field(discriminator="type")]
 
 
 class Message(Strict):
@@ -164,6 +179,12 @@ class ChatRequest(Strict):
     functions: Nothing | None = None
     metadata: Nothing | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _unicode(cls, body: Any) -> Any:
+        _refuse_half_pairs(body)
+        return body
+
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.stream_options is not None and not self.stream:
@@ -183,6 +204,19 @@ class ChatRequest(Strict):
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def _refuse_half_pairs(body: Any) -> None:
+    """JSON can escape half of a surrogate pair, which is no text: no tokenizer takes it and no response can say it."""
+    waiting = [body]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise ValueError("a string contains half of a surrogate pair")
 
 
 # ---- files

@@ -1,7 +1,7 @@
 """Models, health, documentation, and routes that are not there."""
 
 import pytest
-from server_helpers import running
+from server_helpers import fake_server
 
 from mpic.errors import EngineStopped
 
@@ -80,8 +80,8 @@ async def test_an_unexpected_exception_leaks_nothing(server, monkeypatch, caplog
 
 
 async def test_shutdown_closes_engine_and_library(tmp_path, template):
-    async with running(tmp_path, template) as server:
+    async with fake_server(tmp_path, template) as server:
         engine = server.engine
     assert engine.closed
-    async with running(tmp_path, template):  # the library's folder was let go
+    async with fake_server(tmp_path, template):  # the library's folder was let go
         pass

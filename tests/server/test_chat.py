@@ -6,12 +6,13 @@ import json
 
 import pytest
 from fake_engine import ANSWER, CHUNK_TOKENS, FakeEngine
-from server_helpers import png, running
+from server_helpers import fake_server, png
 
 from mpic.config import Config, EngineConfig, ServerConfig
 from mpic.errors import CompileFailed
 
 HALF_A_PAIR = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+NESTED = b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}"
 DATA_URL = "data:image/png;base64," + base64.b64encode(png()).decode()
 
 
@@ -131,7 +132,7 @@ async def test_logprobs_and_length(server):
 
 async def test_the_default_policy_is_configured(tmp_path, template):
     config = Config(engine=EngineConfig(policy="legolink-16"))
-    async with running(tmp_path, template, config=config) as server:
+    async with fake_server(tmp_path, template, config=config) as server:
         await server.ask()
         await server.ask(mpic={"policy": "full"})
         assert [r.policy.name for r in server.engine.requests] == ["legolink-16", "full"]
@@ -172,7 +173,7 @@ async def test_a_stream_with_logprobs(server):
 async def test_a_stream_that_breaks_says_so(tmp_path, template):
     engine = FakeEngine()
     engine.fail_at = 2
-    async with running(tmp_path, template, engine) as server:
+    async with fake_server(tmp_path, template, engine) as server:
         answer = await server.ask(stream=True)
         assert answer.status_code == 200
         frames, done = events(answer.text)
@@ -188,7 +189,7 @@ async def test_a_stream_that_breaks_says_so(tmp_path, template):
 async def test_what_fails_before_the_first_token_is_an_ordinary_error(tmp_path, template):
     engine = FakeEngine()
     engine.fail_at, engine.failure = 0, CompileFailed("no")
-    async with running(tmp_path, template, engine) as server:
+    async with fake_server(tmp_path, template, engine) as server:
         for stream in (True, False):
             answer = await server.ask(stream=stream)
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, "compile_failed")
@@ -203,7 +204,7 @@ async def test_what_fails_before_the_first_token_is_an_ordinary_error(tmp_path, 
 async def test_a_client_that_leaves_frees_its_pages(tmp_path, template, stream):
     """Driven below HTTP: after the first bytes (or none) the client is gone."""
     engine = FakeEngine(pause=0.02)
-    async with running(tmp_path, template, engine) as server:
+    async with fake_server(tmp_path, template, engine) as server:
         body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "stream": stream}).encode()
         scope = {
             "type": "http",
@@ -243,7 +244,7 @@ async def test_a_client_that_leaves_frees_its_pages(tmp_path, template, stream):
 
 async def test_the_loop_is_free_while_an_answer_is_awaited(tmp_path, template):
     engine = FakeEngine(pause=0.05)
-    async with running(tmp_path, template, engine) as server:
+    async with fake_server(tmp_path, template, engine) as server:
         slow = asyncio.ensure_future(server.ask())
         await asyncio.sleep(0.05)
         assert (await server.http.get("/health")).status_code == 200
@@ -326,7 +327,7 @@ async def test_refused_fields(server, fields, status, code, param):
 
 async def test_too_long_a_prompt_disturbs_nothing(tmp_path, template):
     engine = FakeEngine(context=300, pool=200, pause=0.02)
-    async with running(tmp_path, template, engine) as server:
+    async with fake_server(tmp_path, template, engine) as server:
         other = asyncio.ensure_future(server.ask("short"))
         await asyncio.sleep(0.02)
         error = (await server.ask("x" * 400)).json()["error"]
@@ -349,14 +350,16 @@ async def test_control_tokens_in_text_are_text(server, template):
 
 async def test_more_chunks_than_allowed(tmp_path, template):
     config = Config(server=ServerConfig(max_chunks=2))
-    async with running(tmp_path, template, config=config) as server:
+    async with fake_server(tmp_path, template, config=config) as server:
         part = {"type": "document", "text": "words"}
         assert (await server.ask([part] * 2)).status_code == 200
         error = (await server.ask([part] * 3)).json()["error"]
         assert error["details"] == {"limit": 2}
 
 
-@pytest.mark.parametrize("body", [b"{", b"", b"[1]", b'"x"', b"\xff", b'{"messages": NaN}', HALF_A_PAIR])
+@pytest.mark.parametrize(
+    "body", [b"{", b"", b"[1]", b'"x"', b"\xff", b'{"messages": NaN}', HALF_A_PAIR, NESTED]
+)
 async def test_bodies_that_are_not_requests(server, body):
     answer = await server.http.post(
         "/v1/chat/completions", content=body, headers={"content-type": "application/json"}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from fake_engine import CHUNK_TOKENS, FakeEngine
-from server_helpers import png, running
+from server_helpers import fake_server, png
 
 from mpic.errors import CompileFailed, EngineStopped
 
@@ -14,7 +14,7 @@ from mpic.errors import CompileFailed, EngineStopped
 async def test_upload_is_compiled_in_the_background(tmp_path, template):
     engine = FakeEngine()
     engine.hold_compiles = True
-    async with running(tmp_path, template, engine) as server:
+    async with fake_server(tmp_path, template, engine) as server:
         file = (await server.upload(handle="EIFFEL")).json()
         assert file == {
             "id": file["id"],
@@ -48,7 +48,7 @@ async def test_a_document(server):
 async def test_compile_failure_shows(tmp_path, template):
     engine = FakeEngine()
     engine.compile_error = CompileFailed("the chunk is longer than the model's context")
-    async with running(tmp_path, template, engine) as server:
+    async with fake_server(tmp_path, template, engine) as server:
         file = await server.uploaded()
         assert (file["state"], file["status"]) == ("failed", "error")
         assert file["status_details"] == "the chunk is longer than the model's context"
@@ -57,7 +57,7 @@ async def test_compile_failure_shows(tmp_path, template):
 async def test_unexpected_compile_failure_leaks_nothing(tmp_path, template):
     engine = FakeEngine()
     engine.compile_error = RuntimeError("/secret")
-    async with running(tmp_path, template, engine) as server:
+    async with fake_server(tmp_path, template, engine) as server:
         file = await server.uploaded()
         assert file["state"] == "failed" and "/secret" not in file["status_details"]
 
@@ -65,9 +65,9 @@ async def test_unexpected_compile_failure_leaks_nothing(tmp_path, template):
 async def test_what_was_not_compiled_is_compiled_at_the_next_start(tmp_path, template):
     engine = FakeEngine()
     engine.compile_error = EngineStopped("stopping")
-    async with running(tmp_path, template, engine) as server:
+    async with fake_server(tmp_path, template, engine) as server:
         id = (await server.upload()).json()["id"]
-    async with running(tmp_path, template) as server:
+    async with fake_server(tmp_path, template) as server:
         assert (await server.settled(id))["state"] == "ready"
 
 
@@ -118,7 +118,7 @@ async def test_delete(server):
 
 async def test_expiry(tmp_path, template):
     later = 0.0
-    async with running(tmp_path, template, clock=lambda: time.time() + later) as server:
+    async with fake_server(tmp_path, template, clock=lambda: time.time() + later) as server:
         form = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
         file = await server.uploaded(handle="SHORT", **form)
         assert file["expires_at"] - file["created_at"] in (3600, 3601)

@@ -1,0 +1,119 @@
+"""The command line, against a real server where one is needed."""
+
+import json
+
+import pytest
+from server_helpers import png
+from typer.testing import CliRunner
+
+from mpic import cli
+
+
+@pytest.fixture
+def mpic(monkeypatch, capsys):
+    """Run the command line in this process; gives (exit status, stdout, stderr)."""
+
+    def run(*args, input=None):
+        if input is not None:
+            result = CliRunner().invoke(cli.app, args, input=input)
+            return result.exit_code, result.output, ""
+        monkeypatch.setattr("sys.argv", ["mpic", *map(str, args)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as exc:
+            status = exc.code or 0
+        return status, *capsys.readouterr()
+
+    monkeypatch.setattr(cli.out, "width", 200, raising=False)
+    monkeypatch.setattr(cli.err, "width", 200, raising=False)
+    return run
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    paths = [tmp_path / "eiffel 2025.png", tmp_path / "notes.txt"]
+    paths[0].write_bytes(png("green"))
+    paths[1].write_text("some notes of mine")
+    return paths
+
+
+@pytest.mark.parametrize(
+    "command", [(), ("serve",), ("chat",), ("upload",), ("files",), ("files", "list"), ("demo",)]
+)
+def test_help_teaches(mpic, command):
+    status, out, _ = mpic(*command, "--help")
+    assert status == 0 and "Usage" in out
+
+
+def test_every_configuration_key_is_a_flag(mpic, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("mpic.server.run.serve", lambda config, as_json: seen.append((config, as_json)))
+    file = tmp_path / "mpic.toml"
+    file.write_text('[server]\nport = 1\n[engine]\npolicy = "reuse"\n')
+    assert (
+        mpic("serve", "--config", file, "--port", "2", "--disk-bytes", "5", "--image-aspect", "3.5", "--gif")[
+            0
+        ]
+        == 0
+    )
+    [(config, as_json)] = seen
+    assert (config.server.port, config.engine.policy, config.library.disk_bytes) == (2, "reuse", 5)
+    assert (config.library.image_aspect, config.library.gif, as_json) == (3.5, True, False)
+
+
+def test_mistakes_are_one_line(mpic, tmp_path):
+    file = tmp_path / "mpic.toml"
+    file.write_text("[engine]\nmodle = 1\n")
+    status, out, err = mpic("serve", "--config", file)
+    assert status == 1 and out == "" and err.count("\n") == 1
+    assert "unknown key 'modle'" in err and "[config_error]" in err
+    status, _, err = mpic("serve", "--host", "0.0.0.0")
+    assert status == 1 and "no API keys" in err and err.count("\n") == 1
+
+
+def test_a_server_that_is_not_there(mpic):
+    status, _, err = mpic("files", "list", "--url", "http://127.0.0.1:9")
+    assert status == 1 and "[unreachable]" in err and "mpic serve" in err and err.count("\n") == 1
+
+
+def test_upload_list_chat_delete(mpic, pictures, url):
+    status, out, _ = mpic("upload", *pictures, "--url", url)
+    assert status == 0 and "IMAGE#EIFFEL_2025" in out and "FILE#NOTES" in out and "ready" in out
+    status, out, _ = mpic("files", "list", "--url", url, "--json")
+    files = {f["handle"]: f for f in json.loads(out)}
+    assert files["NOTES"]["tokens"] == len("some notes of mine")
+
+    question = "IMAGE#EIFFEL_2025 and FILE#NOTES"
+    ask = ("chat", "-m", question, "--max-tokens", "4", "--policy", "mpic-4", "--url", url)
+    status, out, err = mpic(*ask)
+    assert status == 0 and "mpic-4 · first token" in err and "reused 26 · recomputed 8" in err
+    status, whole, _ = mpic(*ask, "--json")
+    assert status == 0 and json.loads(whole)["choices"][0]["message"]["content"] == out.rstrip("\n")
+
+    status, _, err = mpic("upload", pictures[0], "--url", url)
+    assert status == 1 and "[handle_taken]" in err
+    status, out, _ = mpic("files", "delete", "EIFFEL_2025", files["NOTES"]["id"], "--url", url)
+    assert status == 0 and out.count("deleted") == 2
+    status, _, err = mpic("files", "delete", "EIFFEL_2025", "--url", url)
+    assert status == 1 and "[file_not_found]" in err
+    status, _, err = mpic("chat", "-m", question, "--url", url)
+    assert status == 1 and "[unknown_handle]" in err and err.count("\n") == 1
+
+
+def test_one_handle_names_one_file(mpic, pictures, url):
+    status, _, err = mpic("upload", *pictures, "--handle", "BOTH", "--url", url)
+    assert status == 2 and "one file" in err
+
+
+def test_a_conversation(mpic, url):
+    typed = "/policy full\nhello\n/policy best\nhello\n/reset\n/nonsense\n\n/quit\n"
+    status, out, _ = mpic("chat", "--url", url, "--max-tokens", "3", input=typed)
+    assert status == 0
+    assert "tiny, policy mpic-16" in out and "policy full" in out and "full · first token" in out
+    assert "[unknown_policy]" in out and "there is /policy NAME" in out
+
+
+def test_handles_from_file_names(tmp_path):
+    names = {"eiffel 2025.jpg": "EIFFEL_2025", "Ünï.txt": "N", "...": "FILE", "a.b.png": "A_B"}
+    assert {name: cli.stem_handle(tmp_path / name) for name in names} == names
