@@ -18,14 +18,15 @@ from typing import Any
 import torch
 
 from mpic.engine.base import ChunkStore, Delta, Engine, GenerationRequest
-from mpic.engine.native.lanes import CompileLane, LinkedChunk, Sequence
+from mpic.engine.native.chunks import ChunkTraffic
+from mpic.engine.native.lanes import CompileLane, Sequence
 from mpic.engine.native.prepare import Preparer
 from mpic.engine.native.runner import Runner, Slice
 from mpic.engine.native.scheduler import CompileRequest, Scheduler
 from mpic.engine.native.stream import Stream
 from mpic.errors import CompileFailed, EngineStopped, MPICError
-from mpic.kv.chunk import Chunk, ChunkKV
-from mpic.kv.device import DeviceCache, Resident
+from mpic.kv.chunk import Chunk
+from mpic.kv.device import DeviceCache
 from mpic.kv.pool import Pool
 from mpic.model.loaded import LoadedModel
 
@@ -59,20 +60,18 @@ class NativeEngine(Engine):
         self.model, self.info = model, model.info
         self.pool = Pool(model.shape, pages, page_size, model.dtype, model.device)
         self.device = DeviceCache(self.pool)
-        self.scheduler = Scheduler(self.device, budget, model.bos_id, self._start_load, max_running)
+        self.traffic = ChunkTraffic(self.device, store, self._post, loaders)
+        self.scheduler = Scheduler(self.device, budget, model.bos_id, self.traffic.start_load, max_running)
+        self.traffic.scheduler = self.scheduler
         self.runner = Runner(model, self.pool)
         self.preparer = Preparer(model, store, self.pool)
-        self._store = store
         self._check_when_idle = check_when_idle
         self._counters: Counter[str] = Counter()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._progress = True
         self._sequences: dict[str, Sequence] = {}
-        self._awaited: dict[Resident, list[CompileRequest]] = {}
-        self._saving: dict[Any, list[Future[int]]] = {}
-        self._loaders = ThreadPoolExecutor(loaders, "mpic-load")
-        self._writer = ThreadPoolExecutor(1, "mpic-write")
         self._preparing = ThreadPoolExecutor(1, "mpic-prepare")
         self._thread = threading.Thread(target=self._loop, name="mpic-engine", daemon=True)
         self._thread.start()
@@ -143,7 +142,9 @@ class NativeEngine(Engine):
                 "page_bytes": self.pool.page_bytes,
             },
             "chunks_resident": len(chunks),
-            "counters": dict(self._counters + self.device.counters + self.scheduler.counters),
+            "counters": dict(
+                self._counters + self.device.counters + self.scheduler.counters + self.traffic.counters
+            ),
         }
 
     def check(self) -> None:
@@ -167,8 +168,8 @@ class NativeEngine(Engine):
             self._stopping = True
             self._wake.notify_all()
         self._thread.join()
-        for executor in (self._preparing, self._loaders, self._writer):
-            executor.shutdown(wait=True)
+        self._preparing.shutdown(wait=True)
+        self.traffic.close()
         while self._inbox:
             self._inbox.popleft()()
 
@@ -190,9 +191,9 @@ class NativeEngine(Engine):
                 self._inbox.clear()
                 if self._stopping:
                     break
-            for message in messages:
-                message()
             try:
+                for message in messages:
+                    message()
                 self.step()
             except (
                 Exception
@@ -204,20 +205,16 @@ class NativeEngine(Engine):
         for item in self.scheduler.waiting:
             if isinstance(item, CompileRequest):
                 item.future.set_exception(EngineStopped("the engine was stopped"))
-        for requests in self._awaited.values():
-            for request in requests:
-                request.future.set_exception(EngineStopped("the engine was stopped"))
+        self.traffic.fail(EngineStopped("the engine was stopped"))
 
     def _work_left(self) -> bool:
         """Whether a step could do something now (waiting for a loader is not work)."""
         return self._progress and not self.scheduler.idle
 
-    _progress = True
-
     def step(self) -> None:
         """One turn: schedule -> run -> commit."""
         slices = self.scheduler.schedule()
-        self._register_compiles()
+        self.traffic.register(self.scheduler.take_admitted())
         self._progress = bool(slices)
         if not slices:
             self._refuse_stuck()
@@ -236,7 +233,7 @@ class NativeEngine(Engine):
             piece.lane.computed = piece.hi
             if isinstance(piece.lane, CompileLane):
                 if piece.hi == len(piece.lane):
-                    self._compiled(piece.lane)
+                    self.traffic.compiled(piece.lane)
             elif piece.wants_logits:
                 self._take_token(piece.lane, logits[row], now)
                 row += 1
@@ -307,12 +304,11 @@ class NativeEngine(Engine):
             del self.scheduler.jobs[resident]
             self.device.release(resident)
             self.device.drop(resident)
-            for request in self._awaited.pop(resident, ()):
-                request.future.set_exception(CompileFailed(str(failure)))
+        self.traffic.fail(CompileFailed(str(failure)))
 
     def _refuse_stuck(self) -> None:
         """Nothing runs, nothing loads, and the head of the line still does not fit: it never will."""
-        busy = self.scheduler.running or self.scheduler.jobs or self._loading or self._inbox
+        busy = self.scheduler.running or self.scheduler.jobs or self.traffic.loading or self._inbox
         if busy or not self.scheduler.waiting:
             return
         head = self.scheduler.waiting[0]
@@ -323,95 +319,6 @@ class NativeEngine(Engine):
             self.scheduler.waiting.remove(head)
             head.future.set_exception(error)
         self._progress = True
-
-    # ---- chunks: loading, compiling, saving
-
-    _loading = 0
-
-    def _start_load(self, linked: LinkedChunk) -> None:
-        """Fill a resident's extent from disk on a loader thread; the extent may not move meanwhile."""
-        resident, stored, began = linked.resident, linked.stored, time.monotonic()
-        resident.extent.fixed += 1
-        self._loading += 1
-        self.device.acquire(resident)
-        target = self.pool.view(resident.extent)[:, :, :, resident.first :]
-        direct = target.is_contiguous() and target.device.type == "cpu"
-
-        def read() -> None:
-            error: BaseException | None = None
-            buffer = target if direct else torch.empty(target.shape, dtype=target.dtype)
-            try:
-                stored.read_into(buffer)
-                if not direct:
-                    target.copy_(buffer)
-            except Exception as caught:
-                error = caught
-            self._post(lambda: self._loaded(linked, resident, began, error), quiet=True)
-
-        self._loaders.submit(read)
-
-    def _loaded(
-        self, linked: LinkedChunk, resident: Resident, began: float, error: BaseException | None
-    ) -> None:
-        resident.extent.fixed -= 1
-        self._loading -= 1
-        self._progress = True
-        now = time.monotonic()
-        linked.ms = (now - began) * 1e3
-        if error is None:
-            resident.ready = True
-            for sequence in self.scheduler.running:
-                if any(other.resident is resident for other in sequence.linked):
-                    sequence.ready = now
-        else:
-            log.warning("chunk %s could not be read and is compiled again: %s", linked.key.chunk, error)
-            self._counters["load_failures"] += 1
-            linked.tier, linked.reason = "compiled", "corrupt"
-            if not resident.dead or resident.refs > 1:
-                self.scheduler.start_job(resident)
-        self.device.release(resident)
-
-    def _compiled(self, lane: CompileLane) -> None:
-        """A chunk's last row has run: it serves at once and is copied to disk in the background."""
-        resident = lane.resident
-        del self.scheduler.jobs[resident]
-        resident.ready = True
-        self._counters["tokens_compiled"] += len(resident.inputs)
-        futures = [request.future for request in self._awaited.pop(resident, ())]
-        self._save(resident, futures)
-        self.device.release(resident)
-
-    def _save(self, resident: Resident, futures: list[Future[int]]) -> None:
-        n = len(resident.inputs)
-        if self._store is None or resident.dead:
-            for future in futures:
-                future.set_result(n)
-            return
-        kv = self.pool.view(resident.extent)[:, :, :, resident.first :].to("cpu", copy=True).contiguous()
-        chunk = ChunkKV(resident.key, resident.inputs, kv)
-
-        def write() -> None:
-            try:
-                self._store.save(chunk)
-            except Exception as error:
-                log.warning("chunk %s could not be saved: %s", chunk.key.chunk, error)
-                self._counters["save_failures"] += 1
-                for future in futures:
-                    future.set_exception(error)
-                return
-            for future in futures:
-                future.set_result(n)
-
-        self._writer.submit(write)
-
-    def _register_compiles(self) -> None:
-        """Compile requests that were admitted wait for their resident."""
-        for request in self.scheduler.take_admitted():
-            resident = self.device.get(request.key)
-            if resident.ready:
-                self._save(resident, [request.future])
-            else:
-                self._awaited.setdefault(resident, []).append(request)
 
     def _check(self) -> None:
         own = {id(s.extent) for s in self.scheduler.running if s.extent is not None}

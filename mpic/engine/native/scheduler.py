@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from mpic.engine.native.lanes import CompileLane, LinkedChunk, MappedSpan, Sequence, compile_lane
+from mpic.engine.native.lanes import CompileLane, Lane, LinkedChunk, MappedSpan, Sequence, compile_lane
 from mpic.engine.native.runner import Slice
 from mpic.errors import CompileFailed
 from mpic.kv.chunk import ChunkInputs, ChunkKey, KVKey
@@ -121,33 +121,35 @@ class Scheduler:
         return budget
 
     def _prefills(self, slices: list[Slice], budget: int) -> int:
-        """Chunks to compile first, then rows of requests whose chunks are ready or will be within this very step."""
+        """In order of arrival: a request's chunks that are still to be compiled, then its own rows, as soon as all its
+        chunks are ready or will be within this very step. Chunks nobody waits for get what is left of the budget."""
         taken = {id(s.lane) for s in slices}
         finishing = {
             s.lane.resident for s in slices if isinstance(s.lane, CompileLane) and s.hi == len(s.lane)
         }
-        for resident, lane in self.jobs.items():
-            if id(lane) in taken or budget == 0:
-                continue
-            hi = min(len(lane), lane.computed + budget)
+
+        def schedule(lane: Lane, end: int) -> None:
+            nonlocal budget
+            hi = min(end, lane.computed + budget)
+            if id(lane) in taken or hi == lane.computed:
+                return
             slices.append(Slice(lane, lane.computed, hi))
+            taken.add(id(lane))
             budget -= hi - lane.computed
-            if hi == len(lane):
-                finishing.add(resident)
+            if isinstance(lane, CompileLane) and hi == len(lane):
+                finishing.add(lane.resident)
+
         for sequence in self.running:
-            if budget == 0:
-                break
-            if id(sequence) in taken or not self._ready(sequence, finishing):
-                continue
-            end = len(sequence)
-            if sequence.request.policy.two_step and sequence.computed < end - 1:
-                end -= 1  # the last token goes alone, in a second step
-            hi = min(end, sequence.computed + budget)
-            if hi == sequence.computed:
-                continue
-            slices.append(Slice(sequence, sequence.computed, hi))
-            taken.add(id(sequence))
-            budget -= hi - sequence.computed
+            for linked in sequence.needed:
+                if linked.resident in self.jobs:
+                    schedule(self.jobs[linked.resident], len(self.jobs[linked.resident]))
+            if self._ready(sequence, finishing):
+                end = len(sequence)
+                if sequence.request.policy.two_step and sequence.computed < end - 1:
+                    end -= 1  # the last token goes alone, in a second step
+                schedule(sequence, end)
+        for lane in self.jobs.values():
+            schedule(lane, len(lane))
         return budget
 
     def _ready(self, sequence: Sequence, finishing: set[Resident] | tuple) -> bool:
