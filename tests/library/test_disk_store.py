@@ -354,6 +354,20 @@ def test_a_chunk_deleted_while_it_is_saved_does_not_come_back(open_library, how)
     assert library.store.open(chunk.key)
 
 
+def test_a_chunk_deleted_before_it_is_saved_does_not_come_back(library):
+    """A request opens (and misses) a chunk, compiles it, and saves it in the background: too late."""
+    chunk = make_chunk(text_key("some text"))
+    file = library.files.add("ann", b"some text", "t.txt")
+    assert library.store.open(chunk.key) is None
+    library.files.delete("ann", file.id)
+    library.store.save(chunk)
+    assert not everything(library.root)
+    library.store.save(make_chunk(text_key("some text", owner="bob")))
+    assert library.store.open(chunk.key) is None  # a new request for the same content
+    library.store.save(chunk)
+    assert library.store.open(chunk.key)
+
+
 def test_many_threads_on_a_small_budget(open_library):
     known = chunks(8)
     library = open_library(disk_bytes=6 * size_of(known[0]))

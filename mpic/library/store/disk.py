@@ -99,6 +99,7 @@ class DiskStore:
         self._files = files or Files()
         self._clock = clock
         self._saving: dict[KVKey, bool] = {}  # in flight; False once the chunk was deleted
+        self._deleted: set[tuple[str, ChunkKey]] = set()  # and not asked for since
         self._reserved = 0  # bytes of what is in flight
         self._quarantine = Quarantine(root / "quarantine", limits.quarantine_files, self._files, clock)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -109,6 +110,7 @@ class DiskStore:
     def open(self, key: KVKey) -> DiskChunk | None:
         """The stored chunk with its inputs verified, or None. A bad file is moved aside and counted, never raised."""
         self._count(requested=1)
+        self._deleted.discard((key.owner, key.chunk))
         path = self._rows.path(key)
         if path is None:
             return None
@@ -143,14 +145,14 @@ class DiskStore:
 
     def save(self, chunk: ChunkKV) -> None:
         """Make a compiled chunk durable and findable; one that is there, or being saved already, is left as it is.
-        One that is deleted meanwhile is not kept.
+        One whose content was deleted meanwhile, or since anybody last tried to open it, is not kept.
 
         Raises:
             StorageFull: the disk is full, or the chunk is larger than the budget. What was stored stays readable.
         """
         key, path = chunk.key, self.path(chunk.key)
         with self.lock:
-            if key in self._saving or self._rows.path(key) is not None:
+            if key in self._saving or (key.owner, key.chunk) in self._deleted or self._rows.path(key):
                 return
             self._saving[key] = True
         size = reserved = 0
@@ -190,8 +192,9 @@ class DiskStore:
             state: remember them as gone for this reason (``expired``); None forgets them.
         """
         for key in self._saving:
-            if key.owner == owner and key.chunk == chunk:
+            if (key.owner, key.chunk) == (owner, chunk):
                 self._saving[key] = False
+        self._deleted.add((owner, chunk))
         return self._rows.drop(db, owner, chunk, state)
 
     def erase(self, rows: Iterable[ChunkRow]) -> None:
