@@ -27,13 +27,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from mpic.client import APIError, Client
 
 MUST_BE_RIGHT = "mpic-16"
 START_SECONDS = 300
 PASSES = ("first", "again")
+LEGEND = (
+    "ms: time to the first token (in the totals: the median). first: asked after a restart, so a chunk comes from disk "
+    "when it is first linked. again: the same question once more, when the prompt's own prefix is cached too; prefix: "
+    "tokens found that way."
+)
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,11 @@ def run(
             with running_server(Path(data_dir), model) as (url, _), Client(url) as client:
                 for turn in PASSES:
                     asked += [ask(client, question, policy, turn) for question in questions]
-    console.print(_answers(questions, asked, policies))
+    for block in _answers(questions, asked, policies):
+        console.print(block, highlight=False)
+    console.print()
     console.print(_totals(asked, policies))
+    console.print(LEGEND, style="dim")
     if json_path is not None:
         _write(json_path, questions, uploaded, asked)
     return _verdict(console, asked)
@@ -147,7 +156,7 @@ def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Ite
         line = process.stdout.readline()
         if not line:
             tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-20:])
-            raise APIError(f"the server did not start:\n{tail}", "unreachable")
+            raise APIError(f"the server did not start:\n{tail}", "server_failed")
         too_late.cancel()
         yield json.loads(line)["url"], time.monotonic() - started
     finally:
@@ -179,57 +188,57 @@ def _uploads(uploaded: list[dict[str, Any]]) -> Table:
 
 
 def _text(messages: list[dict[str, Any]]) -> str:
-    """The question as a person would read it."""
-    content = messages[-1]["content"]
+    """The conversation as a person would read it."""
+    return " → ".join(_said(m["content"]) for m in messages)
+
+
+def _said(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
-    return " ".join(p.get("text") or f"<{p['type']}>" for p in content)
+    return " ".join(p.get("text") or f"{p['type'].upper()}#{p.get('handle', '?')}" for p in content)
 
 
-def _answers(questions: list[dict[str, Any]], asked: list[Asked], policies: Sequence[str]) -> Table:
-    columns = ("policy", "answer", "TTFT ms first", "again", "reused", "recomp.", "prefix again")
-    table = Table(
-        title="Answers (first: chunks on disk; again: the same question once more)", title_justify="left"
-    )
-    table.add_column("question", ratio=3)
-    table.add_column("expected")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("policy", "answer") else "right")
-    for question in questions:
-        for i, policy in enumerate(policies):
+def _answers(questions: list[dict[str, Any]], asked: list[Asked], policies: Sequence[str]) -> Iterator[Any]:
+    """Question by question: what each policy answered."""
+    for number, question in enumerate(questions, 1):
+        text = f"\n[bold]{number}. {question['id']}[/]: {escape(_text(question['messages']))}"
+        yield f"{text}\n[dim]expected:[/] {escape(question['expected'])}"
+        table = Table(box=None, padding=(0, 1), header_style="dim", expand=True)
+        for name, width in (("policy", 12), ("", 1), ("answer", None)):
+            table.add_column(name, width=width, ratio=None if width else 1)
+        for name in ("first ms", "again ms", "reused", "recomp."):
+            table.add_column(name, justify="right", width=8)
+        table.add_column("KV from", width=11)
+        for policy in policies:
             first, again = (_find(asked, question["id"], policy, turn) for turn in PASSES)
-            head = (_text(question["messages"]), question["expected"]) if i == 0 else ("", "")
-            colour = "green" if first.right and again.right else "red"
-            answer = first.answer if first.answer == again.answer else f"{first.answer} / {again.answer}"
+            answer = first.answer if first.answer == again.answer else f"{first.answer} | {again.answer}"
             table.add_row(
-                *head,
                 policy,
-                f"[{colour}]{answer or '(nothing)'}[/]",
+                "[green]✓[/]" if first.right and again.right else "[red]✗[/]",
+                escape(answer) or "[dim](nothing)[/]",
                 f"{first.ttft_ms:.1f}",
                 f"{again.ttft_ms:.1f}",
                 str(first.reused),
                 str(first.recomputed),
-                str(again.prefix_hit),
-                end_section=i == len(policies) - 1,
+                "/".join(sorted({t for t in first.tiers if t != "none"})) or "-",
             )
-    return table
+        yield table
 
 
 def _totals(asked: list[Asked], policies: Sequence[str]) -> Table:
-    table = Table("policy", title="All questions", title_justify="left")
-    for name in ("right", "TTFT ms first (median)", "again", "prompt", "reused", "recomputed", "compiled"):
+    table = Table(Column("policy", no_wrap=True), title="All questions", title_justify="left")
+    for name in ("right", "first ms", "again ms", "prompt", "reused", "recomp.", "prefix"):
         table.add_column(name, justify="right")
     for policy in policies:
         first, again = ([a for a in asked if a.policy == policy and a.turn == turn] for turn in PASSES)
+        right = sum(a.right and b.right for a, b in zip(first, again))
         table.add_row(
             policy,
-            f"{sum(a.right for a in first)}/{len(first)}",
+            f"{right}/{len(first)}",
             f"{statistics.median(a.ttft_ms for a in first):.1f}",
             f"{statistics.median(a.ttft_ms for a in again):.1f}",
-            *(
-                str(sum(getattr(a, n) for a in first))
-                for n in ("prompt_tokens", "reused", "recomputed", "compiled")
-            ),
+            *(str(sum(getattr(a, n) for a in first)) for n in ("prompt_tokens", "reused", "recomputed")),
+            str(sum(a.prefix_hit for a in again)),
         )
     return table
 

@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,8 @@ def serve(config: Config, as_json: bool = False) -> None:
             timeout_graceful_shutdown=GRACE_SECONDS,
             server_header=False,
         )
-        _Server(settings, url_of(sock), as_json).run(sockets=[sock])
+        with suppress(KeyboardInterrupt):  # Ctrl-C has stopped it; there is nothing more to say
+            _Server(settings, url_of(sock), as_json).run(sockets=[sock])
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,0 +1,100 @@
+"""The demo command, on a tiny random model: what it counts, prints and returns."""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+from rich.console import Console
+from server_helpers import png
+
+from mpic.client import APIError, Client
+from mpic.evals import demo
+
+MESSAGES = [{"role": "user", "content": "What is in IMAGE#DEMO_A and FILE#DEMO_B?"}]
+PARTS = [
+    {"role": "user", "content": [{"type": "image", "handle": "DEMO_A"}, {"type": "text", "text": "And now?"}]}
+]
+
+
+@pytest.fixture
+def samples(tmp_path, url, monkeypatch):
+    """A folder of samples, and the running server in place of one the demo would start."""
+
+    @contextmanager
+    def already_running(data_dir, model=None, *flags):
+        yield url, 0.1
+
+    monkeypatch.setattr(demo, "running_server", already_running)
+    (tmp_path / "a.png").write_bytes(png("blue"))
+    (tmp_path / "b.txt").write_text("words of a document")
+    files = [
+        {"path": "a.png", "handle": "DEMO_A", "kind": "image"},
+        {"path": "b.txt", "handle": "DEMO_B", "kind": "text"},
+    ]
+    questions = [
+        {"id": "one", "kind": "mixed", "messages": MESSAGES, "expected": "?", "max_tokens": 4},
+        {"id": "two", "kind": "image", "messages": PARTS, "expected": "?", "max_tokens": 4},
+    ]
+    with Client(url) as client:
+        yield tmp_path, files, questions, client
+        for file in list(client.files()):
+            client.delete(file["id"])
+
+
+def run(folder, files, questions, policies=("prefix", "mpic-16")):
+    (folder / "manifest.json").write_text(json.dumps({"files": files, "questions": questions}))
+    console = Console(width=100, record=True)
+    status = demo.run(policies, None, folder, folder / "out.json", console)
+    return status, console.export_text(), json.loads((folder / "out.json").read_text())
+
+
+def test_a_missed_answer_fails_the_demo(samples):
+    folder, files, questions, _ = samples
+    status, text, body = run(folder, files, questions)
+    assert status == 1
+    assert "mpic-16 missed: one, two" in text
+    assert (
+        "1. one: What is in IMAGE#DEMO_A and FILE#DEMO_B?" in text and "2. two: IMAGE#DEMO_A And now?" in text
+    )
+    assert len(body["answers"]) == 2 * 2 * 2
+    by = {(a["question"], a["policy"], a["turn"]): a for a in body["answers"]}
+    first = by["one", "mpic-16", "first"]
+    assert (first["reused"], first["recomputed"]) == (3, 32)  # 16 of 16 image tokens and of 19 text tokens
+    assert by["one", "prefix", "first"]["reused"] == 0
+    assert by["one", "prefix", "again"]["prefix_hit"] > 0
+    assert [f["handle"] for f in body["files"]] == ["DEMO_A", "DEMO_B"]
+
+
+def test_expected_answers_pass_it(samples):
+    folder, files, questions, client = samples
+    for entry in files:
+        client.upload(folder / entry["path"], entry["handle"])
+    for question in questions:
+        options = {"max_tokens": 4, "mpic": {"policy": "mpic-16"}}
+        question["expected"] = client.chat(question["messages"], **options)["choices"][0]["message"][
+            "content"
+        ]
+    for file in list(client.files()):
+        client.delete(file["id"])
+    status, text, _ = run(folder, files, questions, ["mpic-16"])
+    assert status == 0, text
+    assert "mpic-16 gave every expected answer." in text
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "same"),
+    [
+        (" Red.", "red", True),
+        ("red", "red circle", False),
+        ("", "red", False),
+        ("Hugo Reed", "hugo reed.", True),
+    ],
+)
+def test_same(answer, expected, same):
+    assert demo.same(answer, expected) is same
+
+
+def test_a_server_that_does_not_start(tmp_path):
+    with pytest.raises(APIError, match=r"did not start(.|\n)*no transformers model"):
+        with demo.running_server(tmp_path, str(tmp_path / "nothing")):
+            pass
