@@ -196,7 +196,7 @@ class Oracle:
 
     @torch.no_grad()
     def stock_logits(self, prompt: Prompt, image_processor, images, image_token: int, counts) -> torch.Tensor:
-        """Last logits of the untouched model called as its users call it: input ids, pixel values, its own positions."""
+        """Last logits of the untouched model, called as its users call it: input ids and pixel values."""
         self.model.set_attn_implementation("eager")
         ids, kinds, pictures = [], [], iter(images)
         used = []

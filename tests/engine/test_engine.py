@@ -113,7 +113,7 @@ def test_what_can_never_fit_is_refused_at_once_with_the_number_of_pages(make_eng
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths(make_engine):
-    with pytest.raises(ContextLengthExceeded, match="2100 tokens.*2048"):
+    with pytest.raises(ContextLengthExceeded, match=r"2100 tokens.*2048"):
         make_engine(pages=600).submit(request_of(prompt_of(ids(1, 2100)), "full", 1))
 
 
@@ -185,7 +185,7 @@ def test_a_damaged_file_is_recompiled_within_the_same_request(make_engine, polic
     store.damage(next(iter(store.chunks)))
     result = answer(engine, PROMPT, policy)
     assert result.token_ids == expected
-    assert [(c.tier, c.reason) for c in result.usage.chunks][0] == ("compiled", "corrupt")
+    assert next((c.tier, c.reason) for c in result.usage.chunks) == ("compiled", "corrupt")
     engine.check()
 
 

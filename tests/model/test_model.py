@@ -62,7 +62,7 @@ REFUSED = {
     ),
     "mamba": (
         lambda: tf.MambaForCausalLM(tf.MambaConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2)),
-        "decoder with layers",
+        "keep a state",
     ),
 }
 
