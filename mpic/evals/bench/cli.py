@@ -1,0 +1,83 @@
+"""``mpic bench``: one command a bench, all with the same options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mpic.evals.bench import decode, flat, pages, ttft  # noqa: F401 - each registers itself
+from mpic.evals.bench.frame import (
+    BENCHES,
+    Bench,
+    Ticker,
+    Where,
+    as_json,
+    machine,
+    print_report,
+    save_plot,
+    write,
+)
+from mpic.model.load import DTYPES, choose_device
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Measure what the system promises, on random models made on the spot.\n\n"
+    "`mpic bench ttft --quick` takes less than a minute on two cores and has the shape of the full bench; "
+    "`mpic bench ttft --json ttft.json` writes machine, settings, every row and the headline numbers, and a plot "
+    "beside it. All columns of a bench are measured in turns, so other load on the machine hits them alike; "
+    "still, measure on an idle one.",
+)
+
+
+@app.command("list")
+def show() -> None:
+    """Which benches there are, their headline numbers and what those should be."""
+    table = Table("bench", "measures", "headline", "goal")
+    for entry in BENCHES.values():
+        names, goals = list(entry.wants), list(entry.wants.values())
+        table.add_row(entry.name, entry.summary, "\n".join(names), "\n".join(goals))
+    Console().print(table, markup=False)
+
+
+def _command(entry: Bench) -> None:
+    goals = ", ".join(f"`{name}` {goal}" for name, goal in entry.wants.items())
+
+    @app.command(entry.name, help=f"{entry.summary[0].upper()}{entry.summary[1:]}.\n\nHeadline: {goals}.")
+    def run(
+        quick: Annotated[
+            bool, typer.Option("--quick", help="same shape, smaller: under 45 s on two cores")
+        ] = False,
+        json_path: Annotated[
+            Path | None, typer.Option("--json", help="write the result here and a plot beside it")
+        ] = None,
+        repeats: Annotated[int | None, typer.Option(min=1, help="warm rounds")] = None,
+        device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")] = "auto",
+        dtype: Annotated[str, typer.Option(help=f"auto (float32), {', '.join(DTYPES)}")] = "auto",
+        threads: Annotated[int | None, typer.Option(min=1, help="of torch on the CPU")] = None,
+    ) -> None:
+        if dtype != "auto" and dtype not in DTYPES:
+            raise typer.BadParameter(f"unknown dtype '{dtype}'; one of auto, {', '.join(DTYPES)}")
+        if threads:
+            torch.set_num_threads(threads)
+        where = Where(choose_device(device), DTYPES.get(dtype, torch.float32))
+        changes = {"repeats": repeats} if repeats and "repeats" in entry.settings.__dataclass_fields__ else {}
+        settings = entry.configured(quick, **changes)
+        errors = Console(stderr=True)
+        errors.print(f"{entry.name}: {machine(where)}", markup=False, highlight=False)
+        with Ticker(errors) as ticker:
+            report = entry.run(settings, where, ticker)
+        print_report(entry, report, Console())
+        if json_path is not None:
+            write(json_path, as_json(entry, settings, where, report))
+            save_plot(json_path.with_suffix(".png"), report)
+
+
+for _entry in BENCHES.values():
+    _command(_entry)

@@ -1,0 +1,148 @@
+"""Decoding speed over linked chunks against transformers' own ``generate``."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpic.engine.native.engine import NativeEngine
+from mpic.evals.bench.drive import (
+    Decoder,
+    Ids,
+    compile_all,
+    describe,
+    engine_for,
+    make_pair,
+    prompt_of,
+    request_of,
+    text_chunk,
+)
+from mpic.evals.bench.frame import BenchFailed, Report, Sample, Ticker, Where, bench, interleave, paired
+from mpic.evals.bench.peer import Generator
+from mpic.kv.chunk import Chunk
+
+CACHES = ("dynamic", "static")
+
+
+_DECODER = Decoder(layers=12, hidden=768, heads=12, intermediate=2048, context=8192)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the ``decode`` bench."""
+
+    decoder: Decoder = _DECODER
+    batches: tuple[int, ...] = (1, 8)
+    chunks: int = 8
+    chunk_tokens: int = 512
+    text: int = 64
+    tokens: int = 24
+    policy: str = "mpic-16"
+    repeats: int = 3
+    seed: int = 0
+
+    @property
+    def linked(self) -> int:
+        return self.chunks * self.chunk_tokens
+
+
+@bench(
+    "decode",
+    "tokens a second over 4k linked tokens a request",
+    Settings,
+    quick={
+        "decoder": Decoder(layers=6, hidden=512, heads=8, intermediate=1024, vocabulary=8_000, context=8192),
+        "chunk_tokens": 256,
+        "tokens": 16,
+    },
+    wants={"batch1_over_transformers": ">= 1.0", "batch8_over_transformers": ">= 1.0"},
+)
+def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
+    """Each batch size: linked chunks of each request's own, the same chunks for all, and transformers' caches."""
+    pair = make_pair(settings.decoder, where, seed=settings.seed)
+    ids = Ids(settings.decoder.vocabulary, settings.seed)
+    length = settings.linked + settings.text
+    rows: list[dict[str, Any]] = []
+    headline: dict[str, float] = {}
+    plots: dict[int, dict[str, Sample]] = {}
+    most = max(settings.batches)
+    spare = settings.text + settings.chunks * 64 + settings.tokens + 512
+    ticker.expect(len(settings.batches) * ((settings.repeats + 1) * 3 + len(CACHES)))
+    with engine_for(pair.loaded, most * (settings.linked + 3 * spare)) as engine:
+        sets = []
+        for i in range(most):
+            ticker.say(f"compiling the chunks of request {i + 1}")
+            sets.append([text_chunk(ids.fresh(settings.chunk_tokens)) for _ in range(settings.chunks)])
+            compile_all(engine, sets[-1])
+        for batch in settings.batches:
+            columns: dict[str, Callable[[int], float]] = {
+                "distinct": _ours(engine, settings, ids, sets[:batch]),
+                "shared": _ours(engine, settings, ids, [sets[0]] * batch),
+            }
+            peers = {
+                k: Generator(pair.stock, pair.loaded.shape, k, batch, length, settings.tokens) for k in CACHES
+            }
+            for kind, peer in peers.items():
+                with ticker.step(f"transformers, {kind} cache"):
+                    tried = peer()
+                first = {"table": "transformers, first run of each cache", "batch": batch, "cache": kind}
+                rows.append(first | {"tokens_per_s": round(tried, 3)})
+            best = max(CACHES, key=lambda kind: rows[-len(CACHES) + CACHES.index(kind)]["tokens_per_s"])
+            columns["transformers"] = lambda turn, peer=peers[best]: peer()
+            samples = plots[batch] = interleave(columns, settings.repeats, ticker)
+            names = {"distinct": "linked, chunks of its own", "shared": "linked, same chunks"}
+            for name, sample in samples.items():
+                label = names.get(name, f"transformers, {best} cache")
+                rows.append({"table": f"batch {batch}", "column": label} | sample.row("tokens_per_s"))
+            headline[f"batch{batch}_over_transformers"] = paired(samples["distinct"], samples["transformers"])
+            del columns, peers, peer
+            gc.collect()
+    notes = {
+        "model": describe(pair, settings.decoder),
+        "kv_tokens": length,
+        "distinct": "every request links chunks no other request has; the headline is about these",
+        "shared": "all requests link the same chunks and read them together",
+        "transformers": "generate over a filled cache of the same length, a real batch, SDPA, not compiled; "
+        "the cache that is faster in a first run is the one that is compared",
+        "rate": "from the first new token to the last, so no prefill is counted",
+    }
+    return Report(rows, headline, notes, lambda figure: _plot(figure, plots))
+
+
+def _ours(
+    engine: NativeEngine, settings: Settings, ids: Ids, sets: list[list[Chunk]]
+) -> Callable[[int], float]:
+    """Tokens a second of a batch. The last request is timed, and the others go on until after its end, so that every
+    step of the timed stretch decodes the whole batch."""
+
+    def measure(turn: int) -> float:
+        streams = []
+        for i, chunks in enumerate(sets):
+            prompt = prompt_of(ids.fresh(settings.text // 2), *chunks, ids.fresh(settings.text // 2))
+            longer = 0 if i == len(sets) - 1 else 16
+            streams.append(engine.submit(request_of(prompt, settings.policy, settings.tokens + longer)))
+        timed = [(time.perf_counter(), delta) for delta in streams[-1]]
+        for stream in streams[:-1]:
+            stream.abort()
+        for stream in streams[:-1]:
+            usage = stream.result().usage
+            if usage.completion_tokens < settings.tokens:
+                raise BenchFailed(f"a request of the batch stopped after {usage.completion_tokens} tokens")
+        usage = timed[-1][1].usage
+        if usage.prefix_hit or any(c.tier != "device" for c in usage.chunks):
+            raise BenchFailed("a request found more, or less, than its resident chunks")
+        return len(sets) * (len(timed) - 1) / (timed[-1][0] - timed[0][0])
+
+    return measure
+
+
+def _plot(figure: Any, samples: dict[int, dict[str, Sample]]) -> None:
+    for axes, (batch, found) in zip(
+        figure.subplots(1, len(samples), squeeze=False)[0], samples.items(), strict=True
+    ):
+        axes.bar(list(found), [sample.median for sample in found.values()])
+        axes.set_title(f"batch {batch}")
+        axes.set_ylabel("tokens a second")

@@ -1,0 +1,231 @@
+"""What the benches share: random models, prompts, and driving an engine in process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import transformers as tf
+from PIL import Image
+from torch import nn
+
+from mpic.engine.base import GenerationRequest, Sampling, Usage
+from mpic.engine.native.engine import NativeEngine
+from mpic.evals.bench.frame import BenchFailed, Where
+from mpic.kv.chunk import Chunk, ChunkKey
+from mpic.link import parse_policy
+from mpic.model.loaded import LoadedModel
+from mpic.model.selftest import self_test
+from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
+
+PAGE = 16
+_IMAGE_TOKEN = 5
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Shape of a random Llama decoder."""
+
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+    kv_heads: int = 0
+    vocabulary: int = 32_000
+    context: int = 32_768
+
+    def config(self) -> tf.LlamaConfig:
+        return tf.LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads or self.heads,
+            max_position_embeddings=self.context,
+            tie_word_embeddings=True,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Shape of a random CLIP vision tower; an image becomes ``(size / patch) ** 2`` tokens."""
+
+    layers: int
+    hidden: int
+    heads: int
+    size: int
+    patch: int
+
+    @property
+    def tokens(self) -> int:
+        return (self.size // self.patch) ** 2
+
+    def config(self) -> tf.CLIPVisionConfig:
+        return tf.CLIPVisionConfig(
+            hidden_size=self.hidden,
+            intermediate_size=4 * self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            image_size=self.size,
+            patch_size=self.patch,
+        )
+
+    def processor(self) -> SimpleNamespace:
+        side = {"height": self.size, "width": self.size}
+        return SimpleNamespace(
+            image_processor=tf.CLIPImageProcessor(size={"shortest_edge": self.size}, crop_size=side),
+            tokenizer=None,
+        )
+
+
+@dataclass
+class Pair:
+    """A model hooked by MPIC and the stock model; they share their weights."""
+
+    loaded: LoadedModel
+    stock: nn.Module
+
+
+def make_pair(
+    decoder: Decoder, where: Where, tower: Tower | None = None, gain: float = 1.0, seed: int = 0
+) -> Pair:
+    """A random model, self-tested as every model is at load.
+
+    Args:
+        gain: multiplies the weights; more than 1 makes attention sharp, so that answers depend on what is linked.
+    """
+    torch.manual_seed(seed)
+    if tower is None:
+        model: nn.Module = tf.LlamaForCausalLM(decoder.config())
+    else:
+        config = tf.LlavaConfig(
+            vision_config=tower.config(),
+            text_config=decoder.config(),
+            image_token_id=_IMAGE_TOKEN,
+            vision_feature_layer=-1,
+            tie_word_embeddings=True,
+        )
+        model = tf.LlavaForConditionalGeneration(config)
+    if gain != 1.0:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim >= 2:
+                    parameter.mul_(gain)
+    model = model.to(where.device, where.dtype).eval().requires_grad_(False)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    stock = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    stock.set_attn_implementation("sdpa")
+    loaded = LoadedModel(model, tower.processor() if tower else None, "random")
+    self_test(loaded)
+    return Pair(loaded, stock)
+
+
+def describe(pair: Pair, decoder: Decoder) -> str:
+    """The model in words, for the settings."""
+    millions = pair.loaded.info.details["parameters"] / 1e6
+    kind = "LLaVA" if pair.loaded.has_vision else "Llama"
+    shape = f"{decoder.layers} layers x {decoder.hidden}, {decoder.heads} heads"
+    return f"random {kind}, {millions:.0f} M parameters, {shape}"
+
+
+# ---- prompts
+
+
+class Ids:
+    """A stream of random token ids that never repeats a passage."""
+
+    def __init__(self, vocabulary: int, seed: int = 0) -> None:
+        self._vocabulary = vocabulary
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def fresh(self, n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(10, self._vocabulary, (n,), generator=self._generator).tolist())
+
+
+def text_chunk(token_ids: Sequence[int], owner: str = "bench") -> Chunk:
+    return Chunk(ChunkKey.of_text(" ".join(map(str, token_ids))), owner, tuple(token_ids))
+
+
+def image_chunk(image: Image.Image, owner: str = "bench") -> Chunk:
+    return Chunk(ChunkKey.of_image(image), owner, load_image=lambda: image)
+
+
+def random_image(seed: int, side: int) -> Image.Image:
+    generator = torch.Generator().manual_seed(seed)
+    return Image.fromarray(
+        torch.randint(0, 256, (side, side, 3), generator=generator, dtype=torch.uint8).numpy()
+    )
+
+
+def prompt_of(*parts: Chunk | Sequence[int]) -> Prompt:
+    """Chunks become links; neighbouring lists of ids become one text."""
+    segments: list[TextSegment | ChunkSegment] = []
+    for part in parts:
+        if isinstance(part, Chunk):
+            segments.append(ChunkSegment(part))
+        elif segments and isinstance(segments[-1], TextSegment):
+            segments[-1] = TextSegment((*segments[-1].token_ids, *part))
+        else:
+            segments.append(TextSegment(tuple(part)))
+    return Prompt(tuple(segments))
+
+
+def request_of(
+    prompt: Prompt, policy: str, tokens: int, user: str = "bench", **sampling: object
+) -> GenerationRequest:
+    settings = Sampling(max_tokens=tokens, ignore_eos=True, **sampling)
+    return GenerationRequest(f"bench-{next(_numbers)}", prompt, parse_policy(policy), settings, user)
+
+
+# ---- driving
+
+
+@contextmanager
+def engine_for(loaded: LoadedModel, tokens: int, **options: object) -> Iterator[NativeEngine]:
+    """An engine with room for ``tokens``; closed at the end."""
+    engine = NativeEngine(loaded, None, pages=-(-tokens // PAGE), page_size=PAGE, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def compile_all(engine: NativeEngine, chunks: Sequence[Chunk], sink: int = 0) -> None:
+    """Make chunks resident."""
+    for future in [engine.compile(chunk, sink) for chunk in chunks]:
+        future.result()
+
+
+def first_token(engine: NativeEngine, request: GenerationRequest) -> tuple[float, Usage]:
+    """Milliseconds from submission to the first token as the caller sees it; the request is then read to its end.
+
+    Ask for two tokens: what follows a request's end must not be counted to its first token.
+    """
+    began = time.perf_counter()
+    stream = iter(engine.submit(request))
+    next(stream)
+    elapsed = (time.perf_counter() - began) * 1e3
+    *_, last = stream
+    return elapsed, last.usage
+
+
+def expect(usage: Usage, *, reused: int, prefix_hit: int) -> None:
+    """A measurement only counts if the engine did what the column says."""
+    stale = [c.tier for c in usage.chunks if c.reused and c.tier != "device"]
+    if usage.reused != reused or usage.prefix_hit != prefix_hit or stale:
+        raise BenchFailed(
+            f"{usage.policy}: reused {usage.reused} of {reused} expected, prefix hit {usage.prefix_hit} of {prefix_hit}"
+            + (f", chunks came from {stale}" if stale else "")
+        )

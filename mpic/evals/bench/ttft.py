@@ -1,0 +1,173 @@
+"""Time to the first token with several images in the prompt: what linking saves, and how far it is from a floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpic.engine.base import Usage
+from mpic.engine.native.engine import NativeEngine
+from mpic.evals.bench.drive import (
+    Decoder,
+    Ids,
+    Tower,
+    compile_all,
+    describe,
+    engine_for,
+    expect,
+    first_token,
+    image_chunk,
+    make_pair,
+    prompt_of,
+    random_image,
+    request_of,
+)
+from mpic.evals.bench.frame import Report, Sample, Ticker, Where, bench, interleave, paired
+from mpic.evals.bench.peer import floors
+from mpic.kv.chunk import Chunk
+from mpic.prompt.segments import Prompt
+
+LINKED = ("reuse-2step", "reuse", "mpic-32", "legolink-32")
+
+
+_DECODER = Decoder(layers=12, hidden=768, heads=12, intermediate=2048, context=8192)
+
+
+_TOWER = Tower(layers=8, hidden=256, heads=4, size=336, patch=14)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the ``ttft`` bench."""
+
+    decoder: Decoder = _DECODER
+    tower: Tower = _TOWER
+    images: int = 8
+    system: int = 40
+    text: int = 160
+    repeats: int = 5
+    vision_repeats: int = 2
+    seed: int = 0
+
+
+class _Prompts:
+    """Fresh text in every prompt: only what a column is meant to share can be found again."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.ids = Ids(settings.decoder.vocabulary, settings.seed)
+        self.system = self.ids.fresh(settings.system)
+        side = settings.tower.size
+        self.images = [random_image(settings.seed + i, side) for i in range(settings.images)]
+        self.chunks = [image_chunk(image) for image in self.images]
+        self.owners = 0
+
+    def again(self) -> list[Chunk]:
+        """The same images as an owner uploads them that the engine has never seen: they have to be encoded."""
+        self.owners += 1
+        return [image_chunk(image, f"bench-{self.owners}") for image in self.images]
+
+    def make(self, chunks: list[Chunk], system: tuple[int, ...] | None = None) -> Prompt:
+        """System prompt, half of the text, the images with a little text between them, the rest of the text."""
+        s = self._settings
+        between = s.text // (2 * len(chunks))
+        head = s.text // 2
+        parts: list[Any] = [system or self.ids.fresh(s.system), self.ids.fresh(head)]
+        for chunk in chunks[:-1]:
+            parts += [chunk, self.ids.fresh(between)]
+        return prompt_of(*parts, chunks[-1], self.ids.fresh(s.text - head - between * (len(chunks) - 1)))
+
+
+@bench(
+    "ttft",
+    "time to first token of a prompt with 8 images, chunk KV resident",
+    Settings,
+    quick={
+        "decoder": Decoder(layers=4, hidden=384, heads=6, intermediate=1024, context=8192),
+        "tower": Tower(layers=2, hidden=128, heads=2, size=336, patch=14),
+        "repeats": 3,
+        "vision_repeats": 1,
+    },
+    wants={"prefix_over_mpic32": ">= 6", "mpic32_over_floor": "<= 1.25"},
+)
+def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
+    """Measure every policy and the floor in the same rounds."""
+    pair = make_pair(settings.decoder, where, settings.tower, seed=settings.seed)
+    prompts = _Prompts(settings)
+    image_tokens = settings.images * settings.tower.tokens
+    text = settings.system + settings.text
+    length = image_tokens + text
+    new = text + 32 * settings.images
+    with engine_for(pair.loaded, 3 * length + image_tokens + 4096) as engine:
+        compile_all(engine, prompts.chunks)
+        first_token(engine, request_of(prompt_of(prompts.system, prompts.ids.fresh(8)), "prefix", 2))
+        usages: dict[str, Usage] = {}
+        columns = {p: _column(engine, prompts, p, usages) for p in ("full", "prefix", *LINKED)}
+        under = floors(pair.stock, pair.loaded.shape, prompts.ids.fresh, new, length - new, where.synchronize)
+        encoded = {p: _column(engine, prompts, p, usages, encode=True) for p in ("full", "prefix")}
+        encoded |= {p: columns[p] for p in LINKED}
+        ticker.expect((settings.repeats + 1) * len(columns | under) + settings.vision_repeats * len(encoded))
+        samples = interleave(columns | under, settings.repeats, ticker)
+        with_vision = interleave(encoded, settings.vision_repeats, ticker, cold=False)
+    floor = min(under, key=lambda name: samples[name].median)
+    rows = _rows("vision encoding left out", {k: samples[k] for k in columns}, usages)
+    rows += [
+        {"table": "vision encoding left out", "column": name, "computed": new, "reused": length - new}
+        | samples[name].row()
+        for name in under
+    ]
+    rows += _rows("vision encoding in the request", with_vision, usages)
+    headline = {
+        "prefix_over_mpic32": paired(samples["prefix"], samples["mpic-32"]),
+        "mpic32_over_floor": paired(samples["mpic-32"], samples[floor]),
+    }
+    notes = {
+        "model": describe(pair, settings.decoder),
+        "prompt_tokens": length,
+        "image_tokens": settings.tower.tokens,
+        "floor": f"{floor} was the fastest plain transformers forward of {new} tokens over {length - new} resident",
+        "sharing": "every request has fresh text, so no linked request finds an earlier one in its prefix cache; "
+        "prefix finds its system prompt and nothing else",
+        "vision": "a request of full or prefix encodes its images; linked chunks carry their embeddings",
+        "headline": "median over rounds of the ratio within a round",
+    }
+    return Report(rows, headline, notes, lambda figure: _plot(figure, samples, with_vision))
+
+
+def _column(
+    engine: NativeEngine, prompts: _Prompts, policy: str, usages: dict[str, Usage], encode: bool = False
+) -> Callable[[int], float]:
+    prefix = policy == "prefix"
+
+    def measure(turn: int) -> float:
+        chunks = prompts.again() if encode else prompts.chunks
+        prompt = prompts.make(chunks, prompts.system if prefix else None)
+        elapsed, usage = first_token(engine, request_of(prompt, policy, 2))
+        reused = usage.prompt_tokens - usage.computed - usage.prefix_hit
+        expect(usage, reused=reused, prefix_hit=len(prompts.system) if prefix else 0)
+        usages[policy] = usage
+        return elapsed
+
+    return measure
+
+
+def _rows(table: str, samples: dict[str, Sample], usages: dict[str, Usage]) -> list[dict[str, Any]]:
+    return [
+        {"table": table, "column": name}
+        | {"computed": usages[name].computed, "reused": usages[name].reused}
+        | sample.row()
+        for name, sample in samples.items()
+    ]
+
+
+def _plot(figure: Any, samples: dict[str, Sample], with_vision: dict[str, Sample]) -> None:
+    axes = figure.subplots()
+    names = list(samples)
+    axes.barh(names, [samples[n].median for n in names], label="vision encoding left out")
+    extra = [max(0.0, with_vision[n].median - samples[n].median) if n in with_vision else 0.0 for n in names]
+    axes.barh(names, extra, left=[samples[n].median for n in names], label="vision encoding", alpha=0.5)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("time to first token (ms)")
+    axes.legend()
