@@ -1,0 +1,236 @@
+"""Pairs for contrastive training and for retrieval: images and texts on one side, what one asks for them on the other.
+
+An *entry* is what a library holds: an image, or a text (a one-sentence fact, a biography, a description of a
+picture). A *query* is what finds it: a caption, a search call of the demo model, a question, a paraphrase.
+`split="eval"` uses sprites, names and wordings that training never sees, except for the search calls themselves,
+whose spelling is fixed by the demo model ("city of Ana Lake", "picture with a red circle").
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpic.data.generator import documents, questions
+from mpic.data.generator.conversation import number_word
+from mpic.data.generator.images import Scene, draw_scene, render
+from mpic.data.generator.words import (
+    FIRST_NAMES,
+    LAST_NAMES,
+    OBJECTS,
+    POSITIONS,
+    Split,
+    draw_people,
+    is_eval,
+)
+
+ATTRIBUTES = ("city", "job", "pet", "friend")
+
+# (training wordings, evaluation wordings)
+FRAMES: tuple[tuple[str, ...], tuple[str, ...]] = (
+    (
+        "{c}",
+        "{c}.",
+        "A picture of {c}.",
+        "This image shows {c}.",
+        "Picture with {n}: {c}",
+        "an image that has {c}",
+        "{n}, {c}",
+        "you see {c} in this picture",
+    ),
+    ("A picture that shows {c}.", "image of {c}", "This is a picture with {n}: {c}.", "in this image: {c}"),
+)
+PLACES: tuple[tuple[str, ...], tuple[str, ...]] = (
+    ("{o} {p}", "{o} {p}", "{o} at the {p}", "{p} {o}", "{p}: {o}", "{o} on the {p}"),
+    ("{o} in the {p}", "at the {p} {o}"),
+)
+PARTIAL: tuple[tuple[str, ...], tuple[str, ...]] = (
+    (
+        "picture with {c}",
+        "picture with {c}",
+        "the library picture with {c}",
+        "an image of {c}",
+        "where is {c}?",
+    ),
+    ("picture with {c}", "which picture shows {c}?", "find the image that has {c}"),
+)
+FACTS = {
+    "city": ("{x} lives in {v}.", "The city of {x} is {v}.", "{x}: city {v}."),
+    "job": ("{x} works as a {v}.", "The job of {x} is {v}.", "{x}: job {v}."),
+    "pet": ("{x} has a {v}.", "The pet of {x} is a {v}.", "{x}: pet {v}."),
+    "friend": ("The friend of {x} is {v}.", "{x} has a friend, {v}.", "{x}: friend {v}."),
+    "code": ("The code of the {x} is {v}.", "{x}: code {v}.", "Code {v} is for the {x}."),
+}
+_SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
+
+Entry = str | np.ndarray
+
+
+class Pair(NamedTuple):
+    """A query and the entry it should find; `claims` are what the entry answers, and no two of a batch share one."""
+
+    query: str
+    entry: Entry
+    claims: frozenset[str]
+
+
+def _choose(rng: random.Random, wordings: tuple[tuple[str, ...], tuple[str, ...]], split: Split) -> str:
+    return rng.choice(wordings[0 if split == "train" else 1])
+
+
+def thing(colour: str, shape: str) -> str:
+    """`a red circle`."""
+    return f"{'an' if colour == 'orange' else 'a'} {colour} {shape}"
+
+
+def _join(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def caption(rng: random.Random, split: Split, scene: Scene) -> str:
+    """All objects of a scene with their places, in one of many wordings and orders."""
+    objects = list(scene.objects)
+    if rng.random() < 0.5:
+        rng.shuffle(objects)
+    place = _choose(rng, PLACES, split)
+    parts = [place.format(o=thing(c, s), p=POSITIONS[q]) for q, c, s in objects]
+    text = ", ".join(parts) if rng.random() < 0.6 else _join(parts)
+    count = len(objects) if rng.random() < 0.5 else number_word(len(objects))
+    shapes = f"{count} shape{'s' * (len(objects) > 1)}"
+    return _choose(rng, FRAMES, split).format(c=text, n=shapes)
+
+
+def partial(rng: random.Random, split: Split, scene: Scene, count: int = 1) -> str:
+    """A query that names one object (or `count`) of a scene and no place: the demo model's search for pictures."""
+    objects = rng.sample(scene.objects, min(count, len(scene.objects)))
+    return _choose(rng, PARTIAL, split).format(c=_join([thing(c, s) for _, c, s in objects]))
+
+
+def _library(rng: random.Random, split: Split, scene: Scene) -> str:
+    """A question about a picture in the library that names one of its objects."""
+    (_, colour, shape), *others = rng.sample(scene.objects, min(2, len(scene.objects)))
+    if others and rng.random() < 0.5:
+        return questions.ask(rng, split, "library colour", x=f"{colour} {shape}", y=others[0][2])
+    return questions.ask(rng, split, "library", x=f"{colour} {shape}")
+
+
+def picture_query(rng: random.Random, split: Split, scene: Scene) -> str:
+    """Mostly a full caption, sometimes one or two objects, sometimes a question."""
+    roll = rng.random()
+    if roll < 0.78:
+        return caption(rng, split, scene)
+    return partial(rng, split, scene, rng.choice((1, 1, 2))) if roll < 0.95 else _library(rng, split, scene)
+
+
+def person(rng: random.Random, split: Split) -> str:
+    """A full name; in training now and then an invented one, so that unknown names are told apart by their letters."""
+    if split == "train" and rng.random() < 0.25:
+        return " ".join(_word(rng).capitalize() for _ in range(2))
+    return draw_people(rng, 1, split)[0]
+
+
+def _word(rng: random.Random) -> str:
+    return "".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(2, 3)))
+
+
+def fact_query(rng: random.Random, split: Split, attribute: str, subject: str) -> str:
+    """The demo model's search call, or a question."""
+    if rng.random() < 0.45:
+        return f"{attribute} of {subject}"
+    return questions.ask(rng, split, "needle" if attribute == "code" else attribute, x=subject)
+
+
+def draw_fact(rng: random.Random, split: Split) -> tuple[str, str, str]:
+    """(attribute, subject, value)."""
+    if rng.random() < 0.2:
+        invented = split == "train" and rng.random() < 0.6
+        return "code", _word(rng) if invented else rng.choice(OBJECTS), documents.draw_value(rng, "code")
+    attribute = rng.choice(ATTRIBUTES)
+    return attribute, person(rng, split), draw_value(rng, split, attribute)
+
+
+def draw_value(rng: random.Random, split: Split, attribute: str) -> str:
+    """A value of an attribute; the friend of someone is a person."""
+    return person(rng, split) if attribute == "friend" else documents.draw_value(rng, attribute)
+
+
+def fact_text(rng: random.Random, split: Split, attribute: str, subject: str, value: str) -> str:
+    """The fact in one sentence; the evaluation uses the sentence that libraries use."""
+    wordings = FACTS[attribute]
+    return (rng.choice(wordings) if split == "train" else wordings[0]).format(x=subject, v=value)
+
+
+class Pairs:
+    """Draws pairs from a seed. The same seed and split give the same pairs."""
+
+    def __init__(self, seed: int, split: Split = "train") -> None:
+        self.rng = random.Random(f"pairs-{split}-{seed}")
+        self.split: Split = split
+
+    def _picture(self, say: Callable[[random.Random, Split, Scene], str]) -> Pair:
+        scene = draw_scene(self.rng)
+        query = say(self.rng, self.split, scene)
+        return Pair(query, render(scene, self.rng, self.split), frozenset({str(scene)}))
+
+    def image(self) -> Pair:
+        """A picture and a query for it, whole or partial."""
+        return self._picture(picture_query)
+
+    def captioned(self) -> Pair:
+        """A picture and a caption that names everything in it."""
+        return self._picture(caption)
+
+    def paraphrase(self) -> Pair:
+        """Two captions of one scene."""
+        scene = draw_scene(self.rng)
+        first, second = (caption(self.rng, self.split, scene) for _ in range(2))
+        return Pair(first, second, frozenset({str(scene)}))
+
+    def fact(self) -> Pair:
+        """A one-sentence fact and a query for it."""
+        return self._stated(*draw_fact(self.rng, self.split))
+
+    def same_person(self) -> list[Pair]:
+        """Facts about one person, which only the attribute tells apart."""
+        rng, split, subject = self.rng, self.split, person(self.rng, self.split)
+        chosen = rng.sample(ATTRIBUTES, rng.randint(2, 4))
+        return [self._stated(a, subject, draw_value(rng, split, a)) for a in chosen]
+
+    def _stated(self, attribute: str, subject: str, value: str) -> Pair:
+        query = fact_query(self.rng, self.split, attribute, subject)
+        text = fact_text(self.rng, self.split, attribute, subject, value)
+        return Pair(query, text, frozenset({f"{attribute} of {subject}"}))
+
+    def biography(self) -> Pair:
+        """A biography and a query for its person."""
+        rng, split, name = self.rng, self.split, person(self.rng, self.split)
+        text = documents.biography(rng, split, name, None, (20, 70)).text
+        query = name if rng.random() < 0.3 else fact_query(rng, split, rng.choice(ATTRIBUTES[:3]), name)
+        return Pair(query, text, frozenset(f"{a} of {name}" for a in ATTRIBUTES))
+
+    def batch(self, images: int, texts: int) -> tuple[list[Pair], list[Pair]]:
+        """(image pairs, text pairs); no entry answers another pair's query, but for queries that name few objects."""
+        seen: set[str] = set()
+        makers = [self.fact] * 3 + [self.same_person] * 2 + [self.biography, self.paraphrase]
+        return self.distinct([self.image], images, seen), self.distinct(makers, texts, seen)
+
+    def distinct(
+        self, makers: Sequence[Callable[[], Pair | list[Pair]]], count: int, seen: set[str]
+    ) -> list[Pair]:
+        """`count` pairs whose claims are not in `seen` (which grows) and differ from each other's."""
+        out: list[Pair] = []
+        while len(out) < count:
+            made = self.rng.choice(makers)()
+            for pair in made if isinstance(made, list) else [made]:
+                if seen.isdisjoint(pair.claims):
+                    seen |= pair.claims
+                    out.append(pair)
+        return out[:count]
+
+
+def held_out_names() -> list[str]:
+    """All full names of the evaluation split."""
+    return [f"{a} {b}" for a in FIRST_NAMES for b in LAST_NAMES if is_eval(f"{a} {b}")]

@@ -1,0 +1,1 @@
+"""Trains the demo models on generated data (`mpic train`)."""

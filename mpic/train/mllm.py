@@ -1,0 +1,293 @@
+"""`train_mllm`: vision alignment, then answers under causal attention, then the short PIC-aware phase.
+
+The recipe in one place. Two checkpoints come out: `plain` after the second stage and `pic` after the third.
+A run is resumable, spreads over worker processes on a CPU (one thread each: they meet once a step, so a busy
+machine slows it gracefully), and is bounded by minutes or by steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
+
+from mpic.data.generator import Generator
+from mpic.data.generator.tokenizer import build_tokenizer
+from mpic.train.batch import Encoder, answer_loss, collate, exact_answers
+from mpic.train.curriculum import Batches
+from mpic.train.curves import plot_curves
+from mpic.train.model import build_model, save_model
+from mpic.train.optim import Optimizers
+from mpic.train.structure import structured_init
+from mpic.train.vision import Targets, alignment_accuracy, alignment_loss, draw_batch
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its share of the budget and its learning rates (linear decay over the last `decay`)."""
+
+    name: str
+    share: float
+    muon_lr: float
+    adam_lr: float
+    decay: float
+    pic_share: float = 0.0
+
+
+STAGES = (
+    Stage("vision", 0.055, 0.01, 1e-3, 0.5),
+    Stage("base", 0.72, 0.01, 2e-3, 0.5),
+    Stage("pic", 0.225, 0.006, 1.2e-3, 0.8, pic_share=0.5),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `mpic train mllm` takes."""
+
+    out: Path
+    minutes: float = 90.0
+    steps: int | None = None  # instead of minutes: steps of all stages together
+    device: str = "auto"
+    workers: int = 0  # 0: one a core on a CPU, one on a GPU
+    tokens: int = 2048  # a step and worker
+    init: str = "structured"
+    seed: int = 0
+    resume: bool = False
+    evaluate_every: float = 300.0  # seconds
+    watched: int = 16  # held-out questions a cell of the quick evaluation
+    quiet: bool = False
+
+
+@dataclass
+class Worker:
+    """One process of the run."""
+
+    settings: Settings
+    rank: int
+    world: int
+    device: torch.device
+    model: LlavaForConditionalGeneration
+    tokenizer: PreTrainedTokenizerFast
+    encoder: Encoder
+    log: list[dict[str, Any]]
+
+    @property
+    def chief(self) -> bool:
+        return self.rank == 0
+
+
+def train_mllm(settings: Settings) -> Path:
+    """Trains both checkpoints into `settings.out` (`plain/`, `pic/`, `curves.json`, `curves.png`)."""
+    settings.out.mkdir(parents=True, exist_ok=True)
+    cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    world = settings.workers or (1 if cuda else max(1, min(4, os.cpu_count() or 1)))
+    if world == 1:
+        _run(0, 1, settings, "", cuda)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            args = (world, settings, f"file://{folder}/rendezvous", cuda)
+            torch.multiprocessing.spawn(_run, args, nprocs=world)
+    return settings.out
+
+
+def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool) -> None:
+    torch.manual_seed(settings.seed)
+    if world > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", init_method=rendezvous, rank=rank, world_size=world
+        )
+    torch.set_flush_denormal(True)
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer).train()
+    if settings.init == "structured":
+        structured_init(model, tokenizer, settings.seed)
+    model.to(device)
+    worker = Worker(settings, rank, world, device, model, tokenizer, Encoder(tokenizer), [])
+    state = _load_checkpoint(worker)
+    for stage in STAGES:
+        if state and stage.name in state["finished"]:
+            continue
+        resumed = state if state and state["stage"] == stage.name else None
+        _run_stage(worker, stage, resumed)
+        state = None
+        if worker.chief and stage.name != "vision":
+            save_model(model, tokenizer, settings.out / {"base": "plain"}.get(stage.name, stage.name))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+class Clock:
+    """Progress of a stage in [0, 1], the same on every worker."""
+
+    def __init__(self, worker: Worker, stage: Stage, spent: float, step: int) -> None:
+        self.worker, self.spent, self.step = worker, spent, step
+        settings = worker.settings
+        self.seconds = settings.minutes * 60 * stage.share
+        self.steps = max(1, round(settings.steps * stage.share)) if settings.steps else None
+
+    def progress(self) -> float:
+        """Of the steps or of the time, as the chief sees it."""
+        value = self.step / self.steps if self.steps else self.spent / self.seconds
+        if self.worker.world > 1:
+            shared = torch.tensor([value], dtype=torch.float64)
+            dist.broadcast(shared, 0)
+            value = float(shared)
+        return value
+
+
+def _batches(worker: Worker, stage: Stage, step: int) -> Iterator[Any]:
+    seed = worker.settings.seed * 1_000_003 + step * 101 + worker.rank
+    if stage.name == "vision":
+        rng, targets = random.Random(seed), Targets(worker.encoder)
+        while True:
+            yield draw_batch(targets, rng, 48, "train")
+    batches = Batches(seed, worker.encoder, worker.settings.tokens, stage.pic_share)
+    batches.progress = 1.0 if stage.name == "pic" else 0.0
+    worker.encoder.progress = batches  # type: ignore[attr-defined]
+    for examples, heads in batches:
+        yield collate(examples, heads)
+
+
+def _loss(worker: Worker, stage: Stage, drawn: Any) -> torch.Tensor:
+    with torch.autocast(worker.device.type, dtype=torch.bfloat16):
+        if stage.name == "vision":
+            return alignment_loss(worker.model, *(t.to(worker.device) for t in drawn))
+        return answer_loss(worker.model, drawn.to(worker.device))
+
+
+def _run_stage(worker: Worker, stage: Stage, resumed: dict[str, Any] | None) -> None:
+    settings = worker.settings
+    vision = stage.name == "vision"
+    optimizers = (
+        Optimizers.of_vision(worker.model, stage.muon_lr, stage.adam_lr)
+        if vision
+        else Optimizers.of_language(worker.model, stage.muon_lr, stage.adam_lr)
+    )
+    clock = Clock(worker, stage, 0.0, 0)
+    if resumed:
+        optimizers.load_state_dict(resumed["optimizers"])
+        clock = Clock(worker, stage, resumed["spent"], resumed["step"])
+    drawn = _batches(worker, stage, clock.step)
+    bar = tqdm(total=100, desc=stage.name, disable=settings.quiet or not worker.chief, unit="%")
+    interval = 20 if settings.steps is None else max(1, min(20, settings.steps // 20))
+    warm, losses, tokens, marked, saved = 30, [], 0, time.monotonic(), time.monotonic()
+    while (progress := clock.progress()) < 1:
+        began = time.monotonic()
+        batches = getattr(worker.encoder, "progress", None)
+        if stage.name == "base" and batches:
+            batches.progress = progress
+        batch = next(drawn)
+        loss = _loss(worker, stage, batch)
+        loss.backward()
+        decay = max(0.02, (1 - progress) / stage.decay) if progress > 1 - stage.decay else 1.0
+        optimizers.step(min(1.0, (clock.step + 1) / warm) * decay)
+        clock.step += 1
+        losses.append(loss.item())
+        tokens += 0 if vision else batch.tokens
+        if worker.chief and clock.step % interval == 0:
+            rate = round(tokens * worker.world / (time.monotonic() - marked))
+            entry = {
+                "stage": stage.name,
+                "step": clock.step,
+                "seconds": round(clock.spent),
+                "tokens_per_s": rate,
+            }
+            worker.log.append({**entry, "loss": round(sum(losses) / len(losses), 4)})
+            bar.set_postfix(loss=worker.log[-1]["loss"], step=clock.step, rate=rate)
+            bar.update(round(progress * 100) - bar.n)
+            losses, tokens, marked = [], 0, time.monotonic()
+        clock.spent += time.monotonic() - began
+        if time.monotonic() - saved > settings.evaluate_every:
+            _evaluate(worker, stage, clock)
+            _save_checkpoint(worker, stage, clock, optimizers)
+            saved = marked = time.monotonic()
+    _evaluate(worker, stage, clock)
+    _save_checkpoint(worker, stage, clock, optimizers, finished=True)
+    bar.close()
+
+
+_WATCHED = (
+    ("image", 1), ("image", 2), ("image", 4), ("image", 8), ("image named", 4), ("card", 4), ("card", 8),
+    ("biography", 4), ("needle", 4), ("two-hop", 4), ("compare", 2), ("caption", 2), ("few-shot", 4),
+    ("last person", 4), ("search person", 2), ("search thing", 2), ("search picture", 2),
+)  # fmt: skip
+
+
+@torch.no_grad()
+def _evaluate(worker: Worker, stage: Stage, clock: Clock) -> None:
+    """A quick look at a few held-out questions; the real evaluation is `mpic.train.evaluate`."""
+    if worker.chief:
+        worker.model.eval()
+        scores: dict[str, float] = {}
+        size = worker.settings.watched
+        with torch.autocast(worker.device.type, dtype=torch.bfloat16):
+            if stage.name == "vision":
+                drawn = draw_batch(Targets(worker.encoder), random.Random(1), 128, "eval")
+                scores["image tokens"] = alignment_accuracy(
+                    worker.model, *(t.to(worker.device) for t in drawn)
+                )
+            for task, count in _WATCHED if stage.name != "vision" else ():
+                generator = Generator(5000 + count, "eval")
+                examples = [worker.encoder(generator.task(task, count)) for _ in range(size)]
+                right = 0
+                for start in range(0, size, 8):
+                    part = examples[start : start + 8]
+                    for spans in exact_answers(worker.model, collate(part).to(worker.device), part):
+                        right += all(spans)
+                scores[f"{task} {count}"] = right / size
+        entry = {"stage": stage.name, "step": clock.step, "seconds": round(clock.spent), "scores": scores}
+        worker.log.append(entry)
+        (worker.settings.out / "curves.json").write_text(json.dumps(worker.log))
+        plot_curves(worker.log, worker.settings.out / "curves.png")
+        if not worker.settings.quiet:
+            tqdm.write(json.dumps(entry))
+        worker.model.train()
+    if worker.world > 1:
+        dist.barrier()
+
+
+def _checkpoint(worker: Worker) -> Path:
+    return worker.settings.out / f"checkpoint-{worker.rank}.pt"
+
+
+def _save_checkpoint(
+    worker: Worker, stage: Stage, clock: Clock, optimizers: Optimizers, finished: bool = False
+) -> None:
+    names = [s.name for s in STAGES]
+    state = {
+        "stage": stage.name,
+        "finished": names[: names.index(stage.name) + finished],
+        "spent": clock.spent,
+        "step": clock.step,
+        "model": worker.model.state_dict(),
+        "optimizers": optimizers.state_dict(),
+        "log": json.dumps(worker.log),
+        "settings": json.dumps(dataclasses.asdict(worker.settings), default=str),
+    }
+    temporary = _checkpoint(worker).with_suffix(".tmp")
+    torch.save(state, temporary)
+    temporary.replace(_checkpoint(worker))
+
+
+def _load_checkpoint(worker: Worker) -> dict[str, Any] | None:
+    if not worker.settings.resume or not _checkpoint(worker).exists():
+        return None
+    state = torch.load(_checkpoint(worker), map_location=worker.device, weights_only=True)
+    worker.model.load_state_dict(state["model"])
+    worker.log.extend(json.loads(state["log"]))
+    return state

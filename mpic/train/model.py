@@ -1,0 +1,147 @@
+"""The demo MLLM: a plain `LlavaForConditionalGeneration`, built, saved and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoTokenizer,
+    CLIPVisionConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from mpic.data.generator.conversation import CHAT_TEMPLATE, SPECIAL
+from mpic.data.generator.images import SIZE
+
+PATCH = 8
+IMAGE_TOKENS = (SIZE // PATCH) ** 2
+CONTEXT = 2048
+
+
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, layers: int = 5, hidden: int = 256
+) -> LlavaForConditionalGeneration:
+    """A freshly initialised model: 64 image tokens, RoPE, head_dim 64, 2,048 tokens of context."""
+    text = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=SIZE,
+        patch_size=PATCH,
+        hidden_act="gelu",
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=tokenizer.convert_tokens_to_ids(SPECIAL["image"]),
+        image_seq_length=IMAGE_TOKENS,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=False,
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def image_features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torch.Tensor:
+    """[images, 64, hidden]: what the language model sees of uint8 pixels [images, 64, 64, 3]."""
+    scaled = pixels.permute(0, 3, 1, 2).to(model.dtype) / 127.5 - 1
+    features = model.model.get_image_features(pixel_values=scaled)
+    features = getattr(features, "pooler_output", features)
+    return torch.stack(list(features)) if isinstance(features, list | tuple) else features
+
+
+def save_model(
+    model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    """Model (bf16, weight names that transformers and vLLM both load), processor, template, generation settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=False,
+        max_new_tokens=64,
+    )
+    state = {
+        k: v.detach().to("cpu", torch.bfloat16, copy=True).contiguous() for k, v in model.state_dict().items()
+    }
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    config = model.config.__class__.from_pretrained(folder)
+    config.dtype = torch.bfloat16
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    save_file(
+        {_public(k): v for k, v in state.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    image_processor = CLIPImageProcessorPil(
+        size={"shortest_edge": SIZE},
+        crop_size={"height": SIZE, "width": SIZE},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        do_convert_rgb=True,
+    )
+    tokenizer.image_token = SPECIAL["image"]
+    LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        image_token=SPECIAL["image"],
+        num_additional_image_tokens=1,
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
+
+
+def _public(name: str) -> str:
+    """The on-disk weight name: the published LLaVA layout, which both loaders map."""
+    name = name.removeprefix("model.") if not name.startswith("lm_head") else name
+    if name.startswith("language_model."):
+        return "language_model.model." + name.removeprefix("language_model.")
+    if name.startswith("lm_head."):
+        return "language_model." + name
+    if name.startswith("vision_tower.") and not name.startswith("vision_tower.vision_model."):
+        return "vision_tower.vision_model." + name.removeprefix("vision_tower.")
+    return name
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[LlavaForConditionalGeneration, PreTrainedTokenizerFast]:
+    """A saved model and its tokenizer."""
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+__all__ = [
+    "CONTEXT",
+    "IMAGE_TOKENS",
+    "build_model",
+    "image_features",
+    "load_file",
+    "load_model",
+    "save_model",
+]
