@@ -39,6 +39,10 @@ LAST_NAMES = (
     "Moss Hart Stone Wood Lake Reed Field Marsh Brook Hill Frost Cole Ward Page Lane Cross West Young Price "
     "Baker Nash Quinn Vale Boyd"
 ).split()
+QUESTION_WORDS = (
+    "top bottom left right city job pet code friend live lives work works do colour shape shapes many digit where "
+    "Where Describe describe"
+).split()
 HANDLE_WORDS = (
     "EIFFEL LOUVRE BEACH TOWER HOME OFFICE MENU MAP CAT DOG PLAN LOGO GARDEN CAR PARTY ALPS".split()
 )

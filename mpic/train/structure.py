@@ -37,28 +37,7 @@ IMAGE_CONSTANT = 3.0  # feature 0 of every image token, whose other features sum
 def gated_words() -> dict[str, list[str]]:
     """The words each recency head listens to."""
     syllables = [c + v for c in "BCDFGHJKLMNPQRSTVWXYZ" for v in "AEIOU"] + list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    content = [
-        *words.COLOURS,
-        *words.SHAPES,
-        *words.OBJECTS,
-        *["top", "bottom", "left", "right", "city", "job", "pet", "code", "friend"],
-    ]
-    content += [
-        "live",
-        "lives",
-        "work",
-        "works",
-        "do",
-        "colour",
-        "shape",
-        "shapes",
-        "many",
-        "digit",
-        "where",
-        "Where",
-        "Describe",
-        "describe",
-    ]
+    content = [*words.COLOURS, *words.SHAPES, *words.OBJECTS, *words.QUESTION_WORDS]
     return {
         "label": [f" {w}" for w in words.NUMBERS] + [f" {s}" for s in syllables] + syllables,
         "name": [f" {w}" for w in (*words.FIRST_NAMES, *words.LAST_NAMES)] + list(words.FIRST_NAMES),
