@@ -15,8 +15,8 @@ from mpic import __version__
 from mpic.config import Config
 from mpic.server import errors
 from mpic.server.guard import BodyLimit, LoopbackOnly
+from mpic.server.replies import ErrorBody
 from mpic.server.routers import chat, files, health, models
-from mpic.server.schemas import ErrorBody
 from mpic.server.state import State
 from mpic.server.uploads import Uploads
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import socket
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,8 @@ from mpic.server.guard import is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from mpic.server.state import State
 
 GRACE_SECONDS = 10  # running answers may finish when the server is told to stop
 log = logging.getLogger("mpic.server")
@@ -103,5 +104,15 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.should_exit:
             return
-        print(json.dumps({"url": self.url}) if self.as_json else f"MPIC listens on {self.url}", flush=True)
-        sys.stdout.flush()
+        print(json.dumps({"url": self.url}) if self.as_json else self._welcome(), flush=True)
+
+    def _welcome(self) -> str:
+        state: State = self.config.app.state.mpic  # type: ignore[union-attr]
+        info, config = state.engine.info, state.config
+        return (
+            f"MPIC listens on {self.url} (for this machine only: there are no API keys)\n"
+            f"  model    {info.name}, {info.dtype} on {info.device}, attention {info.attention}\n"
+            f"  policy   {config.engine.policy}\n"
+            f"  library  {config.library.data_dir}\n"
+            f"  docs     {self.url}/docs"
+        )

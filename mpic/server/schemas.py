@@ -1,4 +1,4 @@
-"""The shapes of requests and responses. OpenAI's fields keep OpenAI's names and meaning; ours sit in ``mpic``."""
+"""The shapes of requests. OpenAI's fields keep OpenAI's names and meaning; ours sit in ``mpic``."""
 
 from __future__ import annotations
 
@@ -217,70 +217,3 @@ def _refuse_half_pairs(body: Any) -> None:
             waiting += value
         elif isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise ValueError("a string contains half of a surrogate pair")
-
-
-# ---- files
-
-
-class FileObject(BaseModel):
-    """An uploaded image or document. `status` is OpenAI's, `state` is ours."""
-
-    id: str
-    object: Literal["file"] = "file"
-    bytes: int
-    created_at: int
-    expires_at: int | None = None
-    filename: str
-    purpose: str
-    status: Literal["uploaded", "processed", "error"]
-    status_details: str | None = None
-    handle: str | None = Field(None, description="NAME in `IMAGE#NAME` or `FILE#NAME`")
-    kind: Literal["image", "text"]
-    tokens: int | None = Field(None, description="length of the compiled chunk, once it is compiled")
-    state: Literal["compiling", "ready", "failed"]
-    tiers: list[str] = Field(default_factory=list, description="where compiled KV of this file is now")
-
-
-class FileList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class FileDeleted(BaseModel):
-    id: str
-    object: Literal["file"] = "file"
-    deleted: bool = True
-
-
-# ---- the rest
-
-
-class ModelObject(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "mpic"
-    context_length: int
-    modalities: list[str]
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelObject]
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str
-    details: dict[str, Any] | None = None
-
-
-class ErrorBody(BaseModel):
-    """Every error looks like this."""
-
-    error: ErrorDetail

@@ -10,6 +10,7 @@ from server_helpers import fake_server, png
 
 from mpic.config import Config, EngineConfig, ServerConfig
 from mpic.errors import CompileFailed
+from mpic.server.replies import ChatCompletion, ChatCompletionChunk
 
 HALF_A_PAIR = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
 NESTED = b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}"
@@ -73,6 +74,7 @@ async def test_trace_shows_the_layout(server):
     await server.uploaded(b"a document", "d.txt", handle="D")
     body = (await server.ask("IMAGE#A and FILE#D", mpic={"trace": True})).json()
     ours = body["usage"]["mpic"]
+    ChatCompletion.model_validate(body)
     kinds = [part["kind"] for part in ours["layout"]]
     assert kinds == ["own", "image", "own", "text", "own"]
     assert sum(part["tokens"] for part in ours["layout"]) == body["usage"]["prompt_tokens"]
@@ -122,6 +124,7 @@ async def test_answers_are_greedy_unless_asked_otherwise(server):
 
 async def test_logprobs_and_length(server):
     body = (await server.ask(max_tokens=2, logprobs=True, top_logprobs=1)).json()
+    ChatCompletion.model_validate(body)
     choice = body["choices"][0]
     assert choice["finish_reason"] == "length"
     assert len(choice["logprobs"]["content"]) == 2
@@ -160,6 +163,8 @@ async def test_a_stream_with_usage(server):
     answer = await server.ask(stream=True, stream_options={"include_usage": True})
     frames, done = events(answer.text)
     assert done and frames[-1]["choices"] == []
+    for chunk in frames:
+        ChatCompletionChunk.model_validate(chunk)
     assert frames[-1]["usage"] == whole["usage"]
     assert all(f["usage"] is None for f in frames[:-1])
 

@@ -1,7 +1,9 @@
 """``mpic serve`` as a process of its own on a tiny random model, spoken to by the stock ``openai`` client."""
 
+import asyncio
 import base64
 import io
+import json
 import socket
 import time
 
@@ -237,3 +239,42 @@ def test_other_hosts_and_origins_are_refused(url):
 
 def test_models(client):
     assert [m.id for m in client.models.list()] == ["tiny"]
+
+
+async def test_many_clients_at_once(url, image):
+    """Streams of several policies share one image; every third client leaves early. All others get the answer they
+    would get alone, and nothing stays behind."""
+    policies = ("full", "reuse", "mpic-4", "legolink-4")
+    handle = image.model_extra["handle"]
+
+    def body(i):
+        text = f"{'x' * (i % 5)} IMAGE#{handle} {'y' * (i % 3)}"
+        options = {"policy": policies[i % len(policies)], "ignore_eos": True}
+        return {"messages": user(text), "max_tokens": 16, "stream": True, "mpic": options}
+
+    async def ask(http, i, leaves):
+        said = ""
+        async with http.stream("POST", "/v1/chat/completions", json=body(i)) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    return said
+                if line:
+                    chunk = json.loads(line[6:])
+                    assert "error" not in chunk, chunk
+                    said += chunk["choices"][0]["delta"].get("content", "")
+                if leaves and len(said) > 3:
+                    return None
+
+    idle_again(url)
+    before = pages(url)
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=None)) as http:
+        answers = await asyncio.gather(*(ask(http, i, i % 3 == 2) for i in range(30)))
+        assert idle_again(url) < 5
+        for i in range(0, 30, 7):
+            if i % 3 != 2:
+                assert await ask(http, i, False) == answers[i]
+    after = pages(url)
+    assert after["counters"].get("failed", 0) == before["counters"].get("failed", 0)
+    free = after["pages"]["free"] + after["pages"].get("prefix", 0)
+    assert free <= POOL_PAGES and all(a for i, a in enumerate(answers) if i % 3 != 2)

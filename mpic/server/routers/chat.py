@@ -16,6 +16,7 @@ from mpic.link import parse_policy
 from mpic.prompt import build_prompt
 from mpic.server import errors
 from mpic.server.answers import Answer
+from mpic.server.replies import ChatCompletion, ChatCompletionChunk
 from mpic.server.resolver import LibraryResolver
 from mpic.server.routers.models import check_model
 from mpic.server.schemas import ChatRequest
@@ -30,7 +31,13 @@ CLIENT_CLOSED = 499  # nobody reads it; it shows in the access log
 @router.post(
     "/completions",
     response_class=JSONResponse,
-    responses={200: {"content": {"text/event-stream": {}}, "description": "the answer, or its stream"}},
+    responses={
+        200: {
+            "model": ChatCompletion,
+            "description": "the answer; with `stream`, server-sent events of `chat.completion.chunk` objects",
+            "content": {"text/event-stream": {"schema": ChatCompletionChunk.model_json_schema()}},
+        }
+    },
 )
 async def create(body: ChatRequest, request: Request, state: StateDep, user: UserDep) -> Response:
     """Answer a conversation that may contain images and documents, uploaded or inline."""

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, File, Form, Query, Request, Response, Up
 from mpic.errors import BadRequest, UnsupportedParameter
 from mpic.library import File as LibraryFile
 from mpic.library import Library
-from mpic.server.schemas import FileDeleted, FileList, FileObject
+from mpic.server.replies import FileDeleted, FileList, FileObject
 from mpic.server.state import StateDep, UserDep
 
 router = APIRouter(prefix="/v1/files", tags=["files"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from mpic.errors import NotFound
-from mpic.server.schemas import ModelList, ModelObject
+from mpic.server.replies import ModelList, ModelObject
 from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/models", tags=["models"])

@@ -1,0 +1,209 @@
+"""The shapes of responses. OpenAI's fields keep OpenAI's names and meaning; ours are said to be."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Exact(BaseModel):
+    """Nothing more and nothing less than what is written here."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+# ---- chat
+
+
+class TopLogprob(Exact):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class Logprobs(Exact):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(Exact):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class Choice(Exact):
+    index: int
+    message: AnswerMessage
+    finish_reason: Literal["stop", "length"]
+    logprobs: Logprobs | None
+
+
+class PromptTokensDetails(Exact):
+    cached_tokens: int = Field(description="reused + prefix_hit: what was not computed for this answer")
+
+
+class TokenCounts(Exact):
+    """`prompt_tokens = reused + prefix_hit + computed`."""
+
+    reused: int = Field(description="tokens of images and documents linked without recomputation")
+    recomputed: int = Field(description="tokens of images and documents computed again")
+    prefix_hit: int = Field(description="tokens found in the prompt's own prefix cache")
+    computed: int = Field(description="tokens computed, recomputed ones included")
+    compiled: int = Field(description="tokens of chunks that had to be compiled first; they come on top")
+
+
+class Milliseconds(Exact):
+    """Time to the first token (`ttft`), its parts (`queue`, `load`, `link`), and to the last (`total`)."""
+
+    queue: float
+    load: float
+    link: float
+    ttft: float
+    total: float
+
+
+class ChunkUsed(Exact):
+    """What happened to one linked image or document, in prompt order."""
+
+    key: str
+    label: str | None
+    tokens: int
+    reused: int
+    recomputed: int
+    tier: str = Field(description="where its KV came from: device, disk, compiled; none: all recomputed")
+    reason: str | None = Field(
+        description="why not all was reused: policy, new, recipe, evicted, expired, model_changed, corrupt"
+    )
+    ms: float
+
+
+class PromptPiece(Exact):
+    """A piece of the prompt: the request's own text, or a chunk (an entry of `chunks`)."""
+
+    kind: Literal["own", "image", "text"]
+    tokens: int | None
+    chunk: int | None = None
+
+
+class MPICUsage(Exact):
+    policy: str
+    tokens: TokenCounts
+    ms: Milliseconds
+    preemptions: int
+    chunks: list[ChunkUsed]
+    layout: list[PromptPiece] | None = Field(
+        None, description="with `mpic.trace`: the prompt, piece by piece"
+    )
+
+
+class Usage(Exact):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    mpic: MPICUsage
+
+
+class ChatCompletion(Exact):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+
+
+class ChunkDelta(Exact):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(Exact):
+    index: int
+    delta: ChunkDelta
+    finish_reason: Literal["stop", "length"] | None
+    logprobs: Logprobs | None
+
+
+class ChatCompletionChunk(Exact):
+    """One frame of a stream. With `stream_options.include_usage` the last frame has no choices, but the usage."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+# ---- files
+
+
+class FileObject(BaseModel):
+    """An uploaded image or document. `status` is OpenAI's, `state` is ours."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+    filename: str
+    purpose: str
+    status: Literal["uploaded", "processed", "error"]
+    status_details: str | None = None
+    handle: str | None = Field(None, description="NAME in `IMAGE#NAME` or `FILE#NAME`")
+    kind: Literal["image", "text"]
+    tokens: int | None = Field(None, description="length of the compiled chunk, once it is compiled")
+    state: Literal["compiling", "ready", "failed"]
+    tiers: list[str] = Field(default_factory=list, description="where compiled KV of this file is now")
+
+
+class FileList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+# ---- the rest
+
+
+class ModelObject(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "mpic"
+    context_length: int
+    modalities: list[str]
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelObject]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+    details: dict[str, Any] | None = None
+
+
+class ErrorBody(BaseModel):
+    """Every error looks like this."""
+
+    error: ErrorDetail
