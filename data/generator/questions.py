@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 from mpic.data.generator.documents import Fact
 from mpic.data.generator.images import Scene
@@ -103,7 +104,15 @@ WORDINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 ATTRIBUTES = ("city", "job", "pet")
-Question = tuple[str, str, str]  # kind, text, answer
+
+
+class Question(NamedTuple):
+    """A question; two wordings of the same question share a `key`."""
+
+    kind: str
+    text: str
+    answer: str
+    key: str
 
 
 def ask(rng: random.Random, split: Split, kind: str, **slots: str) -> str:
@@ -137,17 +146,17 @@ def about_image(
         "digit": ("", digit or ""),
         "caption": ("", scene.caption()),
     }[kind]
-    return kind, ask(rng, split, kind, L=label, x=slot), answer
+    return Question(kind, ask(rng, split, kind, L=label, x=slot), answer, f"{kind} {label} {slot}")
 
 
 def about_document(rng: random.Random, split: Split, fact: Fact, label: str) -> Question:
     """A question about one document."""
     key = rng.choice(list(fact.facts))
     if fact.kind == "card":
-        return "card", ask(rng, split, "card", L=label, x=key), fact.facts[key]
+        return Question("card", ask(rng, split, "card", L=label, x=key), fact.facts[key], f"{label} {key}")
     if fact.kind == "needle":
-        return "needle", ask(rng, split, "needle", x=key), fact.facts[key]
-    return key, ask(rng, split, key, x=fact.subject), fact.facts[key]
+        return Question("needle", ask(rng, split, "needle", x=key), fact.facts[key], key)
+    return Question(key, ask(rng, split, key, x=fact.subject), fact.facts[key], f"{key} {fact.subject}")
 
 
 def two_hop(rng: random.Random, split: Split, person: Fact, friend: Fact) -> Question:
@@ -155,7 +164,8 @@ def two_hop(rng: random.Random, split: Split, person: Fact, friend: Fact) -> Que
     key = rng.choice(("city", "job"))
     verb = {"city": "lives in", "job": "works as a"}[key]
     text = ask(rng, split, f"friend {key}", x=person.subject)
-    return f"friend {key}", text, f"{friend.subject} {verb} {friend.facts[key]}"
+    answer = f"{friend.subject} {verb} {friend.facts[key]}"
+    return Question(f"friend {key}", text, answer, f"friend {key} {person.subject}")
 
 
 def compare(
@@ -171,13 +181,10 @@ def compare(
         first, second = colours_a[shape], colours_b[shape]
         verdict = "yes" if first == second else "no"
         text = ask(rng, split, "same", L=label_a, M=label_b, x=shape)
-        return "same", text, f"{first} and {second}, so {verdict}"
+        return Question("same", text, f"{first} and {second}, so {verdict}", f"{shape} {label_a} {label_b}")
     first, second = str(len(scene_a.objects)), str(len(scene_b.objects))
     if kind == "more" and first != second:
         verdict = "first" if first > second else "second"
-        return (
-            "more",
-            ask(rng, split, "more", L=label_a, M=label_b),
-            f"{first} and {second}, so the {verdict}",
-        )
+        text = ask(rng, split, "more", L=label_a, M=label_b)
+        return Question("more", text, f"{first} and {second}, so the {verdict}", f"more {label_a} {label_b}")
     return None

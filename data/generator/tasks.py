@@ -120,7 +120,8 @@ class Generator:
         if not people:
             return None
         key = self.rng.choice(("city", "job"))
-        return f"last {key}", questions.ask(self.rng, self.split, f"last {key}"), people[-1].facts[key]
+        text = questions.ask(self.rng, self.split, f"last {key}")
+        return questions.Question(f"last {key}", text, people[-1].facts[key], f"last {key}")
 
     def search(self, items: list[Item], kind: str | None = None) -> Turn:
         """A question that only the library can answer."""
@@ -164,7 +165,7 @@ class Generator:
             roll, question = rng.random(), None
             if not items or roll < mix.search:
                 turn = self.search(items)
-                asked.setdefault(turn.user[0], turn)  # type: ignore[arg-type]
+                asked.setdefault(turn.query or "", turn)
                 continue
             if attempt == 0 and rng.random() < mix.order:
                 question = self.last(items)
@@ -178,8 +179,7 @@ class Generator:
                 question = self.about(
                     item, "caption" if captioned and isinstance(item.about, Scene) else None
                 )
-            kind, text, answer = question
-            asked.setdefault(text, Turn([text], answer, kind=kind))
+            asked.setdefault(question.key, Turn([question.text], question.answer, kind=question.kind))
         order = list(asked.values())
         order[0] = replace(order[0], user=[*parts, *order[0].user])
         if len(items) == 2 and rng.random() < 0.3:
@@ -194,7 +194,7 @@ class Generator:
         question = questions.compare(rng, self.split, (a.label, a.about), (b.label, b.about))  # type: ignore[arg-type]
         if question is None:
             return None
-        kind, text, answer = question
+        kind, text, answer, _ = question
         if kind == "more":
             opening = "Which has more shapes," if self.split == "train" else "Which shows more shapes,"
             return Turn([opening, a.part, "or", b.part, "?"], answer, kind="word more")
@@ -233,7 +233,7 @@ class Generator:
         question = ask(items)
         if question is None:
             return None
-        kind, text, answer = question
+        kind, text, answer, _ = question
         return Conversation([Turn([*(i.part for i in items), text], answer, kind=kind)])
 
     def single_search(self, count: int, kind: str) -> Conversation:

@@ -1,4 +1,4 @@
-"""The demo models' tokenizer: a byte-level BPE trained on the generator's own words.
+"""The demo models' tokenizer: a byte-level BPE trained on the generator's own words, kept in `tokenizer.json`.
 
 Byte level, so any text survives a round trip; common words are one token, digits stand alone and
 upper-case handles fall into syllables, so that a fresh handle is spelled with familiar pieces.
@@ -7,6 +7,7 @@ upper-case handles fall into syllables, so that a fresh handle is spelled with f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -17,6 +18,7 @@ from mpic.data.generator.documents import SENTENCE
 from mpic.data.generator.questions import WORDINGS
 from mpic.data.generator.tasks import SYSTEMS, Generator
 
+STORED = Path(__file__).parent / "tokenizer.json"
 _SYLLABLE = "[BCDFGHJKLMNPQRSTVWXYZ][AEIOU](?![a-z])"
 _PATTERN = (
     rf" ?ASSISTANT:| ?USER:| ?{_SYLLABLE}| ?[A-Z](?![a-z])| ?\d| ?\p{{L}}+| ?[^\s\p{{L}}\d]+|\s+(?!\S)|\s+"
@@ -47,8 +49,9 @@ def _corpus() -> Iterator[str]:
         yield from (s.content for s in segments(conversation) if s.kind != "image")
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Trains the tokenizer (a second of work; the same every time) and gives it the chat template."""
+def train_tokenizer() -> Tokenizer:
+    """Trains a tokenizer anew (a second of work). A model only works with the one it was trained with, so what
+    models are trained with is the stored one, whatever becomes of the generator."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -66,8 +69,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_corpus(), trainer)
+    return tokenizer
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """The stored tokenizer with its special tokens and the chat template."""
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=Tokenizer.from_file(str(STORED)),
         bos_token=SPECIAL["bos"],
         eos_token=SPECIAL["eos"],
         pad_token=SPECIAL["pad"],

@@ -35,7 +35,7 @@ def draw_example(generator: Generator, encoder: Encoder, progress: float, limit:
     _, counts, mix = next(step for step in _STEPS if progress < step[0])
     while True:
         rng = generator.rng
-        example = encoder(generator.training(rng.choice(counts), rng.choice((12, 16, 24)), mix))
+        example = encoder(generator.training(rng.choice(counts), rng.choice((8, 12, 20)), mix))
         if len(example.ids) <= limit:
             return example
 
