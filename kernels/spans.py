@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-Rows = slice | torch.Tensor
-
 
 class Shift(NamedTuple):
     """Rotation by minus a span's base: ``cos, sin [rotary_dim / 2]`` fp32 in frequency order, or
@@ -33,10 +31,10 @@ class Shift(NamedTuple):
 
 
 class SpanCall(NamedTuple):
-    """One attention call of a layer.
+    """One attention call of a layer by a block of rows.
 
     Args:
-        rows: which of the step's queries attend (a slice, or ``[r]`` int64 when requests share a span).
+        rows: which of the step's queries attend.
         keys: ``[kv_heads, n, head_dim]``, n >= 1.
         values: ``[kv_heads, n, head_dim]``.
         causal: rows are the keys' own tokens (r == n): row i sees keys 0..i. Otherwise every row sees every key.
@@ -44,12 +42,32 @@ class SpanCall(NamedTuple):
         first: no earlier call of this layer covered any of these rows, so the result is stored, not merged.
     """
 
-    rows: Rows
+    rows: slice
     keys: torch.Tensor
     values: torch.Tensor
     causal: bool
     shift: Shift | None
     first: bool
+
+
+class Singles(NamedTuple):
+    """Rows that stand alone (decoding): every (row, span) pair is a *partial*, all of them are merged at once.
+
+    Partials that read the same span are adjacent, so requests that share a chunk read its keys once.
+
+    Args:
+        rows: ``[R]`` int64, the step's single rows.
+        source: ``[P]`` int64, the step row of each partial.
+        shift: ``cos, sin [P, rotary_dim / 2]`` of each partial, or None when no span lies elsewhere.
+        slots: ``[R, S]`` int64, the partials of each row, padded with P.
+        spans: (first partial, partials) of each span, in the order in which keys and values are given.
+    """
+
+    rows: torch.Tensor
+    source: torch.Tensor
+    shift: Shift | None
+    slots: torch.Tensor
+    spans: tuple[tuple[int, int], ...]
 
 
 Partial = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, torch.Tensor]]
@@ -80,21 +98,39 @@ def rotate(q: torch.Tensor, shift: Shift) -> torch.Tensor:
     return out
 
 
-def attend(q: torch.Tensor, calls: Sequence[SpanCall], scale: float, partial: Partial) -> torch.Tensor:
+def attend(
+    q: torch.Tensor,
+    calls: Sequence[SpanCall],
+    scale: float,
+    partial: Partial,
+    singles: Singles | None = None,
+    layer: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+) -> torch.Tensor:
     """Attention of a step's rows over their spans.
 
     Args:
         q: ``[heads, rows, head_dim]``, rotated at the rows' own positions.
-        calls: in an order in which every row's first call has ``first=True``; every row is covered at least once.
+        calls: of blocks of rows, in an order in which every row's first call has ``first=True``.
         scale: softmax scale.
         partial: the implementation (see ``backend``).
+        singles, layer: rows that stand alone, and this layer's ``(keys, values)`` of their spans.
 
     Returns:
-        ``[rows, heads, head_dim]`` in q's dtype.
+        ``[rows, heads, head_dim]``, fp32; rows that no call covers are undefined.
     """
     heads, rows, dim = q.shape
-    out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device).transpose(0, 1)
-    lse = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
+    out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
+    if calls:
+        _attend_blocks(q, calls, scale, partial, out.transpose(0, 1))
+    if singles is not None:
+        out[singles.rows] = attend_singles(q, singles, layer, scale, partial)
+    return out
+
+
+def _attend_blocks(
+    q: torch.Tensor, calls: Sequence[SpanCall], scale: float, partial: Partial, out: torch.Tensor
+) -> None:
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     for call in calls:
         queries = q[:, call.rows]
         if call.shift is not None:
@@ -105,15 +141,40 @@ def attend(q: torch.Tensor, calls: Sequence[SpanCall], scale: float, partial: Pa
             lse[:, call.rows] = l
             continue
         held, held_lse = out[:, call.rows], lse[:, call.rows]
-        weight = torch.sigmoid(l - held_lse)
-        merged_lse = torch.logaddexp(held_lse, l)
-        if isinstance(call.rows, slice):
-            held.lerp_(o.float(), weight[..., None])
-            held_lse.copy_(merged_lse)
-        else:
-            out[:, call.rows] = held.lerp(o.float(), weight[..., None])
-            lse[:, call.rows] = merged_lse
-    return out.transpose(0, 1).to(q.dtype)
+        held.lerp_(o.float(), torch.sigmoid(l - held_lse)[..., None])
+        held_lse.copy_(torch.logaddexp(held_lse, l))
+
+
+def attend_singles(
+    q: torch.Tensor,
+    singles: Singles,
+    spans: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    scale: float,
+    partial: Partial,
+) -> torch.Tensor:
+    """Attention of single rows. ``spans`` are this layer's ``(keys, values)``; returns fp32 ``[R, heads, head_dim]``.
+
+    One kernel call a span and a handful of operations for all merges: decoding with many chunks is bound by reading
+    them, not by launching.
+    """
+    heads, _, dim = q.shape
+    queries = q[:, singles.source]
+    if singles.shift is not None:
+        queries = rotate(queries, singles.shift)
+    outs, lses = [], []
+    for (start, count), (keys, values) in zip(singles.spans, spans, strict=True):
+        o, l = partial(queries[:, start : start + count], keys, values, False, scale)
+        outs.append(o)
+        lses.append(l)
+    o, l = torch.cat(outs, 1), torch.cat(lses, 1)
+    rows, width = singles.slots.shape
+    if rows == 1:  # all partials belong to it
+        return (torch.softmax(l, 1)[..., None] * o).sum(1)[None].float()
+    l = torch.cat([l, l.new_full((heads, 1), float("-inf"))], 1)[:, singles.slots]  # [heads, R, S]
+    o = torch.cat([o, o.new_zeros(heads, 1, dim)], 1)[:, singles.slots.reshape(-1)].view(
+        heads, rows, width, dim
+    )
+    return (torch.softmax(l, 2)[..., None] * o).sum(2).transpose(0, 1).float()
 
 
 def backend(device: torch.device, dtype: torch.dtype) -> tuple[str, Partial]:

@@ -12,7 +12,8 @@ between steps unless it is *fixed* (a thread is reading into it or writing it to
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -31,6 +32,8 @@ class Extent:
     tokens: int
     fixed: int = 0
     freed: bool = False
+    views: dict[Any, Any] = field(default_factory=dict)
+    """What users of the extent keep about where it lies; emptied when it moves."""
 
 
 class Pool:
@@ -140,6 +143,7 @@ class Pool:
             n = min(_MOVE_ELEMENTS, size - at)
             self.arena[target + at : target + at + n] = self.arena[source + at : source + at + n].clone()
         extent.start = start
+        extent.views.clear()
         self.moves += 1
 
     def check(self) -> None:

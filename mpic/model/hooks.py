@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mpic.errors import ModelRefused
-from mpic.kernels.spans import Partial, Rows, Shift, SpanCall, attend
+from mpic.kernels.spans import Partial, Shift, Singles, SpanCall, attend
 
 NAME = "mpic"
 _HARMLESS = {
@@ -32,21 +32,31 @@ _HARMLESS = {
 }
 
 
+class Layers(NamedTuple):
+    """Slots ``[lo, hi)`` of an extent, layer by layer: ``keys[i], values[i] [kv_heads, hi - lo, head_dim]``."""
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+
+def layers_of(view: torch.Tensor, lo: int, hi: int) -> Layers:
+    """Cut a piece out of an extent's ``view [layers, 2, kv_heads, tokens, head_dim]``."""
+    keys, values = view[:, :, :, lo:hi].unbind(1)
+    return Layers(keys.unbind(0), values.unbind(0))
+
+
 class Write(NamedTuple):
-    """Rows ``[start, stop)`` go to slots ``slot, slot + 1, ...`` of an extent's view."""
+    """Rows ``[start, stop)`` of the step are written to a piece of as many slots."""
 
     rows: slice
-    view: torch.Tensor
-    slot: int
+    piece: Layers
 
 
 class Attend(NamedTuple):
-    """A ``SpanCall`` before the layer is known: slots ``[lo, hi)`` of an extent's view."""
+    """A ``SpanCall`` before the layer is known."""
 
-    rows: Rows
-    view: torch.Tensor
-    lo: int
-    hi: int
+    rows: slice
+    piece: Layers
     causal: bool
     shift: Shift | None
     first: bool
@@ -58,15 +68,19 @@ class Step:
 
     Args:
         writes: cover every row once.
-        calls: cover every row; each row's first call has ``first`` set.
+        calls: of blocks of rows; each row's first call has ``first`` set.
         partial: the attention implementation.
         window: longest attention distance the step can have (its longest context), to admit sliding windows.
+        singles: rows that stand alone, or None; blocks and singles cover every row once.
+        pieces: the spans of ``singles``, in its order.
     """
 
     writes: list[Write]
     calls: list[Attend]
     partial: Partial
     window: int
+    singles: Singles | None = None
+    pieces: list[Layers] = field(default_factory=list)
     layers_seen: set[int] = field(default_factory=set)
 
 
@@ -114,24 +128,18 @@ def _attention(
         )
     layer = module.layer_idx
     k, v = key[0], value[0]
-    for rows, view, slot in step.writes:
-        n = rows.stop - rows.start
-        view[layer, 0, :, slot : slot + n] = k[:, rows]
-        view[layer, 1, :, slot : slot + n] = v[:, rows]
+    for rows, piece in step.writes:
+        piece.keys[layer].copy_(k[:, rows])
+        piece.values[layer].copy_(v[:, rows])
     calls = [
-        SpanCall(
-            c.rows,
-            c.view[layer, 0, :, c.lo : c.hi],
-            c.view[layer, 1, :, c.lo : c.hi],
-            c.causal,
-            c.shift,
-            c.first,
-        )
+        SpanCall(c.rows, c.piece.keys[layer], c.piece.values[layer], c.causal, c.shift, c.first)
         for c in step.calls
     ]
+    spans = [(piece.keys[layer], piece.values[layer]) for piece in step.pieces]
     step.layers_seen.add(layer)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return attend(query[0], calls, scale, step.partial)[None], None
+    out = attend(query[0], calls, scale, step.partial, step.singles, spans)
+    return out[None].to(query.dtype), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)

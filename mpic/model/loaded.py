@@ -202,6 +202,10 @@ class LoadedModel:
     def shift(self, base: int) -> Shift | None:
         return self._rotary.shift(base)
 
+    def shifts(self, bases: Sequence[int]) -> Shift | None:
+        """Rotations of several rows at once, ``[len(bases), rotary_dim / 2]``; None when all bases are 0."""
+        return self._rotary.shifts(bases)
+
     # ---- one packed forward
 
     @torch.inference_mode()

@@ -8,6 +8,7 @@ dimensions it pairs; both are read from the modeling module and compared with it
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -57,6 +58,15 @@ class Rotary:
                 self._shifts.clear()
             found = self._shifts[base] = self._make(base, self._interleaved)
         return found
+
+    def shifts(self, bases: Sequence[int]) -> Shift | None:
+        """Shifts of several rows, stacked; None when none of them moves."""
+        if not any(bases):
+            return None
+        angle = -torch.tensor(bases, dtype=torch.float64)[:, None] * self._frequencies
+        return Shift(
+            angle.cos().float().to(self._device), angle.sin().float().to(self._device), self._interleaved
+        )
 
     def _make(self, base: int, interleaved: bool) -> Shift:
         angle = -base * self._frequencies

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from mpic.errors import ModelRefused
-from mpic.model.hooks import NAME, Attend, Step, Write
+from mpic.model.hooks import NAME, Attend, Step, Write, layers_of
 from mpic.model.loaded import LoadedModel
 
 _PIECES = ((0, 9, False), (9, 23, True), (23, 30, False), (30, 41, True), (41, 47, False))
@@ -82,11 +82,12 @@ def _as_step(loaded: LoadedModel, embeds: torch.Tensor, positions: torch.Tensor)
         base = start if is_chunk else 0
         local[:, start:end] -= base
         rows = slice(start, end)
-        writes.append(Write(rows, view, 0))
-        calls.append(Attend(rows, view, 0, end - start, True, None, True))
+        piece = layers_of(view, 0, end - start)
+        writes.append(Write(rows, piece))
+        calls.append(Attend(rows, piece, True, None, True))
         for other, other_base in spans:  # rows sit at p - base, keys at j - other_base
             shift = loaded.shift(other_base - base)
-            calls.append(Attend(rows, other, 0, other.shape[3], False, shift, False))
-        spans.append((view, base))
+            calls.append(Attend(rows, other, False, shift, False))
+        spans.append((piece, base))
     step = Step(writes, calls, loaded.partial, window=len(embeds))
     return loaded.forward(embeds, local, step, torch.arange(len(embeds), device=loaded.device))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 
 from mpic.engine.native.lanes import Lane, MappedSpan, Sequence
-from mpic.kernels.spans import Shift
+from mpic.kernels.spans import Singles
 from mpic.kv.pool import Pool
-from mpic.model.hooks import Attend, Step, Write
+from mpic.model.hooks import Attend, Layers, Step, Write, layers_of
 from mpic.model.loaded import LoadedModel
 
 
@@ -50,12 +51,7 @@ class Runner:
                 wanted.append(total - 1)
         positions = torch.cat([s.lane.positions[:, s.lo : s.hi] for s in slices], 1).to(device)
         embeds, deepstack = self._inputs(slices, starts)
-        step = Step(
-            self._writes(slices, starts),
-            self._calls(slices, starts),
-            self.model.partial,
-            window=max(self._context(s) for s in slices),
-        )
+        step = self._step(slices, starts)
         rows = torch.tensor(wanted, dtype=torch.int64, device=device)
         return self.model.forward(embeds, positions, step, rows, deepstack).cpu()
 
@@ -85,60 +81,69 @@ class Runner:
             return embeds, None
         return embeds, (mask.to(embeds.device), torch.cat(features, 1))
 
-    def _writes(self, slices: list[Slice], starts: list[int]) -> list[Write]:
-        return [
-            Write(slice(at, at + s.hi - s.lo), self.pool.view(s.lane.extent), s.lo - s.lane.mapped)
-            for s, at in zip(slices, starts, strict=True)
-        ]
-
-    def _calls(self, slices: list[Slice], starts: list[int]) -> list[Attend]:
-        calls: list[Attend] = []
-        shared: dict[tuple[int, int, int, int], list[tuple[int, MappedSpan]]] = {}
-        for (lane, lo, hi), at in zip(slices, starts, strict=True):
-            rows = slice(at, at + hi - lo)
-            view, before = self.pool.view(lane.extent), lo - lane.mapped
-            if hi - lo == 1:
-                calls.append(Attend(rows, view, 0, before + 1, False, None, True))
-                times: Counter[tuple[int, int, int]] = (
-                    Counter()
-                )  # a chunk linked twice needs two calls for its row
-                for span in lane.spans:
-                    if span.row <= lo:
-                        piece = (id(span.extent), span.lo, span.hi)
-                        times[piece] += 1
-                        shared.setdefault((*piece, times[piece]), []).append((at, span))
+    def _step(self, slices: list[Slice], starts: list[int]) -> Step:
+        """Blocks of rows attend span by span; rows that stand alone are gathered into ``Singles``."""
+        window = max(self._context(s) for s in slices)
+        writes, calls, singles = [], [], []
+        for piece, at in zip(slices, starts, strict=True):
+            lane, lo, hi = piece
+            rows, n, before = slice(at, at + hi - lo), hi - lo, lo - lane.mapped
+            view = self.pool.view(lane.extent)
+            fresh = layers_of(view, before, before + n)
+            writes.append(Write(rows, fresh))
+            if n == 1:
+                singles.append((at, layers_of(view, 0, before + 1), [s for s in lane.spans if s.row <= lo]))
                 continue
-            calls.append(Attend(rows, view, before, before + hi - lo, True, None, True))
+            calls.append(Attend(rows, fresh, True, None, True))
             if before:
-                calls.append(Attend(rows, view, 0, before, False, None, False))
+                calls.append(Attend(rows, layers_of(view, 0, before), False, None, False))
             for span in lane.spans:
                 start = max(lo, span.row)
                 if start < hi:
-                    seeing = slice(at + start - lo, at + hi - lo)
-                    shift = self.model.shift(span.base)
-                    calls.append(
-                        Attend(seeing, self.pool.view(span.extent), span.lo, span.hi, False, shift, False)
-                    )
-        calls += [self._shared_call(group) for group in shared.values()]
-        return calls
+                    seeing = slice(at + start - lo, at + n)
+                    calls.append(Attend(seeing, self._piece(span), False, self.model.shift(span.base), False))
+        gathered, pieces = self._singles(singles) if singles else (None, [])
+        return Step(writes, calls, self.model.partial, window, gathered, pieces)
 
-    def _shared_call(self, group: list[tuple[int, MappedSpan]]) -> Attend:
-        """Single rows of several requests that see the same piece read it together, each with its own rotation."""
-        first = group[0][1]
-        view = self.pool.view(first.extent)
-        if len(group) == 1:
-            at = group[0][0]
-            return Attend(
-                slice(at, at + 1), view, first.lo, first.hi, False, self.model.shift(first.base), False
-            )
-        rows = torch.tensor([at for at, _ in group], device=self.model.device)
-        shifts = [self.model.shift(span.base) for _, span in group]
-        known = next((s for s in shifts if s is not None), None)
-        if known is None:
-            return Attend(rows, view, first.lo, first.hi, False, None, False)
-        still = Shift(torch.ones_like(known.cos), torch.zeros_like(known.sin), known.interleaved)
-        shifts = [s or still for s in shifts]
-        stacked = Shift(
-            torch.stack([s.cos for s in shifts]), torch.stack([s.sin for s in shifts]), known.interleaved
+    def _piece(self, span: MappedSpan) -> Layers:
+        """A mapped span's keys and values; immutable, so they are cut once while the extent stays where it is."""
+        views = span.extent.views
+        found = views.get((span.lo, span.hi))
+        if found is None:
+            found = views[span.lo, span.hi] = layers_of(self.pool.view(span.extent), span.lo, span.hi)
+        return found
+
+    def _singles(self, singles: list[tuple[int, Layers, list[MappedSpan]]]) -> tuple[Singles, list[Layers]]:
+        """Order the partials of single rows so that those of one span are adjacent: a span that several requests map
+        is read once, each row with its own rotation. A row that maps a span twice gets two calls."""
+        groups: dict[Hashable, list[tuple[int, int]]] = {}
+        pieces: list[Layers] = []
+        for number, (_, own, spans) in enumerate(singles):
+            groups[number] = [(number, 0)]
+            pieces.append(own)
+            times: Counter[Hashable] = Counter()
+            for span in spans:
+                name = (id(span.extent), span.lo, span.hi)
+                times[name] += 1
+                members = groups.setdefault((*name, times[name]), [])
+                if not members:
+                    pieces.append(self._piece(span))
+                members.append((number, span.base))
+        partials = [member for members in groups.values() for member in members]
+        bounds, start = [], 0
+        for members in groups.values():
+            bounds.append((start, len(members)))
+            start += len(members)
+        slots: list[list[int]] = [[] for _ in singles]
+        for index, (number, _) in enumerate(partials):
+            slots[number].append(index)
+        width = max(map(len, slots))
+        device = self.model.device
+        gathered = Singles(
+            torch.tensor([at for at, _, _ in singles], device=device),
+            torch.tensor([singles[number][0] for number, _ in partials], device=device),
+            self.model.shifts([base for _, base in partials]),
+            torch.tensor([row + [len(partials)] * (width - len(row)) for row in slots], device=device),
+            tuple(bounds),
         )
-        return Attend(rows, view, first.lo, first.hi, False, stacked, False)
+        return gathered, pieces
