@@ -25,6 +25,7 @@ from typing import Any, get_type_hints
 import platformdirs
 
 from mpic.errors import BadRequest
+from mpic.link import parse_policy
 
 MiB = 1 << 20
 GiB = 1 << 30
@@ -134,6 +135,7 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
 
     Raises:
         ConfigError: the file is missing or not TOML, a key is unknown, or a value has the wrong type.
+        UnknownPolicy, PolicyNotBuilt: the policy is none.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if path is not None:
@@ -146,7 +148,9 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
     for name, value in (flags or {}).items():
         if value is not None:
             values[_section_of(name)][name] = value
-    return Config(**{name: _build(name, values[name]) for name in SECTIONS})
+    config = Config(**{name: _build(name, values[name]) for name in SECTIONS})
+    parse_policy(config.engine.policy)
+    return config
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

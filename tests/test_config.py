@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from mpic.config import SECTIONS, Config, ConfigError, EngineConfig, LibraryConfig, load_config
+from mpic.errors import UnknownPolicy
 
 
 def write(tmp_path, text):
@@ -46,6 +47,11 @@ def test_file_then_flags(tmp_path):
 def test_mistakes_are_named(tmp_path, text, says):
     with pytest.raises(ConfigError, match=says):
         load_config(write(tmp_path, text))
+
+
+def test_the_default_policy_must_exist(tmp_path):
+    with pytest.raises(UnknownPolicy, match="best"):
+        load_config(None, {"policy": "best"})
 
 
 def test_missing_file(tmp_path):

@@ -75,15 +75,17 @@ def run(
     questions = manifest["questions"]
     asked: list[Asked] = []
     with tempfile.TemporaryDirectory(prefix="mpic-demo-") as data_dir:
-        with running_server(Path(data_dir), model) as (url, seconds):
-            with Client(url) as client:
-                console.print(_what_runs(client.health(), seconds), highlight=False)
+        with console.status("starting a server and uploading the samples"):
+            with running_server(Path(data_dir), model) as (url, seconds), Client(url) as client:
+                runs = _what_runs(client.health(), seconds)
                 uploaded = upload_samples(client, folder, manifest["files"])
-            console.print(_uploads(uploaded))
+        console.print(runs, highlight=False)
+        console.print(_uploads(uploaded))
         for policy in policies:
-            with running_server(Path(data_dir), model) as (url, _), Client(url) as client:
-                for turn in PASSES:
-                    asked += [ask(client, question, policy, turn) for question in questions]
+            with console.status(f"asking under {policy}"):
+                with running_server(Path(data_dir), model) as (url, _), Client(url) as client:
+                    for turn in PASSES:
+                        asked += [ask(client, question, policy, turn) for question in questions]
     for block in _answers(questions, asked, policies):
         console.print(block, highlight=False)
     console.print()

@@ -95,6 +95,7 @@ def test_same(answer, expected, same):
 
 
 def test_a_server_that_does_not_start(tmp_path):
-    with pytest.raises(APIError, match=r"did not start(.|\n)*no transformers model"):
-        with demo.running_server(tmp_path, str(tmp_path / "nothing")):
+    with pytest.raises(APIError, match=r"did not start(.|\n)*unknown policy 'best'") as caught:
+        with demo.running_server(tmp_path, None, "--policy", "best"):
             pass
+    assert caught.value.code == "server_failed"

@@ -67,7 +67,7 @@ async def test_chat(lenient):
     seen = set()
     bodies = []
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(BODY)
     def collect(body):
         bodies.append(body)
