@@ -278,3 +278,16 @@ async def test_many_clients_at_once(url, image):
     assert after["counters"].get("failed", 0) == before["counters"].get("failed", 0)
     free = after["pages"]["free"] + after["pages"].get("prefix", 0)
     assert free <= POOL_PAGES and all(a for i, a in enumerate(answers) if i % 3 != 2)
+
+
+@pytest.mark.parametrize(("size", "says"), [(3000, "context"), (1500, "pages")])
+def test_an_upload_that_cannot_be_compiled_says_why(client, url, size, says):
+    made = client.files.create(file=("long.txt", b"x" * size), purpose="user_data")
+    file = client.files.wait_for_processing(made.id, poll_interval=0.05)
+    assert file.status == "error" and says in file.status_details
+    content = [{"type": "file", "file": {"file_id": made.id}}, {"type": "text", "text": "?"}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=user(content), max_tokens=2)
+    assert says in caught.value.message
+    client.files.delete(made.id)
+    assert idle_again(url) < 5
