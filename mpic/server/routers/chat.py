@@ -114,9 +114,8 @@ async def _frames(
             if delta.text or delta.finish_reason or (logprobs and delta.logprobs):
                 yield frame({**answer.piece(delta, logprobs), **extra})
             delta = await anext(rest, None)
-    except (
-        Exception
-    ) as exc:  # the status line is long gone: the error travels as a frame, and no [DONE] follows
+    except Exception as exc:
+        # the status line is long gone: the error travels as a frame, and no [DONE] follows
         yield frame(errors.as_mpic_error(exc).body())
         return
     if with_usage:
