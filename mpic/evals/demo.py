@@ -77,9 +77,9 @@ def run(
     with tempfile.TemporaryDirectory(prefix="mpic-demo-") as data_dir:
         with console.status("starting a server and uploading the samples"):
             with running_server(Path(data_dir), model) as (url, seconds), Client(url) as client:
-                runs = _what_runs(client.health(), seconds)
+                health = client.health()
                 uploaded = upload_samples(client, folder, manifest["files"])
-        console.print(runs, highlight=False)
+        console.print(_what_runs(health, seconds), highlight=False)
         console.print(_uploads(uploaded))
         for policy in policies:
             with console.status(f"asking under {policy}"):
@@ -92,7 +92,11 @@ def run(
     console.print(_totals(asked, policies))
     console.print(LEGEND, style="dim")
     if json_path is not None:
-        _write(json_path, questions, uploaded, asked)
+        body = {"model": health["model"], "files": uploaded, "questions": questions}
+        body["right"] = {p: sum(a.right for a in asked if a.policy == p) for p in policies}
+        body["answers"] = [asdict(a) for a in asked]
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return _verdict(console, asked)
 
 
@@ -247,12 +251,6 @@ def _totals(asked: list[Asked], policies: Sequence[str]) -> Table:
 
 def _find(asked: list[Asked], question: str, policy: str, turn: str) -> Asked:
     return next(a for a in asked if (a.question, a.policy, a.turn) == (question, policy, turn))
-
-
-def _write(path: Path, questions: list[Any], uploaded: list[Any], asked: list[Asked]) -> None:
-    body = {"questions": questions, "files": uploaded, "answers": [asdict(a) for a in asked]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _verdict(console: Console, asked: list[Asked]) -> int:
