@@ -130,6 +130,11 @@ class ChunkInputs:
     def __len__(self) -> int:
         return self.token_ids.shape[0]
 
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.token_ids, self.positions, self.embeds, self.deepstack)
+        return sum(t.nbytes for t in tensors if t is not None)
+
 
 class KVShape(NamedTuple):
     """Geometry of a model's KV: every extent of n tokens is ``[layers, 2, kv_heads, n, head_dim]`` contiguous."""

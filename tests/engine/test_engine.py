@@ -196,6 +196,9 @@ def test_a_full_disk_fails_the_compile_with_its_error_and_the_chunk_still_serves
     with pytest.raises(Exception, match="disk is full"):
         engine.compile(DOCUMENT).result(30)
     assert answer(engine, PROMPT).usage.chunks[0].tier == "device"
+    store.full = False
+    assert engine.compile(DOCUMENT).result(30) == 40
+    assert DOCUMENT.key in {key.chunk for key in store.chunks}
 
 
 def test_a_forgotten_chunk_is_invisible_at_once_with_everything_linked_to_it(make_engine):
@@ -279,3 +282,28 @@ def test_special_tokens_do_not_show_in_the_text(make_engine):
     tokenizer = SimpleNamespace(decode=lambda ids, **options: calls.append(options) or "x" * len(ids))
     Detokenizer(tokenizer, ()).push(1)
     assert all(options["skip_special_tokens"] for options in calls)
+
+
+def test_a_resident_chunk_touches_neither_disk_nor_encoder(make_engine, monkeypatch):
+    store = MemoryStore()
+    picture = image_chunk(random_image(5))
+    engine = make_engine("llava", store=store)
+    prompt = prompt_of(ids(1, 3), picture, ids(2, 3))
+    first = answer(engine, prompt)
+    monkeypatch.setattr(engine.model, "image_inputs", lambda image: pytest.fail("the vision encoder ran"))
+    monkeypatch.setattr(store, "open", lambda key: pytest.fail("the disk was read"))
+    assert answer(engine, prompt).token_ids == first.token_ids
+    assert answer(engine, prompt, "prefix").usage.computed == first.usage.prompt_tokens
+
+
+def test_a_resident_chunk_that_is_evicted_before_its_turn_is_read_again(make_engine):
+    store = MemoryStore()
+    engine = make_engine(pages=18, store=store)
+    prompt = prompt_of(ids(3, 5), DOCUMENT, ids(5, 6))
+    expected = answer(engine, prompt, "reuse", 2).token_ids
+    blocker = engine.submit(request_of(prompt_of(ids(9, 20)), "full", 100))  # 15 pages: evicts the chunk
+    next(iter(blocker))
+    later = engine.submit(request_of(prompt, "reuse", 2))
+    blocker.result()
+    assert later.result().token_ids == expected
+    engine.check()

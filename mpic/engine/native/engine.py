@@ -64,7 +64,7 @@ class NativeEngine(Engine):
         self.scheduler = Scheduler(self.device, budget, model.bos_id, self.traffic.start_load, max_running)
         self.traffic.scheduler = self.scheduler
         self.runner = Runner(model, self.pool)
-        self.preparer = Preparer(model, store, self.pool)
+        self.preparer = Preparer(model, store, self.device)
         self._check_when_idle = check_when_idle
         self._counters: Counter[str] = Counter()
         self._inbox: deque[Callable[[], None]] = deque()

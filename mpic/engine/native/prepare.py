@@ -4,37 +4,55 @@ can be known without computing."""
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import Future
 
-from mpic.engine.base import ChunkStore, GenerationRequest, StoredChunk
+import torch
+
+from mpic.engine.base import ChunkStore, GenerationRequest
 from mpic.engine.native.lanes import LinkedChunk, Sequence, build_sequence
 from mpic.engine.native.sampling import Detokenizer, Sampler
 from mpic.engine.native.scheduler import GROWTH, CompileRequest
 from mpic.engine.native.stream import Stream
 from mpic.errors import (
     ContextLengthExceeded,
+    CorruptFile,
     EmptyPrompt,
     InvalidUpload,
     MPICError,
     PoolTooSmall,
     UnsupportedModality,
 )
-from mpic.kv.chunk import Chunk, ChunkInputs, KVKey, Recipe
-from mpic.kv.pool import Pool
+from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, KVKey, Recipe
+from mpic.kv.device import DeviceCache
 from mpic.link.plan import Policy, SegmentShape, make_plan
 from mpic.model.loaded import LoadedModel
 from mpic.prompt.segments import TextSegment
 
-_KEPT_INPUTS = 256
+_REMEMBERED_BYTES = 512 << 20
+
+
+class StoredLater:
+    """A stored chunk that is opened only if it has to be read: while its chunk is resident nobody touches the disk."""
+
+    def __init__(self, store: ChunkStore, key: KVKey, inputs: ChunkInputs) -> None:
+        self.inputs, self._store, self._key = inputs, store, key
+
+    def read_into(self, destination: torch.Tensor) -> None:
+        """Raises CorruptFile when it is not there any more."""
+        stored = self._store.open(self._key)
+        if stored is None:
+            raise CorruptFile("the chunk is no longer stored")
+        stored.read_into(destination)
 
 
 class Preparer:
     """Resolves chunks to inputs (remembered, stored, or made by tokenizer and vision encoder) and makes plans."""
 
-    def __init__(self, model: LoadedModel, store: ChunkStore | None, pool: Pool) -> None:
-        self._model, self._store, self._pool = model, store, pool
-        self._inputs: OrderedDict[tuple, ChunkInputs] = OrderedDict()
+    def __init__(self, model: LoadedModel, store: ChunkStore | None, device: DeviceCache) -> None:
+        self._model, self._store, self._device, self._pool = model, store, device, device.pool
+        self._inputs: OrderedDict[tuple[str, ChunkKey], ChunkInputs] = OrderedDict()
         self._lock = threading.Lock()
         self._encoder = threading.Lock()
 
@@ -46,6 +64,7 @@ class Preparer:
 
     def sequence(self, request: GenerationRequest, stream: Stream) -> Sequence:
         """Raises EmptyPrompt, UnsupportedModality, ContextLengthExceeded, PoolTooSmall."""
+        began = time.monotonic()
         segments = request.prompt.segments
         if not segments or not isinstance(segments[-1], TextSegment) or len(segments[-1]) == 0:
             raise EmptyPrompt("a prompt must end with text of its own", param="messages")
@@ -60,7 +79,7 @@ class Preparer:
                 shapes.append(SegmentShape(len(found), found.extent, True))
         plan = make_plan(shapes, request.policy)
         sequence = build_sequence(request, plan, linked, self._model.mrope)
-        sequence.stream = stream
+        sequence.stream, sequence.arrived = stream, began
         sequence.max_tokens = self._max_tokens(request, plan.length, sequence)
         sequence.sampler = Sampler(request.sampling)
         sequence.detokenizer = Detokenizer(self._model.tokenizer, request.sampling.stop)
@@ -99,12 +118,15 @@ class Preparer:
 
     def compile_request(self, chunk: Chunk, sink: int, future: Future[int]) -> CompileRequest | None:
         """The request to queue, or None when the chunk is stored already (the future is then done)."""
-        linked = self._link(chunk, None, sink)
-        n = len(linked.inputs)
-        if linked.stored is not None:
+        key = self.key(chunk, sink)
+        stored = self._store.open(key) if self._store is not None else None
+        inputs = stored.inputs if stored is not None else self._remembered(chunk) or self._make(chunk)
+        n = len(inputs)
+        if stored is not None:
             future.set_result(n)
             return None
-        request = CompileRequest(linked.key, linked.inputs, future)
+        self._remember(chunk, inputs)
+        request = CompileRequest(key, inputs, future)
         if n + sink > self._model.context_length:
             raise ContextLengthExceeded(
                 f"the chunk has {n} tokens; the model's context is {self._model.context_length}",
@@ -129,39 +151,47 @@ class Preparer:
             pages=self._pool.pages,
         )
 
-    def _link(self, chunk: Chunk, policy: Policy | None, sink: int = 0) -> LinkedChunk:
-        key = self.key(chunk, policy.sink if policy else sink)
-        stored = self._open(key)
-        inputs = stored.inputs if stored is not None else self._remembered(chunk)
+    def _link(self, chunk: Chunk, policy: Policy) -> LinkedChunk:
+        """Inputs from the nearest place: the device's resident chunk, memory, the store, or made anew."""
+        key = self.key(chunk, policy.sink)
+        resident = self._device.get(key)
+        if resident is not None and resident.ready:
+            later = StoredLater(self._store, key, resident.inputs) if self._store is not None else None
+            return LinkedChunk(chunk, key, resident.inputs, later, "evicted")
+        remembered = self._remembered(chunk)
+        if remembered is not None and not policy.uses_chunks:
+            return LinkedChunk(chunk, key, remembered, None, None)
+        stored = self._store.open(key) if self._store is not None else None
+        inputs = remembered or (stored.inputs if stored is not None else self._make(chunk))
+        if remembered is None:
+            self._remember(chunk, inputs)
         reason = None
         if stored is None:
             reason = self._store.missing_reason(key) if self._store is not None else "new"
         return LinkedChunk(chunk, key, inputs, stored, reason)
 
-    def _open(self, key: KVKey) -> StoredChunk | None:
-        return self._store.open(key) if self._store is not None else None
-
-    def _remembered(self, chunk: Chunk) -> ChunkInputs:
-        name = (chunk.owner, chunk.key)
-        with self._lock:
-            found = self._inputs.get(name)
-            if found is not None:
-                self._inputs.move_to_end(name)
-                return found
+    def _make(self, chunk: Chunk) -> ChunkInputs:
         if chunk.token_ids is not None:
             if not chunk.token_ids:
                 raise InvalidUpload("a text chunk has no tokens")
-            made = self._model.text_inputs(chunk.token_ids)
-        elif chunk.load_image is not None:
-            with self._encoder:
-                made = self._model.image_inputs(chunk.load_image())
-        else:
+            return self._model.text_inputs(chunk.token_ids)
+        if chunk.load_image is None:
             raise UnsupportedModality(f"chunk {chunk.key} has neither tokens nor an image")
+        with self._encoder:
+            return self._model.image_inputs(chunk.load_image())
+
+    def _remembered(self, chunk: Chunk) -> ChunkInputs | None:
         with self._lock:
-            self._inputs[name] = made
-            if len(self._inputs) > _KEPT_INPUTS:
+            found = self._inputs.get((chunk.owner, chunk.key))
+            if found is not None:
+                self._inputs.move_to_end((chunk.owner, chunk.key))
+            return found
+
+    def _remember(self, chunk: Chunk, inputs: ChunkInputs) -> None:
+        with self._lock:
+            self._inputs[chunk.owner, chunk.key] = inputs
+            while len(self._inputs) > 1 and sum(i.nbytes for i in self._inputs.values()) > _REMEMBERED_BYTES:
                 self._inputs.popitem(last=False)
-        return made
 
     def forget(self, chunk: Chunk) -> None:
         with self._lock:
