@@ -120,11 +120,12 @@ def evaluate(
 ) -> dict[str, Any]:
     """Exact match of every cell and link; `reuse_size` questions where chunks are reused (default: all).
 
-    Stops between cells once `minutes` are spent; cells not reached are missing from the result.
+    Computes in bf16. Stops between cells once `minutes` are spent; cells not reached are missing from the result.
     """
     model, tokenizer = load_model(folder)
     if torch.cuda.is_available():
         model = model.cuda()  # type: ignore[assignment]
+    bf16 = torch.autocast(model.device.type, dtype=torch.bfloat16)
     encoder = Encoder(tokenizer)
     search_id = tokenizer.convert_tokens_to_ids("<search>")
     began, rows = time.monotonic(), []
@@ -141,7 +142,8 @@ def evaluate(
             for start in range(0, len(chosen), 8):
                 part = chosen[start : start + 8]
                 batch = collate(part, None if link.head is None else [link.head] * len(part), link.shift)
-                scores += score(model, batch.to(model.device), part, search_id)
+                with bf16:
+                    scores += score(model, batch.to(model.device), part, search_id)
             rows.append(
                 {
                     "task": task,
