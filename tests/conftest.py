@@ -1,4 +1,5 @@
-"""For all tests: one thread a process. The models are tiny, and waiting for a second core costs more than it gives."""
+"""For all tests: one thread a process, because the models are tiny and waiting for a second core costs more than it
+gives; and no deadlines, because machines differ."""
 
 from __future__ import annotations
 
@@ -7,5 +8,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("mpic", deadline=None)
+settings.load_profile("mpic")

@@ -10,8 +10,10 @@ from collections.abc import Callable
 
 from mpic.errors import PolicyNotBuilt, UnknownPolicy
 from mpic.link.plan import ChunkSlot, LinkPlan, Policy, Ranges, SegmentShape, Span, make_plan
+from mpic.link.policies.edges import AttnLink, Block
 from mpic.link.policies.full import Full, Prefix
 from mpic.link.policies.head import MPIC, LegoLink, LegoLink0
+from mpic.link.policies.random import Random
 from mpic.link.policies.reuse import Reuse, ReuseTwoStep
 
 MAX_K = 1_000_000
@@ -23,10 +25,13 @@ REGISTRY: dict[str, Callable[..., Policy]] = {
     "reuse-2step": ReuseTwoStep,
     "mpic-K": MPIC,
     "legolink-K": lambda k: LegoLink(k) if k else LegoLink0(),
+    "attnlink-K": AttnLink,
+    "block-N": Block,
+    "random-R": Random,
 }
-NOT_BUILT = ("attnlink-K", "block-N", "cacheblend-R", "random-R", "a3-R", "nocache", "packet", "auto")
+NOT_BUILT = ("cacheblend-R", "a3-R", "nocache", "packet", "auto")
 
-_FORM = re.compile(r"(?P<stem>[a-z0-9]+?)(?:-(?P<number>\d+))?")
+_FORM = re.compile(r"(?P<stem>[a-z0-9]+?)(?:-(?P<number>\d{1,9}))?")
 
 
 def policy_names() -> list[str]:
@@ -45,15 +50,17 @@ def parse_policy(text: str) -> Policy:
         raise UnknownPolicy(
             f"a policy is a string such as 'mpic-32', not {type(text).__name__}", param="mpic.policy"
         )
-    if text in REGISTRY and "K" not in text:
-        return REGISTRY[text]()
     match = _FORM.fullmatch(text)
     stem, number = (match["stem"], match["number"]) if match else (text, None)
-    if number is not None and f"{stem}-K" in REGISTRY:
-        k = int(number)
-        if k > MAX_K:
-            raise UnknownPolicy(f"{text}: at most {MAX_K} tokens", param="mpic.policy")
-        return REGISTRY[f"{stem}-K"](k)
+    if number is None and text in REGISTRY and text == text.lower():
+        return REGISTRY[text]()
+    form = next((f for f in REGISTRY if f.rstrip("KNR") == f"{stem}-"), None)
+    if number is not None and form is not None:
+        limit = 100 if form.endswith("R") else MAX_K
+        if int(number) > limit:
+            unit = "percent" if form.endswith("R") else "tokens or pages"
+            raise UnknownPolicy(f"{text}: at most {limit} {unit}", param="mpic.policy")
+        return REGISTRY[form](int(number))
     known = ", ".join(policy_names())
     for form in NOT_BUILT:
         if stem == form.split("-")[0] and (number is not None) == ("-" in form):

@@ -43,7 +43,7 @@ class Rotary:
             raise ModelRefused(
                 f"rope type '{rope_type}': {_CHANGING[rope_type]}, so a compiled chunk would not fit"
             )
-        self._frequencies = module.inv_freq.detach().double().cpu()
+        self._frequencies = module.inv_freq.detach().cpu().double()
         self._device = module.inv_freq.device
         self._interleaved = self._detect(text_model, module, head_dim)
         self._shifts: dict[int, Shift] = {}

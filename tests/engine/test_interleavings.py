@@ -28,7 +28,8 @@ def chunk_pool(name: str) -> list:
     return chunks
 
 
-policies = st.sampled_from(["full", "prefix", "reuse", "mpic-1", "mpic-8", "legolink-3", "legolink-0"])
+NAMES = ["full", "prefix", "reuse", "mpic-1", "mpic-8", "legolink-3", "legolink-0", "attnlink-6", "random-30"]
+policies = st.sampled_from(NAMES)
 
 
 @st.composite

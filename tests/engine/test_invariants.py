@@ -21,6 +21,7 @@ from oracle import Oracle
 from mpic.model.selftest import self_test
 
 POLICIES = ["full", "prefix", "reuse", "mpic-0", "mpic-5", "mpic-64", "legolink-4", "legolink-0"]
+POLICIES += ["attnlink-6", "block-1", "random-30"]
 RECOMPUTE_ALL = "mpic-1000000"
 
 

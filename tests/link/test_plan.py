@@ -10,6 +10,7 @@ from mpic.errors import PolicyNotBuilt, UnknownPolicy
 from mpic.link import NOT_BUILT, SegmentShape, make_plan, parse_policy, policy_names
 
 NAMES = ["full", "prefix", "reuse", "reuse-2step", "mpic-0", "mpic-7", "mpic-500", "legolink-3", "legolink-0"]
+NAMES += ["attnlink-5", "attnlink-0", "block-1", "random-30", "random-0", "random-100"]
 segments = st.lists(
     st.builds(lambda n, c: SegmentShape(n, max(1, n // 2) if c else n, c), st.integers(1, 40), st.booleans()),
     min_size=1,
@@ -46,6 +47,19 @@ def test_mpic_recomputes_the_head_of_every_chunk_and_legolink_not_that_of_a_lead
     assert [(s.lo, s.hi) for s in make_plan(shapes, parse_policy("legolink-8")).spans] == [(0, 20), (8, 20)]
 
 
+def test_attnlink_recomputes_both_sides_of_a_boundary_and_block_whole_pages():
+    shapes = [SegmentShape(40, 40, True), SegmentShape(6, 6, True), SegmentShape(1, 1, False)]
+    assert [(s.lo, s.hi) for s in make_plan(shapes, parse_policy("attnlink-9")).spans] == [(5, 36)]
+    assert [(s.lo, s.hi) for s in make_plan(shapes, parse_policy("block-2")).spans] == [(32, 40)]
+
+
+def test_random_recomputes_the_same_share_every_time():
+    shapes = [SegmentShape(200, 200, True), SegmentShape(1, 1, False)]
+    plan = make_plan(shapes, parse_policy("random-15"))
+    assert plan == make_plan(shapes, parse_policy("random-15"))
+    assert plan.own == 30 + 1
+
+
 def test_a_chunks_base_counts_rotary_positions_not_tokens():
     shapes = [SegmentShape(5, 5, False), SegmentShape(64, 8, True), SegmentShape(64, 8, True)]
     plan = make_plan(shapes, parse_policy("reuse"))
@@ -54,12 +68,12 @@ def test_a_chunks_base_counts_rotary_positions_not_tokens():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "mpic", "mpic--1", "mpic-1.5", "MPIC-3", "mpic-99999999", "full-3", "nonsense"]
+    "text", ["", "mpic", "mpic--1", "mpic-1.5", "MPIC-3", "mpic-99999999", "full-3", "nonsense", "random-101"]
 )
 def test_an_unknown_policy_is_refused_with_the_list_of_those_there_are(text):
     with pytest.raises(UnknownPolicy) as caught:
         parse_policy(text)
-    assert "mpic-99999999" in text or all(name in caught.value.message for name in policy_names())
+    assert "at most" in caught.value.message or all(name in caught.value.message for name in policy_names())
 
 
 @pytest.mark.parametrize("form", NOT_BUILT)

@@ -1,0 +1,34 @@
+"""A control: recompute tokens chosen blindly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar
+
+from mpic.link.plan import ChunkSlot, Policy, Ranges
+
+
+@dataclass(frozen=True)
+class Random(Policy):
+    """Random-r: recompute ``r`` percent of each chunk's tokens, drawn uniformly (the control of CacheBlend's and MPIC's
+    comparisons: what a budget buys when nothing guides it). The draw depends only on ``r``, the chunk's length and its
+    place among the chunks, so a request selects the same tokens every time."""
+
+    r: int
+    syntax: ClassVar[str] = "random-R"
+
+    @property
+    def name(self) -> str:
+        return f"random-{self.r}"
+
+    def select(self, chunks: Sequence[ChunkSlot]) -> list[Ranges]:
+        return [self._draw(i, chunk.length) for i, chunk in enumerate(chunks)]
+
+    def _draw(self, index: int, length: int) -> Ranges:
+        count = min(length, round(length * self.r / 100))
+        chosen = sorted(random.Random(f"{self.r}:{index}:{length}").sample(range(length), count))
+        runs = [list(group) for _, group in groupby(enumerate(chosen), lambda pair: pair[1] - pair[0])]
+        return tuple((run[0][1], run[-1][1] + 1) for run in runs)
