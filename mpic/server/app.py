@@ -62,6 +62,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.uploads = Uploads(state)
     await app.state.uploads.start()
     yield
+    await run_in_threadpool(state.engine.close)  # first, so that no compilation is cancelled under its hands
     await app.state.uploads.stop()
-    await run_in_threadpool(state.engine.close)
     await run_in_threadpool(state.library.close)

@@ -62,11 +62,15 @@ async def test_unexpected_compile_failure_leaks_nothing(tmp_path, template):
         assert file["state"] == "failed" and "/secret" not in file["status_details"]
 
 
-async def test_what_was_not_compiled_is_compiled_at_the_next_start(tmp_path, template):
+@pytest.mark.parametrize("how", ["refused", "still waiting"])
+async def test_what_was_not_compiled_is_compiled_at_the_next_start(tmp_path, template, how):
     engine = FakeEngine()
+    engine.hold_compiles = how == "still waiting"
     engine.compile_error = EngineStopped("stopping")
     async with fake_server(tmp_path, template, engine) as server:
         id = (await server.upload()).json()["id"]
+        while not engine.compiled:
+            await asyncio.sleep(0.01)
     async with fake_server(tmp_path, template) as server:
         assert (await server.settled(id))["state"] == "ready"
 
