@@ -171,14 +171,18 @@ def files_list(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
 
 @files_app.command("delete")
 def files_delete(
-    names: Annotated[list[str], typer.Argument(help="file ids or handles")], url: Url = DEFAULT_URL
+    names: Annotated[list[str], typer.Argument(help="file ids or handles")],
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
 ) -> None:
     """Delete files and everything compiled from them."""
     with Client(url) as client:
         ids = {f["handle"]: f["id"] for f in client.files() if f["handle"]}
-        for name in names:
-            client.delete(ids.get(name, name))
-            out.print(f"deleted {name}", markup=False, highlight=False)
+        deleted = [client.delete(ids.get(name, name)) for name in names]
+    if as_json:
+        print(json.dumps(deleted, indent=2))
+    else:
+        out.print(f"deleted {', '.join(names)}", markup=False, highlight=False)
 
 
 def _show_files(files: list[dict[str, Any]], as_json: bool) -> None:

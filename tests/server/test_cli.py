@@ -93,8 +93,10 @@ def test_upload_list_chat_delete(mpic, pictures, url):
 
     status, _, err = mpic("upload", pictures[0], "--url", url)
     assert status == 1 and "[handle_taken]" in err
-    status, out, _ = mpic("files", "delete", "EIFFEL_2025", files["NOTES"]["id"], "--url", url)
-    assert status == 0 and out.count("deleted") == 2
+    status, out, _ = mpic("files", "delete", "EIFFEL_2025", "--url", url)
+    assert status == 0 and "deleted EIFFEL_2025" in out
+    status, out, _ = mpic("files", "delete", files["NOTES"]["id"], "--url", url, "--json")
+    assert status == 0 and json.loads(out)[0]["deleted"]
     status, _, err = mpic("files", "delete", "EIFFEL_2025", "--url", url)
     assert status == 1 and "[file_not_found]" in err
     status, _, err = mpic("chat", "-m", question, "--url", url)
