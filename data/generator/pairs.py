@@ -18,13 +18,10 @@ from mpic.data.generator import documents, questions
 from mpic.data.generator.conversation import number_word
 from mpic.data.generator.images import Scene, draw_scene, render
 from mpic.data.generator.words import (
-    FIRST_NAMES,
-    LAST_NAMES,
     OBJECTS,
     POSITIONS,
     Split,
     draw_people,
-    is_eval,
 )
 
 ATTRIBUTES = ("city", "job", "pet", "friend")
@@ -229,8 +226,3 @@ class Pairs:
                     seen |= pair.claims
                     out.append(pair)
         return out[:count]
-
-
-def held_out_names() -> list[str]:
-    """All full names of the evaluation split."""
-    return [f"{a} {b}" for a in FIRST_NAMES for b in LAST_NAMES if is_eval(f"{a} {b}")]

@@ -1,0 +1,66 @@
+"""The bundled reference set: made from its seed, small, and every query has one answer."""
+
+import json
+
+import numpy as np
+from PIL import Image as PILImage
+
+from mpic.data.generator.pairs import Pairs
+from mpic.data.generator.references import FOLDER, References, load
+
+
+def test_the_same_seed_gives_the_bundled_files(tmp_path):
+    References().write(tmp_path)
+    made, bundled = ({p.relative_to(f): p for p in f.rglob("*.*")} for f in (tmp_path, FOLDER))
+    assert made.keys() == bundled.keys()
+    for name, path in made.items():
+        if path.suffix == ".png":  # pixels, because compressors differ
+            assert np.array_equal(*(np.asarray(PILImage.open(p)) for p in (path, bundled[name])))
+        else:
+            assert path.read_bytes() == bundled[name].read_bytes()
+    assert sum(p.stat().st_size for p in bundled.values()) < 3_000_000
+
+
+def test_entries_and_queries_refer_to_what_exists():
+    entries, queries = load()
+    by_id = {entry["id"]: entry for entry in entries}
+    assert len(by_id) == len(entries) == 200 and len({q["id"] for q in queries}) == len(queries)
+    for row in (*entries, *queries):
+        assert ("path" in row) != ("text" in row)
+        if "path" in row:
+            assert PILImage.open(row["path"]).size == (64, 64)
+    for query in queries:
+        asked, kind = query["task"].split("->")
+        assert by_id[query["truth"]]["kind"] == kind
+        assert ("path" in query) == (asked == "image")
+    assert {q["task"] for q in queries} == {"text->image", "image->text", "text->text"}
+
+
+def test_what_a_query_names_is_in_one_entry_only():
+    entries, queries = load()
+    keys = {e["metadata"]["key"] for e in entries if "key" in e["metadata"]}
+    for key in keys:
+        assert sum(key in e["metadata"].get("objects", ()) for e in entries) == 1
+    facts = [
+        (e["metadata"]["subject"], e["metadata"]["attribute"]) for e in entries if "-fact" in f"-{e['id']}"
+    ]
+    assert len(set(facts)) == len(facts)
+    pictures = [json.dumps(e["metadata"]["objects"]) + e.get("text", e["id"]) for e in entries[:130]]
+    assert len(set(pictures)) == len(pictures)
+    calls = [q["text"] for q in queries if q["form"] == "search"]
+    assert len(set(calls)) == len(calls) and f"picture with a {min(keys)}" in calls
+
+
+def test_no_entry_of_a_batch_answers_another_pair():
+    pictures, texts = Pairs(5).batch(40, 80)
+    claims = [claim for pair in (*pictures, *texts) for claim in pair.claims]
+    assert len(pictures) == 40 and len(texts) == 80 and len(set(claims)) == len(claims)
+    again = Pairs(5).batch(40, 80)
+    assert [p.query for p in (*pictures, *texts)] == [p.query for group in again for p in group]
+
+
+def test_held_out_pairs_share_no_text_with_training():
+    train, held_out = (Pairs(0, split) for split in ("train", "eval"))
+    seen = {p.query for _ in range(10) for group in train.batch(50, 50) for p in group}
+    new = held_out.distinct([held_out.captioned], 200, set())
+    assert seen.isdisjoint(p.query for p in new)
