@@ -317,6 +317,8 @@ def compare(
     if kind == "same" and shared:
         shape = rng.choice(shared)
         first, second = colours_a[shape], colours_b[shape]
+        if first != second and rng.random() < 0.8:
+            return None  # chance makes few pairs of one colour; about half of those asked about should be
         verdict = "yes" if first == second else "no"
         text = ask(rng, split, "same", L=label_a, M=label_b, x=shape)
         return Question("same", text, f"{first} and {second}, so {verdict}", f"{shape} {label_a} {label_b}")

@@ -33,11 +33,11 @@ class Item:
 class Mix:
     """What a conversation is made of: weights of chunk kinds, how chunks are labelled, kinds of questions."""
 
-    kinds: tuple[str, ...] = ("image", "image", "card", "biography", "needle")
+    kinds: tuple[str, ...] = ("image", "image", "card", "biography", "biography", "needle")
     named: float = 0.35  # share of conversations whose chunks have handles
     search: float = 0.12  # share of questions that need the library
     compare: float = 0.15
-    hop: float = 0.2
+    hop: float = 0.25
     order: float = 0.1
     words: tuple[int, int] = documents.WORDS
     digits: bool = True
@@ -174,7 +174,7 @@ class Generator:
             elif roll < mix.search + mix.compare + mix.hop:
                 question = self.hop(items)
             if question is None:
-                captioned = rng.random() < 0.06
+                captioned = rng.random() < 0.12
                 item = rng.choice(items)
                 question = self.about(
                     item, "caption" if captioned and isinstance(item.about, Scene) else None

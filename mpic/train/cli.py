@@ -39,27 +39,43 @@ def mllm(
 @app.command()
 def clip(
     out: Out = Path("clip-run"),
-    steps: Annotated[int, typer.Option(help="optimizer steps")] = 2400,
+    steps: Annotated[
+        int, typer.Option(min=1, help="batches; the learning rate falls to zero over them")
+    ] = 350,
+    images: Annotated[int, typer.Option(min=2, help="image-caption pairs in a batch")] = 64,
+    texts: Annotated[int, typer.Option(min=2, help="question-fact pairs in a batch")] = 16,
+    precision: Annotated[str, typer.Option(help="fp32, or bf16 (automatic mixed precision)")] = "fp32",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: as many as torch likes")] = 0,
     device: Device = "auto",
     seed: Seed = 0,
     resume: Resume = False,
 ) -> None:
-    """Train the image and text embedder of the retriever."""
+    """Train the image and text embedder of the retriever: a small open_clip model.
+
+    Two minutes on two idle cores. OUT becomes a folder that open_clip loads as `local-dir:OUT`, with the training
+    curves and scores.json: recall@1 over held-out items and over the bundled reference set. An interrupted run goes on
+    with `--resume` from its last evaluation.
+    """
+    from mpic.train import clip_scores
     from mpic.train.clip import Settings, train_clip
 
-    train_clip(Settings(out=out, steps=steps, device=device, seed=seed, resume=resume))
-    typer.echo(f"{out} is ready")
+    if precision not in ("fp32", "bf16"):
+        raise typer.BadParameter("fp32 or bf16", param_hint="--precision")
+    chosen = {"images": images, "texts": texts, "precision": precision, "threads": threads}
+    train_clip(Settings(out=out, steps=steps, device=device, seed=seed, resume=resume, **chosen))
+    for name, value in clip_scores.write(out)["held out: recall@1 over 200 items, five draws"].items():
+        typer.echo(f"{name:20s} recall@1 {100 * value['mean']:5.1f} %")
+    typer.echo(f"{out} is ready: open_clip.create_model_and_transforms('local-dir:{out}')")
 
 
 @app.command()
 def score(
     folder: Annotated[Path, typer.Argument(help="a model that `mpic train mllm` wrote")],
     size: Annotated[int, typer.Option(help="questions a cell")] = 200,
-    reuse_size: Annotated[int | None, typer.Option(help="questions a cell where chunks are reused")] = None,
     minutes: Annotated[float | None, typer.Option(help="stop between cells after this long")] = None,
 ) -> None:
     """Held-out exact match under full attention and under reuse: FOLDER/scores.json and scores.md."""
     from mpic.train.evaluate import evaluate, write_report
 
-    write_report(evaluate(folder, size, reuse_size=reuse_size, minutes=minutes), folder)
+    write_report(evaluate(folder, size, minutes=minutes), folder)
     typer.echo((folder / "scores.md").read_text())

@@ -1,0 +1,120 @@
+"""The model card of a demo checkpoint, from its scores and its run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_TEXT = """---
+license: apache-2.0
+pipeline_tag: image-text-to-text
+library_name: transformers
+---
+# {title}
+
+{what}
+
+A plain `LlavaForConditionalGeneration` (CLIP vision tower of 3 layers, Llama of 5 layers, 8 heads of 64, RoPE;
+{parameters:.1f} M parameters, bf16): 64 x 64 px images are 64 tokens, 2,048 tokens of context. It loads unchanged in
+transformers and vLLM. Its world is generated (`mpic.data.generator`): coloured shapes and digits, cards, biographies,
+codes. It knows nothing else, and it is made to be measured, not to be useful.
+
+## Prompt
+
+`<s> USER: image one:<image> end of image one. document LUMA7:TEXT end of document LUMA7. QUESTION ASSISTANT:`
+
+Chunks are named before and after, by number word or by handle. When the answer is not in the prompt the model says
+`<search> query</search>`; the caller appends ` reference one:CHUNK end of reference one.` and lets it go on.
+The chat template spells all this.
+
+## Recipe
+
+`{command}`
+
+{seconds} of training on {machine}, {steps} steps, {tokens:.1f} M tokens.{continued}
+
+1. **Vision** ({vision_minutes:.0f} min): image tokens learn to be sums of word embeddings of what they show. The
+   first 16 tokens are summaries (quadrants, count, digit), the others say what their own quadrant holds.
+2. **Base** ({base_minutes:.0f} min): answers under ordinary causal attention, loss on what the model says only, up to 20
+   questions a conversation, curriculum from 1-2 chunks to 10.
+{pic}
+The initial weights of the language model are **structured**, not random: they hold rough hand-built attention heads
+(previous token, most recent label, name or content word, matching and induction; see `mpic/train/structure.py`).
+From random weights this budget does not get past the answer's format. Muon and AdamW, linear decay, fixed seeds; the
+vision tower is frozen after its stage. ![curves](curves.png)
+
+## Scores
+
+Held-out sprites, names, handles, wordings and seeds; exact match of the whole answer, %; questions in column n.
+`reuse` links chunks compiled alone, `mpic-k` recomputes the first k tokens of each chunk (LegoLink-k is the same here:
+no chunk starts at position 0), `no shift` leaves the chunks' keys at the positions they were compiled at.
+
+{summary}
+
+{table}
+
+## What to know
+
+{notes}
+"""
+
+
+def _summary(figures: dict[str, Any]) -> str:
+    lines = ["| | |", "|---|---|"]
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k}: {v}" for k, v in value.items())
+        elif isinstance(value, list):
+            value = ", ".join(f"{100 * v:.1f} %" for v in value)
+        lines.append(f"| {name} | {value} |")
+    return "\n".join(lines)
+
+
+def stage_seconds(log: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds each stage trained for."""
+    seconds: dict[str, float] = {}
+    for entry in log:
+        seconds[entry["stage"]] = max(seconds.get(entry["stage"], 0), entry["seconds"])
+    return seconds
+
+
+def write_card(
+    folder: Path, run: Path, pic: bool, machine: str, command: str, notes: str, continued: str = ""
+) -> None:
+    """`README.md` in the model's folder, from `scores.json`, `scores.md` there and `curves.json` of the run."""
+    log = json.loads((run / "curves.json").read_text())
+    seconds = stage_seconds(log)
+    stages = ["vision", "base", *(["pic"] if pic else [])]
+    steps = sum(max(e["step"] for e in log if e["stage"] == s) for s in stages)
+    tokens = 0.0
+    for stage in stages[1:]:
+        rates = [e["tokens_per_s"] for e in log if e["stage"] == stage and e.get("tokens_per_s")]
+        tokens += sorted(rates)[len(rates) // 2] * seconds[stage] / 1e6
+    scores = json.loads((folder / "scores.json").read_text())
+    weights = (folder / "model.safetensors").stat().st_size
+    phase = (
+        f"3. **PIC-aware phase** ({seconds.get('pic', 0) / 60:.0f} min): in half of the batches chunk tokens beyond a "
+        "random head\n   (4 to 32 tokens) see only their own chunk, as after a link. A head of 0 is left out, so "
+        "that full reuse stays lossy.\n"
+    )
+    text = _TEXT.format(
+        title="MPIC demo model" if pic else "MPIC demo model, plain",
+        what="The default demo checkpoint: **trained with a PIC-aware phase**."
+        if pic
+        else "The same recipe **without the PIC-aware phase**: ordinary causal attention only.",
+        parameters=weights / 2e6,
+        command=command,
+        seconds=f"{sum(seconds[s] for s in stages) / 60:.0f} min",
+        machine=machine,
+        steps=steps,
+        tokens=tokens,
+        continued=continued,
+        vision_minutes=seconds["vision"] / 60,
+        base_minutes=seconds["base"] / 60,
+        pic=phase if pic else "",
+        summary=_summary(scores["summary"]),
+        table=(folder / "scores.md").read_text().strip(),
+        notes=notes,
+    )
+    (folder / "README.md").write_text(text)
