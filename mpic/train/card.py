@@ -36,8 +36,8 @@ The chat template spells all this.
 
 1. **Vision** ({vision_minutes:.0f} min): image tokens learn to be sums of word embeddings of what they show. The
    first 16 tokens are summaries (quadrants, count, digit), the others say what their own quadrant holds.
-2. **Base** ({base_minutes:.0f} min): answers under ordinary causal attention, loss on what the model says only, up to 20
-   questions a conversation, curriculum from 1-2 chunks to 10.
+2. **Base** ({base_minutes:.0f} min): answers under ordinary causal attention, loss on what the model says only,
+   up to 20 questions a conversation, curriculum from 1-2 chunks to 10.
 {pic}
 The initial weights of the language model are **structured**, not random: they hold rough hand-built attention heads
 (previous token, most recent label, name or content word, matching and induction; see `mpic/train/structure.py`).
