@@ -1,0 +1,160 @@
+"""Every bench runs to its end at a tiny size and writes what it promises; nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mpic.evals.bench import cli, decode, flat, pages, ttft
+from mpic.evals.bench.drive import Decoder, Ids, Tower, make_pair
+from mpic.evals.bench.frame import BENCHES, BenchFailed, Sample, Ticker, Where, interleave, paired
+from mpic.evals.bench.peer import Generator, floors
+
+TINY = Decoder(layers=2, hidden=64, heads=2, intermediate=64, vocabulary=300, context=2048)
+SETTINGS = {
+    "ttft": ttft.Settings(
+        decoder=TINY,
+        tower=Tower(layers=1, hidden=32, heads=2, size=56, patch=8),
+        images=2,
+        system=8,
+        text=24,
+        repeats=1,
+        vision_repeats=1,
+    ),
+    "flat": flat.Settings(decoder=TINY, documents=2, totals=(64, 128), fixed=32, text=8, repeats=1),
+    "pages": pages.Settings(
+        decoder=TINY, requests=4, chunks=2, chunk_tokens=64, text=8, answer=4, policy="mpic-4"
+    ),
+    "decode": decode.Settings(
+        decoder=TINY, batches=(1, 3), chunks=2, chunk_tokens=24, text=8, tokens=6, repeats=1
+    ),
+}
+HEADLINES = {
+    "ttft": {"prefix_over_mpic32", "mpic32_over_floor"},
+    "flat": {"full_growth", "legolink16_growth"},
+    "pages": {"copies_over_shared"},
+    "decode": {"batch1_over_transformers", "batch3_over_transformers"},
+}
+CPU = Where(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_writes_machine_settings_rows_headline_and_a_plot(name, tmp_path, monkeypatch):
+    entry = BENCHES[name]
+    monkeypatch.setattr(type(entry), "configured", lambda self, quick, **changes: SETTINGS[self.name])
+    path = tmp_path / f"{name}.json"
+    done = CliRunner().invoke(cli.app, [name, "--quick", "--device", "cpu", "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    assert set(result) == {"bench", "machine", "settings", "rows", "headline"}
+    assert result["bench"] == name and "torch" in result["machine"] and result["rows"]
+    assert set(result["headline"]) == HEADLINES[name]
+    assert all(math.isfinite(v) and v > 0 for v in result["headline"].values())
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for value in result["headline"]:
+        assert value in done.output
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_the_list_and_the_help_name_every_bench():
+    listed = CliRunner().invoke(cli.app, ["list"]).output
+    taught = CliRunner().invoke(cli.app, ["--help"]).output
+    for name in BENCHES:
+        assert name in listed and name in taught
+
+
+def test_an_unknown_dtype_is_refused_before_anything_runs():
+    done = CliRunner().invoke(cli.app, ["pages", "--dtype", "float8"])
+    assert done.exit_code == 2 and "float8" in done.output
+
+
+def test_quick_settings_differ_and_changes_win():
+    for entry in BENCHES.values():
+        assert entry.configured(quick=True) != entry.configured()
+    assert BENCHES["flat"].configured(True, repeats=9).repeats == 9
+
+
+def test_columns_take_turns_in_starting_a_round_and_the_first_round_is_cold():
+    order = []
+    columns = {name: lambda turn, name=name: order.append(name) or float(turn) for name in "abc"}
+    samples = interleave(columns, 2, Ticker())
+    assert "".join(order) == "abcbcacab"
+    assert samples["a"] == Sample(0.0, [1.0, 2.0])
+
+
+def test_ratios_are_taken_within_a_round():
+    """A load that makes a whole round ten times slower does not change a ratio."""
+    assert paired(Sample(0, [2.0, 20.0, 2.0]), Sample(0, [1.0, 10.0, 1.0])) == 2.0
+
+
+def test_pages_fails_when_an_answer_depends_on_its_company(monkeypatch):
+    """One wrong token among the answers must not become a headline."""
+    answers = iter(range(100))
+    compile_all = pages.compile_all
+
+    def wrong(engine, chunks):
+        compile_all(engine, chunks)
+        submit = engine.submit
+
+        def changed(request):
+            stream = submit(request)
+            result = stream.result
+            stream.result = lambda: result()._replace(token_ids=(next(answers),))
+            return stream
+
+        engine.submit = changed
+
+    monkeypatch.setattr(pages, "compile_all", wrong)
+    with pytest.raises(BenchFailed, match="differently"):
+        BENCHES["pages"].run(SETTINGS["pages"], CPU, Ticker())
+
+
+def test_stock_and_hooked_model_share_their_weights_and_the_stock_one_is_untouched():
+    pair = make_pair(TINY, CPU)
+    ours = dict(pair.loaded.model.named_parameters())
+    theirs = dict(pair.stock.named_parameters())
+    assert all(theirs[name].data_ptr() == p.data_ptr() for name, p in ours.items())
+    assert pair.stock.config._attn_implementation == "sdpa"
+
+
+def test_the_masked_floors_compute_what_a_plain_forward_computes(monkeypatch):
+    """A floor that forgot its cache would be a floor of something else: all but the unmasked one agree."""
+    pair = make_pair(TINY, CPU, gain=4.0)
+    ids = Ids(300).fresh(5)
+    seen = []
+    forward = type(pair.stock).forward
+
+    def spy(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        seen.append(out.logits[0, -1])
+        return out
+
+    monkeypatch.setattr(type(pair.stock), "forward", spy)
+    ways = floors(pair.stock, pair.loaded.shape, lambda n: ids, 5, 40, lambda: None)
+    for way in ways.values():
+        assert way(0) > 0 and way(1) > 0
+    unmasked, unmasked_again, ready, _, static, static_again = seen
+    assert torch.allclose(ready, static, atol=1e-4) and torch.allclose(static, static_again, atol=1e-5)
+    assert torch.allclose(unmasked, unmasked_again, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", decode.CACHES)
+def test_the_peer_generates_every_token_over_its_filled_cache(kind, monkeypatch):
+    pair = make_pair(TINY, CPU)
+    lengths = []
+    forward = type(pair.stock).forward
+
+    def spy(self, *args, **kwargs):
+        lengths.append((kwargs["input_ids"].shape[1], int(kwargs["past_key_values"].get_seq_length())))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(pair.stock), "forward", spy)
+    peer = Generator(pair.stock, pair.loaded.shape, kind, 2, 30, 4)
+    for _ in range(2):
+        lengths.clear()
+        assert peer() > 0
+        assert lengths == [(1, 30), (1, 31), (1, 32), (1, 33)]
