@@ -16,11 +16,10 @@ def partial(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes as ``mpic.kernels.spans.Partial``."""
-    heads, rows, dim = q.shape
-    kv_heads = k.shape[0]
+    batch, heads, rows, dim = q.shape
+    kv_heads = k.shape[1]
     if causal or heads == kv_heads:
-        out, lse = _flash(q[None], k[None], v[None], 0.0, causal, scale=scale)
-        return out[0], lse[0]
-    folded = q.reshape(kv_heads, heads // kv_heads * rows, dim)
-    out, lse = _flash(folded[None], k[None], v[None], 0.0, False, scale=scale)
-    return out[0].reshape(heads, rows, dim), lse[0].reshape(heads, rows)
+        return _flash(q, k, v, 0.0, causal, scale=scale)
+    folded = q.reshape(batch, kv_heads, heads // kv_heads * rows, dim)
+    out, lse = _flash(folded, k, v, 0.0, False, scale=scale)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])

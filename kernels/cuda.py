@@ -15,12 +15,12 @@ def _fold(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make the head counts equal: unmasked calls fold a group's heads into query rows, causal ones repeat the keys."""
-    group = q.shape[0] // k.shape[0]
+    group = q.shape[1] // k.shape[1]
     if group == 1:
         return q, k, v
     if causal:
-        return q, k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    return q.reshape(k.shape[0], group * q.shape[1], q.shape[2]), k, v
+        return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    return q.reshape(q.shape[0], k.shape[1], group * q.shape[2], q.shape[3]), k, v
 
 
 def flash_partial(
@@ -28,8 +28,8 @@ def flash_partial(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """bf16/fp16; shapes as ``mpic.kernels.spans.Partial``."""
     fq, fk, fv = _fold(q, k, v, causal)
-    out, lse, *_ = _flash(fq[None], fk[None], fv[None], 0.0, causal, False, scale=scale)
-    return out[0].reshape(q.shape), lse[0, :, : fq.shape[1]].reshape(q.shape[:2])
+    out, lse, *_ = _flash(fq, fk, fv, 0.0, causal, False, scale=scale)
+    return out.reshape(q.shape), lse[..., : fq.shape[2]].reshape(q.shape[:3])
 
 
 def efficient_partial(
@@ -37,5 +37,5 @@ def efficient_partial(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32; shapes as ``mpic.kernels.spans.Partial``. The kernel pads its log-sum-exp to a multiple of 32 rows."""
     fq, fk, fv = _fold(q, k, v, causal)
-    out, lse, *_ = _efficient(fq[None], fk[None], fv[None], None, True, 0.0, causal, scale=scale)
-    return out[0].reshape(q.shape), lse[0, :, : fq.shape[1]].reshape(q.shape[:2])
+    out, lse, *_ = _efficient(fq, fk, fv, None, True, 0.0, causal, scale=scale)
+    return out.reshape(q.shape), lse[..., : fq.shape[2]].reshape(q.shape[:3])

@@ -13,12 +13,12 @@ def partial(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One call in fp32 with explicit scores. Shapes as ``mpic.kernels.spans.Partial``."""
-    group = q.shape[0] // k.shape[0]
-    k32 = k.float().repeat_interleave(group, 0)
-    v32 = v.float().repeat_interleave(group, 0)
-    scores = q.float() @ k32.transpose(1, 2) * scale
+    group = q.shape[1] // k.shape[1]
+    k32 = k.float().repeat_interleave(group, 1)
+    v32 = v.float().repeat_interleave(group, 1)
+    scores = q.float() @ k32.transpose(2, 3) * scale
     if causal:
-        n = k.shape[1]
+        n = k.shape[2]
         scores = scores.masked_fill(
             torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1), float("-inf")
         )

@@ -53,25 +53,27 @@ class SpanCall(NamedTuple):
 class Singles(NamedTuple):
     """Rows that stand alone (decoding): every (row, span) pair is a *partial*, all of them are merged at once.
 
-    Partials that read the same span are adjacent, so requests that share a chunk read its keys once.
+    Partials that read the same span are adjacent, so requests that share a chunk read its keys once. Spans that are
+    equally long and evenly spaced in memory (chunks of one size, compiled one after the other) are one batch.
 
     Args:
         rows: ``[R]`` int64, the step's single rows.
         source: ``[P]`` int64, the step row of each partial.
         shift: ``cos, sin [P, rotary_dim / 2]`` of each partial, or None when no span lies elsewhere.
         slots: ``[R, S]`` int64, the partials of each row, padded with P.
-        spans: (first partial, partials) of each span, in the order in which keys and values are given.
+        batches: (first partial, spans, partials of each span), in the order in which keys and values are given.
     """
 
     rows: torch.Tensor
     source: torch.Tensor
     shift: Shift | None
     slots: torch.Tensor
-    spans: tuple[tuple[int, int], ...]
+    batches: tuple[tuple[int, int, int], ...]
 
 
 Partial = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, torch.Tensor]]
-"""``(q [heads, r, d], k [kv_heads, n, d], v, causal, scale) -> (out [heads, r, d], lse [heads, r] fp32)``."""
+"""``(q [b, heads, r, d], k [b, kv_heads, n, d], v, causal, scale) -> (out [b, heads, r, d], lse [b, heads, r] fp32)``;
+any strides as long as head_dim is dense."""
 
 
 def rotate(q: torch.Tensor, shift: Shift) -> torch.Tensor:
@@ -113,7 +115,7 @@ def attend(
         calls: of blocks of rows, in an order in which every row's first call has ``first=True``.
         scale: softmax scale.
         partial: the implementation (see ``backend``).
-        singles, layer: rows that stand alone, and this layer's ``(keys, values)`` of their spans.
+        singles, layer: rows that stand alone, and this layer's ``(keys, values)`` of their batches of spans.
 
     Returns:
         ``[rows, heads, head_dim]``, fp32; rows that no call covers are undefined.
@@ -135,7 +137,8 @@ def _attend_blocks(
         queries = q[:, call.rows]
         if call.shift is not None:
             queries = rotate(queries, call.shift)
-        o, l = partial(queries, call.keys, call.values, call.causal, scale)
+        o, l = partial(queries[None], call.keys[None], call.values[None], call.causal, scale)
+        o, l = o[0], l[0]
         if call.first:
             out[:, call.rows] = o.float()
             lse[:, call.rows] = l
@@ -152,20 +155,24 @@ def attend_singles(
     scale: float,
     partial: Partial,
 ) -> torch.Tensor:
-    """Attention of single rows. ``spans`` are this layer's ``(keys, values)``; returns fp32 ``[R, heads, head_dim]``.
+    """Attention of single rows; returns fp32 ``[R, heads, head_dim]``.
 
-    One kernel call a span and a handful of operations for all merges: decoding with many chunks is bound by reading
-    them, not by launching.
+    One kernel call a batch of spans and a handful of operations for all merges: decoding with many chunks is bound by
+    reading them, not by launching.
+
+    Args:
+        spans: this layer's ``(keys, values)`` of each batch, ``[spans, kv_heads, n, head_dim]``.
     """
     heads, _, dim = q.shape
     queries = q[:, singles.source]
     if singles.shift is not None:
         queries = rotate(queries, singles.shift)
     outs, lses = [], []
-    for (start, count), (keys, values) in zip(singles.spans, spans, strict=True):
-        o, l = partial(queries[:, start : start + count], keys, values, False, scale)
-        outs.append(o)
-        lses.append(l)
+    for (start, batch, count), (keys, values) in zip(singles.batches, spans, strict=True):
+        block = queries[:, start : start + batch * count].unflatten(1, (batch, count)).transpose(0, 1)
+        o, l = partial(block, keys, values, False, scale)
+        outs.append(o.transpose(0, 1).flatten(1, 2))
+        lses.append(l.transpose(0, 1).flatten(1, 2))
     o, l = torch.cat(outs, 1), torch.cat(lses, 1)
     rows, width = singles.slots.shape
     if rows == 1:  # all partials belong to it

@@ -11,7 +11,7 @@ between steps unless it is *fixed* (a thread is reading into it or writing it to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,18 @@ class Pool:
         start = extent.start * self.page_elements
         flat = self.arena[start : start + extent.tokens * self.shape.per_token]
         return flat.view(layers, 2, heads, extent.tokens, dim)
+
+    def stack(self, extents: Sequence[Extent], lo: int, hi: int) -> torch.Tensor:
+        """Slots ``[lo, hi)`` of equally large and evenly spaced extents as one tensor over their memory,
+        ``[layers, 2, extents, kv_heads, hi - lo, head_dim]``; valid until the next ``alloc``."""
+        layers, heads, dim = self.shape
+        first, head = extents[0], extents[0].tokens * dim
+        gap = (extents[1].start - first.start) * self.page_elements if len(extents) > 1 else 0
+        return self.arena.as_strided(
+            (layers, 2, len(extents), heads, hi - lo, dim),
+            (2 * heads * head, heads * head, gap, head, dim, 1),
+            first.start * self.page_elements + lo * dim,
+        )
 
     def _holes(self) -> list[tuple[int, int, int]]:
         """(index into ``extents`` where a new one would go, first page, pages) of every hole."""

@@ -33,7 +33,8 @@ _HARMLESS = {
 
 
 class Layers(NamedTuple):
-    """Slots ``[lo, hi)`` of an extent, layer by layer: ``keys[i], values[i] [kv_heads, hi - lo, head_dim]``."""
+    """Slots ``[lo, hi)`` of an extent, layer by layer: ``keys[i], values[i] [kv_heads, hi - lo, head_dim]``, or of
+    several extents, ``[extents, kv_heads, hi - lo, head_dim]``."""
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
@@ -41,7 +42,12 @@ class Layers(NamedTuple):
 
 def layers_of(view: torch.Tensor, lo: int, hi: int) -> Layers:
     """Cut a piece out of an extent's ``view [layers, 2, kv_heads, tokens, head_dim]``."""
-    keys, values = view[:, :, :, lo:hi].unbind(1)
+    return by_layer(view[:, :, :, lo:hi])
+
+
+def by_layer(kv: torch.Tensor) -> Layers:
+    """Take ``[layers, 2, ...]`` apart."""
+    keys, values = kv.unbind(1)
     return Layers(keys.unbind(0), values.unbind(0))
 
 
@@ -72,7 +78,7 @@ class Step:
         partial: the attention implementation.
         window: longest attention distance the step can have (its longest context), to admit sliding windows.
         singles: rows that stand alone, or None; blocks and singles cover every row once.
-        pieces: the spans of ``singles``, in its order.
+        pieces: the batches of spans of ``singles``, in its order.
     """
 
     writes: list[Write]

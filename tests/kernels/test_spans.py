@@ -105,9 +105,9 @@ def test_single_rows_that_share_spans_equal_one_softmax_each(rows, spans, kv_hea
         torch.tensor([row for row, _ in partials]),
         Shift(torch.stack([s.cos for s in stacked]), torch.stack([s.sin for s in stacked])),
         torch.tensor([s + [len(partials)] * (width - len(s)) for s in slots]),
-        tuple((start, len(g[1])) for start, g in zip(starts, groups, strict=True)),
+        tuple((start, 1, len(g[1])) for start, g in zip(starts, groups, strict=True)),
     )
-    got = attend(q, [], 0.125, cpu.partial, singles, [g[0] for g in groups])
+    got = attend(q, [], 0.125, cpu.partial, singles, [(k[None], v[None]) for (k, v), _, _ in groups])
     assert (got - reference.attend(q, calls, 0.125)).abs().max() < 1e-5
 
 

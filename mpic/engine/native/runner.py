@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 
 from mpic.engine.native.lanes import Lane, MappedSpan, Sequence
 from mpic.kernels.spans import Singles
-from mpic.kv.pool import Pool
-from mpic.model.hooks import Attend, Layers, Step, Write, layers_of
+from mpic.kv.pool import Extent, Pool
+from mpic.model.hooks import Attend, Layers, Step, Write, by_layer, layers_of
 from mpic.model.loaded import LoadedModel
 
 
@@ -25,6 +24,18 @@ class Slice(NamedTuple):
     @property
     def wants_logits(self) -> bool:
         return isinstance(self.lane, Sequence) and self.hi == len(self.lane)
+
+
+class Single(NamedTuple):
+    """A row that stands alone: where it is in the step, its own tokens so far, and what it sees besides."""
+
+    row: int
+    own: MappedSpan
+    spans: list[MappedSpan]
+
+
+Piece = tuple[Extent, int, int, int]
+"""Slots ``[lo, hi)`` of an extent, and how many times a row maps them."""
 
 
 class Runner:
@@ -92,7 +103,8 @@ class Runner:
             fresh = layers_of(view, before, before + n)
             writes.append(Write(rows, fresh))
             if n == 1:
-                singles.append((at, layers_of(view, 0, before + 1), [s for s in lane.spans if s.row <= lo]))
+                own = MappedSpan(lane.extent, 0, before + 1, 0, 0)
+                singles.append(Single(at, own, [s for s in lane.spans if s.row <= lo]))
                 continue
             calls.append(Attend(rows, fresh, True, None, True))
             if before:
@@ -113,37 +125,58 @@ class Runner:
             found = views[span.lo, span.hi] = layers_of(self.pool.view(span.extent), span.lo, span.hi)
         return found
 
-    def _singles(self, singles: list[tuple[int, Layers, list[MappedSpan]]]) -> tuple[Singles, list[Layers]]:
+    def _singles(self, singles: list[Single]) -> tuple[Singles, list[Layers]]:
         """Order the partials of single rows so that those of one span are adjacent: a span that several requests map
         is read once, each row with its own rotation. A row that maps a span twice gets two calls."""
-        groups: dict[Hashable, list[tuple[int, int]]] = {}
-        pieces: list[Layers] = []
+        readers: dict[Piece, list[tuple[int, int]]] = {}
+        rows: list[list[Piece]] = []  # of each row its spans, in the request's order
         for number, (_, own, spans) in enumerate(singles):
-            groups[number] = [(number, 0)]
-            pieces.append(own)
-            times: Counter[Hashable] = Counter()
-            for span in spans:
-                name = (id(span.extent), span.lo, span.hi)
-                times[name] += 1
-                members = groups.setdefault((*name, times[name]), [])
-                if not members:
-                    pieces.append(self._piece(span))
-                members.append((number, span.base))
-        partials = [member for members in groups.values() for member in members]
-        bounds, start = [], 0
-        for members in groups.values():
-            bounds.append((start, len(members)))
-            start += len(members)
-        slots: list[list[int]] = [[] for _ in singles]
-        for index, (number, _) in enumerate(partials):
-            slots[number].append(index)
-        width = max(map(len, slots))
+            times: Counter[tuple[Extent, int, int]] = Counter()
+            rows.append([])
+            for span in (own, *spans):
+                piece = (span.extent, span.lo, span.hi)
+                times[piece] += 1
+                readers.setdefault((*piece, times[piece]), []).append((number, span.base))
+                rows[-1].append((*piece, times[piece]))
+        pieces, batches, partials = [], [], []
+        index: dict[tuple[int, Piece], int] = {}
+        for run in evenly_spaced(readers):
+            _, lo, hi, _ = run[0]
+            pieces.append(by_layer(self.pool.stack([extent for extent, *_ in run], lo, hi)))
+            batches.append((len(partials), len(run), len(readers[run[0]])))
+            for span in run:
+                for number, base in readers[span]:
+                    index[number, span] = len(partials)
+                    partials.append((number, base))
+        width = max(map(len, rows))
+        slots = [
+            [index[number, span] for span in row] + [len(partials)] * (width - len(row))
+            for number, row in enumerate(rows)
+        ]
         device = self.model.device
         gathered = Singles(
             torch.tensor([at for at, _, _ in singles], device=device),
-            torch.tensor([singles[number][0] for number, _ in partials], device=device),
+            torch.tensor([singles[number].row for number, _ in partials], device=device),
             self.model.shifts([base for _, base in partials]),
-            torch.tensor([row + [len(partials)] * (width - len(row)) for row in slots], device=device),
-            tuple(bounds),
+            torch.tensor(slots, device=device),
+            tuple(batches),
         )
         return gathered, pieces
+
+
+def evenly_spaced(readers: dict[Piece, list]) -> list[list[Piece]]:
+    """Group equal pieces of equally large extents, read by as many rows each, whose distances in the pool are equal.
+    Any two of a kind are evenly spaced."""
+    kinds: dict[tuple[int, ...], list[Piece]] = {}
+    for span in sorted(readers, key=lambda span: span[0].start):
+        kinds.setdefault((span[0].tokens, span[1], span[2], len(readers[span])), []).append(span)
+    runs: list[list[Piece]] = []
+    for spans in kinds.values():
+        runs.append([])
+        for span in spans:
+            run = runs[-1]
+            if len(run) > 1 and span[0].start - run[-1][0].start != run[1][0].start - run[0][0].start:
+                runs.append([span])
+            else:
+                run.append(span)
+    return runs
