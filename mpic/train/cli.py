@@ -43,9 +43,12 @@ def clip(
         int, typer.Option(min=1, help="batches; the learning rate falls to zero over them")
     ] = 350,
     images: Annotated[int, typer.Option(min=2, help="image-caption pairs in a batch")] = 64,
-    texts: Annotated[int, typer.Option(min=2, help="question-fact pairs in a batch")] = 16,
+    texts: Annotated[int, typer.Option(min=2, help="question-fact pairs in a batch")] = 24,
     precision: Annotated[str, typer.Option(help="fp32, or bf16 (automatic mixed precision)")] = "fp32",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: as many as torch likes")] = 0,
+    start: Annotated[
+        Path | None, typer.Option(help="go on from this finished model; give another --seed")
+    ] = None,
     device: Device = "auto",
     seed: Seed = 0,
     resume: Resume = False,
@@ -61,7 +64,7 @@ def clip(
 
     if precision not in ("fp32", "bf16"):
         raise typer.BadParameter("fp32 or bf16", param_hint="--precision")
-    chosen = {"images": images, "texts": texts, "precision": precision, "threads": threads}
+    chosen = {"images": images, "texts": texts, "precision": precision, "threads": threads, "start": start}
     train_clip(Settings(out=out, steps=steps, device=device, seed=seed, resume=resume, **chosen))
     for name, value in clip_scores.write(out)["held out: recall@1 over 200 items, five draws"].items():
         typer.echo(f"{name:20s} recall@1 {100 * value['mean']:5.1f} %")

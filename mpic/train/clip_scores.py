@@ -1,0 +1,137 @@
+"""How well a CLIP finds things: recall at k over held-out pairs and over the bundled reference set.
+
+python -m mpic.train.clip_scores data/models/clip        (writes scores.json there; a minute)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from mpic.data.generator import references
+from mpic.data.generator.pairs import Pair, Pairs
+from mpic.train import clip_model
+
+ITEMS = 200
+
+
+def recall(queries: torch.Tensor, entries: torch.Tensor, truth: torch.Tensor, k: int = 1) -> float:
+    """Share of queries whose true entry is among the `k` most similar (features are L2-normalised)."""
+    best = (queries @ entries.T).topk(k, dim=1).indices
+    return (best == truth[:, None]).any(1).float().mean().item()
+
+
+@torch.no_grad()
+def text_features(model: Any, tokenize: Callable, texts: Sequence[str], device: Any = "cpu") -> torch.Tensor:
+    """L2-normalised `[n, d]`."""
+    rows = [
+        model.encode_text(tokenize(list(texts[i : i + 256])).to(device)) for i in range(0, len(texts), 256)
+    ]
+    return F.normalize(torch.cat(rows).float(), dim=-1)
+
+
+@torch.no_grad()
+def image_features(model: Any, images: torch.Tensor, device: Any = "cpu") -> torch.Tensor:
+    """L2-normalised `[n, d]`."""
+    rows = [model.encode_image(part.to(device)) for part in images.split(256)]
+    return F.normalize(torch.cat(rows).float(), dim=-1)
+
+
+def held_out(seed: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
+    """200 pictures with captions, 200 facts with queries, 200 pairs of captions; no two answer the same query."""
+    pairs = Pairs(seed, "eval")
+    seen: set[str] = set()
+    pictures = pairs.distinct([pairs.captioned], ITEMS, seen)
+    facts = pairs.distinct([pairs.fact, pairs.same_person], ITEMS, seen)
+    return pictures, facts, pairs.distinct([pairs.paraphrase], ITEMS, set())
+
+
+def score(
+    model: Any, tokenize: Callable, pixels: Callable, seed: int = 1, device: Any = "cpu"
+) -> dict[str, float]:
+    """Recall@1 over `held_out(seed)`, each kind among its own 200 entries."""
+    pictures, facts, captions = held_out(seed)
+    truth = torch.arange(ITEMS, device=device)
+    images = image_features(model, pixels([p.entry for p in pictures]), device)
+    said = text_features(model, tokenize, [p.query for p in pictures], device)
+    scores = {"text to image": recall(said, images, truth), "image to text": recall(images, said, truth)}
+    for name, group in (("question to fact", facts), ("caption to caption", captions)):
+        asked = text_features(model, tokenize, [p.query for p in group], device)
+        scores[name] = recall(
+            asked, text_features(model, tokenize, [str(p.entry) for p in group], device), truth
+        )
+    return {name: round(value, 4) for name, value in scores.items()}
+
+
+def score_references(model: Any, preprocess: Callable, tokenize: Callable) -> dict[str, dict[str, float]]:
+    """Recall over the bundled reference set by task and form: among all 200 entries, and among the right kind only."""
+    entries, queries = references.load()
+
+    def features(rows: list[dict[str, Any]]) -> torch.Tensor:
+        out = torch.empty(len(rows), model.text_projection.shape[1])
+        shown = [i for i, row in enumerate(rows) if "path" in row]
+        said = [i for i, row in enumerate(rows) if "text" in row]
+        if shown:
+            images = torch.stack([preprocess(Image.open(rows[i]["path"]).convert("RGB")) for i in shown])
+            out[shown] = image_features(model, images)
+        if said:
+            out[said] = text_features(model, tokenize, [rows[i]["text"] for i in said])
+        return out
+
+    library, where = features(entries), {entry["id"]: i for i, entry in enumerate(entries)}
+    pictures = torch.tensor([entry["kind"] == "image" for entry in entries])
+    scores: dict[str, dict[str, float]] = {}
+    for task, form in dict.fromkeys((q["task"], q["form"]) for q in queries):
+        rows = [q for q in queries if (q["task"], q["form"]) == (task, form)]
+        asked, truth = features(rows), torch.tensor([where[q["truth"]] for q in rows])
+        other = pictures if task.endswith("text") else ~pictures
+        among = torch.where(other[:, None], torch.zeros_like(library), library)
+        scores[f"{task} ({form})"] = {
+            "queries": len(rows),
+            "recall@1": round(recall(asked, library, truth), 4),
+            "recall@5": round(recall(asked, library, truth, 5), 4),
+            "recall@1 of its kind": round(recall(asked, among, truth), 4),
+        }
+    return scores
+
+
+def evaluate(folder: Path, seeds: Sequence[int] = (1, 2, 3, 4, 5)) -> dict[str, Any]:
+    """Every figure of the model card, from the saved model as anyone would load it."""
+    model, preprocess, tokenize = clip_model.load(folder)
+
+    def shown(images: Sequence[Any]) -> torch.Tensor:
+        return torch.stack([preprocess(Image.fromarray(i)) for i in images])
+
+    runs = [score(model, tokenize, shown, seed) for seed in seeds]
+    held_out = {
+        name: {
+            "mean": round(sum(run[name] for run in runs) / len(runs), 4),
+            "lowest": min(run[name] for run in runs),
+            "highest": max(run[name] for run in runs),
+        }
+        for name in runs[0]
+    }
+    return {
+        "held out: recall@1 over 200 items, five draws": held_out,
+        "reference set": score_references(model, preprocess, tokenize),
+    }
+
+
+def write(folder: Path) -> dict[str, Any]:
+    """`evaluate`, written to FOLDER/scores.json."""
+    scores = evaluate(folder)
+    (folder / "scores.json").write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+    return scores
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Score a CLIP on held-out data and on the reference set.")
+    parser.add_argument("folder", type=Path)
+    print(json.dumps(write(parser.parse_args().folder), indent=2))
