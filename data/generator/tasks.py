@@ -37,8 +37,8 @@ class Mix:
     named: float = 0.35  # share of conversations whose chunks have handles
     search: float = 0.12  # share of questions that need the library
     compare: float = 0.15
-    hop: float = 0.25
-    order: float = 0.1
+    hop: float = 0.35
+    order: float = 0.3
     words: tuple[int, int] = documents.WORDS
     digits: bool = True
 
