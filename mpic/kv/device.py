@@ -17,7 +17,7 @@ class Resident:
     """A chunk in the pool, immutable once ready and shared by every request that links it.
 
     Token j of the chunk lies at slot ``first + j`` of the extent (``first`` > 0 behind dropped sink tokens).
-    ``refs`` counts requests that link it and jobs that fill or save it.
+    ``refs`` counts requests that link it, jobs that fill it, and uploads that wait for it.
     """
 
     key: KVKey

@@ -6,7 +6,7 @@ extent too. Pages are the unit of accounting, nothing else.
 
 Fragmentation: extents are allocated best-fit and free neighbours merge. When enough pages are free but no hole is
 large enough, extents slide down to make one (``compact``). Views are taken anew for every step, so an extent may move
-between steps unless it is *fixed* (a thread is reading into it or writing it to disk).
+between steps unless it is *fixed* (a thread is reading into it).
 """
 
 from __future__ import annotations

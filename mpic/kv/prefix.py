@@ -17,6 +17,8 @@ from mpic.errors import IntegrityError
 from mpic.kv.pool import Extent
 
 Item = int | tuple[Hashable, ...]
+ChunkName = tuple[str, str]
+"""(owner, content digest) of a chunk."""
 
 
 def own(item: Item) -> bool:
@@ -41,7 +43,7 @@ class Node:
     shared: SharedExtent | None
     lo: int
     parent: Node | None
-    chunks: frozenset[str]
+    chunks: frozenset[ChunkName]
     children: dict[Item, Node] = field(default_factory=dict)
     pins: int = 0
     last_use: float = 0.0
@@ -104,11 +106,13 @@ class PrefixCache:
         self,
         namespace: Hashable,
         items: Sequence[Item],
-        chunks: frozenset[str],
-        take: Callable[[int], tuple[Extent, int] | None],
+        chunks: frozenset[ChunkName],
+        take: Callable[[int], Extent | None],
     ) -> None:
-        """Remember a finished request. ``take(n)`` hands over an extent with the KV of the own tokens from the n-th
-        on, and where in it they start (or None when there is no room); it is called only if something is new."""
+        """Remember a finished request. ``take(n)`` hands over an extent that begins with the KV of the n-th own token
+        (or None when there is no room); it is called only if something is new."""
+        for empty in [name for name, root in self._roots.items() if not root.children and name != namespace]:
+            del self._roots[empty]
         node = self._roots.setdefault(namespace, Node((), 0, None, 0, None, frozenset()))
         at = known = 0
         while at < len(items) and (child := node.children.get(items[at])) is not None:
@@ -124,12 +128,13 @@ class PrefixCache:
         if tokens == 0:
             return
         node.pins += 1  # taking may evict to make room, and must not evict the branch we stand on
-        taken = take(known)
-        node.pins -= 1
-        if taken is None:
+        try:
+            extent = take(known)
+        finally:
+            node.pins -= 1
+        if extent is None:
             return
-        extent, lo = taken
-        leaf = Node(new, tokens, SharedExtent(extent), lo, node, chunks, last_use=time.monotonic())
+        leaf = Node(new, tokens, SharedExtent(extent), 0, node, chunks, last_use=time.monotonic())
         node.children[new[0]] = leaf
 
     def _split(self, node: Node, n: int) -> Node:
@@ -168,9 +173,9 @@ class PrefixCache:
         node.dead = True
         self._drop_extent(node)
 
-    def purge(self, chunk: str) -> None:
-        """Forget everything that was computed over a deleted chunk (its content digest), pinned or not: invisible at
-        once, freed when the last request lets go."""
+    def purge(self, chunk: ChunkName) -> None:
+        """Forget everything that was computed over a deleted chunk, pinned or not: invisible at once, freed when the
+        last request lets go."""
         for node in list(self.nodes()):
             if chunk in node.chunks and not node.dead:
                 self._forget_subtree(node)

@@ -26,7 +26,7 @@ def remember(pool: Pool, cache: PrefixCache, namespace, items, chunks=frozenset(
         extent = pool.alloc(len(tokens))
         values = [t if isinstance(t, int) else t[1] for t in tokens]
         pool.view(extent)[0, :, 0, :, 0] = torch.tensor(values, dtype=torch.float32)
-        return extent, 0
+        return extent
 
     cache.insert(namespace, items, frozenset(chunks), take)
 
@@ -73,11 +73,14 @@ def test_image_tokens_are_told_apart_by_content():
 
 def test_deleting_a_chunk_purges_all_that_was_computed_over_it_at_once_and_frees_it_at_unpin():
     pool, cache = make()
-    remember(pool, cache, B, [1, ("span", "k", 0, 9), 2], {"digest"})
+    remember(pool, cache, B, [1, ("span", "k", 0, 9), 2], {("anna", "digest")})
     remember(pool, cache, B, [7, 8])
     pinned = cache.match(B, [1, ("span", "k", 0, 9), 2], 10)
     before = pool.free_pages
-    cache.purge("digest")
+    cache.purge(("ben", "digest"))
+    assert cache.match(B, [1, ("span", "k", 0, 9), 2], 10) != []
+    cache.unpin(pinned)
+    cache.purge(("anna", "digest"))
     assert cache.match(B, [1, ("span", "k", 0, 9), 2], 10) == []
     assert pool.free_pages == before
     cache.check()

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpic.engine.base import ChunkStore
+from mpic.engine.native.deletions import Deletions
 from mpic.engine.native.lanes import CompileLane, LinkedChunk
+from mpic.errors import NotFound
 from mpic.kv.chunk import ChunkKV
 from mpic.kv.device import DeviceCache, Resident
 
@@ -38,9 +40,14 @@ class ChunkTraffic:
     scheduler: Scheduler
 
     def __init__(
-        self, device: DeviceCache, store: ChunkStore | None, post: Callable[..., None], loaders: int
+        self,
+        device: DeviceCache,
+        store: ChunkStore | None,
+        deletions: Deletions,
+        post: Callable[..., None],
+        loaders: int,
     ) -> None:
-        self.device, self._store, self._post = device, store, post
+        self.device, self._store, self._deletions, self._post = device, store, deletions, post
         self._loaders = ThreadPoolExecutor(loaders, "mpic-load")
         self._writer = ThreadPoolExecutor(1, "mpic-write")
         self._awaited: dict[Resident, list[CompileRequest]] = {}
@@ -57,18 +64,24 @@ class ChunkTraffic:
         self._loaders.submit(self._read, linked, resident, target, began)
 
     def _read(self, linked: LinkedChunk, resident: Resident, target: torch.Tensor, began: float) -> None:
-        """On a loader thread. Straight into the extent where it is contiguous host memory, else through a buffer."""
+        """On a loader thread. Straight into the extent where it is contiguous host memory, else through a buffer that
+        the engine's thread copies."""
         error: BaseException | None = None
+        buffer = target
         try:
-            direct = target.is_contiguous() and target.device.type == "cpu"
-            pinned = target.device.type == "cuda"
-            buffer = target if direct else torch.empty(target.shape, dtype=target.dtype, pin_memory=pinned)
+            if not target.is_contiguous() or target.device.type != "cpu":
+                pinned = target.device.type == "cuda"
+                buffer = torch.empty(target.shape, dtype=target.dtype, pin_memory=pinned)
             linked.stored.read_into(buffer)
-            if not direct:
-                target.copy_(buffer)
         except Exception as caught:
             error = caught
-        self._post(lambda: self._loaded(linked, resident, began, error), quiet=True)
+
+        def loaded() -> None:
+            if error is None and buffer is not target:
+                target.copy_(buffer)
+            self._loaded(linked, resident, began, error)
+
+        self._post(loaded, quiet=True)
 
     def _loaded(
         self, linked: LinkedChunk, resident: Resident, began: float, error: BaseException | None
@@ -82,24 +95,38 @@ class ChunkTraffic:
             for sequence in self.scheduler.running:
                 if any(other.resident is resident for other in sequence.linked):
                     sequence.ready = now
+            self._resolve(resident, len(resident.inputs))
         else:
-            log.warning("chunk %s could not be read and is compiled again: %s", linked.key.chunk, error)
-            self.counters["load_failures"] += 1
-            linked.tier, linked.reason = "compiled", "corrupt"
+            linked.tier = "compiled"
+            if isinstance(error, NotFound):
+                linked.reason = self._store.missing_reason(linked.key)
+            else:
+                log.warning("chunk %s could not be read and is compiled again: %s", linked.key.chunk, error)
+                self.counters["load_failures"] += 1
+                linked.reason = "corrupt"
             if resident.refs > 1:  # beside this load, somebody waits for it
                 self.scheduler.start_job(resident)
             else:
                 self.device.drop(resident)
         self.device.release(resident)
 
-    def register(self, requests: list[CompileRequest]) -> None:
-        """Compile requests that have just been admitted wait for their resident."""
-        for request in requests:
-            resident = self.device.get(request.key)
+    def register(self, admitted: list[tuple[CompileRequest, Resident]]) -> None:
+        """Compile requests that have just been admitted wait for the resident they hold."""
+        for request, resident in admitted:
+            self._awaited.setdefault(resident, []).append(request)
             if resident.ready:
-                self._save(resident, [request.future])
-            else:
-                self._awaited.setdefault(resident, []).append(request)
+                self._save(resident, self._take(resident))
+
+    def _take(self, resident: Resident) -> list[Future[int]]:
+        """The futures of those who wait for a resident; they let go of it."""
+        requests = self._awaited.pop(resident, [])
+        for _ in requests:
+            self.device.release(resident)
+        return [request.future for request in requests]
+
+    def _resolve(self, resident: Resident, tokens: int) -> None:
+        for future in self._take(resident):
+            future.set_result(tokens)
 
     def compiled(self, lane: CompileLane) -> None:
         """A chunk's last row has run: it serves at once and is copied to disk in the background (MPIC, section 4.1)."""
@@ -107,7 +134,7 @@ class ChunkTraffic:
         del self.scheduler.jobs[resident]
         resident.ready = True
         self.counters["tokens_compiled"] += len(resident.inputs)
-        self._save(resident, [request.future for request in self._awaited.pop(resident, ())])
+        self._save(resident, self._take(resident))
         self.device.release(resident)
 
     def _save(self, resident: Resident, futures: list[Future[int]]) -> None:
@@ -121,27 +148,31 @@ class ChunkTraffic:
             .to("cpu", copy=True)
             .contiguous()
         )
-        self._writer.submit(self._write, ChunkKV(resident.key, resident.inputs, kv), futures)
+        self._writer.submit(
+            self._write, ChunkKV(resident.key, resident.inputs, kv), futures, self._deletions.begin()
+        )
 
-    def _write(self, chunk: ChunkKV, futures: list[Future[int]]) -> None:
+    def _write(self, chunk: ChunkKV, futures: list[Future[int]], began: float) -> None:
         """On the writer thread."""
         try:
-            self._store.save(chunk)
+            if not self._deletions.key_since(began, chunk.key):
+                self._store.save(chunk)
         except Exception as error:
             log.warning("chunk %s could not be saved: %s", chunk.key.chunk, error)
             self.counters["save_failures"] += 1
             for future in futures:
                 future.set_exception(error)
-            return
-        for future in futures:
-            future.set_result(len(chunk.inputs))
+        else:
+            for future in futures:
+                future.set_result(len(chunk.inputs))
+        finally:
+            self._deletions.end()
 
     def fail(self, error: BaseException) -> None:
         """Fail everybody who waits for a compile."""
-        for requests in self._awaited.values():
-            for request in requests:
-                request.future.set_exception(error)
-        self._awaited.clear()
+        for resident in list(self._awaited):
+            for future in self._take(resident):
+                future.set_exception(error)
 
     def close(self) -> None:
         """Wait for reads and writes under way. From the thread that closes the engine, after its loop has ended."""

@@ -19,6 +19,7 @@ import torch
 
 from mpic.engine.base import ChunkStore, Delta, Engine, GenerationRequest
 from mpic.engine.native.chunks import ChunkTraffic
+from mpic.engine.native.deletions import Deletions
 from mpic.engine.native.lanes import CompileLane, Sequence
 from mpic.engine.native.prepare import Preparer
 from mpic.engine.native.runner import Runner, Slice
@@ -60,18 +61,21 @@ class NativeEngine(Engine):
         self.model, self.info = model, model.info
         self.pool = Pool(model.shape, pages, page_size, model.dtype, model.device)
         self.device = DeviceCache(self.pool)
-        self.traffic = ChunkTraffic(self.device, store, self._post, loaders)
-        self.scheduler = Scheduler(self.device, budget, model.bos_id, self.traffic.start_load, max_running)
+        self.deletions = Deletions()
+        self.traffic = ChunkTraffic(self.device, store, self.deletions, self._post, loaders)
+        self.scheduler = Scheduler(
+            self.device, budget, model.bos_id, self.traffic.start_load, self.deletions, max_running
+        )
         self.traffic.scheduler = self.scheduler
         self.runner = Runner(model, self.pool)
-        self.preparer = Preparer(model, store, self.device)
+        self.preparer = Preparer(model, store, self.device, self.deletions)
         self._check_when_idle = check_when_idle
         self._counters: Counter[str] = Counter()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._progress = True
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: set[Sequence] = set()
         self._preparing = ThreadPoolExecutor(1, "mpic-prepare")
         self._thread = threading.Thread(target=self._loop, name="mpic-engine", daemon=True)
         self._thread.start()
@@ -79,55 +83,53 @@ class NativeEngine(Engine):
     # ---- called from any thread
 
     def submit(self, request: GenerationRequest) -> Stream:
-        stream = Stream(request.id, self.abort)
-        sequence = self.preparer.sequence(request, stream)
-
-        def arrive() -> None:
-            if sequence.aborted:
-                return
-            self._sequences[request.id] = sequence
-            self.scheduler.add(sequence)
-
-        self._post(arrive)
+        arrived = self.deletions.begin()
+        try:
+            stream = Stream(request.id)
+            sequence = self.preparer.sequence(request, stream, arrived)
+            stream.on_abort = lambda: self._post(lambda: self._abort(sequence), quiet=True)
+            self._post(lambda: self._arrive(sequence))
+        except BaseException:
+            self.deletions.end()
+            raise
         return stream
 
-    def abort(self, request_id: str) -> None:
-        def stop() -> None:
-            sequence = self._sequences.get(request_id)
-            if sequence is not None:
-                self._finish(sequence, "abort")
-
-        self._post(stop, quiet=True)
-
     def compile(self, chunk: Chunk, sink: int = 0) -> Future[int]:
+        """See ``Engine.compile``; raises EngineStopped itself when the engine has been closed."""
         future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # nobody may cancel it: its result is set on the engine's thread
+        arrived = self.deletions.begin()
+        future.add_done_callback(lambda done: self.deletions.end())
 
         def prepare() -> None:
             try:
-                request = self.preparer.compile_request(chunk, sink, future)
-                if request is None:
-                    return
-                self._post(lambda: self.scheduler.add(request))
+                if self._stopping:
+                    raise EngineStopped("the engine has been stopped")
+                request = self.preparer.compile_request(chunk, sink, future, arrived)
+                if request is not None:
+                    self._post(lambda: self.scheduler.add(request))
             except BaseException as error:
                 future.set_exception(error)
 
-        if self._stopping:
-            raise EngineStopped("the engine has been stopped")
-        self._preparing.submit(prepare)
-        return future
+        with self._wake:
+            if not self._stopping:
+                self._preparing.submit(prepare)
+                return future
+        self.deletions.end()
+        raise EngineStopped("the engine has been stopped")
 
     def forget(self, chunk: Chunk) -> None:
         done = threading.Event()
 
         def drop() -> None:
             self.scheduler.forget(chunk.owner, chunk.key)
-            self.device.prefix.purge(chunk.key.digest)
             done.set()
 
+        self.deletions.mark(chunk)
         self.preparer.forget(chunk)
         self._post(drop, quiet=True)
-        if threading.current_thread() is not self._thread and self._thread.is_alive():
-            done.wait(60)
+        while not done.wait(1) and self._thread.is_alive():
+            pass
 
     def stats(self) -> dict[str, Any]:
         chunks = list(self.device.chunks.values())
@@ -142,9 +144,16 @@ class NativeEngine(Engine):
                 "page_bytes": self.pool.page_bytes,
             },
             "chunks_resident": len(chunks),
-            "counters": dict(
-                self._counters + self.device.counters + self.scheduler.counters + self.traffic.counters
-            ),
+            "counters": {
+                name: count
+                for owner in (
+                    self._counters,
+                    self.device.counters,
+                    self.scheduler.counters,
+                    self.traffic.counters,
+                )
+                for name, count in dict(owner).items()
+            },
         }
 
     def check(self) -> None:
@@ -155,7 +164,7 @@ class NativeEngine(Engine):
             try:
                 self._check()
                 result.set_result(None)
-            except MPICError as error:
+            except Exception as error:
                 result.set_exception(error)
 
         self._post(verify)
@@ -170,8 +179,7 @@ class NativeEngine(Engine):
         self._thread.join()
         self._preparing.shutdown(wait=True)
         self.traffic.close()
-        while self._inbox:
-            self._inbox.popleft()()
+        self._handle_messages()
 
     def _post(self, message: Callable[[], None], quiet: bool = False) -> None:
         with self._wake:
@@ -187,25 +195,44 @@ class NativeEngine(Engine):
             with self._wake:
                 while not self._inbox and not self._stopping and not self._work_left():
                     self._wake.wait()
-                messages = list(self._inbox)
-                self._inbox.clear()
-                if self._stopping:
-                    break
+                stopping = self._stopping
+            self._handle_messages()
+            if stopping:
+                break
             try:
-                for message in messages:
-                    message()
                 self.step()
-            except (
-                Exception
-            ) as error:  # a step's failure must not take the server down: fail its requests, go on
+            except Exception as error:  # must not take the server down: fail what was on the device and go on
                 log.exception("a step failed")
                 self._fail_running(error)
-        for sequence in list(self._sequences.values()):
+        stopped = EngineStopped("the engine was stopped")
+        for sequence in list(self._sequences):
+            self._end(sequence, stopped)
+        for request in self.scheduler.waiting:
+            request.future.set_exception(stopped)
+        self.scheduler.waiting.clear()
+        self.traffic.fail(stopped)
+
+    def _handle_messages(self) -> None:
+        """Each on its own: one that fails must not take the others with it."""
+        with self._wake:
+            messages = list(self._inbox)
+            self._inbox.clear()
+        for message in messages:
+            try:
+                message()
+            except Exception:
+                log.exception("a message to the engine failed")
+
+    def _arrive(self, sequence: Sequence) -> None:
+        self._sequences.add(sequence)
+        if self._stopping:
             self._end(sequence, EngineStopped("the engine was stopped"))
-        for item in self.scheduler.waiting:
-            if isinstance(item, CompileRequest):
-                item.future.set_exception(EngineStopped("the engine was stopped"))
-        self.traffic.fail(EngineStopped("the engine was stopped"))
+        else:
+            self.scheduler.add(sequence)
+
+    def _abort(self, sequence: Sequence) -> None:
+        if sequence in self._sequences:
+            self._finish(sequence, "abort")
 
     def _work_left(self) -> bool:
         """Whether a step could do something now (waiting for a loader is not work)."""
@@ -214,10 +241,12 @@ class NativeEngine(Engine):
     def step(self) -> None:
         """One turn: schedule -> run -> commit."""
         slices = self.scheduler.schedule()
-        self.traffic.register(self.scheduler.take_admitted())
-        self._progress = bool(slices)
+        admitted = self.scheduler.take_admitted()
+        self.traffic.register(admitted)
+        self._progress = bool(slices or admitted)
         if not slices:
-            self._refuse_stuck()
+            if not admitted:
+                self._refuse_stuck()
             return
         logits = self.runner.run(slices)
         self._commit(slices, logits)
@@ -235,7 +264,11 @@ class NativeEngine(Engine):
                 if piece.hi == len(piece.lane):
                     self.traffic.compiled(piece.lane)
             elif piece.wants_logits:
-                self._take_token(piece.lane, logits[row], now)
+                try:
+                    self._take_token(piece.lane, logits[row], now)
+                except Exception as error:  # of this request alone
+                    log.exception("a token could not be taken")
+                    self._end(piece.lane, as_failure(error))
                 row += 1
 
     def _take_token(self, sequence: Sequence, logits: torch.Tensor, now: float) -> None:
@@ -261,6 +294,7 @@ class NativeEngine(Engine):
             sequence.stream.put(Delta(text, (token,), logprobs))
         else:
             text += sequence.detokenizer.finish()
+            reason = "stop" if sequence.detokenizer.stopped else reason
             self._finish(sequence, reason, Delta(text, (token,), logprobs))
 
     def _finish(self, sequence: Sequence, reason: str, last: Delta | None = None) -> None:
@@ -268,12 +302,13 @@ class NativeEngine(Engine):
         usage = sequence.usage
         usage.total_ms = (time.monotonic() - sequence.arrived) * 1e3
         usage.chunks = sequence.chunk_uses()
-        usage.compiled = sum(c.tokens for c in usage.chunks if c.tier == "compiled")
+        compiled = {one.key: len(one.inputs) for one in sequence.linked if one.tier == "compiled"}
+        usage.compiled = sum(compiled.values())
         usage.computed = sequence.prompt_own - usage.prefix_hit
-        for name in ("reused", "recomputed", "prefix_hit", "computed"):
-            self._counters[f"tokens_{name}"] += getattr(usage, name)
-        self._counters["tokens_requested"] += usage.prompt_tokens
-        sequence.aborted = reason == "abort"
+        if sequence.first_token:
+            for name in ("reused", "recomputed", "prefix_hit", "computed"):
+                self._counters[f"tokens_{name}"] += getattr(usage, name)
+            self._counters["tokens_requested"] += usage.prompt_tokens
         in_running = sequence in self.scheduler.running
         if in_running and sequence.request.policy.prefix and reason != "abort":
             self.scheduler.remember(sequence)
@@ -288,7 +323,9 @@ class NativeEngine(Engine):
         sequence.stream.put(error)
 
     def _release(self, sequence: Sequence) -> None:
-        self._sequences.pop(sequence.request.id, None)
+        if sequence in self._sequences:
+            self._sequences.remove(sequence)
+            self.deletions.end()
         if sequence in self.scheduler.running:
             self.scheduler.release(sequence)
         elif sequence in self.scheduler.waiting:
@@ -297,7 +334,9 @@ class NativeEngine(Engine):
 
     def _fail_running(self, error: Exception) -> None:
         """Nothing that a failed step half wrote may be reused: every request and job on the device fails."""
-        failure = error if isinstance(error, MPICError) else MPICError(f"{type(error).__name__}: {error}")
+        failure = as_failure(error)
+        if not self.scheduler.running and not self.scheduler.jobs and self.scheduler.waiting:
+            self._refuse(self.scheduler.waiting[0], failure)  # it could not even be admitted
         for sequence in list(self.scheduler.running):
             self._end(sequence, failure)
         for resident in list(self.scheduler.jobs):
@@ -312,14 +351,23 @@ class NativeEngine(Engine):
         if busy or not self.scheduler.waiting:
             return
         head = self.scheduler.waiting[0]
-        error = self.preparer.too_large(head, self.pool.free_pages + self.device.evictable_pages())
-        if isinstance(head, Sequence):
-            self._end(head, error)
+        available = self.pool.free_pages + self.device.evictable_pages()
+        self._refuse(head, self.preparer.too_large(head, available))
+
+    def _refuse(self, item: Sequence | CompileRequest, error: MPICError) -> None:
+        """Take something out of the line and tell it why."""
+        if isinstance(item, Sequence):
+            self._end(item, error)
         else:
-            self.scheduler.waiting.remove(head)
-            head.future.set_exception(error)
+            self.scheduler.waiting.remove(item)
+            item.future.set_exception(error)
         self._progress = True
 
     def _check(self) -> None:
         own = {id(s.extent) for s in self.scheduler.running if s.extent is not None}
         self.device.check(own)
+
+
+def as_failure(error: Exception) -> MPICError:
+    """An error of the tree for whatever went wrong inside."""
+    return error if isinstance(error, MPICError) else MPICError(f"{type(error).__name__}: {error}")

@@ -62,7 +62,6 @@ class CompileLane(Lane):
     """A chunk being compiled behind ``sink`` BOS tokens; its extent is the resident's."""
 
     resident: Resident | None = None
-    sink: int = 0
 
 
 def compile_lane(inputs: ChunkInputs, sink: int, bos: int) -> CompileLane:
@@ -70,7 +69,7 @@ def compile_lane(inputs: ChunkInputs, sink: int, bos: int) -> CompileLane:
     heads = torch.arange(sink).expand(inputs.positions.shape[0], sink)
     positions = torch.cat([heads, inputs.positions + sink], 1)
     pieces = [Piece(sink, inputs.embeds, inputs.deepstack)] if inputs.embeds is not None else []
-    return CompileLane([bos] * sink + inputs.token_ids.tolist(), positions, pieces, sink=sink)
+    return CompileLane([bos] * sink + inputs.token_ids.tolist(), positions, pieces)
 
 
 @dataclass(eq=False)
@@ -106,17 +105,12 @@ class Sequence(Lane):
     admitted: float = 0.0
     ready: float = 0.0
     first_token: float = 0.0
-    aborted: bool = False
+    needed: list[LinkedChunk] = field(default_factory=list)
+    """Chunks of which the plan maps at least one token; one linked twice stands here twice."""
 
     @property
     def generated(self) -> int:
         return len(self.ids) - self.prompt_own
-
-    @property
-    def needed(self) -> list[LinkedChunk]:
-        """Chunks of which the plan maps at least one token, each once."""
-        used = {span.chunk for span in self.plan.spans}
-        return [linked for i, linked in enumerate(self.linked) if i in used]
 
     def append(self, token: int) -> None:
         """A generated token: the next own token, at the position after everything before it."""
@@ -158,6 +152,7 @@ def build_sequence(
     pieces: list[Piece] = []
     items: list[Item] = []
     chunk_of = {}
+    digests = [one.key.digest for one in linked]
     for i, segment in enumerate(request.prompt.segments):
         if not isinstance(segment, TextSegment):
             chunk_of[i] = linked[len(chunk_of)]
@@ -170,7 +165,7 @@ def build_sequence(
     )
     for _, part in placed:
         if hasattr(part, "chunk"):
-            items.append(("span", linked[part.chunk].key.digest, part.lo, part.hi))
+            items.append(("span", digests[part.chunk], part.lo, part.hi))
             continue
         segment = request.prompt.segments[part.segment]
         if isinstance(segment, TextSegment):
@@ -193,4 +188,6 @@ def build_sequence(
     sequence = Sequence(ids, torch.cat(positions, 1), pieces)
     sequence.request, sequence.plan, sequence.linked, sequence.items = request, plan, linked, items
     sequence.prompt_own = len(ids)
+    used = {span.chunk for span in plan.spans}
+    sequence.needed = [one for i, one in enumerate(linked) if i in used]
     return sequence

@@ -3,26 +3,26 @@ can be known without computing."""
 
 from __future__ import annotations
 
+import math
 import threading
-import time
 from collections import OrderedDict
 from concurrent.futures import Future
 
-import torch
-
-from mpic.engine.base import ChunkStore, GenerationRequest
+from mpic.engine.base import ChunkStore, GenerationRequest, Sampling
+from mpic.engine.native.deletions import Deletions
 from mpic.engine.native.lanes import LinkedChunk, Sequence, build_sequence
 from mpic.engine.native.sampling import Detokenizer, Sampler
 from mpic.engine.native.scheduler import GROWTH, CompileRequest
+from mpic.engine.native.stored import StoredLater
 from mpic.engine.native.stream import Stream
 from mpic.errors import (
     ContextLengthExceeded,
-    CorruptFile,
     EmptyPrompt,
     InvalidUpload,
     MPICError,
     PoolTooSmall,
     UnsupportedModality,
+    UnsupportedParameter,
 )
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, KVKey, Recipe
 from mpic.kv.device import DeviceCache
@@ -33,25 +33,15 @@ from mpic.prompt.segments import TextSegment
 _REMEMBERED_BYTES = 512 << 20
 
 
-class StoredLater:
-    """A stored chunk that is opened only if it has to be read: while its chunk is resident nobody touches the disk."""
-
-    def __init__(self, store: ChunkStore, key: KVKey, inputs: ChunkInputs) -> None:
-        self.inputs, self._store, self._key = inputs, store, key
-
-    def read_into(self, destination: torch.Tensor) -> None:
-        """Raises CorruptFile when it is not there any more."""
-        stored = self._store.open(self._key)
-        if stored is None:
-            raise CorruptFile("the chunk is no longer stored")
-        stored.read_into(destination)
-
-
 class Preparer:
     """Resolves chunks to inputs (remembered, stored, or made by tokenizer and vision encoder) and makes plans."""
 
-    def __init__(self, model: LoadedModel, store: ChunkStore | None, device: DeviceCache) -> None:
+    def __init__(
+        self, model: LoadedModel, store: ChunkStore | None, device: DeviceCache, deletions: Deletions
+    ) -> None:
         self._model, self._store, self._device, self._pool = model, store, device, device.pool
+        self._deletions = deletions
+        self._remembered_bytes = 0
         self._inputs: OrderedDict[tuple[str, ChunkKey], ChunkInputs] = OrderedDict()
         self._lock = threading.Lock()
         self._encoder = threading.Lock()
@@ -62,13 +52,13 @@ class Preparer:
     def key(self, chunk: Chunk, sink: int) -> KVKey:
         return KVKey(chunk.owner, chunk.key, self._model.digest, self.recipe(sink))
 
-    def sequence(self, request: GenerationRequest, stream: Stream) -> Sequence:
-        """Raises EmptyPrompt, UnsupportedModality, ContextLengthExceeded, PoolTooSmall."""
-        began = time.monotonic()
+    def sequence(self, request: GenerationRequest, stream: Stream, arrived: float) -> Sequence:
+        """Raises EmptyPrompt, UnsupportedParameter, UnsupportedModality, ContextLengthExceeded, PoolTooSmall."""
+        check_sampling(request.sampling)
         segments = request.prompt.segments
         if not segments or not isinstance(segments[-1], TextSegment) or len(segments[-1]) == 0:
             raise EmptyPrompt("a prompt must end with text of its own", param="messages")
-        linked = [self._link(chunk, request.policy) for chunk in request.prompt.chunks]
+        linked = [self._link(chunk, request.policy, arrived) for chunk in request.prompt.chunks]
         inputs = iter(linked)
         shapes = []
         for segment in segments:
@@ -79,7 +69,7 @@ class Preparer:
                 shapes.append(SegmentShape(len(found), found.extent, True))
         plan = make_plan(shapes, request.policy)
         sequence = build_sequence(request, plan, linked, self._model.mrope)
-        sequence.stream, sequence.arrived = stream, began
+        sequence.stream, sequence.arrived = stream, arrived
         sequence.max_tokens = self._max_tokens(request, plan.length, sequence)
         sequence.sampler = Sampler(request.sampling)
         sequence.detokenizer = Detokenizer(self._model.tokenizer, request.sampling.stop)
@@ -101,10 +91,9 @@ class Preparer:
                 prompt_tokens=length,
                 context_length=context,
             )
-        chunk_pages = sum(
-            self._pool.pages_for(len(linked.inputs) + linked.key.recipe.sink)
-            for linked in {linked.key: linked for linked in sequence.needed}.values()
-        )
+        for linked in sequence.needed:
+            self._check_compiles(len(linked.inputs), linked.key.recipe.sink)
+        chunk_pages = self._chunk_pages(sequence)
         room = (self._pool.pages - chunk_pages) * self._pool.page_size - sequence.prompt_own
         if room < (asked or 1):
             pages = chunk_pages + self._pool.pages_for(sequence.prompt_own + (asked or 1))
@@ -116,7 +105,23 @@ class Preparer:
             )
         return asked if asked is not None else min(context - length, room)
 
-    def compile_request(self, chunk: Chunk, sink: int, future: Future[int]) -> CompileRequest | None:
+    def _chunk_pages(self, sequence: Sequence) -> int:
+        """Pages of the chunks a request maps, each once."""
+        lengths = {linked.key: len(linked.inputs) + linked.key.recipe.sink for linked in sequence.needed}
+        return sum(self._pool.pages_for(n) for n in lengths.values())
+
+    def _check_compiles(self, tokens: int, sink: int) -> None:
+        if tokens + sink > self._model.context_length:
+            raise ContextLengthExceeded(
+                f"a chunk has {tokens} tokens{f' and {sink} before it' if sink else ''}; "
+                f"the model's context is {self._model.context_length}",
+                prompt_tokens=tokens,
+                context_length=self._model.context_length,
+            )
+
+    def compile_request(
+        self, chunk: Chunk, sink: int, future: Future[int], arrived: float
+    ) -> CompileRequest | None:
         """The request to queue, or None when the chunk is stored already (the future is then done)."""
         key = self.key(chunk, sink)
         stored = self._store.open(key) if self._store is not None else None
@@ -125,14 +130,9 @@ class Preparer:
         if stored is not None:
             future.set_result(n)
             return None
-        self._remember(chunk, inputs)
-        request = CompileRequest(key, inputs, future)
-        if n + sink > self._model.context_length:
-            raise ContextLengthExceeded(
-                f"the chunk has {n} tokens; the model's context is {self._model.context_length}",
-                prompt_tokens=n,
-                context_length=self._model.context_length,
-            )
+        self._remember(chunk, inputs, arrived)
+        request = CompileRequest(key, inputs, future, arrived)
+        self._check_compiles(n, sink)
         if self._pool.pages_for(n + sink) > self._pool.pages:
             raise self.too_large(request, self._pool.pages)
         return request
@@ -143,15 +143,14 @@ class Preparer:
             pages = self._pool.pages_for(len(item.inputs) + item.key.recipe.sink)
         else:
             pages = self._pool.pages_for(len(item) + min(item.max_tokens - item.generated, GROWTH))
-            keys = {linked.key: linked for linked in item.needed}
-            pages += sum(self._pool.pages_for(len(i.inputs) + i.key.recipe.sink) for i in keys.values())
+            pages += self._chunk_pages(item)
         return PoolTooSmall(
             f"{pages} pages of {self._pool.page_size} tokens are needed and {available} can be had",
             pages_needed=pages,
             pages=self._pool.pages,
         )
 
-    def _link(self, chunk: Chunk, policy: Policy) -> LinkedChunk:
+    def _link(self, chunk: Chunk, policy: Policy, arrived: float) -> LinkedChunk:
         """Inputs from the nearest place: the device's resident chunk, memory, the store, or made anew."""
         key = self.key(chunk, policy.sink)
         resident = self._device.get(key)
@@ -164,11 +163,11 @@ class Preparer:
         stored = self._store.open(key) if self._store is not None else None
         inputs = remembered or (stored.inputs if stored is not None else self._make(chunk))
         if remembered is None:
-            self._remember(chunk, inputs)
-        reason = None
-        if stored is None:
-            reason = self._store.missing_reason(key) if self._store is not None else "new"
-        return LinkedChunk(chunk, key, inputs, stored, reason)
+            self._remember(chunk, inputs, arrived)
+        if stored is not None:
+            return LinkedChunk(chunk, key, inputs, StoredLater(self._store, key, inputs), None)
+        reason = self._store.missing_reason(key) if self._store is not None else "new"
+        return LinkedChunk(chunk, key, inputs, None, reason)
 
     def _make(self, chunk: Chunk) -> ChunkInputs:
         if chunk.token_ids is not None:
@@ -187,12 +186,37 @@ class Preparer:
                 self._inputs.move_to_end((chunk.owner, chunk.key))
             return found
 
-    def _remember(self, chunk: Chunk, inputs: ChunkInputs) -> None:
+    def _remember(self, chunk: Chunk, inputs: ChunkInputs, arrived: float) -> None:
         with self._lock:
-            self._inputs[chunk.owner, chunk.key] = inputs
-            while len(self._inputs) > 1 and sum(i.nbytes for i in self._inputs.values()) > _REMEMBERED_BYTES:
-                self._inputs.popitem(last=False)
+            name = (chunk.owner, chunk.key)
+            if name in self._inputs or self._deletions.since(arrived, *name):
+                return
+            self._inputs[name] = inputs
+            self._remembered_bytes += inputs.nbytes
+            while len(self._inputs) > 1 and self._remembered_bytes > _REMEMBERED_BYTES:
+                self._remembered_bytes -= self._inputs.popitem(last=False)[1].nbytes
 
     def forget(self, chunk: Chunk) -> None:
+        """The deletion must have been marked before."""
         with self._lock:
-            self._inputs.pop((chunk.owner, chunk.key), None)
+            inputs = self._inputs.pop((chunk.owner, chunk.key), None)
+            if inputs is not None:
+                self._remembered_bytes -= inputs.nbytes
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse numbers that mean nothing.
+
+    Raises:
+        UnsupportedParameter: names the parameter.
+    """
+    s = sampling
+    for name, good, rule in (
+        ("max_tokens", s.max_tokens is None or s.max_tokens >= 1, "at least 1"),
+        ("temperature", math.isfinite(s.temperature) and s.temperature >= 0, "0 or more"),
+        ("top_p", 0 < s.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", s.top_k >= 0, "0 or more"),
+        ("logprobs", s.logprobs is None or s.logprobs >= 0, "0 or more"),
+    ):
+        if not good:
+            raise UnsupportedParameter(f"{name} must be {rule}, not {getattr(s, name)}", param=name)

@@ -13,6 +13,9 @@ from mpic.kv.pool import Extent, Pool
 from mpic.model.hooks import Attend, Layers, Step, Write, by_layer, layers_of
 from mpic.model.loaded import LoadedModel
 
+_KEPT_VIEWS = 16
+"""Pieces of one extent whose views are kept; policies cut a chunk in few ways."""
+
 
 class Slice(NamedTuple):
     """Tokens ``[lo, hi)`` of a lane, to be computed in this step."""
@@ -68,7 +71,7 @@ class Runner:
 
     @staticmethod
     def _context(piece: Slice) -> int:
-        return piece.hi + sum(span.hi - span.lo for span in piece.lane.spans)
+        return piece.hi - piece.lane.mapped + sum(span.hi - span.lo for span in piece.lane.spans)
 
     def _inputs(
         self, slices: list[Slice], starts: list[int]
@@ -122,6 +125,8 @@ class Runner:
         views = span.extent.views
         found = views.get((span.lo, span.hi))
         if found is None:
+            if len(views) >= _KEPT_VIEWS:
+                views.clear()
             found = views[span.lo, span.hi] = layers_of(self.pool.view(span.extent), span.lo, span.hi)
         return found
 

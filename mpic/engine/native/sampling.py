@@ -9,6 +9,9 @@ import torch
 
 from mpic.engine.base import Sampling, TokenLogprob
 
+_LONGEST_CHARACTER = 8
+"""Tokens that one character can take; text that is still undecodable after as many is given out as it is."""
+
 
 class Sampler:
     """Draws one request's tokens. The generator is its own and advances once a token, so results depend on the seed
@@ -23,7 +26,7 @@ class Sampler:
         """``logits [vocabulary]`` fp32 on the CPU -> the token and, if asked for, its log-probability (of the model's
         own distribution, before temperature and truncation)."""
         s = self.sampling
-        token = int(logits.argmax()) if s.temperature == 0 else self._draw(logits / s.temperature)
+        token = int(logits.argmax()) if s.temperature == 0 else self._draw(logits)
         if s.logprobs is None:
             return token, None
         logprobs = torch.log_softmax(logits, -1)
@@ -36,7 +39,8 @@ class Sampler:
         if 0 < s.top_k < len(logits):
             kept = torch.topk(logits, s.top_k).indices
             logits = torch.full_like(logits, float("-inf")).index_copy_(0, kept, logits[kept])
-        probabilities = torch.softmax(logits.double(), -1)
+        # relative to the maximum and in double precision, so that no temperature above 0 overflows
+        probabilities = torch.softmax((logits.double() - float(logits.max())) / s.temperature, -1)
         if s.top_p < 1:
             ordered, order = probabilities.sort(descending=True, stable=True)
             outside = ordered.cumsum(0) - ordered >= s.top_p  # the token that crosses top_p stays
@@ -67,7 +71,8 @@ class Detokenizer:
         self._ids.append(token)
         before = self._decode(self._ids[self._start : self._read])
         after = self._decode(self._ids[self._start :])
-        if after.endswith("\ufffd") or len(after) <= len(before):
+        incomplete = after.endswith("\ufffd") and len(self._ids) - self._read < _LONGEST_CHARACTER
+        if incomplete or len(after) <= len(before):
             return ""
         self._start, self._read = self._read, len(self._ids)
         return self._release(after[len(before) :])

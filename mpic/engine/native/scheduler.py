@@ -13,15 +13,16 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from mpic.engine.native.deletions import Deletions
 from mpic.engine.native.lanes import CompileLane, Lane, LinkedChunk, MappedSpan, Sequence, compile_lane
 from mpic.engine.native.runner import Slice
-from mpic.errors import CompileFailed
+from mpic.errors import CompileFailed, IntegrityError
 from mpic.kv.chunk import ChunkInputs, ChunkKey, KVKey
 from mpic.kv.device import DeviceCache, Resident
 from mpic.kv.pool import Extent
-from mpic.kv.prefix import Node
+from mpic.kv.prefix import Node, own
 
 GROWTH = 256
 """Most tokens reserved ahead for an answer; longer answers grow by moving to a larger extent."""
@@ -34,7 +35,7 @@ class CompileRequest:
     key: KVKey
     inputs: ChunkInputs
     future: Future[int]
-    arrived: float = field(default_factory=time.monotonic)
+    arrived: float
 
 
 class Scheduler:
@@ -44,7 +45,9 @@ class Scheduler:
         device: resident chunks and prefix cache over the pool.
         budget: most rows a step computes.
         bos: token for sinks.
-        load: starts reading a stored chunk into its resident extent; the engine reports back through ``loaded``.
+        load: starts reading a stored chunk into its resident extent.
+        deletions: chunks that requests under way must not bring back.
+        max_running: most requests in one batch.
     """
 
     def __init__(
@@ -53,17 +56,17 @@ class Scheduler:
         budget: int,
         bos: int,
         load: Callable[[LinkedChunk], None],
+        deletions: Deletions,
         max_running: int = 64,
     ) -> None:
         self.device, self.pool, self.budget, self.bos = device, device.pool, budget, bos
         self.max_running = max_running
-        self._load = load
+        self._load, self._deletions = load, deletions
         self.waiting: list[Sequence | CompileRequest] = []  # by arrival
         self.running: list[Sequence] = []  # by arrival
         self.jobs: dict[Resident, CompileLane] = {}  # chunks being compiled, in order of admission
         self.counters: Counter[str] = Counter()
-        self._admitted: list[CompileRequest] = []
-        self._forgotten: dict[tuple[str, ChunkKey], float] = {}
+        self._admitted: list[tuple[CompileRequest, Resident]] = []
 
     def add(self, item: Sequence | CompileRequest) -> None:
         insort(self.waiting, item, key=lambda i: i.arrived)
@@ -71,13 +74,10 @@ class Scheduler:
     def forget(self, owner: str, chunk: ChunkKey) -> None:
         """A deleted chunk: requests that came before may still compute it for themselves, but nobody else sees it and
         it is not stored."""
-        self._forgotten[owner, chunk] = time.monotonic()
         for key, resident in list(self.device.chunks.items()):
             if (key.owner, key.chunk) == (owner, chunk):
                 self.device.drop(resident)
-
-    def _deleted_since(self, key: KVKey, arrived: float) -> bool:
-        return self._forgotten.get((key.owner, key.chunk), 0.0) > arrived
+        self.device.prefix.purge((owner, chunk.digest))
 
     @property
     def idle(self) -> bool:
@@ -85,14 +85,16 @@ class Scheduler:
 
     def schedule(self) -> list[Slice]:
         """The slices of the next step, at most ``budget`` rows; empty when everything waits for loads or for room."""
-        if not (self.waiting or self.running):
-            self._forgotten.clear()
         slices: list[Slice] = []
         budget = self._decodes(slices, self.budget)
         budget = self._prefills(slices, budget)
-        while budget > 0 and self.waiting and len(self.running) < self.max_running:
+        while budget > 0 and self.waiting:
             item = self.waiting[0]
-            if not (self._admit(item) if isinstance(item, Sequence) else self._admit_compile(item)):
+            if isinstance(item, CompileRequest):
+                admitted = self._admit_compile(item)
+            else:
+                admitted = len(self.running) < self.max_running and self._admit(item)
+            if not admitted:
                 break
             self.waiting.remove(item)
             budget = self._prefills(slices, budget)
@@ -114,10 +116,6 @@ class Scheduler:
                 continue
             slices.append(Slice(sequence, sequence.computed, len(sequence)))
             budget -= 1
-        live = {id(s) for s in self.running}
-        slices[:] = [
-            s for s in slices if id(s.lane) in live
-        ]  # a later one's growth may have preempted an earlier
         return budget
 
     def _prefills(self, slices: list[Slice], budget: int) -> int:
@@ -181,7 +179,11 @@ class Scheduler:
             if resident is not None:
                 hold(resident)  # before anything is allocated, so that it is not evicted to make room
         mapped = sum(node.own_tokens for node in path)
-        reserve = min(sequence.max_tokens - sequence.generated, GROWTH)
+        reserve = sequence.max_tokens - sequence.generated
+        if (
+            not sequence.usage.preemptions
+        ):  # one that had to make way does not come back to outgrow its room again
+            reserve = min(reserve, GROWTH)
         extent = self.pool.alloc(len(sequence) - mapped + reserve)
         for linked, resident in present:
             if extent is None or resident is not None:
@@ -228,7 +230,7 @@ class Scheduler:
                 self.device.counters["chunk_hits"] += linked.tier == "device"
                 self.device.counters[f"chunks_from_{linked.tier}"] += 1
         for linked, resident in added.items():
-            if self._deleted_since(linked.key, sequence.arrived):
+            if self._deletions.key_since(sequence.arrived, linked.key):
                 self.device.drop(resident)
         sequence.spans = map_spans(sequence)
         if first_time:
@@ -244,19 +246,21 @@ class Scheduler:
         self.jobs[resident] = lane
 
     def _admit_compile(self, request: CompileRequest) -> bool:
-        if self._deleted_since(request.key, request.arrived):
+        if self._deletions.key_since(request.arrived, request.key):
             request.future.set_exception(CompileFailed("the chunk was deleted before it was compiled"))
             return True
-        if self.device.get(request.key) is None:
+        resident = self.device.get(request.key)
+        if resident is None:
             resident = self.device.add(request.key, request.inputs, request.key.recipe.sink)
             if resident is None:
                 return False
             self.start_job(resident)
-        self._admitted.append(request)
+        self.device.acquire(resident)
+        self._admitted.append((request, resident))
         return True
 
-    def take_admitted(self) -> list[CompileRequest]:
-        """Compile requests whose chunk has become resident since the last call."""
+    def take_admitted(self) -> list[tuple[CompileRequest, Resident]]:
+        """Compile requests admitted since the last call; each holds its resident."""
         admitted, self._admitted = self._admitted, []
         return admitted
 
@@ -301,27 +305,28 @@ class Scheduler:
         sequence.spans, sequence.mapped, sequence.computed = [], 0, 0
 
     def remember(self, sequence: Sequence) -> None:
-        """Enter a finished request's own tokens into its prefix namespace."""
-        known = [i for i, item in enumerate(sequence.items) if not is_span(item)]
+        """Enter a finished request's own tokens into its prefix namespace, unless a chunk they were computed over has
+        been deleted meanwhile."""
+        deleted = any(self._deletions.key_since(sequence.arrived, linked.key) for linked in sequence.linked)
+        if deleted or any(node.dead for node in sequence.path):
+            return
+        known = [i for i, item in enumerate(sequence.items) if own(item)]
         end = known[sequence.computed - 1] + 1 if sequence.computed else 0
-        chunks = frozenset(linked.key.chunk.digest for linked in sequence.linked)
+        chunks = frozenset((linked.key.owner, linked.key.chunk.digest) for linked in sequence.linked)
 
-        def take(n: int) -> tuple[Extent, int] | None:
+        def take(n: int) -> Extent | None:
             at, used = n - sequence.mapped, sequence.computed - sequence.mapped
             if at == 0 and self.pool.pages_for(used) == sequence.extent.pages:
                 extent, sequence.extent = sequence.extent, None
-                return extent, 0
+                return extent
+            if at < 0:
+                raise IntegrityError("a request's prefix nodes are no longer found")
             kept = self.pool.alloc(used - at)
-            if kept is None:
-                return None
-            self.pool.view(kept)[:] = self.pool.view(sequence.extent)[:, :, :, at:used]
-            return kept, 0
+            if kept is not None:
+                self.pool.view(kept)[:] = self.pool.view(sequence.extent)[:, :, :, at:used]
+            return kept
 
         self.device.prefix.insert(namespace(sequence), sequence.items[:end], chunks, take)
-
-
-def is_span(item: object) -> bool:
-    return isinstance(item, tuple) and item[0] == "span"
 
 
 def namespace(sequence: Sequence) -> tuple[str, ...]:

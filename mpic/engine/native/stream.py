@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 
 from mpic.engine.base import Delta
 
@@ -15,12 +16,12 @@ class Stream:
 
     Args:
         id: of the request.
-        on_abort: asks the engine to stop it.
+        on_abort: asks the engine to stop it; set by the engine.
     """
 
-    def __init__(self, id: str, on_abort: Callable[[str], None]) -> None:
+    def __init__(self, id: str, on_abort: Callable[[], None] = lambda: None) -> None:
         self.id = id
-        self._on_abort = on_abort
+        self.on_abort = on_abort
         self._items: deque[Delta | BaseException] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -39,13 +40,15 @@ class Stream:
             wake()
 
     def abort(self) -> None:
-        self._on_abort(self.id)
+        self.on_abort()
 
     def __iter__(self) -> Iterator[Delta]:
         while True:
             with self._changed:
-                while not self._items:
+                while not self._items and not self._closed:
                     self._changed.wait()
+                if not self._items:
+                    return
                 item = self._items.popleft()
             if isinstance(item, BaseException):
                 raise item
@@ -58,7 +61,7 @@ class Stream:
         event = asyncio.Event()
 
         def wake() -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the reader's loop has been closed: nobody waits any more
                 loop.call_soon_threadsafe(event.set)
 
         with self._changed:
@@ -67,6 +70,9 @@ class Stream:
             event.clear()
             with self._changed:
                 item = self._items.popleft() if self._items else None
+                over = self._closed
+            if item is None and over:
+                return
             if item is None:
                 await event.wait()
                 continue
@@ -78,7 +84,7 @@ class Stream:
 
     def result(self) -> Delta:
         """Wait for the end; the whole answer as one Delta."""
-        text, ids, logprobs = [], [], []
+        text, ids, logprobs, delta = [], [], [], Delta("")
         for delta in self:
             text.append(delta.text)
             ids += delta.token_ids

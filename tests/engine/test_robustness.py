@@ -1,0 +1,288 @@
+"""What must not happen when requests, deletions, loads, failures and the engine's end cross each other."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import transformers as tf
+from engine_kit import MemoryStore, ids, prompt_of, request_of, text_chunk
+from families import TEXT
+
+from mpic.engine.native.engine import NativeEngine
+from mpic.errors import ContextLengthExceeded, EngineStopped, UnsupportedParameter
+from mpic.library import Library
+from mpic.model.loaded import LoadedModel
+
+DOCUMENT = text_chunk(ids(1, 40))
+
+
+def pause(engine) -> threading.Event:
+    """Stop the engine's thread between two steps until the event is set."""
+    inside, go = threading.Event(), threading.Event()
+
+    def block() -> None:
+        inside.set()
+        go.wait(30)
+
+    engine._post(block)
+    inside.wait(30)
+    return go
+
+
+def prepared(engine) -> None:
+    """Wait until all preparations under way have ended."""
+    engine._preparing.submit(lambda: None).result(30)
+
+
+def ask(engine, prompt, policy="mpic-4", tokens=6, **options):
+    return engine.submit(request_of(prompt, policy, tokens, **options)).result()
+
+
+# ---- deletion
+
+
+def test_a_chunk_deleted_under_a_request_that_mapped_its_turns_fails_nobody_and_leaves_nothing(make_engine):
+    engine = make_engine()
+    first = ask(engine, prompt_of(ids(3, 5), DOCUMENT, ids(4, 9)))
+    follow_up = prompt_of(ids(3, 5), DOCUMENT, [*ids(4, 9), *first.token_ids, *ids(6, 4)])
+    running = engine.submit(request_of(follow_up, "mpic-4", 60))
+    next(iter(running))
+    other = engine.submit(request_of(prompt_of(ids(9, 5)), "full", 80))
+    engine.forget(DOCUMENT)
+    assert running.result().finish_reason == "length"
+    assert len(other.result().token_ids) == 80
+    engine.check()
+    assert ask(engine, follow_up).usage.prefix_hit == 0
+
+
+def test_a_request_that_was_running_does_not_bring_a_deleted_chunks_turns_back(make_engine):
+    engine = make_engine()
+    prompt = prompt_of(ids(3, 5), DOCUMENT, ids(4, 9))
+    running = engine.submit(request_of(prompt, "mpic-4", 60))
+    next(iter(running))
+    engine.forget(DOCUMENT)
+    running.result()
+    again = ask(engine, prompt).usage
+    assert (again.prefix_hit, again.chunks[0].tier) == (0, "compiled")
+
+
+def test_a_document_deleted_while_its_compile_waits_is_neither_served_nor_stored(make_engine, tmp_path):
+    library = Library.open(tmp_path)
+    library.files.tokenize = lambda text: tuple(10 + byte % 200 for byte in text.encode())
+    engine = make_engine(store=library.store)
+    file = library.files.add("local", b"a secret that is deleted at once", "secret.txt")
+    go = threading.Event()
+    engine._preparing.submit(go.wait)  # somebody's image is being encoded
+    future = engine.compile(library.files.chunk("local", file))
+    engine.forget(library.files.delete("local", file.id).chunk)
+    go.set()
+    assert future.exception(30) is not None
+    engine.close()
+    assert not list((tmp_path / "kv").rglob("*.safetensors"))
+    assert not engine.device.chunks
+    library.close()
+
+
+def test_a_document_deleted_while_a_request_is_prepared_is_not_remembered(make_engine, monkeypatch):
+    engine = make_engine()
+    make, inside, go = engine.preparer._make, threading.Event(), threading.Event()
+
+    def slow(chunk):
+        inside.set()
+        go.wait(30)
+        return make(chunk)
+
+    monkeypatch.setattr(engine.preparer, "_make", slow)
+    answers = []
+    request = request_of(prompt_of(DOCUMENT, ids(1, 3)), "mpic-4", 2)
+    thread = threading.Thread(target=lambda: answers.append(engine.submit(request).result()))
+    thread.start()
+    inside.wait(30)
+    engine.forget(DOCUMENT)
+    go.set()
+    thread.join()
+    assert answers and not engine.device.chunks and not engine.preparer._inputs
+
+
+def test_one_users_deletion_leaves_anothers_turns_over_equal_content(make_engine):
+    engine = make_engine()
+    prompt = prompt_of(text_chunk(ids(1, 40), "ben"), ids(1, 3))
+    ask(engine, prompt, user="ben")
+    engine.forget(text_chunk(ids(1, 40), "anna"))
+    assert ask(engine, prompt, user="ben").usage.prefix_hit > 0
+
+
+# ---- one request's trouble is its own
+
+
+@pytest.mark.parametrize(
+    "field", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -1}]
+)
+def test_sampling_that_means_nothing_is_refused_by_name(make_engine, field):
+    with pytest.raises(UnsupportedParameter, match=next(iter(field))):
+        make_engine().submit(request_of(prompt_of(ids(1, 5)), "full", 3, **field))
+
+
+@pytest.mark.parametrize("tokens", [0, -20])
+def test_an_answer_of_no_tokens_is_refused(make_engine, tokens):
+    with pytest.raises(UnsupportedParameter, match="max_tokens"):
+        make_engine().submit(request_of(prompt_of(ids(1, 5)), "full", tokens))
+
+
+def test_a_temperature_close_to_zero_is_greedy(make_engine):
+    engine, prompt = make_engine(), prompt_of(ids(2, 5))
+    assert (
+        ask(engine, prompt, "full", temperature=1e-45, seed=1).token_ids
+        == ask(engine, prompt, "full").token_ids
+    )
+
+
+def test_a_sampler_that_fails_ends_its_request_alone(make_engine, monkeypatch):
+    engine = make_engine()
+    go = pause(engine)
+    other = engine.submit(request_of(prompt_of(ids(1, 5)), "full", 20))
+    broken = engine.submit(request_of(prompt_of(ids(2, 5)), "full", 20, temperature=1.0))
+    monkeypatch.setattr("mpic.engine.native.sampling.Sampler._draw", lambda *args: 1 // 0)
+    go.set()
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        broken.result()
+    assert len(other.result().token_ids) == 20
+    engine.check()
+
+
+def test_a_prefix_hit_does_not_count_twice_against_a_sliding_window(make_engine):
+    engine = make_engine("mistral", budget=2048, pages=512)
+    prompt = prompt_of(ids(1, 700))
+    ask(engine, prompt, "prefix", 4)
+    assert ask(engine, prompt, "prefix", 4).usage.prefix_hit == 699
+
+
+def test_a_chunk_that_fits_the_window_only_without_its_sink_is_refused_and_not_run():
+    config = tf.MistralConfig(**TEXT, sliding_window=64)
+    engine = NativeEngine(LoadedModel(tf.MistralForCausalLM(config).float().eval()), pages=64, page_size=8)
+    with pytest.raises(ContextLengthExceeded, match="61 tokens and 4 before it"):
+        engine.submit(request_of(prompt_of(text_chunk(ids(1, 61)), ids(2, 2)), "legolink-0", 1))
+    engine.close()
+
+
+# ---- compiles
+
+
+def test_a_compile_of_a_resident_chunk_ends_although_the_next_request_needs_its_pages(make_engine):
+    engine = make_engine(pages=16)
+    ask(engine, prompt_of(DOCUMENT, ids(1, 3)), "reuse", 2)
+    go = pause(engine)
+    future = engine.compile(DOCUMENT)
+    prepared(engine)
+    stream = engine.submit(request_of(prompt_of(ids(1, 100)), "full", 20))
+    go.set()
+    assert future.result(30) == 40
+    assert len(stream.result().token_ids) == 20
+    engine.check()
+
+
+def test_a_compile_of_a_chunk_that_is_being_loaded_ends_with_the_load(make_engine):
+    store = MemoryStore()
+    make_engine(store=store).compile(DOCUMENT).result(30)
+    store.delay = 0.3
+    engine = make_engine(store=store)
+    stream = engine.submit(request_of(prompt_of(DOCUMENT, ids(1, 3)), "reuse", 2))
+    find = store.open
+    store.open = lambda key: None  # the compile does not see it stored
+    future = engine.compile(DOCUMENT)
+    prepared(engine)
+    store.open = find
+    stream.result()
+    assert future.result(30) == 40
+    engine.check()
+
+
+def test_nobody_can_cancel_a_compile_and_so_stop_the_engine(make_engine):
+    engine = make_engine()
+    go = pause(engine)
+    future = engine.compile(DOCUMENT)
+    assert not future.cancel()
+    go.set()
+    assert future.result(30) == 40
+
+
+def test_a_chunk_that_could_not_be_saved_and_was_evicted_is_not_called_corrupt(make_engine):
+    store = MemoryStore()
+    store.full = True
+    engine = make_engine(store=store, pages=16)
+    prompt = prompt_of(DOCUMENT, ids(1, 3))
+    ask(engine, prompt, "reuse", 2)
+    go = pause(engine)
+    big = engine.submit(request_of(prompt_of(ids(1, 100)), "full", 20))
+    again = engine.submit(request_of(prompt, "reuse", 2))
+    go.set()
+    big.result()
+    use = again.result().usage.chunks[0]
+    assert (use.tier, use.reason) == ("compiled", "new")
+    assert "load_failures" not in engine.stats()["counters"]
+
+
+def test_a_chunk_linked_twice_is_compiled_and_counted_once(make_engine):
+    usage = ask(make_engine(), prompt_of(DOCUMENT, ids(7, 2), DOCUMENT, ids(1, 3)), "reuse").usage
+    assert usage.compiled == 40
+
+
+# ---- the engine itself
+
+
+def test_what_arrives_while_the_engine_stops_is_told(make_engine):
+    engine = make_engine()
+    go = pause(engine)
+    stream = engine.submit(request_of(prompt_of(ids(1, 5)), "full"))
+    future = engine.compile(DOCUMENT)
+    prepared(engine)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    time.sleep(0.1)
+    go.set()
+    closing.join(30)
+    with pytest.raises(EngineStopped):
+        stream.result()
+    assert isinstance(future.exception(30), EngineStopped)
+    with pytest.raises(EngineStopped):
+        engine.compile(DOCUMENT)
+
+
+def test_a_message_that_fails_does_not_take_others_with_it(make_engine):
+    engine = make_engine()
+    go = pause(engine)
+    engine._post(lambda: 1 // 0)
+    stream = engine.submit(request_of(prompt_of(ids(1, 5)), "full", 5))
+    go.set()
+    assert len(stream.result().token_ids) == 5
+
+
+def test_requests_with_one_id_do_not_disturb_each_other(make_engine):
+    engine = make_engine()
+    request = request_of(prompt_of(ids(1, 5)), "full", 200)
+    first, second = engine.submit(request), engine.submit(request)
+    first.abort()
+    assert first.result().finish_reason == "abort"
+    assert len(second.result().token_ids) == 200
+
+
+def test_a_stream_that_has_ended_can_be_read_again_and_is_empty(make_engine):
+    stream = make_engine().submit(request_of(prompt_of(ids(1, 5)), "full", 3))
+    stream.result()
+    assert list(stream) == []
+
+
+def test_a_lone_request_that_outgrows_its_room_is_computed_again_once_at_most(make_engine):
+    engine = make_engine(pages=64)
+    usage = ask(engine, prompt_of(ids(1, 5)), "full", 500).usage
+    assert usage.preemptions <= 1
+
+
+def test_what_an_extent_and_the_prefix_cache_keep_is_bounded(make_engine):
+    engine = make_engine()
+    for k in range(1, 40):
+        ask(engine, prompt_of(DOCUMENT, ids(1, 3)), f"random-{k}", 2)
+    resident = next(iter(engine.device.chunks.values()))
+    assert len(resident.extent.views) <= 16
