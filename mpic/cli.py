@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -252,6 +253,9 @@ def demo(
     """
     from mpic.evals.demo import run
 
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # as an exception, so that the server is ended too
     raise typer.Exit(run(policies.split(","), model, samples, json_path))
 
 

@@ -33,7 +33,8 @@ from rich.table import Column, Table
 from mpic.client import APIError, Client
 
 MUST_BE_RIGHT = "mpic-16"
-START_SECONDS = 300
+START_SECONDS = 600
+POOL_BYTES = 256 << 20  # plenty for the samples, and quick to set up
 PASSES = ("first", "again")
 LEGEND = (
     "ms: time to the first token (in the totals: the median). first: asked after a restart, so a chunk comes from disk "
@@ -150,7 +151,8 @@ def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Ite
         "--data-dir",
         str(data_dir),
     ]
-    command += ["--log-level", "warning", *(["--model", model] if model else []), *flags]
+    command += ["--log-level", "warning", "--pool-bytes", str(POOL_BYTES)]
+    command += [*(["--model", model] if model else []), *flags]
     started = time.monotonic()
     log_path = data_dir / "server.log"
     with log_path.open("ab") as log:
