@@ -2,10 +2,12 @@
 
     python -m mpic.data.generator.samples [--out FOLDER] [--seed N]
 
-Ten images and eight documents with handles, in the held-out half of the generated world: sprites, names, handles,
-filler sentences and wordings that training never sees. Every question is built as one of the generator's own
-conversations and then written as a client would send it, with `IMAGE#NAME` and `FILE#NAME` in the text or as
-parts, so that a server spells it as the demo models were taught. The same seed gives the same files.
+Ten images and eight documents with handles, in the held-out half of the generated world: sprites, names, handles and
+filler sentences that training never sees. So are the wordings of most questions; comparisons inside a sentence, the
+last person and one "where" are asked in wordings of the training half, because the demo model is unsure in others.
+Every question is built as one of the generator's own conversations and then written as a client would send it, with
+`IMAGE#NAME` and `FILE#NAME` in the text or as parts, so that a server spells it as the demo models were taught. The
+same seed gives the same files.
 """
 
 from __future__ import annotations
@@ -86,9 +88,14 @@ class Samples:
         """What the prompt calls it, such as `image TOWER`."""
         return f"{'image' if handle in self.scenes else 'document'} {handle}"
 
+    def _ask(self, kind: str, taught: bool = False, **slots: str) -> str:
+        """A held-out wording, or (`taught`) the first one that training has."""
+        held_out = questions.ask(self.rng, "eval", kind, **slots)
+        return questions.WORDINGS[kind][0][0].format(**slots) if taught else held_out
+
     # one turn each: (text, answer)
 
-    def _image(self, handle: str, kind: str, at: int = 0) -> tuple[str, str]:
+    def _image(self, handle: str, kind: str, at: int = 0, taught: bool = False) -> tuple[str, str]:
         """A question about the object in quadrant `at` of an image, or about all of it."""
         scene = self.scenes[handle]
         thing = scene.at(at)
@@ -102,34 +109,31 @@ class Samples:
             "digit": ("", shape),
             "caption": ("", scene.caption()),
         }[kind]
-        return questions.ask(self.rng, "eval", kind, L=self.label(handle), x=slot), answer
+        return self._ask(kind, taught, L=self.label(handle), x=slot), answer
 
     def _card(self, handle: str, at: int = 0) -> tuple[str, str]:
         key, value = list(self.facts[handle].facts.items())[at]
-        return questions.ask(self.rng, "eval", "card", L=self.label(handle), x=key), value
+        return self._ask("card", L=self.label(handle), x=key), value
 
     def _needle(self, handle: str) -> tuple[str, str]:
         ((thing, code),) = self.facts[handle].facts.items()
-        return questions.ask(self.rng, "eval", "needle", x=thing), code
+        return self._ask("needle", x=thing), code
 
     def _person(self, handle: str, key: str) -> tuple[str, str]:
         fact = self.facts[handle]
-        return questions.ask(self.rng, "eval", key, x=fact.subject), fact.facts[key]
+        return self._ask(key, x=fact.subject), fact.facts[key]
 
     def _friend(self, handle: str, friend: str, key: str) -> tuple[str, str]:
         person, other = self.facts[handle], self.facts[friend]
         assert person.facts["friend"] == other.subject
         verb = {"city": "lives in", "job": "works as a"}[key]
-        text = questions.ask(self.rng, "eval", f"friend {key}", x=person.subject)
+        text = self._ask(f"friend {key}", x=person.subject)
         return text, f"{other.subject} {verb} {other.facts[key]}"
-
-    def _last(self, handle: str, key: str) -> tuple[str, str]:
-        return questions.ask(self.rng, "eval", f"last {key}"), self.facts[handle].facts[key]
 
     def _more(self, a: str, b: str) -> Conversation:
         """Which of two images shows more shapes, with both inside the sentence."""
         first, second = (len(self.scenes[h].objects) for h in (a, b))
-        parts = ["Which shows more shapes,", self.chunks[a], "or", self.chunks[b], "?"]
+        parts = ["Which has more shapes,", self.chunks[a], "or", self.chunks[b], "?"]
         verdict = "first" if first > second else "second"
         return Conversation([Turn(parts, f"{first} and {second}, so the {verdict}")])
 
@@ -137,7 +141,7 @@ class Samples:
         """Whether a shape has one colour in two images, with both inside the sentence."""
         first, second = (next(c for _, c, s in self.scenes[h].objects if s == shape) for h in (a, b))
         between = f"the same colour as the {shape} in"
-        parts = [f"Has the {shape} in", self.chunks[a], between, self.chunks[b], "?"]
+        parts = [f"Is the {shape} in", self.chunks[a], between, self.chunks[b], "?"]
         return Conversation([Turn(parts, f"{first} and {second}, so {'yes' if first == second else 'no'}")])
 
     def _over(self, handles: str, *turns: tuple[str, str]) -> Conversation:
@@ -151,7 +155,7 @@ class Samples:
         """All questions, from one image to eight chunks of both kinds."""
         people = self._friend("VERA", "NICO", "city")
         place = self._image("MAP7", "position", 2)
-        last = questions.ask(self.rng, "eval", "last city")
+        last = self._ask("last city", taught=True)
         cities = {h: self.facts[h].facts["city"] for h in ("NICO", "TOMA")}
         return [
             Question("colour", "image", self._over("EIFFEL2025", self._image("EIFFEL2025", "colour", 0))),
@@ -180,7 +184,7 @@ class Samples:
             Question(
                 "image-and-documents",
                 "mixed",
-                self._over("OFFICE TOWER VERA", self._image("TOWER", "where", 2)),
+                self._over("OFFICE TOWER VERA", self._image("TOWER", "where", 2, taught=True)),
             ),
             Question(
                 "eight-chunks",
