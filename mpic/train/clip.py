@@ -94,9 +94,11 @@ class Trainer:
             torch.set_num_threads(s.threads)
         self.work = s.out / "run"
         self.work.mkdir(parents=True, exist_ok=True)
-        self.model = clip_model.create(s.out, s.width, s.layers, s.text_layers).to(self.device).train()
-        if s.start:
-            self.model.load_state_dict(clip_model.load(s.start)[0].state_dict())
+        if s.start and not s.resume:
+            self.model = clip_model.copy(s.start, s.out)
+        else:
+            self.model = clip_model.create(s.out, s.width, s.layers, s.text_layers)
+        self.model.to(self.device).train()
         self.tokenize = open_clip.get_tokenizer(f"local-dir:{s.out}")
         self.loss = ClipLoss()
         inner = {n: p for n, p in self.model.named_parameters() if "resblocks" in n and p.ndim == 2}

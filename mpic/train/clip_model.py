@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -110,13 +111,22 @@ def config(vocabulary: int, width: int = 128, layers: int = 2, text_layers: int 
 
 
 def create(folder: Path, width: int = 128, layers: int = 2, text_layers: int = 2) -> open_clip.CLIP:
-    """Writes architecture and tokenizer into the folder, and returns a freshly initialised model."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(folder)
-    body = json.dumps(config(len(tokenizer), width, layers, text_layers), indent=2)
-    (folder / CONFIG).write_text(body + "\n", encoding="utf-8")
+    """A freshly initialised model; writes architecture and tokenizer into the folder unless they are there."""
+    if not (folder / CONFIG).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer = build_tokenizer()
+        tokenizer.save_pretrained(folder)
+        body = json.dumps(config(len(tokenizer), width, layers, text_layers), indent=2)
+        (folder / CONFIG).write_text(body + "\n", encoding="utf-8")
     return open_clip.create_model(f"local-dir:{folder}", load_weights=False)
+
+
+def copy(source: Path, folder: Path) -> open_clip.CLIP:
+    """A trained model of another folder, with its architecture and tokenizer written into this one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG, "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(source / name, folder / name)
+    return open_clip.create_model(f"local-dir:{source}")
 
 
 def save(model: open_clip.CLIP, folder: Path) -> None:
