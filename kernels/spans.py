@@ -121,6 +121,8 @@ def attend(
         ``[rows, heads, head_dim]``, fp32; rows that no call covers are undefined.
     """
     heads, rows, dim = q.shape
+    if singles is not None and not calls:  # then the single rows are all there are, in order
+        return attend_singles(q, singles, layer, scale, partial)
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
     if calls:
         _attend_blocks(q, calls, scale, partial, out.transpose(0, 1))
@@ -164,7 +166,8 @@ def attend_singles(
         spans: this layer's ``(keys, values)`` of each batch, ``[spans, kv_heads, n, head_dim]``.
     """
     heads, _, dim = q.shape
-    queries = q[:, singles.source]
+    partials = singles.source.shape[0]
+    queries = q.expand(heads, partials, dim) if q.shape[1] == 1 else q[:, singles.source]
     if singles.shift is not None:
         queries = rotate(queries, singles.shift)
     outs, lses = [], []
@@ -177,10 +180,11 @@ def attend_singles(
     rows, width = singles.slots.shape
     if rows == 1:  # all partials belong to it
         return (torch.softmax(l, 1)[..., None] * o).sum(1)[None].float()
-    l = torch.cat([l, l.new_full((heads, 1), float("-inf"))], 1)[:, singles.slots]  # [heads, R, S]
-    o = torch.cat([o, o.new_zeros(heads, 1, dim)], 1)[:, singles.slots.reshape(-1)].view(
-        heads, rows, width, dim
-    )
+    if rows * width > partials:  # some rows have fewer: an empty partial fills their slots
+        l = torch.cat([l, l.new_full((heads, 1), float("-inf"))], 1)
+        o = torch.cat([o, o.new_zeros(heads, 1, dim)], 1)
+    l = l[:, singles.slots]  # [heads, R, S]
+    o = o[:, singles.slots.reshape(-1)].view(heads, rows, width, dim)
     return (torch.softmax(l, 2)[..., None] * o).sum(2).transpose(0, 1).float()
 
 

@@ -60,7 +60,8 @@ class Pool:
             )
         self.shape, self.pages, self.page_size = shape, pages, page_size
         self.page_elements = page_size * shape.per_token
-        self.arena = torch.zeros(pages * self.page_elements, dtype=dtype, device=device)
+        # not cleared: pages of the system are touched when they are used, so a large pool costs nothing at start
+        self.arena = torch.empty(pages * self.page_elements, dtype=dtype, device=device)
         self.extents: list[Extent] = []  # ascending by start
         self.free_pages = pages
         self.moves = 0
