@@ -44,7 +44,7 @@ class Settings:
     texts: int = 24  # text-text pairs a step
     muon_lr: float = 0.02  # of the matrices inside the transformers
     adam_lr: float = 2e-3  # of everything else
-    warmup: int = 30
+    warmup: int = 20
     width: int = 128
     layers: int = 2
     text_layers: int = 2
@@ -52,7 +52,7 @@ class Settings:
     seed: int = 0
     device: str = "auto"
     precision: str = "fp32"
-    evaluate_every: int = 90
+    evaluate_every: int = 70
     start: Path | None = None  # a model to go on from, instead of random weights
     resume: bool = False
     quiet: bool = False

@@ -1,0 +1,150 @@
+"""The demo CLIP: loads as any open_clip folder does, finds held-out things, and its training learns and resumes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+import mpic.data
+from mpic.data.generator.pairs import Pairs
+from mpic.train import clip_model
+from mpic.train.clip import Settings, Trainer, encode_text, pixels, train_clip
+from mpic.train.clip_scores import image_features, recall, score, score_references, text_features
+
+BUNDLED = Path(mpic.data.__file__).parent / "models" / "clip"
+TINY = {"width": 64, "layers": 1, "text_layers": 1, "images": 16, "texts": 8, "warmup": 2, "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return clip_model.load(BUNDLED)
+
+
+def test_open_clip_loads_the_folder_alone_without_a_network():
+    code = (
+        f"import open_clip; name = 'local-dir:{BUNDLED}'; m, _, p = open_clip.create_model_and_transforms(name); "
+        "t = open_clip.get_tokenizer(name); print(m.encode_text(t(['a red circle top left'])).shape[1])"
+    )
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | offline, capture_output=True, text=True, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "128"
+
+
+def test_the_folder_is_small_and_tells_no_paths():
+    assert (BUNDLED / clip_model.WEIGHTS).stat().st_size <= 10_000_000
+    for path in BUNDLED.glob("*.json"):
+        assert "/home/" not in path.read_text() and "/tmp/" not in path.read_text()
+
+
+def test_embeddings_are_the_same_every_time_and_of_length_one(bundled):
+    model, preprocess, tokenize = bundled
+    image = preprocess(Image.fromarray(Pairs(1, "eval").captioned().entry))[None]
+    for features in (image_features(model, image), text_features(model, tokenize, ["code of lamp"])):
+        assert features.shape == (1, 128) and torch.allclose(features.norm(dim=1), torch.ones(1))
+    assert torch.equal(image_features(model, image), image_features(model, image))
+    alone, among = (
+        text_features(model, tokenize, t)[0] for t in (["code of lamp"], ["code of lamp", "x" * 400])
+    )
+    assert torch.allclose(alone, among, atol=1e-5)
+
+
+def test_images_of_other_sizes_and_shapes_are_taken(bundled):
+    model, preprocess, _ = bundled
+    pixels = Pairs(2, "eval").captioned().entry
+    near = Image.fromarray(pixels).resize((500, 300), Image.Resampling.NEAREST)
+    a, b = (image_features(model, preprocess(i)[None])[0] for i in (Image.fromarray(pixels), near))
+    assert a @ b > 0.8
+
+
+def test_training_sees_images_as_preprocessing_gives_them(bundled):
+    image = Pairs(3, "eval").captioned().entry
+    assert torch.allclose(pixels([image])[0], bundled[1](Image.fromarray(image)), atol=1e-5)
+
+
+def test_recall_over_held_out_items_is_what_the_card_promises(bundled):
+    model, preprocess, tokenize = bundled
+
+    def shown(images):
+        return torch.stack([preprocess(Image.fromarray(i)) for i in images])
+
+    promised = json.loads((BUNDLED / "scores.json").read_text())[
+        "held out: recall@1 over 200 items, five draws"
+    ]
+    for name, value in score(model, tokenize, shown, seed=77).items():
+        assert value >= promised[name]["lowest"] - 0.07, name
+
+
+def test_recall_over_the_reference_set(bundled):
+    scores = score_references(*bundled)
+    kept = json.loads((BUNDLED / "scores.json").read_text())["reference set"]
+    assert scores.keys() == kept.keys()
+    for name, values in scores.items():
+        assert abs(values["recall@1"] - kept[name]["recall@1"]) < 0.04, name
+
+
+def test_recall_counts_the_true_entry_among_the_best():
+    entries = torch.eye(3)
+    queries = torch.tensor([[1.0, 0.9, 0.0], [0.0, 0.5, 1.0]])
+    assert recall(queries, entries, torch.tensor([0, 1])) == 0.5
+    assert recall(queries, entries, torch.tensor([1, 0]), k=2) == 0.5
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return Trainer(Settings(tmp_path_factory.mktemp("clip"), steps=25, **TINY))
+
+
+def test_text_without_padding_gives_the_same_embedding(tiny):
+    ids = tiny.tokenize(["lamp", "picture with a red circle", "a blue star top left, " * 9])
+    with torch.no_grad():
+        assert torch.allclose(encode_text(tiny.model, ids), tiny.model.encode_text(ids), atol=1e-4)
+
+
+def test_a_tiny_run_learns(tiny):
+    losses = [tiny.train_step() for _ in range(25)]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.5
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path):
+    class Interrupted(Trainer):
+        def train_step(self) -> float:
+            if self.step == 4:
+                raise KeyboardInterrupt
+            return super().train_step()
+
+        def evaluate(self):
+            return {}
+
+    class Quick(Trainer):
+        def evaluate(self):
+            return {}
+
+    whole, halved = (Settings(tmp_path / n, steps=6, evaluate_every=3, **TINY) for n in ("whole", "halved"))
+    reference = Quick(whole)
+    reference.run()
+    with pytest.raises(KeyboardInterrupt):
+        Interrupted(halved).run()
+    resumed = Quick(Settings(**{**halved.__dict__, "resume": True}))
+    assert resumed.step == 3
+    resumed.run()
+    for a, b in zip(reference.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_training_leaves_a_folder_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: {"text to image": 0.0})
+    summary = train_clip(Settings(tmp_path, steps=2, evaluate_every=1, **TINY))
+    assert len(summary["log"]) == 2 and (tmp_path / "training.png").exists()
+    assert not (tmp_path / "run").exists() and str(tmp_path) not in (tmp_path / "training.json").read_text()
+    model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path}")
+    assert model.logit_scale.item() <= np.log(100) + 1e-6
