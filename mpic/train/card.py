@@ -17,7 +17,7 @@ library_name: transformers
 
 A plain `LlavaForConditionalGeneration` (CLIP vision tower of 3 layers, Llama of 5 layers, 8 heads of 64, RoPE;
 {parameters:.1f} M parameters, bf16): 64 x 64 px images are 64 tokens, 2,048 tokens of context. It loads unchanged in
-transformers and vLLM. Its world is generated (`mpic.data.generator`): coloured shapes and digits, cards, biographies,
+transformers, and its weight names are those vLLM's LLaVA reads. Its world is generated (`mpic.data.generator`): coloured shapes and digits, cards, biographies,
 codes. It knows nothing else, and it is made to be measured, not to be useful.
 
 ## Prompt
@@ -32,7 +32,7 @@ The chat template spells all this.
 
 `{command}`
 
-{seconds} of training on {machine}, {steps} steps, {tokens:.1f} M tokens.{continued}
+{seconds} of training on {machine}, {steps} steps, about {tokens:.0f} M tokens.{continued}
 
 1. **Vision** ({vision_minutes:.0f} min): image tokens learn to be sums of word embeddings of what they show. The
    first 16 tokens are summaries (quadrants, count, digit), the others say what their own quadrant holds.
@@ -41,7 +41,8 @@ The chat template spells all this.
 {pic}
 The initial weights of the language model are **structured**, not random: they hold rough hand-built attention heads
 (previous token, most recent label, name or content word, matching and induction; see `mpic/train/structure.py`).
-From random weights this budget does not get past the answer's format. Muon and AdamW, linear decay, fixed seeds; the
+Random weights were not trained at this size; an earlier study with a tenth of the tokens got no further with them
+than the form of an answer. Muon and AdamW, linear decay, fixed seeds; the
 vision tower is frozen after its stage. ![curves](curves.png)
 
 ## Scores
@@ -64,7 +65,7 @@ def _summary(figures: dict[str, Any]) -> str:
     lines = ["| | |", "|---|---|"]
     for name, value in figures.items():
         if isinstance(value, dict):
-            value = ", ".join(f"{k}: {v}" for k, v in value.items())
+            value = ", ".join(f"{k}: {v}" for k, v in value.items() if v is not None)
         elif isinstance(value, list):
             value = ", ".join(f"{100 * v:.1f} %" for v in value)
         lines.append(f"| {name} | {value} |")

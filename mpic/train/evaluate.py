@@ -128,7 +128,7 @@ def evaluate(
     search_id = tokenizer.convert_tokens_to_ids("<search>")
     began, rows = time.monotonic(), []
     todo = sorted((count, task) for task, counts in cells.items() for count in counts)
-    todo.sort(key=lambda cell: [1, 8, 4, 2, 0].index(cell[0]))
+    todo.sort(key=lambda cell: [8, 1, 4, 2, 0].index(cell[0]))
     for count, task in progress(todo):
         if minutes is not None and time.monotonic() - began > minutes * 60:
             break

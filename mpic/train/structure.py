@@ -1,6 +1,6 @@
 """Structured ("mimetic") initialisation of the language model.
 
-From random weights, attention needs hundreds of millions of tokens before it looks up what a label names.
+From random weights, attention is slow to learn to look up what a label names, too slow for an hour on a CPU.
 These initial weights already hold rough versions of the heads it takes, and training does the rest.
 
 The residual stream starts in blocks: 4 reserved features, 92 for word embeddings, 32 for each of five tags.
