@@ -16,9 +16,10 @@ library_name: transformers
 {what}
 
 A plain `LlavaForConditionalGeneration` (CLIP vision tower of 3 layers, Llama of 5 layers, 8 heads of 64, RoPE;
-{parameters:.1f} M parameters, bf16): 64 x 64 px images are 64 tokens, 2,048 tokens of context. It loads unchanged in
-transformers, and its weight names are those vLLM's LLaVA reads. Its world is generated (`mpic.data.generator`):
-coloured shapes and digits, cards, biographies, codes. It knows nothing else, and it is made to be measured, not to be useful.
+{parameters:.1f} M parameters, bf16): 64 x 64 px images are 64 tokens, 2,048 tokens of context. It loads
+unchanged in transformers, and its weight names are those vLLM's LLaVA reads. Its world is generated
+(`mpic.data.generator`): coloured shapes and digits, cards, biographies, codes. It knows nothing else, and it is
+made to be measured, not to be useful.
 
 ## Prompt
 

@@ -78,7 +78,10 @@ def save_model(
 ) -> None:
     """Model (bf16, weight names that transformers and vLLM both load), processor, template, generation settings."""
     folder.mkdir(parents=True, exist_ok=True)
-    stop = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(SPECIAL["end"])]  # a search call ends a turn too
+    stop = [
+        tokenizer.eos_token_id,
+        tokenizer.convert_tokens_to_ids(SPECIAL["end"]),
+    ]  # a search call ends a turn too
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=stop,
