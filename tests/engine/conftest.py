@@ -17,7 +17,8 @@ def make_engine() -> Iterator[Callable[..., NativeEngine]]:
     def make(name: str = "llama", **options) -> NativeEngine:
         options = {"pages": 256, "page_size": 8, "budget": 512, **options}
         engines.append(NativeEngine(family(name).loaded, **options))
-        engines[-1].pool.arena.fill_(float("nan"))  # whoever reads a slot that was never written answers nonsense
+        # whoever reads a slot that was never written answers nonsense
+        engines[-1].pool.arena.fill_(float("nan"))
         return engines[-1]
 
     yield make
