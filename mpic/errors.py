@@ -11,12 +11,15 @@ MPICError                         500  internal_error
 │   ├── InvalidUpload             400  invalid_upload
 │   │   ├── InvalidImage          400  invalid_image
 │   │   └── InvalidText           400  invalid_text
-│   └── UnsupportedModality       400  unsupported_modality
+│   ├── UnsupportedModality       400  unsupported_modality
+│   ├── ConfigError               400  config_error         (mpic.config; at start, never over HTTP)
+│   └── MethodNotAllowed          405  method_not_allowed   (mpic.server.errors)
 ├── Unauthorized                  401  unauthorized
 ├── Forbidden                     403  forbidden
 ├── NotFound                      404  not_found
 │   ├── FileNotFound              404  file_not_found
-│   └── UnknownHandle             404  unknown_handle
+│   ├── UnknownHandle             404  unknown_handle
+│   └── ModelNotFound             404  model_not_found      (mpic.server.routers.models)
 ├── Conflict                      409  conflict
 │   ├── HandleTaken               409  handle_taken
 │   └── ModelMismatch             409  model_mismatch
