@@ -19,9 +19,11 @@ MPICError                         500  internal_error
 ├── NotFound                      404  not_found
 │   ├── FileNotFound              404  file_not_found
 │   ├── UnknownHandle             404  unknown_handle
+│   ├── ReferenceNotFound         404  reference_not_found
 │   └── ModelNotFound             404  model_not_found      (mpic.server.routers.models)
 ├── Conflict                      409  conflict
 │   ├── HandleTaken               409  handle_taken
+│   ├── ReferenceExists           409  reference_exists
 │   └── ModelMismatch             409  model_mismatch
 ├── TooLarge                      413  too_large
 ├── RateLimited                   429  rate_limited
@@ -130,12 +132,20 @@ class UnknownHandle(NotFound):
     code = "unknown_handle"
 
 
+class ReferenceNotFound(NotFound):
+    code = "reference_not_found"
+
+
 class Conflict(MPICError):
     status, code = 409, "conflict"
 
 
 class HandleTaken(Conflict):
     code = "handle_taken"
+
+
+class ReferenceExists(Conflict):
+    code = "reference_exists"
 
 
 class ModelMismatch(Conflict):

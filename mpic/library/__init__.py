@@ -7,6 +7,7 @@
     library.files.tokenize = ...
     file = await library.files.upload(user, stream, "eiffel.jpg", handle="EIFFEL2025")
     engine.compile(library.files.chunk(user, file))
+    reference = await library.references.add(stream, "map.png", title="Map of the harbour")
 """
 
 from __future__ import annotations
@@ -22,18 +23,36 @@ from mpic.durable import Files
 from mpic.errors import Unavailable
 from mpic.library.catalog import Catalog
 from mpic.library.decode import decode_image, decode_text
+from mpic.library.dynamic import DynamicLibrary
 from mpic.library.limits import Limits
-from mpic.library.records import AsyncReader, File, Page, Removed, State, Tokenize
+from mpic.library.originals import Originals
+from mpic.library.records import (
+    SHARED,
+    AsyncReader,
+    Change,
+    File,
+    Page,
+    Reference,
+    ReferencePage,
+    Removed,
+    State,
+    Tokenize,
+)
 from mpic.library.static import StaticLibrary
 from mpic.library.store import DiskStore
 
 __all__ = [
+    "SHARED",
     "AsyncReader",
+    "Change",
     "DiskStore",
+    "DynamicLibrary",
     "File",
     "Library",
     "Limits",
     "Page",
+    "Reference",
+    "ReferencePage",
     "Removed",
     "State",
     "StaticLibrary",
@@ -48,11 +67,13 @@ class Library:
 
     Attributes:
         files: the static library, see ``StaticLibrary``.
+        references: the dynamic library, see ``DynamicLibrary``.
         store: the disk tier for the engine, see ``mpic.engine.base.ChunkStore``.
         recovered: what ``open`` found to mend: garbage of a crash, and objects whose files are gone.
     """
 
     files: StaticLibrary
+    references: DynamicLibrary
     store: DiskStore
     catalog: Catalog
     recovered: dict[str, int]
@@ -64,6 +85,8 @@ class Library:
         self.catalog = Catalog(root / "catalog.sqlite")
         self.store = DiskStore(root, self.catalog, limits, files, clock)
         self.files = StaticLibrary(root, self.catalog, self.store, limits, files, clock)
+        self.references = DynamicLibrary(root, self.catalog, self.store, limits, files, clock)
+        self._originals = Originals(root, files)
 
     @classmethod
     def open(
@@ -89,17 +112,25 @@ class Library:
         lock = _lock(root)
         try:
             library = cls(root, limits or Limits(), files, clock)
-            chunks, uploads = library.store.reconcile(), library.files.reconcile()
+            library.recovered = library._reconcile()
         except BaseException:
             os.close(lock)
             raise
         library._lock = lock
-        library.recovered = {
-            "missing_chunks": chunks["missing"],
-            "lost_files": uploads["lost"],
-            "orphans": chunks["orphans"] + uploads["orphans"],
-        }
         return library
+
+    def _reconcile(self) -> dict[str, int]:
+        """Make rows and files agree, at start-up."""
+        chunks = self.store.reconcile()
+        self.references.collect_retired()
+        lost, orphans = self._originals.reconcile(self.files.paths() | self.references.paths())
+        self.files.mark_lost(lost)
+        self.references.mark_lost(lost)
+        return {
+            "missing_chunks": chunks["missing"],
+            "lost_files": len(lost),
+            "orphans": chunks["orphans"] + orphans,
+        }
 
     def stats(self) -> dict[str, Any]:
         """Counters of the tiers and totals of the catalogue."""
@@ -108,6 +139,7 @@ class Library:
         return {
             "files": row["files"],
             "bytes": row["bytes"],
+            "references": self.references.stats(),
             "disk": self.store.stats(),
             "recovered": self.recovered,
         }
@@ -117,6 +149,7 @@ class Library:
         self.catalog.check()
         self.store.check()
         self.files.check()
+        self.references.check()
 
     def close(self) -> None:
         """Write down what is kept in memory and let go of the folder. Close the engine first. Safe to call twice."""

@@ -71,6 +71,33 @@ def m001_users_files_chunks(db: sqlite3.Connection) -> None:
     db.execute("CREATE INDEX chunks_use ON chunks (tier, state, last_used, bytes)")
 
 
+@migration
+def m002_references_and_metadata(db: sqlite3.Connection) -> None:
+    db.execute("ALTER TABLE files ADD COLUMN metadata TEXT NOT NULL DEFAULT '{}'")  # JSON object of scalars
+    columns = """
+            id TEXT NOT NULL,
+            version INTEGER NOT NULL,
+            kind TEXT NOT NULL CHECK (kind IN ('image', 'text')),
+            title TEXT NOT NULL,
+            description TEXT NOT NULL,
+            metadata TEXT NOT NULL,      -- JSON object of scalars
+            filename TEXT NOT NULL,
+            path TEXT NOT NULL,          -- of the original, relative to the library's root
+            bytes INTEGER NOT NULL,
+            sha256 TEXT NOT NULL,
+            digest TEXT NOT NULL,        -- of the decoded content (ChunkKey.digest)
+            created_at REAL NOT NULL,
+            updated_at REAL NOT NULL,
+            tokens INTEGER,
+            state TEXT NOT NULL CHECK (state IN ('compiling', 'ready', 'failed')),
+            error TEXT"""
+    db.execute(f"CREATE TABLE refs (seq INTEGER PRIMARY KEY AUTOINCREMENT, {columns}, UNIQUE (id))")
+    db.execute("CREATE INDEX refs_content ON refs (digest)")
+    # versions that were replaced or removed and that a running request may still link
+    db.execute(f"CREATE TABLE retired_refs ({columns}, PRIMARY KEY (id, version)) WITHOUT ROWID")
+    db.execute("CREATE INDEX retired_refs_content ON retired_refs (digest)")
+
+
 class Catalog:
     """Connections to the database; the SQL about its rows stands in rows.py.
 

@@ -15,6 +15,11 @@ Tokenize = Callable[[str], tuple[int, ...]]
 State = Literal["compiling", "ready", "failed"]
 CACHED_TOKENS = 1 << 20
 
+SHARED = "@shared"
+"""Owner of the dynamic library's chunks. No user may be called so."""
+
+Scalar = str | int | float | bool
+
 
 class AsyncReader(Protocol):
     """Anything with an async ``read(size)`` that gives ``b""`` at the end, such as Starlette's UploadFile."""
@@ -39,6 +44,7 @@ class File:
         error: why it failed.
         sha256: of the original's bytes.
         path: of the original.
+        metadata: what the user wants to remember of it.
     """
 
     id: str
@@ -55,6 +61,7 @@ class File:
     error: str | None
     sha256: str = field(repr=False)
     path: Path = field(repr=False)
+    metadata: dict[str, Scalar] = field(default_factory=dict, hash=False)
 
     @property
     def status(self) -> str:
@@ -74,11 +81,62 @@ class Page(NamedTuple):
     has_more: bool
 
 
-class Removed(NamedTuple):
-    """A deleted or expired file. ``chunk`` is its content for ``Engine.forget``, or None when another file of the same
-    user still holds the same content."""
+@dataclass(frozen=True)
+class Reference:
+    """One version of a reference of the dynamic library, readable by every user.
 
-    file: File
+    Args:
+        id: ``ref_`` and 24 random characters, or as its administrator chose.
+        version: 1 for the first; every replacement adds 1.
+        title: what people, and prompts, call it.
+        metadata: scalars to filter by.
+        bytes: size of the original.
+        path: of the original.
+        key: identity of its decoded content.
+        created_at: of version 1. updated_at: of this version. Seconds since the epoch.
+        tokens: of the compiled chunk; None until it is known.
+        state: ``compiling | ready | failed``.
+        error: why it failed.
+        sha256: of the original's bytes.
+    """
+
+    id: str
+    version: int
+    kind: Kind
+    title: str
+    description: str
+    metadata: dict[str, Scalar] = field(hash=False)
+    filename: str
+    bytes: int
+    path: Path = field(repr=False)
+    key: ChunkKey
+    created_at: float
+    updated_at: float
+    tokens: int | None
+    state: State
+    error: str | None
+    sha256: str = field(repr=False)
+
+
+class ReferencePage(NamedTuple):
+    """A piece of a listing; ``has_more`` says whether more references follow its last."""
+
+    references: list[Reference]
+    has_more: bool
+
+
+class Change(NamedTuple):
+    """What happened to a reference; for ``replaced`` it is the new version, for ``removed`` the last one."""
+
+    what: Literal["added", "replaced", "removed"]
+    reference: Reference
+
+
+class Removed(NamedTuple):
+    """A deleted or expired file, or a reference version that is gone. ``chunk`` is its content for ``Engine.forget``,
+    or None when another file of the same user (another reference) still holds the same content."""
+
+    file: File | Reference
     chunk: Chunk | None
 
 

@@ -65,7 +65,11 @@ class FileRows:
     def insert(self, file: File) -> None:
         """Commit a new file. An expired file that still holds its handle loses it. Raises HandleTaken."""
         values = {name: value for name, value in vars(file).items() if name != "key"}
-        values |= {"digest": file.key.digest, "path": str(file.path.relative_to(self._root))}
+        values |= {
+            "digest": file.key.digest,
+            "path": str(file.path.relative_to(self._root)),
+            "metadata": json.dumps(file.metadata, sort_keys=True),
+        }
         with self._catalog.write() as db:
             self._catalog.add_user(db, file.owner, file.created_at)
             if file.handle is not None:
@@ -75,7 +79,7 @@ class FileRows:
                 db.execute(f"UPDATE files SET handle = NULL WHERE {where} AND expires_at <= ?", (*own, now))
                 if db.execute(f"SELECT 1 FROM files WHERE {where}", own).fetchone():
                     raise handle_taken(file.handle)
-            _insert(db, "INSERT", "files", values)
+            insert_row(db, "INSERT", "files", values)
 
     def set_state(self, user: str, file_id: str, state: State, tokens: int | None, error: str | None) -> None:
         sql = "UPDATE files SET state = ?, tokens = COALESCE(?, tokens), error = ? WHERE owner = ? AND id = ?"
@@ -107,6 +111,7 @@ class FileRows:
             del values["seq"]
             values["key"] = ChunkKey(values["kind"], values.pop("digest"))
             values["path"] = self._root / values["path"]
+            values["metadata"] = json.loads(values["metadata"])
             files.append(File(**values))
         return files
 
@@ -170,7 +175,7 @@ class ChunkRows:
         }
         with self._catalog.write() as db:
             self._catalog.add_user(db, key.owner, now)
-            _insert(db, "INSERT OR REPLACE", "chunks", values)
+            insert_row(db, "INSERT OR REPLACE", "chunks", values)
 
     def mark(self, keys: Iterable[str], state: str) -> None:
         """Ready chunks are so no longer, and this is why."""
@@ -241,6 +246,7 @@ class ChunkRows:
         db.executemany(sql, [(at, key) for key, at in touched.items()])
 
 
-def _insert(db: Connection, verb: str, table: str, values: dict[str, Any]) -> None:
+def insert_row(db: Connection, verb: str, table: str, values: dict[str, Any]) -> None:
+    """``verb INTO table``, one value a column."""
     columns, slots = ", ".join(values), ", ".join(f":{name}" for name in values)
     db.execute(f"{verb} INTO {table} ({columns}) VALUES ({slots})", values)

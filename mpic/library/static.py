@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
-import string
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -19,17 +17,26 @@ from mpic.durable import Files
 from mpic.errors import BadRequest, CorruptFile, FileNotFound, IntegrityError, InvalidText, UnknownHandle
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog import Catalog
-from mpic.library.decode import decode_image, decode_text, sniff
+from mpic.library.decode import decode_image, decode_text
+from mpic.library.intake import PIECE, check_metadata, clean_name, identify, new_id
 from mpic.library.limits import Limits
 from mpic.library.originals import Incoming, Originals
-from mpic.library.records import AsyncReader, File, Page, Removed, State, TokenCache, Tokenize
+from mpic.library.records import (
+    SHARED,
+    AsyncReader,
+    File,
+    Page,
+    Removed,
+    Scalar,
+    State,
+    TokenCache,
+    Tokenize,
+)
 from mpic.library.rows import FileRows, handle_taken
 from mpic.library.store.disk import DiskStore
 
 HANDLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-ID_ALPHABET = string.ascii_letters + string.digits
 LONGEST_LIFE = 10 * 366 * 86_400
-PIECE = 1 << 20
 
 
 class StaticLibrary:
@@ -69,12 +76,14 @@ class StaticLibrary:
         filename: str,
         handle: str | None = None,
         expires_after: int | None = None,
+        metadata: Mapping[str, Scalar] | None = None,
     ) -> File:
         """Store an upload; when this returns it survives a crash. Its state is ``compiling``.
 
         Args:
             handle: name for ``IMAGE#NAME`` and ``FILE#NAME``, unique per user ignoring case.
             expires_after: seconds until it expires; None: never.
+            metadata: what the user wants to remember of it, see ``check_metadata``.
 
         Raises:
             InvalidUpload, InvalidImage, InvalidText, TooLarge: what was sent is not accepted.
@@ -82,11 +91,11 @@ class StaticLibrary:
             BadRequest: malformed handle or expiry.
             StorageFull: the disk is full; nothing was stored.
         """
-        self._admit(user, handle, expires_after)
+        metadata = self._admit(user, handle, expires_after, metadata)
         with self._originals.incoming(self._limits.upload_bytes) as incoming:
             for piece in _pieces(source):
                 incoming.write(piece)
-            return self._accept(incoming, user, filename, handle, expires_after)
+            return self._accept(incoming, user, filename, handle, expires_after, metadata)
 
     async def upload(
         self,
@@ -95,17 +104,18 @@ class StaticLibrary:
         filename: str,
         handle: str | None = None,
         expires_after: int | None = None,
+        metadata: Mapping[str, Scalar] | None = None,
     ) -> File:
         """``add`` for an event loop, which it never blocks; ``source`` is read in pieces of 1 MiB.
 
         When the task is cancelled because the client went away, what had arrived is removed.
         """
-        await wrap(self._admit)(user, handle, expires_after)
+        metadata = await wrap(self._admit)(user, handle, expires_after, metadata)
         incoming = await wrap(self._originals.incoming)(self._limits.upload_bytes)
         try:
             while piece := await source.read(PIECE):
                 await wrap(incoming.write)(piece)
-            return await wrap(self._accept)(incoming, user, filename, handle, expires_after)
+            return await wrap(self._accept)(incoming, user, filename, handle, expires_after, metadata)
         finally:  # not awaited, so that cancellation cannot prevent it
             asyncio.get_running_loop().run_in_executor(None, incoming.discard)
 
@@ -223,11 +233,13 @@ class StaticLibrary:
         """Files of all users that wait for compilation, oldest first; after a restart they are to be compiled."""
         return self._rows.pending()
 
-    def reconcile(self) -> dict[str, int]:
-        """Make originals and rows agree, at start-up. Returns how many were ``lost`` and how many ``orphans``."""
-        lost, orphans = self._originals.reconcile(self._rows.paths())
-        self._rows.mark_lost(lost)
-        return {"lost": len(lost), "orphans": orphans}
+    def paths(self) -> set[str]:
+        """Where originals should lie, relative to the root."""
+        return self._rows.paths()
+
+    def mark_lost(self, paths: set[str]) -> None:
+        """At start-up: files whose originals are gone have failed."""
+        self._rows.mark_lost(paths)
 
     def check(self) -> None:
         """Every row has its original. Raises IntegrityError."""
@@ -238,34 +250,44 @@ class StaticLibrary:
 
     # Inside
 
-    def _admit(self, user: str, handle: str | None, expires_after: int | None) -> None:
-        """What can be refused before a byte is read."""
-        if not user:
-            raise ValueError("a file needs an owner")
+    def _admit(
+        self,
+        user: str,
+        handle: str | None,
+        expires_after: int | None,
+        metadata: Mapping[str, Scalar] | None,
+    ) -> dict[str, Scalar]:
+        """What can be refused before a byte is read; the metadata, checked."""
+        if not user or user == SHARED:
+            raise ValueError(f"a file needs an owner, not {user!r}")
         if expires_after is not None and not 0 < expires_after <= LONGEST_LIFE:
             raise BadRequest(
                 f"expires_after must be 1 to {LONGEST_LIFE} seconds, not {expires_after}",
                 param="expires_after",
             )
+        checked = check_metadata(metadata or {})
         if handle is None:
-            return
+            return checked
         if not HANDLE.fullmatch(handle):
             raise BadRequest(
                 f"a handle is 1 to 64 letters, digits, '_', '.' or '-', not {handle[:80]!r}", param="handle"
             )
         if self._rows.by_handle(user, handle) is not None:
             raise handle_taken(handle)
+        return checked
 
     def _accept(
-        self, incoming: Incoming, user: str, filename: str, handle: str | None, expires_after: int | None
+        self,
+        incoming: Incoming,
+        user: str,
+        filename: str,
+        handle: str | None,
+        expires_after: int | None,
+        metadata: dict[str, Scalar],
     ) -> File:
         """Check the content, make the original durable, then commit its row."""
-        data = incoming.content()
-        if sniff(data[:32]) == "image":
-            key = ChunkKey.of_image(decode_image(data, self._limits))
-        else:
-            key = ChunkKey.of_text(decode_text(data, self._limits))
-        file_id = "file-" + "".join(secrets.choice(ID_ALPHABET) for _ in range(24))
+        key = identify(incoming.content(), self._limits)
+        file_id = new_id("file-")
         path = self._originals.path(user, file_id)
         now = self._clock()
         file = File(
@@ -273,7 +295,7 @@ class StaticLibrary:
             owner=user,
             handle=handle,
             kind=key.kind,
-            filename=_clean(filename)[: self._limits.filename_chars] or "upload",
+            filename=clean_name(filename, self._limits),
             bytes=incoming.bytes,
             key=key,
             created_at=now,
@@ -283,6 +305,7 @@ class StaticLibrary:
             error=None,
             sha256=incoming.sha256,
             path=path,
+            metadata=metadata,
         )
         incoming.publish(path)
         try:
@@ -325,10 +348,6 @@ class StaticLibrary:
         except FileNotFoundError as error:
             self.get(file.owner, file.id)  # deleted meanwhile: FileNotFound
             raise CorruptFile(f"the original of {file.id} is lost") from error
-
-
-def _clean(filename: str) -> str:
-    return "".join(c for c in filename if c.isprintable())
 
 
 def _pieces(source: bytes | Path | BinaryIO | Iterable[bytes]) -> Iterator[bytes]:

@@ -33,7 +33,7 @@ def create_app(
 ) -> FastAPI:
     """The application over running parts. It closes engine and library when it shuts down."""
     config = config or Config()
-    library.files.tokenize = template.tokenize_document
+    library.files.tokenize = library.references.tokenize = template.tokenize_document
     app = FastAPI(
         title="MPIC",
         version=__version__,

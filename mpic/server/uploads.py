@@ -80,6 +80,6 @@ class Uploads:
             await asyncio.sleep(EXPIRY_SECONDS)
 
     def _collect(self) -> None:
-        for removed in self.library.files.collect_expired():
+        for removed in [*self.library.files.collect_expired(), *self.library.references.collect_retired()]:
             if removed.chunk is not None:
                 self.engine.forget(removed.chunk)

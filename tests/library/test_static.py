@@ -424,3 +424,15 @@ async def test_refusals_come_before_the_first_byte(library):
 
     with pytest.raises(HandleTaken):
         await library.files.upload("ann", Upload(b"text", never), "t", handle="h")
+
+
+def test_metadata_is_kept_and_checked(open_library):
+    library = open_library()
+    file = library.files.add("ann", b"text", "f", metadata={"page": 3, "draft": True, "by": "Bö"})
+    library.close()
+    library = open_library()
+    assert library.files.get("ann", file.id).metadata == {"page": 3, "draft": True, "by": "Bö"}
+    assert library.files.get("ann", library.files.add("ann", b"text", "f").id).metadata == {}
+    for bad in ({"a": None}, {"a": {}}, {1: "a"}, {"a": float("inf")}, {"a": 1 << 64}):
+        with pytest.raises(BadRequest, match="metadata"):
+            library.files.add("ann", b"text", "f", metadata=bad)

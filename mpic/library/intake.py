@@ -1,0 +1,68 @@
+"""What every upload passes through, whoever sends it: names, ids, metadata, and what its bytes turn out to be."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import string
+from collections.abc import Mapping
+
+from mpic.errors import BadRequest
+from mpic.kv.chunk import ChunkKey
+from mpic.library.decode import decode_image, decode_text, sniff
+from mpic.library.limits import Limits
+from mpic.library.records import Scalar
+
+ID_ALPHABET = string.ascii_letters + string.digits
+PIECE = 1 << 20
+"""Bytes read from a client at a time."""
+
+METADATA_KEYS, METADATA_KEY_CHARS, METADATA_VALUE_CHARS = 32, 64, 1024
+
+
+def new_id(prefix: str) -> str:
+    """``prefix`` and 24 random letters and digits."""
+    return prefix + "".join(secrets.choice(ID_ALPHABET) for _ in range(24))
+
+
+def identify(data: bytes, limits: Limits) -> ChunkKey:
+    """What an upload is, found by decoding it. Raises InvalidUpload, InvalidImage, InvalidText, TooLarge."""
+    if sniff(data[:32]) == "image":
+        return ChunkKey.of_image(decode_image(data, limits))
+    return ChunkKey.of_text(decode_text(data, limits))
+
+
+def clean_name(name: str, limits: Limits) -> str:
+    """A client's file name, fit to be shown."""
+    return "".join(c for c in name if c.isprintable())[: limits.filename_chars] or "upload"
+
+
+def check_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """A flat object of at most 32 scalars; text of at most 1,024 characters, names of at most 64.
+
+    Raises:
+        BadRequest: something else.
+    """
+    if not isinstance(metadata, Mapping) or len(metadata) > METADATA_KEYS:
+        raise BadRequest(f"metadata is an object of at most {METADATA_KEYS} values", param="metadata")
+    for name, value in metadata.items():
+        if not isinstance(name, str) or not 0 < len(name) <= METADATA_KEY_CHARS:
+            raise BadRequest(
+                f"a name in metadata has 1 to {METADATA_KEY_CHARS} characters, not {str(name)[:80]!r}",
+                param="metadata",
+            )
+        finite = not isinstance(value, float) or math.isfinite(value)
+        short = not isinstance(value, str) or len(value) <= METADATA_VALUE_CHARS
+        whole = not isinstance(value, int) or abs(value) < 1 << 63
+        if not isinstance(value, (str, int, float, bool)) or not (finite and short and whole):
+            raise BadRequest(
+                f"metadata[{name!r}] must be a text of at most {METADATA_VALUE_CHARS} characters, a finite number, "
+                "true or false",
+                param="metadata",
+            )
+    return dict(metadata)
+
+
+def dump_metadata(metadata: Mapping[str, Scalar]) -> str:
+    return json.dumps(dict(metadata), ensure_ascii=True, sort_keys=True)

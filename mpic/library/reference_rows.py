@@ -1,0 +1,141 @@
+"""Rows of the catalogue about references: all SQL of the dynamic library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from sqlite3 import Connection, Row
+
+from mpic.errors import ReferenceExists
+from mpic.kv.chunk import ChunkKey
+from mpic.library.catalog import Catalog
+from mpic.library.intake import dump_metadata
+from mpic.library.records import Reference, State
+from mpic.library.rows import insert_row
+
+COLUMNS = (
+    "id, version, kind, title, description, metadata, filename, path, bytes, sha256, digest, created_at, updated_at, "
+    "tokens, state, error"
+)
+
+
+class ReferenceRows:
+    """Current references (table ``refs``), and versions that are gone but may still be linked (``retired_refs``)."""
+
+    def __init__(self, catalog: Catalog, root: Path, clock: Callable[[], float]) -> None:
+        self._catalog = catalog
+        self._root = root
+        self._clock = clock
+
+    def get(self, reference_id: str) -> Reference | None:
+        return next(iter(self._read("SELECT * FROM refs WHERE id = ?", reference_id)), None)
+
+    def many(self, ids: list[str]) -> dict[str, Reference]:
+        sql = "SELECT refs.* FROM json_each(?) AS asked JOIN refs ON refs.id = asked.value"
+        return {reference.id: reference for reference in self._read(sql, json.dumps(ids))}
+
+    def exists(self, reference: Reference) -> bool:
+        """Whether this version is current, or retired and not collected yet."""
+        sql = "SELECT 1 FROM {} WHERE id = ? AND version = ?"
+        name = (reference.id, reference.version)
+        return any(self._catalog.one(sql.format(table), *name) for table in ("refs", "retired_refs"))
+
+    def listing(self, after: str | None, limit: int, order: str, kind: str | None) -> list[Reference]:
+        """At most ``limit`` references by age; ``order`` is ``asc`` or ``desc``, ``after`` an id that exists."""
+        beyond = ">" if order == "asc" else "<"
+        sql = f"""
+            SELECT * FROM refs
+            WHERE (:after IS NULL OR seq {beyond} (SELECT seq FROM refs WHERE id = :after))
+            AND (:kind IS NULL OR kind = :kind)
+            ORDER BY seq {order} LIMIT :limit"""
+        return self._parse(self._catalog.read(sql, after=after, limit=limit, kind=kind))
+
+    def pending(self) -> list[Reference]:
+        """References that wait for compilation, oldest first."""
+        return self._read("SELECT * FROM refs WHERE state = 'compiling' ORDER BY seq")
+
+    def retired(self) -> list[Reference]:
+        return self._read("SELECT * FROM retired_refs")
+
+    def totals(self) -> tuple[int, int]:
+        """Number of references and bytes of their originals."""
+        return tuple(self._catalog.read("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM refs")[0])
+
+    def paths(self) -> set[str]:
+        """Where originals should lie, relative to the root."""
+        rows = self._catalog.read("SELECT path FROM refs UNION ALL SELECT path FROM retired_refs")
+        return {row["path"] for row in rows}
+
+    def insert(self, reference: Reference) -> None:
+        """Commit a new reference. Raises ReferenceExists."""
+        with self._catalog.write() as db:
+            if db.execute("SELECT 1 FROM refs WHERE id = ?", (reference.id,)).fetchone():
+                raise ReferenceExists(f"there is a reference {reference.id!r}; replace it", param="id")
+            insert_row(db, "INSERT", "refs", self._values(reference))
+
+    def replace(self, new: Reference) -> bool:
+        """Commit a new version and retire the current one; False when that is not the version before it."""
+        with self._catalog.write() as db:
+            if not self._retire(db, new.id, new.version - 1):
+                return False
+            values = self._values(new)
+            changes = ", ".join(f"{column} = :{column}" for column in values)
+            db.execute(f"UPDATE refs SET {changes} WHERE id = :id", values)
+            return True
+
+    def remove(self, db: Connection, reference: Reference) -> bool:
+        """Within a transaction: retire a reference that has no successor; False when it is gone or changed."""
+        if not self._retire(db, reference.id, reference.version):
+            return False
+        db.execute("DELETE FROM refs WHERE id = ?", (reference.id,))
+        return True
+
+    def collect(self, db: Connection, reference: Reference) -> bool:
+        """Within a transaction: forget a retired version; False when that has happened."""
+        sql = "DELETE FROM retired_refs WHERE id = ? AND version = ?"
+        return db.execute(sql, (reference.id, reference.version)).rowcount > 0
+
+    def has_content(self, db: Connection, key: ChunkKey, retired: bool) -> bool:
+        """Within a transaction: does a reference hold this content (or, with ``retired``, a version on its way out)?"""
+        tables = ("refs", "retired_refs") if retired else ("refs",)
+        sql = "SELECT 1 FROM {} WHERE digest = ? AND kind = ?"
+        return any(db.execute(sql.format(table), (key.digest, key.kind)).fetchone() for table in tables)
+
+    def set_state(self, reference: Reference, state: State, tokens: int | None, error: str | None) -> None:
+        sql = (
+            "UPDATE refs SET state = ?, tokens = COALESCE(?, tokens), error = ? WHERE id = ? AND version = ?"
+        )
+        with self._catalog.write() as db:
+            db.execute(sql, (state, tokens, error, reference.id, reference.version))
+
+    def mark_lost(self, paths: Iterable[str]) -> None:
+        """References whose originals are gone cannot be compiled any more."""
+        sql = "UPDATE refs SET state = 'failed', error = 'the original is lost' WHERE path = ?"
+        with self._catalog.write() as db:
+            db.executemany(sql, [(path,) for path in paths])
+
+    def _retire(self, db: Connection, reference_id: str, version: int) -> bool:
+        sql = f"INSERT INTO retired_refs ({COLUMNS}) SELECT {COLUMNS} FROM refs WHERE id = ? AND version = ?"
+        return db.execute(sql, (reference_id, version)).rowcount > 0
+
+    def _values(self, reference: Reference) -> dict[str, object]:
+        values = {name: value for name, value in vars(reference).items() if name != "key"}
+        return values | {
+            "digest": reference.key.digest,
+            "path": str(reference.path.relative_to(self._root)),
+            "metadata": dump_metadata(reference.metadata),
+        }
+
+    def _read(self, sql: str, *values: object) -> list[Reference]:
+        return self._parse(self._catalog.read(sql, *values))
+
+    def _parse(self, rows: Iterable[Row]) -> list[Reference]:
+        references = []
+        for values in map(dict, rows):
+            values.pop("seq", None)
+            values["key"] = ChunkKey(values["kind"], values.pop("digest"))
+            values["path"] = self._root / values["path"]
+            values["metadata"] = json.loads(values["metadata"])
+            references.append(Reference(**values))
+        return references
