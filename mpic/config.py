@@ -51,7 +51,8 @@ class ServerConfig:
     """Where the server listens and what it admits.
 
     Args:
-        host: only loopback addresses while there are no API keys.
+        host: only loopback addresses while there are no API keys (mpic keys create).
+        hosts: names clients may call the server by when there are API keys, comma-separated; * allows any.
         port: 0 lets the system choose.
         max_body_bytes: largest JSON body (data URLs count).
         max_chunks: most images, files and handles in one request.
@@ -59,6 +60,7 @@ class ServerConfig:
     """
 
     host: str = "127.0.0.1"
+    hosts: str = ""
     port: int = 8000
     max_body_bytes: int = 64 * MiB
     max_chunks: int = 256
@@ -78,6 +80,7 @@ class EngineConfig:
         pool_bytes: memory for the KV of running requests and resident chunks; 0 chooses by what is free.
         step_tokens: most tokens computed in one forward; longer prefills are cut.
         max_running: most requests in one batch.
+        max_waiting: most requests that wait for their turn; more are refused with 429.
         trust_remote_code: run code that comes with the model; off unless you trust its author.
     """
 
@@ -89,6 +92,7 @@ class EngineConfig:
     pool_bytes: int = 0
     step_tokens: int = 2048
     max_running: int = 64
+    max_waiting: int = 256
     trust_remote_code: bool = False
 
 

@@ -20,6 +20,7 @@ MPICError                         500  internal_error
 │   ├── FileNotFound              404  file_not_found
 │   ├── UnknownHandle             404  unknown_handle
 │   ├── ReferenceNotFound         404  reference_not_found
+│   ├── KeyNotFound               404  key_not_found        (mpic.keys)
 │   └── ModelNotFound             404  model_not_found      (mpic.server.routers.models)
 ├── Conflict                      409  conflict
 │   ├── HandleTaken               409  handle_taken
@@ -27,6 +28,9 @@ MPICError                         500  internal_error
 │   └── ModelMismatch             409  model_mismatch
 ├── TooLarge                      413  too_large
 ├── RateLimited                   429  rate_limited
+│   ├── QueueFull                 429  queue_full
+│   ├── QuotaExceeded             429  quota_exceeded       (waiting does not help)
+│   └── TooManyAtOnce             429  too_many_concurrent  (mpic.server.auth)
 ├── CompileFailed                 500  compile_failed
 ├── StorageFull                   507  storage_full
 ├── Unavailable                   503  unavailable
@@ -157,7 +161,30 @@ class TooLarge(MPICError):
 
 
 class RateLimited(MPICError):
+    """Too much for now.
+
+    Args:
+        retry_after: seconds after which it is worth trying again; None when waiting does not help.
+    """
+
     status, code = 429, "rate_limited"
+
+    def __init__(
+        self, message: str, *, retry_after: float | None = 1.0, param: str | None = None, **details: Any
+    ) -> None:
+        super().__init__(message, param=param, **details)
+        self.retry_after = retry_after
+
+
+class QueueFull(RateLimited):
+    code = "queue_full"
+
+
+class QuotaExceeded(RateLimited):
+    code = "quota_exceeded"
+
+    def __init__(self, message: str, *, param: str | None = None, **details: Any) -> None:
+        super().__init__(message, retry_after=None, param=param, **details)
 
 
 class CompileFailed(MPICError):

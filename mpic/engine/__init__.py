@@ -28,6 +28,11 @@ def load_engine(config: EngineConfig, store: ChunkStore | None = None) -> tuple[
     model.choose_attention(config.attention)
     pages = pool_pages(model, config.pool_bytes)
     engine = NativeEngine(
-        model, store, pages=pages, budget=config.step_tokens, max_running=config.max_running
+        model,
+        store,
+        pages=pages,
+        budget=config.step_tokens,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
     )
     return engine, model.processor

@@ -13,8 +13,11 @@ from starlette.concurrency import run_in_threadpool
 
 from mpic import __version__
 from mpic.config import Config
+from mpic.keys import KeyStore
 from mpic.server import errors
-from mpic.server.guard import BodyLimit, LoopbackOnly
+from mpic.server.auth import Authenticate
+from mpic.server.guard import BodyLimit, HostGuard, is_loopback
+from mpic.server.quotas import Quotas
 from mpic.server.replies import ErrorBody
 from mpic.server.routers import chat, files, health, models
 from mpic.server.state import State
@@ -42,13 +45,16 @@ def create_app(
         redoc_url=None,
         responses={"4XX": {"model": ErrorBody, "description": "what the caller can mend"}},
     )
-    app.state.mpic = State(engine, library, template, config, int(time.time()))
+    keys = KeyStore(library.root)
+    app.state.mpic = State(engine, library, template, config, int(time.time()), keys, Quotas(library.catalog))
     for router in ROUTERS:
         app.include_router(router)
     app.add_api_route("/", _home, include_in_schema=False)
     errors.install(app)
     app.add_middleware(BodyLimit, uploads=config.library.upload_bytes, other=config.server.max_body_bytes)
-    app.add_middleware(LoopbackOnly)
+    reachable = not is_loopback(config.server.host)
+    app.add_middleware(Authenticate, keys=keys, always=reachable)
+    app.add_middleware(HostGuard, keys=keys, names=config.server.hosts)
     return app
 
 
@@ -65,3 +71,4 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await run_in_threadpool(state.engine.close)  # first, so that no compilation is cancelled under its hands
     await app.state.uploads.stop()
     await run_in_threadpool(state.library.close)
+    state.keys.close()

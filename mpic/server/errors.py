@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,9 @@ from mpic.errors import (
     BadRequest,
     MPICError,
     NotFound,
+    RateLimited,
     TooLarge,
+    Unauthorized,
     UnsupportedModality,
     UnsupportedParameter,
 )
@@ -49,7 +52,20 @@ def as_mpic_error(exc: BaseException) -> MPICError:
 
 
 def response(error: MPICError, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+    return JSONResponse(
+        error.body(), status_code=error.status, headers={**_headers(error), **(headers or {})}
+    )
+
+
+def _headers(error: MPICError) -> dict[str, str]:
+    """What the status asks for; ``x-should-retry`` is what OpenAI's clients go by."""
+    if isinstance(error, Unauthorized):
+        return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, RateLimited):
+        if error.retry_after is None:
+            return {"x-should-retry": "false"}
+        return {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    return {}
 
 
 async def _mpic_error(request: Request, exc: Exception) -> JSONResponse:

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpic.errors import Forbidden, MPICError, TooLarge
+from mpic.keys import KeyStore
 from mpic.server import errors
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -25,16 +26,21 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class LoopbackOnly:
+class HostGuard:
     """Without API keys only pages and programs of this machine may call.
 
     A page on the web can make a browser send requests to 127.0.0.1 (cross-site forms), or let its own name resolve to
-    127.0.0.1 (DNS rebinding). The first shows in ``Origin``, the second in ``Host``.
+    127.0.0.1 (DNS rebinding). The first shows in ``Origin``, the second in ``Host``. With keys the server may also be
+    called by an address (which no name can be rebound to be) and by ``names``, and by pages it serves itself.
+
+    Args:
+        names: comma-separated; ``*`` for any.
     """
 
-    def __init__(self, app: ASGIApp, names: frozenset[str] = LOCAL_NAMES) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyStore | None = None, names: str = "") -> None:
         self.app = app
-        self.names = names
+        self.keys = keys
+        self.names = frozenset(name.strip().lower() for name in names.split(",") if name.strip())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,17 +51,33 @@ class LoopbackOnly:
         await self.app(scope, receive, send)
 
     def refuse(self, headers: Headers) -> MPICError | None:
+        with_keys = self.keys is not None and self.keys.exist()
         host = headers.get("host", "")
-        if _name(host) not in self.names:
-            return Forbidden(
-                f"host {host!r} is not this machine: without API keys the server answers only for "
-                f"{', '.join(sorted(self.names))}",
-                param="Host",
+        if not self._may(_name(host), with_keys):
+            why = (
+                "it is not in --hosts"
+                if with_keys
+                else "without API keys the server answers only for this machine"
             )
+            known = ", ".join(sorted(LOCAL_NAMES | (self.names if with_keys else frozenset())))
+            return Forbidden(f"host {host!r} is refused: {why} ({known})", param="Host")
         origin = headers.get("origin")
-        if origin is not None and _name(re.sub("^https?://", "", origin)) not in self.names:
+        if origin is not None and not self._may(_name(re.sub("^https?://", "", origin)), with_keys):
             return Forbidden(f"requests from pages of {origin!r} are refused", param="Origin")
         return None
+
+    def _may(self, name: str | None, with_keys: bool) -> bool:
+        if name is None or name in LOCAL_NAMES:
+            return name is not None
+        return with_keys and (name in self.names or "*" in self.names or _is_address(name))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _name(host: str) -> str | None:

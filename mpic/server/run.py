@@ -6,13 +6,14 @@ import dataclasses
 import json
 import logging
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from mpic.config import Config, ConfigError
+from mpic.keys import KeyStore
 from mpic.server.guard import is_loopback
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ def serve(config: Config, as_json: bool = False) -> None:
         ModelRefused: the model cannot be run right.
     """
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    with bind(config.server.host, config.server.port) as sock:
+    with closing(KeyStore(Path(config.library.data_dir))) as keys:
+        has_keys = keys.exist()
+    with bind(config.server.host, config.server.port, has_keys) as sock:
         app = build(config)
         settings = uvicorn.Config(
             app,
@@ -47,12 +50,12 @@ def serve(config: Config, as_json: bool = False) -> None:
             _Server(settings, url_of(sock), as_json).run(sockets=[sock])
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, has_keys: bool = False) -> socket.socket:
     """A bound socket. Without API keys only loopback addresses are accepted."""
-    if not is_loopback(host):
+    if not has_keys and not is_loopback(host):
         raise ConfigError(
             f"refusing to listen on {host!r}: there are no API keys, so anyone who reaches the port could read every "
-            "upload. Listen on 127.0.0.1 and put an authenticating proxy in front.",
+            "upload. Make one with `mpic keys create NAME --role admin`, or listen on 127.0.0.1.",
             param="host",
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -110,9 +113,18 @@ class _Server(uvicorn.Server):
         state: State = self.config.app.state.mpic  # type: ignore[union-attr]
         info, config = state.engine.info, state.config
         return (
-            f"MPIC listens on {self.url} (for this machine only: there are no API keys)\n"
+            f"MPIC listens on {self.url} ({_who(state)})\n"
             f"  model    {info.name}, {info.dtype} on {info.device}, attention {info.attention}\n"
             f"  policy   {config.engine.policy}\n"
             f"  library  {config.library.data_dir}\n"
             f"  docs     {self.url}/docs"
         )
+
+
+def _who(state: State) -> str:
+    """Who may call, in words."""
+    if not state.keys.exist():
+        return "for this machine only: there are no API keys"
+    if is_loopback(state.config.server.host):
+        return "for this machine only, with an API key"
+    return f"with an API key, by address{' or as ' + state.config.server.hosts if state.config.server.hosts else ''}"

@@ -1,4 +1,4 @@
-"""What the routes share, and who is asking."""
+"""What the routes share."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fastapi import Depends, Request
 if TYPE_CHECKING:
     from mpic.config import Config
     from mpic.engine.base import Engine
+    from mpic.keys import KeyStore
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
-
-LOCAL_USER = "local"
+    from mpic.server.quotas import Quotas
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,12 @@ class State:
     template: ChatTemplate
     config: Config
     started: int
+    keys: KeyStore
+    quotas: Quotas
 
 
 def get_state(request: Request) -> State:
     return request.app.state.mpic
 
 
-def get_user(request: Request) -> str:
-    """Whose caches a request may see. Without API keys there is one user, and the server binds to loopback only."""
-    return LOCAL_USER
-
-
 StateDep = Annotated[State, Depends(get_state)]
-UserDep = Annotated[str, Depends(get_user)]

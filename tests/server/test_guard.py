@@ -10,7 +10,7 @@ from starlette.routing import Route
 from mpic.config import ConfigError
 from mpic.errors import MPICError
 from mpic.server.errors import response
-from mpic.server.guard import MULTIPART_SLACK, BodyLimit, LoopbackOnly, is_loopback
+from mpic.server.guard import MULTIPART_SLACK, BodyLimit, HostGuard, is_loopback
 from mpic.server.run import bind, url_of
 
 
@@ -26,7 +26,7 @@ def client(url="http://127.0.0.1:8000"):
     routes = [Route("/v1/files", echo, methods=["POST"]), Route("/", echo, methods=["GET", "POST"])]
     app = Starlette(routes=routes, exception_handlers={MPICError: show})
     app.add_middleware(BodyLimit, uploads=1000, other=100)
-    app.add_middleware(LoopbackOnly)
+    app.add_middleware(HostGuard)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url)
 
 

@@ -25,7 +25,7 @@ from mpic.engine.native.prepare import Preparer
 from mpic.engine.native.runner import Runner, Slice
 from mpic.engine.native.scheduler import CompileRequest, Scheduler
 from mpic.engine.native.stream import Stream
-from mpic.errors import CompileFailed, EngineStopped, MPICError
+from mpic.errors import CompileFailed, EngineStopped, MPICError, QueueFull
 from mpic.kv.chunk import Chunk
 from mpic.kv.device import DeviceCache
 from mpic.kv.pool import Pool
@@ -43,6 +43,7 @@ class NativeEngine(Engine):
         pages, page_size: of the pool.
         budget: most tokens a step computes (chunked prefill).
         max_running: most requests in one batch.
+        max_waiting: most requests that wait for their turn; None: any number.
         check_when_idle: verify all invariants whenever nothing runs.
     """
 
@@ -55,6 +56,7 @@ class NativeEngine(Engine):
         page_size: int = 16,
         budget: int = 2048,
         max_running: int = 64,
+        max_waiting: int | None = None,
         loaders: int = 2,
         check_when_idle: bool = True,
     ) -> None:
@@ -70,6 +72,8 @@ class NativeEngine(Engine):
         self.runner = Runner(model, self.pool)
         self.preparer = Preparer(model, store, self.device, self.deletions)
         self._check_when_idle = check_when_idle
+        self._max_waiting = max_waiting
+        self._arriving = 0  # submitted, not yet seen by the engine's thread; changed under _wake
         self._counters: Counter[str] = Counter()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -83,6 +87,8 @@ class NativeEngine(Engine):
     # ---- called from any thread
 
     def submit(self, request: GenerationRequest) -> Stream:
+        """See ``Engine.submit``; raises QueueFull when ``max_waiting`` requests wait already."""
+        self._take_place()
         arrived = self.deletions.begin()
         try:
             stream = Stream(request.id)
@@ -91,8 +97,29 @@ class NativeEngine(Engine):
             self._post(lambda: self._arrive(sequence))
         except BaseException:
             self.deletions.end()
+            self._leave_place()
             raise
         return stream
+
+    def _take_place(self) -> None:
+        """Before anything is prepared, so that a flood costs nothing."""
+        with self._wake:
+            waiting = self._arriving + len(self._sequences) - len(self.scheduler.running)
+            if self._max_waiting is not None and waiting >= self._max_waiting + self._room():
+                raise QueueFull(
+                    f"{waiting} requests are waiting for their turn, and no more may", waiting=waiting
+                )
+            self._arriving += 1
+
+    def _room(self) -> int:
+        """Requests that could run at once if there were pages: while nothing waits, the line is not what fills."""
+        return (
+            0 if self.scheduler.waiting else max(0, self.scheduler.max_running - len(self.scheduler.running))
+        )
+
+    def _leave_place(self) -> None:
+        with self._wake:
+            self._arriving -= 1
 
     def compile(self, chunk: Chunk, sink: int = 0) -> Future[int]:
         """See ``Engine.compile``; raises EngineStopped itself when the engine has been closed."""
@@ -225,6 +252,7 @@ class NativeEngine(Engine):
 
     def _arrive(self, sequence: Sequence) -> None:
         self._sequences.add(sequence)
+        self._leave_place()
         if self._stopping:
             self._end(sequence, EngineStopped("the engine was stopped"))
         else:

@@ -16,12 +16,13 @@ from mpic.link import parse_policy
 from mpic.prompt import build_prompt
 from mpic.server import errors
 from mpic.server.answers import Answer
+from mpic.server.auth import CurrentUser
 from mpic.server.replies import ChatCompletion
 from mpic.server.resolver import LibraryResolver
 from mpic.server.routers.models import check_model
 from mpic.server.schemas import ChatRequest
 from mpic.server.sse import DONE, ClientGone, EventStream, frame, while_connected
-from mpic.server.state import State, StateDep, UserDep
+from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"])
 
@@ -39,10 +40,10 @@ CLIENT_CLOSED = 499  # nobody reads it; it shows in the access log
         }
     },
 )
-async def create(body: ChatRequest, request: Request, state: StateDep, user: UserDep) -> Response:
+async def create(body: ChatRequest, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """Answer a conversation that may contain images and documents, uploaded or inline."""
     check_model(state, body.model)
-    job = await run_in_threadpool(prepare, body, state, user)
+    job = await run_in_threadpool(prepare, body, state, user.id)
     stream = await run_in_threadpool(state.engine.submit, job)
     trace = job.prompt if body.mpic.trace else None
     answer = Answer(job.id, state.engine.info.name, int(time.time()), state.template.tokenizer, trace)

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Depends, File, Form, Query, Request, Response, Up
 from mpic.errors import BadRequest, UnsupportedParameter
 from mpic.library import File as LibraryFile
 from mpic.library import Library
+from mpic.server.auth import CurrentUser
 from mpic.server.replies import FileDeleted, FileList, FileObject
-from mpic.server.state import StateDep, UserDep
+from mpic.server.state import StateDep
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 
@@ -30,7 +31,7 @@ async def _known_fields(request: Request) -> None:
 async def upload(
     request: Request,
     state: StateDep,
-    user: UserDep,
+    user: CurrentUser,
     file: Annotated[UploadFile, File(description="PNG, JPEG, WebP, BMP, or text in UTF-8")],
     purpose: Annotated[str, Form(description="one of " + ", ".join(PURPOSES))] = "user_data",
     handle: Annotated[
@@ -50,7 +51,8 @@ async def upload(
         )
     if (anchor is None) != (seconds is None):
         raise BadRequest("expires_after needs both anchor and seconds", param="expires_after")
-    stored = await state.library.files.upload(user, file, file.filename or "", handle or None, seconds)
+    async with state.quotas.admit(user, file.size or 0):
+        stored = await state.library.files.upload(user.id, file, file.filename or "", handle or None, seconds)
     request.app.state.uploads.compile(stored)
     return _show(stored, ())
 
@@ -58,7 +60,7 @@ async def upload(
 @router.get("")
 def list_files(
     state: StateDep,
-    user: UserDep,
+    user: CurrentUser,
     after: Annotated[str | None, Query(description="id of the last file of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
@@ -66,8 +68,8 @@ def list_files(
 ) -> FileList:
     """Your files by age."""
     kind = {None: None, "vision": "image", "user_data": "text"}.get(purpose, "none")
-    page = state.library.files.page(user, after=after, limit=limit, order=order, kind=kind)
-    tiers = _tiers(state.library, state.engine.info.digest, user)
+    page = state.library.files.page(user.id, after=after, limit=limit, order=order, kind=kind)
+    tiers = _tiers(state.library, state.engine.info.digest, user.id)
     data = [_show(file, tiers.get(file.id, ())) for file in page.files]
     return FileList(
         data=data,
@@ -78,28 +80,28 @@ def list_files(
 
 
 @router.get("/{file_id}")
-def get_file(file_id: str, state: StateDep, user: UserDep) -> FileObject:
+def get_file(file_id: str, state: StateDep, user: CurrentUser) -> FileObject:
     """One file."""
-    file = state.library.files.get(user, file_id)
-    return _show(file, _tiers(state.library, state.engine.info.digest, user, file_id).get(file_id, ()))
+    file = state.library.files.get(user.id, file_id)
+    return _show(file, _tiers(state.library, state.engine.info.digest, user.id, file_id).get(file_id, ()))
 
 
 @router.get("/{file_id}/content", response_class=Response)
-def get_content(file_id: str, state: StateDep, user: UserDep) -> Response:
+def get_content(file_id: str, state: StateDep, user: CurrentUser) -> Response:
     """The original, byte by byte; always a download, whatever it is."""
-    file = state.library.files.get(user, file_id)
+    file = state.library.files.get(user.id, file_id)
     headers = {
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
         "X-Content-Type-Options": "nosniff",
     }
-    content = state.library.files.content(user, file_id)
+    content = state.library.files.content(user.id, file_id)
     return Response(content, media_type="application/octet-stream", headers=headers)
 
 
 @router.delete("/{file_id}")
-def delete_file(file_id: str, state: StateDep, user: UserDep) -> FileDeleted:
+def delete_file(file_id: str, state: StateDep, user: CurrentUser) -> FileDeleted:
     """Delete a file and everything compiled from it. New prompts no longer find it; answers that run end well."""
-    removed = state.library.files.delete(user, file_id)
+    removed = state.library.files.delete(user.id, file_id)
     if removed.chunk is not None:
         state.engine.forget(removed.chunk)
     return FileDeleted(id=file_id)

@@ -1,0 +1,196 @@
+"""API keys: who may call, as whom, and how much.
+
+They live in a small SQLite file of their own beside the catalogue, because the library's folder belongs to one process
+while keys are made and revoked (``mpic keys``) under a running server, which sees the change with its next request.
+
+A key reads ``mpic_<8 characters>_<43 characters>``. The first part is public: it names the key in lists and finds its
+row. The second is 256 random bits, so a plain SHA-256 of the whole is enough to keep (there is nothing to guess, and
+nothing a slow hash would protect); it is compared in constant time. The key itself is shown once and never stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from mpic.errors import BadRequest, IntegrityError, NotFound
+
+FILE = "keys.sqlite"
+VERSION = 1
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+KEY = re.compile(r"mpic_([0-9a-f]{8})_[A-Za-z0-9_-]{43}")
+Role = Literal["user", "admin"]
+ROLES: tuple[Role, ...] = ("user", "admin")
+
+
+class KeyNotFound(NotFound):
+    """No key has this prefix."""
+
+    code = "key_not_found"
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """What one key may do. None: no limit.
+
+    Args:
+        requests_per_minute: requests of any kind, refilled evenly; a whole minute's worth may come at once.
+        concurrent: requests under way at the same time, running streams included.
+        bytes: originals of the user's uploads and caches, together.
+        files: uploads and caches of the user, together.
+    """
+
+    requests_per_minute: int | None = None
+    concurrent: int | None = None
+    bytes: int | None = None
+    files: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value < 1:
+                raise BadRequest(f"{field.name} must be at least 1, not {value}", param=field.name)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key as lists show it: everything but the secret. Times are seconds since the epoch."""
+
+    prefix: str
+    user: str
+    role: Role
+    limits: KeyLimits
+    created_at: float
+    revoked_at: float | None
+
+
+class KeyStore:
+    """The keys below one folder. Thread-safe; several processes may have it open.
+
+    Args:
+        folder: the library's.
+        clock: seconds since the epoch.
+
+    Raises:
+        IntegrityError: the file was written by a newer version of this program.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = folder / FILE
+        self._clock = clock
+        self._lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=30)
+        self._db.row_factory = sqlite3.Row
+        self.path.chmod(0o600)
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._migrate()
+
+    def create(self, user: str, role: Role = "user", limits: KeyLimits | None = None) -> tuple[str, Key]:
+        """A new key for a user; the key itself is in no way to be had again.
+
+        Raises:
+            BadRequest: a user name or role that cannot be.
+        """
+        limits = limits or KeyLimits()
+        if not NAME.fullmatch(user):
+            raise BadRequest(
+                f"a user is 1 to 64 of A-Z a-z 0-9 _ . -, beginning with a letter or digit, not {user[:80]!r}",
+                param="user",
+            )
+        if role not in ROLES:
+            raise BadRequest(f"a role is {' or '.join(ROLES)}, not {role!r}", param="role")
+        prefix = secrets.token_hex(4)
+        secret = f"mpic_{prefix}_{secrets.token_urlsafe(32)}"
+        row = (prefix, _hash(secret), user, role, self._clock(), None)
+        row += (limits.requests_per_minute, limits.concurrent, limits.bytes, limits.files)
+        with self._lock:
+            self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        return secret, self.get(prefix)
+
+    def find(self, secret: str) -> Key | None:
+        """The living key of this text, or None."""
+        match = KEY.fullmatch(secret)
+        row = self._one("SELECT * FROM keys WHERE prefix = ?", match[1]) if match else None
+        known = row["hash"] if row else b"\0" * 32
+        if not hmac.compare_digest(_hash(secret), known) or row is None or row["revoked_at"] is not None:
+            return None
+        return _key(row)
+
+    def get(self, prefix: str) -> Key:
+        """The key of this prefix, revoked or not. Raises KeyNotFound."""
+        row = self._one("SELECT * FROM keys WHERE prefix = ?", prefix)
+        if row is None:
+            raise KeyNotFound(f"no key {prefix!r}; mpic keys list shows them", prefix=prefix)
+        return _key(row)
+
+    def listing(self) -> list[Key]:
+        """All keys, oldest first, revoked ones too."""
+        with self._lock:
+            return [_key(row) for row in self._db.execute("SELECT * FROM keys ORDER BY created_at, prefix")]
+
+    def revoke(self, prefix: str) -> Key:
+        """End a key, at once and for good. Raises KeyNotFound."""
+        prefix = match[1] if (match := KEY.fullmatch(prefix)) else prefix.removeprefix("mpic_")
+        self.get(prefix)
+        with self._lock:
+            self._db.execute(
+                "UPDATE keys SET revoked_at = COALESCE(revoked_at, ?) WHERE prefix = ?",
+                (self._clock(), prefix),
+            )
+        return self.get(prefix)
+
+    def exist(self) -> bool:
+        """Whether a key was ever made here. Revoked ones count: revoking the last key locks out, it does not open."""
+        return self._one("SELECT 1 FROM keys LIMIT 1") is not None
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def _one(self, sql: str, *values: Any) -> sqlite3.Row | None:
+        with self._lock, closing(self._db.execute(sql, values)) as cursor:
+            return cursor.fetchone()
+
+    def _migrate(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        [version] = self._db.execute("PRAGMA user_version").fetchone()
+        if version > VERSION:
+            self._db.execute("ROLLBACK")
+            raise IntegrityError(f"{self.path} has version {version}, this program knows {VERSION}")
+        if version == 0:
+            self._db.execute("""
+                CREATE TABLE keys (
+                    prefix TEXT PRIMARY KEY,
+                    hash BLOB NOT NULL,          -- SHA-256 of the whole key
+                    user TEXT NOT NULL,
+                    role TEXT NOT NULL CHECK (role IN ('user', 'admin')),
+                    created_at REAL NOT NULL,
+                    revoked_at REAL,
+                    requests_per_minute INTEGER,
+                    concurrent INTEGER,
+                    bytes INTEGER,
+                    files INTEGER
+                )""")
+            self._db.execute(f"PRAGMA user_version = {VERSION}")
+        self._db.execute("COMMIT")
+
+
+def _hash(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _key(row: sqlite3.Row) -> Key:
+    limits = KeyLimits(**{field.name: row[field.name] for field in fields(KeyLimits)})
+    return Key(row["prefix"], row["user"], row["role"], limits, row["created_at"], row["revoked_at"])

@@ -1,0 +1,157 @@
+"""Who is asking: from ``Authorization: Bearer KEY`` to a ``User``, and the limits of the key.
+
+Without keys there is one user, ``local``, an admin, and the server answers this machine only. As soon as a key has been
+made (``mpic keys create``) every route needs one, except those in ``OPEN``; it stays so when the last one is revoked.
+
+The check is plain ASGI, in front of everything that reads a body: a request without a key costs nothing, and one that
+streams its answer counts as under way until the last byte is sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPBearer
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mpic.errors import Forbidden, MPICError, RateLimited, Unauthorized
+from mpic.keys import Key, KeyLimits, KeyStore, Role
+from mpic.server import errors
+
+LOCAL_USER = "local"
+OPEN = frozenset({"/", "/docs", "/openapi.json", "/health/live", "/health/ready"})
+UI = "/ui"
+"""The web interface has a login of its own and calls this API with the key it was given."""
+
+
+class TooManyAtOnce(RateLimited):
+    """The key has as many requests under way as it may."""
+
+    code = "too_many_concurrent"
+
+
+@dataclass(frozen=True)
+class User:
+    """Who asks. ``id`` comes from the key, never from the request, and isolates everything a user has."""
+
+    id: str
+    role: Role
+    limits: KeyLimits = field(default_factory=KeyLimits)
+
+
+LOCAL = User(LOCAL_USER, "admin")
+
+
+class Pace:
+    """Requests of one key over time: a bucket of one minute's worth, refilled evenly."""
+
+    def __init__(self, now: float) -> None:
+        self._at = now
+        self._spent = 0.0
+
+    def wait(self, per_minute: int, now: float) -> float:
+        """Take one request out. Seconds until there is one, if there is none (then nothing is taken)."""
+        self._spent = max(0.0, self._spent - (now - self._at) * per_minute / 60)
+        self._at = now
+        if self._spent + 1 > per_minute + 1e-9:
+            return (self._spent + 1 - per_minute) * 60 / per_minute
+        self._spent += 1
+        return 0.0
+
+
+class Authenticate:
+    """ASGI middleware: puts the ``User`` into ``scope["state"]["user"]`` or refuses.
+
+    Args:
+        always: keys are needed even while none exist (the server is reachable from outside).
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyStore,
+        always: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.app = app
+        self.keys = keys
+        self.always = always
+        self._clock = clock
+        self._paces: dict[str, Pace] = {}
+        self._under_way: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        try:
+            key = self._key(scope)
+            if key is not None:
+                self._admit(key)
+        except MPICError as error:
+            return await errors.response(error)(scope, receive, send)
+        if key is None:
+            return await self.app(scope, receive, send)
+        scope.setdefault("state", {})["user"] = User(key.user, key.role, key.limits)
+        self._under_way[key.prefix] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._under_way[key.prefix] -= 1
+            self._under_way += Counter()  # drops zeros
+
+    def _key(self, scope: Scope) -> Key | None:
+        """The key of a request; None when it needs none."""
+        if not self.always and not self.keys.exist():
+            scope.setdefault("state", {})["user"] = LOCAL
+            return None
+        path = scope["path"]
+        if path in OPEN or path == UI or path.startswith(UI + "/"):
+            return None
+        scheme, _, secret = Headers(scope=scope).get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secret.strip():
+            raise Unauthorized("an API key is needed: send the header Authorization: Bearer KEY")
+        key = self.keys.find(secret.strip())
+        if key is None:
+            raise Unauthorized("the API key is not known here, or was revoked")
+        return key
+
+    def _admit(self, key: Key) -> None:
+        limits = key.limits
+        if limits.concurrent is not None and self._under_way[key.prefix] >= limits.concurrent:
+            raise TooManyAtOnce(
+                f"{limits.concurrent} requests of this key are under way, and no more may be",
+                limit=limits.concurrent,
+            )
+        if limits.requests_per_minute is not None:
+            now = self._clock()
+            wait = self._paces.setdefault(key.prefix, Pace(now)).wait(limits.requests_per_minute, now)
+            if wait:
+                raise RateLimited(
+                    f"this key may send {limits.requests_per_minute} requests a minute",
+                    retry_after=wait,
+                    limit=limits.requests_per_minute,
+                )
+
+
+_scheme = HTTPBearer(auto_error=False, description="only when the server has keys; see `mpic keys --help`")
+
+
+def _current(request: Request, shown: Annotated[object, Security(_scheme)]) -> User:
+    """The user of the request; the middleware has done the work, ``shown`` only puts it into /docs."""
+    return request.state.user
+
+
+def _admin(user: Annotated[User, Depends(_current)]) -> User:
+    if user.role != "admin":
+        raise Forbidden("this needs a key with the role admin")
+    return user
+
+
+CurrentUser = Annotated[User, Depends(_current)]
+AdminUser = Annotated[User, Depends(_admin)]

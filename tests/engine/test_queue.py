@@ -1,0 +1,31 @@
+"""The waiting line has an end."""
+
+import pytest
+from engine_kit import ids, prompt_of, request_of
+
+from mpic.errors import QueueFull
+
+
+def test_a_request_beyond_the_line_is_refused_and_the_others_are_answered(make_engine):
+    engine = make_engine(max_running=2, max_waiting=3)
+    prompts = [prompt_of(ids(seed, 5)) for seed in range(5)]
+    running = [engine.submit(request_of(prompt, "full", 200)) for prompt in prompts[:2]]
+    for stream in running:
+        next(iter(stream))
+    waiting = [engine.submit(request_of(prompt, "full", 4)) for prompt in prompts[2:]]
+    with pytest.raises(QueueFull) as caught:
+        engine.submit(request_of(prompts[0], "full", 4))
+    assert caught.value.status == 429 and caught.value.retry_after
+    running[0].abort()
+    assert all(len(stream.result().token_ids) == 4 for stream in waiting)
+    running[1].abort()
+    assert engine.submit(request_of(prompts[0], "full", 4)).result().finish_reason == "length"
+    assert engine._arriving == 0
+
+
+def test_refused_requests_take_no_place(make_engine):
+    engine = make_engine(max_running=1, max_waiting=1)
+    for _ in range(5):
+        with pytest.raises(Exception, match="text of its own"):
+            engine.submit(request_of(prompt_of(), "full", 4))
+    assert engine.submit(request_of(prompt_of(ids(1, 5)), "full", 4)).result().finish_reason == "length"

@@ -1,0 +1,83 @@
+"""API keys: what is kept of them, and who may call with one."""
+
+import sqlite3
+import stat
+
+import pytest
+
+from mpic.errors import BadRequest
+from mpic.keys import KeyLimits, KeyNotFound, KeyStore
+
+
+@pytest.fixture
+def keys(tmp_path):
+    store = KeyStore(tmp_path)
+    yield store
+    store.close()
+
+
+def test_a_key_is_found_by_its_text_alone(keys):
+    secret, key = keys.create("alice", "admin", KeyLimits(files=3))
+    assert secret.startswith(f"mpic_{key.prefix}_") and len(secret.rsplit("_", 1)[0]) >= 13
+    assert keys.find(secret) == key == keys.get(key.prefix)
+    assert (key.user, key.role, key.limits) == ("alice", "admin", KeyLimits(files=3))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda s: s[:-1], lambda s: s[:-1] + "!", lambda s: s + "A", lambda s: "", str.upper]
+)
+def test_nothing_but_the_whole_key_is_accepted(keys, change):
+    secret, _ = keys.create("alice")
+    assert keys.find(change(secret)) is None
+    other = "".join(reversed(secret[14:]))
+    assert keys.find(secret[:14] + other) is None
+
+
+def test_the_key_itself_is_nowhere_on_disk(keys, tmp_path):
+    secret, _ = keys.create("alice")
+    for path in tmp_path.iterdir():
+        assert secret[14:].encode() not in path.read_bytes()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_revoking_ends_a_key_at_once_in_another_process_too(keys, tmp_path):
+    secret, key = keys.create("alice")
+    other = KeyStore(tmp_path)
+    assert other.find(secret)
+    keys.revoke("mpic_" + key.prefix)
+    assert other.find(secret) is None
+    assert other.exist() and [k.revoked_at is None for k in other.listing()] == [False]
+    other.close()
+
+
+def test_two_keys_of_one_user_are_the_same_user(keys):
+    one, two = keys.create("alice")[0], keys.create("alice")[0]
+    assert one != two and keys.find(one).user == keys.find(two).user
+    keys.revoke(one)
+    assert keys.find(one) is None and keys.find(two)
+
+
+@pytest.mark.parametrize("user", ["", "@shared", "a b", "../x", "x" * 65, ".hidden"])
+def test_names_that_cannot_be(keys, user):
+    with pytest.raises(BadRequest) as caught:
+        keys.create(user)
+    assert caught.value.param == "user"
+
+
+def test_what_else_cannot_be(keys):
+    with pytest.raises(BadRequest, match="role"):
+        keys.create("alice", "root")
+    with pytest.raises(BadRequest, match="concurrent"):
+        KeyLimits(concurrent=0)
+    with pytest.raises(KeyNotFound):
+        keys.revoke("00000000")
+    assert not keys.exist()
+
+
+def test_a_newer_file_is_refused(tmp_path):
+    KeyStore(tmp_path).close()
+    with sqlite3.connect(tmp_path / "keys.sqlite") as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(Exception, match="version 99"):
+        KeyStore(tmp_path)
