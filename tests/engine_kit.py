@@ -13,7 +13,7 @@ from oracle import Oracle
 from mpic.engine.base import GenerationRequest, Sampling
 from mpic.errors import CorruptFile, StorageFull
 from mpic.kv.chunk import Chunk, ChunkKey, ChunkKV, KVKey
-from mpic.link import ChunkSlot, Ranges, parse_policy
+from mpic.link import ChunkSlot, DynamicPolicy, Ranges, parse_policy
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 
 _ids = itertools.count()
@@ -87,7 +87,14 @@ def expected_of(name: str, prompt, policy_text: str) -> tuple[list[int], torch.T
         else:
             made.append(fam.loaded.image_inputs(chunk.load_image()))
     bos = fam.loaded.bos_id
-    answer, logits = oracle.generate(prompt, made, policy, select(prompt, made, policy), TOKENS, bos)
+    if isinstance(policy, DynamicPolicy):
+        selection = policy.choose(oracle.deviations(prompt, made, policy.layer))
+    else:
+        selection = select(prompt, made, policy)
+    if not policy.context:
+        prompt = Prompt(tuple(s for s in prompt.segments if not hasattr(s, "chunk")))
+        made, selection = [], []
+    answer, logits = oracle.generate(prompt, made, policy, selection, TOKENS, bos)
     return answer, torch.log_softmax(logits, -1)
 
 

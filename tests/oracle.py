@@ -195,6 +195,23 @@ class Oracle:
         return answer, torch.stack(logits)
 
     @torch.no_grad()
+    def deviations(self, prompt: Prompt, inputs: Sequence[ChunkInputs], layer: int) -> list[torch.Tensor]:
+        """Of each chunk and token the squared distance between its key and value in a full prefill and in its chunk
+        compiled alone and re-rotated to its place, at one layer."""
+        global _state
+        embeds, positions, marks, deepstack, places, _ = self._layout(prompt, inputs)
+        compiled = [self.compile(chunk, 0, 0)[layer] for _, _, chunk in places]
+        _state = _State(torch.arange(len(embeds)), len(embeds))
+        self._run(embeds, positions, None if deepstack is None else (marks, deepstack))
+        found = []
+        for (start, base, chunk), (k, v) in zip(places, compiled, strict=True):
+            rows = slice(start, start + len(chunk))
+            keys = _state.keys[layer][:, rows] - self.rerotate(k, base)
+            values = _state.values[layer][:, rows] - v
+            found.append((keys.square() + values.square()).sum((0, 2)))
+        return found
+
+    @torch.no_grad()
     def stock_logits(self, prompt: Prompt, image_processor, images, image_token: int, counts) -> torch.Tensor:
         """Last logits of the untouched model, called as its users call it: input ids and pixel values."""
         self.model.set_attn_implementation("eager")

@@ -91,7 +91,8 @@ class Usage:
 
     ``prompt_tokens = reused + prefix_hit + computed``; ``reused`` are chunk tokens linked without recomputation,
     ``recomputed`` are chunk tokens computed again, ``prefix_hit`` are tokens found in the request's own prefix cache.
-    ``compiled`` counts tokens of chunks this request had to compile; they come on top.
+    ``compiled`` counts tokens of chunks this request had to compile, ``probed`` tokens that passed the first layers so
+    that a dynamic policy could decide; both come on top.
     """
 
     prompt_tokens: int = 0
@@ -101,6 +102,7 @@ class Usage:
     prefix_hit: int = 0
     computed: int = 0
     compiled: int = 0
+    probed: int = 0
     queue_ms: float = 0.0
     load_ms: float = 0.0
     link_ms: float = 0.0

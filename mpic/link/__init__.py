@@ -9,10 +9,21 @@ import re
 from collections.abc import Callable
 
 from mpic.errors import PolicyNotBuilt, UnknownPolicy
-from mpic.link.plan import ChunkSlot, LinkPlan, Policy, Ranges, SegmentShape, Span, make_plan
+from mpic.link.plan import (
+    ChunkSlot,
+    DynamicPolicy,
+    LinkPlan,
+    Policy,
+    Ranges,
+    SegmentShape,
+    Span,
+    make_plan,
+)
+from mpic.link.policies.cacheblend import CacheBlend
 from mpic.link.policies.edges import AttnLink, Block
 from mpic.link.policies.full import Full, Prefix
 from mpic.link.policies.head import MPIC, LegoLink, LegoLink0
+from mpic.link.policies.nocache import NoCache
 from mpic.link.policies.random import Random
 from mpic.link.policies.reuse import Reuse, ReuseTwoStep
 
@@ -28,8 +39,10 @@ REGISTRY: dict[str, Callable[..., Policy]] = {
     "attnlink-K": AttnLink,
     "block-N": Block,
     "random-R": Random,
+    "cacheblend-R": CacheBlend,
+    "nocache": NoCache,
 }
-NOT_BUILT = ("cacheblend-R", "a3-R", "nocache", "packet", "auto")
+NOT_BUILT = ("a3-R", "packet", "auto")
 
 _FORM = re.compile(r"(?P<stem>[a-z0-9]+?)(?:-(?P<number>\d{1,9}))?")
 
@@ -71,6 +84,7 @@ def parse_policy(text: str) -> Policy:
 
 __all__ = [
     "ChunkSlot",
+    "DynamicPolicy",
     "LinkPlan",
     "Policy",
     "Ranges",

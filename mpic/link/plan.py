@@ -10,10 +10,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from itertools import groupby
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open token ranges within a chunk, ascending and disjoint."""
+
+
+def ranges_of(tokens: Sequence[int]) -> Ranges:
+    """Ascending token indices as maximal ranges."""
+    runs = [list(group) for _, group in groupby(enumerate(tokens), lambda pair: pair[1] - pair[0])]
+    return tuple((run[0][1], run[-1][1] + 1) for run in runs)
 
 
 class ChunkSlot(NamedTuple):
@@ -35,6 +45,7 @@ class Policy(ABC):
         sink: BOS tokens its chunks are compiled behind.
         two_step: compute the own tokens without the chunks first and the last token over everything in a second step
             (what MPIC, section 2, calls the two-step form of full reuse).
+        context: False when chunks are left out of the prompt (``nocache``).
     """
 
     syntax: ClassVar[str]
@@ -43,6 +54,7 @@ class Policy(ABC):
     prefix: ClassVar[bool] = True
     sink: ClassVar[int] = 0
     two_step: ClassVar[bool] = False
+    context: ClassVar[bool] = True
 
     @property
     @abstractmethod
@@ -55,6 +67,30 @@ class Policy(ABC):
 
     def __str__(self) -> str:
         return self.name
+
+
+class DynamicPolicy(Policy):
+    """A policy that looks at the prompt's own keys and values before it decides.
+
+    The whole prompt runs through the layers before ``layer``; there its fresh keys and values are compared with the
+    chunks' compiled ones. How many tokens are recomputed is known beforehand, so pages can be reserved: ``select``
+    gives a selection of the right size and ``choose`` the one that counts. What it links is not kept for later turns.
+
+    Class attributes:
+        layer: the deciding layer.
+    """
+
+    prefix: ClassVar[bool] = False
+    layer: ClassVar[int] = 1
+
+    @abstractmethod
+    def choose(self, deviations: Sequence[torch.Tensor]) -> list[Ranges]:
+        """For each chunk the ranges to recompute.
+
+        Args:
+            deviations: one ``[tokens]`` fp32 tensor a chunk, in prompt order: the squared distance between a token's
+                fresh and compiled key and value at the deciding layer, summed over heads.
+        """
 
 
 class Span(NamedTuple):
@@ -115,8 +151,14 @@ class SegmentShape(NamedTuple):
     is_chunk: bool
 
 
-def make_plan(segments: Sequence[SegmentShape], policy: Policy) -> LinkPlan:
-    """Lay out the segments, ask the policy, and cut the prompt into computed runs and mapped spans."""
+def make_plan(
+    segments: Sequence[SegmentShape], policy: Policy, decided: Sequence[Ranges] | None = None
+) -> LinkPlan:
+    """Lay out the segments, ask the policy, and cut the prompt into computed runs and mapped spans.
+
+    Args:
+        decided: what a dynamic policy chose; None asks ``policy.select``.
+    """
     slots, starts, bases = [], [], []
     start = base = 0
     for segment in segments:
@@ -126,7 +168,7 @@ def make_plan(segments: Sequence[SegmentShape], policy: Policy) -> LinkPlan:
             slots.append(ChunkSlot(segment.length, start, base))
         start += segment.length
         base += segment.extent
-    selection = iter(policy.select(slots))
+    selection = iter(policy.select(slots) if decided is None else decided)
     runs: list[OwnRun] = []
     spans: list[Span] = []
     own = 0

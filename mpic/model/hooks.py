@@ -90,11 +90,39 @@ class Step:
     layers_seen: set[int] = field(default_factory=set)
 
 
-_step: ContextVar[Step | None] = ContextVar("mpic_step", default=None)
+class Decided(Exception):
+    """Ends a forward at a probe's layer."""
+
+
+@dataclass
+class Probe:
+    """A forward of one whole prompt that ends at ``layer`` with that layer's keys and values.
+
+    Layers before it attend causally over all rows; nothing is written anywhere.
+    """
+
+    layer: int
+    partial: Partial
+    window: int
+    keys: torch.Tensor | None = None  # [kv_heads, T, head_dim], rotated at the rows' positions
+    values: torch.Tensor | None = None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Raises Decided at the probe's layer."""
+        if layer == self.layer:
+            self.keys, self.values = key[0], value[0]
+            raise Decided
+        out, _ = self.partial(query, key, value, True, scale)
+        return out.transpose(1, 2).to(query.dtype)
+
+
+_step: ContextVar[Step | Probe | None] = ContextVar("mpic_step", default=None)
 
 
 @contextmanager
-def running(step: Step) -> Iterator[None]:
+def running(step: Step | Probe) -> Iterator[None]:
     """Make a step the one that attention layers on this thread serve."""
     token = _step.set(step)
     try:
@@ -133,6 +161,9 @@ def _attention(
             f"a context of {step.window} tokens does not fit the sliding window of {sliding_window}"
         )
     layer = module.layer_idx
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if isinstance(step, Probe):
+        return step.attend(layer, query, key, value, scale), None
     k, v = key[0], value[0]
     for rows, piece in step.writes:
         piece.keys[layer].copy_(k[:, rows])
@@ -143,7 +174,6 @@ def _attention(
     ]
     spans = [(piece.keys[layer], piece.values[layer]) for piece in step.pieces]
     step.layers_seen.add(layer)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = attend(query[0], calls, scale, step.partial, step.singles, spans)
     return out[None].to(query.dtype), None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -229,25 +230,55 @@ class LoadedModel:
         Returns:
             fp32 logits ``[w, vocabulary]``.
         """
-        position_ids = positions[:1] if self.mrope == 1 else positions[:, None]
+        step.layers_seen.clear()
+        out = self._call(embeds, positions, step, wanted, deepstack)
+        if len(step.layers_seen) != self.shape.layers:
+            missing = sorted(set(range(self.shape.layers)) - step.layers_seen)
+            raise IntegrityError(f"layers {missing} did not attend through MPIC")
+        return out.logits[0].float()
+
+    @torch.inference_mode()
+    def probe(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        layer: int,
+        deepstack: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one prompt of T rows under full causal attention up to ``layer``.
+
+        Returns:
+            That layer's keys (rotated at ``positions``) and values, ``[kv_heads, T, head_dim]``.
+        """
+        probe = hooks.Probe(layer, self.partial, positions.shape[1])
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        with contextlib.suppress(hooks.Decided):
+            self._call(embeds, positions, probe, none, deepstack)
+        if probe.keys is None or probe.values is None:
+            raise IntegrityError(f"layer {layer} did not attend through MPIC")
+        return probe.keys, probe.values
+
+    def _call(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        step: hooks.Step | hooks.Probe,
+        wanted: torch.Tensor,
+        deepstack: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> Any:
         if deepstack is not None:
             rows, features = deepstack
             self._deepstack = rows[None], list(features)
-        step.layers_seen.clear()
         try:
             with hooks.running(step):
-                out = self.model(
+                return self.model(
                     inputs_embeds=embeds[None],
-                    position_ids=position_ids,
+                    position_ids=positions[:1] if self.mrope == 1 else positions[:, None],
                     use_cache=False,
                     logits_to_keep=wanted,
                 )
         finally:
             self._deepstack = None
-        if len(step.layers_seen) != self.shape.layers:
-            missing = sorted(set(range(self.shape.layers)) - step.layers_seen)
-            raise IntegrityError(f"layers {missing} did not attend through MPIC")
-        return out.logits[0].float()
 
     def _inject_deepstack(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self._deepstack is None:

@@ -29,6 +29,7 @@ def chunk_pool(name: str) -> list:
 
 
 NAMES = ["full", "prefix", "reuse", "mpic-1", "mpic-8", "legolink-3", "legolink-0", "attnlink-6", "random-30"]
+NAMES += ["cacheblend-30", "nocache"]
 policies = st.sampled_from(NAMES)
 
 

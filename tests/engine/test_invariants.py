@@ -21,7 +21,7 @@ from oracle import Oracle
 from mpic.model.selftest import self_test
 
 POLICIES = ["full", "prefix", "reuse", "mpic-0", "mpic-5", "mpic-64", "legolink-4", "legolink-0"]
-POLICIES += ["attnlink-6", "block-1", "random-30"]
+POLICIES += ["attnlink-6", "block-1", "random-30", "cacheblend-25", "nocache"]
 RECOMPUTE_ALL = "mpic-1000000"
 
 
@@ -73,6 +73,25 @@ def test_selective_attention_equals_the_oracle(name, policy, make_engine):
         assert got_ids == expected_ids, attempt
         assert (got - expected).abs().max() < 1e-4, attempt
     engine.check()
+
+
+EQUAL = [
+    *((policy, "full") for policy in ("cacheblend-100", RECOMPUTE_ALL, "attnlink-1000000", "random-100")),
+    *((policy, "reuse") for policy in ("mpic-0", "cacheblend-0", "attnlink-0", "random-0")),
+    ("block-1", "mpic-16"),
+]
+
+
+@pytest.mark.parametrize("policy, other", EQUAL)
+@pytest.mark.parametrize("name", ["llama", "llava", "qwen3_vl"])
+def test_policies_meet_at_their_ends(name, policy, other, make_engine):
+    a, b, c = chunks_of(name)
+    prompt = prompt_of(ids(1, 6), a, ids(2, 3), b, c, ids(4, 4))
+    engine = make_engine(name)
+    answer, got = run(engine, prompt, policy)
+    expected_answer, expected = run(engine, prompt, other)
+    assert answer == expected_answer
+    assert (got - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", FAMILIES)

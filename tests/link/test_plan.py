@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from mpic.link import NOT_BUILT, SegmentShape, make_plan, parse_policy, policy_n
 
 NAMES = ["full", "prefix", "reuse", "reuse-2step", "mpic-0", "mpic-7", "mpic-500", "legolink-3", "legolink-0"]
 NAMES += ["attnlink-5", "attnlink-0", "block-1", "random-30", "random-0", "random-100"]
+NAMES += ["cacheblend-15", "cacheblend-0", "cacheblend-100"]
 segments = st.lists(
     st.builds(lambda n, c: SegmentShape(n, max(1, n // 2) if c else n, c), st.integers(1, 40), st.booleans()),
     min_size=1,
@@ -81,3 +83,11 @@ def test_a_policy_that_is_known_but_not_built_says_so(form):
     text = form.replace("-K", "-8").replace("-N", "-2").replace("-R", "-15")
     with pytest.raises(PolicyNotBuilt, match="not built yet"):
         parse_policy(text)
+
+
+def test_cacheblend_recomputes_the_tokens_that_deviate_most_over_all_chunks():
+    policy = parse_policy("cacheblend-30")
+    near, far = torch.zeros(10), torch.zeros(10)
+    near[3], far[[0, 1, 2, 8, 9]] = 1.0, torch.tensor([5.0, 6.0, 7.0, 8.0, 9.0])
+    assert policy.choose([near, far]) == [((3, 4),), ((0, 3), (8, 10))]
+    assert policy.choose([torch.zeros(10), torch.zeros(10)]) == [((0, 6),), ()]

@@ -19,6 +19,7 @@ import torch
 
 from mpic.engine.base import ChunkStore, Delta, Engine, GenerationRequest
 from mpic.engine.native.chunks import ChunkTraffic
+from mpic.engine.native.decide import Decider
 from mpic.engine.native.deletions import Deletions
 from mpic.engine.native.lanes import CompileLane, Sequence
 from mpic.engine.native.prepare import Preparer
@@ -70,6 +71,7 @@ class NativeEngine(Engine):
         )
         self.traffic.scheduler = self.scheduler
         self.runner = Runner(model, self.pool)
+        self.decider = Decider(self.runner)
         self.preparer = Preparer(model, store, self.device, self.deletions)
         self._check_when_idle = check_when_idle
         self._max_waiting = max_waiting
@@ -271,15 +273,28 @@ class NativeEngine(Engine):
         slices = self.scheduler.schedule()
         admitted = self.scheduler.take_admitted()
         self.traffic.register(admitted)
-        self._progress = bool(slices or admitted)
+        decided = self._decide()
+        self._progress = bool(slices or admitted or decided)
         if not slices:
-            if not admitted:
+            if not self._progress:
                 self._refuse_stuck()
             return
         logits = self.runner.run(slices)
         self._commit(slices, logits)
         if self._check_when_idle and self.scheduler.idle:
             self._check()
+
+    def _decide(self) -> bool:
+        """Let dynamic policies look at their prompts; the rows they choose join the next step."""
+        waiting = self.scheduler.undecided()
+        for sequence in waiting:
+            try:
+                self.decider.decide(sequence)
+                self.scheduler.decided(sequence)
+            except Exception as error:  # of this request alone: nothing has been written
+                log.exception("a dynamic policy failed")
+                self._end(sequence, as_failure(error))
+        return bool(waiting)
 
     def _commit(self, slices: list[Slice], logits: torch.Tensor) -> None:
         row = 0

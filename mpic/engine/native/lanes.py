@@ -16,7 +16,7 @@ from mpic.kv.chunk import Chunk, ChunkInputs, KVKey
 from mpic.kv.device import Resident
 from mpic.kv.pool import Extent
 from mpic.kv.prefix import Item, Node
-from mpic.link.plan import LinkPlan
+from mpic.link.plan import LinkPlan, SegmentShape
 from mpic.prompt.segments import TextSegment
 
 
@@ -107,6 +107,9 @@ class Sequence(Lane):
     first_token: float = 0.0
     needed: list[LinkedChunk] = field(default_factory=list)
     """Chunks of which the plan maps at least one token; one linked twice stands here twice."""
+    shapes: list[SegmentShape] = field(default_factory=list)
+    undecided: bool = False
+    """A dynamic policy has yet to look at the prompt: the plan has the right size but not the right tokens."""
 
     @property
     def generated(self) -> int:
@@ -125,7 +128,7 @@ class Sequence(Lane):
         for i, linked in enumerate(self.linked):
             tokens = len(linked.inputs)
             reused = self.plan.reused(i)
-            recomputed = tokens - reused
+            recomputed = self.plan.slots[i].length - reused
             reason = linked.reason if linked.tier == "compiled" else ("policy" if recomputed else None)
             key = str(linked.chunk.key)
             uses.append(

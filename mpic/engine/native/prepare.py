@@ -26,7 +26,7 @@ from mpic.errors import (
 )
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, KVKey, Recipe
 from mpic.kv.device import DeviceCache
-from mpic.link.plan import Policy, SegmentShape, make_plan
+from mpic.link.plan import DynamicPolicy, Policy, SegmentShape, make_plan
 from mpic.model.loaded import LoadedModel
 from mpic.prompt.segments import TextSegment
 
@@ -66,9 +66,15 @@ class Preparer:
                 shapes.append(SegmentShape(len(segment), len(segment), False))
             else:
                 found = next(inputs).inputs
-                shapes.append(SegmentShape(len(found), found.extent, True))
+                size = (len(found), found.extent) if request.policy.context else (0, 0)
+                shapes.append(SegmentShape(*size, True))
         plan = make_plan(shapes, request.policy)
         sequence = build_sequence(request, plan, linked, self._model.mrope)
+        sequence.shapes = shapes
+        if isinstance(request.policy, DynamicPolicy):
+            chunk_tokens = sum(slot.length for slot in plan.slots)
+            sequence.undecided = plan.length - chunk_tokens < plan.own < plan.length
+            sequence.needed = linked if sequence.undecided else sequence.needed
         sequence.stream, sequence.arrived = stream, arrived
         sequence.max_tokens = self._max_tokens(request, plan.length, sequence)
         sequence.sampler = Sampler(request.sampling)

@@ -64,7 +64,7 @@ class Runner:
             if piece.wants_logits:
                 wanted.append(total - 1)
         positions = torch.cat([s.lane.positions[:, s.lo : s.hi] for s in slices], 1).to(device)
-        embeds, deepstack = self._inputs(slices, starts)
+        embeds, deepstack = self.inputs(slices, starts)
         step = self._step(slices, starts)
         rows = torch.tensor(wanted, dtype=torch.int64, device=device)
         return self.model.forward(embeds, positions, step, rows, deepstack).cpu()
@@ -73,7 +73,7 @@ class Runner:
     def _context(piece: Slice) -> int:
         return piece.hi - piece.lane.mapped + sum(span.hi - span.lo for span in piece.lane.spans)
 
-    def _inputs(
+    def inputs(
         self, slices: list[Slice], starts: list[int]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """Embeddings ``[T, hidden]`` and, when any row has them, DeepStack features of its rows."""

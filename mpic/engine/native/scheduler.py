@@ -141,7 +141,7 @@ class Scheduler:
             for linked in sequence.needed:
                 if linked.resident in self.jobs:
                     schedule(self.jobs[linked.resident], len(self.jobs[linked.resident]))
-            if self._ready(sequence, finishing):
+            if self._ready(sequence, finishing) and not sequence.undecided:
                 end = len(sequence)
                 if sequence.request.policy.two_step and sequence.computed < end - 1:
                     end -= 1  # the last token goes alone, in a second step
@@ -149,6 +149,14 @@ class Scheduler:
         for lane in self.jobs.values():
             schedule(lane, len(lane))
         return budget
+
+    def undecided(self) -> list[Sequence]:
+        """Running requests that wait for their dynamic policy's decision and have all it needs."""
+        return [s for s in self.running if s.undecided and self._ready(s, ())]
+
+    def decided(self, sequence: Sequence) -> None:
+        """The plan has been replaced: map what it maps."""
+        sequence.spans = map_spans(sequence)
 
     def _ready(self, sequence: Sequence, finishing: set[Resident] | tuple) -> bool:
         return all(linked.resident.ready or linked.resident in finishing for linked in sequence.needed)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import ClassVar
 
-from mpic.link.plan import ChunkSlot, Policy, Ranges
+from mpic.link.plan import ChunkSlot, Policy, Ranges, ranges_of
 
 
 @dataclass(frozen=True)
@@ -30,5 +29,4 @@ class Random(Policy):
     def _draw(self, index: int, length: int) -> Ranges:
         count = min(length, round(length * self.r / 100))
         chosen = sorted(random.Random(f"{self.r}:{index}:{length}").sample(range(length), count))
-        runs = [list(group) for _, group in groupby(enumerate(chosen), lambda pair: pair[1] - pair[0])]
-        return tuple((run[0][1], run[-1][1] + 1) for run in runs)
+        return ranges_of(chosen)

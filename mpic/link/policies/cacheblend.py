@@ -1,0 +1,54 @@
+"""CacheBlend: recompute the tokens whose cached values the prompt would change most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mpic.link.plan import ChunkSlot, DynamicPolicy, Ranges, ranges_of
+
+
+@dataclass(frozen=True)
+class CacheBlend(DynamicPolicy):
+    """CacheBlend-r (CacheBlend, section 4; the baseline of MPIC, EPIC, MEPIC and KV Packet): of all chunk tokens of the
+    prompt, recompute the ``r`` percent with the largest KV deviation, decided at the second layer, the first one whose
+    keys and values depend on context, and carried through the deeper ones.
+
+    The first layer runs over the whole prompt, as in the paper. Its keys and values are those of the compiled chunks
+    (they depend on the token alone), so linking the decided tokens afterwards gives what narrowing the same forward
+    would; the chosen tokens pass the first layer twice, which costs r percent of a layer.
+    """
+
+    r: int
+    syntax: ClassVar[str] = "cacheblend-R"
+
+    @property
+    def name(self) -> str:
+        return f"cacheblend-{self.r}"
+
+    def _budget(self, tokens: int) -> int:
+        return round(tokens * self.r / 100)
+
+    def select(self, chunks: Sequence[ChunkSlot]) -> list[Ranges]:
+        left = self._budget(sum(chunk.length for chunk in chunks))
+        heads = []
+        for chunk in chunks:
+            taken = min(left, chunk.length)
+            heads.append(((0, taken),) if taken else ())
+            left -= taken
+        return heads
+
+    def choose(self, deviations: Sequence[torch.Tensor]) -> list[Ranges]:
+        if not deviations:
+            return []
+        flat = torch.cat(list(deviations)).float().cpu()
+        order = torch.argsort(flat, descending=True, stable=True)  # equal ones: the earlier token
+        chosen = torch.zeros(len(flat), dtype=torch.bool)
+        chosen[order[: self._budget(len(flat))]] = True
+        return [
+            ranges_of(part.nonzero()[:, 0].tolist())
+            for part in chosen.split([len(one) for one in deviations])
+        ]
