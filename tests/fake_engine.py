@@ -15,6 +15,7 @@ from mpic.engine.base import (
     GenerationRequest,
     ModelInfo,
     TokenLogprob,
+    TraceSpan,
     Usage,
 )
 from mpic.errors import ContextLengthExceeded, PoolTooSmall
@@ -71,7 +72,19 @@ class FakeStream:
             total_ms=2.5,
             policy=self.request.policy.name,
             chunks=chunks,
+            trace=self._trace() if self.request.trace else (),
         )
+
+    def _trace(self) -> tuple[TraceSpan, ...]:
+        spans, at = [], 0
+        for segment in self.request.prompt.segments:
+            chunk = getattr(segment, "chunk", None)
+            n = CHUNK_TOKENS if chunk else len(segment)
+            kind = "text" if chunk is None else {"image": "image", "text": "document"}[chunk.kind]
+            state, label, file_id = ("device", chunk.label, chunk.file_id) if chunk else ("new", None, None)
+            spans.append(TraceSpan(at, at + n, state, kind, label, file_id))
+            at += n
+        return tuple(spans)
 
     def __iter__(self) -> Iterator[Delta]:
         for delta in self._deltas():

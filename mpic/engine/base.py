@@ -39,13 +39,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One generation. ``user`` comes from the server's authentication and isolates every cache."""
+    """One generation. ``user`` comes from the server's authentication and isolates every cache. With ``trace`` the
+    usage says where every token of the prompt came from."""
 
     id: str
     prompt: Prompt
     policy: Policy
     sampling: Sampling = Sampling()
     user: str = "local"
+    trace: bool = False
 
 
 class TokenLogprob(NamedTuple):
@@ -85,6 +87,23 @@ class ChunkUse:
     ms: float = 0.0
 
 
+class TraceSpan(NamedTuple):
+    """Tokens ``[start, end)`` of a prompt that came from the same place.
+
+    ``state``: ``new`` (the request's own text, computed), ``prefix`` (found in the prefix cache), ``recomputed`` (of a
+    chunk, computed again), or of a chunk and reused, by where its KV came from: ``device``, ``host``, ``disk``,
+    ``compiled`` (in this request). ``kind``: ``text | image | document``; the last two are chunks and may have a
+    ``label`` and a ``file_id``.
+    """
+
+    start: int
+    end: int
+    state: str
+    kind: str
+    label: str | None
+    file_id: str | None
+
+
 @dataclass
 class Usage:
     """Token counts and times of one request. Times are milliseconds.
@@ -111,6 +130,7 @@ class Usage:
     preemptions: int = 0
     policy: str = ""
     chunks: tuple[ChunkUse, ...] = ()
+    trace: tuple[TraceSpan, ...] = ()
 
 
 class GenerationStream(Protocol):

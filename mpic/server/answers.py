@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from mpic.engine.base import Delta, TokenLogprob, Usage
-from mpic.prompt.segments import ChunkSegment, Prompt
 
 
 class Tokens(Protocol):
@@ -19,17 +18,15 @@ class Answer:
     """Writes the objects of one completion.
 
     Args:
-        prompt: given when the request asked for a trace.
+        trace: say where every token of the prompt came from.
     """
 
-    def __init__(
-        self, id: str, model: str, created: int, tokens: Tokens, prompt: Prompt | None = None
-    ) -> None:
+    def __init__(self, id: str, model: str, created: int, tokens: Tokens, trace: bool = False) -> None:
         self.id = id
         self.model = model
         self.created = created
         self.tokens = tokens
-        self.prompt = prompt
+        self.trace = trace
 
     def whole(self, deltas: list[Delta], logprobs: bool) -> dict[str, Any]:
         """The ``chat.completion`` of a finished answer."""
@@ -73,14 +70,27 @@ class Answer:
             "preemptions": usage.preemptions,
             "chunks": [{**asdict(c), "ms": round(c.ms, 3)} for c in usage.chunks],
         }
-        if self.prompt is not None:
-            ours["layout"] = layout(self.prompt, usage)
+        if self.trace:
+            ours["trace"] = self._trace(usage)
         return {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.reused + usage.prefix_hit},
             "mpic": ours,
+        }
+
+    def _trace(self, usage: Usage) -> dict[str, Any]:
+        times = {
+            "queue_ms": usage.queue_ms,
+            "load_ms": usage.load_ms,
+            "link_ms": usage.link_ms,
+            "first_token_ms": usage.ttft_ms,
+        }
+        return {
+            "tokens": usage.prompt_tokens,
+            "spans": [span._asdict() for span in usage.trace],
+            "times": {name: round(ms, 3) for name, ms in times.items()},
         }
 
     def _chunk(
@@ -108,17 +118,3 @@ class Answer:
     def _token(self, id: int, logprob: float) -> dict[str, Any]:
         text = self.tokens.decode([id], skip_special_tokens=False)
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
-
-
-def layout(prompt: Prompt, usage: Usage) -> list[dict[str, Any]]:
-    """The prompt in order: pieces of text with their lengths, and which entry of ``chunks`` stands between them."""
-    out: list[dict[str, Any]] = []
-    chunk = 0
-    for segment in prompt.segments:
-        if isinstance(segment, ChunkSegment):
-            tokens = usage.chunks[chunk].tokens if chunk < len(usage.chunks) else None
-            out.append({"kind": segment.chunk.kind, "tokens": tokens, "chunk": chunk})
-            chunk += 1
-        else:
-            out.append({"kind": "own", "tokens": len(segment)})
-    return out

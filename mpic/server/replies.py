@@ -83,12 +83,35 @@ class ChunkUsed(Exact):
     ms: float
 
 
-class PromptPiece(Exact):
-    """A piece of the prompt: the request's own text, or a chunk (an entry of `chunks`)."""
+class TraceSpan(Exact):
+    """Tokens `[start, end)` of the prompt that came from the same place."""
 
-    kind: Literal["own", "image", "text"]
-    tokens: int | None
-    chunk: int | None = None
+    start: int
+    end: int
+    state: Literal["new", "prefix", "recomputed", "device", "host", "disk", "compiled"] = Field(
+        description="new: your text, computed; prefix: found in the prefix cache; recomputed: of an image or document, "
+        "computed again; else reused, from where: device, host, disk, or compiled in this request"
+    )
+    kind: Literal["text", "image", "document"]
+    label: str | None
+    file_id: str | None
+
+
+class TraceTimes(Exact):
+    """`first_token_ms` is from arrival to the first token: queue, load and link are its parts."""
+
+    queue_ms: float
+    load_ms: float
+    link_ms: float
+    first_token_ms: float
+
+
+class Trace(Exact):
+    """Where every token of the prompt came from: the spans tile `[0, tokens)` in prompt order."""
+
+    tokens: int
+    spans: list[TraceSpan]
+    times: TraceTimes
 
 
 class MPICUsage(Exact):
@@ -97,9 +120,7 @@ class MPICUsage(Exact):
     ms: Milliseconds
     preemptions: int
     chunks: list[ChunkUsed]
-    layout: list[PromptPiece] | None = Field(
-        None, description="with `mpic.trace`: the prompt, piece by piece"
-    )
+    trace: Trace | None = Field(None, description="with `mpic.trace`: where every token came from")
 
 
 class Usage(Exact):

@@ -127,7 +127,7 @@ class MPICOptions(Strict):
     """Our own options."""
 
     policy: str | None = Field(None, description="what is recomputed, e.g. `mpic-16`, `reuse`, `full`")
-    trace: StrictBool = Field(False, description="add the layout of the prompt to `usage.mpic`")
+    trace: StrictBool = Field(False, description="add `usage.mpic.trace`: where every token came from")
     top_k: StrictInt = Field(0, ge=0, description="sample from the k most likely tokens; 0: from all")
     ignore_eos: StrictBool = Field(False, description="go on to max_tokens (benchmarks)")
 

@@ -65,20 +65,20 @@ async def test_a_whole_answer(server):
         "reason": "policy",
         "ms": 0.5,
     }
-    assert "layout" not in ours
+    assert "trace" not in ours
     assert server.engine.held == set()
 
 
-async def test_trace_shows_the_layout(server):
-    await server.uploaded(handle="A")
+async def test_trace_shows_every_token(server):
+    image = await server.uploaded(handle="A")
     await server.uploaded(b"a document", "d.txt", handle="D")
     body = (await server.ask("IMAGE#A and FILE#D", mpic={"trace": True})).json()
-    ours = body["usage"]["mpic"]
     ChatCompletion.model_validate(body)
-    kinds = [part["kind"] for part in ours["layout"]]
-    assert kinds == ["own", "image", "own", "text", "own"]
-    assert sum(part["tokens"] for part in ours["layout"]) == body["usage"]["prompt_tokens"]
-    assert [part["chunk"] for part in ours["layout"] if "chunk" in part] == [0, 1]
+    trace = body["usage"]["mpic"]["trace"]
+    assert trace["tokens"] == body["usage"]["prompt_tokens"] == trace["spans"][-1]["end"]
+    assert [s["kind"] for s in trace["spans"]] == ["text", "image", "text", "document", "text"]
+    assert (trace["spans"][1]["label"], trace["spans"][1]["file_id"]) == ("A", image["id"])
+    assert trace["times"] == {"queue_ms": 0.0, "load_ms": 0.0, "link_ms": 0.0, "first_token_ms": 1.25}
 
 
 async def test_every_way_to_refer_to_content(server):

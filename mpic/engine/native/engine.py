@@ -26,6 +26,7 @@ from mpic.engine.native.prepare import Preparer
 from mpic.engine.native.runner import Runner, Slice
 from mpic.engine.native.scheduler import CompileRequest, Scheduler
 from mpic.engine.native.stream import Stream
+from mpic.engine.native.trace import trace
 from mpic.errors import CompileFailed, EngineStopped, MPICError, QueueFull
 from mpic.kv.chunk import Chunk
 from mpic.kv.device import DeviceCache
@@ -348,6 +349,8 @@ class NativeEngine(Engine):
         compiled = {one.key: len(one.inputs) for one in sequence.linked if one.tier == "compiled"}
         usage.compiled = sum(compiled.values())
         usage.computed = sequence.prompt_own - usage.prefix_hit
+        if sequence.request.trace:
+            usage.trace = trace(sequence)
         if sequence.first_token:
             for name in ("reused", "recomputed", "prefix_hit", "computed"):
                 self._counters[f"tokens_{name}"] += getattr(usage, name)

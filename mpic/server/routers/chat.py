@@ -45,8 +45,7 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
     check_model(state, body.model)
     job = await run_in_threadpool(prepare, body, state, user.id)
     stream = await run_in_threadpool(state.engine.submit, job)
-    trace = job.prompt if body.mpic.trace else None
-    answer = Answer(job.id, state.engine.info.name, int(time.time()), state.template.tokenizer, trace)
+    answer = Answer(job.id, state.engine.info.name, int(time.time()), state.template.tokenizer, job.trace)
     if not body.stream:
         return await _whole(request, stream, answer, bool(body.logprobs))
     return await _streamed(request, stream, answer, body)
@@ -68,7 +67,7 @@ def prepare(body: ChatRequest, state: State, user: str) -> GenerationRequest:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ignore_eos=body.mpic.ignore_eos,
     )
-    return GenerationRequest(f"chatcmpl-{uuid.uuid4().hex}", prompt, policy, sampling, user)
+    return GenerationRequest(f"chatcmpl-{uuid.uuid4().hex}", prompt, policy, sampling, user, body.mpic.trace)
 
 
 async def _whole(request: Request, stream: GenerationStream, answer: Answer, logprobs: bool) -> Response:
