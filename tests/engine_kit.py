@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+from collections.abc import Iterator, Sequence
 
 import torch
 from families import Family, make_family
@@ -109,6 +110,9 @@ class MemoryStore:
         self.reads = 0
         self.full = False
 
+    def find(self, keys: Sequence[KVKey]) -> dict[KVKey, MemoryChunk]:
+        return {key: MemoryChunk(self, self.chunks[key]) for key in keys if key in self.chunks}
+
     def open(self, key: KVKey) -> MemoryChunk | None:
         chunk = self.chunks.get(key)
         return MemoryChunk(self, chunk) if chunk is not None else None
@@ -131,7 +135,7 @@ class MemoryChunk:
     def __init__(self, store: MemoryStore, chunk: ChunkKV) -> None:
         self.inputs, self._store, self._chunk = chunk.inputs, store, chunk
 
-    def read_into(self, destination: torch.Tensor) -> None:
+    def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
         time.sleep(self._store.delay)
         self._store.reads += 1
         if self._chunk.key in self._store.damaged:
@@ -140,3 +144,4 @@ class MemoryChunk:
             self._store.damaged.discard(self._chunk.key)
             raise CorruptFile("checksum of layer 0 does not match")
         destination.copy_(self._chunk.kv)
+        yield from range(len(destination))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -148,15 +148,29 @@ class GenerationStream(Protocol):
 
 
 class StoredChunk(Protocol):
-    """A ChunkKV on some tier below the device."""
+    """A ChunkKV on some tier below the device. What was found may be gone, or turn out damaged, when it is read."""
 
-    inputs: ChunkInputs
-
-    def read_into(self, destination: torch.Tensor) -> None:
-        """Fill ``destination [layers, 2, kv_heads, n, head_dim]`` (contiguous host memory), verifying checksums.
+    @property
+    def inputs(self) -> ChunkInputs:
+        """Verified; may be read from the tier when first asked for.
 
         Raises:
-            CorruptFile: a checksum or the size does not match. The file has then been moved aside and counted.
+            NotFound: it has left the tier meanwhile.
+            CorruptFile: it is damaged. It has then been moved aside and counted.
+        """
+        ...
+
+    def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
+        """Fill ``destination [layers, 2, kv_heads, n, head_dim]`` (host memory; each layer may be strided), verifying
+        checksums. One ``next`` should be one read of 1 to a few MiB; calls may come from different threads, one at a
+        time.
+
+        Yields:
+            Every layer's number, in order, as soon as its bytes are in place and verified: others may read them then,
+            and must not be changed any more.
+
+        Raises:
+            NotFound, CorruptFile: as ``inputs``.
         """
         ...
 
@@ -164,8 +178,13 @@ class StoredChunk(Protocol):
 class ChunkStore(Protocol):
     """Where compiled chunks live below the device pages (the library's disk tier implements it)."""
 
+    def find(self, keys: Sequence[KVKey]) -> Mapping[KVKey, StoredChunk]:
+        """Those that are stored. One cheap question for a whole prompt: it opens and reads nothing."""
+        ...
+
     def open(self, key: KVKey) -> StoredChunk | None:
-        """The stored chunk, or None when there is none (never raises for a bad file: it is moved aside)."""
+        """The stored chunk, its inputs read, or None when there is none (never raises for a bad file: it is moved
+        aside)."""
         ...
 
     def save(self, chunk: ChunkKV) -> None:
@@ -173,7 +192,7 @@ class ChunkStore(Protocol):
         ...
 
     def missing_reason(self, key: KVKey) -> str:
-        """Why ``open`` found nothing: ``new | evicted | expired | model_changed | recipe | corrupt``."""
+        """Why ``find`` or ``open`` found nothing: ``new | evicted | expired | model_changed | recipe | corrupt``."""
         ...
 
 

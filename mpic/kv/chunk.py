@@ -6,6 +6,7 @@ compared whole; a truncated digest is only ever shown to people.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -66,10 +67,15 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        return digest("recipe", json.dumps(asdict(self), sort_keys=True))
+        return _recipe_digest(self)
 
 
-@dataclass(frozen=True, slots=True)
+@functools.lru_cache(256)
+def _recipe_digest(recipe: Recipe) -> str:
+    return digest("recipe", json.dumps(asdict(recipe), sort_keys=True))
+
+
+@dataclass(frozen=True)
 class KVKey:
     """Address of one ChunkKV: who owns it, which content, which model, which recipe."""
 
@@ -78,7 +84,7 @@ class KVKey:
     model: str
     recipe: Recipe
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         return digest("kv", self.owner, self.chunk.kind, self.chunk.digest, self.model, self.recipe.digest)
 

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,8 @@ from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
 FORMAT = "mpic-chunk-1"
 BLOCK = 4096
 IO_BYTES = 2 << 20
-"""A read covers whole layers and at least this many bytes, where the chunk has them."""
+"""A read covers whole layers and at least this many bytes, where the chunk has them. Larger reads win nothing, and
+smaller pieces are still in the processor's cache when they are verified."""
 
 HEAD_BYTES = 64 << 10
 MAX_HEADER = 16 << 20
@@ -156,22 +156,27 @@ class ChunkFile:
 
     Attributes:
         key: what the file says it holds; equal to the key asked for.
-        inputs: see ChunkInputs; in host memory, verified.
+        inputs: see ChunkInputs; in host memory, verified. None when they were not asked for.
+        tokens: of the chunk.
         shape: geometry of the KV.
         bytes: size of the file.
     """
 
     key: KVKey
-    inputs: ChunkInputs
+    inputs: ChunkInputs | None
+    tokens: int
     shape: KVShape
     dtype: torch.dtype
     bytes: int
 
-    def __init__(self, path: Path, key: KVKey | None = None, files: Files | None = None) -> None:
+    def __init__(
+        self, path: Path, key: KVKey | None = None, files: Files | None = None, inputs: bool = True
+    ) -> None:
         """Open and verify everything but the layers.
 
         Args:
             key: what the file must hold; None accepts whatever it says it holds.
+            inputs: False leaves the inputs alone, for a reader that has them already.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -182,7 +187,7 @@ class ChunkFile:
         self._fd = self._files.open(path)
         self._close = weakref.finalize(self, self._files.close, self._fd)
         try:
-            self._parse(key)
+            self._parse(key, inputs)
         except CorruptFile:
             self.close()
             raise
@@ -195,33 +200,53 @@ class ChunkFile:
         self._close()
 
     def read_into(self, destination: torch.Tensor, ready: Callable[[int], None] | None = None) -> None:
-        """Fill ``destination [layers, 2, kv_heads, n, head_dim]`` (contiguous host memory) and verify every layer.
+        """``read_layers`` to its end.
 
         Args:
             ready: called with the number of each layer, in order, as soon as its bytes are in place and verified.
+        """
+        for layer in self.read_layers(destination):
+            if ready is not None:
+                ready(layer)
+
+    def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
+        """Fill ``destination [layers, 2, kv_heads, n, head_dim]`` (host memory) and verify every layer.
+
+        Bytes are read straight into the destination where it is contiguous; where it is not (a chunk behind sink
+        slots) each layer goes through a buffer of a few MiB. Checksums are computed by the thread that has just read
+        the bytes, while they are in its cache. Each ``next`` does at most one read, and another thread may do the
+        following one.
+
+        Yields:
+            The number of each layer, in order, as soon as its bytes are in place and verified.
 
         Raises:
             CorruptFile: a layer's checksum does not match, or the file ended early. What was written to
-                ``destination`` must not be used, except layers that were reported ready.
-            ValueError: the destination has another shape or type, or is not contiguous host memory.
+                ``destination`` must not be used, except layers that were yielded.
+            ValueError: the destination has another shape or type, or is not host memory.
         """
-        wanted = (self.shape.layers, 2, self.shape.kv_heads, len(self.inputs), self.shape.head_dim)
+        wanted = (self.shape.layers, 2, self.shape.kv_heads, self.tokens, self.shape.head_dim)
         if tuple(destination.shape) != wanted or destination.dtype != self.dtype:
             got = f"{tuple(destination.shape)} {destination.dtype}"
             raise ValueError(f"the chunk is {wanted} {self.dtype}, the destination {got}")
-        view = bytes_of(destination)
-        layers, step = self.shape.layers, len(view) // self.shape.layers
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, self._data, len(view), os.POSIX_FADV_WILLNEED)
-        group = max(1, -(-IO_BYTES // step))
+        if destination.device.type != "cpu":
+            raise ValueError(f"a file is read into host memory, not to {destination.device}")
+        layers, step = self.shape.layers, math.prod(wanted[1:]) * self.dtype.itemsize
+        group = min(layers, -(-IO_BYTES // step))
+        straight = destination.is_contiguous()
+        buffer = destination if straight else torch.empty((group, *wanted[1:]), dtype=self.dtype)
+        view = bytes_of(buffer)
         for first in range(0, layers, group):
             last = min(first + group, layers)
-            self._fill(view[first * step : last * step], self._data + first * step)
+            shift = 0 if straight else first  # the buffer begins anew with every group
+            self._fill(view[(first - shift) * step : (last - shift) * step], self._data + first * step)
             for layer in range(first, last):
-                if checksum(view[layer * step : (layer + 1) * step]) != self._sums[layer]:
+                at = layer - shift
+                if checksum(view[at * step : (at + 1) * step]) != self._sums[layer]:
                     raise CorruptFile(f"layer {layer} of {self.path.name} is damaged")
-                if ready is not None:
-                    ready(layer)
+                if not straight:
+                    destination[layer].copy_(buffer[at])
+                yield layer
 
     def _fill(self, view: memoryview, offset: int) -> None:
         try:
@@ -231,7 +256,7 @@ class ChunkFile:
         if done < len(view):
             raise CorruptFile(f"{self.path.name} ends at byte {offset + done}")
 
-    def _parse(self, key: KVKey | None) -> None:
+    def _parse(self, key: KVKey | None, inputs: bool) -> None:
         header = self._read_header()
         metadata = header.pop("__metadata__")
         if metadata["format"] != FORMAT:
@@ -254,9 +279,11 @@ class ChunkFile:
                 raise CorruptFile(f"layer {i} of {self.path.name} is not where it should be")
         if _dtype_name(self.dtype) != recipe.dtype or recipe.codec != "raw":
             raise CorruptFile(f"{self.path.name} is not stored as its recipe says")
-        self.inputs = self._read_inputs(header, len(layers) * step, metadata)
-        if len(self.inputs) != shape[2] or shape[0] != 2:
-            raise CorruptFile(f"{self.path.name} has {len(self.inputs)} inputs for KV of shape {shape}")
+        self.tokens, self.inputs = shape[2], None
+        if inputs:
+            self.inputs = self._read_inputs(header, len(layers) * step, metadata)
+        if shape[0] != 2 or (inputs and len(self.inputs) != self.tokens):
+            raise CorruptFile(f"{self.path.name} has KV of shape {shape} for other inputs")
 
     def _read_header(self) -> dict[str, Any]:
         self.bytes = self._files.size(self._fd)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from sqlite3 import Connection, Row
@@ -133,10 +133,14 @@ class ChunkRows:
         self._touched: dict[str, float] = {}  # last uses, written down with the next eviction or flush
         self._lock = Lock()  # guards touched; held for a moment only
 
-    def path(self, key: KVKey) -> str | None:
-        """Where a ready chunk lies, relative to the root."""
-        row = self._catalog.one("SELECT path FROM chunks WHERE key = ? AND state = 'ready'", key.digest)
-        return row and row["path"]
+    def present(self, keys: Sequence[KVKey]) -> list[KVKey]:
+        """Those of the chunks that are ready, each once; one query whatever their number."""
+        by_digest = {key.digest: key for key in keys}
+        slots = ", ".join("?" * len(by_digest))
+        rows = self._catalog.read(
+            f"SELECT key FROM chunks WHERE state = 'ready' AND key IN ({slots})", *by_digest
+        )
+        return [by_digest[row["key"]] for row in rows]
 
     def ready(self) -> list[ChunkRow]:
         sql = "SELECT key, path, bytes FROM chunks WHERE tier = 'disk' AND state = 'ready'"
@@ -225,10 +229,10 @@ class ChunkRows:
         with self._catalog.write() as db:
             db.execute("DELETE FROM chunks WHERE state != 'ready' AND last_used < ?", (before,))
 
-    def touch(self, key: KVKey) -> None:
-        """The chunk was used now. Costs no write."""
+    def touch(self, keys: Iterable[KVKey]) -> None:
+        """The chunks were used now. Costs no write."""
         with self._lock:
-            self._touched[key.digest] = self._clock()
+            self._touched.update(dict.fromkeys((key.digest for key in keys), self._clock()))
 
     def flush(self) -> None:
         """Write down when chunks were last used."""

@@ -291,7 +291,8 @@ def test_a_resident_chunk_touches_neither_disk_nor_encoder(make_engine, monkeypa
     prompt = prompt_of(ids(1, 3), picture, ids(2, 3))
     first = answer(engine, prompt)
     monkeypatch.setattr(engine.model, "image_inputs", lambda image: pytest.fail("the vision encoder ran"))
-    monkeypatch.setattr(store, "open", lambda key: pytest.fail("the disk was read"))
+    for question in ("open", "find"):
+        monkeypatch.setattr(store, question, lambda key: pytest.fail("the disk was read"))
     assert answer(engine, prompt).token_ids == first.token_ids
     assert answer(engine, prompt, "prefix").usage.computed == first.usage.prompt_tokens
 

@@ -297,13 +297,39 @@ def test_a_destination_that_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "c.safetensors"
     write(path, chunk)
     stored = ChunkFile(path, chunk.key)
-    for wrong in (
-        chunk.kv[:2].clone(),
-        chunk.kv.double(),
-        chunk.kv.transpose(3, 4).contiguous().transpose(3, 4),
-    ):
+    for wrong in (chunk.kv[:2].clone(), chunk.kv.double(), chunk.kv.to("meta")):
         with pytest.raises(ValueError):
             stored.read_into(wrong)
+
+
+@pytest.mark.parametrize("io_bytes", [1, 5000, 1 << 20])
+def test_a_strided_destination_is_filled_layer_by_layer_and_nothing_around_it_is_touched(
+    tmp_path, io_bytes, monkeypatch
+):
+    """A chunk compiled behind sink slots: its tokens are not one run of memory."""
+    monkeypatch.setattr("mpic.kv.file.IO_BYTES", io_bytes)
+    chunk = make_chunk(layers=5)
+    path = tmp_path / "c.safetensors"
+    write(path, chunk)
+    layers, two, heads, n, dim = chunk.kv.shape
+    extent = torch.full((layers, two, heads, n + 4, dim), 7.0, dtype=chunk.kv.dtype)
+    target = extent[:, :, :, 4:]
+    for layer in ChunkFile(path, chunk.key, inputs=False).read_layers(target):
+        assert torch.equal(target[layer], chunk.kv[layer])
+    assert torch.equal(target, chunk.kv) and bool((extent[:, :, :, :4] == 7).all())
+
+
+def test_layers_can_be_read_without_the_inputs(tmp_path):
+    chunk = make_chunk()
+    path = tmp_path / "c.safetensors"
+    write(path, chunk)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1  # in the inputs
+    path.write_bytes(raw)
+    bare = ChunkFile(path, chunk.key, inputs=False)
+    assert bare.inputs is None and torch.equal(read(bare, chunk.kv), chunk.kv)
+    with pytest.raises(CorruptFile):
+        ChunkFile(path, chunk.key)
 
 
 def test_a_chunk_that_contradicts_itself_is_not_written(tmp_path):

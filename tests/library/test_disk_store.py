@@ -10,7 +10,7 @@ from library_tools import MODEL, Clock, FullDisk, everything, kill, make_chunk, 
 
 from mpic.durable import Files
 from mpic.engine.base import ChunkStore, StoredChunk
-from mpic.errors import CorruptFile, IntegrityError, StorageFull
+from mpic.errors import CorruptFile, IntegrityError, NotFound, StorageFull
 from mpic.kv.chunk import ChunkKV
 from mpic.kv.file import encode
 from mpic.library import Library
@@ -42,6 +42,44 @@ def test_it_keeps_the_engines_contract(library):
     assert (stats["requested"], stats["hits"], stats["saved"], stats["chunks"]) == (2, 1, 1, 1)
     assert stats["bytes"] == stats["bytes_written"] == size_of(chunk)
     assert stats["bytes_read"] == chunk.kv.nbytes
+
+
+def test_a_prompts_chunks_are_found_by_one_query_and_no_file_is_opened_before_it_is_read(open_library):
+    class Watching(Files):
+        opened = 0
+
+        def open(self, path):
+            Watching.opened += 1
+            return super().open(path)
+
+    library = open_library(files=Watching())
+    kept = chunks(3)
+    for chunk in kept[:2]:
+        library.store.save(chunk)
+    queries = []
+    read_rows, library.catalog.read = (
+        library.catalog.read,
+        lambda *a, **k: queries.append(1) or read_rows(*a, **k),
+    )
+    found = library.store.find([chunk.key for chunk in (*kept, kept[0])])
+    assert set(found) == {kept[0].key, kept[1].key} and len(queries) == 1 and Watching.opened == 0
+    assert torch.equal(read(found[kept[0].key], kept[0].kv), kept[0].kv)
+    assert same_inputs(found[kept[1].key].inputs, kept[1].inputs)
+
+
+def test_what_was_found_and_is_gone_or_bad_when_it_is_read_says_so(library):
+    gone, bad = chunks(2)
+    for chunk in (gone, bad):
+        library.store.save(chunk)
+    found = library.store.find([gone.key, bad.key])
+    library.store.path(gone.key).unlink()
+    flip(library.store.path(bad.key), 4100)
+    with pytest.raises(NotFound):
+        read(found[gone.key], gone.kv)
+    with pytest.raises(CorruptFile):
+        read(found[bad.key], bad.kv)
+    assert library.store.find([gone.key, bad.key]) == {}
+    assert library.store.missing_reason(bad.key) == "corrupt"
 
 
 def test_names_hold_whole_digests_and_never_the_user(library):

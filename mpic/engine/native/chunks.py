@@ -72,7 +72,8 @@ class ChunkTraffic:
             if not target.is_contiguous() or target.device.type != "cpu":
                 pinned = target.device.type == "cuda"
                 buffer = torch.empty(target.shape, dtype=target.dtype, pin_memory=pinned)
-            linked.stored.read_into(buffer)
+            for _ in linked.stored.read_layers(buffer):
+                pass
         except Exception as caught:
             error = caught
 

@@ -173,12 +173,12 @@ def build_sequence(
         segment = request.prompt.segments[part.segment]
         if isinstance(segment, TextSegment):
             new = list(segment.token_ids[part.lo : part.hi])
-            local = torch.arange(part.lo, part.hi).expand(mrope, -1)
+            at = torch.arange(part.lo + part.base, part.hi + part.base).expand(mrope, -1)
             items += new
         else:
             inputs = chunk_of[part.segment].inputs
             new = inputs.token_ids[part.lo : part.hi].tolist()
-            local = inputs.positions[:, part.lo : part.hi]
+            at = inputs.positions[:, part.lo : part.hi] + part.base
             if inputs.embeds is not None:
                 deep = None if inputs.deepstack is None else inputs.deepstack[:, part.lo : part.hi]
                 pieces.append(Piece(len(ids), inputs.embeds[part.lo : part.hi], deep))
@@ -186,7 +186,7 @@ def build_sequence(
                 items += [(content, j) for j in range(part.lo, part.hi)]
             else:
                 items += new
-        positions.append(local + part.base)
+        positions.append(at)
         ids += new
     sequence = Sequence(ids, torch.cat(positions, 1), pieces)
     sequence.request, sequence.plan, sequence.linked, sequence.items = request, plan, linked, items

@@ -3,23 +3,28 @@ can be known without computing."""
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
 
-from mpic.engine.base import ChunkStore, GenerationRequest, Sampling
+from mpic.engine.base import ChunkStore, GenerationRequest, Sampling, StoredChunk
+from mpic.engine.native import lanes
 from mpic.engine.native.deletions import Deletions
-from mpic.engine.native.lanes import LinkedChunk, Sequence, build_sequence
+from mpic.engine.native.lanes import LinkedChunk, build_sequence
 from mpic.engine.native.sampling import Detokenizer, Sampler
 from mpic.engine.native.scheduler import GROWTH, CompileRequest
 from mpic.engine.native.stored import StoredLater
 from mpic.engine.native.stream import Stream
 from mpic.errors import (
     ContextLengthExceeded,
+    CorruptFile,
     EmptyPrompt,
     InvalidUpload,
     MPICError,
+    NotFound,
     PoolTooSmall,
     UnsupportedModality,
     UnsupportedParameter,
@@ -29,6 +34,8 @@ from mpic.kv.device import DeviceCache
 from mpic.link.plan import DynamicPolicy, Policy, SegmentShape, make_plan
 from mpic.model.loaded import LoadedModel
 from mpic.prompt.segments import TextSegment
+
+log = logging.getLogger(__name__)
 
 _REMEMBERED_BYTES = 512 << 20
 
@@ -52,13 +59,13 @@ class Preparer:
     def key(self, chunk: Chunk, sink: int) -> KVKey:
         return KVKey(chunk.owner, chunk.key, self._model.digest, self.recipe(sink))
 
-    def sequence(self, request: GenerationRequest, stream: Stream, arrived: float) -> Sequence:
+    def sequence(self, request: GenerationRequest, stream: Stream, arrived: float) -> lanes.Sequence:
         """Raises EmptyPrompt, UnsupportedParameter, UnsupportedModality, ContextLengthExceeded, PoolTooSmall."""
         check_sampling(request.sampling)
         segments = request.prompt.segments
         if not segments or not isinstance(segments[-1], TextSegment) or len(segments[-1]) == 0:
             raise EmptyPrompt("a prompt must end with text of its own", param="messages")
-        linked = [self._link(chunk, request.policy, arrived) for chunk in request.prompt.chunks]
+        linked = self._link(request.prompt.chunks, request.policy, arrived)
         inputs = iter(linked)
         shapes = []
         for segment in segments:
@@ -86,7 +93,7 @@ class Preparer:
         usage.recomputed = sum(slot.length for slot in plan.slots) - usage.reused
         return sequence
 
-    def _max_tokens(self, request: GenerationRequest, length: int, sequence: Sequence) -> int:
+    def _max_tokens(self, request: GenerationRequest, length: int, sequence: lanes.Sequence) -> int:
         """The answer's limit, from the request, the context and the pool."""
         context, asked = self._model.context_length, request.sampling.max_tokens
         if length >= context or (asked is not None and length + asked > context):
@@ -111,7 +118,7 @@ class Preparer:
             )
         return asked if asked is not None else min(context - length, room)
 
-    def _chunk_pages(self, sequence: Sequence) -> int:
+    def _chunk_pages(self, sequence: lanes.Sequence) -> int:
         """Pages of the chunks a request maps, each once."""
         lengths = {linked.key: len(linked.inputs) + linked.key.recipe.sink for linked in sequence.needed}
         return sum(self._pool.pages_for(n) for n in lengths.values())
@@ -143,7 +150,7 @@ class Preparer:
             raise self.too_large(request, self._pool.pages)
         return request
 
-    def too_large(self, item: Sequence | CompileRequest, available: int) -> MPICError:
+    def too_large(self, item: lanes.Sequence | CompileRequest, available: int) -> MPICError:
         """The error for something that does not fit even into an otherwise idle pool."""
         if isinstance(item, CompileRequest):
             pages = self._pool.pages_for(len(item.inputs) + item.key.recipe.sink)
@@ -156,24 +163,58 @@ class Preparer:
             pages=self._pool.pages,
         )
 
-    def _link(self, chunk: Chunk, policy: Policy, arrived: float) -> LinkedChunk:
-        """Inputs from the nearest place: the device's resident chunk, memory, the store, or made anew."""
-        key = self.key(chunk, policy.sink)
-        resident = self._device.get(key)
-        if resident is not None and resident.ready:
-            later = StoredLater(self._store, key, resident.inputs) if self._store is not None else None
-            return LinkedChunk(chunk, key, resident.inputs, later, "evicted")
-        remembered = self._remembered(chunk)
-        if remembered is not None and not policy.uses_chunks:
-            return LinkedChunk(chunk, key, remembered, None, None)
-        stored = self._store.open(key) if self._store is not None else None
-        inputs = remembered or (stored.inputs if stored is not None else self._make(chunk))
-        if remembered is None:
+    def _link(self, chunks: Sequence[Chunk], policy: Policy, arrived: float) -> list[LinkedChunk]:
+        """Every chunk's inputs from the nearest place: the device's resident chunk, memory, the store, or made anew.
+        The store is asked once for all that are not resident."""
+        recipe = self.recipe(policy.sink)
+        keys = [KVKey(chunk.owner, chunk.key, self._model.digest, recipe) for chunk in chunks]
+        residents = [self._device.get(key) for key in keys]
+        known = [
+            r.inputs if r is not None and r.ready else self._remembered(chunk)
+            for chunk, r in zip(chunks, residents, strict=True)
+        ]
+        asked = [
+            key
+            for key, resident, inputs in zip(keys, residents, known, strict=True)
+            if (resident is None or not resident.ready) and (inputs is None or policy.uses_chunks)
+        ]
+        found = self._store.find(asked) if self._store is not None and asked else {}
+        linked = []
+        for chunk, key, resident, inputs in zip(chunks, keys, residents, known, strict=True):
+            if resident is not None and resident.ready:
+                later = StoredLater(self._store, key, inputs) if self._store is not None else None
+                linked.append(LinkedChunk(chunk, key, inputs, later, "evicted"))
+            elif inputs is not None and not policy.uses_chunks:
+                linked.append(LinkedChunk(chunk, key, inputs, None, None))
+            else:
+                linked.append(self._link_stored(chunk, key, inputs, found.get(key), arrived))
+        return linked
+
+    def _link_stored(
+        self, chunk: Chunk, key: KVKey, inputs: ChunkInputs | None, stored: StoredChunk | None, arrived: float
+    ) -> LinkedChunk:
+        inputs = inputs or self._remembered(chunk)  # linked twice, it was made a moment ago
+        if inputs is None:
+            inputs = self._read_inputs(stored, chunk)
+            if inputs is None:
+                stored, inputs = None, self._make(chunk)
             self._remember(chunk, inputs, arrived)
-        if stored is not None:
-            return LinkedChunk(chunk, key, inputs, StoredLater(self._store, key, inputs), None)
-        reason = self._store.missing_reason(key) if self._store is not None else "new"
-        return LinkedChunk(chunk, key, inputs, None, reason)
+        reason = None
+        if stored is None:
+            reason = self._store.missing_reason(key) if self._store is not None else "new"
+        return LinkedChunk(chunk, key, inputs, stored, reason)
+
+    def _read_inputs(self, stored: StoredChunk | None, chunk: Chunk) -> ChunkInputs | None:
+        """What the store has, or None when it turns out that it has not. Text needs no file: its chunk has the ids."""
+        if stored is None:
+            return None
+        if chunk.token_ids:
+            return self._make(chunk)
+        try:
+            return stored.inputs
+        except (NotFound, CorruptFile, OSError) as error:
+            log.warning("chunk %s cannot be used as it is stored: %s", chunk.key, error)
+            return None
 
     def _make(self, chunk: Chunk) -> ChunkInputs:
         if chunk.token_ids is not None:

@@ -1,6 +1,8 @@
-"""A stored chunk that is opened only if it has to be read."""
+"""A chunk that is resident, and looked up in the store only if it has left the device before it is needed."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -10,20 +12,19 @@ from mpic.kv.chunk import ChunkInputs, KVKey
 
 
 class StoredLater:
-    """What a waiting request keeps of a stored chunk: no open file, and no disk access at all while the chunk is
-    resident."""
+    """What a waiting request keeps of a resident chunk: no look-up and no disk access unless it is evicted."""
 
     def __init__(self, store: ChunkStore, key: KVKey, inputs: ChunkInputs) -> None:
         self.inputs, self._store, self._key = inputs, store, key
 
-    def read_into(self, destination: torch.Tensor) -> None:
-        """As ``StoredChunk.read_into``.
+    def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
+        """As ``StoredChunk.read_layers``.
 
         Raises:
             NotFound: it has left the store, or was never written.
             CorruptFile: it is damaged.
         """
-        stored = self._store.open(self._key)
+        stored = self._store.find([self._key]).get(self._key)
         if stored is None:
             raise NotFound(f"chunk {self._key.chunk} is not stored")
-        stored.read_into(destination)
+        yield from stored.read_layers(destination)

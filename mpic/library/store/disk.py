@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from sqlite3 import Connection
@@ -20,7 +20,7 @@ from sqlite3 import Connection
 import torch
 
 from mpic.durable import Files, write_durably
-from mpic.errors import CorruptFile, IntegrityError, StorageFull
+from mpic.errors import CorruptFile, IntegrityError, NotFound, StorageFull
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, digest
 from mpic.kv.file import ChunkFile, encode
 from mpic.library.catalog import Catalog
@@ -52,28 +52,44 @@ def owner_folder(owner: str) -> str:
 
 
 class DiskChunk:
-    """A stored chunk, open for reading; see ``mpic.engine.base.StoredChunk``."""
+    """A stored chunk; see ``mpic.engine.base.StoredChunk``.
 
-    def __init__(self, store: DiskStore, file: ChunkFile) -> None:
-        self._store = store
-        self._file = file
-        self.inputs: ChunkInputs = file.inputs
+    Args:
+        file: open, with its inputs; None opens the file when it is first read, so that what is only looked up costs
+            neither a file descriptor nor a read.
+    """
 
-    def read_into(self, destination: torch.Tensor, ready: Callable[[int], None] | None = None) -> None:
-        """Fill ``destination [layers, 2, kv_heads, n, head_dim]``; ``ready(layer)`` is called layer by layer.
+    def __init__(self, store: DiskStore, key: KVKey, file: ChunkFile | None = None) -> None:
+        self._store, self._key, self._file = store, key, file
 
-        Raises:
-            CorruptFile: a checksum or the size does not match. The file has been moved aside and counted.
-        """
+    @property
+    def inputs(self) -> ChunkInputs:
+        if self._file is None or self._file.inputs is None:
+            self._file = self._store._file(self._key)
+        return self._file.inputs
+
+    def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
+        """See ``StoredChunk.read_layers`` and ``ChunkFile.read_layers``."""
+        file = self._file or self._store._file(self._key, inputs=False)
         try:
-            self._file.read_into(destination, ready)
+            yield from file.read_layers(destination)
         except CorruptFile as error:
-            self._store._set_aside(self._file.key, error)
+            self._store._set_aside(self._key, error)
             raise
+        finally:
+            if file is not self._file:
+                file.close()
         self._store._count(bytes_read=destination.nbytes)
 
+    def read_into(self, destination: torch.Tensor, ready: Callable[[int], None] | None = None) -> None:
+        """``read_layers`` to its end; ``ready(layer)`` is called layer by layer."""
+        for layer in self.read_layers(destination):
+            if ready is not None:
+                ready(layer)
+
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class DiskStore:
@@ -107,29 +123,50 @@ class DiskStore:
 
     # Reading
 
+    def find(self, keys: Sequence[KVKey]) -> dict[KVKey, DiskChunk]:
+        """Those of the chunks that the catalogue says are here, by one query; no file is touched before it is read."""
+        for key in keys:
+            self._deleted.discard((key.owner, key.chunk))
+        found = self._rows.present(keys)
+        self._rows.touch(found)
+        self._count(requested=len(keys), hits=len(found))
+        return {key: DiskChunk(self, key) for key in found}
+
     def open(self, key: KVKey) -> DiskChunk | None:
         """The stored chunk with its inputs verified, or None. A bad file is moved aside and counted, never raised."""
         self._count(requested=1)
         self._deleted.discard((key.owner, key.chunk))
-        path = self._rows.path(key)
-        if path is None:
+        if not self._rows.present([key]):
             return None
         try:
-            file = ChunkFile(self.root / path, key, self._files)
+            file = self._file(key)
+        except (NotFound, CorruptFile, OSError):
+            return None
+        self._rows.touch([key])
+        self._count(hits=1)
+        return DiskChunk(self, key, file)
+
+    def _file(self, key: KVKey, inputs: bool = True) -> ChunkFile:
+        """A chunk's file, open.
+
+        Raises:
+            NotFound: it is gone; the catalogue knows now.
+            CorruptFile: it is damaged; it has been moved aside and counted.
+            OSError: it cannot be opened just now (too many open files, no permission) and may be good; counted.
+        """
+        try:
+            return ChunkFile(self.path(key), key, self._files, inputs)
         except FileNotFoundError:
             self._rows.mark([key.digest], "missing")
             self._count(missing=1)
-            return None
+            raise NotFound(f"chunk {key.chunk} is not stored") from None
         except CorruptFile as error:
             self._set_aside(key, error)
-            return None
-        except OSError as error:  # too many open files, no permission: the file itself may be good
-            log.warning("%s cannot be opened: %s", path, error)
+            raise
+        except OSError as error:
+            log.warning("%s cannot be opened: %s", self.path(key).name, error)
             self._count(unreadable=1)
-            return None
-        self._rows.touch(key)
-        self._count(hits=1)
-        return DiskChunk(self, file)
+            raise
 
     def missing_reason(self, key: KVKey) -> str:
         """Why ``open`` found nothing: ``new | evicted | expired | model_changed | recipe | corrupt``."""
@@ -152,7 +189,7 @@ class DiskStore:
         """
         key, path = chunk.key, self.path(chunk.key)
         with self.lock:
-            if key in self._saving or (key.owner, key.chunk) in self._deleted or self._rows.path(key):
+            if key in self._saving or (key.owner, key.chunk) in self._deleted or self._rows.present([key]):
                 return
             self._saving[key] = True
         size = reserved = 0
