@@ -107,7 +107,13 @@ class LibraryConfig:
         image_pixels: most pixels of an image; checked before it is decoded.
         image_aspect: longest side of an image over its shortest.
         gif: accept GIF and take its first frame; otherwise GIF is refused.
-        disk_bytes: budget of compiled chunks on disk; the least recently used go first.
+        user_files: most files of one user; 0: no quota.
+        user_bytes: most bytes of one user's originals; 0: no quota.
+        user_disk_bytes: most bytes of one user's compiled chunks on disk; 0: a fair share of the budget.
+        disk_bytes: budget of compiled chunks on disk. When it is full, every user keeps a fair share.
+        host_bytes: budget of compiled chunks in host memory; used when the engine runs on an accelerator.
+        user_host_bytes: most bytes of one user there; 0: a fair share.
+        shared_fraction: part of each budget that the dynamic library keeps while it stores anything.
     """
 
     data_dir: str = field(default_factory=default_data_dir)
@@ -116,7 +122,13 @@ class LibraryConfig:
     image_pixels: int = 40_000_000
     image_aspect: float = 200.0
     gif: bool = False
+    user_files: int = 0
+    user_bytes: int = 0
+    user_disk_bytes: int = 0
     disk_bytes: int = 64 * GiB
+    host_bytes: int = 8 * GiB
+    user_host_bytes: int = 0
+    shared_fraction: float = 0.5
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ MPICError                         500  internal_error
 │   └── MethodNotAllowed          405  method_not_allowed   (mpic.server.errors)
 ├── Unauthorized                  401  unauthorized
 ├── Forbidden                     403  forbidden
+│   └── StorageQuotaExceeded      403  storage_quota_exceeded
 ├── NotFound                      404  not_found
 │   ├── FileNotFound              404  file_not_found
 │   ├── UnknownHandle             404  unknown_handle
@@ -122,6 +123,10 @@ class Unauthorized(MPICError):
 
 class Forbidden(MPICError):
     status, code = 403, "forbidden"
+
+
+class StorageQuotaExceeded(Forbidden):
+    code = "storage_quota_exceeded"
 
 
 class NotFound(MPICError):

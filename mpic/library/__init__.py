@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mpic.durable import Files
-from mpic.errors import Unavailable
+from mpic.errors import BadRequest, Unavailable
 from mpic.library.catalog import Catalog
 from mpic.library.decode import decode_image, decode_text
 from mpic.library.dynamic import DynamicLibrary
@@ -37,6 +37,7 @@ from mpic.library.records import (
     Removed,
     State,
     Tokenize,
+    Usage,
 )
 from mpic.library.static import StaticLibrary
 from mpic.library.store import DiskStore
@@ -57,6 +58,7 @@ __all__ = [
     "State",
     "StaticLibrary",
     "Tokenize",
+    "Usage",
     "decode_image",
     "decode_text",
 ]
@@ -82,6 +84,7 @@ class Library:
     def __init__(self, root: Path, limits: Limits, files: Files, clock: Callable[[], float]) -> None:
         self.root = root
         self.limits = limits
+        self._clock = clock
         self.catalog = Catalog(root / "catalog.sqlite")
         self.store = DiskStore(root, self.catalog, limits, files, clock)
         self.files = StaticLibrary(root, self.catalog, self.store, limits, files, clock)
@@ -131,6 +134,44 @@ class Library:
             "lost_files": len(lost),
             "orphans": chunks["orphans"] + orphans,
         }
+
+    def set_quota(
+        self, user: str, *, files: int | None = None, bytes: int | None = None, disk: int | None = None
+    ) -> None:
+        """Give a user quotas of its own. None: what the limits say; 0: none.
+
+        Args:
+            files: most files.
+            bytes: most bytes of originals.
+            disk: most bytes of compiled chunks on disk; what is too much goes with the next chunk that is stored.
+        """
+        if any(value is not None and value < 0 for value in (files, bytes, disk)):
+            raise BadRequest("a quota is not negative")
+        with self.catalog.write() as db:
+            self.catalog.add_user(db, user, self._clock())
+            sql = "UPDATE users SET quota_files = ?, quota_bytes = ?, quota_disk = ? WHERE id = ?"
+            db.execute(sql, (files, bytes, disk, user))
+
+    def usage(self) -> list[Usage]:
+        """What each user holds per tier, and the quotas that hold for it; the dynamic library is ``@shared``."""
+        sql = """
+            SELECT owner, tier, count, bytes, quota_files, quota_bytes, quota_disk
+            FROM usage LEFT JOIN users ON users.id = owner WHERE count > 0 ORDER BY owner, tier DESC"""
+        limits = self.limits
+        found = []
+        for row in self.catalog.read(sql):
+            own = (row["quota_bytes"], limits.user_bytes), (row["quota_disk"], limits.user_disk_bytes)
+            bound, default = own[row["tier"] == "disk"]
+            files = limits.user_files if row["quota_files"] is None else row["quota_files"]
+            shared = row["owner"] == SHARED
+            found.append(
+                Usage(
+                    *row[:4],
+                    files_quota=0 if shared or row["tier"] == "disk" else files,
+                    bytes_quota=0 if shared else default if bound is None else bound,
+                )
+            )
+        return found
 
     def stats(self) -> dict[str, Any]:
         """Counters of the tiers and totals of the catalogue."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpic.errors import IntegrityError, StorageFull
+from mpic.library.records import SHARED
 
 Migration = Callable[[sqlite3.Connection], None]
 MIGRATIONS: list[Migration] = []
@@ -96,6 +97,52 @@ def m002_references_and_metadata(db: sqlite3.Connection) -> None:
     # versions that were replaced or removed and that a running request may still link
     db.execute(f"CREATE TABLE retired_refs ({columns}, PRIMARY KEY (id, version)) WITHOUT ROWID")
     db.execute("CREATE INDEX retired_refs_content ON retired_refs (digest)")
+
+
+@migration
+def m003_quotas_pins_usage(db: sqlite3.Connection) -> None:
+    for quota in ("files", "bytes", "disk"):  # NULL: what the limits say; 0: none
+        db.execute(f"ALTER TABLE users ADD COLUMN quota_{quota} INTEGER")
+    for table in ("files", "refs"):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0")
+    db.execute("ALTER TABLE chunks ADD COLUMN why TEXT")  # of an evicted one: quota, budget, share
+    db.execute("DROP INDEX chunks_use")
+    db.execute("CREATE INDEX chunks_turn ON chunks (owner, tier, state, last_used)")
+    # what each owner holds per tier, kept by triggers so that no query adds up all rows
+    db.execute("""
+        CREATE TABLE usage (
+            owner TEXT NOT NULL,
+            tier TEXT NOT NULL,          -- original, disk
+            count INTEGER NOT NULL,
+            bytes INTEGER NOT NULL,
+            PRIMARY KEY (owner, tier)
+        ) WITHOUT ROWID""")
+    sources = {
+        "files": ("{row}.owner", "'original'", "1"),
+        "refs": (f"'{SHARED}'", "'original'", "1"),
+        "chunks": ("{row}.owner", "{row}.tier", "{row}.state = 'ready'"),
+    }
+    for table, (owner, tier, counts) in sources.items():
+        add = (
+            f"INSERT INTO usage SELECT {owner}, {tier}, {{sign}}1, {{sign}}{{row}}.bytes WHERE {counts} "
+            "ON CONFLICT DO UPDATE SET count = count + excluded.count, bytes = bytes + excluded.bytes"
+        )
+        gain, loss = (
+            add.replace("{row}", row).replace("{sign}", sign) for row, sign in (("new", ""), ("old", "-"))
+        )
+        change = "UPDATE OF state, bytes" if table == "chunks" else "UPDATE OF bytes"
+        for name, event, does in (
+            ("more", "INSERT", gain),
+            ("less", "DELETE", loss),
+            ("other", change, f"{loss}; {gain}"),
+        ):
+            db.execute(f"CREATE TRIGGER {table}_{name} AFTER {event} ON {table} BEGIN {does}; END")
+        row = owner.replace("{row}", table), tier.replace("{row}", table), counts.replace("{row}", table)
+        db.execute(
+            f"INSERT INTO usage SELECT {row[0]} AS o, {row[1]} AS t, COUNT(*), SUM(bytes) FROM {table} "
+            f"WHERE {row[2]} GROUP BY o, t HAVING COUNT(*) > 0 "
+            "ON CONFLICT DO UPDATE SET count = count + excluded.count, bytes = bytes + excluded.bytes"
+        )
 
 
 class Catalog:

@@ -160,6 +160,12 @@ class DynamicLibrary:
         """Record what became of the compilation. A version that was replaced or removed meanwhile is no error."""
         self._rows.set_state(reference, state, tokens, error)
 
+    def pin(self, id: str, pinned: bool = True) -> Reference:
+        """Keep a reference's compiled chunk from eviction in favour of newer references, or no longer. The dynamic
+        library's guaranteed part of the disk is the bound. Raises ReferenceNotFound."""
+        self._rows.set_pin(id, pinned)
+        return self.get(id)
+
     def collect_retired(self) -> list[Removed]:
         """Remove versions that were replaced or removed and that nothing links any more. Call it now and then, and
         give what comes back to ``Engine.forget``."""

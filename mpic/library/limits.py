@@ -18,7 +18,13 @@ class Limits:
         image_aspect: longest side over shortest side.
         gif: accept GIF and take its first frame; otherwise GIF is refused.
         filename_chars: longer names are cut.
-        disk_bytes: budget of compiled chunks on disk; the least recently used go first.
+        user_files: most files of one user; 0: no quota. A user's own quota (``Library.set_quota``) comes first.
+        user_bytes: most bytes of one user's originals; 0: no quota.
+        user_disk_bytes: most bytes of one user's compiled chunks on disk; 0: what ``shares`` gives.
+        disk_bytes: budget of compiled chunks on disk; who loses what when it is full is said in ``shares.py``.
+        host_bytes: budget of compiled chunks in host memory, used when the engine runs on an accelerator.
+        user_host_bytes: most bytes of one user there; 0: what ``shares`` gives.
+        shared_fraction: part of a tier that the dynamic library is guaranteed while it stores anything.
         quarantine_files: how many damaged files are kept for inspection.
         tombstone_seconds: how long it is remembered why a compiled chunk is gone.
     """
@@ -29,7 +35,13 @@ class Limits:
     image_aspect: float = 200.0
     gif: bool = False
     filename_chars: int = 255
+    user_files: int = 0
+    user_bytes: int = 0
+    user_disk_bytes: int = 0
     disk_bytes: int = 64 << 30
+    host_bytes: int = 8 << 30
+    user_host_bytes: int = 0
+    shared_fraction: float = 0.5
     quarantine_files: int = 32
     tombstone_seconds: int = 30 * 86_400
 
@@ -40,3 +52,8 @@ class Limits:
         for name in ("upload_bytes", "text_bytes", "filename_chars", "disk_bytes", "quarantine_files"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("user_files", "user_bytes", "user_disk_bytes", "host_bytes", "user_host_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        if not 0 <= self.shared_fraction <= 1:
+            raise ValueError(f"shared_fraction must lie between 0 and 1, not {self.shared_fraction}")

@@ -45,6 +45,7 @@ class File:
         sha256: of the original's bytes.
         path: of the original.
         metadata: what the user wants to remember of it.
+        pinned: its compiled chunk is not evicted for newer uploads of the same user.
     """
 
     id: str
@@ -62,6 +63,7 @@ class File:
     sha256: str = field(repr=False)
     path: Path = field(repr=False)
     metadata: dict[str, Scalar] = field(default_factory=dict, hash=False)
+    pinned: bool = False
 
     @property
     def status(self) -> str:
@@ -98,6 +100,7 @@ class Reference:
         state: ``compiling | ready | failed``.
         error: why it failed.
         sha256: of the original's bytes.
+        pinned: its compiled chunk is not evicted for newer references.
     """
 
     id: str
@@ -116,6 +119,7 @@ class Reference:
     state: State
     error: str | None
     sha256: str = field(repr=False)
+    pinned: bool = False
 
 
 class ReferencePage(NamedTuple):
@@ -130,6 +134,18 @@ class Change(NamedTuple):
 
     what: Literal["added", "replaced", "removed"]
     reference: Reference
+
+
+class Usage(NamedTuple):
+    """What a user holds in one tier (``original``: uploads as they came, ``disk``: compiled chunks); a quota of 0 is
+    none."""
+
+    owner: str
+    tier: str
+    count: int
+    bytes: int
+    files_quota: int
+    bytes_quota: int
 
 
 class Removed(NamedTuple):

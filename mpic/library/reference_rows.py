@@ -109,6 +109,11 @@ class ReferenceRows:
         with self._catalog.write() as db:
             db.execute(sql, (state, tokens, error, reference.id, reference.version))
 
+    def set_pin(self, reference_id: str, pinned: bool) -> bool:
+        """False when there is none."""
+        with self._catalog.write() as db:
+            return db.execute("UPDATE refs SET pinned = ? WHERE id = ?", (pinned, reference_id)).rowcount > 0
+
     def mark_lost(self, paths: Iterable[str]) -> None:
         """References whose originals are gone cannot be compiled any more."""
         sql = "UPDATE refs SET state = 'failed', error = 'the original is lost' WHERE path = ?"
@@ -137,5 +142,6 @@ class ReferenceRows:
             values["key"] = ChunkKey(values["kind"], values.pop("digest"))
             values["path"] = self._root / values["path"]
             values["metadata"] = json.loads(values["metadata"])
+            values["pinned"] = bool(values.get("pinned", False))
             references.append(Reference(**values))
         return references

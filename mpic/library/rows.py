@@ -1,18 +1,17 @@
-"""Rows of the catalogue: all SQL about files and compiled chunks."""
+"""Rows of the catalogue about uploaded files, and users' quotas."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from sqlite3 import Connection, Row
-from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
-from mpic.errors import HandleTaken
-from mpic.kv.chunk import ChunkKey, KVKey
+from mpic.errors import HandleTaken, StorageQuotaExceeded
+from mpic.kv.chunk import ChunkKey
 from mpic.library.catalog import Catalog
+from mpic.library.limits import Limits
 from mpic.library.records import File, State
 
 ALIVE = "owner = :owner AND (expires_at IS NULL OR expires_at > :now)"
@@ -26,9 +25,10 @@ def handle_taken(handle: str) -> HandleTaken:
 class FileRows:
     """Uploaded files. Whatever takes a user sees nothing but that user's living files."""
 
-    def __init__(self, catalog: Catalog, root: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, catalog: Catalog, root: Path, limits: Limits, clock: Callable[[], float]) -> None:
         self._catalog = catalog
         self._root = root
+        self._limits = limits
         self._clock = clock
 
     def by_id(self, user: str, file_id: str) -> File | None:
@@ -63,7 +63,11 @@ class FileRows:
         return {row["path"] for row in self._catalog.read("SELECT path FROM files")}
 
     def insert(self, file: File) -> None:
-        """Commit a new file. An expired file that still holds its handle loses it. Raises HandleTaken."""
+        """Commit a new file. An expired file that still holds its handle loses it.
+
+        Raises:
+            HandleTaken, StorageQuotaExceeded.
+        """
         values = {name: value for name, value in vars(file).items() if name != "key"}
         values |= {
             "digest": file.key.digest,
@@ -79,7 +83,48 @@ class FileRows:
                 db.execute(f"UPDATE files SET handle = NULL WHERE {where} AND expires_at <= ?", (*own, now))
                 if db.execute(f"SELECT 1 FROM files WHERE {where}", own).fetchone():
                     raise handle_taken(file.handle)
+            self.check_quota(file.owner, file.bytes, db)
             insert_row(db, "INSERT", "files", values)
+
+    def check_quota(self, user: str, size: int, db: Connection | None = None) -> None:
+        """Whether the user may store one more original of this size. What has expired does not count.
+
+        Raises:
+            StorageQuotaExceeded.
+        """
+        read = self._catalog.read if db is None else lambda sql, *values: db.execute(sql, values).fetchall()
+        files, room = quota(read, user, "files", self._limits), quota(read, user, "bytes", self._limits)
+        if not files and not room:
+            return
+        (used,) = read("SELECT count, bytes FROM usage WHERE owner = ? AND tier = 'original'", user) or [
+            (0, 0)
+        ]
+        if not _exceeded(used, files, room, size):
+            return
+        sql = "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM files WHERE owner = ? AND expires_at <= ?"
+        (gone,) = read(sql, user, self._clock())
+        used = used[0] - gone[0], used[1] - gone[1]
+        which = _exceeded(used, files, room, size)
+        if which == "files":
+            raise StorageQuotaExceeded(
+                f"you have {used[0]} files; your quota is {files}", quota=files, used=used[0]
+            )
+        if which == "bytes":
+            raise StorageQuotaExceeded(
+                f"the upload has {size} bytes and your files {used[1]}; your quota is {room} bytes",
+                quota=room,
+                used=used[1],
+            )
+
+    def set_expiry(self, user: str, file_id: str, expires_at: float | None) -> None:
+        """A file that has expired stays so."""
+        sql = f"UPDATE files SET expires_at = :at WHERE id = :id AND {ALIVE}"
+        with self._catalog.write() as db:
+            db.execute(sql, {"at": expires_at, "id": file_id, "owner": user, "now": self._clock()})
+
+    def set_pin(self, user: str, file_id: str, pinned: bool) -> None:
+        with self._catalog.write() as db:
+            db.execute("UPDATE files SET pinned = ? WHERE owner = ? AND id = ?", (pinned, user, file_id))
 
     def set_state(self, user: str, file_id: str, state: State, tokens: int | None, error: str | None) -> None:
         sql = "UPDATE files SET state = ?, tokens = COALESCE(?, tokens), error = ? WHERE owner = ? AND id = ?"
@@ -92,9 +137,10 @@ class FileRows:
         with self._catalog.write() as db:
             db.executemany(sql, [(path,) for path in paths])
 
-    def delete(self, db: Connection, file: File) -> bool:
-        """Within a transaction; False when the file was deleted meanwhile."""
-        return db.execute("DELETE FROM files WHERE id = ?", (file.id,)).rowcount > 0
+    def delete(self, db: Connection, file: File, expired: bool) -> bool:
+        """Within a transaction; False when the file was deleted meanwhile, or (``expired``) lives on."""
+        sql = "DELETE FROM files WHERE id = ? AND (NOT ? OR expires_at <= ?)"
+        return db.execute(sql, (file.id, expired, self._clock())).rowcount > 0
 
     def has_content(self, db: Connection, owner: str, key: ChunkKey) -> bool:
         """Within a transaction: does a file of this owner hold this content?"""
@@ -112,142 +158,23 @@ class FileRows:
             values["key"] = ChunkKey(values["kind"], values.pop("digest"))
             values["path"] = self._root / values["path"]
             values["metadata"] = json.loads(values["metadata"])
+            values["pinned"] = bool(values["pinned"])
             files.append(File(**values))
         return files
 
 
-class ChunkRow(NamedTuple):
-    """What the disk tier needs to know of a stored chunk: KVKey.digest, path relative to the root, size of the file."""
+def quota(read: Callable[..., list[Row]], user: str, what: str, limits: Limits) -> int:
+    """A user's own quota of ``files``, ``bytes`` (of originals) or ``disk`` (bytes of compiled chunks), else the
+    limits'; 0: none."""
+    rows = read(f"SELECT quota_{what} FROM users WHERE id = ?", user)
+    own = rows[0][0] if rows else None
+    return getattr(limits, f"user_{what}" if what != "disk" else "user_disk_bytes") if own is None else own
 
-    key: str
-    path: str
-    bytes: int
 
-
-class ChunkRows:
-    """Compiled chunks: ``ready``, or gone and why (``evicted | expired | corrupt | missing``)."""
-
-    def __init__(self, catalog: Catalog, clock: Callable[[], float]) -> None:
-        self._catalog = catalog
-        self._clock = clock
-        self._touched: dict[str, float] = {}  # last uses, written down with the next eviction or flush
-        self._lock = Lock()  # guards touched; held for a moment only
-
-    def present(self, keys: Sequence[KVKey]) -> list[KVKey]:
-        """Those of the chunks that are ready, each once; one query whatever their number."""
-        by_digest = {key.digest: key for key in keys}
-        slots = ", ".join("?" * len(by_digest))
-        rows = self._catalog.read(
-            f"SELECT key FROM chunks WHERE state = 'ready' AND key IN ({slots})", *by_digest
-        )
-        return [by_digest[row["key"]] for row in rows]
-
-    def ready(self) -> list[ChunkRow]:
-        sql = "SELECT key, path, bytes FROM chunks WHERE tier = 'disk' AND state = 'ready'"
-        return [ChunkRow(*row) for row in self._catalog.read(sql)]
-
-    def totals(self) -> tuple[int, int]:
-        """Number of ready chunks and their bytes."""
-        sql = "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM chunks WHERE tier = 'disk' AND state = 'ready'"
-        return tuple(self._catalog.read(sql)[0])
-
-    def state(self, key: KVKey) -> str | None:
-        row = self._catalog.one("SELECT state FROM chunks WHERE key = ?", key.digest)
-        return row and row["state"]
-
-    def models(self, owner: str, chunk: ChunkKey) -> set[str]:
-        """The models for which this content was ever compiled."""
-        sql = "SELECT model FROM chunks WHERE owner = ? AND kind = ? AND digest = ?"
-        return {row["model"] for row in self._catalog.read(sql, owner, chunk.kind, chunk.digest)}
-
-    def put(self, key: KVKey, path: str, size: int, tokens: int) -> None:
-        """Commit a chunk whose file is durable."""
-        now = self._clock()
-        values = {
-            "key": key.digest,
-            "owner": key.owner,
-            "kind": key.chunk.kind,
-            "digest": key.chunk.digest,
-            "model": key.model,
-            "recipe": json.dumps(asdict(key.recipe), sort_keys=True),
-            "path": path,
-            "bytes": size,
-            "tokens": tokens,
-            "state": "ready",
-            "created_at": now,
-            "last_used": now,
-        }
-        with self._catalog.write() as db:
-            self._catalog.add_user(db, key.owner, now)
-            insert_row(db, "INSERT OR REPLACE", "chunks", values)
-
-    def mark(self, keys: Iterable[str], state: str) -> None:
-        """Ready chunks are so no longer, and this is why."""
-        with self._catalog.write() as db:
-            self._mark(db, keys, state)
-
-    def evict(self, allowed: int) -> list[ChunkRow]:
-        """Mark the least recently used as evicted until at most ``allowed`` bytes are ready; those that must go."""
-        victims = []
-        with self._catalog.write() as db:
-            self._write_touched(db)
-            ready = "FROM chunks WHERE tier = 'disk' AND state = 'ready'"
-            excess = (db.execute(f"SELECT SUM(bytes) {ready}").fetchone()[0] or 0) - allowed
-            if excess > 0:
-                for row in db.execute(f"SELECT key, path, bytes {ready} ORDER BY last_used"):
-                    victims.append(ChunkRow(*row))
-                    excess -= row["bytes"]
-                    if excess <= 0:
-                        break
-            self._mark(db, [victim.key for victim in victims], "evicted")
-        return victims
-
-    def drop(self, db: Connection, owner: str, chunk: ChunkKey, state: str | None) -> list[ChunkRow]:
-        """Within a transaction: no form of this content is ready any more; the rows concerned.
-
-        Args:
-            state: keep the rows in this state, so that it is known why they are gone; None forgets them.
-        """
-        where, values = "owner = ? AND kind = ? AND digest = ?", (owner, chunk.kind, chunk.digest)
-        rows = db.execute(f"SELECT key, path, bytes FROM chunks WHERE {where}", values).fetchall()
-        if state is None:
-            db.execute(f"DELETE FROM chunks WHERE {where}", values)
-        else:
-            sql = f"UPDATE chunks SET state = ?, last_used = ? WHERE {where}"
-            db.execute(sql, (state, self._clock(), *values))
-        return [ChunkRow(*row) for row in rows]
-
-    def drop_one(self, key: KVKey) -> list[ChunkRow]:
-        """Forget one form of a chunk; the row concerned, if there was one."""
-        with self._catalog.write() as db:
-            row = db.execute("SELECT key, path, bytes FROM chunks WHERE key = ?", (key.digest,)).fetchone()
-            db.execute("DELETE FROM chunks WHERE key = ?", (key.digest,))
-        return [ChunkRow(*row)] if row else []
-
-    def forget_gone(self, before: float) -> None:
-        """Forget why chunks are gone that were last used before this time."""
-        with self._catalog.write() as db:
-            db.execute("DELETE FROM chunks WHERE state != 'ready' AND last_used < ?", (before,))
-
-    def touch(self, keys: Iterable[KVKey]) -> None:
-        """The chunks were used now. Costs no write."""
-        with self._lock:
-            self._touched.update(dict.fromkeys((key.digest for key in keys), self._clock()))
-
-    def flush(self) -> None:
-        """Write down when chunks were last used."""
-        with self._catalog.write() as db:
-            self._write_touched(db)
-
-    def _mark(self, db: Connection, keys: Iterable[str], state: str) -> None:
-        sql = "UPDATE chunks SET state = ? WHERE key = ? AND state = 'ready'"
-        db.executemany(sql, [(state, key) for key in keys])
-
-    def _write_touched(self, db: Connection) -> None:
-        with self._lock:
-            touched, self._touched = self._touched, {}
-        sql = "UPDATE chunks SET last_used = ? WHERE key = ?"
-        db.executemany(sql, [(at, key) for key, at in touched.items()])
+def _exceeded(used: tuple[int, int], files: int, room: int, size: int) -> str | None:
+    if files and used[0] + 1 > files:
+        return "files"
+    return "bytes" if room and used[1] + size > room else None
 
 
 def insert_row(db: Connection, verb: str, table: str, values: dict[str, Any]) -> None:

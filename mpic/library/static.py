@@ -62,7 +62,7 @@ class StaticLibrary:
         self._catalog = catalog
         self._store = store
         self._limits = limits
-        self._rows = FileRows(catalog, root, clock)
+        self._rows = FileRows(catalog, root, limits, clock)
         self._originals = Originals(root, files or Files())
         self._clock = clock
         self._tokens = TokenCache()
@@ -88,6 +88,7 @@ class StaticLibrary:
         Raises:
             InvalidUpload, InvalidImage, InvalidText, TooLarge: what was sent is not accepted.
             HandleTaken: the user has another file of this handle.
+            StorageQuotaExceeded: the user has too many files, or too large ones.
             BadRequest: malformed handle or expiry.
             StorageFull: the disk is full; nothing was stored.
         """
@@ -217,6 +218,23 @@ class StaticLibrary:
         """Record what became of the compilation. A file that was deleted meanwhile is no error."""
         self._rows.set_state(user, file_id, state, tokens, error)
 
+    def extend(self, user: str, file_id: str, expires_after: int | None) -> File:
+        """Let a file live for so many seconds from now (None: for ever).
+
+        Raises:
+            FileNotFound: also when it has expired meanwhile.
+            BadRequest: an impossible number of seconds.
+        """
+        _check_life(expires_after)
+        self._rows.set_expiry(user, file_id, None if expires_after is None else self._clock() + expires_after)
+        return self.get(user, file_id)
+
+    def pin(self, user: str, file_id: str, pinned: bool = True) -> File:
+        """Keep a file's compiled chunk from eviction in favour of the user's newer ones, or no longer. A pin does not
+        take more of the disk than the user's share. Raises FileNotFound."""
+        self._rows.set_pin(user, file_id, pinned)
+        return self.get(user, file_id)
+
     def delete(self, user: str, file_id: str) -> Removed:
         """Delete a file: invisible at once, its original and (unless another file of the user holds the same content)
         its compiled chunks removed from the disk. Raises FileNotFound."""
@@ -260,11 +278,8 @@ class StaticLibrary:
         """What can be refused before a byte is read; the metadata, checked."""
         if not user or user == SHARED:
             raise ValueError(f"a file needs an owner, not {user!r}")
-        if expires_after is not None and not 0 < expires_after <= LONGEST_LIFE:
-            raise BadRequest(
-                f"expires_after must be 1 to {LONGEST_LIFE} seconds, not {expires_after}",
-                param="expires_after",
-            )
+        _check_life(expires_after)
+        self._rows.check_quota(user, 1)
         checked = check_metadata(metadata or {})
         if handle is None:
             return checked
@@ -321,7 +336,7 @@ class StaticLibrary:
         with self._store.lock:
             with self._catalog.write() as db:
                 for file in files:
-                    if not self._rows.delete(db, file):
+                    if not self._rows.delete(db, file, expired=state == "expired"):
                         continue
                     shared = self._rows.has_content(db, file.owner, file.key)
                     if not shared:
@@ -348,6 +363,13 @@ class StaticLibrary:
         except FileNotFoundError as error:
             self.get(file.owner, file.id)  # deleted meanwhile: FileNotFound
             raise CorruptFile(f"the original of {file.id} is lost") from error
+
+
+def _check_life(expires_after: int | None) -> None:
+    if expires_after is not None and not 0 < expires_after <= LONGEST_LIFE:
+        raise BadRequest(
+            f"expires_after must be 1 to {LONGEST_LIFE} seconds, not {expires_after}", param="expires_after"
+        )
 
 
 def _pieces(source: bytes | Path | BinaryIO | Iterable[bytes]) -> Iterator[bytes]:

@@ -19,7 +19,7 @@ def downgrade(root, version, monkeypatch):
     with closing(sqlite3.connect(old)) as db:
         db.execute("ATTACH ? AS new", (str(new),))
         for (table,) in db.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'").fetchall():
-            if not table.startswith("sqlite_"):
+            if not table.startswith("sqlite_") and table != "usage":  # which triggers fill
                 columns = ", ".join(row[1] for row in db.execute(f"PRAGMA main.table_info({table})"))
                 db.execute(f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM new.{table}")
         db.commit()

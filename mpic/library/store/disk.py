@@ -20,12 +20,12 @@ from sqlite3 import Connection
 import torch
 
 from mpic.durable import Files, write_durably
-from mpic.errors import CorruptFile, IntegrityError, NotFound, StorageFull
+from mpic.errors import CorruptFile, IntegrityError, NotFound
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, digest
 from mpic.kv.file import ChunkFile, encode
 from mpic.library.catalog import Catalog
+from mpic.library.chunk_rows import ChunkRow, ChunkRows
 from mpic.library.limits import Limits
-from mpic.library.rows import ChunkRow, ChunkRows
 from mpic.library.store.quarantine import Quarantine
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,10 @@ COUNTERS = (
     "unreadable",
     "saved",
     "evicted",
+    "evicted_quota",
+    "evicted_budget",
+    "evicted_share",
+    "bytes_evicted",
     "bytes_read",
     "bytes_written",
 )
@@ -116,7 +120,7 @@ class DiskStore:
         self._clock = clock
         self._saving: dict[KVKey, bool] = {}  # in flight; False once the chunk was deleted
         self._deleted: set[tuple[str, ChunkKey]] = set()  # and not asked for since
-        self._reserved = 0  # bytes of what is in flight
+        self._reserved: Counter[str] = Counter()  # bytes of what is in flight, by owner
         self._quarantine = Quarantine(root / "quarantine", limits.quarantine_files, self._files, clock)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._tally = threading.Lock()  # guards counters; held for a moment only
@@ -169,14 +173,10 @@ class DiskStore:
             raise
 
     def missing_reason(self, key: KVKey) -> str:
-        """Why ``open`` found nothing: ``new | evicted | expired | model_changed | recipe | corrupt``."""
-        state = self._rows.state(key)
-        if state is not None:
-            return REASONS.get(state, "new")
-        models = self._rows.models(key.owner, key.chunk)
-        if key.model in models:
-            return "recipe"
-        return "model_changed" if models else "new"
+        """Why ``open`` found nothing: ``new | evicted | expired | model_changed | recipe | corrupt``. Counted."""
+        reason = self._missing_reason(key)
+        self._count(**{f"missed_{reason}": 1})
+        return reason
 
     # Writing
 
@@ -185,7 +185,9 @@ class DiskStore:
         One whose content was deleted meanwhile, or since anybody last tried to open it, is not kept.
 
         Raises:
-            StorageFull: the disk is full, or the chunk is larger than the budget. What was stored stays readable.
+            StorageFull: the disk is full, or the chunk fits neither the budget nor what others were lent of it. What
+                was stored stays readable.
+            StorageQuotaExceeded: the chunk does not fit the user's quota.
         """
         key, path = chunk.key, self.path(chunk.key)
         with self.lock:
@@ -196,7 +198,7 @@ class DiskStore:
         try:
             parts = encode(chunk)
             size = sum(map(len, parts))
-            self._make_room(size)
+            self._make_room(key.owner, size)
             reserved = size
             write_durably(self._files, path, parts)
             with self.lock:
@@ -211,7 +213,7 @@ class DiskStore:
         finally:
             with self.lock:
                 del self._saving[key]
-                self._reserved -= reserved
+                self._reserved[key.owner] -= reserved
         self._count(saved=1, bytes_written=size)
 
     def delete(self, key: KVKey) -> None:
@@ -292,21 +294,28 @@ class DiskStore:
             used = sum(row.bytes for row in rows)
             if used > self._limits.disk_bytes:
                 raise IntegrityError(f"{used} bytes of chunks, the budget is {self._limits.disk_bytes}")
+            self._rows.check_usage()
 
     # Inside
 
-    def _make_room(self, size: int) -> None:
-        """Reserve bytes within the budget, evicting the least recently used chunks."""
-        budget = self._limits.disk_bytes
+    def _missing_reason(self, key: KVKey) -> str:
+        state = self._rows.state(key)
+        if state is not None:
+            return REASONS.get(state, "new")
+        models = self._rows.models(key.owner, key.chunk)
+        if key.model in models:
+            return "recipe"
+        return "model_changed" if models else "new"
+
+    def _make_room(self, owner: str, size: int) -> None:
+        """Reserve bytes within budget and quota, evicting what must go (``shares``)."""
         with self.lock:
-            allowed = budget - self._reserved - size
-            if allowed < 0:
-                raise StorageFull(f"a chunk of {size} bytes does not fit the disk's {budget}", budget=budget)
-            victims = self._rows.evict(allowed)
-            self._reserved += size
-            for victim in victims:
+            victims = self._rows.evict(owner, size, self._reserved, self._limits)
+            self._reserved[owner] += size
+            for victim, _ in victims:
                 self._remove(self.root / victim.path)
-        self._count(evicted=len(victims))
+        for victim, why in victims:
+            self._count(**{"evicted": 1, f"evicted_{why}": 1, "bytes_evicted": victim.bytes})
 
     def _set_aside(self, key: KVKey, error: CorruptFile) -> None:
         """Move a bad file to the quarantine and remember that its chunk was corrupt."""

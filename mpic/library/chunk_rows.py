@@ -1,0 +1,184 @@
+"""Rows of the catalogue about compiled chunks: all SQL of the disk tier."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from sqlite3 import Connection
+from threading import Lock
+from typing import NamedTuple
+
+from mpic.errors import IntegrityError
+from mpic.kv.chunk import ChunkKey, KVKey
+from mpic.library.catalog import Catalog
+from mpic.library.limits import Limits
+from mpic.library.records import SHARED
+from mpic.library.rows import insert_row, quota
+from mpic.library.shares import Held, Rules, Why, make_room
+
+
+class ChunkRow(NamedTuple):
+    """What the disk tier needs to know of a stored chunk: KVKey.digest, path relative to the root, size of the file."""
+
+    key: str
+    path: str
+    bytes: int
+
+
+class ChunkRows:
+    """Compiled chunks: ``ready``, or gone and why (``evicted | expired | corrupt | missing``)."""
+
+    def __init__(self, catalog: Catalog, clock: Callable[[], float]) -> None:
+        self._catalog = catalog
+        self._clock = clock
+        self._touched: dict[str, float] = {}  # last uses, written down with the next eviction or flush
+        self._lock = Lock()  # guards touched; held for a moment only
+
+    def present(self, keys: Sequence[KVKey]) -> list[KVKey]:
+        """Those of the chunks that are ready, each once; one query whatever their number."""
+        by_digest = {key.digest: key for key in keys}
+        slots = ", ".join("?" * len(by_digest))
+        rows = self._catalog.read(
+            f"SELECT key FROM chunks WHERE state = 'ready' AND key IN ({slots})", *by_digest
+        )
+        return [by_digest[row["key"]] for row in rows]
+
+    def ready(self) -> list[ChunkRow]:
+        sql = "SELECT key, path, bytes FROM chunks WHERE tier = 'disk' AND state = 'ready'"
+        return [ChunkRow(*row) for row in self._catalog.read(sql)]
+
+    def totals(self) -> tuple[int, int]:
+        """Number of ready chunks and their bytes."""
+        sql = "SELECT COALESCE(SUM(count), 0), COALESCE(SUM(bytes), 0) FROM usage WHERE tier = 'disk'"
+        return tuple(self._catalog.read(sql)[0])
+
+    def state(self, key: KVKey) -> str | None:
+        row = self._catalog.one("SELECT state FROM chunks WHERE key = ?", key.digest)
+        return row and row["state"]
+
+    def models(self, owner: str, chunk: ChunkKey) -> set[str]:
+        """The models for which this content was ever compiled."""
+        sql = "SELECT model FROM chunks WHERE owner = ? AND kind = ? AND digest = ?"
+        return {row["model"] for row in self._catalog.read(sql, owner, chunk.kind, chunk.digest)}
+
+    def put(self, key: KVKey, path: str, size: int, tokens: int) -> None:
+        """Commit a chunk whose file is durable."""
+        now = self._clock()
+        values = {
+            "key": key.digest,
+            "owner": key.owner,
+            "kind": key.chunk.kind,
+            "digest": key.chunk.digest,
+            "model": key.model,
+            "recipe": json.dumps(asdict(key.recipe), sort_keys=True),
+            "path": path,
+            "bytes": size,
+            "tokens": tokens,
+            "state": "ready",
+            "created_at": now,
+            "last_used": now,
+        }
+        with self._catalog.write() as db:
+            self._catalog.add_user(db, key.owner, now)
+            db.execute("DELETE FROM chunks WHERE key = ?", (key.digest,))  # REPLACE would not fire triggers
+            insert_row(db, "INSERT", "chunks", values)
+
+    def mark(self, keys: Iterable[str], state: str) -> None:
+        """Ready chunks are so no longer, and this is why."""
+        with self._catalog.write() as db:
+            self._mark(db, keys, state)
+
+    def evict(
+        self, owner: str, size: int, writing: Mapping[str, int], limits: Limits
+    ) -> list[tuple[ChunkRow, Why]]:
+        """Mark as evicted what must go so that ``owner`` can store ``size`` bytes, see ``shares``.
+
+        Args:
+            writing: bytes on their way to the disk, by owner; ``size`` not included.
+
+        Raises:
+            StorageFull, StorageQuotaExceeded: nothing was changed.
+        """
+        with self._catalog.write() as db:
+            self._write_touched(db)
+            used = dict(db.execute("SELECT owner, bytes FROM usage WHERE tier = 'disk' AND bytes > 0"))
+            for name, coming in writing.items():
+                used[name] = used.get(name, 0) + coming
+            read = lambda sql, *values: db.execute(sql, values).fetchall()
+            rules = Rules(limits.disk_bytes, quota(read, owner, "disk", limits), limits.shared_fraction)
+            gone = make_room(rules, used, owner, size, lambda name: self._turns(db, name))
+            sql = "UPDATE chunks SET state = 'evicted', why = ? WHERE key = ?"
+            db.executemany(sql, [(why, held.key.key) for held, why in gone])
+        return [(held.key, why) for held, why in gone]
+
+    def _turns(self, db: Connection, owner: str) -> Iterator[Held]:
+        """An owner's chunks, least recently used first. Pinned is what a pinned file or reference holds."""
+        table = "refs" if owner == SHARED else "files"
+        same = "f.digest = chunks.digest AND f.kind = chunks.kind AND f.pinned"
+        if owner != SHARED:
+            same += " AND f.owner = chunks.owner"
+        sql = f"""
+            SELECT key, path, bytes, EXISTS (SELECT 1 FROM {table} AS f WHERE {same}) FROM chunks
+            WHERE owner = ? AND tier = 'disk' AND state = 'ready' ORDER BY last_used"""
+        for key, path, size, pinned in db.execute(sql, (owner,)):
+            yield Held(ChunkRow(key, path, size), size, bool(pinned))
+
+    def drop(self, db: Connection, owner: str, chunk: ChunkKey, state: str | None) -> list[ChunkRow]:
+        """Within a transaction: no form of this content is ready any more; the rows concerned.
+
+        Args:
+            state: keep the rows in this state, so that it is known why they are gone; None forgets them.
+        """
+        where, values = "owner = ? AND kind = ? AND digest = ?", (owner, chunk.kind, chunk.digest)
+        rows = db.execute(f"SELECT key, path, bytes FROM chunks WHERE {where}", values).fetchall()
+        if state is None:
+            db.execute(f"DELETE FROM chunks WHERE {where}", values)
+        else:
+            sql = f"UPDATE chunks SET state = ?, last_used = ? WHERE {where}"
+            db.execute(sql, (state, self._clock(), *values))
+        return [ChunkRow(*row) for row in rows]
+
+    def drop_one(self, key: KVKey) -> list[ChunkRow]:
+        """Forget one form of a chunk; the row concerned, if there was one."""
+        with self._catalog.write() as db:
+            row = db.execute("SELECT key, path, bytes FROM chunks WHERE key = ?", (key.digest,)).fetchone()
+            db.execute("DELETE FROM chunks WHERE key = ?", (key.digest,))
+        return [ChunkRow(*row)] if row else []
+
+    def forget_gone(self, before: float) -> None:
+        """Forget why chunks are gone that were last used before this time."""
+        with self._catalog.write() as db:
+            db.execute("DELETE FROM chunks WHERE state != 'ready' AND last_used < ?", (before,))
+
+    def check_usage(self) -> None:
+        """What each owner holds is what its rows add up to. Raises IntegrityError."""
+        counted = """
+            SELECT owner, 'original' AS tier, COUNT(*), SUM(bytes) FROM files GROUP BY owner
+            UNION ALL SELECT ?, 'original', COUNT(*), SUM(bytes) FROM refs HAVING COUNT(*) > 0
+            UNION ALL SELECT owner, tier, COUNT(*), SUM(bytes) FROM chunks WHERE state = 'ready' GROUP BY owner, tier"""
+        found = {tuple(row) for row in self._catalog.read(counted, SHARED)}
+        kept = "SELECT owner, tier, count, bytes FROM usage WHERE count != 0 OR bytes != 0"
+        wrong = found ^ {tuple(row) for row in self._catalog.read(kept)}
+        if wrong:
+            raise IntegrityError(f"the usage kept and the rows disagree: {sorted(wrong)[:3]}")
+
+    def touch(self, keys: Iterable[KVKey]) -> None:
+        """The chunks were used now. Costs no write."""
+        with self._lock:
+            self._touched.update(dict.fromkeys((key.digest for key in keys), self._clock()))
+
+    def flush(self) -> None:
+        """Write down when chunks were last used."""
+        with self._catalog.write() as db:
+            self._write_touched(db)
+
+    def _mark(self, db: Connection, keys: Iterable[str], state: str) -> None:
+        sql = "UPDATE chunks SET state = ? WHERE key = ? AND state = 'ready'"
+        db.executemany(sql, [(state, key) for key in keys])
+
+    def _write_touched(self, db: Connection) -> None:
+        with self._lock:
+            touched, self._touched = self._touched, {}
+        sql = "UPDATE chunks SET last_used = ? WHERE key = ?"
+        db.executemany(sql, [(at, key) for key, at in touched.items()])

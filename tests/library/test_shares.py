@@ -1,0 +1,281 @@
+"""Who loses what when a tier is full: quotas, guaranteed shares, pins."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from library_tools import make_chunk, text_key
+
+from mpic.errors import BadRequest, FileNotFound, StorageFull, StorageQuotaExceeded
+from mpic.kv.chunk import KVKey, Recipe
+from mpic.library import SHARED, Usage
+from mpic.library.shares import Held, Rules, make_room
+
+
+def size_of(library):
+    """Bytes of one test chunk on disk."""
+    library.store.save(make_chunk(text_key("measure", owner="nobody")))
+    size = library.store.stats()["bytes"]
+    library.store.delete(text_key("measure", owner="nobody"))
+    return size
+
+
+def save(library, owner, *names):
+    for name in names:
+        library._clock.now += 1
+        library.store.save(make_chunk(text_key(name, owner=owner)))
+
+
+def held(library, owner, names):
+    found = []
+    for name in names:
+        library._clock.now += 1
+        if library.store.open(text_key(name, owner=owner)) is not None:
+            found.append(name)
+    return found
+
+
+@pytest.fixture
+def ten(open_library):
+    """A library whose disk holds ten chunks."""
+
+    library = open_library()
+    size = size_of(library)
+    library.close()
+
+    def opened(**limits):
+        return open_library(disk_bytes=10 * size, **limits)
+
+    opened.size = size
+    return opened
+
+
+# The rule
+
+
+def turns_of(stock):
+    return lambda owner: [Held((owner, i), size, pin) for i, (size, pin) in enumerate(stock.get(owner, ()))]
+
+
+def used_by(stock):
+    return {owner: sum(size for size, _ in chunks) for owner, chunks in stock.items()}
+
+
+stocks = st.dictionaries(
+    st.sampled_from(["ann", "bob", "cat", SHARED]),
+    st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=8),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    stocks, st.sampled_from(["ann", "bob", SHARED]), st.integers(1, 60), st.integers(0, 80), st.integers(0, 9)
+)
+def test_nobody_loses_its_share_to_another(stock, saver, size, quota, slack):
+    used = used_by(stock)
+    rules = Rules(max(sum(used.values()) + slack, 1), quota, 0.5)
+    full = {**used, saver: used.get(saver, 0) + size}
+    try:
+        gone = make_room(rules, used, saver, size, turns_of(stock))
+    except (StorageFull, StorageQuotaExceeded):
+        return
+    left = dict(full)
+    for chunk, why in gone:
+        owner = chunk.key[0]
+        left[owner] -= chunk.bytes
+        assert (why == "share") == (owner != saver)
+        if owner == saver:
+            assert not chunk.pinned
+        else:
+            assert left[owner] >= rules.share(owner, {**full, owner: full[owner]}) - 1e-6
+    assert sum(left.values()) <= rules.budget
+    assert not quota or saver == SHARED or left[saver] <= quota
+    if sum(full.values()) <= rules.budget and not (quota and full[saver] > quota):
+        assert not gone
+
+
+@settings(max_examples=200, deadline=None)
+@given(stocks, st.integers(1, 30))
+def test_within_its_share_a_user_always_gets_room_from_those_beyond_theirs(stock, size):
+    """Unless a chunk is so large that giving it up would take its owner below the share."""
+    stock = {
+        owner: [(1, pin) for bytes, pin in chunks for _ in range(bytes)] for owner, chunks in stock.items()
+    }
+    stock.pop("ann", None)
+    used = used_by(stock)
+    rules = Rules(max(sum(used.values()), 1), 0, 0.25)
+    if size + 4 <= rules.share("ann", {**used, "ann": size}):  # 4: whole chunks of every owner
+        gone = make_room(rules, used, "ann", size, turns_of(stock))
+        assert sum(chunk.bytes for chunk, _ in gone) == size
+
+
+def test_pinned_chunks_go_last_and_only_beyond_the_share():
+    stock = {"bob": [(10, True), (10, False), (10, True), (10, False)]}
+    rules = Rules(40, 0, 0.5)
+    order = [chunk.key[1] for chunk, _ in make_room(rules, used_by(stock), "ann", 20, turns_of(stock))]
+    assert order == [1, 3]
+    with pytest.raises(StorageFull, match="pinned"):
+        make_room(rules, used_by(stock), "ann", 21, turns_of(stock))
+    with pytest.raises(StorageFull):
+        make_room(rules, {"bob": 40}, "bob", 5, turns_of({"bob": [(10, True)] * 4}))
+
+
+# On disk
+
+
+def test_one_user_filling_the_disk_evicts_nobody_else(ten):
+    library = ten()
+    save(library, "ann", "a1", "a2", "a3")
+    many = [f"b{i}" for i in range(30)]
+    save(library, "bob", *many)
+    assert held(library, "ann", ["a1", "a2", "a3"]) == ["a1", "a2", "a3"]
+    assert held(library, "bob", many) == many[-7:]
+    stats = library.store.stats()
+    assert (stats["evicted"], stats["evicted_budget"], stats["evicted_share"]) == (23, 23, 0)
+    assert stats["bytes_evicted"] == 23 * stats["bytes"] // 10
+    assert library.store.missing_reason(text_key("b0", owner="bob")) == "evicted"
+    assert library.store.stats()["missed_evicted"] == 1
+
+
+def test_what_a_user_was_lent_goes_when_another_needs_its_share(ten):
+    library = ten()
+    many = [f"b{i}" for i in range(10)]
+    save(library, "bob", *many)
+    save(library, "ann", *(f"a{i}" for i in range(8)))
+    assert held(library, "bob", many) == many[-5:]
+    assert held(library, "ann", [f"a{i}" for i in range(8)]) == ["a3", "a4", "a5", "a6", "a7"]
+    assert library.store.stats()["evicted_share"] == 5
+    row = library.catalog.one("SELECT why FROM chunks WHERE key = ?", text_key("b0", owner="bob").digest)
+    assert row["why"] == "share"
+
+
+def test_the_dynamic_library_keeps_its_part(ten):
+    library = ten(shared_fraction=0.3)
+    save(library, SHARED, "s1", "s2", "s3")
+    for user in ("ann", "bob", "cat"):
+        save(library, user, *(f"{user}{i}" for i in range(5)))
+    assert held(library, SHARED, ["s1", "s2", "s3"]) == ["s1", "s2", "s3"]
+    save(library, SHARED, "s4", "s5")
+    assert held(library, SHARED, ["s1", "s2", "s3", "s4", "s5"]) == ["s3", "s4", "s5"]
+
+
+def test_a_users_quota_of_compiled_chunks_takes_its_own_oldest(ten):
+    library = ten(user_disk_bytes=3 * ten.size)
+    save(library, "ann", "a1", "a2", "a3", "a4")
+    save(library, "bob", "b1")
+    assert held(library, "ann", ["a1", "a2", "a3", "a4"]) == ["a2", "a3", "a4"]
+    assert library.store.stats()["evicted_quota"] == 1
+    library.set_quota("ann", disk=ten.size)
+    save(library, "ann", "a5")
+    assert held(library, "ann", ["a2", "a3", "a4", "a5"]) == ["a5"]
+    library.set_quota("ann", disk=ten.size - 1)
+    with pytest.raises(StorageQuotaExceeded):
+        save(library, "ann", "a6")
+    library.check()
+
+
+def test_a_pinned_file_is_not_evicted_by_newer_ones(ten):
+    library = ten()
+    file = library.files.add("ann", b"pinned", "p.txt")
+    key = KVKey("ann", file.key, text_key().model, Recipe("float32"))
+    library.store.save(make_chunk(key))
+    assert library.files.pin("ann", file.id).pinned
+    save(library, "ann", *(f"a{i}" for i in range(20)))
+    assert library.store.open(key) is not None
+    assert not library.files.pin("ann", file.id, False).pinned
+    library.store._rows._touched.clear()
+    save(library, "ann", *(f"c{i}" for i in range(20)))
+    assert library.store.open(key) is None
+    with pytest.raises(FileNotFound):
+        library.files.pin("bob", file.id)
+
+
+async def test_a_pinned_reference_is_not_evicted_by_newer_ones(ten):
+    library = ten()
+    added = await library.references.add(b"pinned", "p.txt", title="P")
+    key = KVKey(SHARED, added.key, text_key().model, Recipe("float32"))
+    library.store.save(make_chunk(key))
+    assert library.references.pin(added.id).pinned
+    new = await library.references.replace(added.id, b"pinned", title="Q")
+    assert new.pinned
+    library.references.collect_retired()
+    save(library, SHARED, *(f"s{i}" for i in range(20)))
+    assert library.store.open(key) is not None
+
+
+def test_usage_adds_up_over_a_life(open_library, clock):
+    library = open_library(user_files=7, user_bytes=10**6)
+    file = library.files.add("ann", b"12345", "t")
+    library.files.add("bob", b"123", "t", expires_after=60)
+    save(library, "ann", "a1", "a2")
+    library.store.delete(text_key("a2", owner="ann"))
+    save(library, "ann", "a1", "a3")  # a1 is there already
+    size = library.store.stats()["bytes"] // 2
+    assert library.usage() == [
+        Usage("ann", "original", 1, 5, 7, 10**6),
+        Usage("ann", "disk", 2, 2 * size, 0, 0),
+        Usage("bob", "original", 1, 3, 7, 10**6),
+    ]
+    library.check()
+    library.files.delete("ann", file.id)
+    clock.now += 60
+    library.files.collect_expired()
+    assert [row[:3] for row in library.usage()] == [("ann", "disk", 2)]
+    library.check()
+
+
+# Originals
+
+
+def test_a_quota_of_files_and_bytes_refuses_what_is_too_much(open_library, clock):
+    library = open_library(user_files=2, user_bytes=100)
+    library.files.add("ann", b"x" * 60, "t")
+    with pytest.raises(StorageQuotaExceeded, match="100 bytes"):
+        library.files.add("ann", b"x" * 41, "t")
+    short = library.files.add("ann", b"x" * 40, "t", expires_after=10)
+    with pytest.raises(StorageQuotaExceeded, match="2 files"):
+        library.files.add("ann", b"x", "t")
+    library.files.add("bob", b"x" * 100, "t")
+    clock.now += 11  # expired, not collected yet
+    again = library.files.add("ann", b"x" * 40, "t")
+    assert len(library.files.page("ann").files) == 2
+    library.files.collect_expired()
+    with pytest.raises(FileNotFound):
+        library.files.get("ann", short.id)
+    library.files.delete("ann", again.id)
+    library.set_quota("ann", files=1)
+    with pytest.raises(StorageQuotaExceeded):
+        library.files.add("ann", b"x", "t")
+    library.set_quota("ann", files=0, bytes=0)
+    for _ in range(3):
+        library.files.add("ann", b"x" * 100, "t")
+    with pytest.raises(BadRequest):
+        library.set_quota("ann", files=-1)
+
+
+# Expiry
+
+
+def test_a_life_can_be_made_longer_shorter_and_endless(library, clock):
+    file = library.files.add("ann", b"text", "t", expires_after=10)
+    assert library.files.extend("ann", file.id, 100).expires_at == clock.now + 100
+    clock.now += 50
+    assert library.files.extend("ann", file.id, None).expires_at is None
+    assert library.files.extend("ann", file.id, 5).expires_at == clock.now + 5
+    with pytest.raises(FileNotFound):
+        library.files.extend("bob", file.id, 100)
+    with pytest.raises(BadRequest):
+        library.files.extend("ann", file.id, 0)
+    clock.now += 5
+    with pytest.raises(FileNotFound):
+        library.files.extend("ann", file.id, 100)
+
+
+def test_a_file_whose_life_is_made_longer_while_it_is_collected_stays(library, clock):
+    file = library.files.add("ann", b"text", "t", expires_after=10)
+    clock.now += 10
+    expired = library.files._rows.expired()
+    clock.now -= 1
+    library.files.extend("ann", file.id, 100)
+    clock.now += 1
+    assert [f.id for f in expired] == [file.id] and library.files._remove(expired, "expired") == []
+    assert library.files.content("ann", file.id) == b"text"
