@@ -12,7 +12,7 @@ import torch
 
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKV, KVKey
 from mpic.link.plan import Policy
-from mpic.prompt.segments import Prompt
+from mpic.prompt.segments import Prompt, Segment
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,74 @@ class Sampling:
     ignore_eos: bool = False
 
 
+class Hit(NamedTuple):
+    """A reference that a search found: what to link, and what to tell the reader about it (JSON-able)."""
+
+    chunk: Chunk
+    citation: Mapping[str, Any]
+
+
+class Found(NamedTuple):
+    """The outcome of a search: the query as it was understood, references best first, and why there are none."""
+
+    query: str
+    hits: tuple[Hit, ...] = ()
+    error: str | None = None
+
+
+class Retrieval(ABC):
+    """How a request looks things up while it is being answered. One object a request; methods run on a search thread.
+
+    The model calls by saying ``opens``, the call, ``closes``; none of it is part of the answer. The request is then
+    paused, ``search`` runs, and what ``insert`` returns is put after the call as if it had stood there from the start.
+
+    Attributes:
+        opens, closes: strings around a call, control tokens included.
+        rounds: most searches in the request; a call beyond ends the answer.
+    """
+
+    opens: str
+    closes: str
+    rounds: int
+
+    @abstractmethod
+    def search(self, call: str) -> Found:
+        """Look up what the model asked for. An error of the tree becomes the round's ``error``."""
+
+    @abstractmethod
+    def insert(self, hits: Sequence[Hit], number: int) -> tuple[Segment, ...]:
+        """What the model reads after its call; must not depend on anything but the arguments.
+
+        Args:
+            hits: the references that fit, maybe fewer than were found, maybe none.
+            number: of the first of them, counted from 1 over the request.
+        """
+
+
+@dataclass
+class RetrievalRound:
+    """One search of a request.
+
+    Args:
+        query: what was searched for.
+        citations: of the references that were inserted, best first.
+        at: tokens the model had said when it called.
+        tokens, reused: inserted, markers included, and those of them that were linked without computing them.
+        search_ms: from the call to the references, their inputs included.
+        link_ms: from there to the next token.
+        error: why nothing was inserted (``nothing_found``, ``rounds``, or the code of an error); None when all is well.
+    """
+
+    query: str
+    citations: tuple[Mapping[str, Any], ...] = ()
+    at: int = 0
+    tokens: int = 0
+    reused: int = 0
+    search_ms: float = 0.0
+    link_ms: float = 0.0
+    error: str | None = None
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One generation. ``user`` comes from the server's authentication and isolates every cache. With ``trace`` the
@@ -48,6 +116,7 @@ class GenerationRequest:
     sampling: Sampling = Sampling()
     user: str = "local"
     trace: bool = False
+    retrieval: Retrieval | None = field(default=None, compare=False)
 
 
 class TokenLogprob(NamedTuple):
@@ -59,13 +128,15 @@ class TokenLogprob(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """A piece of an answer. The last one carries ``finish_reason`` (stop | length | abort) and ``usage``."""
+    """A piece of an answer. The last one carries ``finish_reason`` (stop | length | abort) and ``usage``; one that
+    carries ``retrieval`` says that references have been found, before the model reads them."""
 
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     usage: Usage | None = None
+    retrieval: RetrievalRound | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +182,8 @@ class Usage:
     ``prompt_tokens = reused + prefix_hit + computed``; ``reused`` are chunk tokens linked without recomputation,
     ``recomputed`` are chunk tokens computed again, ``prefix_hit`` are tokens found in the request's own prefix cache.
     ``compiled`` counts tokens of chunks this request had to compile, ``probed`` tokens that passed the first layers so
-    that a dynamic policy could decide; both come on top.
+    that a dynamic policy could decide; both come on top. What
+    retrieval inserted while decoding counts as prompt.
     """
 
     prompt_tokens: int = 0
@@ -131,6 +203,7 @@ class Usage:
     policy: str = ""
     chunks: tuple[ChunkUse, ...] = ()
     trace: tuple[TraceSpan, ...] = ()
+    retrieval: tuple[RetrievalRound, ...] = ()
 
 
 class GenerationStream(Protocol):
@@ -223,6 +296,10 @@ class Engine(ABC):
     @abstractmethod
     def compile(self, chunk: Chunk, sink: int = 0) -> Future[int]:
         """Compile a chunk and store it; the future gives its token count (or raises from the error tree)."""
+
+    def prefetch(self, chunk: Chunk, sink: int = 0) -> None:  # noqa: B027 - a hint may be ignored
+        """A hint that a chunk may be linked soon: its stored KV may be brought to the device. Never waits, never raises
+        for a chunk that cannot be had."""
 
     @abstractmethod
     def forget(self, chunk: Chunk) -> None:

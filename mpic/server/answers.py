@@ -88,7 +88,7 @@ class Answer:
             "first_token_ms": usage.ttft_ms,
         }
         return {
-            "tokens": usage.prompt_tokens,
+            "tokens": usage.trace[-1].end if usage.trace else usage.prompt_tokens,
             "spans": [span._asdict() for span in usage.trace],
             "times": {name: round(ms, 3) for name, ms in times.items()},
         }

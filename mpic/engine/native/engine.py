@@ -13,15 +13,18 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mpic.engine.base import ChunkStore, Delta, Engine, GenerationRequest
+from mpic.engine.base import ChunkStore, Delta, Engine, GenerationRequest, RetrievalRound
+from mpic.engine.native.calls import CallReader
 from mpic.engine.native.chunks import ChunkTraffic
 from mpic.engine.native.decide import Decider
 from mpic.engine.native.deletions import Deletions
-from mpic.engine.native.lanes import CompileLane, Sequence
+from mpic.engine.native.extend import Extender, Outcome, apply
+from mpic.engine.native.lanes import CompileLane, LinkedChunk, Sequence
 from mpic.engine.native.prepare import Preparer
 from mpic.engine.native.runner import Runner, Slice
 from mpic.engine.native.scheduler import CompileRequest, Scheduler
@@ -74,6 +77,7 @@ class NativeEngine(Engine):
         self.runner = Runner(model, self.pool)
         self.decider = Decider(self.runner)
         self.preparer = Preparer(model, store, self.device, self.deletions)
+        self.extender = Extender(self.preparer, self.deletions, self._post, self._found)
         self._check_when_idle = check_when_idle
         self._max_waiting = max_waiting
         self._arriving = 0  # submitted, not yet seen by the engine's thread; changed under _wake
@@ -161,11 +165,20 @@ class NativeEngine(Engine):
         while not done.wait(1) and self._thread.is_alive():
             pass
 
+    def prefetch(self, chunk: Chunk, sink: int = 0) -> None:
+        key = self.preparer.key(chunk, sink)
+        if key not in self.device.chunks:
+            linked = self.preparer.stored(chunk, key)
+            if linked is not None:
+                arrived = self.deletions.begin()
+                self._post(lambda: self._prefetch(linked, arrived), quiet=True)
+
     def stats(self) -> dict[str, Any]:
         chunks = list(self.device.chunks.values())
         return {
             "waiting": len(self.scheduler.waiting),
             "running": len(self.scheduler.running),
+            "searching": sum(s.searching for s in (*self.scheduler.running, *self.scheduler.parked)),
             "pages": {
                 "total": self.pool.pages,
                 "free": self.pool.free_pages,
@@ -181,6 +194,7 @@ class NativeEngine(Engine):
                     self.device.counters,
                     self.scheduler.counters,
                     self.traffic.counters,
+                    self.extender.counters,
                 )
                 for name, count in dict(owner).items()
             },
@@ -208,6 +222,7 @@ class NativeEngine(Engine):
             self._wake.notify_all()
         self._thread.join()
         self._preparing.shutdown(wait=True)
+        self.extender.close()
         self.traffic.close()
         self._handle_messages()
 
@@ -264,6 +279,30 @@ class NativeEngine(Engine):
     def _abort(self, sequence: Sequence) -> None:
         if sequence in self._sequences:
             self._finish(sequence, "abort")
+
+    def _prefetch(self, linked: LinkedChunk, arrived: float) -> None:
+        try:
+            if not self._stopping:
+                self.scheduler.prefetch(linked, arrived)
+        finally:
+            self.deletions.end()
+
+    def _found(self, sequence: Sequence, outcome: Outcome | Exception) -> None:
+        """A search has ended; its request may have been cancelled meanwhile."""
+        if sequence not in self._sequences:
+            return
+        if isinstance(outcome, Exception):
+            self._end(sequence, as_failure(outcome))
+            return
+        self.extender.count(outcome.round)
+        sequence.usage.retrieval += (outcome.round,)
+        if outcome.extension is None:
+            self._finish(sequence, "length", Delta(sequence.detokenizer.finish(), retrieval=outcome.round))
+            return
+        sequence.stream.put(Delta("", retrieval=replace(outcome.round)))
+        apply(sequence, outcome.extension)
+        sequence.resumed = time.monotonic()
+        self.scheduler.resume(sequence, outcome.extension.found)
 
     def _work_left(self) -> bool:
         """Whether a step could do something now (waiting for a loader is not work)."""
@@ -324,15 +363,22 @@ class NativeEngine(Engine):
             usage.queue_ms = (sequence.admitted - sequence.arrived) * 1e3
             usage.load_ms = (max(sequence.ready, sequence.admitted) - sequence.admitted) * 1e3
             usage.link_ms = max(0.0, usage.ttft_ms - usage.queue_ms - usage.load_ms)
+        if sequence.resumed:
+            usage.retrieval[-1].link_ms = (now - sequence.resumed) * 1e3
+            sequence.resumed = 0.0
         sequence.append(token)
         usage.completion_tokens += 1
         self._counters["generated"] += 1
-        sampling = sequence.request.sampling
+        sampling, reader = sequence.request.sampling, sequence.detokenizer
         ended = token in self.model.eos_ids and not sampling.ignore_eos
-        text = "" if ended else sequence.detokenizer.push(token)
-        reason = "stop" if ended or sequence.detokenizer.stopped else None
+        calls = isinstance(reader, CallReader)
+        text = reader.push(token) if calls or not ended else ""
+        text, call = "" if ended else text, reader.call if calls else None
+        reason = "stop" if (ended and call is None) or reader.stopped else None
         if reason is None and sequence.generated >= sequence.max_tokens:
             reason = "length"
+        if reason is None and call is not None:
+            reason = self._search(sequence, call)
         logprobs = (logprob,) if logprob is not None else ()
         if reason is None:
             sequence.stream.put(Delta(text, (token,), logprobs))
@@ -341,6 +387,15 @@ class NativeEngine(Engine):
             reason = "stop" if sequence.detokenizer.stopped else reason
             self._finish(sequence, reason, Delta(text, (token,), logprobs))
 
+    def _search(self, sequence: Sequence, call: str) -> str | None:
+        """Pause a request that has made a call, or say why it ends."""
+        usage = sequence.usage
+        if len(usage.retrieval) >= sequence.request.retrieval.rounds:
+            usage.retrieval += (RetrievalRound(call, at=usage.completion_tokens, error="rounds"),)
+            return "stop"
+        self.extender.begin(sequence, call)
+        return None
+
     def _finish(self, sequence: Sequence, reason: str, last: Delta | None = None) -> None:
         """The end of a request that was not an error; its own tokens enter the prefix cache."""
         usage = sequence.usage
@@ -348,7 +403,7 @@ class NativeEngine(Engine):
         usage.chunks = sequence.chunk_uses()
         compiled = {one.key: len(one.inputs) for one in sequence.linked if one.tier == "compiled"}
         usage.compiled = sum(compiled.values())
-        usage.computed = sequence.prompt_own - usage.prefix_hit
+        usage.computed = sequence.prompt_own + sequence.inserted - usage.prefix_hit
         if sequence.request.trace:
             usage.trace = trace(sequence)
         if sequence.first_token:
@@ -376,6 +431,8 @@ class NativeEngine(Engine):
             self.scheduler.release(sequence)
         elif sequence in self.scheduler.waiting:
             self.scheduler.waiting.remove(sequence)
+        elif sequence in self.scheduler.parked:
+            self.scheduler.parked.remove(sequence)
         self._progress = True
 
     def _fail_running(self, error: Exception) -> None:

@@ -17,7 +17,7 @@ from mpic.kv.device import Resident
 from mpic.kv.pool import Extent
 from mpic.kv.prefix import Item, Node
 from mpic.link.plan import LinkPlan, SegmentShape
-from mpic.prompt.segments import TextSegment
+from mpic.prompt.segments import Segment, TextSegment
 
 
 class MappedSpan(NamedTuple):
@@ -88,7 +88,8 @@ class LinkedChunk:
 
 @dataclass(eq=False)
 class Sequence(Lane):
-    """A request. ``ids`` are its own prompt tokens followed by what it has generated."""
+    """A request. ``ids`` are its own prompt tokens followed by what it has generated; what retrieval inserts comes
+    between (``extend.py``), and ``segments`` and ``plan`` then cover everything up to there."""
 
     request: GenerationRequest = None
     plan: LinkPlan = None
@@ -110,14 +111,20 @@ class Sequence(Lane):
     shapes: list[SegmentShape] = field(default_factory=list)
     undecided: bool = False
     """A dynamic policy has yet to look at the prompt: the plan has the right size but not the right tokens."""
+    segments: tuple[Segment, ...] = ()
+    inserted: int = 0
+    searching: bool = False
+    """Paused: it keeps what it holds, and no row of it is computed."""
+    resumed: float = 0.0
+    """When a search ended whose first token is still to come."""
 
     @property
     def generated(self) -> int:
-        return len(self.ids) - self.prompt_own
+        return len(self.ids) - self.prompt_own - self.inserted
 
     def append(self, token: int) -> None:
         """A generated token: the next own token, at the position after everything before it."""
-        position = self.plan.extent + self.generated
+        position = self.plan.extent + len(self.ids) - self.plan.own
         self.ids.append(token)
         self.items.append(token)
         column = torch.full((self.positions.shape[0], 1), position, dtype=torch.int64)
@@ -146,17 +153,24 @@ class Sequence(Lane):
         return tuple(uses)
 
 
-def build_sequence(
-    request: GenerationRequest, plan: LinkPlan, linked: list[LinkedChunk], mrope: int
-) -> Sequence:
-    """Lay out a request's own tokens, their positions and the items that identify them in the prefix cache."""
-    ids: list[int] = []
-    positions: list[torch.Tensor] = []
-    pieces: list[Piece] = []
-    items: list[Item] = []
+class Own(NamedTuple):
+    """Own tokens in sequence order; ``pieces`` start at indices into ``ids``."""
+
+    ids: list[int]
+    positions: list[torch.Tensor]
+    pieces: list[Piece]
+    items: list[Item]
+
+
+def lay_out(
+    segments: tuple[Segment, ...], plan: LinkPlan, linked: list[LinkedChunk], mrope: int, since: int = 0
+) -> Own:
+    """Own tokens from sequence index ``since`` on (where a segment begins), their positions, and the items that
+    identify them in the prefix cache."""
+    own = Own([], [], [], [])
     chunk_of = {}
     digests = [one.key.digest for one in linked]
-    for i, segment in enumerate(request.prompt.segments):
+    for i, segment in enumerate(segments):
         if not isinstance(segment, TextSegment):
             chunk_of[i] = linked[len(chunk_of)]
     placed = sorted(
@@ -166,31 +180,47 @@ def build_sequence(
         ],
         key=lambda pair: pair[0],
     )
-    for _, part in placed:
-        if hasattr(part, "chunk"):
-            items.append(("span", digests[part.chunk], part.lo, part.hi))
+    for start, part in placed:
+        if start < since:
             continue
-        segment = request.prompt.segments[part.segment]
+        if hasattr(part, "chunk"):
+            own.items.append(("span", digests[part.chunk], part.lo, part.hi))
+            continue
+        segment = segments[part.segment]
         if isinstance(segment, TextSegment):
             new = list(segment.token_ids[part.lo : part.hi])
             at = torch.arange(part.lo + part.base, part.hi + part.base).expand(mrope, -1)
-            items += new
+            own.items.extend(new)
         else:
             inputs = chunk_of[part.segment].inputs
             new = inputs.token_ids[part.lo : part.hi].tolist()
             at = inputs.positions[:, part.lo : part.hi] + part.base
             if inputs.embeds is not None:
                 deep = None if inputs.deepstack is None else inputs.deepstack[:, part.lo : part.hi]
-                pieces.append(Piece(len(ids), inputs.embeds[part.lo : part.hi], deep))
+                own.pieces.append(Piece(len(own.ids), inputs.embeds[part.lo : part.hi], deep))
                 content = chunk_of[part.segment].key.chunk.digest
-                items += [(content, j) for j in range(part.lo, part.hi)]
+                own.items.extend((content, j) for j in range(part.lo, part.hi))
             else:
-                items += new
-        positions.append(at)
-        ids += new
-    sequence = Sequence(ids, torch.cat(positions, 1), pieces)
-    sequence.request, sequence.plan, sequence.linked, sequence.items = request, plan, linked, items
-    sequence.prompt_own = len(ids)
+                own.items.extend(new)
+        own.positions.append(at)
+        own.ids.extend(new)
+    return own
+
+
+def mapped_chunks(plan: LinkPlan, linked: list[LinkedChunk]) -> list[LinkedChunk]:
+    """The chunks of which a plan maps at least one token, in prompt order."""
     used = {span.chunk for span in plan.spans}
-    sequence.needed = [one for i, one in enumerate(linked) if i in used]
+    return [one for i, one in enumerate(linked) if i in used]
+
+
+def build_sequence(
+    request: GenerationRequest, plan: LinkPlan, linked: list[LinkedChunk], mrope: int
+) -> Sequence:
+    """A request as it arrives: its own prompt tokens, nothing computed."""
+    own = lay_out(request.prompt.segments, plan, linked, mrope)
+    sequence = Sequence(own.ids, torch.cat(own.positions, 1), own.pieces)
+    sequence.request, sequence.plan, sequence.linked, sequence.items = request, plan, linked, own.items
+    sequence.segments = request.prompt.segments
+    sequence.prompt_own = len(own.ids)
+    sequence.needed = mapped_chunks(plan, linked)
     return sequence

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 
 from mpic.engine.base import ChunkStore, GenerationRequest, Sampling, StoredChunk
 from mpic.engine.native import lanes
+from mpic.engine.native.calls import CallReader
 from mpic.engine.native.deletions import Deletions
 from mpic.engine.native.lanes import LinkedChunk, build_sequence
 from mpic.engine.native.sampling import Detokenizer, Sampler
@@ -31,9 +32,9 @@ from mpic.errors import (
 )
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, KVKey, Recipe
 from mpic.kv.device import DeviceCache
-from mpic.link.plan import DynamicPolicy, Policy, SegmentShape, make_plan
+from mpic.link.plan import DynamicPolicy, LinkPlan, Policy, SegmentShape, make_plan
 from mpic.model.loaded import LoadedModel
-from mpic.prompt.segments import TextSegment
+from mpic.prompt.segments import Segment, TextSegment
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +63,38 @@ class Preparer:
     def sequence(self, request: GenerationRequest, stream: Stream, arrived: float) -> lanes.Sequence:
         """Raises EmptyPrompt, UnsupportedParameter, UnsupportedModality, ContextLengthExceeded, PoolTooSmall."""
         check_sampling(request.sampling)
-        segments = request.prompt.segments
+        segments, policy = request.prompt.segments, request.policy
         if not segments or not isinstance(segments[-1], TextSegment) or len(segments[-1]) == 0:
             raise EmptyPrompt("a prompt must end with text of its own", param="messages")
-        linked = self._link(request.prompt.chunks, request.policy, arrived)
+        if request.retrieval is not None and (policy.two_step or isinstance(policy, DynamicPolicy)):
+            raise UnsupportedParameter(
+                f"policy {policy} cannot take references while decoding", param="mpic.policy"
+            )
+        linked = self.link(request.prompt.chunks, policy, arrived)
+        shapes = self.shapes(segments, linked, policy)
+        plan = make_plan(shapes, policy)
+        sequence = build_sequence(request, plan, linked, self._model.mrope)
+        sequence.shapes = shapes
+        if isinstance(policy, DynamicPolicy):
+            chunk_tokens = sum(slot.length for slot in plan.slots)
+            sequence.undecided = plan.length - chunk_tokens < plan.own < plan.length
+            sequence.needed = linked if sequence.undecided else sequence.needed
+        sequence.stream, sequence.arrived = stream, arrived
+        sequence.max_tokens = self._max_tokens(request, plan.length, sequence)
+        sequence.sampler = Sampler(request.sampling)
+        sequence.detokenizer = self._detokenizer(request)
+        usage = sequence.usage
+        usage.policy = policy.name
+        usage.prompt_tokens = plan.length
+        usage.reused = plan.length - plan.own
+        usage.recomputed = sum(slot.length for slot in plan.slots) - usage.reused
+        return sequence
+
+    @staticmethod
+    def shapes(
+        segments: tuple[Segment, ...], linked: list[LinkedChunk], policy: Policy
+    ) -> list[SegmentShape]:
+        """What planning needs of segments whose chunks are ``linked``, in order."""
         inputs = iter(linked)
         shapes = []
         for segment in segments:
@@ -73,25 +102,34 @@ class Preparer:
                 shapes.append(SegmentShape(len(segment), len(segment), False))
             else:
                 found = next(inputs).inputs
-                size = (len(found), found.extent) if request.policy.context else (0, 0)
+                size = (len(found), found.extent) if policy.context else (0, 0)
                 shapes.append(SegmentShape(*size, True))
-        plan = make_plan(shapes, request.policy)
-        sequence = build_sequence(request, plan, linked, self._model.mrope)
-        sequence.shapes = shapes
-        if isinstance(request.policy, DynamicPolicy):
-            chunk_tokens = sum(slot.length for slot in plan.slots)
-            sequence.undecided = plan.length - chunk_tokens < plan.own < plan.length
-            sequence.needed = linked if sequence.undecided else sequence.needed
-        sequence.stream, sequence.arrived = stream, arrived
-        sequence.max_tokens = self._max_tokens(request, plan.length, sequence)
-        sequence.sampler = Sampler(request.sampling)
-        sequence.detokenizer = Detokenizer(self._model.tokenizer, request.sampling.stop)
-        usage = sequence.usage
-        usage.policy = request.policy.name
-        usage.prompt_tokens = plan.length
-        usage.reused = plan.length - plan.own
-        usage.recomputed = sum(slot.length for slot in plan.slots) - usage.reused
-        return sequence
+        return shapes
+
+    def _detokenizer(self, request: GenerationRequest) -> Detokenizer:
+        if request.retrieval is None:
+            return Detokenizer(self._model.tokenizer, request.sampling.stop)
+        opens, closes = request.retrieval.opens, request.retrieval.closes
+        if self._model.tokenizer is None or not opens or not closes:
+            raise UnsupportedParameter("calls are found in text", param="mpic.retrieval")
+        return CallReader(self._model.tokenizer, request.sampling.stop, opens, closes)
+
+    def room(self, plan: LinkPlan, needed: list[LinkedChunk]) -> int:
+        """Tokens that can still be said once a request has been extended to ``plan``.
+
+        Raises:
+            ContextLengthExceeded, PoolTooSmall: none.
+        """
+        context = self._model.context_length
+        if plan.length >= context:
+            raise ContextLengthExceeded("the references do not fit the model's context")
+        for linked in needed:
+            self._check_compiles(len(linked.inputs), linked.key.recipe.sink)
+        pages = self._chunk_pages(needed)
+        room = (self._pool.pages - pages) * self._pool.page_size - plan.own
+        if room < 1:
+            raise PoolTooSmall("the references do not fit the pool")
+        return min(context - plan.length, room)
 
     def _max_tokens(self, request: GenerationRequest, length: int, sequence: lanes.Sequence) -> int:
         """The answer's limit, from the request, the context and the pool."""
@@ -106,7 +144,7 @@ class Preparer:
             )
         for linked in sequence.needed:
             self._check_compiles(len(linked.inputs), linked.key.recipe.sink)
-        chunk_pages = self._chunk_pages(sequence)
+        chunk_pages = self._chunk_pages(sequence.needed)
         room = (self._pool.pages - chunk_pages) * self._pool.page_size - sequence.prompt_own
         if room < (asked or 1):
             pages = chunk_pages + self._pool.pages_for(sequence.prompt_own + (asked or 1))
@@ -118,9 +156,9 @@ class Preparer:
             )
         return asked if asked is not None else min(context - length, room)
 
-    def _chunk_pages(self, sequence: lanes.Sequence) -> int:
+    def _chunk_pages(self, needed: list[LinkedChunk]) -> int:
         """Pages of the chunks a request maps, each once."""
-        lengths = {linked.key: len(linked.inputs) + linked.key.recipe.sink for linked in sequence.needed}
+        lengths = {linked.key: len(linked.inputs) + linked.key.recipe.sink for linked in needed}
         return sum(self._pool.pages_for(n) for n in lengths.values())
 
     def _check_compiles(self, tokens: int, sink: int) -> None:
@@ -156,14 +194,14 @@ class Preparer:
             pages = self._pool.pages_for(len(item.inputs) + item.key.recipe.sink)
         else:
             pages = self._pool.pages_for(len(item) + min(item.max_tokens - item.generated, GROWTH))
-            pages += self._chunk_pages(item)
+            pages += self._chunk_pages(item.needed)
         return PoolTooSmall(
             f"{pages} pages of {self._pool.page_size} tokens are needed and {available} can be had",
             pages_needed=pages,
             pages=self._pool.pages,
         )
 
-    def _link(self, chunks: Sequence[Chunk], policy: Policy, arrived: float) -> list[LinkedChunk]:
+    def link(self, chunks: Sequence[Chunk], policy: Policy, arrived: float) -> list[LinkedChunk]:
         """Every chunk's inputs from the nearest place: the device's resident chunk, memory, the store, or made anew.
         The store is asked once for all that are not resident."""
         recipe = self.recipe(policy.sink)
@@ -215,6 +253,12 @@ class Preparer:
         except (NotFound, CorruptFile, OSError) as error:
             log.warning("chunk %s cannot be used as it is stored: %s", chunk.key, error)
             return None
+
+    def stored(self, chunk: Chunk, key: KVKey) -> LinkedChunk | None:
+        """A chunk as the tier below the device has it, or None."""
+        stored = self._store.find([key]).get(key) if self._store is not None else None
+        inputs = self._read_inputs(stored, chunk)
+        return LinkedChunk(chunk, key, inputs, stored, None) if inputs is not None else None
 
     def _make(self, chunk: Chunk) -> ChunkInputs:
         if chunk.token_ids is not None:

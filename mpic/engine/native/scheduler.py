@@ -27,6 +27,9 @@ from mpic.kv.prefix import Node, own
 GROWTH = 256
 """Most tokens reserved ahead for an answer; longer answers grow by moving to a larger extent."""
 
+PREFETCH = 0.25
+"""Most of the pool that may be given to one chunk on suspicion."""
+
 
 @dataclass(eq=False)
 class CompileRequest:
@@ -64,6 +67,7 @@ class Scheduler:
         self._load, self._deletions = load, deletions
         self.waiting: list[Sequence | CompileRequest] = []  # by arrival
         self.running: list[Sequence] = []  # by arrival
+        self.parked: list[Sequence] = []  # preempted while they search; they wait for that outside the line
         self.jobs: dict[Resident, CompileLane] = {}  # chunks being compiled, in order of admission
         self.counters: Counter[str] = Counter()
         self._admitted: list[tuple[CompileRequest, Resident]] = []
@@ -81,7 +85,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.running or self.jobs)
+        return not (self.waiting or self.running or self.jobs or self.parked)
 
     def schedule(self) -> list[Slice]:
         """The slices of the next step, at most ``budget`` rows; empty when everything waits for loads or for room."""
@@ -159,7 +163,9 @@ class Scheduler:
         sequence.spans = map_spans(sequence)
 
     def _ready(self, sequence: Sequence, finishing: set[Resident] | tuple) -> bool:
-        return all(linked.resident.ready or linked.resident in finishing for linked in sequence.needed)
+        return not sequence.searching and all(
+            linked.resident.ready or linked.resident in finishing for linked in sequence.needed
+        )
 
     # ---- admission
 
@@ -175,6 +181,33 @@ class Scheduler:
         return bool(path) and not self.running and not self.jobs and self._reserve(sequence, [])
 
     def _reserve(self, sequence: Sequence, path: list[Node]) -> bool:
+        mapped = sum(node.own_tokens for node in path)
+        reserve = sequence.max_tokens - sequence.generated
+        if (
+            not sequence.usage.preemptions
+        ):  # one that had to make way does not come back to outgrow its room again
+            reserve = min(reserve, GROWTH)
+        held = self._hold(sequence.needed, len(sequence) - mapped + reserve)
+        if held is None:
+            return False
+        extent, added = held
+        sequence.path = path
+        sequence.extent, sequence.mapped, sequence.computed = extent, mapped, mapped
+        first_time = sequence.admitted == 0.0
+        sequence.admitted = sequence.admitted or time.monotonic()
+        self._attach(sequence, sequence.needed, added)
+        sequence.spans = map_spans(sequence)
+        if first_time:
+            sequence.usage.prefix_hit = min(mapped, sequence.prompt_own)
+        self.running.append(sequence)
+        self.running.sort(key=lambda s: s.arrived)
+        return True
+
+    def _hold(
+        self, needed: list[LinkedChunk], tokens: int
+    ) -> tuple[Extent | None, dict[LinkedChunk, Resident]] | None:
+        """Pin the residents of chunks, add those that are missing, and reserve an extent (none for 0 tokens): all of
+        it, or nothing and None."""
         held: list[Resident] = []
         added: dict[LinkedChunk, Resident] = {}
 
@@ -182,47 +215,40 @@ class Scheduler:
             self.device.acquire(resident)
             held.append(resident)
 
-        present = [(linked, self.device.get(linked.key)) for linked in sequence.needed]
+        present = [(linked, self.device.get(linked.key)) for linked in needed]
         for _, resident in present:
             if resident is not None:
                 hold(resident)  # before anything is allocated, so that it is not evicted to make room
-        mapped = sum(node.own_tokens for node in path)
-        reserve = sequence.max_tokens - sequence.generated
-        if (
-            not sequence.usage.preemptions
-        ):  # one that had to make way does not come back to outgrow its room again
-            reserve = min(reserve, GROWTH)
-        extent = self.pool.alloc(len(sequence) - mapped + reserve)
+        extent = self.pool.alloc(tokens) if tokens else None
+        fits = extent is not None or not tokens
         for linked, resident in present:
-            if extent is None or resident is not None:
+            if not fits or resident is not None:
                 continue
             resident = self.device.get(linked.key)  # a chunk linked twice was added a moment ago
             if resident is None:
                 resident = self.device.add(linked.key, linked.inputs, linked.key.recipe.sink)
                 if resident is None:
-                    self.pool.free(extent)
-                    extent = None
+                    fits = False
                     continue
                 added[linked] = resident
             hold(resident)
-        if extent is None:
-            for resident in held:
-                self.device.release(resident)
-            for resident in added.values():
-                self.device.drop(resident)
-            return False
-        sequence.path = path
-        self._place(sequence, extent, mapped, added)
-        return True
+        if fits:
+            return extent, added
+        if extent is not None:
+            self.pool.free(extent)
+        for resident in held:
+            self.device.release(resident)
+        for resident in added.values():
+            self.device.drop(resident)
+        return None
 
-    def _place(
-        self, sequence: Sequence, extent: Extent, mapped: int, added: dict[LinkedChunk, Resident]
+    def _attach(
+        self, sequence: Sequence, needed: list[LinkedChunk], added: dict[LinkedChunk, Resident]
     ) -> None:
-        sequence.extent, sequence.mapped, sequence.computed = extent, mapped, mapped
-        first_time = sequence.admitted == 0.0
-        sequence.admitted = sequence.admitted or time.monotonic()
-        for linked in sequence.needed:
+        """Give chunks the residents that are held for them, and have those that were added read or compiled."""
+        for linked in needed:
             linked.resident = self.device.get(linked.key)
+            first_time = linked.tier == "none"
             if linked in added:
                 if linked.stored is not None:
                     linked.tier = "disk"
@@ -240,11 +266,19 @@ class Scheduler:
         for linked, resident in added.items():
             if self._deletions.key_since(sequence.arrived, linked.key):
                 self.device.drop(resident)
-        sequence.spans = map_spans(sequence)
-        if first_time:
-            sequence.usage.prefix_hit = min(mapped, sequence.prompt_own)
-        self.running.append(sequence)
-        self.running.sort(key=lambda s: s.arrived)
+
+    def prefetch(self, linked: LinkedChunk, arrived: float) -> None:
+        """Start reading a stored chunk that nobody links yet, if at most ``PREFETCH`` of the pool is needed for it."""
+        resident = self.device.get(linked.key)
+        pages = self.pool.pages_for(len(linked.inputs) + linked.key.recipe.sink)
+        if resident is not None or pages > self.pool.pages * PREFETCH:
+            return
+        if self._deletions.key_since(arrived, linked.key):
+            return
+        linked.resident = self.device.add(linked.key, linked.inputs, linked.key.recipe.sink)
+        if linked.resident is not None:
+            self.counters["prefetched"] += 1
+            self._load(linked)
 
     def start_job(self, resident: Resident) -> None:
         """Compile a resident chunk; the job holds it until it is ready."""
@@ -281,23 +315,61 @@ class Scheduler:
             return True
         wanted = slots + min(max(sequence.max_tokens - sequence.generated, 1), GROWTH)
         while (bigger := self.pool.alloc(wanted)) is None:
-            youngest = self.running[-1]
-            self.preempt(youngest)
-            if youngest is sequence:
+            if self._preempt_youngest() is sequence:
                 return False
+        self._move(sequence, bigger)
+        return True
+
+    def _move(self, sequence: Sequence, bigger: Extent) -> None:
+        """Let a request's own tokens go on in a larger extent."""
         used = sequence.computed - sequence.mapped
         old, new = self.pool.view(sequence.extent), self.pool.view(bigger)
         new[:, :, :, :used] = old[:, :, :, :used]
         self.pool.free(sequence.extent)
         sequence.extent = bigger
+
+    def resume(self, sequence: Sequence, found: list[LinkedChunk]) -> None:
+        """A request has searched and been extended by tokens and chunks (``found``: those it maps): make room for them
+        where it runs, preempting younger requests or, at last, this one; it is then prefilled again as a whole."""
+        sequence.searching = False
+        if sequence in self.parked:
+            self.parked.remove(sequence)
+            self.add(sequence)
+        else:
+            while not self._extend(sequence, found):
+                if self._preempt_youngest() is sequence:
+                    break
+        sequence.needed = [*sequence.needed, *found]
+        if sequence in self.running:
+            sequence.spans = map_spans(sequence)
+
+    def _extend(self, sequence: Sequence, found: list[LinkedChunk]) -> bool:
+        slots = len(sequence) - sequence.mapped
+        grows = slots > sequence.extent.tokens
+        reserve = min(max(sequence.max_tokens - sequence.generated, 1), GROWTH)
+        held = self._hold(found, slots + reserve if grows else 0)
+        if held is None:
+            return False
+        bigger, added = held
+        if bigger is not None:
+            self._move(sequence, bigger)
+        self._attach(sequence, found, added)
         return True
+
+    def _preempt_youngest(self) -> Sequence:
+        youngest = self.running[-1]
+        self.preempt(youngest)
+        return youngest
 
     def preempt(self, sequence: Sequence) -> None:
         """Give back everything the request holds and queue it again, with what it has generated so far."""
         self.release(sequence)
         sequence.usage.preemptions += 1
         self.counters["preemptions"] += 1
-        self.add(sequence)
+        if sequence.searching:
+            self.parked.append(sequence)
+        else:
+            self.add(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Take a request off the device: free its extent, unpin its chunks and prefixes."""

@@ -36,7 +36,7 @@ def trace(sequence: Sequence) -> tuple[TraceSpan, ...]:
 
 
 def _parts(sequence: Sequence) -> list[_Part]:
-    plan, segments = sequence.plan, sequence.request.prompt.segments
+    plan, segments = sequence.plan, sequence.segments
     chunk_of: dict[int, int] = {}
     for i, segment in enumerate(segments):
         if isinstance(segment, ChunkSegment):

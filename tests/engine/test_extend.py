@@ -1,0 +1,429 @@
+"""Retrieval while decoding: what is linked in the middle of an answer equals having been there from the start."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+from engine_kit import (
+    MemoryStore,
+    family,
+    ids,
+    image_chunk,
+    logits_of,
+    prompt_of,
+    select,
+    text_chunk,
+)
+from families import VISION_FAMILIES, random_image
+from oracle import Oracle
+
+from mpic.engine.base import Found, GenerationRequest, Hit, Retrieval, Sampling
+from mpic.errors import FileNotFound, UnsupportedParameter
+from mpic.kv.chunk import Chunk
+from mpic.link import parse_policy
+from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
+
+NAMES = ["llama", "phi3", "llava", "qwen2_vl", "qwen3_vl"]
+POLICIES = [
+    "full",
+    "prefix",
+    "reuse",
+    "mpic-5",
+    "mpic-64",
+    "legolink-4",
+    "legolink-0",
+    "attnlink-6",
+    "random-30",
+]
+SAID = 3
+"""Tokens of the call: the answer's first three. The last of them closes it."""
+
+
+class Words:
+    """A tokenizer that spells every id in brackets."""
+
+    def decode(self, ids, **options) -> str:
+        return "".join(f"[{i}]" for i in ids)
+
+
+@pytest.fixture(autouse=True)
+def spelled(monkeypatch):
+    for name in NAMES:
+        monkeypatch.setattr(family(name).loaded, "tokenizer", Words())
+
+
+class Lookup(Retrieval):
+    """Finds the given chunks and puts text around each; ``gate`` holds the search until it is set."""
+
+    def __init__(self, call: list[int], *chunks: Chunk, rounds: int = 1, error: Exception | None = None):
+        self.opens = "".join(f"[{i}]" for i in call[:-1])
+        self.closes = f"[{call[-1]}]"
+        self.chunks, self.rounds, self.error = chunks, rounds, error
+        self.gate, self.searching = threading.Event(), threading.Event()
+        self.gate.set()
+        self.calls: list[str] = []
+
+    def search(self, call: str) -> Found:
+        self.calls.append(call)
+        self.searching.set()
+        assert self.gate.wait(20)
+        if self.error is not None:
+            raise self.error
+        return Found("what?", tuple(Hit(c, {"id": c.label}) for c in self.chunks))
+
+    def insert(self, hits, number):
+        parts: list = []
+        for i, hit in enumerate(hits):
+            parts += [TextSegment((20 + number + i, 21)), ChunkSegment(hit.chunk)]
+        return (*parts, TextSegment((40, 41, 42) if hits else (50, 51)))
+
+
+def ask(engine, prompt, policy: str, tokens: int, retrieval=None, **sampling):
+    settings = Sampling(max_tokens=tokens, ignore_eos=True, logprobs=300, **sampling)
+    return engine.submit(GenerationRequest("r", prompt, parse_policy(policy), settings, retrieval=retrieval))
+
+
+def from_the_start(prompt: Prompt, said: list[int], inserted) -> Prompt:
+    return Prompt((*prompt.segments, TextSegment(tuple(said)), *inserted))
+
+
+def oracle_of(name: str, prompt: Prompt, policy_text: str, tokens: int):
+    fam, policy = family(name), parse_policy(policy_text)
+    made = [
+        fam.loaded.text_inputs(c.token_ids)
+        if c.token_ids is not None
+        else fam.loaded.image_inputs(c.load_image())
+        for c in prompt.chunks
+    ]
+    oracle = Oracle(fam.stock, fam.loaded.mrope)
+    answer, logits = oracle.generate(
+        prompt, made, policy, select(prompt, made, policy), tokens, fam.loaded.bos_id
+    )
+    return answer, torch.log_softmax(logits, -1)
+
+
+def chunks_of(name: str):
+    image = image_chunk(random_image(1)) if name in VISION_FAMILIES else text_chunk(ids(8, 17))
+    other = image_chunk(random_image(2, 32, 48)) if name in VISION_FAMILIES else text_chunk(ids(9, 12))
+    return image, text_chunk(ids(7, 21)), other
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_link_in_the_middle_of_an_answer_equals_one_from_the_start_and_the_oracle(
+    name, policy, make_engine
+):
+    a, document, b = chunks_of(name)
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    engine = make_engine(name)
+    call, _ = logits_of(ask(engine, prompt, policy, SAID), SAID)
+    lookup = Lookup(call, b, document, a)
+    stream = ask(engine, prompt, policy, SAID + 4, lookup)
+    got_ids, got = logits_of(stream, SAID + 4)
+    assert got_ids[:SAID] == call and len(lookup.calls) == 1
+    whole = from_the_start(prompt, call, lookup.insert([Hit(c, {}) for c in (b, document, a)], 1))
+    expected_ids, expected = oracle_of(name, whole, policy, 4)
+    assert got_ids[SAID:] == expected_ids
+    assert (got[SAID:] - expected).abs().max() < 1e-4
+    start_ids, start = logits_of(ask(make_engine(name), whole, policy, 4), 4)
+    assert got_ids[SAID:] == start_ids
+    assert (got[SAID:] - start).abs().max() < 1e-4
+    engine.check()
+
+
+def test_the_usage_counts_what_was_inserted_as_prompt_and_says_what_was_found(make_engine):
+    engine = make_engine()
+    a, document, b = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "mpic-5", SAID), SAID)
+    deltas = list(ask(engine, prompt, "mpic-5", SAID + 2, Lookup(call, b, document)))
+    usage = deltas[-1].usage
+    inserted = 2 + 12 + 2 + 21 + 3
+    assert usage.prompt_tokens == 6 + 17 + 4 + inserted
+    assert usage.prompt_tokens == usage.reused + usage.prefix_hit + usage.computed
+    assert usage.completion_tokens == SAID + 2 and usage.recomputed == 3 * 5
+    (round,) = usage.retrieval
+    assert (round.query, round.at, round.tokens, round.reused) == ("what?", SAID, inserted, 12 + 21 - 10)
+    assert [c["id"] for c in round.citations] == [b.label, document.label] and round.error is None
+    assert round.search_ms > 0 and round.link_ms > 0
+    assert [len(use.key) > 0 and use.tokens for use in usage.chunks] == [17, 12, 21]
+    (event,) = [d for d in deltas if d.retrieval is not None]
+    assert event.retrieval.citations == round.citations and deltas.index(event) == SAID
+    assert "".join(d.text for d in deltas) == "".join(f"[{i}]" for d in deltas[SAID:] for i in d.token_ids)
+
+
+def test_only_the_new_own_tokens_are_computed(make_engine):
+    engine = make_engine()
+    a, document, b = chunks_of("llama")
+    for future in [engine.compile(c) for c in (a, b, document)]:
+        future.result()
+    prompt = prompt_of(ids(1, 60), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
+    before = engine.stats()["counters"]["rows"]
+    ask(engine, prompt, "reuse", SAID + 2, Lookup(call, b, document)).result()
+    # the prompt's last token (the rest is a prefix hit), two of the call, then the last of the call and 7 markers, one
+    assert engine.stats()["counters"]["rows"] - before == 1 + 2 + (1 + 7) + 1
+
+
+def test_other_requests_go_on_while_one_searches(make_engine):
+    engine = make_engine()
+    a, document, b = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
+    lookup = Lookup(call, b)
+    lookup.gate.clear()
+    paused = ask(engine, prompt, "reuse", SAID + 2, lookup)
+    assert lookup.searching.wait(20)
+    other, _ = logits_of(ask(engine, prompt_of(ids(5, 9), document, ids(6, 3)), "reuse", 30), 30)
+    assert len(other) == 30 and engine.stats()["searching"] == 1
+    lookup.gate.set()
+    assert len(paused.result().token_ids) == SAID + 2
+    assert engine.stats()["searching"] == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+def test_batches_and_preemption_change_nothing(name, make_engine):
+    a, document, b = chunks_of(name)
+    prompts = [prompt_of(ids(i, 9 + i), a if i % 2 else document, ids(20 + i, 3)) for i in range(4)]
+    plain = make_engine(name)
+    calls = [logits_of(ask(plain, p, "mpic-5", SAID), SAID)[0] for p in prompts]
+    alone = []
+    for p, call in zip(prompts, calls, strict=True):
+        alone.append(logits_of(ask(make_engine(name), p, "mpic-5", 12, Lookup(call, b, document)), 12))
+    tight = 20
+    preempted = 0
+    for pages, order in ((tight, [0, 1, 2, 3]), (tight + 4, [3, 1, 0, 2]), (256, [2, 3, 0, 1])):
+        engine = make_engine(name, pages=pages, budget=24)
+        streams = {}
+        for i in order:
+            retrieval = Lookup(calls[i], b, document) if i != 2 else None
+            streams[i] = ask(engine, prompts[i], "mpic-5", 12, retrieval)
+        for i, stream in streams.items():
+            if i == 2:
+                stream.result()
+                continue
+            got_ids, got = logits_of(stream, 12)
+            assert got_ids == alone[i][0]
+            assert (got - alone[i][1]).abs().max() < 1e-4
+        engine.check()
+        preempted += engine.stats()["counters"].get("preemptions", 0)
+    assert preempted
+
+
+def test_a_request_that_is_preempted_while_it_searches_goes_on_where_it_was(make_engine):
+    a, _, b = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(make_engine(), prompt, "reuse", SAID), SAID)
+    expected, _ = logits_of(ask(make_engine(), prompt, "reuse", 8, Lookup(call, b)), 8)
+    engine = make_engine()
+    lookup = Lookup(call, b)
+    lookup.gate.clear()
+    stream = ask(engine, prompt, "reuse", 8, lookup)
+    assert lookup.searching.wait(20)
+    done = threading.Event()
+
+    def make_way() -> None:
+        (sequence,) = engine.scheduler.running
+        engine.scheduler.preempt(sequence)
+        done.set()
+
+    engine._post(make_way)
+    assert done.wait(20)
+    engine.check()
+    assert engine.stats()["running"] == engine.stats()["waiting"] == 0 and engine.stats()["searching"] == 1
+    lookup.gate.set()
+    answer = stream.result()
+    assert list(answer.token_ids) == expected and answer.usage.preemptions == 1
+
+
+def test_several_rounds_up_to_the_limit_and_a_call_beyond_ends_the_answer(make_engine):
+    engine = make_engine()
+    a, _, b = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    first, _ = logits_of(ask(engine, prompt, "reuse", 1), 1)
+    token = first[0]
+
+    class Always(Lookup):
+        """Every token is a call."""
+
+        def __init__(self, rounds):
+            super().__init__([token, token], b, rounds=rounds)
+
+    lookup = Always(2)
+    lookup.opens, lookup.closes = "[", "]"
+    answer = ask(engine, prompt, "reuse", 20, lookup).result()
+    assert len(answer.token_ids) == 3 and answer.finish_reason == "stop" and answer.text == ""
+    assert [r.error for r in answer.usage.retrieval] == [None, None, "rounds"]
+    assert [r.at for r in answer.usage.retrieval] == [1, 2, 3] and lookup.calls[0] == str(token)
+    one = from_the_start(prompt, [token], lookup.insert([Hit(b, {})], 1))
+    second = int(answer.token_ids[1])
+    two = from_the_start(one, [second], lookup.insert([Hit(b, {})], 2))
+    assert oracle_of("llama", one, "reuse", 1)[0] == [second]
+    assert oracle_of("llama", two, "reuse", 1)[0] == [int(answer.token_ids[2])]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(None, "nothing_found"), (FileNotFound("gone"), "file_not_found"), (OSError(), "internal_error")],
+)
+def test_a_search_that_finds_nothing_or_fails_goes_on_with_the_text_for_that(error, code, make_engine):
+    engine = make_engine()
+    a, _, _ = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
+    lookup = Lookup(call, error=error)
+    answer = ask(engine, prompt, "reuse", SAID + 4, lookup).result()
+    whole = from_the_start(prompt, call, lookup.insert([], 1))
+    assert list(answer.token_ids[SAID:]) == oracle_of("llama", whole, "reuse", 4)[0]
+    assert [r.error for r in answer.usage.retrieval] == [code]
+
+
+def test_a_reference_that_cannot_be_read_is_left_out_and_the_others_are_linked(make_engine):
+    engine = make_engine("llava")
+    a, document, _ = chunks_of("llava")
+
+    def gone():
+        raise FileNotFound("deleted meanwhile")
+
+    lost = Chunk(image_chunk(random_image(77)).key, "local", load_image=gone, label="lost")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
+    lookup = Lookup(call, lost, document)
+    answer = ask(engine, prompt, "reuse", SAID + 4, lookup).result()
+    whole = from_the_start(prompt, call, lookup.insert([Hit(document, {})], 1))
+    assert list(answer.token_ids[SAID:]) == oracle_of("llava", whole, "reuse", 4)[0]
+    assert [c["id"] for c in answer.usage.retrieval[0].citations] == [document.label]
+
+
+def test_references_that_do_not_fit_the_pool_are_dropped_from_the_end(make_engine):
+    a, document, _ = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(make_engine(), prompt, "reuse", SAID), SAID)
+    big = text_chunk(ids(30, 150))
+    engine = make_engine(pages=20)
+    answer = ask(engine, prompt, "reuse", 8, Lookup(call, document, big)).result()
+    (round,) = answer.usage.retrieval
+    assert [c["id"] for c in round.citations] == [document.label] and round.error is None
+    answer = ask(engine, prompt, "reuse", 8, Lookup(call, big)).result()
+    assert answer.usage.retrieval[0].error == "pool_too_small" and len(answer.token_ids) == 8
+    engine.check()
+
+
+def test_cancelling_while_searching_frees_everything(make_engine):
+    engine = make_engine()
+    a, _, b = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "full", SAID), SAID)
+    lookup = Lookup(call, b)
+    lookup.gate.clear()
+    stream = ask(engine, prompt, "full", 9, lookup)
+    assert lookup.searching.wait(20)
+    stream.abort()
+    assert stream.result().finish_reason == "abort"
+    assert engine.pool.free_pages == engine.pool.pages - sum(
+        r.extent.pages for r in engine.device.chunks.values()
+    )
+    lookup.gate.set()
+    ask(engine, prompt, "full", 2).result()
+    engine.check()
+
+
+def test_closing_the_engine_while_a_request_searches_fails_it(make_engine):
+    engine = make_engine()
+    a, _, b = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "full", SAID), SAID)
+    lookup = Lookup(call, b)
+    lookup.gate.clear()
+    stream = ask(engine, prompt, "full", 9, lookup)
+    assert lookup.searching.wait(20)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    with pytest.raises(Exception, match="stopped"):
+        stream.result()
+    lookup.gate.set()
+    closing.join(20)
+    assert not closing.is_alive()
+
+
+def test_a_reference_deleted_while_it_is_linked_is_seen_by_nobody_else(make_engine):
+    engine = make_engine()
+    a, _, b = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
+    lookup = Lookup(call, b)
+    lookup.gate.clear()
+    stream = ask(engine, prompt, "reuse", 8, lookup)
+    assert lookup.searching.wait(20)
+    engine.forget(b)
+    lookup.gate.set()
+    assert len(stream.result().token_ids) == 8
+    assert all(key.chunk != b.key for key in engine.device.chunks)
+    engine.check()
+
+
+def test_a_stored_reference_is_read_and_a_missing_one_compiled_while_it_is_linked(make_engine):
+    store = MemoryStore()
+    a, document, b = chunks_of("llama")
+    maker = make_engine(store=store)
+    maker.compile(document).result()
+    engine = make_engine(store=store)
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
+    steps = engine.stats()["counters"]["steps"]
+    answer = ask(engine, prompt, "reuse", SAID + 2, Lookup(call, b)).result()
+    # prefill, two of the call, compile and link in one, one more token
+    assert engine.stats()["counters"]["steps"] - steps == 1 + 2 + 1 + 1
+    assert answer.usage.chunks[1].tier == "compiled"
+    answer = ask(engine, prompt, "reuse", SAID + 2, Lookup(call, document)).result()
+    assert answer.usage.chunks[1].tier == "disk"
+
+
+def test_prefetch_brings_a_stored_chunk_to_the_device_and_says_nothing_of_others(make_engine):
+    store = MemoryStore()
+    _, document, b = chunks_of("llama")
+    make_engine(store=store).compile(document).result()
+    engine = make_engine(store=store)
+    for chunk in (document, document, b):
+        engine.prefetch(chunk)
+    deadline = time.monotonic() + 20
+    while not any(r.ready for r in list(engine.device.chunks.values())) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert [key.chunk for key in engine.device.chunks] == [document.key] and store.reads == 1
+    answer = ask(engine, prompt_of(ids(1, 3), document, ids(2, 3)), "reuse", 2).result()
+    assert answer.usage.chunks[0].tier == "device"
+    engine.check()
+
+
+@pytest.mark.parametrize("policy", ["reuse-2step", "cacheblend-15"])
+def test_a_policy_that_looks_at_the_whole_prompt_is_refused_with_retrieval(policy, make_engine):
+    with pytest.raises(UnsupportedParameter, match=policy):
+        ask(make_engine(), prompt_of(ids(1, 4)), policy, 4, Lookup([1, 2]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_batches_of_requests_that_search_equal_the_oracle(seed, make_engine):
+    rng = random.Random(seed)
+    name = ["llama", "llava", "qwen2_vl", "qwen3_vl"][seed]
+    pool = chunks_of(name)
+    plain, jobs = make_engine(name), []
+    for _ in range(5):
+        parts = [ids(rng.randrange(99), rng.randint(1, 9)) for _ in "ab"]
+        prompt = prompt_of(parts[0], rng.choice(pool), parts[1])
+        policy = rng.choice(POLICIES)
+        call, _ = logits_of(ask(plain, prompt, policy, rng.randint(2, 4)), 4)
+        jobs.append((prompt, policy, call, [rng.choice(pool) for _ in range(rng.randint(0, 3))]))
+    engine = make_engine(name, pages=rng.choice([44, 256]), budget=rng.choice([9, 40, 512]))
+    streams = [ask(engine, p, policy, len(c) + 4, Lookup(c, *found)) for p, policy, c, found in jobs]
+    for (prompt, policy, call, found), stream in zip(jobs, streams, strict=True):
+        got_ids, got = logits_of(stream, len(call) + 4)
+        assert got_ids[: len(call)] == call
+        whole = from_the_start(prompt, call, Lookup(call).insert([Hit(c, {}) for c in found], 1))
+        expected_ids, expected = oracle_of(name, whole, policy, 4)
+        assert got_ids[len(call) :] == expected_ids
+        assert (got[len(call) :] - expected).abs().max() < 1e-4
+    engine.check()
