@@ -181,6 +181,7 @@ class Usage:
 
     ``prompt_tokens = reused + prefix_hit + computed``; ``reused`` are chunk tokens linked without recomputation,
     ``recomputed`` are chunk tokens computed again, ``prefix_hit`` are tokens found in the request's own prefix cache.
+    ``attended`` counts the (query, key) pairs of a layer's attention that computing the prompt took.
     ``compiled`` counts tokens of chunks this request had to compile, ``probed`` tokens that passed the first layers so
     that a dynamic policy could decide; both come on top. What
     retrieval inserted while decoding counts as prompt.
@@ -192,6 +193,7 @@ class Usage:
     recomputed: int = 0
     prefix_hit: int = 0
     computed: int = 0
+    attended: int = 0
     compiled: int = 0
     probed: int = 0
     queue_ms: float = 0.0

@@ -138,6 +138,11 @@ class LinkPlan:
     own: int
     slots: tuple[ChunkSlot, ...]
 
+    def pairs(self, mapped: int = 0) -> int:
+        """(query, key) pairs of a layer's attention over the prompt, by the own tokens from index ``mapped`` on."""
+        own = self.own * (self.own + 1) // 2 - mapped * (mapped + 1) // 2
+        return own + sum((s.hi - s.lo) * (self.own - max(mapped, s.row)) for s in self.spans)
+
     def reused(self, chunk: int) -> int:
         """Tokens of a chunk that are linked without recomputation."""
         return sum(s.hi - s.lo for s in self.spans if s.chunk == chunk)

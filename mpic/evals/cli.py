@@ -1,0 +1,100 @@
+"""``mpic eval tasks | run | report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Which policy on *your* model and data: answers, scores and times of every policy side by side.\n\n"
+    "Write a TOML file (`mpic eval example` prints one), `mpic eval run my.toml --out my-run`, and look at "
+    "`my-run/report.html`. A run goes on where it was interrupted, and more policies or questions can be added to it.",
+)
+
+EXAMPLE = """\
+# mpic eval run this.toml --out my-run
+# model = "PATH or hub id"            # left out: the bundled demo model
+policies = ["prefix", "reuse", "mpic-16", "legolink-16", "cacheblend-15"]   # full is always there
+questions = 50                        # of every task and number of chunks
+seed = 0
+
+[[task]]
+name = "world-two-hop"                # `mpic eval tasks` lists them
+chunks = [2, 4, 8]
+
+# [[task]]
+# name = "longbench-qa"
+# path = "LongBench/hotpotqa.jsonl"   # relative to this file
+# split = "passage"                   # or fixed, sentence, paragraph, section, none
+
+# [judge]                             # any OpenAI-compatible endpoint; its key in JUDGE_API_KEY
+# base_url = "http://127.0.0.1:9000/v1"
+# model = "judge"
+"""
+
+
+@app.command()
+def tasks() -> None:
+    """Tasks there are, what they measure, and whether they read a local file."""
+    from mpic.evals.tasks import TASKS
+
+    table = Table("task", "what", "metric", "reads")
+    for entry in sorted(TASKS.values(), key=lambda entry: entry.name):
+        reads = "a local file" if entry.reads_file else "nothing: generated"
+        table.add_row(entry.name, entry.summary, entry.metric, reads)
+    Console().print(table, markup=False)
+
+
+@app.command()
+def example() -> None:
+    """Print a configuration to start from."""
+    typer.echo(EXAMPLE, nl=False)
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="a TOML file; `mpic eval example` prints one")],
+    out: Annotated[Path, typer.Option(help="folder of the run; an unfinished run there goes on")] = Path(
+        "eval-run"
+    ),
+) -> None:
+    """Ask every question under every policy; then write the report."""
+    from mpic.evals.config import load_eval_config
+    from mpic.evals.run import Evaluator
+
+    evaluator = Evaluator(load_eval_config(config), out)
+    columns = (
+        TextColumn("{task.description:28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        evaluator.run(progress)
+    report(out)
+
+
+@app.command()
+def report(out: Annotated[Path, typer.Argument(help="folder of a run")] = Path("eval-run")) -> None:
+    """Write report.md, report.html and the plots of a run, and print the summary."""
+    from mpic.evals import report as reports
+    from mpic.evals.run import read_answers
+
+    written = reports.write_report(out)
+    found = reports.lines(read_answers(out))
+    head, *rows = reports.summary_table(found)
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.print(table, markup=False)
+    console.print(reports.advice(found).replace("**", "").replace("`", ""), markup=False)
+    console.print("report: " + str(next(path for path in written if path.suffix == ".html")), markup=False)

@@ -1,0 +1,139 @@
+"""What ``mpic eval run`` does: one TOML file.
+
+::
+
+    model = "PATH or hub id"          # left out: the bundled demo model
+    policies = ["full", "prefix", "reuse", "mpic-16", "legolink-16", "cacheblend-15"]
+    questions = 50                    # of every task and number of chunks
+    seed = 0
+
+    [[task]]
+    name = "world-two-hop"            # mpic eval tasks lists them
+    chunks = [2, 4, 8]
+
+    [[task]]
+    name = "longbench-qa"
+    path = "LongBench/hotpotqa.jsonl" # relative to this file
+    split = "passage"
+
+    [judge]                           # optional: any OpenAI-compatible endpoint
+    base_url = "http://127.0.0.1:9000/v1"
+    model = "judge"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpic.config import ConfigError, bundled_model
+from mpic.evals.tasks import Options, find
+from mpic.link import parse_policy
+
+DEFAULT_POLICIES = (
+    "full", "prefix", "reuse", "mpic-8", "mpic-16", "mpic-32", "legolink-0", "legolink-16", "attnlink-16", "block-1",
+    "cacheblend-15", "random-15", "nocache",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TaskEntry:
+    """A ``[[task]]``: one cell for every number of chunks."""
+
+    name: str
+    path: str | None = None
+    images: str | None = None
+    chunks: tuple[int, ...] = (4,)
+    questions: int | None = None
+    split: str = "passage"
+    tokens: int = 512
+
+
+@dataclass(frozen=True)
+class Judge:
+    """An OpenAI-compatible endpoint that grades answers; the key comes from the environment, never from the file."""
+
+    base_url: str
+    model: str
+    rubric: str | None = None
+    key_variable: str = "JUDGE_API_KEY"
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """See the module's docstring. ``policies`` always include ``full``, with which all others are compared."""
+
+    tasks: tuple[TaskEntry, ...]
+    model: str = field(default_factory=bundled_model)
+    policies: tuple[str, ...] = DEFAULT_POLICIES
+    questions: int = 50
+    seed: int = 0
+    fidelity: bool = True
+    judge: Judge | None = None
+    folder: Path = Path()
+    device: str = "auto"
+    dtype: str = "auto"
+
+    def cells(self) -> list[tuple[str, Options]]:
+        """(task, options) of every task and number of chunks."""
+        found = []
+        for entry in self.tasks:
+            counts = entry.chunks if find(entry.name).counts_chunks else (0,)
+            for count in counts:
+                options = Options(
+                    path=self._resolve(entry.path),
+                    images=self._resolve(entry.images),
+                    chunks=count,
+                    questions=entry.questions or self.questions,
+                    seed=self.seed,
+                    split=entry.split,
+                    tokens=entry.tokens,
+                )
+                found.append((entry.name, options))
+        return found
+
+    def _resolve(self, path: str | None) -> Path | None:
+        return None if path is None else (self.folder / path).absolute()
+
+    def fingerprint(self) -> str:
+        """Changes with everything that changes answers; policies and numbers of questions may be added to a run."""
+        kept = {"model": self.model, "seed": self.seed, "dtype": self.dtype}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_eval_config(path: Path) -> EvalConfig:
+    """Raises ConfigError for what cannot be used, UnknownPolicy and TaskError for names that do not exist."""
+    try:
+        body = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    entries = body.pop("task", [])
+    if not entries:
+        raise ConfigError(f"{path} has no [[task]]")
+    tasks = tuple(_build(TaskEntry, entry, f"[[task]] {n}") for n, entry in enumerate(entries, 1))
+    for entry in tasks:
+        find(entry.name)
+    judge = _build(Judge, body.pop("judge"), "[judge]") if "judge" in body else None
+    config = _build(EvalConfig, {**body, "tasks": tasks, "judge": judge, "folder": path.parent}, str(path))
+    policies = tuple(dict.fromkeys(("full", *(parse_policy(name).name for name in config.policies))))
+    model = config.model
+    if (path.parent / model).is_dir():
+        model = str((path.parent / model).absolute())
+    return dataclasses.replace(config, policies=policies, model=model)
+
+
+def _build(cls: type, values: dict[str, Any], where: str) -> Any:
+    known = {f.name for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(f"{where}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    try:
+        return cls(**tuples)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from None

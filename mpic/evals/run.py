@@ -1,0 +1,217 @@
+"""``mpic eval run``: every task, number of chunks and policy on one engine; every answer kept, resumable.
+
+Per sample the chunks are compiled first, then each policy answers in turn, in an order that rotates from sample to
+sample; all of them meet resident chunks, and none another's prefix cache. A line of ``answers.jsonl`` is one answer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from mpic.config import EngineConfig
+from mpic.engine import load_engine
+from mpic.engine.base import Delta, Engine, GenerationRequest, Sampling, Usage
+from mpic.errors import BadRequest, MPICError
+from mpic.evals import metrics
+from mpic.evals.config import EvalConfig
+from mpic.evals.flops import Flops
+from mpic.evals.resolve import LocalResolver, splitter_of
+from mpic.evals.tasks import Options, Sample, find
+from mpic.link import parse_policy
+from mpic.prompt import ChatTemplate, Prompt, build_prompt
+
+LISTED = 1024
+"""Most likely first tokens that are compared with those of ``full``."""
+
+
+@dataclass
+class Answer:
+    """One answer of one policy. Times in milliseconds; ``skipped`` says why there is none."""
+
+    task: str
+    chunks: int
+    sample: str
+    policy: str
+    answer: str = ""
+    expected: tuple[str, ...] = ()
+    scores: dict[str, float] = field(default_factory=dict)
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+    prompt_tokens: int = 0
+    chunk_tokens: int = 0
+    reused: int = 0
+    computed: int = 0
+    flops: float = 0.0
+    kl: float | None = None
+    top1: bool | None = None
+    judged: dict[str, float] | None = None
+    skipped: str | None = None
+
+    @property
+    def key(self) -> tuple[str, int, str, str]:
+        return self.task, self.chunks, self.sample, self.policy
+
+
+class Evaluator:
+    """Runs a configuration into a folder.
+
+    Raises:
+        BadRequest: the folder holds a run of another model or seed.
+    """
+
+    def __init__(self, config: EvalConfig, out: Path) -> None:
+        self.config, self.out = config, out
+        out.mkdir(parents=True, exist_ok=True)
+        self._same_run()
+        self.done = {answer.key: answer for answer in read_answers(out)}
+
+    def _same_run(self) -> None:
+        path = self.out / "run.json"
+        mine = {"fingerprint": self.config.fingerprint(), "model": Path(self.config.model).name}
+        if path.exists():
+            found = json.loads(path.read_text())
+            if found["fingerprint"] != mine["fingerprint"]:
+                raise BadRequest(
+                    f"{self.out} holds a run of another model, seed or dtype; give another --out"
+                )
+        else:
+            path.write_text(json.dumps(mine, indent=2) + "\n")
+
+    def run(self, progress: Progress | None = None) -> list[Answer]:
+        """Answer what has not been answered yet."""
+        cells = self.config.cells()
+        settings = EngineConfig(model=self.config.model, device=self.config.device, dtype=self.config.dtype)
+        engine, processor = load_engine(settings)
+        try:
+            template = ChatTemplate(processor)
+            session = _Session(engine, template, self.config)
+            total = sum(options.questions for _, options in cells)
+            bar = progress.add_task("samples", total=total) if progress else None
+            with (self.out / "answers.jsonl").open("a", encoding="utf-8") as lines:
+                for name, options in cells:
+                    for sample in session.samples(name, options):
+                        if progress is not None:
+                            progress.update(bar, description=f"{name} {options.chunks or ''}")
+                        for answer in session.ask(name, options.chunks, sample, self.done):
+                            self.done[answer.key] = answer
+                            lines.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
+                        lines.flush()
+                        if progress is not None:
+                            progress.advance(bar)
+        finally:
+            engine.close()
+        return list(self.done.values())
+
+
+class _Session:
+    """A loaded model that answers samples."""
+
+    def __init__(self, engine: Engine, template: ChatTemplate, config: EvalConfig) -> None:
+        self.engine, self.template, self.config = engine, template, config
+        self.flops = Flops(engine)
+        self._warm: set[str] = set()
+        self._asked = self._requests = 0
+
+    def samples(self, name: str, options: Options) -> Iterator[Sample]:
+        return find(name).load(replace(options, splitter=splitter_of(self.template)))
+
+    def ask(self, name: str, chunks: int, sample: Sample, done: dict[Any, Answer]) -> Iterable[Answer]:
+        """The sample's missing answers; the one of ``full`` comes first, as the others are compared with it."""
+        policies = self.config.policies
+        missing = [p for p in policies if (name, chunks, sample.id, p) not in done]
+        if not missing:
+            return []
+        answers = {p: Answer(name, chunks, sample.id, p, expected=sample.expected) for p in missing}
+        try:
+            prompt = build_prompt(sample.messages, self.template, LocalResolver(self.template))
+            self._compile(prompt, missing)
+            reference = self._first_token(prompt, "full") if self.config.fidelity else None
+        except MPICError as error:
+            for answer in answers.values():
+                answer.skipped = f"{error.code}: {error}"
+            return answers.values()
+        turn = self._asked % len(missing)
+        self._asked += 1
+        for policy in (*missing[turn:], *missing[:turn]):
+            self._answer(answers[policy], prompt, sample, find(name).metric, reference)
+        return answers.values()
+
+    def _compile(self, prompt: Prompt, policies: list[str]) -> None:
+        sinks = {parse_policy(p).sink for p in policies if parse_policy(p).uses_chunks}
+        for future in [self.engine.compile(c, sink) for c in prompt.chunks for sink in sorted(sinks)]:
+            future.result()
+
+    def _submit(self, prompt: Prompt, policy: str, salt: str = "", **sampling: Any) -> Iterator[Delta]:
+        """Every policy is a user of its own: what one computed is no prefix of another's."""
+        self._requests += 1
+        request = GenerationRequest(
+            f"eval-{self._requests}", prompt, parse_policy(policy), Sampling(**sampling), f"{policy} {salt}"
+        )
+        return iter(self.engine.submit(request))
+
+    def _answer(
+        self, answer: Answer, prompt: Prompt, sample: Sample, metric: str, reference: dict[int, float] | None
+    ) -> None:
+        try:
+            if answer.policy not in self._warm:  # its first request would pay for what is set up once
+                self._warm.add(answer.policy)
+                list(self._submit(prompt, answer.policy, "warm", max_tokens=2))
+            text, usage, ttft = self._run(prompt, answer.policy, sample.max_tokens)
+            answer.answer = text.strip()
+            answer.ttft_ms, answer.total_ms = round(ttft, 3), round(usage.total_ms, 3)
+            answer.prompt_tokens, answer.computed = usage.prompt_tokens, usage.computed
+            answer.reused, answer.chunk_tokens = usage.reused, usage.reused + usage.recomputed
+            answer.flops = self.flops.of(usage)
+            names = {metric, "em", "f1"}
+            answer.scores = {m: metrics.best(m, answer.answer, sample.expected) for m in sorted(names)}
+            if reference is not None:
+                other = self._first_token(prompt, answer.policy)
+                answer.kl = round(metrics.first_token_kl(reference, other), 6)
+                answer.top1 = max(reference, key=reference.__getitem__) == max(other, key=other.__getitem__)
+        except MPICError as error:
+            answer.skipped = f"{error.code}: {error}"
+
+    def _run(self, prompt: Prompt, policy: str, max_tokens: int) -> tuple[str, Usage, float]:
+        """Answer, usage and milliseconds to the first token as the caller sees it."""
+        began = time.perf_counter()
+        text, ttft, usage = "", 0.0, None
+        for delta in self._submit(prompt, policy, max_tokens=max_tokens):
+            ttft = ttft or (time.perf_counter() - began) * 1e3
+            text += delta.text
+            usage = delta.usage or usage
+        assert usage is not None
+        return text, usage, ttft
+
+    def _first_token(self, prompt: Prompt, policy: str) -> dict[int, float]:
+        deltas = self._submit(prompt, policy, "first", max_tokens=1, logprobs=LISTED, ignore_eos=True)
+        (first, *_) = [delta.logprobs[0] for delta in deltas if delta.logprobs]
+        return dict(first.top)
+
+
+def read_answers(out: Path) -> list[Answer]:
+    """What a run has written so far; a line cut off by an interruption is left out."""
+    path = out / "answers.jsonl"
+    if not path.exists():
+        return []
+    found = []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines):
+        if not line:
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines) - 1:
+                path.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
+                continue
+            raise BadRequest(f"{path}, line {number + 1} is not JSON") from None
+        entry["expected"] = tuple(entry["expected"])
+        found.append(Answer(**entry))
+    return found

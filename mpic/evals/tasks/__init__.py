@@ -1,0 +1,9 @@
+"""Tasks of ``mpic eval``: generated ones (``world``) and public formats read from local files (one file a format).
+
+To add one: a file with a loader under ``@task(...)``, a line here, a row in ``tests/evals/test_tasks.py``.
+"""
+
+from mpic.evals.tasks import dialogue, longbench, niah, reading, world  # noqa: F401 - each registers itself
+from mpic.evals.tasks.base import TASKS, Options, Sample, Task, TaskError, find
+
+__all__ = ["TASKS", "Options", "Sample", "Task", "TaskError", "find"]

@@ -1,0 +1,94 @@
+"""What an evaluation asks: samples of a task, OpenAI-shaped, with the answers that count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpic.errors import BadRequest
+
+
+class TaskError(BadRequest):
+    """A task that does not exist, or data that is not in its format."""
+
+    code = "task_error"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question.
+
+    Args:
+        id: stable across runs with the same options.
+        messages: as for ``/v1/chat/completions``; images are data URLs, documents ``document`` parts.
+        expected: reference answers.
+        max_tokens: room for the answer.
+    """
+
+    id: str
+    messages: list[dict[str, Any]]
+    expected: tuple[str, ...]
+    max_tokens: int = 32
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a configuration says about a task.
+
+    Args:
+        path: the data file or folder, for tasks that read one.
+        chunks: how many images and documents a sample has, for tasks that can choose.
+        questions: at most so many samples.
+        seed: of generated samples.
+        split: how long documents are cut into chunks: ``none``, ``passage``, or KVSplit's ``fixed``, ``sentence``,
+            ``paragraph``, ``section``.
+        tokens: of a piece, for KVSplit.
+        images: folder of the images, where the format names files only.
+        splitter: KVSplit in the model's tokens, ``(text, mode, tokens) -> pieces``.
+    """
+
+    path: Path | None = None
+    chunks: int = 4
+    questions: int = 50
+    seed: int = 0
+    split: str = "passage"
+    tokens: int = 512
+    images: Path | None = None
+    splitter: Callable[[str, str, int], list[str]] | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A registered task. ``metric`` is the one its benchmark reports."""
+
+    name: str
+    summary: str
+    metric: str
+    reads_file: bool
+    counts_chunks: bool
+    load: Callable[[Options], Iterator[Sample]]
+
+
+TASKS: dict[str, Task] = {}
+
+
+def task(
+    name: str, summary: str, metric: str, reads_file: bool = False, counts_chunks: bool = False
+) -> Callable[[Callable[[Options], Iterator[Sample]]], Callable[[Options], Iterator[Sample]]]:
+    """Register a loader."""
+
+    def register(load: Callable[[Options], Iterator[Sample]]) -> Callable[[Options], Iterator[Sample]]:
+        TASKS[name] = Task(name, summary, metric, reads_file, counts_chunks, load)
+        return load
+
+    return register
+
+
+def find(name: str) -> Task:
+    """Raises TaskError with the list of names."""
+    try:
+        return TASKS[name]
+    except KeyError:
+        raise TaskError(f"unknown task '{name}'; there are: {', '.join(sorted(TASKS))}") from None

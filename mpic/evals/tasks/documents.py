@@ -1,0 +1,72 @@
+"""Long texts as chunks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mpic.evals.tasks.base import Options, TaskError
+
+_PASSAGE = re.compile(r"(?=^Passage \d+:)", re.MULTILINE)
+
+
+def parts_of(text: str, options: Options) -> list[dict[str, Any]]:
+    """Document parts whose texts, joined, are ``text``."""
+    return [{"type": "document", "text": piece} for piece in pieces(text, options)]
+
+
+def pieces(text: str, options: Options) -> list[str]:
+    """Cut a text as the options say; nothing is lost."""
+    if options.split == "none":
+        found = [text]
+    elif options.split == "passage":
+        found = [piece for piece in _PASSAGE.split(text) if piece]
+    elif options.splitter is None:
+        raise TaskError(f"split '{options.split}' needs a tokenizer")
+    else:
+        found = options.splitter(text, options.split, options.tokens)
+    return found or [text]
+
+
+def ask(documents: list[dict[str, Any]], before: str, after: str) -> list[dict[str, Any]]:
+    """One user message: an instruction, the documents, the question."""
+    head = [{"type": "text", "text": before}] if before else []
+    return [{"role": "user", "content": [*head, *documents, {"type": "text", "text": after}]}]
+
+
+def data_file(options: Options, suffixes: tuple[str, ...]) -> Path:
+    """Raises TaskError when there is no such file."""
+    path = options.path
+    if path is None or not path.is_file() or path.suffix not in suffixes:
+        raise TaskError(f"this task reads a local file ending in {' or '.join(suffixes)}; got {path}")
+    return path
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file; TaskError names the line that is none."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise TaskError(f"{path.name}, line {number}: not JSON ({error})") from None
+
+
+def whole_json(path: Path) -> Any:
+    """Raises TaskError when it is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path.name}: not JSON ({error})") from None
+
+
+def field_of(entry: Any, name: str, where: str) -> Any:
+    """A field that must be there; TaskError says what is missing where."""
+    if not isinstance(entry, dict) or name not in entry:
+        raise TaskError(f"{where}: no field '{name}'")
+    return entry[name]

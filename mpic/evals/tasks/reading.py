@@ -1,0 +1,97 @@
+"""Reading comprehension from the data sets' own files: SQuAD, NewsQA, NarrativeQA (KV Packet's and CacheBlend's tasks).
+
+Each question is asked over its own text and ``chunks - 1`` others of the file, in an order drawn from the seed, so that
+there is something to link.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from mpic.evals.tasks.base import Options, Sample, TaskError, task
+from mpic.evals.tasks.documents import ask, data_file, field_of, parts_of, whole_json
+
+_QUESTION = "Answer from the texts above, in as few words as possible.\nQuestion: {question}\nAnswer:"
+
+
+class Reading(NamedTuple):
+    """A question about a text."""
+
+    id: str
+    text: str
+    question: str
+    answers: tuple[str, ...]
+
+
+@task("squad", "SQuAD 1.1 or 2.0 (its JSON file)", "f1", reads_file=True, counts_chunks=True)
+def squad(options: Options) -> Iterator[Sample]:
+    """Unanswerable questions of 2.0 are left out."""
+    path = data_file(options, (".json",))
+    found = []
+    for article in field_of(whole_json(path), "data", path.name):
+        for paragraph in field_of(article, "paragraphs", path.name):
+            text = field_of(paragraph, "context", path.name)
+            for qa in field_of(paragraph, "qas", path.name):
+                answers = tuple(dict.fromkeys(a["text"] for a in qa.get("answers", ())))
+                if answers and not qa.get("is_impossible", False):
+                    found.append(Reading(str(qa["id"]), text, qa["question"], answers))
+    return _ask(found, options)
+
+
+@task("newsqa", "NewsQA (combined-newsqa-data-v1.json)", "f1", reads_file=True, counts_chunks=True)
+def newsqa(options: Options) -> Iterator[Sample]:
+    """Questions whose readers agree on an answer; it is the span ``[s, e)`` of the story."""
+    path = data_file(options, (".json",))
+    found = []
+    for story in field_of(whole_json(path), "data", path.name):
+        text = field_of(story, "text", path.name)
+        for number, question in enumerate(field_of(story, "questions", path.name)):
+            span = question.get("consensus", {})
+            if "s" in span and "e" in span:
+                answer = text[span["s"] : span["e"]].strip()
+                found.append(Reading(f"{story['storyId']}#{number}", text, question["q"], (answer,)))
+    return _ask(found, options)
+
+
+@task(
+    "narrativeqa", "NarrativeQA over summaries (its folder)", "rouge-l", reads_file=True, counts_chunks=True
+)
+def narrativeqa(options: Options) -> Iterator[Sample]:
+    """Reads ``qaps.csv`` and ``third_party/wikipedia/summaries.csv`` of the repository's folder."""
+    folder = options.path
+    if folder is None or not (folder / "qaps.csv").is_file():
+        raise TaskError(f"this task reads a local folder with qaps.csv; got {folder}")
+    texts = {
+        row["document_id"]: row["summary"]
+        for row in _rows(folder / "third_party" / "wikipedia" / "summaries.csv")
+    }
+    found = [
+        Reading(str(number), texts[row["document_id"]], row["question"], (row["answer1"], row["answer2"]))
+        for number, row in enumerate(_rows(folder / "qaps.csv"))
+        if row["document_id"] in texts
+    ]
+    return _ask(found, options)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        raise TaskError(f"no such file: {path}")
+    with path.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def _ask(readings: list[Reading], options: Options) -> Iterator[Sample]:
+    rng = random.Random(options.seed)
+    texts = list(dict.fromkeys(reading.text for reading in readings))
+    chosen = rng.sample(readings, min(options.questions, len(readings)))
+    for reading in chosen:
+        others = [text for text in texts if text != reading.text]
+        shown = [reading.text, *rng.sample(others, min(options.chunks - 1, len(others)))]
+        rng.shuffle(shown)
+        documents = [part for text in shown for part in parts_of(text, options)]
+        question = _QUESTION.format(question=reading.question)
+        yield Sample(reading.id, ask(documents, "", question), reading.answers, 32)

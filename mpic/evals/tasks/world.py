@@ -1,0 +1,78 @@
+"""Tasks of the generated world, on held-out sprites, names and wordings (``mpic.data.generator``).
+
+They stand for the public ones: ``image`` and ``image-named`` for MMDU (several images before a question),
+``word-level`` for SparklesEval (images inside a sentence), ``needle`` and ``card`` for needles in a haystack,
+``biography`` for biography retrieval, ``two-hop`` for 2WikiMQA, HotpotQA and MuSiQue, ``few-shot`` for SAMSum's
+examples in context, ``mixed`` for images and documents together.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from PIL import Image as PILImage
+
+from mpic.data.generator import EVAL_TASKS, Conversation, Document, Generator, Image
+from mpic.evals.tasks.base import Options, Sample, task
+
+_SUMMARIES = {
+    "image": "several images, then a question about one of them",
+    "image named": "the same, by handle",
+    "caption": "describe one of several images",
+    "compare": "compare two of several images",
+    "word level": "compare two images that stand inside the sentence",
+    "few-shot": "images each followed by its label, the last one unlabelled",
+    "card": "documents of key and value pairs",
+    "card named": "the same, by handle",
+    "needle": "a code hidden in one of several documents",
+    "biography": "a fact of one of several people",
+    "two-hop": "a fact of the friend of one of several people",
+    "last person": "a fact of whoever comes last, told by order alone",
+    "mixed": "images and documents together",
+}
+
+
+def messages_of(conversation: Conversation) -> list[dict[str, Any]]:
+    """The conversation up to its last question, as a client would send it."""
+    out: list[dict[str, Any]] = []
+    if conversation.system:
+        out.append({"role": "system", "content": conversation.system})
+    for turn in conversation.turns:
+        out.append({"role": "user", "content": [_part(part) for part in turn.user]})
+        out.append({"role": "assistant", "content": turn.answer})
+    return out[:-1]
+
+
+def _part(part: str | Image | Document) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    named = {"name": part.name} if part.name else {}
+    if isinstance(part, Document):
+        return {"type": "document", "text": part.text, **named}
+    return {"type": "image", "image": data_url(PILImage.fromarray(part.pixels)), **named}
+
+
+def data_url(image: PILImage.Image) -> str:
+    """An image as a PNG data URL."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _loader(name: str) -> Callable[[Options], Iterator[Sample]]:
+    def load(options: Options) -> Iterator[Sample]:
+        generator = Generator(options.seed * 1000 + options.chunks, "eval")
+        for number in range(options.questions):
+            conversation = generator.task(name, options.chunks)
+            answer = conversation.turns[-1].answer
+            yield Sample(str(number), messages_of(conversation), (answer,), max_tokens=48)
+
+    return load
+
+
+for _name, _summary in _SUMMARIES.items():
+    assert _name in EVAL_TASKS
+    task(f"world-{_name.replace(' ', '-')}", _summary, "em", counts_chunks=True)(_loader(_name))
