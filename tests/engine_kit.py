@@ -132,6 +132,8 @@ class MemoryStore:
 class MemoryChunk:
     """What ``MemoryStore.open`` gives."""
 
+    tier = "disk"
+
     def __init__(self, store: MemoryStore, chunk: ChunkKV) -> None:
         self.inputs, self._store, self._chunk = chunk.inputs, store, chunk
 

@@ -225,6 +225,9 @@ class GenerationStream(Protocol):
 class StoredChunk(Protocol):
     """A ChunkKV on some tier below the device. What was found may be gone, or turn out damaged, when it is read."""
 
+    tier: str
+    """Where it lies: ``host``, ``disk`` or a remote tier's name."""
+
     @property
     def inputs(self) -> ChunkInputs:
         """Verified; may be read from the tier when first asked for.

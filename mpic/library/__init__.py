@@ -15,9 +15,9 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mpic.durable import Files
 from mpic.errors import BadRequest, Unavailable
@@ -39,8 +39,9 @@ from mpic.library.records import (
     Tokenize,
     Usage,
 )
+from mpic.library.shares import Rules
 from mpic.library.static import StaticLibrary
-from mpic.library.store import DiskStore
+from mpic.library.store import DiskStore, HostTier, Tier, TieredStore
 
 __all__ = [
     "SHARED",
@@ -49,6 +50,7 @@ __all__ = [
     "DiskStore",
     "DynamicLibrary",
     "File",
+    "HostTier",
     "Library",
     "Limits",
     "Page",
@@ -57,6 +59,8 @@ __all__ = [
     "Removed",
     "State",
     "StaticLibrary",
+    "Tier",
+    "TieredStore",
     "Tokenize",
     "Usage",
     "decode_image",
@@ -70,23 +74,37 @@ class Library:
     Attributes:
         files: the static library, see ``StaticLibrary``.
         references: the dynamic library, see ``DynamicLibrary``.
-        store: the disk tier for the engine, see ``mpic.engine.base.ChunkStore``.
+        store: the tiers below the device, for the engine; see ``mpic.engine.base.ChunkStore``.
         recovered: what ``open`` found to mend: garbage of a crash, and objects whose files are gone.
     """
 
     files: StaticLibrary
     references: DynamicLibrary
-    store: DiskStore
+    store: DiskStore | TieredStore
     catalog: Catalog
     recovered: dict[str, int]
     _lock: int | None
 
-    def __init__(self, root: Path, limits: Limits, files: Files, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        limits: Limits,
+        files: Files,
+        clock: Callable[[], float],
+        host: Literal["none", "plain", "pinned"] = "none",
+        remote: Sequence[Tier] = (),
+    ) -> None:
         self.root = root
         self.limits = limits
         self._clock = clock
         self.catalog = Catalog(root / "catalog.sqlite")
         self.store = DiskStore(root, self.catalog, limits, files, clock)
+        nearer = []
+        if host != "none" and limits.host_bytes:
+            rules = Rules(limits.host_bytes, limits.user_host_bytes, limits.shared_fraction)
+            nearer.append(HostTier(rules, host == "pinned", self.store.pinned))
+        if nearer or remote:
+            self.store = TieredStore(self.store, nearer, remote)
         self.files = StaticLibrary(root, self.catalog, self.store, limits, files, clock)
         self.references = DynamicLibrary(root, self.catalog, self.store, limits, files, clock)
         self._originals = Originals(root, files)
@@ -99,12 +117,16 @@ class Library:
         *,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
+        host: Literal["none", "plain", "pinned"] = "none",
+        remote: Sequence[Tier] = (),
     ) -> Library:
         """Open or create a library and mend what a crash left behind.
 
         Args:
             files: the file layer; tests wrap it.
             clock: seconds since the epoch.
+            host: keep chunks in host memory too: for an engine on an accelerator, ``pinned`` where that is CUDA.
+            remote: farther tiers.
 
         Raises:
             Unavailable: another process has it open.
@@ -114,7 +136,7 @@ class Library:
         files.make_folder(root)
         lock = _lock(root)
         try:
-            library = cls(root, limits or Limits(), files, clock)
+            library = cls(root, limits or Limits(), files, clock, host, remote)
             library.recovered = library._reconcile()
         except BaseException:
             os.close(lock)
@@ -182,6 +204,7 @@ class Library:
             "bytes": row["bytes"],
             "references": self.references.stats(),
             "disk": self.store.stats(),
+            "tiers": self.store.tiers(),
             "recovered": self.recovered,
         }
 

@@ -112,6 +112,12 @@ class ChunkRows:
             db.executemany(sql, [(why, held.key.key) for held, why in gone])
         return [(held.key, why) for held, why in gone]
 
+    def pinned(self, owner: str, chunk: ChunkKey) -> bool:
+        """Whether a pinned file or reference of this owner holds this content."""
+        table, own = ("refs", "TRUE") if owner == SHARED else ("files", "owner = :owner")
+        sql = f"SELECT 1 FROM {table} WHERE {own} AND digest = :digest AND kind = :kind AND pinned"
+        return bool(self._catalog.read(sql, owner=owner, digest=chunk.digest, kind=chunk.kind))
+
     def _turns(self, db: Connection, owner: str) -> Iterator[Held]:
         """An owner's chunks, least recently used first. Pinned is what a pinned file or reference holds."""
         table = "refs" if owner == SHARED else "files"

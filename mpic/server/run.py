@@ -80,13 +80,16 @@ def build(config: Config) -> FastAPI:
 
     from mpic.engine import load_engine
     from mpic.library import Library, Limits
+    from mpic.model.load import choose_device
     from mpic.prompt import ChatTemplate
     from mpic.server.app import create_app
 
     transformers.utils.logging.disable_progress_bar()
     known = {f.name for f in dataclasses.fields(Limits)}
     limits = Limits(**{k: v for k, v in dataclasses.asdict(config.library).items() if k in known})
-    library = Library.open(Path(config.library.data_dir), limits)
+    device = choose_device(config.engine.device).type
+    host = {"cpu": "none", "cuda": "pinned"}.get(device, "plain")
+    library = Library.open(Path(config.library.data_dir), limits, host=host)
     try:
         engine, processor = load_engine(config.engine, library.store)
         return create_app(engine, library, ChatTemplate(processor), config)

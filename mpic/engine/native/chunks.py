@@ -92,6 +92,7 @@ class ChunkTraffic:
         now = time.monotonic()
         linked.ms = (now - began) * 1e3
         if error is None:
+            linked.tier = linked.stored.tier
             resident.ready = True
             for sequence in self.scheduler.running:
                 if any(other.resident is resident for other in sequence.linked):

@@ -251,7 +251,7 @@ class Scheduler:
             first_time = linked.tier == "none"
             if linked in added:
                 if linked.stored is not None:
-                    linked.tier = "disk"
+                    linked.tier = linked.stored.tier
                     self._load(linked)
                 else:
                     linked.tier = "compiled"

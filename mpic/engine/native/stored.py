@@ -14,6 +14,8 @@ from mpic.kv.chunk import ChunkInputs, KVKey
 class StoredLater:
     """What a waiting request keeps of a resident chunk: no look-up and no disk access unless it is evicted."""
 
+    tier = "disk"  # the tier of record, until it is read
+
     def __init__(self, store: ChunkStore, key: KVKey, inputs: ChunkInputs) -> None:
         self.inputs, self._store, self._key = inputs, store, key
 
@@ -27,4 +29,5 @@ class StoredLater:
         stored = self._store.find([self._key]).get(self._key)
         if stored is None:
             raise NotFound(f"chunk {self._key.chunk} is not stored")
+        self.tier = stored.tier
         yield from stored.read_layers(destination)

@@ -63,6 +63,8 @@ class DiskChunk:
             neither a file descriptor nor a read.
     """
 
+    tier = "disk"
+
     def __init__(self, store: DiskStore, key: KVKey, file: ChunkFile | None = None) -> None:
         self._store, self._key, self._file = store, key, file
 
@@ -103,6 +105,8 @@ class DiskStore:
         root: the library's folder; files lie in ``kv`` and ``quarantine`` below it.
         clock: seconds since the epoch.
     """
+
+    name = "disk"
 
     def __init__(
         self,
@@ -177,6 +181,10 @@ class DiskStore:
         reason = self._missing_reason(key)
         self._count(**{f"missed_{reason}": 1})
         return reason
+
+    def pinned(self, owner: str, chunk: ChunkKey) -> bool:
+        """Whether a pinned file or reference of this owner holds this content."""
+        return self._rows.pinned(owner, chunk)
 
     # Writing
 
@@ -282,6 +290,10 @@ class DiskStore:
         count, size = self._rows.totals()
         with self._tally:
             return {**self._counters, "chunks": count, "bytes": size, "budget": self._limits.disk_bytes}
+
+    def tiers(self) -> dict[str, dict[str, int]]:
+        """Counters of every tier below the device, nearest first."""
+        return {self.name: self.stats()}
 
     def check(self) -> None:
         """Every ready row has its file, of its size, and the budget holds. Raises IntegrityError."""

@@ -1,0 +1,147 @@
+"""The host tier: compiled chunks in (pinned) memory, between an accelerator's pages and the disk.
+
+On the CPU the device's pages are host memory already, so the tier is not used there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from mpic.errors import IntegrityError, StorageFull, StorageQuotaExceeded
+from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
+from mpic.library.shares import Held, Rules, make_room
+
+COUNTERS = (
+    "requested",
+    "hits",
+    "saved",
+    "refused",
+    "evicted",
+    "bytes_evicted",
+    "bytes_read",
+    "bytes_written",
+)
+
+
+class HostChunk:
+    """A chunk in host memory; see ``mpic.engine.base.StoredChunk``. It may be read on after it was evicted."""
+
+    tier = "host"
+
+    def __init__(self, inputs: ChunkInputs, kv: torch.Tensor, count: Callable[..., None]) -> None:
+        self.inputs, self._kv, self._count = inputs, kv, count
+        self.bytes = kv.nbytes + inputs.nbytes
+
+    def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
+        for layer in range(self._kv.shape[0]):
+            destination[layer].copy_(self._kv[layer])
+            yield layer
+        self._count(bytes_read=self._kv.nbytes)
+
+
+class HostTier:
+    """Least recently used first out, within each user's share (``shares``). Thread-safe.
+
+    Args:
+        rules: budget and quota in bytes.
+        pin: page-locked memory, so that copies to a CUDA device run beside computation.
+        pinned: whether the library's user has pinned this content.
+    """
+
+    name = "host"
+
+    def __init__(
+        self, rules: Rules, pin: bool = False, pinned: Callable[[str, ChunkKey], bool] = lambda *_: False
+    ) -> None:
+        self._rules, self._pin, self._pinned = rules, pin, pinned
+        self._chunks: OrderedDict[KVKey, HostChunk] = OrderedDict()  # least recently used first
+        self._used: Counter[str] = Counter()  # bytes by owner, those being copied included
+        self._copying: dict[KVKey, bool] = {}  # False once the content was dropped
+        self._dropped: set[tuple[str, ChunkKey]] = set()  # and not looked for since
+        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._lock = threading.Lock()
+
+    def find(self, keys: Sequence[KVKey]) -> dict[KVKey, HostChunk]:
+        """Those of the chunks that are here."""
+        with self._lock:
+            for key in keys:
+                self._dropped.discard((key.owner, key.chunk))
+            found = {key: self._chunks[key] for key in keys if key in self._chunks}
+            for key in found:
+                self._chunks.move_to_end(key)
+            self._counters.update(requested=len(keys), hits=len(found))
+            return found
+
+    def save(self, chunk: ChunkKV) -> None:
+        """Copy a chunk here, if it fits; this tier is never the only one, so what does not fit is only counted."""
+        key, size = chunk.key, chunk.kv.nbytes + chunk.inputs.nbytes
+        with self._lock:
+            if key in self._chunks or key in self._copying or (key.owner, key.chunk) in self._dropped:
+                return
+            try:
+                gone = make_room(self._rules, self._used, key.owner, size, self._turns)
+            except (StorageFull, StorageQuotaExceeded):
+                self._counters["refused"] += 1
+                return
+            for held, why in gone:
+                self._counters.update({"evicted": 1, f"evicted_{why}": 1, "bytes_evicted": held.bytes})
+                self._remove(held.key)
+            self._used[key.owner] += size
+            self._copying[key] = True
+        kept = None
+        try:
+            kv = torch.empty(chunk.kv.shape, dtype=chunk.kv.dtype, pin_memory=self._pin)
+            kept = HostChunk(chunk.inputs, kv.copy_(chunk.kv), self._count)
+        finally:
+            with self._lock:
+                if self._copying.pop(key) and kept is not None:
+                    self._chunks[key] = kept
+                    self._counters.update(saved=1, bytes_written=size)
+                else:
+                    self._used[key.owner] -= size
+
+    def drop(self, owner: str, chunk: ChunkKey) -> None:
+        """Forget all forms of a content."""
+        with self._lock:
+            self._dropped.add((owner, chunk))
+            for key in [key for key in self._chunks if (key.owner, key.chunk) == (owner, chunk)]:
+                self._remove(key)
+            for key in self._copying:
+                if (key.owner, key.chunk) == (owner, chunk):
+                    self._copying[key] = False
+
+    def stats(self) -> dict[str, int]:
+        with self._lock:
+            return {
+                **self._counters,
+                "chunks": len(self._chunks),
+                "bytes": sum(self._used.values()),
+                "budget": self._rules.budget,
+            }
+
+    def check(self) -> None:
+        """Bytes add up and are within the budget. Raises IntegrityError."""
+        with self._lock:
+            if self._copying:
+                return
+            used = Counter()
+            for key, chunk in self._chunks.items():
+                used[key.owner] += chunk.bytes
+            if used != +self._used or used.total() > self._rules.budget:
+                raise IntegrityError(f"the host tier holds {dict(used)} and counted {dict(self._used)}")
+
+    def _turns(self, owner: str) -> Iterator[Held]:
+        for key, chunk in list(self._chunks.items()):
+            if key.owner == owner:
+                yield Held(key, chunk.bytes, self._pinned(owner, key.chunk))
+
+    def _remove(self, key: KVKey) -> None:
+        self._used[key.owner] -= self._chunks.pop(key).bytes
+
+    def _count(self, **by: int) -> None:
+        with self._lock:
+            self._counters.update(by)

@@ -1,0 +1,239 @@
+"""Host memory before the disk, a remote tier behind it: who is asked, who is filled, who forgets."""
+
+import threading
+from contextlib import closing
+
+import pytest
+import torch
+from engine_kit import family, ids, prompt_of, request_of, text_chunk
+from library_tools import make_chunk, read, text_key
+
+from mpic.engine.native.engine import NativeEngine
+from mpic.errors import CorruptFile, IntegrityError
+from mpic.kv.chunk import KVKey, Recipe
+from mpic.library import HostTier, Library, Limits
+from mpic.library.shares import Rules
+
+
+class Remote:
+    """A tier at the other end of a network, played by a dictionary."""
+
+    name = "remote"
+
+    class Chunk:
+        tier = "remote"
+
+        def __init__(self, chunk):
+            self.inputs, self.chunk = chunk.inputs, chunk
+
+        def read_layers(self, destination):
+            for layer, kv in enumerate(self.chunk.kv):
+                destination[layer].copy_(kv)
+                yield layer
+
+    def __init__(self):
+        self.chunks, self.requested = {}, 0
+
+    def find(self, keys):
+        self.requested += len(keys)
+        return {key: self.Chunk(self.chunks[key]) for key in keys if key in self.chunks}
+
+    def save(self, chunk):
+        self.chunks[chunk.key] = chunk
+
+    def drop(self, owner, chunk):
+        self.chunks = {k: v for k, v in self.chunks.items() if (k.owner, k.chunk) != (owner, chunk)}
+
+    def stats(self):
+        return {"requested": self.requested, "hits": 0, "chunks": len(self.chunks), "bytes": 0, "evicted": 0}
+
+    def check(self):
+        pass
+
+
+def kv_bytes(chunk):
+    return chunk.kv.nbytes + chunk.inputs.nbytes
+
+
+@pytest.fixture
+def tiered(tmp_path):
+    opened = []
+
+    def open_one(remote=(), **limits):
+        opened.append(Library.open(tmp_path, Limits(**limits), host="plain", remote=remote))
+        return opened[-1]
+
+    yield open_one
+    for library in opened:
+        library.check()
+        library.close()
+
+
+def whole(stored, like):
+    destination = torch.full_like(like, float("nan"))
+    assert list(stored.read_layers(destination)) == list(range(like.shape[0]))
+    return destination
+
+
+def test_what_was_saved_is_served_from_host_memory(tiered):
+    library, chunk = tiered(), make_chunk(image=True)
+    library.store.save(chunk)
+    stored = library.store.find([chunk.key, text_key("other")])
+    assert list(stored) == [chunk.key] and stored[chunk.key].tier == "host"
+    assert torch.equal(whole(stored[chunk.key], chunk.kv), chunk.kv)
+    tiers = library.stats()["tiers"]
+    assert list(tiers) == ["host", "disk"]
+    assert (tiers["host"]["requested"], tiers["host"]["hits"]) == (2, 1)
+    assert (tiers["disk"]["requested"], tiers["disk"]["hits"]) == (1, 0)
+    assert tiers["host"]["bytes"] == kv_bytes(chunk) and tiers["host"]["bytes_read"] == chunk.kv.nbytes
+
+
+def test_what_was_read_from_disk_is_in_host_memory_afterwards(tiered):
+    library, chunk = tiered(), make_chunk()
+    library.store.disk.save(chunk)
+    first = library.store.open(chunk.key)
+    assert first.tier == "disk" and torch.equal(whole(first, chunk.kv), chunk.kv)
+    second = library.store.open(chunk.key)
+    assert second.tier == "host" and torch.equal(whole(second, chunk.kv), chunk.kv)
+    second_inputs = second.inputs
+    assert torch.equal(second_inputs.token_ids, chunk.inputs.token_ids)
+
+
+def test_a_read_that_was_given_up_promotes_nothing(tiered):
+    library, chunk = tiered(), make_chunk()
+    library.store.disk.save(chunk)
+    layers = library.store.open(chunk.key).read_layers(torch.empty_like(chunk.kv))
+    next(layers)
+    layers.close()
+    assert library.store.open(chunk.key).tier == "disk"
+
+
+def test_a_damaged_file_is_never_promoted(tiered):
+    library, chunk = tiered(), make_chunk()
+    library.store.disk.save(chunk)
+    path = library.store.path(chunk.key)
+    data = bytearray(path.read_bytes())
+    data[4096 + 100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptFile):
+        whole(library.store.find([chunk.key])[chunk.key], chunk.kv)
+    assert library.store.find([chunk.key]) == {} and library.store.missing_reason(chunk.key) == "corrupt"
+
+
+def test_a_deleted_content_leaves_every_tier(tiered):
+    remote = Remote()
+    library = tiered(remote=[remote])
+    file = library.files.add("ann", b"text", "t")
+    chunk = make_chunk(KVKey("ann", file.key, "a1" * 32, Recipe("float32")))
+    library.store.save(chunk)
+    assert remote.chunks
+    reading = library.store.find([chunk.key])[chunk.key]
+    library.files.delete("ann", file.id)
+    assert torch.equal(whole(reading, chunk.kv), chunk.kv)  # who holds it reads on
+    assert library.store.find([chunk.key]) == {} and not remote.chunks
+    library.store.disk.save(make_chunk(text_key("late")))
+
+
+def test_a_read_under_way_does_not_bring_a_deleted_content_back(tiered):
+    library, chunk = tiered(), make_chunk()
+    file = library.files.add("ann", b"some text", "t")
+    assert file.key == chunk.key.chunk
+    library.store.disk.save(chunk)
+    layers = library.store.open(chunk.key).read_layers(torch.empty_like(chunk.kv))
+    next(layers)
+    library.files.delete("ann", file.id)
+    list(layers)
+    assert library.store.find([chunk.key]) == {}
+
+
+def test_what_has_left_the_disk_comes_back_from_a_remote_tier(tiered):
+    remote, chunk = Remote(), make_chunk()
+    library = tiered(remote=[remote], host_bytes=0)
+    library.store.save(chunk)
+    library.store.disk.delete(chunk.key)
+    found = library.store.find([chunk.key])[chunk.key]
+    assert found.tier == "remote" and torch.equal(whole(found, chunk.kv), chunk.kv)
+    assert library.store.open(chunk.key).tier == "disk"
+    assert torch.equal(read(library.store.disk.open(chunk.key), chunk.kv), chunk.kv)
+
+
+def test_host_memory_keeps_its_budget_and_the_shares_of_users(tiered):
+    chunks = {
+        name: make_chunk(text_key(name, owner=name[0])) for name in ("a1", "a2", "b1", "b2", "b3", "b4")
+    }
+    size = kv_bytes(chunks["a1"])
+    library = tiered(host_bytes=4 * size)
+    for chunk in chunks.values():
+        library.store.save(chunk)
+    tiers = {
+        name: stored.tier for name, chunk in chunks.items() for stored in [library.store.open(chunk.key)]
+    }
+    assert tiers == {"a1": "host", "a2": "host", "b1": "disk", "b2": "disk", "b3": "host", "b4": "host"}
+    stats = library.stats()["tiers"]["host"]
+    assert (stats["evicted"], stats["evicted_budget"], stats["bytes"]) == (2, 2, 4 * size)
+
+
+def test_a_pinned_file_stays_in_host_memory(tiered):
+    chunk = make_chunk()
+    size = kv_bytes(chunk)
+    library = tiered(host_bytes=2 * size)
+    file = library.files.add("ann", b"some text", "t")
+    library.files.pin("ann", file.id)
+    for name in ("some text", "x", "y", "z"):
+        library.store.save(make_chunk(text_key(name)))
+    assert library.store.open(chunk.key).tier == "host"
+
+
+def test_what_is_larger_than_host_memory_is_refused_and_counted():
+    tier = HostTier(Rules(100))
+    tier.save(make_chunk())
+    assert tier.stats()["refused"] == 1 and tier.find([text_key()]) == {}
+    tier.check()
+    tier._used["ann"] = 5
+    with pytest.raises(IntegrityError):
+        tier.check()
+
+
+def test_host_memory_under_many_threads_adds_up():
+    chunks = [make_chunk(text_key(str(i), owner="abc"[i % 3]), seed=i) for i in range(24)]
+    tier = HostTier(Rules(9 * kv_bytes(chunks[0])))
+    wrong = []
+
+    def work(number):
+        for i in range(120):
+            chunk = chunks[(i * 7 + number * 5) % len(chunks)]
+            tier.save(chunk)
+            for stored in tier.find([chunk.key]).values():
+                if not torch.equal(whole(stored, chunk.kv), chunk.kv):
+                    wrong.append(chunk.key)
+            if i % 10 == 0:
+                tier.drop(chunk.key.owner, chunk.key.chunk)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    tier.check()
+
+
+def test_an_engine_links_a_chunk_from_host_memory_with_the_same_answer(tmp_path):
+    """A second engine over the same library has nothing resident, so it asks the tiers."""
+    document = text_chunk(ids(3, 40))
+    prompt = prompt_of(ids(1, 5), document, ids(2, 5))
+    answers = []
+    with Library.open(tmp_path, host="plain") as library:
+        for expected in ("compiled", "host"):
+            with closing(NativeEngine(family("llama").loaded, library.store, pages=40)) as engine:
+                answer = engine.submit(request_of(prompt, "mpic-4")).result()
+                assert [use.tier for use in answer.usage.chunks] == [expected]
+                answers.append(answer.token_ids)
+        library.check()
+    with Library.open(tmp_path, host="plain") as library:
+        for expected in ("disk", "host"):
+            with closing(NativeEngine(family("llama").loaded, library.store, pages=40)) as engine:
+                answer = engine.submit(request_of(prompt, "mpic-4")).result()
+                assert [use.tier for use in answer.usage.chunks] == [expected]
+                answers.append(answer.token_ids)
+    assert answers[0] == answers[1] == answers[2] == answers[3]
