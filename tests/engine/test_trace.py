@@ -7,7 +7,7 @@ import pytest
 from engine_kit import MemoryStore, ids, image_chunk, prompt_of, request_of, text_chunk
 from families import random_image
 
-from mpic.link import policy_names
+from mpic.link import parse_policy, policy_names
 
 POLICIES = [re.sub("-[KNR]$", "-5", name) for name in policy_names()]
 
@@ -40,7 +40,7 @@ def test_every_policy_is_traced_as_planned(make_engine, content, policy):
     prompt = prompt_of(ids(1, 6), image, ids(2, 3), document, document, ids(3, 20))
     usage = ask(engine, prompt, policy).usage
     got = states(usage)
-    n = usage.chunks[0].tokens
+    n = usage.chunks[0].tokens if usage.chunks else 0
     text = [*range(6), *range(6 + n, 9 + n), *range(9 + n + 42, len(got))]
     assert {got[i] for i in text} == {"new"}
     bounds = [(6, 6 + n), (9 + n, 30 + n), (30 + n, 51 + n)]
@@ -48,7 +48,7 @@ def test_every_policy_is_traced_as_planned(make_engine, content, policy):
         assert got[lo:hi].count("recomputed") == use.recomputed
         assert got[lo:hi].count("compiled") == use.reused
     shown = {(s.kind, s.label, s.file_id) for s in usage.trace if s.kind != "text"}
-    if n:  # under nocache the prompt is without its chunks
+    if parse_policy(policy).context:  # under nocache the prompt is without its chunks
         assert shown == {("image", "image", None), ("document", "doc21", "file-doc")}
     again = ask(engine, prompt, policy).usage
     got = states(again)
