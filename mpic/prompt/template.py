@@ -66,6 +66,10 @@ class ChatTemplate:
         """Ids of a chunk's text: alone, nothing added, control strings in it taken as text."""
         return self._guard.encode(text)
 
+    def document_spans(self, text: str) -> list[tuple[int, int]]:
+        """For each id of ``tokenize_document`` the characters it stands for (see ``mpic.prompt.split``)."""
+        return self._guard.spans(text)
+
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None) -> Prompt:
         """The segments of a conversation, ready for the model's answer.
 

@@ -96,6 +96,10 @@ class GuardedTokenizer:
         """Ids of a client's text standing alone, nothing added."""
         return tuple(self._twin.encode(text, add_special_tokens=False).ids)
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """For each id of ``encode`` the characters of the text it stands for."""
+        return self._twin.encode(text, add_special_tokens=False).offsets
+
     def encode_pieces(self, pieces: Iterable[Trusted | str | Cut]) -> list[tuple[int, ...]]:
         """Ids before, between and after the cuts: one more tuple than there are cuts, any of them may be empty.
 

@@ -1,0 +1,127 @@
+"""KVSplit: pieces give the text back, fit, and end where the mode says."""
+
+import functools
+import itertools
+
+import pytest
+from chat_models import byte_level, metaspace, unigram
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpic.errors import BadRequest
+from mpic.prompt import ChatTemplate
+from mpic.prompt.split import MODES, Piece, Split, split_text
+
+TOKENIZERS = {"byte": byte_level, "metaspace": metaspace, "unigram": unigram}
+WORDS = [
+    "a",
+    "river.",
+    "Über",
+    "das",
+    "東京は",
+    "🙂",
+    "no!",
+    "#",
+    "##",
+    "\n",
+    "\n\n",
+    " ",
+    "  ",
+    "\t",
+    "\r\n",
+    "e\u0301",
+]
+TEXT = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=40).map(" ".join)
+
+
+@functools.cache
+def template(name):
+    return ChatTemplate(TOKENIZERS[name]())
+
+
+def spans_of_words(text):
+    """One token a word, white space before it included."""
+    out, at = [], 0
+    for word in text.split():
+        start = text.index(word, at)
+        out.append((start, at := start + len(word)))
+    return out
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(
+    TEXT,
+    st.sampled_from(MODES),
+    st.integers(1, 12),
+    st.sampled_from([*TOKENIZERS]),
+)
+def test_joined_pieces_are_the_text(text, mode, tokens, name):
+    pieces = split_text(text, Split(mode, tokens), template(name).document_spans)
+    assert "".join(text[p.start : p.end] for p in pieces) == text
+    if text.strip():
+        assert all(text[p.start : p.end].strip() for p in pieces)
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(
+    TEXT.filter(str.strip),
+    st.sampled_from([m for m in MODES if m != "none"]),
+    st.integers(2, 12),
+    st.integers(1, 11),
+)
+def test_overlapping_pieces_cover_the_text_and_move_on(text, mode, tokens, overlap):
+    split = Split(mode, tokens, min(overlap, tokens - 1))
+    pieces = split_text(text, split, template("byte").document_spans)
+    assert pieces[0].start == 0 and pieces[-1].end == len(text)
+    for before, after in itertools.pairwise(pieces):
+        assert before.start < after.start <= before.end < after.end
+
+
+def test_fixed_pieces_have_the_tokens_asked_for():
+    text = " ".join(f"w{i}" for i in range(10))
+    pieces = split_text(text, Split("fixed", 4), spans_of_words)
+    assert [len(text[p.start : p.end].split()) for p in pieces] == [4, 4, 2]
+    shared = split_text(text, Split("fixed", 4, 1), spans_of_words)
+    assert [text[p.start : p.end].split()[0] for p in shared] == ["w0", "w3", "w6"]
+    assert [text[p.start : p.end].split()[-1] for p in shared] == ["w3", "w6", "w9"]
+
+
+def test_a_character_of_many_tokens_is_not_cut():
+    text = "🙂🙂🙂"
+    spans = template("byte").document_spans
+    assert len(spans(text)) == 12
+    assert split_text(text, Split("fixed", 1), spans) == [Piece(0, 1), Piece(1, 2), Piece(2, 3)]
+
+
+PROSE = "# One\n\nFirst here. Second\none here! Third?\n\nA new paragraph. It ends.\n\n# Two\n\nLast words.\n"
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "ends"),
+    [
+        ("none", 1, ["words."]),
+        ("sentence", 5, ["here.", "Third?", "ends.", "words."]),
+        ("paragraph", 8, ["Third?", "Two", "words."]),
+        ("section", 14, ["ends.", "words."]),
+    ],
+)
+def test_where_pieces_end(mode, tokens, ends):
+    pieces = split_text(PROSE, Split(mode, tokens), spans_of_words)
+    assert [PROSE[p.start : p.end].split()[-1] for p in pieces] == ends
+    assert mode == "none" or all(len(PROSE[p.start : p.end].split()) <= tokens for p in pieces)
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        (("words",), "split.mode"),
+        (("fixed", 0), "split.tokens"),
+        (("fixed", 4, 4), "split.overlap"),
+        (("fixed", 4, -1), "split.overlap"),
+        (("none", 4, 1), "split.overlap"),
+    ],
+)
+def test_what_cannot_be(values, param):
+    with pytest.raises(BadRequest) as caught:
+        Split(*values)
+    assert caught.value.param == param
