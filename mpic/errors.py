@@ -19,6 +19,7 @@ MPICError                         500  internal_error
 │   └── StorageQuotaExceeded      403  storage_quota_exceeded
 ├── NotFound                      404  not_found
 │   ├── FileNotFound              404  file_not_found
+│   ├── CacheNotFound             404  cache_not_found
 │   ├── UnknownHandle             404  unknown_handle
 │   ├── ReferenceNotFound         404  reference_not_found
 │   ├── KeyNotFound               404  key_not_found        (mpic.keys)
@@ -30,7 +31,6 @@ MPICError                         500  internal_error
 ├── TooLarge                      413  too_large
 ├── RateLimited                   429  rate_limited
 │   ├── QueueFull                 429  queue_full
-│   ├── QuotaExceeded             429  quota_exceeded       (waiting does not help)
 │   └── TooManyAtOnce             429  too_many_concurrent  (mpic.server.auth)
 ├── CompileFailed                 500  compile_failed
 ├── StorageFull                   507  storage_full
@@ -137,6 +137,10 @@ class FileNotFound(NotFound):
     code = "file_not_found"
 
 
+class CacheNotFound(NotFound):
+    code = "cache_not_found"
+
+
 class UnknownHandle(NotFound):
     code = "unknown_handle"
 
@@ -169,13 +173,13 @@ class RateLimited(MPICError):
     """Too much for now.
 
     Args:
-        retry_after: seconds after which it is worth trying again; None when waiting does not help.
+        retry_after: seconds after which it is worth trying again.
     """
 
     status, code = 429, "rate_limited"
 
     def __init__(
-        self, message: str, *, retry_after: float | None = 1.0, param: str | None = None, **details: Any
+        self, message: str, *, retry_after: float = 1.0, param: str | None = None, **details: Any
     ) -> None:
         super().__init__(message, param=param, **details)
         self.retry_after = retry_after
@@ -183,13 +187,6 @@ class RateLimited(MPICError):
 
 class QueueFull(RateLimited):
     code = "queue_full"
-
-
-class QuotaExceeded(RateLimited):
-    code = "quota_exceeded"
-
-    def __init__(self, message: str, *, param: str | None = None, **details: Any) -> None:
-        super().__init__(message, retry_after=None, param=param, **details)
 
 
 class CompileFailed(MPICError):

@@ -323,8 +323,10 @@ class DictResolver:
             raise FileNotFound(f"no file {file_id}")
         return found
 
-    def by_cache_id(self, cache_id: str) -> Chunk:
-        return self.by_file_id(cache_id.removeprefix("cache-"))
+    def by_cache_id(self, cache_id: str) -> list[Chunk]:
+        if cache_id == "group-all":
+            return list(self.files.values())
+        return [self.by_file_id(cache_id.removeprefix("cache-"))]
 
     def inline_image(self, data: bytes) -> Chunk:
         if not data.startswith(b"\x89PNG"):

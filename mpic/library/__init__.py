@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from mpic.durable import Files
 from mpic.errors import BadRequest, Unavailable
+from mpic.library.caches import Cache, CacheChunk, CacheLibrary
 from mpic.library.catalog import Catalog
 from mpic.library.decode import decode_image, decode_text
 from mpic.library.dynamic import DynamicLibrary
@@ -46,6 +47,9 @@ from mpic.library.store import DiskStore, HostTier, Tier, TieredStore
 __all__ = [
     "SHARED",
     "AsyncReader",
+    "Cache",
+    "CacheChunk",
+    "CacheLibrary",
     "Change",
     "DiskStore",
     "DynamicLibrary",
@@ -73,12 +77,14 @@ class Library:
 
     Attributes:
         files: the static library, see ``StaticLibrary``.
+        caches: texts cached explicitly, see ``CacheLibrary``.
         references: the dynamic library, see ``DynamicLibrary``.
         store: the tiers below the device, for the engine; see ``mpic.engine.base.ChunkStore``.
         recovered: what ``open`` found to mend: garbage of a crash, and objects whose files are gone.
     """
 
     files: StaticLibrary
+    caches: CacheLibrary
     references: DynamicLibrary
     store: DiskStore | TieredStore
     catalog: Catalog
@@ -106,6 +112,7 @@ class Library:
         if nearer or remote:
             self.store = TieredStore(self.store, nearer, remote)
         self.files = StaticLibrary(root, self.catalog, self.store, limits, files, clock)
+        self.caches = CacheLibrary(root, self.catalog, self.files, limits, files, clock)
         self.references = DynamicLibrary(root, self.catalog, self.store, limits, files, clock)
         self._originals = Originals(root, files)
 

@@ -145,6 +145,31 @@ def m003_quotas_pins_usage(db: sqlite3.Connection) -> None:
         )
 
 
+@migration
+def m004_caches(db: sqlite3.Connection) -> None:
+    """A cache's chunks are files (id ``cache-...``) that listings of files leave out; ``start`` and ``end`` are
+    characters of the text they were cut from."""
+    db.execute("""
+        CREATE TABLE caches (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
+            id TEXT NOT NULL UNIQUE,
+            owner TEXT NOT NULL REFERENCES users (id),
+            name TEXT NOT NULL,
+            split TEXT,                  -- JSON of how it was cut
+            created_at REAL NOT NULL,
+            expires_at REAL
+        )""")
+    db.execute("""
+        CREATE TABLE cache_chunks (
+            id TEXT PRIMARY KEY REFERENCES files (id) ON DELETE CASCADE,
+            cache TEXT NOT NULL REFERENCES caches (id),
+            position INTEGER NOT NULL,
+            start INTEGER NOT NULL,
+            "end" INTEGER NOT NULL
+        ) WITHOUT ROWID""")
+    db.execute("CREATE INDEX cache_chunks_cache ON cache_chunks (cache, position)")
+
+
 class Catalog:
     """Connections to the database; the SQL about its rows stands in rows.py.
 

@@ -34,15 +34,22 @@ class FileRows:
     def by_id(self, user: str, file_id: str) -> File | None:
         return self._first(user, "id = :id", id=file_id)
 
+    def of_cache(self, user: str, cache: str) -> list[File]:
+        """The chunks of a cache, in order."""
+        sql = f"""
+            SELECT files.* FROM files JOIN cache_chunks USING (id)
+            WHERE {ALIVE} AND cache = :cache ORDER BY position"""
+        return self._files(self._catalog.read(sql, owner=user, now=self._clock(), cache=cache))
+
     def by_handle(self, user: str, handle: str) -> File | None:
         """Handles ignore case."""
         return self._first(user, "handle = :handle COLLATE NOCASE", handle=handle)
 
     def listing(self, user: str, after: str | None, limit: int, order: str, kind: str | None) -> list[File]:
-        """At most ``limit`` files by age; ``order`` is ``asc`` or ``desc``, ``after`` an id that exists."""
+        """At most ``limit`` uploads by age; ``order`` is ``asc`` or ``desc``, ``after`` an id that exists."""
         beyond = ">" if order == "asc" else "<"
         sql = f"""
-            SELECT * FROM files WHERE {ALIVE}
+            SELECT * FROM files WHERE {ALIVE} AND id NOT IN (SELECT id FROM cache_chunks)
             AND (:after IS NULL OR seq {beyond} (SELECT seq FROM files WHERE id = :after))
             AND (:kind IS NULL OR kind = :kind)
             ORDER BY seq {order} LIMIT :limit"""
@@ -63,28 +70,29 @@ class FileRows:
         return {row["path"] for row in self._catalog.read("SELECT path FROM files")}
 
     def insert(self, file: File) -> None:
-        """Commit a new file. An expired file that still holds its handle loses it.
+        """Commit a new file. An expired file that still holds its handle loses it. Raises HandleTaken,
+        StorageQuotaExceeded."""
+        with self._catalog.write() as db:
+            self.insert_in(db, file)
 
-        Raises:
-            HandleTaken, StorageQuotaExceeded.
-        """
+    def insert_in(self, db: Connection, file: File) -> None:
+        """``insert`` within a transaction."""
         values = {name: value for name, value in vars(file).items() if name != "key"}
         values |= {
             "digest": file.key.digest,
             "path": str(file.path.relative_to(self._root)),
             "metadata": json.dumps(file.metadata, sort_keys=True),
         }
-        with self._catalog.write() as db:
-            self._catalog.add_user(db, file.owner, file.created_at)
-            if file.handle is not None:
-                where = "owner = ? AND handle = ? COLLATE NOCASE"
-                own = (file.owner, file.handle)
-                now = self._clock()
-                db.execute(f"UPDATE files SET handle = NULL WHERE {where} AND expires_at <= ?", (*own, now))
-                if db.execute(f"SELECT 1 FROM files WHERE {where}", own).fetchone():
-                    raise handle_taken(file.handle)
-            self.check_quota(file.owner, file.bytes, db)
-            insert_row(db, "INSERT", "files", values)
+        self._catalog.add_user(db, file.owner, file.created_at)
+        if file.handle is not None:
+            where = "owner = ? AND handle = ? COLLATE NOCASE"
+            own = (file.owner, file.handle)
+            now = self._clock()
+            db.execute(f"UPDATE files SET handle = NULL WHERE {where} AND expires_at <= ?", (*own, now))
+            if db.execute(f"SELECT 1 FROM files WHERE {where}", own).fetchone():
+                raise handle_taken(file.handle)
+        self.check_quota(file.owner, file.bytes, db)
+        insert_row(db, "INSERT", "files", values)
 
     def check_quota(self, user: str, size: int, db: Connection | None = None) -> None:
         """Whether the user may store one more original of this size. What has expired does not count.

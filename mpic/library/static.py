@@ -238,10 +238,14 @@ class StaticLibrary:
     def delete(self, user: str, file_id: str) -> Removed:
         """Delete a file: invisible at once, its original and (unless another file of the user holds the same content)
         its compiled chunks removed from the disk. Raises FileNotFound."""
-        removed = self._remove([self.get(user, file_id)], None)
+        removed = self.delete_all([self.get(user, file_id)])
         if not removed:  # by someone else, just now
             raise FileNotFound(f"no file {file_id!r}", param="file_id", id=file_id)
         return removed[0]
+
+    def delete_all(self, files: list[File]) -> list[Removed]:
+        """``delete`` of several at once, all or none; those that are gone already are left out of the result."""
+        return self._remove(files, None)
 
     def collect_expired(self) -> list[Removed]:
         """Remove what has expired (it is invisible already). Call it now and then."""

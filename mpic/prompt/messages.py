@@ -8,7 +8,7 @@ Content is a string or a list of parts:
 ``image``      ``{"image": data URL or file id}``, or ``file_id`` / ``handle``
 ``file``       ``{"file": {"file_id" or "handle"}}``, or the two keys in the part itself
 ``document``   ``{"text": str}``: a text chunk given in the request
-``cache``      ``{"cache_id": str}``
+``cache``      ``{"cache_id": str}``: one cached chunk, or all of a cache in order
 =============  ========================================================================================
 
 Every part but ``text`` may have a ``name``: its label in this conversation; a handle is a name by itself.
@@ -28,7 +28,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from mpic.errors import BadRequest, EmptyPrompt, InvalidImage, MPICError, UnknownHandle
 from mpic.kv.chunk import Chunk
@@ -36,6 +36,7 @@ from mpic.kv.chunk import Chunk
 HandleKind = Literal["image", "file"]
 
 HANDLE = re.compile(r"(?<![A-Za-z0-9_])(IMAGE|FILE)#([A-Za-z0-9_.\-]+)")
+T = TypeVar("T")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 PART_TYPES = ("text", "image_url", "image", "file", "document", "cache")
 
@@ -50,7 +51,9 @@ class Resolver(Protocol):
 
     def by_file_id(self, file_id: str) -> Chunk: ...
 
-    def by_cache_id(self, cache_id: str) -> Chunk: ...
+    def by_cache_id(self, cache_id: str) -> Sequence[Chunk]:
+        """One chunk, or all chunks of a cache in order."""
+        ...
 
     def inline_image(self, data: bytes) -> Chunk:
         """An image sent in the request: the bytes of an image file, not decoded yet."""
@@ -159,8 +162,20 @@ class _Parser:
         name = part.get("name")
         if name is not None and (not isinstance(name, str) or not name.strip()):
             raise BadRequest("name must be a string that is not empty", param=f"{param}.name")
+        if kind == "cache":
+            return self._cache(part, name, param)
         chunk, handle = self._chunk(kind, part, name, param)
         return [Ref(chunk, name or handle, param)]
+
+    def _cache(self, part: Mapping, name: str | None, param: str) -> list[Text | Ref]:
+        inner = part.get("cache")
+        if isinstance(inner, Mapping):
+            part, param = inner, f"{param}.cache"
+        cache_id = _string({"cache_id": inner} if isinstance(inner, str) else part, "cache_id", param)
+        chunks = _blame(f"{param}.cache_id", self.resolver.by_cache_id, cache_id)
+        if name is None or len(chunks) == 1:
+            return [Ref(chunk, name, param) for chunk in chunks]
+        return [Ref(chunk, f"{name} {i}", param) for i, chunk in enumerate(chunks, 1)]
 
     def _chunk(self, kind: str, part: Mapping, name: str | None, param: str) -> tuple[Chunk, str | None]:
         """The chunk of a part that is not text, and the handle it was called by."""
@@ -172,9 +187,6 @@ class _Parser:
             part, param = inner, f"{param}.{kind}"
         elif isinstance(inner, str):
             part = {"url": inner} if kind in ("image_url", "image") else {f"{kind}_id": inner}
-        if kind == "cache":
-            cache_id = _string(part, "cache_id", param)
-            return _blame(f"{param}.cache_id", self.resolver.by_cache_id, cache_id), None
         if kind in ("image_url", "image") and "url" in part:
             return self._image_url(_string(part, "url", param), f"{param}.url"), None
         if "handle" in part:
@@ -259,7 +271,7 @@ def _label(chunk: Chunk, name: str) -> str:
     return f"{'image' if chunk.kind == 'image' else 'document'} {name}"
 
 
-def _blame(param: str, find: Callable[..., Chunk], *args: Any) -> Chunk:
+def _blame(param: str, find: Callable[..., T], *args: Any) -> T:
     """Call the resolver; an error of the tree that names no field names this one."""
     try:
         return find(*args)

@@ -19,7 +19,7 @@ from mpic.server.auth import Authenticate
 from mpic.server.guard import BodyLimit, HostGuard, is_loopback
 from mpic.server.quotas import Quotas
 from mpic.server.replies import ErrorBody
-from mpic.server.routers import chat, files, health, models
+from mpic.server.routers import caches, chat, files, health, models
 from mpic.server.state import State
 from mpic.server.uploads import Uploads
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
 
-ROUTERS = (chat.router, files.router, models.router, health.router)
+ROUTERS = (chat.router, files.router, caches.router, models.router, health.router)
 
 
 def create_app(

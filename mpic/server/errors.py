@@ -58,12 +58,10 @@ def response(error: MPICError, headers: dict[str, str] | None = None) -> JSONRes
 
 
 def _headers(error: MPICError) -> dict[str, str]:
-    """What the status asks for; ``x-should-retry`` is what OpenAI's clients go by."""
+    """What the status asks for."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
     if isinstance(error, RateLimited):
-        if error.retry_after is None:
-            return {"x-should-retry": "false"}
         return {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
     return {}
 
@@ -116,7 +114,7 @@ def from_validation(errors: Sequence[Any], body: Any = None) -> MPICError:
         return BadRequest(f"the body is not JSON: {first.get('ctx', {}).get('error', message)}")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return UnsupportedModality(
-            f"{path}: content parts are text, image_url, image, file or document", param=path
+            f"{path}: content parts are text, image_url, image, file, document or cache", param=path
         )
     if kind == "missing":
         return BadRequest(f"{path} is required", param=path)

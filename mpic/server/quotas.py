@@ -1,4 +1,4 @@
-"""How much a user may keep: the ``bytes`` and ``files`` of the key that uploads."""
+"""How much may be kept with a key: its ``bytes`` and ``files``. (The user's own quota is the library's.)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from starlette.concurrency import run_in_threadpool
 
-from mpic.errors import QuotaExceeded
+from mpic.errors import StorageQuotaExceeded
 
 if TYPE_CHECKING:
     from mpic.library.catalog import Catalog
@@ -30,7 +30,7 @@ class Quotas:
         this user takes it.
 
         Raises:
-            QuotaExceeded: there is not.
+            StorageQuotaExceeded: there is not.
         """
         limits = user.limits
         if limits.bytes is None and limits.files is None:
@@ -40,18 +40,16 @@ class Quotas:
         async with lock:
             have_files, have_bytes = await run_in_threadpool(self._used, user.id)
             if limits.files is not None and have_files + files > limits.files:
-                raise QuotaExceeded(
+                raise StorageQuotaExceeded(
                     f"you have {have_files} of {limits.files} files; delete some first", limit=limits.files
                 )
             if limits.bytes is not None and have_bytes + size > limits.bytes:
-                raise QuotaExceeded(
+                raise StorageQuotaExceeded(
                     f"{size} more bytes would be {have_bytes + size} of {limits.bytes}; delete something first",
                     limit=limits.bytes,
                 )
             yield
 
     def _used(self, user: str) -> tuple[int, int]:
-        [row] = self._catalog.read(
-            "SELECT COUNT(*) AS files, COALESCE(SUM(bytes), 0) AS bytes FROM files WHERE owner = ?", user
-        )
-        return row["files"], row["bytes"]
+        row = self._catalog.one("SELECT count, bytes FROM usage WHERE owner = ? AND tier = 'original'", user)
+        return (row["count"], row["bytes"]) if row else (0, 0)

@@ -199,6 +199,55 @@ class FileDeleted(BaseModel):
     deleted: bool = True
 
 
+# ---- caches
+
+
+class CacheChunkObject(BaseModel):
+    """One cached text. Link it by `id`: `{"type": "cache", "cache_id": id}`."""
+
+    id: str
+    object: Literal["cache.chunk"] = "cache.chunk"
+    name: str
+    start: int = Field(description="first of its characters in the text it was cut from")
+    end: int = Field(description="the one after its last")
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+    tokens: int | None = Field(None, description="once it is compiled")
+    state: Literal["compiling", "ready", "failed"]
+    error: str | None = Field(None, description="why it failed")
+    tiers: list[str] = Field(default_factory=list, description="where its compiled KV is now")
+
+
+class CacheObject(BaseModel):
+    """What was cached together. Link all of it by `id`, or its chunks one by one in any order."""
+
+    id: str
+    object: Literal["cache"] = "cache"
+    name: str
+    split: dict[str, Any] | None = Field(None, description="how the text was cut")
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+    tokens: int | None = None
+    state: Literal["compiling", "ready", "failed"]
+    chunks: list[CacheChunkObject]
+
+
+class CacheList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[CacheObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class CacheDeleted(BaseModel):
+    id: str
+    object: Literal["cache"] = "cache"
+    deleted: bool = True
+
+
 # ---- the rest
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mpic.errors import BadRequest, MPICError, NotFound, UnknownHandle
+from mpic.errors import BadRequest, MPICError, UnknownHandle
 from mpic.kv.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ class LibraryResolver:
         with _unnamed():
             return self._counted(self.library.files.chunk(self.user, file_id))
 
-    def by_cache_id(self, cache_id: str) -> Chunk:
-        raise NotFound(f"no cache {cache_id!r}", id=cache_id)
+    def by_cache_id(self, cache_id: str) -> list[Chunk]:
+        with _unnamed():
+            files = self.library.caches.resolve(self.user, cache_id)
+            return [self._counted(self.library.files.chunk(self.user, file)) for file in files]
 
     def inline_image(self, data: bytes) -> Chunk:
         with _unnamed():

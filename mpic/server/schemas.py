@@ -109,7 +109,17 @@ class DocumentPart(Strict):
     name: str | None = LABEL
 
 
-Part = Annotated[TextPart | ImageURLPart | ImagePart | FilePart | DocumentPart, Field(discriminator="type")]
+class CachePart(Strict):
+    """A cached text: one chunk (`cache-...`), or a whole cache in order (`group-...`)."""
+
+    type: Literal["cache"]
+    cache_id: str
+    name: str | None = LABEL
+
+
+Part = Annotated[
+    TextPart | ImageURLPart | ImagePart | FilePart | DocumentPart | CachePart, Field(discriminator="type")
+]
 
 
 class Message(Strict):
@@ -179,12 +189,6 @@ class ChatRequest(Strict):
     functions: Nothing | None = None
     metadata: Nothing | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _unicode(cls, body: Any) -> Any:
-        _refuse_half_pairs(body)
-        return body
-
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.stream_options is not None and not self.stream:
@@ -206,14 +210,51 @@ class ChatRequest(Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-def _refuse_half_pairs(body: Any) -> None:
-    """JSON can escape half of a surrogate pair, which is no text: no tokenizer takes it and no response can say it."""
-    waiting = [body]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += [*value.keys(), *value.values()]
-        elif isinstance(value, list):
-            waiting += value
-        elif isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            raise ValueError("a string contains half of a surrogate pair")
+# ---- caches
+
+
+class SplitOptions(Strict):
+    """How a text is cut (KVSplit). Pieces hold as many whole sentences, paragraphs or sections as fit into `tokens`;
+    `fixed` cuts between any two tokens; `none` does not cut."""
+
+    mode: Literal["none", "fixed", "sentence", "paragraph", "section"] = "none"
+    tokens: StrictInt = Field(512, ge=1, le=1 << 20, description="most tokens of a piece")
+    overlap: StrictInt = Field(0, ge=0, description="most tokens that neighbours share")
+
+
+class CacheRequest(Strict):
+    """Either `text`, cut as `split` says, or `chunks`, taken as they are."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {
+                    "text": "A long manual. It has many sentences.",
+                    "split": {"mode": "paragraph", "tokens": 512},
+                    "name": "manual",
+                    "ttl": 86400,
+                }
+            ]
+        },
+    )
+
+    text: str | None = Field(None, min_length=1)
+    chunks: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    split: SplitOptions = SplitOptions()
+    name: str | None = Field(None, min_length=1, max_length=255, description="shown in lists and traces")
+    ttl: StrictInt | None = Field(None, ge=1, description="seconds until it expires; nothing: never")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> CacheRequest:
+        if (self.text is None) == (self.chunks is None):
+            raise ValueError("send either text or chunks")
+        if self.chunks is not None and self.split.mode != "none":
+            raise ValueError("split cuts a text; chunks are taken as they are")
+        return self
+
+
+class CacheChange(Strict):
+    """A new life for a cache, from now on."""
+
+    ttl: StrictInt | None = Field(ge=1, description="seconds from now; null: for ever")

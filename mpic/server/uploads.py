@@ -83,3 +83,4 @@ class Uploads:
         for removed in [*self.library.files.collect_expired(), *self.library.references.collect_retired()]:
             if removed.chunk is not None:
                 self.engine.forget(removed.chunk)
+        self.library.caches.sweep()

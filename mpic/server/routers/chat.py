@@ -17,6 +17,7 @@ from mpic.prompt import build_prompt
 from mpic.server import errors
 from mpic.server.answers import Answer
 from mpic.server.auth import CurrentUser
+from mpic.server.body import JSONRoute
 from mpic.server.replies import ChatCompletion
 from mpic.server.resolver import LibraryResolver
 from mpic.server.routers.models import check_model
@@ -24,7 +25,7 @@ from mpic.server.schemas import ChatRequest
 from mpic.server.sse import DONE, ClientGone, EventStream, frame, while_connected
 from mpic.server.state import State, StateDep
 
-router = APIRouter(prefix="/v1/chat", tags=["chat"])
+router = APIRouter(prefix="/v1/chat", tags=["chat"], route_class=JSONRoute)
 
 CLIENT_CLOSED = 499  # nobody reads it; it shows in the access log
 

@@ -69,7 +69,7 @@ def list_files(
     """Your files by age."""
     kind = {None: None, "vision": "image", "user_data": "text"}.get(purpose, "none")
     page = state.library.files.page(user.id, after=after, limit=limit, order=order, kind=kind)
-    tiers = _tiers(state.library, state.engine.info.digest, user.id)
+    tiers = tiers_of(state.library, state.engine.info.digest, user.id)
     data = [_show(file, tiers.get(file.id, ())) for file in page.files]
     return FileList(
         data=data,
@@ -83,7 +83,7 @@ def list_files(
 def get_file(file_id: str, state: StateDep, user: CurrentUser) -> FileObject:
     """One file."""
     file = state.library.files.get(user.id, file_id)
-    return _show(file, _tiers(state.library, state.engine.info.digest, user.id, file_id).get(file_id, ()))
+    return _show(file, tiers_of(state.library, state.engine.info.digest, user.id, file_id).get(file_id, ()))
 
 
 @router.get("/{file_id}/content", response_class=Response)
@@ -125,7 +125,9 @@ def _show(file: LibraryFile, tiers: tuple[str, ...]) -> FileObject:
     )
 
 
-def _tiers(library: Library, model: str, user: str, file_id: str | None = None) -> dict[str, tuple[str, ...]]:
+def tiers_of(
+    library: Library, model: str, user: str, file_id: str | None = None
+) -> dict[str, tuple[str, ...]]:
     """Where KV of the user's files, compiled for the served model, lies below the device."""
     rows = library.catalog.read(
         "SELECT DISTINCT f.id, c.tier FROM files f JOIN chunks c USING (owner, kind, digest) "

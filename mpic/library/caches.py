@@ -1,0 +1,284 @@
+"""Explicit context caching (EPIC, section 3: the context-cache API): a text, cut into chunks that prompts link by id,
+in any order. Each chunk is a file of the user (``cache-...``), so it is durable, counted, compiled, expired and deleted
+as uploads are; what belongs together is a *cache* (``group-...``)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from sqlite3 import Row
+from typing import Any, NamedTuple
+
+from mpic.durable import Files
+from mpic.errors import BadRequest, CacheNotFound, InvalidText, TooLarge
+from mpic.kv.chunk import ChunkKey
+from mpic.library.catalog import Catalog
+from mpic.library.decode import decode_text
+from mpic.library.intake import clean_name, new_id
+from mpic.library.limits import Limits
+from mpic.library.originals import Originals
+from mpic.library.records import File, Removed, State
+from mpic.library.rows import ALIVE, FileRows, insert_row
+from mpic.library.static import LONGEST_LIFE, StaticLibrary
+
+GROUP, CHUNK = "group-", "cache-"
+MOST_CHUNKS = 1024
+
+
+class Part(NamedTuple):
+    """A text to cache, and which characters ``[start, end)`` of what the client sent it is."""
+
+    text: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class CacheChunk:
+    """One chunk of a cache; see ``Part``."""
+
+    file: File
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What was cached together.
+
+    Args:
+        id: ``group-`` and 24 random characters; ids of chunks begin with ``cache-``.
+        split: how the text was cut, or None when the client did it.
+        created_at, expires_at: seconds since the epoch; the chunks expire with the cache.
+        chunks: in order; those deleted one by one are missing.
+    """
+
+    id: str
+    owner: str
+    name: str
+    split: dict[str, Any] | None
+    created_at: float
+    expires_at: float | None
+    chunks: tuple[CacheChunk, ...]
+
+    @property
+    def state(self) -> State:
+        states = {chunk.file.state for chunk in self.chunks}
+        return "failed" if "failed" in states else "compiling" if "compiling" in states else "ready"
+
+    @property
+    def bytes(self) -> int:
+        return sum(chunk.file.bytes for chunk in self.chunks)
+
+    @property
+    def tokens(self) -> int | None:
+        counts = [chunk.file.tokens for chunk in self.chunks]
+        return None if None in counts else sum(counts)
+
+
+class CachePage(NamedTuple):
+    caches: list[Cache]
+    has_more: bool
+
+
+class CacheLibrary:
+    """Caches of all users. Thread-safe; every method blocks on the disk."""
+
+    def __init__(
+        self,
+        root: Path,
+        catalog: Catalog,
+        files: StaticLibrary,
+        limits: Limits,
+        layer: Files | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._root = root
+        self._catalog = catalog
+        self._files = files
+        self._limits = limits
+        self._rows = FileRows(catalog, root, limits, clock)
+        self._originals = Originals(root, layer or Files())
+        self._clock = clock
+
+    def create(
+        self,
+        user: str,
+        parts: Sequence[Part],
+        *,
+        name: str = "",
+        split: dict[str, Any] | None = None,
+        ttl: int | None = None,
+    ) -> Cache:
+        """Cache texts, all or none; when this returns they survive a crash. Their state is ``compiling``.
+
+        Args:
+            name: shown in lists and traces.
+            ttl: seconds until they expire; None: never.
+
+        Raises:
+            InvalidText, TooLarge: a text that is not accepted.
+            BadRequest: none or too many, or an impossible ttl.
+            StorageQuotaExceeded, StorageFull: nothing was stored.
+        """
+        _check_ttl(ttl)
+        if not 0 < len(parts) <= MOST_CHUNKS:
+            raise BadRequest(
+                f"a cache has 1 to {MOST_CHUNKS} chunks, not {len(parts)}; larger pieces (split.tokens) make fewer",
+                chunks=len(parts),
+                limit=MOST_CHUNKS,
+            )
+        name, now = clean_name(name, self._limits) if name else "cache", self._clock()
+        expires_at = None if ttl is None else now + ttl
+        texts = [self.check(part.text) for part in parts]
+        labels = [f"{name} {i}" if len(parts) > 1 else name for i in range(1, len(parts) + 1)]
+        made: list[CacheChunk] = []
+        cache_id = new_id(GROUP)
+        try:
+            for part, text, label in zip(parts, texts, labels):
+                made.append(CacheChunk(self._store(user, text, label, now, expires_at), part.start, part.end))
+            self._insert(Cache(cache_id, user, name, split, now, expires_at, tuple(made)))
+        except BaseException:
+            for chunk in made:
+                self._originals.remove(chunk.file.path)
+            raise
+        return self.get(user, cache_id)
+
+    def get(self, user: str, cache_id: str) -> Cache:
+        """Raises CacheNotFound: none, expired, or another user's."""
+        rows = self._catalog.read(
+            f"SELECT * FROM caches WHERE {ALIVE} AND id = :id", owner=user, now=self._clock(), id=cache_id
+        )
+        found = self._show(user, rows[0]) if rows else None
+        if found is None or not found.chunks:
+            raise CacheNotFound(f"no cache {cache_id!r}", id=cache_id)
+        return found
+
+    def chunk(self, user: str, chunk_id: str) -> CacheChunk:
+        """One chunk. Raises CacheNotFound."""
+        row = self._catalog.one("SELECT * FROM cache_chunks WHERE id = ?", chunk_id)
+        file = self._rows.by_id(user, chunk_id) if row else None
+        if row is None or file is None:
+            raise CacheNotFound(f"no cache {chunk_id!r}", id=chunk_id)
+        return CacheChunk(file, row["start"], row["end"])
+
+    def resolve(self, user: str, id: str) -> list[File]:
+        """What a prompt refers to: one chunk, or all of a cache in order. Raises CacheNotFound."""
+        if id.startswith(GROUP):
+            return [chunk.file for chunk in self.get(user, id).chunks]
+        return [self.chunk(user, id).file]
+
+    def page(
+        self, user: str, *, after: str | None = None, limit: int = 100, order: str = "desc"
+    ) -> CachePage:
+        """The user's caches by age, newest first (``order`` is ``asc | desc``).
+
+        Args:
+            after: id of the last cache of the previous page. Raises CacheNotFound when it is gone.
+        """
+        if after is not None:
+            self.get(user, after)
+        beyond = ">" if order == "asc" else "<"
+        rows = self._catalog.read(
+            f"""SELECT * FROM caches WHERE {ALIVE}
+            AND (:after IS NULL OR seq {beyond} (SELECT seq FROM caches WHERE id = :after))
+            AND EXISTS (SELECT 1 FROM cache_chunks WHERE cache = caches.id)
+            ORDER BY seq {"ASC" if order == "asc" else "DESC"} LIMIT :limit""",
+            owner=user,
+            now=self._clock(),
+            after=after,
+            limit=limit + 1,
+        )
+        return CachePage([self._show(user, row) for row in rows[:limit]], len(rows) > limit)
+
+    def extend(self, user: str, cache_id: str, ttl: int | None) -> Cache:
+        """Let a cache live for so many seconds from now (None: for ever). Raises CacheNotFound, BadRequest."""
+        _check_ttl(ttl)
+        expires_at = None if ttl is None else self._clock() + ttl
+        values = {"at": expires_at, "id": cache_id, "owner": user, "now": self._clock()}
+        with self._catalog.write() as db:
+            changed = db.execute(f"UPDATE caches SET expires_at = :at WHERE id = :id AND {ALIVE}", values)
+            if changed.rowcount:
+                db.execute(
+                    "UPDATE files SET expires_at = :at WHERE id IN (SELECT id FROM cache_chunks WHERE cache = :id)",
+                    values,
+                )
+        return self.get(user, cache_id)
+
+    def delete(self, user: str, id: str) -> list[Removed]:
+        """Delete a cache or one chunk, and everything compiled from it. Raises CacheNotFound."""
+        removed = self._files.delete_all(self.resolve(user, id))
+        self.sweep()
+        return removed
+
+    def sweep(self) -> None:
+        """Forget caches without chunks: they show nowhere already."""
+        empty = "NOT EXISTS (SELECT 1 FROM cache_chunks WHERE cache = caches.id)"
+        if self._catalog.one(f"SELECT 1 FROM caches WHERE {empty} LIMIT 1"):
+            with self._catalog.write() as db:
+                db.execute(f"DELETE FROM caches WHERE {empty}")
+
+    # Inside
+
+    def check(self, text: str) -> str:
+        """A text as it would be cached. Raises InvalidText, TooLarge."""
+        try:
+            return decode_text(text.encode(), self._limits)
+        except UnicodeEncodeError as error:
+            raise InvalidText("the text contains half of a surrogate pair", param="text") from error
+        except (InvalidText, TooLarge) as error:
+            error.param = "text"
+            raise
+
+    def _store(self, user: str, text: str, label: str, now: float, expires_at: float | None) -> File:
+        """Make one text durable; its row is still to come."""
+        data = text.encode()
+        chunk_id = new_id(CHUNK)
+        path = self._originals.path(user, chunk_id)
+        with self._originals.incoming(len(data)) as incoming:
+            incoming.write(data)
+            incoming.publish(path)
+        return File(
+            id=chunk_id,
+            owner=user,
+            handle=None,
+            kind="text",
+            filename=label,
+            bytes=len(data),
+            key=ChunkKey.of_text(text),
+            created_at=now,
+            expires_at=expires_at,
+            tokens=None,
+            state="compiling",
+            error=None,
+            sha256=hashlib.sha256(data).hexdigest(),
+            path=path,
+        )
+
+    def _insert(self, cache: Cache) -> None:
+        with self._catalog.write() as db:
+            self._catalog.add_user(db, cache.owner, cache.created_at)
+            values = {name: value for name, value in vars(cache).items() if name != "chunks"}
+            insert_row(db, "INSERT", "caches", values | {"split": json.dumps(cache.split)})
+            for position, chunk in enumerate(cache.chunks):
+                self._rows.insert_in(db, chunk.file)
+                row = (chunk.file.id, cache.id, position, chunk.start, chunk.end)
+                db.execute("INSERT INTO cache_chunks VALUES (?, ?, ?, ?, ?)", row)
+
+    def _show(self, user: str, row: Row) -> Cache:
+        spans = {
+            r["id"]: (r["start"], r["end"])
+            for r in self._catalog.read("SELECT * FROM cache_chunks WHERE cache = ?", row["id"])
+        }
+        chunks = [CacheChunk(f, *spans[f.id]) for f in self._rows.of_cache(user, row["id"]) if f.id in spans]
+        values = {name: row[name] for name in ("id", "owner", "name", "created_at", "expires_at")}
+        return Cache(**values, split=json.loads(row["split"]), chunks=tuple(chunks))
+
+
+def _check_ttl(ttl: int | None) -> None:
+    if ttl is not None and not 0 < ttl <= LONGEST_LIFE:
+        raise BadRequest(f"ttl must be 1 to {LONGEST_LIFE} seconds, not {ttl}", param="ttl")

@@ -1,0 +1,136 @@
+"""``/v1/caches``: explicit context caching. Texts are cut, compiled in the background, linked by id in any order."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.concurrency import run_in_threadpool
+
+from mpic.library import Cache, CacheChunk
+from mpic.library.caches import CHUNK, Part
+from mpic.prompt.split import Split, split_text
+from mpic.server.auth import CurrentUser
+from mpic.server.body import JSONRoute
+from mpic.server.replies import CacheChunkObject, CacheDeleted, CacheList, CacheObject
+from mpic.server.routers.files import tiers_of
+from mpic.server.schemas import CacheChange, CacheRequest
+from mpic.server.state import State, StateDep
+
+router = APIRouter(prefix="/v1/caches", tags=["caches"], route_class=JSONRoute)
+
+
+@router.post("")
+async def create(body: CacheRequest, request: Request, state: StateDep, user: CurrentUser) -> CacheObject:
+    """Cache a text, cut as `split` says, or chunks of your own. Answered when they are durable; they are compiled in
+    the background. Prompts may link them at once."""
+    split = Split(**body.split.model_dump())
+    parts = await run_in_threadpool(_parts, body, split, state)
+    size = sum(len(part.text.encode()) for part in parts)
+    async with state.quotas.admit(user, size, len(parts)):
+        cache = await run_in_threadpool(
+            state.library.caches.create,
+            user.id,
+            parts,
+            name=body.name or "",
+            split=asdict(split) if body.text is not None else None,
+            ttl=body.ttl,
+        )
+    for chunk in cache.chunks:
+        request.app.state.uploads.compile(chunk.file)
+    return _show(cache, {})
+
+
+@router.get("")
+def list_caches(
+    state: StateDep,
+    user: CurrentUser,
+    after: Annotated[str | None, Query(description="id of the last cache of the previous page")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    order: Literal["asc", "desc"] = "desc",
+) -> CacheList:
+    """Your caches by age."""
+    page = state.library.caches.page(user.id, after=after, limit=limit, order=order)
+    tiers = tiers_of(state.library, state.engine.info.digest, user.id)
+    data = [_show(cache, tiers) for cache in page.caches]
+    return CacheList(
+        data=data,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+        has_more=page.has_more,
+    )
+
+
+@router.get("/{cache_id}")
+def get_cache(cache_id: str, state: StateDep, user: CurrentUser) -> CacheObject | CacheChunkObject:
+    """One cache (`group-...`), or one chunk of one (`cache-...`)."""
+    if cache_id.startswith(CHUNK):
+        chunk = state.library.caches.chunk(user.id, cache_id)
+        return _show_chunk(chunk, _tiers(state, user.id, cache_id))
+    return _show(state.library.caches.get(user.id, cache_id), _tiers(state, user.id))
+
+
+@router.patch("/{cache_id}")
+def change_cache(cache_id: str, body: CacheChange, state: StateDep, user: CurrentUser) -> CacheObject:
+    """Let a cache (`group-...`) and all its chunks live for `ttl` seconds from now."""
+    cache = state.library.caches.extend(user.id, cache_id, body.ttl)
+    return _show(cache, _tiers(state, user.id))
+
+
+@router.delete("/{cache_id}")
+def delete_cache(cache_id: str, state: StateDep, user: CurrentUser) -> CacheDeleted:
+    """Delete a cache or one chunk, and everything compiled from it. Answers that run end well."""
+    for removed in state.library.caches.delete(user.id, cache_id):
+        if removed.chunk is not None:
+            state.engine.forget(removed.chunk)
+    return CacheDeleted(id=cache_id)
+
+
+def _parts(body: CacheRequest, split: Split, state: State) -> list[Part]:
+    """What is to be cached. May tokenize a whole book: not for the event loop."""
+    if body.text is not None:
+        text = body.text.removeprefix("\ufeff")
+        state.library.caches.check(text)
+        pieces = split_text(text, split, state.template.document_spans)
+        return [Part(text[p.start : p.end], p.start, p.end) for p in pieces]
+    parts, at = [], 0
+    for text in body.chunks or ():
+        parts.append(Part(text, at, at + len(text)))
+        at += len(text)
+    return parts
+
+
+def _tiers(state: State, user: str, file_id: str | None = None) -> dict[str, tuple[str, ...]]:
+    return tiers_of(state.library, state.engine.info.digest, user, file_id)
+
+
+def _show(cache: Cache, tiers: dict[str, tuple[str, ...]]) -> CacheObject:
+    return CacheObject(
+        id=cache.id,
+        name=cache.name,
+        split=cache.split,
+        bytes=cache.bytes,
+        created_at=int(cache.created_at),
+        expires_at=None if cache.expires_at is None else int(cache.expires_at),
+        tokens=cache.tokens,
+        state=cache.state,
+        chunks=[_show_chunk(chunk, tiers) for chunk in cache.chunks],
+    )
+
+
+def _show_chunk(chunk: CacheChunk, tiers: dict[str, tuple[str, ...]]) -> CacheChunkObject:
+    file = chunk.file
+    return CacheChunkObject(
+        id=file.id,
+        name=file.filename,
+        start=chunk.start,
+        end=chunk.end,
+        bytes=file.bytes,
+        created_at=int(file.created_at),
+        expires_at=None if file.expires_at is None else int(file.expires_at),
+        tokens=file.tokens,
+        state=file.state,
+        error=file.error,
+        tiers=list(tiers.get(file.id, ())),
+    )

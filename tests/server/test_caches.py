@@ -1,0 +1,153 @@
+"""Explicit context caching: texts are cut, kept, linked in any order, extended and deleted, by their owner only."""
+
+import asyncio
+import time
+
+import pytest
+from fake_engine import FakeEngine
+from server_helpers import fake_server
+
+from mpic.keys import KeyLimits
+
+TEXT = "First sentence here. Second sentence. " * 8 + "\n\nA last paragraph, short.\n"
+
+
+async def create(server, **body):
+    return await server.http.post("/v1/caches", json=body)
+
+
+async def settled(server, id):
+    for _ in range(200):
+        cache = (await server.http.get(f"/v1/caches/{id}")).json()
+        if cache["state"] != "compiling":
+            return cache
+        await asyncio.sleep(0.01)
+    raise AssertionError("not compiled")
+
+
+@pytest.mark.parametrize("mode", ["none", "fixed", "sentence", "paragraph", "section"])
+async def test_a_text_is_cut_and_its_chunks_give_it_back(server, mode):
+    made = (
+        await create(server, text=TEXT, split={"mode": mode, "tokens": 100}, name="manual", ttl=60)
+    ).json()
+    assert made["object"] == "cache" and made["split"]["mode"] == mode
+    assert made["expires_at"] - made["created_at"] in (60, 61)
+    spans = [(c["start"], c["end"]) for c in made["chunks"]]
+    assert "".join(TEXT[a:b] for a, b in spans) == TEXT
+    assert len(spans) == 1 if mode == "none" else len(spans) > 2
+    for chunk, (a, b) in zip(made["chunks"], spans, strict=True):
+        content = (await server.http.get(f"/v1/files/{chunk['id']}/content")).text
+        assert content == TEXT[a:b]
+    done = await settled(server, made["id"])
+    assert done["state"] == "ready" and done["tokens"] == 36 * len(spans)
+    assert (await server.http.get(f"/v1/caches/{made['chunks'][0]['id']}")).json() == done["chunks"][0]
+
+
+async def test_chunks_are_linked_in_any_order(server):
+    made = (await create(server, chunks=["alpha text", "beta text", "gamma text"], name="greek")).json()
+    ids = [c["id"] for c in made["chunks"]]
+    assert [c["name"] for c in made["chunks"]] == ["greek 1", "greek 2", "greek 3"]
+    for asked, linked in ((ids[::-1], ids[::-1]), ([ids[1], ids[1]], [ids[1], ids[1]]), ([made["id"]], ids)):
+        content = [{"type": "cache", "cache_id": i} for i in asked]
+        answer = await server.ask([*content, {"type": "text", "text": "what?"}])
+        assert answer.status_code == 200, answer.text
+        chunks = server.engine.requests[-1].prompt.chunks
+        assert [c.file_id for c in chunks] == linked
+        assert {c.key for c in chunks} <= {c.key for c in server.engine.compiled}
+
+
+async def test_list_and_pages(server):
+    ids = [(await create(server, text=f"text {i}")).json()["id"] for i in range(3)]
+    page = (await server.http.get("/v1/caches", params={"limit": 2, "order": "asc"})).json()
+    assert [c["id"] for c in page["data"]] == ids[:2] and page["has_more"]
+    rest = (await server.http.get("/v1/caches", params={"after": ids[1], "order": "asc"})).json()
+    assert [c["id"] for c in rest["data"]] == ids[2:] and not rest["has_more"]
+    assert (await server.http.get("/v1/files")).json()["data"] == []  # caches are not uploads
+
+
+async def test_ttl_is_extended_and_ends(tmp_path, template):
+    later = 0.0
+    async with fake_server(tmp_path, template, clock=lambda: time.time() + later) as server:
+        cache = (await create(server, chunks=["a", "b"], ttl=100)).json()
+        other = (await create(server, text="c", ttl=100)).json()
+        longer = (await server.http.patch(f"/v1/caches/{cache['id']}", json={"ttl": 1000})).json()
+        assert longer["expires_at"] > cache["expires_at"]
+        assert {c["expires_at"] for c in longer["chunks"]} == {longer["expires_at"]}
+        later = 101
+        assert (await server.http.get(f"/v1/caches/{cache['id']}")).status_code == 200
+        gone = await server.http.get(f"/v1/caches/{other['id']}")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "cache_not_found")
+        forever = (await server.http.patch(f"/v1/caches/{cache['id']}", json={"ttl": None})).json()
+        assert forever["expires_at"] is None
+        server.app.state.uploads._collect()
+        assert [c.file_id for c in server.engine.forgotten] == [other["chunks"][0]["id"]]
+        rows = server.library.catalog.read("SELECT id FROM caches")
+        assert [row["id"] for row in rows] == [cache["id"]]
+        server.library.check()
+
+
+async def test_delete_one_chunk_then_the_rest(server):
+    cache = (await create(server, chunks=["a", "b"])).json()
+    first, second = (c["id"] for c in cache["chunks"])
+    assert (await server.http.delete(f"/v1/caches/{first}")).json()["deleted"]
+    left = (await server.http.get(f"/v1/caches/{cache['id']}")).json()
+    assert [c["id"] for c in left["chunks"]] == [second]
+    assert (await server.http.delete(f"/v1/caches/{cache['id']}")).status_code == 200
+    for id in (cache["id"], first, second):
+        for method in ("GET", "DELETE"):
+            answer = await server.http.request(method, f"/v1/caches/{id}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "cache_not_found")
+    assert len(server.engine.forgotten) == 2
+    assert list((server.library.root / "files").glob("*/*")) == []
+    assert server.library.catalog.read("SELECT * FROM caches") == []
+
+
+async def test_caches_survive_a_restart(tmp_path, template):
+    held = FakeEngine()
+    held.hold_compiles = True
+    async with fake_server(tmp_path, template, held) as server:
+        cache = (await create(server, text="kept", name="k")).json()
+    async with fake_server(tmp_path, template) as server:
+        assert (await settled(server, cache["id"]))["state"] == "ready"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({}, "bad_request", None),
+        ({"text": "a", "chunks": ["b"]}, "bad_request", None),
+        ({"text": ""}, "bad_request", "text"),
+        ({"text": " \n"}, "invalid_text", "text"),
+        ({"text": "a\0b"}, "invalid_text", "text"),
+        ({"chunks": []}, "bad_request", "chunks"),
+        ({"chunks": ["a", " "]}, "invalid_text", "text"),
+        ({"chunks": ["a"], "split": {"mode": "fixed"}}, "bad_request", None),
+        ({"text": "a", "split": {"mode": "words"}}, "bad_request", "split.mode"),
+        ({"text": "a", "split": {"mode": "fixed", "tokens": 0}}, "bad_request", "split.tokens"),
+        (
+            {"text": "a", "split": {"mode": "fixed", "tokens": 4, "overlap": 4}},
+            "bad_request",
+            "split.overlap",
+        ),
+        ({"text": "a", "ttl": 0}, "bad_request", "ttl"),
+        ({"text": "a", "ttl": 10**12}, "bad_request", "ttl"),
+        ({"text": "x" * 3000, "split": {"mode": "fixed", "tokens": 1}}, "bad_request", None),
+        ({"text": "a", "colour": "red"}, "unsupported_parameter", "colour"),
+    ],
+)
+async def test_what_is_refused_leaves_nothing(server, body, code, param):
+    answer = await create(server, **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, code), error
+    assert error["param"] == param
+    assert (await server.http.get("/v1/caches")).json()["data"] == []
+    assert [p for p in server.library.root.glob("*/**/*") if p.is_file()] == []
+
+
+async def test_quotas_count_chunks_all_or_none(server):
+    secret, _ = server.app.state.mpic.keys.create("alice", limits=KeyLimits(files=3))
+    server.http.headers["Authorization"] = f"Bearer {secret}"
+    assert (await create(server, chunks=["a", "b"])).status_code == 200
+    answer = await create(server, chunks=["c", "d"])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "storage_quota_exceeded")
+    assert (await create(server, chunks=["e"])).status_code == 200
