@@ -117,6 +117,17 @@ def test_parts(part, label):
     assert content([part, {"type": "text", "text": "?"}]) == [f"@{label}", "?"]
 
 
+def test_a_cache_is_all_its_chunks_in_order():
+    found = resolver()
+    chunks = found.by_cache_id("group-all")
+    for part, names in (
+        ({"cache_id": "group-all"}, [None] * len(chunks)),
+        ({"cache": {"cache_id": "group-all"}, "name": "BOOK"}, [f"BOOK {i + 1}" for i in range(len(chunks))]),
+    ):
+        (message,) = parse_messages([{"role": "user", "content": [{"type": "cache", **part}]}], found)
+        assert [(r.chunk, r.name) for r in message.content] == list(zip(chunks, names, strict=True))
+
+
 def test_data_urls_are_decoded_and_never_fetched():
     (message,) = parse_messages(
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG}}]}], resolver()
