@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -68,9 +69,11 @@ def run(
 ) -> None:
     """Ask every question under every policy; then write the report."""
     from mpic.evals.config import load_eval_config
+    from mpic.evals.judge import Grader, judge_run
     from mpic.evals.run import Evaluator
 
-    evaluator = Evaluator(load_eval_config(config), out)
+    settings = load_eval_config(config)
+    evaluator = Evaluator(settings, out)
     columns = (
         TextColumn("{task.description:28}"),
         BarColumn(),
@@ -78,7 +81,10 @@ def run(
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        evaluator.run(progress)
+        answers = evaluator.run(progress)
+        if settings.judge is not None:
+            with closing(Grader(settings.judge, settings.folder)) as grader:
+                judge_run(settings, out, answers, grader, progress)
     report(out)
 
 
@@ -86,10 +92,11 @@ def run(
 def report(out: Annotated[Path, typer.Argument(help="folder of a run")] = Path("eval-run")) -> None:
     """Write report.md, report.html and the plots of a run, and print the summary."""
     from mpic.evals import report as reports
+    from mpic.evals.judge import read_grades
     from mpic.evals.run import read_answers
 
     written = reports.write_report(out)
-    found = reports.lines(read_answers(out))
+    found = reports.lines(read_answers(out), read_grades(out))
     head, *rows = reports.summary_table(found)
     table = Table(*head)
     for row in rows:

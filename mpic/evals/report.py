@@ -7,12 +7,13 @@ import html
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpic.errors import BadRequest
+from mpic.evals.judge import read_grades
 from mpic.evals.run import Answer, read_answers
 from mpic.evals.tasks import find
 
@@ -36,13 +37,17 @@ class Line:
     recomputed: float
     kl: float | None
     top1: float | None
+    judged: float | None = None
 
     @property
     def near(self) -> bool:
         return self.lost <= NEAR and self.worst <= WORST
 
 
-def lines(answers: Iterable[Answer]) -> list[Line]:
+Grades = Mapping[tuple[str, int, str, str], Mapping[str, float]]
+
+
+def lines(answers: Iterable[Answer], grades: Grades | None = None) -> list[Line]:
     """One line a policy over all cells, each cell counting the same; only samples that every policy answered."""
     cells = _cells(answers)
     policies = list(dict.fromkeys(policy for cell in cells.values() for policy in cell))
@@ -73,6 +78,7 @@ def lines(answers: Iterable[Answer]) -> list[Line]:
                 / max(1, sum(a.chunk_tokens for a in full)),
                 _mean(a.kl for a in mine),
                 _mean(None if a.top1 is None else 100.0 * a.top1 for a in mine),
+                _mean(_mean((grades or {}).get(a.key, {}).values()) for a in mine),
             )
         )
     return found
@@ -112,7 +118,7 @@ def summary_table(found: list[Line]) -> list[list[str]]:
     """A row a policy; the first row is the header."""
     rows = [
         ["policy", "score", "lost", "worst task", "TTFT, median", "TTFT, full over it", "FLOPs, full over it",
-         "chunk tokens recomputed", "first token KL", "first token agrees"],
+         "chunk tokens recomputed", "first token KL", "first token agrees", "judge, of 10"],
     ]  # fmt: skip
     for line in sorted(found, key=lambda one: -one.score):
         rows.append(
@@ -127,9 +133,11 @@ def summary_table(found: list[Line]) -> list[list[str]]:
                 f"{line.recomputed:.0f} %",
                 "" if line.kl is None else f"{line.kl:.3f}",
                 "" if line.top1 is None else f"{line.top1:.0f} %",
+                "" if line.judged is None else f"{line.judged:.2f}",
             ]
         )
-    return rows
+    empty = [i for i in range(len(rows[0])) if i and not any(row[i] for row in rows[1:])]
+    return [[cell for i, cell in enumerate(row) if i not in empty] for row in rows]
 
 
 def cell_table(answers: Iterable[Answer]) -> list[list[str]]:
@@ -169,7 +177,7 @@ def write_report(out: Path, title: str | None = None) -> list[Path]:
         BadRequest: there are no answers.
     """
     answers = read_answers(out)
-    found = lines(answers)
+    found = lines(answers, read_grades(out))
     if not found:
         raise BadRequest(f"{out} holds no answers of `full` to compare with")
     skipped = [answer for answer in answers if answer.skipped]

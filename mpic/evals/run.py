@@ -51,7 +51,6 @@ class Answer:
     flops: float = 0.0
     kl: float | None = None
     top1: bool | None = None
-    judged: dict[str, float] | None = None
     skipped: str | None = None
 
     @property

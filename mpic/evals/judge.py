@@ -1,0 +1,123 @@
+"""Grades by a judge: any OpenAI-compatible endpoint with a rubric. Off unless the configuration has a ``[judge]``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.progress import Progress
+
+from mpic.errors import Unavailable
+from mpic.evals.config import EvalConfig, Judge
+from mpic.evals.run import Answer
+from mpic.evals.tasks import Sample, find
+
+_TRIES = 3
+_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
+
+
+class JudgeFailed(Unavailable):
+    """The judge could not be reached, or did not reply with grades."""
+
+    code = "judge_failed"
+
+
+class Grader:
+    """Asks one endpoint. The key, if it needs one, is read from the environment variable the configuration names.
+
+    Args:
+        transport: of httpx, for tests.
+    """
+
+    def __init__(
+        self, judge: Judge, folder: Path = Path(), transport: httpx.BaseTransport | None = None
+    ) -> None:
+        source = folder / judge.rubric if judge.rubric else Path(str(files("mpic.evals") / "rubric.toml"))
+        rubric = tomllib.loads(source.read_text(encoding="utf-8"))
+        self.dimensions: dict[str, str] = rubric["dimensions"]
+        self._system = (
+            rubric["instruction"].strip()
+            + "\n\n"
+            + "\n".join(f"- {name}: {meaning}" for name, meaning in self.dimensions.items())
+        )
+        key = os.environ.get(judge.key_variable)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._model = judge.model
+        self._client = httpx.Client(
+            base_url=judge.base_url.rstrip("/"), headers=headers, timeout=120, transport=transport
+        )
+
+    def grade(self, sample: Sample, answer: str) -> dict[str, float]:
+        """Dimension -> 1..10. Raises JudgeFailed."""
+        question = "\n".join(_text(message) for message in sample.messages)
+        user = f"Question:\n{question}\n\nReference answer:\n{sample.expected[0]}\n\nAnswer:\n{answer}"
+        messages = [{"role": "system", "content": self._system}, {"role": "user", "content": user}]
+        reason = ""
+        for _ in range(_TRIES):
+            try:
+                reply = self._client.post(
+                    "/chat/completions", json={"model": self._model, "messages": messages, "temperature": 0}
+                )
+                reply.raise_for_status()
+                return self._grades(reply.json()["choices"][0]["message"]["content"])
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+        raise JudgeFailed(f"the judge gave no grades in {_TRIES} tries; the last failed with {reason}")
+
+    def _grades(self, text: str) -> dict[str, float]:
+        match = _OBJECT.search(text)
+        found = json.loads(match[0]) if match else {}
+        grades = {name: float(found[name]) for name in self.dimensions}
+        if not all(1 <= grade <= 10 for grade in grades.values()):
+            raise ValueError(f"grades outside of 1..10: {grades}")
+        return grades
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _text(message: dict[str, Any]) -> str:
+    content = message["content"]
+    if isinstance(content, str):
+        return f"{message['role']}: {content}"
+    shown = [part["text"] if "text" in part else f"[{part['type']}]" for part in content]
+    return f"{message['role']}: {' '.join(shown)}"
+
+
+def judge_run(
+    config: EvalConfig, out: Path, answers: list[Answer], grader: Grader, progress: Progress | None = None
+) -> dict[tuple[str, int, str, str], dict[str, float]]:
+    """Grade what has not been graded yet; grades are kept in ``grades.jsonl``, a line an answer."""
+    path = out / "grades.jsonl"
+    grades = read_grades(out)
+    samples = {
+        (name, options.chunks, sample.id): sample
+        for name, options in config.cells()
+        for sample in find(name).load(replace(options, split="none"))
+    }
+    todo = [a for a in answers if a.skipped is None and a.key not in grades and a.key[:3] in samples]
+    bar = progress.add_task("judge", total=len(todo)) if progress else None
+    with path.open("a", encoding="utf-8") as lines:
+        for answer in todo:
+            grades[answer.key] = grader.grade(samples[answer.key[:3]], answer.answer)
+            lines.write(json.dumps({"key": answer.key, "grades": grades[answer.key]}) + "\n")
+            lines.flush()
+            if progress is not None:
+                progress.advance(bar)
+    return grades
+
+
+def read_grades(out: Path) -> dict[tuple[str, int, str, str], dict[str, float]]:
+    """Grades of a run by answer."""
+    path = out / "grades.jsonl"
+    if not path.exists():
+        return {}
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return {tuple(entry["key"]): entry["grades"] for entry in entries}

@@ -1,0 +1,63 @@
+"""The judge: what it is asked, what it may reply, and that nothing is asked twice."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from mpic.evals.config import EvalConfig, Judge, TaskEntry
+from mpic.evals.judge import Grader, JudgeFailed, judge_run, read_grades
+from mpic.evals.run import Answer
+from mpic.evals.tasks import Options, find
+
+JUDGE = Judge("http://judge/v1", "grader")
+
+
+def grader(replies, asked):
+    def respond(request: httpx.Request) -> httpx.Response:
+        asked.append((request.headers.get("authorization"), json.loads(request.content)))
+        reply = replies[min(len(asked), len(replies)) - 1]
+        if isinstance(reply, int):
+            return httpx.Response(reply)
+        return httpx.Response(200, json={"choices": [{"message": {"content": reply}}]})
+
+    return Grader(JUDGE, transport=httpx.MockTransport(respond))
+
+
+def grades(value):
+    return {name: value for name in grader([], []).dimensions}
+
+
+def sample():
+    return next(find("world-image").load(Options(chunks=1, questions=1)))
+
+
+def test_the_judge_sees_rubric_question_reference_and_answer(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "secret")
+    asked = []
+    found = grader([f"Grades:\n```json\n{json.dumps(grades(7))}\n```"], asked).grade(sample(), "blue")
+    assert found == grades(7.0)
+    key, body = asked[0]
+    assert key == "Bearer secret" and body["model"] == "grader"
+    system, user = (message["content"] for message in body["messages"])
+    assert "perception" in system and "blue" in user and sample().expected[0] in user
+
+
+@pytest.mark.parametrize("reply", [503, "no grades", json.dumps(grades(11)), json.dumps({"accuracy": 3})])
+def test_what_is_no_grade_is_asked_again_and_then_said(reply):
+    asked = []
+    assert grader([reply, json.dumps(grades(2))], asked).grade(sample(), "x") == grades(2.0)
+    with pytest.raises(JudgeFailed, match="3 tries"):
+        grader([reply], []).grade(sample(), "x")
+
+
+def test_grades_are_kept_and_not_asked_for_again(tmp_path):
+    config = EvalConfig((TaskEntry("world-image", chunks=(1,)),), questions=2)
+    answers = [Answer("world-image", 1, str(i), "full", answer="red") for i in range(2)]
+    asked = []
+    first = judge_run(config, tmp_path, answers, grader([json.dumps(grades(5))], asked))
+    assert len(asked) == 2 and first == read_grades(tmp_path)
+    assert judge_run(config, tmp_path, answers, grader([500], asked)) == first
+    assert len(asked) == 2
