@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mpic.evals.bench import cli, decode, flat, pages, ttft
+from mpic.evals.bench import cli, decode, flat, pages, serve, ttft
 from mpic.evals.bench.drive import Decoder, Ids, Tower, make_pair
 from mpic.evals.bench.frame import BENCHES, BenchFailed, Sample, Ticker, Where, interleave, paired
 from mpic.evals.bench.peer import Generator, floors
@@ -29,6 +29,17 @@ SETTINGS = {
     "pages": pages.Settings(
         decoder=TINY, requests=4, chunks=2, chunk_tokens=64, text=8, answer=4, policy="mpic-4"
     ),
+    "serve": serve.Settings(
+        decoder=TINY,
+        pool=3,
+        linked=2,
+        chunk_tokens=24,
+        text=8,
+        answer=2,
+        backlog=0.05,
+        seconds=0.05,
+        shares=(0.5,),
+    ),
     "decode": decode.Settings(
         decoder=TINY, batches=(1, 3), chunks=2, chunk_tokens=24, text=8, tokens=6, repeats=1
     ),
@@ -37,6 +48,7 @@ HEADLINES = {
     "ttft": {"prefix_over_mpic32", "mpic32_over_floor"},
     "flat": {"full_growth", "legolink16_growth"},
     "pages": {"copies_over_shared"},
+    "serve": {"legolink16_over_cacheblend15", "mpic32_over_prefix"},
     "decode": {"batch1_over_transformers", "batch3_over_transformers"},
 }
 CPU = Where(torch.device("cpu"), torch.float32)
