@@ -3,6 +3,7 @@
 MPICError                         500  internal_error
 ├── BadRequest                    400  bad_request
 │   ├── EmptyPrompt               400  empty_prompt
+│   ├── EmptyQuery                400  empty_query
 │   ├── UnknownPolicy             400  unknown_policy
 │   ├── PolicyNotBuilt            400  policy_not_built
 │   ├── UnsupportedParameter      400  unsupported_parameter
@@ -27,6 +28,7 @@ MPICError                         500  internal_error
 ├── Conflict                      409  conflict
 │   ├── HandleTaken               409  handle_taken
 │   ├── ReferenceExists           409  reference_exists
+│   ├── EmbedderMismatch          409  embedder_mismatch
 │   └── ModelMismatch             409  model_mismatch
 ├── TooLarge                      413  too_large
 ├── RateLimited                   429  rate_limited
@@ -35,6 +37,7 @@ MPICError                         500  internal_error
 ├── CompileFailed                 500  compile_failed
 ├── StorageFull                   507  storage_full
 ├── Unavailable                   503  unavailable
+│   ├── EmbedderUnavailable       503  embedder_unavailable
 │   └── EngineStopped             503  engine_stopped
 ├── CorruptFile                   500  corrupt_file      (handled inside: recompiled, counted)
 ├── IntegrityError                500  integrity_error   (an invariant of ours is broken)
@@ -79,6 +82,10 @@ class BadRequest(MPICError):
 
 class EmptyPrompt(BadRequest):
     code = "empty_prompt"
+
+
+class EmptyQuery(BadRequest):
+    code = "empty_query"
 
 
 class UnknownPolicy(BadRequest):
@@ -161,6 +168,10 @@ class ReferenceExists(Conflict):
     code = "reference_exists"
 
 
+class EmbedderMismatch(Conflict):
+    code = "embedder_mismatch"
+
+
 class ModelMismatch(Conflict):
     code = "model_mismatch"
 
@@ -199,6 +210,10 @@ class StorageFull(MPICError):
 
 class Unavailable(MPICError):
     status, code = 503, "unavailable"
+
+
+class EmbedderUnavailable(Unavailable):
+    code = "embedder_unavailable"
 
 
 class EngineStopped(Unavailable):

@@ -1,1 +1,14 @@
-"""Finding references for a prompt: the open_clip embedder, the index, the retriever (`mpic.retriever`)."""
+"""Retrieval over the dynamic library: references as vectors, found by text or image (MPIC, section 4.2).
+
+::
+
+    retriever = Retriever(library, EmbedderConfig())
+    for hit in retriever.search(Query(text="picture with a red circle"), top_k=3):
+        print(hit.score, hit.reference.title)
+"""
+
+from mpic.retriever.embedder import Embedder, EmbedderName, bundled_embedder
+from mpic.retriever.index import VectorIndex
+from mpic.retriever.retriever import Query, Retriever, SearchHit
+
+__all__ = ["Embedder", "EmbedderName", "Query", "Retriever", "SearchHit", "VectorIndex", "bundled_embedder"]

@@ -170,6 +170,28 @@ def m004_caches(db: sqlite3.Connection) -> None:
     db.execute("CREATE INDEX cache_chunks_cache ON cache_chunks (cache, position)")
 
 
+@migration
+def m005_vectors(db: sqlite3.Connection) -> None:
+    db.execute("""
+        CREATE TABLE embedders (
+            id INTEGER PRIMARY KEY,
+            architecture TEXT NOT NULL,
+            weights TEXT NOT NULL,       -- SHA-256
+            dimension INTEGER NOT NULL,
+            revision INTEGER NOT NULL DEFAULT 0, -- of the vectors; an index of another revision is stale
+            UNIQUE (architecture, weights, dimension)
+        )""")
+    db.execute("""
+        CREATE TABLE vectors (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            embedder INTEGER NOT NULL REFERENCES embedders (id),
+            reference TEXT NOT NULL,     -- refs.id; a row may outlive it until the retriever hears of the removal
+            version INTEGER NOT NULL,
+            vector BLOB NOT NULL,        -- little-endian fp32, of length 1
+            UNIQUE (embedder, reference)
+        )""")
+
+
 class Catalog:
     """Connections to the database; the SQL about its rows stands in rows.py.
 

@@ -1,0 +1,123 @@
+"""Images and texts as vectors of one space, by any open_clip model."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from mpic.errors import EmbedderUnavailable
+
+BATCH = 64
+
+
+class EmbedderName(NamedTuple):
+    """What made a vector; vectors of different names are never compared.
+
+    Args:
+        architecture: open_clip's name, or the folder's name of a local model.
+        weights: SHA-256 over all parameters.
+        dimension: of the vectors.
+    """
+
+    architecture: str
+    weights: str
+    dimension: int
+
+    def __str__(self) -> str:
+        return f"{self.architecture} ({self.weights[:12]}, {self.dimension} dimensions)"
+
+
+def bundled_embedder() -> str:
+    """Folder of the demo CLIP that comes with the package."""
+    return str(files("mpic.data") / "models" / "clip")
+
+
+class Embedder:
+    """An open_clip model, loaded when it is first used. Thread-safe.
+
+    Args:
+        model: an architecture of open_clip (``ViT-B-32``), a hub id (``hf-hub:...``) or a local folder.
+        pretrained: tag or file of the weights; a folder and a hub id bring their own.
+        device: of torch.
+    """
+
+    def __init__(self, model: str, pretrained: str = "", device: str = "cpu") -> None:
+        self.model, self.pretrained, self.device = model, pretrained, device
+        self._lock = threading.Lock()
+        self._parts: tuple[Any, Callable, Callable, EmbedderName] | None = None
+
+    @property
+    def name(self) -> EmbedderName:
+        """Raises EmbedderUnavailable."""
+        return self._loaded()[3]
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        """``[n, dimension]`` fp32, rows of length 1. What is beyond the model's context is not seen.
+
+        Raises:
+            EmbedderUnavailable: there are no weights.
+        """
+        model, _, tokenize, name = self._loaded()
+        return self._run(texts, name, lambda part: model.encode_text(tokenize(list(part)).to(self.device)))
+
+    def images(self, images: Sequence[Image.Image]) -> np.ndarray:
+        """``[n, dimension]`` fp32, rows of length 1. Raises EmbedderUnavailable."""
+        import torch
+
+        model, preprocess, _, name = self._loaded()
+
+        def encode(part: Sequence[Image.Image]) -> torch.Tensor:
+            return model.encode_image(torch.stack([preprocess(i) for i in part]).to(self.device))
+
+        return self._run(images, name, encode)
+
+    def _run(self, items: Sequence, name: EmbedderName, encode: Callable) -> np.ndarray:
+        import torch
+
+        rows = np.empty((len(items), name.dimension), np.float32)
+        with torch.inference_mode():
+            for at in range(0, len(items), BATCH):
+                vectors = encode(items[at : at + BATCH]).float()
+                rows[at : at + BATCH] = torch.nn.functional.normalize(vectors, dim=-1).cpu().numpy()
+        return rows
+
+    def _loaded(self) -> tuple[Any, Callable, Callable, EmbedderName]:
+        with self._lock:
+            if self._parts is None:
+                self._parts = self._load()
+            return self._parts
+
+    def _load(self) -> tuple[Any, Callable, Callable, EmbedderName]:
+        import open_clip
+
+        local = Path(self.model).is_dir()
+        source = f"local-dir:{self.model}" if local else self.model
+        if not local and ":" not in self.model and not self.pretrained:
+            raise EmbedderUnavailable(
+                f"the embedder {self.model!r} has no weights: name them in embedder_weights",
+                embedder=self.model,
+            )
+        try:
+            model, _, preprocess = open_clip.create_model_and_transforms(
+                source, pretrained=self.pretrained or None, device=self.device
+            )
+            tokenize = open_clip.get_tokenizer(source)
+        except Exception as error:  # open_clip raises whatever its readers raise
+            raise EmbedderUnavailable(
+                f"the embedder {self.model!r} cannot be loaded: {error}", embedder=self.model
+            ) from error
+        model.eval().requires_grad_(False)
+        weights = hashlib.sha256()
+        for key, tensor in sorted(model.state_dict().items()):
+            weights.update(f"{key}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
+            weights.update(tensor.detach().cpu().contiguous().float().numpy().tobytes())
+        architecture = Path(self.model).name if local else self.model
+        dimension = int(model.encode_text(tokenize(["a"]).to(self.device)).shape[-1])
+        return model, preprocess, tokenize, EmbedderName(architecture, weights.hexdigest(), dimension)

@@ -1,0 +1,192 @@
+"""Nearest neighbours by inner product, changed in place while others search.
+
+Exact search over ``IndexIDMap2(IndexFlatIP)``. There are two copies (left and right): readers use the one that is
+shown, a writer changes the other, shows it, waits until nobody reads the first and changes that too. So a reader never
+waits, never sees half a change, and nothing is ever rebuilt; the price is twice the memory. Larger index types take the
+place of ``_new``: IVF needs ``DirectMap.Hashtable`` for removal by id, HNSW cannot remove at all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import faiss
+import numpy as np
+
+from mpic.errors import IntegrityError
+
+
+class Neighbour(NamedTuple):
+    """A vector that was found: its id and the inner product with the query."""
+
+    id: int
+    score: float
+
+
+class _Side:
+    def __init__(self, index: faiss.IndexIDMap2) -> None:
+        self.index = index
+        self.ids: set[int] = set(faiss.vector_to_array(index.id_map).tolist())
+        self.readers = 0
+
+
+class VectorIndex:
+    """Vectors of length 1 by id. Thread-safe.
+
+    Args:
+        dimension: of the vectors.
+    """
+
+    def __init__(self, dimension: int) -> None:
+        self.dimension = dimension
+        self._shown, self._other = _Side(_new(dimension)), _Side(_new(dimension))
+        self._writing = threading.Lock()
+        self._reading = threading.Condition()
+
+    def __len__(self) -> int:
+        return self._shown.index.ntotal
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._shown.ids
+
+    def search(
+        self, query: np.ndarray, k: int, among: np.ndarray | None = None
+    ) -> tuple[list[Neighbour], np.ndarray]:
+        """The ``k`` best, best first, with their vectors.
+
+        Args:
+            query: ``[dimension]`` fp32.
+            among: int64 ids that may be found; None for all.
+
+        Returns:
+            neighbours and ``[found, dimension]`` fp32.
+        """
+        with self._reader() as side, one_thread():
+            k = min(k, side.index.ntotal if among is None else len(among))
+            if k == 0:
+                return [], np.empty((0, self.dimension), np.float32)
+            options = None
+            if among is not None:
+                options = faiss.SearchParameters(sel=faiss.IDSelectorBatch(np.asarray(among, np.int64)))
+            scores, ids, vectors = side.index.search_and_reconstruct(
+                np.ascontiguousarray(query[None], np.float32), k, params=options
+            )
+        found = ids[0] >= 0
+        pairs = zip(ids[0][found].tolist(), scores[0][found].tolist(), strict=True)
+        return [Neighbour(id, score) for id, score in pairs], vectors[0][found]
+
+    def put(self, ids: Sequence[int], vectors: np.ndarray) -> None:
+        """Add vectors, in the place of those that have their ids.
+
+        Args:
+            ids: distinct.
+            vectors: ``[len(ids), dimension]`` fp32 of length 1.
+
+        Raises:
+            IntegrityError: the index does not hold what it should afterwards.
+        """
+        ids = np.asarray(ids, np.int64)
+        vectors = np.ascontiguousarray(vectors, np.float32)
+        if vectors.shape != (len(ids), self.dimension) or len(set(ids.tolist())) != len(ids):
+            raise ValueError(f"{len(ids)} ids (distinct?) for vectors of shape {vectors.shape}")
+
+        def change(side: _Side) -> None:
+            _remove(side, [i for i in ids.tolist() if i in side.ids])
+            side.index.add_with_ids(vectors, ids)
+            side.ids.update(ids.tolist())
+
+        self._change(change)
+
+    def remove(self, ids: Sequence[int]) -> int:
+        """Remove vectors; those that are not there do not count. Returns how many there were."""
+        known = [i for i in dict.fromkeys(ids) if i in self._shown.ids]
+        if known:
+            self._change(lambda side: _remove(side, known))
+        return len(known)
+
+    def serialize(self) -> np.ndarray:
+        """The index as bytes, uint8."""
+        with self._reader() as side:
+            return faiss.serialize_index(side.index)
+
+    @classmethod
+    def deserialize(cls, data: np.ndarray, dimension: int) -> VectorIndex:
+        """From ``serialize``'s bytes, whose checksum the caller has verified.
+
+        Raises:
+            ValueError: it is no such index.
+        """
+        index = cls(dimension)
+        sides = []
+        for _ in range(2):
+            try:
+                read = faiss.deserialize_index(data)
+            except RuntimeError as error:
+                raise ValueError(f"faiss cannot read it: {error}") from error
+            if not isinstance(read, faiss.IndexIDMap2) or read.d != dimension:
+                raise ValueError(f"it holds a {type(read).__name__} of {read.d} dimensions")
+            sides.append(_Side(read))
+        index._shown, index._other = sides
+        return index
+
+    def ids(self) -> set[int]:
+        return set(self._shown.ids)
+
+    def check(self) -> None:
+        """Both sides agree with their ids and with each other. Raises IntegrityError."""
+        with self._writing:
+            for side in (self._shown, self._other):
+                mapped = faiss.vector_to_array(side.index.id_map).tolist()
+                if len(mapped) != side.index.ntotal or set(mapped) != side.ids or side.ids != self._shown.ids:
+                    raise IntegrityError("the vector index and its ids disagree")
+
+    # ---- left and right
+
+    @contextmanager
+    def _reader(self) -> Iterator[_Side]:
+        with self._reading:
+            side = self._shown
+            side.readers += 1
+        try:
+            yield side
+        finally:
+            with self._reading:
+                side.readers -= 1
+                self._reading.notify_all()
+
+    def _change(self, change: Callable[[_Side], None]) -> None:
+        with self._writing, one_thread():
+            change(self._other)
+            with self._reading:
+                self._shown, self._other = self._other, self._shown
+                while self._other.readers:
+                    self._reading.wait()
+            change(self._other)
+
+
+def _new(dimension: int) -> faiss.IndexIDMap2:
+    return faiss.IndexIDMap2(faiss.IndexFlatIP(dimension))
+
+
+def _remove(side: _Side, ids: list[int]) -> None:
+    """faiss returns 0 and says nothing when it does not find an id, so it is asked how many it removed."""
+    if not ids:
+        return
+    removed = side.index.remove_ids(faiss.IDSelectorBatch(np.asarray(ids, np.int64)))
+    side.ids.difference_update(ids)
+    if removed != len(ids) or side.index.ntotal != len(side.ids):
+        raise IntegrityError(f"{removed} of {len(ids)} vectors were removed from the index")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """OpenMP starts no threads for the calling thread: searches are short, and the model needs the cores."""
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)

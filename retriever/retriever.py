@@ -1,0 +1,325 @@
+"""The retriever: keeps vectors of all references, and finds references by text and images."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from mpic.errors import BadRequest, EmbedderMismatch, EmptyQuery, MPICError, StorageFull
+from mpic.library.records import Change, Reference
+from mpic.retriever.cache import IndexFile
+from mpic.retriever.embedder import Embedder
+from mpic.retriever.index import VectorIndex
+from mpic.retriever.rows import VectorRows
+
+if TYPE_CHECKING:
+    from mpic.library import Library
+
+MAX_TOP_K = 100
+BATCH = 64
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Query:
+    """What to look for: text, images, or both (then in the middle between them)."""
+
+    text: str = ""
+    images: tuple[Image.Image, ...] = ()
+
+
+class SearchHit(NamedTuple):
+    """A reference that was found; ``score`` is the cosine between its vector and the query's, -1 to 1."""
+
+    reference: Reference
+    score: float
+
+
+class Retriever:
+    """Thread-safe. One worker thread embeds what the library tells of, in batches, and is the only one that changes
+    vectors; searches run on the callers' threads. The embedder is loaded when it is first needed.
+
+    Args:
+        library: opened; its references are kept indexed from now on.
+        duplicates: references at least this similar to a better hit are left out of a result; above 1 for none.
+    """
+
+    def __init__(self, library: Library, embedder: Embedder, duplicates: float = 0.999) -> None:
+        self.library, self.embedder, self.duplicates = library, embedder, duplicates
+        self.opened_from = ""  # file, or why the index had to be rebuilt
+        self.counters: Counter[str] = Counter()
+        self.problem: str | None = None  # of the last batch that could not be embedded
+        self._rows: VectorRows | None = None
+        self._index: VectorIndex | None = None
+        self._mismatch: list[Any] = []
+        self._opening = threading.Lock()
+        self._changes: OrderedDict[str, Change] = OrderedDict()
+        self._work = threading.Condition()
+        self._busy = self._stopping = self._catching_up = False
+        self._after = ""
+        self._saved = -1
+        library.references.listeners.append(self._changed)
+        self._worker = threading.Thread(target=self._loop, name="mpic-embed", daemon=True)
+        self._worker.start()
+
+    # ---- searching
+
+    def search(
+        self,
+        query: Query,
+        top_k: int = 5,
+        min_score: float | None = None,
+        filter: Mapping[str, Any] | None = None,
+    ) -> list[SearchHit]:
+        """References, best first; fewer than ``top_k`` when there are no more, none in an empty library.
+
+        Args:
+            min_score: leave out what is less similar.
+            filter: see ``VectorRows.matching``.
+
+        Raises:
+            EmptyQuery: it says nothing.
+            BadRequest: a bound or filter that means nothing.
+            EmbedderUnavailable: the embedder has no weights.
+            EmbedderMismatch: the library was embedded by another one.
+        """
+        if not query.text.strip() and not query.images:
+            raise EmptyQuery("a search needs a text or an image", param="query")
+        if not 1 <= top_k <= MAX_TOP_K:
+            raise BadRequest(f"top_k is 1 to {MAX_TOP_K}, not {top_k}", param="top_k")
+        if min_score is not None and not -1 <= min_score <= 1:
+            raise BadRequest("min_score is -1 to 1", param="min_score")
+        rows, index = self._opened()
+        if self._mismatch:
+            made = ", ".join(map(str, self._mismatch))
+            raise EmbedderMismatch(
+                f"the library's vectors were made by {made}, the embedder is {rows.name}: run `mpic references reindex`"
+            )
+        among = rows.matching(filter) if filter else None
+        self.counters["searches"] += 1
+        if len(index) == 0 or (among is not None and len(among) == 0):
+            return []
+        return self._best(self._vector(query), top_k, min_score, among)
+
+    def _best(
+        self, vector: np.ndarray, top_k: int, min_score: float | None, among: np.ndarray | None
+    ) -> list[SearchHit]:
+        rows, index = self._opened()
+        k = 2 * top_k + 8
+        while True:
+            neighbours, vectors = index.search(vector, k, among)
+            ids = rows.references([n.id for n in neighbours])
+            current = {r.id: r for r in self.library.references.many(ids.values())}
+            hits: list[SearchHit] = []
+            kept: list[int] = []
+            for at, neighbour in enumerate(neighbours):
+                reference = current.get(ids.get(neighbour.id, ""))
+                if reference is None or (min_score is not None and neighbour.score < min_score):
+                    continue
+                alike = kept and float((vectors[kept] @ vectors[at]).max()) >= self.duplicates
+                if alike or any(reference.key == hit.reference.key for hit in hits):
+                    continue
+                hits.append(SearchHit(reference, neighbour.score))
+                kept.append(at)
+            below = min_score is not None and neighbours and neighbours[-1].score < min_score
+            if len(hits) >= top_k or len(neighbours) < k or below:
+                return hits[:top_k]
+            k *= 2
+
+    def _vector(self, query: Query) -> np.ndarray:
+        parts = []
+        if query.text.strip():
+            parts.append(self.embedder.texts([query.text]))
+        if query.images:
+            parts.append(self.embedder.images(query.images))
+        mean = np.concatenate(parts).mean(0)
+        return mean / max(float(np.linalg.norm(mean)), 1e-9)
+
+    # ---- keeping up
+
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until every change of the library so far is searchable; False when it took longer."""
+        with self._work:
+            return self._work.wait_for(lambda: not self._changes and not self._busy, timeout)
+
+    def reindex(self) -> None:
+        """Embed every reference that has no vector of this embedder, in the background. It goes on where an earlier
+        run stopped; ``status`` tells how far it is."""
+        self._opened()
+        with self._work:
+            self._catching_up, self._after = True, ""
+            self._work.notify_all()
+
+    def status(self) -> dict[str, Any]:
+        """What is indexed, by what, and what is still to do. Raises EmbedderUnavailable."""
+        rows, index = self._opened()
+        references = self.library.references.stats()["references"]
+        with self._work:
+            running = self._catching_up
+        return {
+            "embedder": {**rows.name._asdict(), "model": self.embedder.model},
+            "references": references,
+            "vectors": len(index),
+            "missing": len(rows.missing()),
+            "reindexing": running,
+            "mismatch": [str(name) for name in self._mismatch],
+            "index": self.opened_from,
+            "problem": self.problem,
+            **self.counters,
+        }
+
+    def check(self) -> None:
+        """The index holds exactly the vectors of the catalogue. Raises IntegrityError."""
+        from mpic.errors import IntegrityError
+
+        self.flush()
+        rows, index = self._opened()
+        index.check()
+        if index.ids() != rows.ids():
+            raise IntegrityError("the vector index and the catalogue disagree")
+
+    def close(self) -> None:
+        """Stop, and write the index down. Before the library is closed. Safe to call twice."""
+        with self._work:
+            self._stopping = True
+            self._work.notify_all()
+        self._worker.join()
+        if self._changed in self.library.references.listeners:
+            self.library.references.listeners.remove(self._changed)
+            self._save()
+
+    def _changed(self, change: Change) -> None:
+        """Called by the library after a commit."""
+        with self._work:
+            self._changes[change.reference.id] = change
+            self._work.notify_all()
+
+    # ---- the index
+
+    def _opened(self) -> tuple[VectorRows, VectorIndex]:
+        with self._opening:
+            if self._index is None:
+                self._open()
+            return self._rows, self._index
+
+    def _open(self) -> None:
+        rows = VectorRows(self.library.catalog, self.embedder.name)
+        rows.sweep()
+        file = self._file(rows)
+        revision = rows.revision()
+        try:
+            index = file.read(revision)
+            self.opened_from, self._saved = "file", revision
+        except (FileNotFoundError, ValueError) as error:
+            if not isinstance(error, FileNotFoundError):
+                log.warning("the vector index is rebuilt from the catalogue: %s", error)
+                self.counters["index_rebuilt"] += 1
+            why = "no file" if isinstance(error, FileNotFoundError) else str(error)
+            self.opened_from = f"rebuilt: {why}"
+            index = VectorIndex(rows.name.dimension)
+            ids, vectors = rows.load()
+            if len(ids):
+                index.put(ids, vectors)
+        self._mismatch = rows.others()
+        self._rows, self._index = rows, index
+        if not self._mismatch and rows.missing(limit=1):
+            with self._work:
+                self._catching_up, self._after = True, ""
+                self._work.notify_all()
+
+    def _file(self, rows: VectorRows) -> IndexFile:
+        return IndexFile(self.library.root / "index" / f"{rows.name.weights[:16]}.vectors", rows.name)
+
+    def _save(self) -> None:
+        """Write the cache if it is not up to date; without it the next start rebuilds."""
+        if self._index is None or self._saved == self._rows.revision():
+            return
+        try:
+            revision = self._rows.revision()
+            self._file(self._rows).write(self._index, revision)
+            self._saved = revision
+        except (StorageFull, OSError) as error:
+            log.warning("the vector index could not be written: %s", error)
+
+    # ---- the worker
+
+    def _loop(self) -> None:
+        while True:
+            with self._work:
+                self._busy = False
+                self._work.notify_all()
+                self._work.wait_for(lambda: self._changes or self._stopping or self._catching_up)
+                if self._stopping:
+                    return
+                changes = [
+                    self._changes.popitem(last=False)[1] for _ in range(min(BATCH, len(self._changes)))
+                ]
+                self._busy = True
+            try:
+                if changes:
+                    self._apply(changes)
+                else:
+                    self._catch_up()
+            except Exception as error:  # the catalogue still says what is missing
+                self.problem = str(error)
+                self.counters["failed_batches"] += 1
+                log.exception("references could not be indexed")
+                with self._work:
+                    self._catching_up = False
+
+    def _apply(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if change.what == "removed" and self._rows is not None:
+                self._index.remove(self._rows.remove(change.reference.id))
+        self._embed([change.reference for change in changes if change.what != "removed"])
+
+    def _catch_up(self) -> None:
+        rows, _ = self._opened()
+        ids = rows.missing(self._after, BATCH)
+        if ids:
+            self._after = ids[-1]
+            self._embed(self.library.references.many(ids))
+            return
+        with self._work:
+            self._catching_up = False
+        self._mismatch = rows.others()
+        self._save()
+
+    def _embed(self, references: Sequence[Reference]) -> None:
+        """Embed, commit, then show. What cannot be read is left without a vector."""
+        if not references:
+            return
+        rows, index = self._opened()
+        vectors = np.empty((len(references), rows.name.dimension), np.float32)
+        done = np.zeros(len(references), bool)
+        for kind in ("image", "text"):
+            group = [at for at, reference in enumerate(references) if reference.kind == kind]
+            contents = {at: c for at in group if (c := self._content(references[at])) is not None}
+            if contents:
+                embed = self.embedder.images if kind == "image" else self.embedder.texts
+                at = list(contents)
+                vectors[at] = embed(list(contents.values()))
+                done[at] = True
+        kept = [reference for reference, ok in zip(references, done, strict=True) if ok]
+        stored = rows.put(kept, vectors[done])
+        if stored:
+            index.put([id for _, id in stored], vectors[done][[at for at, _ in stored]])
+        self.counters["embedded"] += len(stored)
+        self.problem = None
+
+    def _content(self, reference: Reference) -> Any:
+        """Text or image of a version, or None when it is gone or damaged."""
+        try:
+            shelf = self.library.references
+            return shelf.image(reference) if reference.kind == "image" else shelf.text(reference)
+        except MPICError as error:
+            log.warning("%s cannot be embedded: %s", reference.id, error)
+            self.counters["unreadable"] += 1
+            return None

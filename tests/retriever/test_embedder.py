@@ -1,0 +1,36 @@
+"""The bundled CLIP through the embedder."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mpic.data.generator import references
+from mpic.retriever import Embedder, bundled_embedder
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Embedder:
+    return Embedder(bundled_embedder())
+
+
+def test_the_name_says_architecture_weights_and_dimension(embedder):
+    assert embedder.name.architecture == "clip" and embedder.name.dimension == 128
+    assert len(embedder.name.weights) == 64 and embedder.name == Embedder(bundled_embedder()).name
+
+
+def test_images_and_texts_are_unit_vectors_of_one_space_and_batching_changes_nothing(embedder):
+    entries, _ = references.load()
+    pictures = [e for e in entries if e["kind"] == "image"][:70]
+    images = embedder.images([Image.open(e["path"]).convert("RGB") for e in pictures])
+    assert images.shape == (70, 128) and np.allclose(np.linalg.norm(images, axis=1), 1, atol=1e-5)
+    alone = embedder.images([Image.open(pictures[69]["path"]).convert("RGB")])
+    assert np.abs(alone[0] - images[69]).max() < 1e-5
+    texts = embedder.texts(["picture with a " + ", a ".join(e["metadata"]["objects"]) for e in pictures])
+    scores = texts @ images.T
+    assert np.diag(scores).mean() > scores.mean() + 0.3
+
+
+def test_nothing_gives_no_rows(embedder):
+    assert embedder.texts([]).shape == (0, 128)

@@ -1,0 +1,225 @@
+"""The retriever over a real library: what is found, kept, refused, and survives."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+from retriever_tools import HashEmbedder, picture
+
+from mpic.errors import BadRequest, EmbedderMismatch, EmbedderUnavailable, EmptyQuery
+from mpic.retriever import Embedder, Query
+
+
+def titles(shelf, text="", **options):
+    hits = shelf.retriever.search(Query(text, options.pop("images", ())), **options)
+    return [hit.reference.title for hit in hits]
+
+
+def test_references_are_found_by_text_and_by_image_best_first(open_shelf):
+    shelf = open_shelf()
+    shelf.add("the lamp is in the hall", "lamp")
+    shelf.add("the boat is red", "boat")
+    shelf.add(picture("red"), "red picture")
+    shelf.add(picture("blue"), "blue picture")
+    assert titles(shelf, "where is the lamp")[0] == "lamp"
+    hits = shelf.retriever.search(Query("the lamp is in the hall"), top_k=2)
+    assert hits[0].score == pytest.approx(1, abs=1e-5) and hits[0].score > hits[1].score and len(hits) == 2
+    assert titles(shelf, images=(Image.new("RGB", (8, 8), "blue"),), top_k=1) == ["blue picture"]
+    both = titles(shelf, "the boat is red", images=(Image.new("RGB", (8, 8), "red"),), top_k=2)
+    assert set(both) == {"boat", "red picture"}
+    shelf.retriever.check()
+
+
+def test_a_replaced_reference_is_found_by_its_new_content_and_a_removed_one_not_at_all(open_shelf):
+    shelf = open_shelf()
+    id = shelf.add("the lamp is here", "one").id
+    shelf.add("something else entirely", "two")
+    shelf.replace(id, "a boat on a lake")
+    assert shelf.retriever.search(Query("a boat on a lake"), 1)[0].score > 0.99
+    assert shelf.retriever.search(Query("the lamp is here"), 1)[0].score < 0.9
+    shelf.library.references.remove(id)
+    assert titles(shelf, "a boat on a lake") == ["two"]  # at once, before the index has heard of it
+    assert shelf.retriever.flush() and shelf.retriever.status()["vectors"] == 1
+    shelf.retriever.check()
+
+
+def test_an_empty_library_gives_nothing(open_shelf):
+    assert titles(open_shelf(), "anything") == []
+
+
+@pytest.mark.parametrize("query", [Query(""), Query("  \n")])
+def test_a_query_that_says_nothing_is_refused(query, open_shelf):
+    with pytest.raises(EmptyQuery):
+        open_shelf().retriever.search(query)
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"top_k": 0}, "top_k"),
+        ({"top_k": 101}, "top_k"),
+        ({"min_score": 1.5}, "min_score"),
+        ({"filter": {"a": {"like": "x"}}}, "filter.a"),
+        ({"filter": {"a": None}}, "filter.a"),
+    ],
+)
+def test_bounds_and_filters_that_mean_nothing_are_refused(options, param, open_shelf):
+    with pytest.raises(BadRequest) as refused:
+        open_shelf().retriever.search(Query("x"), **options)
+    assert refused.value.param == param
+
+
+def test_filters_by_kind_title_and_metadata(open_shelf):
+    shelf = open_shelf()
+    shelf.add("a b c", "x", metadata={"year": 2019, "place": "Oslo", "open": True})
+    shelf.add("a b d", "y", metadata={"year": 2024, "place": "Rome", "odd key.$": 1})
+    shelf.add(picture("red"), "z", metadata={"year": 2024})
+
+    def found(**filter):
+        return sorted(titles(shelf, "a b", filter=filter))
+
+    assert found(kind="image") == ["z"] and found(kind="text") == ["x", "y"]
+    assert found(year=2024) == ["y", "z"] and found(year={"gte": 2000, "lt": 2024}) == ["x"]
+    assert found(place=["Oslo", "Rome"]) == ["x", "y"] and found(place={"ne": "Oslo"}) == ["y"]
+    assert found(open=True) == ["x"] and found(title="y", year=2024) == ["y"] and found(nowhere=1) == []
+    assert titles(shelf, "a b", filter={"odd key.$": 1}) == ["y"]
+
+
+def test_near_duplicates_and_equal_content_are_collapsed_and_the_next_best_moves_up(open_shelf):
+    shelf = open_shelf()
+    for i in range(25):
+        shelf.add("a lamp" + " " * i, f"lamp {i}", flush=False)
+    shelf.add("a lamp near a boat", "boat")
+    assert titles(shelf, "a lamp", top_k=2)[1] == "boat" and len(titles(shelf, "a lamp", top_k=9)) == 2
+    shelf = open_shelf(duplicates=2.0)
+    assert len(titles(shelf, "a lamp", top_k=9)) == 9
+
+
+def test_min_score_leaves_out_what_is_less_similar(open_shelf):
+    shelf = open_shelf()
+    shelf.add("a lamp", "lamp")
+    shelf.add("quite different words", "other")
+    assert titles(shelf, "a lamp", min_score=0.9) == ["lamp"]
+
+
+def test_a_restart_reads_the_index_file_and_a_damaged_or_stale_one_is_rebuilt_and_reported(
+    open_shelf, caplog
+):
+    shelf = open_shelf()
+    for i in range(5):
+        shelf.add(f"fact {i} of word{i}", f"t{i}")
+    shelf.close()
+    shelf = open_shelf()
+    assert titles(shelf, "word3", top_k=1) == ["t3"] and shelf.retriever.opened_from == "file"
+    assert shelf.embedder.batches == [1]  # the query
+    (path,) = (shelf.library.root / "index").iterdir()
+    shelf.close()
+    good = path.read_bytes()
+    for bad in (b"", good[:40], good[:-3], good[:200] + b"X" + good[201:], b"\0" * len(good)):
+        path.write_bytes(bad)
+        shelf = open_shelf()
+        assert titles(shelf, "word3", top_k=1) == ["t3"]
+        assert shelf.retriever.opened_from.startswith("rebuilt") and "rebuilt" in caplog.text
+        shelf.retriever.check()
+        shelf.close()
+    path.write_bytes(good)
+    shelf = open_shelf()
+    shelf.add("one more", "more")
+    shelf.close()
+    path.write_bytes(good)
+    shelf = open_shelf()
+    assert titles(shelf, "one more", top_k=1) == ["more"] and "stale" in shelf.retriever.opened_from
+
+
+def test_what_was_added_before_a_crash_is_embedded_at_the_next_start(open_shelf):
+    shelf = open_shelf()
+    shelf.embedder.failure = RuntimeError("no memory")
+    shelf.add("a lamp", "lamp", flush=False)
+    shelf.retriever.flush()
+    assert shelf.retriever.status()["problem"] == "no memory" and shelf.retriever.status()["missing"] == 1
+    shelf = open_shelf()
+    titles(shelf, "x")
+    assert wait(shelf) and titles(shelf, "a lamp") == ["lamp"]
+
+
+def wait(shelf) -> bool:
+    with shelf.retriever._work:
+        return shelf.retriever._work.wait_for(
+            lambda: not shelf.retriever._catching_up and not shelf.retriever._busy, 20
+        )
+
+
+def test_another_embedder_is_refused_until_reindexed_and_reindexing_goes_on_where_it_stopped(open_shelf):
+    shelf = open_shelf()
+    for i in range(150):
+        shelf.add(f"fact {i} of word{i}", f"t{i}", flush=False)
+    assert shelf.retriever.flush()
+    other = HashEmbedder("w2")
+    shelf = open_shelf(other)
+    with pytest.raises(EmbedderMismatch, match="reindex"):
+        titles(shelf, "word3")
+    assert shelf.retriever.status()["missing"] == 150
+    embed, done = other.texts, threading.Event()
+
+    def break_after_one(texts):
+        if other.batches:
+            done.set()
+            raise RuntimeError("killed")
+        return embed(texts)
+
+    other.texts = break_after_one
+    shelf.retriever.reindex()
+    assert done.wait(20) and wait(shelf) and shelf.retriever.status()["missing"] == 150 - 64
+    with pytest.raises(EmbedderMismatch):
+        titles(shelf, "word3")
+    again = HashEmbedder("w2")
+    shelf = open_shelf(again)
+    shelf.retriever.reindex()
+    assert wait(shelf)
+    assert sum(again.batches) == 150 - 64 and shelf.retriever.status()["missing"] == 0
+    assert titles(shelf, "fact 3 of word3", top_k=1) == ["t3"]
+    shelf = open_shelf()  # the first one's vectors are still there
+    assert titles(shelf, "fact 3 of word3", top_k=1) == ["t3"]
+
+
+def test_missing_weights_say_so_and_the_library_goes_on(open_shelf, tmp_path):
+    for embedder in (Embedder("ViT-B-32"), Embedder(str(tmp_path)), Embedder("no-such-model", "none")):
+        shelf = open_shelf(embedder)
+        shelf.add("a lamp", f"lamp {embedder.model[-4:]}", flush=False)
+        shelf.retriever.flush()
+        with pytest.raises(EmbedderUnavailable, match="embedder"):
+            titles(shelf, "a lamp")
+    shelf = open_shelf()
+    titles(shelf, "x")
+    assert wait(shelf) and len(titles(shelf, "a lamp")) == 1  # three times the same content
+
+
+def test_a_reference_removed_while_it_waits_is_not_indexed(open_shelf):
+    shelf = open_shelf()
+    gate, entered, embed = threading.Event(), threading.Event(), shelf.embedder.texts
+
+    def slow(texts):
+        entered.set()
+        gate.wait(20)
+        return embed(texts)
+
+    shelf.embedder.texts = slow
+    id = shelf.add("a lamp", flush=False).id
+    assert entered.wait(20)
+    shelf.library.references.remove(id)
+    gate.set()
+    assert shelf.retriever.flush() and shelf.retriever.status()["vectors"] == 0
+    shelf.retriever.check()
+
+
+def test_vectors_are_unit_and_batched(open_shelf):
+    shelf = open_shelf()
+    for i in range(20):
+        shelf.add(f"w{i}", flush=False)
+    shelf.retriever.flush()
+    assert sum(shelf.embedder.batches) == 20
+    ids, vectors = shelf.retriever._rows.load()
+    assert len(ids) == 20 and np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
