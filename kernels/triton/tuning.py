@@ -1,0 +1,87 @@
+"""Tile sizes by GPU: a table kept in the repository, filled by measuring, never guessed silently.
+
+``tuned.json`` holds ``{"schema": 1, "gpus": {"NVIDIA H100 80GB HBM3": {"bfloat16/128": {"block": [...], "single":
+[...], "measured": "..."}}}}``; an entry is ``[queries, keys, warps, stages]`` of a block tile and ``[keys, warps,
+stages]`` of a tile of single rows. ``mpic.evals.bench.gpu --tune FILE`` measures the candidates and writes such a
+table. A GPU that is not in it runs the defaults below, and everything that reports says *untuned*.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+SCHEMA = 1
+
+
+class Tiles(NamedTuple):
+    """Sizes of a launch.
+
+    Args:
+        block_m, block_n, block_warps, block_stages: queries and keys of a tile of blocks.
+        single_n, single_warps, single_stages: keys of a tile of single rows.
+        source: where they are from, for ``/health`` and the bench's header.
+    """
+
+    block_m: int
+    block_n: int
+    block_warps: int
+    block_stages: int
+    single_n: int
+    single_warps: int
+    single_stages: int
+    source: str
+
+
+def defaults(dtype: torch.dtype, dim: int) -> Tiles:
+    """Sizes whose operands fit the shared memory of any GPU since sm_80 (checked by compiling); not measured."""
+    wide = dim > 128
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1, 32, 4, 1 if wide else 2, "untuned")
+    if wide:
+        return Tiles(64, 32, 8, 2, 32, 4, 2, "untuned")
+    return Tiles(64, 64, 4, 2, 64, 4, 3, "untuned")
+
+
+def read_table(path: Path | None = None) -> dict[str, Any]:
+    """The table in the package, or one at ``path``.
+
+    Raises:
+        ValueError: it is of another schema, or an entry is not what it should be.
+    """
+    text = (path or files(__package__) / "tuned.json").read_text(encoding="utf-8")
+    table = json.loads(text)
+    if table.get("schema") != SCHEMA:
+        raise ValueError(f"tuned.json has schema {table.get('schema')}; this version reads {SCHEMA}")
+    for gpu, entries in table["gpus"].items():
+        for key, entry in entries.items():
+            sizes = [*entry.get("block", ()), *entry.get("single", ())]
+            good = len(sizes) == 7 and all(isinstance(n, int) and n > 0 and n & (n - 1) == 0 for n in _tiles(sizes))
+            if not good or not entry.get("measured"):
+                raise ValueError(f"tuned.json: {gpu}, {key}: not an entry: {entry}")
+    return table
+
+
+def _tiles(sizes: list[int]) -> list[int]:
+    """What must be a power of two: all but the numbers of stages."""
+    return [n for i, n in enumerate(sizes) if i not in (3, 6)]
+
+
+def tiles_for(device: torch.device, dtype: torch.dtype, dim: int, table: dict[str, Any] | None = None) -> Tiles:
+    """Sizes for a device: from the table where it has the very GPU, else the defaults."""
+    if device.type != "cuda":
+        return defaults(dtype, dim)
+    gpu = torch.cuda.get_device_name(device)
+    return look_up(table or read_table(), gpu, dtype, dim)
+
+
+def look_up(table: dict[str, Any], gpu: str, dtype: torch.dtype, dim: int) -> Tiles:
+    name = f"{str(dtype).removeprefix('torch.')}/{dim}"
+    entry = table["gpus"].get(gpu, {}).get(name)
+    if entry is None:
+        return defaults(dtype, dim)
+    return Tiles(*entry["block"], *entry["single"], f"tuned on {gpu}")
