@@ -8,6 +8,10 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+
+if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run in the interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import settings
 
 torch.set_num_threads(1)

@@ -17,10 +17,10 @@ tile), M the rows of a tile, R rows in all:
 - Bytes from DRAM: keys and values of every distinct segment once, 2 K d e a key, if the tiles that share it run close
   enough for the L2 cache (items are launched so: all tiles of a KV head, then the next head); queries and outputs
   2 R H d e; partials 8 (d + 1) H bytes a row and item, written and read.
-- Floor: max(FLOPs / tensor throughput, bytes / DRAM bandwidth). Intensity is 4 H d R / (2 K d e) = 2 R group / e FLOPs a
-  byte: on an H200 (989 TFLOP/s bf16 dense, 4.8 TB/s, ridge at 206) a link with R x group >= 206 is bound by tensor cores,
-  and in practice by exponentials beside them at d = 64; decoding one row (R = 1, group 1..8) is bound by DRAM by a
-  factor of 25 and more, and shared chunks multiply R. fp32 uses IEEE products, which no tensor core does: it is for
+- Floor: max(FLOPs / tensor throughput, bytes / DRAM bandwidth). Intensity is 4 H d R / (2 K d e) = 2 R group / e FLOPs
+  a byte: on an H200 (989 TFLOP/s bf16 dense, 4.8 TB/s, ridge at 206) a link with R x group >= 206 is bound by tensor
+  cores, and in practice by exponentials beside them at d = 64; decoding one row (R = 1, group 1..8) is bound by DRAM by
+  a factor of 25 and more, and shared chunks multiply R. fp32 uses IEEE products, which no tensor core does: it is for
   correctness.
 - Padding costs what it adds: head_dim 80 and 96 run as 128 in the products (not in memory traffic), a tile of single
   rows as 16.
@@ -69,6 +69,14 @@ def _turned(
 
 
 @triton.jit
+def _product(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """Product summed in fp32. ``WIDEN`` for the interpreter, whose dot takes bf16 for the integers it is kept in."""
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
 def attend(
     q,
     anchor,
@@ -99,6 +107,7 @@ def attend(
     PAGE: tl.constexpr,
     HOLES: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -137,7 +146,9 @@ def attend(
         entry = segments + index * 12
         origin = tl.load(entry)
         value = tl.multiple_of(tl.load(entry + 1), 16)
-        in_layer = tl.multiple_of(tl.load(entry + 2), 16) * layer + tl.multiple_of(tl.load(entry + 3), 16) * kv_head
+        in_layer = (
+            tl.multiple_of(tl.load(entry + 2), 16) * layer + tl.multiple_of(tl.load(entry + 3), 16) * kv_head
+        )
         lo = tl.load(entry + 4).to(tl.int32)
         hi = tl.load(entry + 5).to(tl.int32)
         shift = tl.load(entry + 6).to(tl.int32)
@@ -159,7 +170,7 @@ def attend(
             n = j + tl.arange(0, BLOCK_N)
             there = n < hi
             if HOLES:
-                first = tl.load(seen + mask_at + (n - lo), mask=there & (mask_at >= 0), other=0)
+                first = tl.load(seen + mask_at + (n - lo), mask=there & (n * 0 + mask_at >= 0), other=0)
                 there = there & (first < 2147483647)
             if PAGED:
                 base = tl.load(pages + origin + n // PAGE, mask=there, other=0)
@@ -168,7 +179,7 @@ def attend(
                 at = tl.multiple_of(origin, 16) + n.to(tl.int64) * DIM
             at += in_layer
             k = tl.load(anchor + at[None, :] + d[:, None], mask=there[None, :] & inner[:, None], other=0.0)
-            x = tl.dot(query, k, input_precision=PRECISION) * factor
+            x = _product(query, k, PRECISION, WIDEN) * factor
             visible = n[None, :] < limit[:, None]
             if HOLES:
                 visible = visible & there[None, :] & (row[:, None] >= first[None, :])
@@ -178,8 +189,10 @@ def attend(
             p = tl.exp2(x - safe[:, None])
             keep = tl.exp2(top - safe)
             norm = norm * keep + tl.sum(p, 1)
-            v = tl.load(anchor + value + at[:, None] + d[None, :], mask=there[:, None] & inner[None, :], other=0.0)
-            acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            v = tl.load(
+                anchor + value + at[:, None] + d[None, :], mask=there[:, None] & inner[None, :], other=0.0
+            )
+            acc = acc * keep[:, None] + _product(p.to(v.dtype), v, PRECISION, WIDEN)
             top = new
 
     some = norm > 0.0
@@ -225,7 +238,9 @@ def merge(
         there = s < hi
         at = tl.load(slots + s, mask=there, other=0).to(tl.int64) * heads + head
         l = tl.load(part_lse + at, mask=there, other=float("-inf"))
-        o = tl.load(part + at[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0)
+        o = tl.load(
+            part + at[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0
+        )
         new = tl.maximum(top, tl.max(l, 0))
         safe = tl.where(new == float("-inf"), 0.0, new)
         weight = tl.exp(l - safe)

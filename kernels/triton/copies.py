@@ -1,8 +1,8 @@
 """Moving keys and values in Triton: a step's own into their slots, a chunk's from a buffer into its slots.
 
-Both only copy: bytes read plus bytes written, nothing else, so a launch is bound by DRAM (``scatter``: 4 T K d e bytes a
-layer, some 2 MB for 512 rows of 8 heads of 128 in bf16, so by its launch) or by the link to the host (``load``, 2 n K d e
-bytes a layer, read once over PCIe when the buffer is pinned host memory).
+Both only copy: bytes read plus bytes written and nothing else, so a launch is bound by DRAM (``scatter``: 4 T K d e
+bytes a layer, 2 MB for 512 rows of 8 heads of 128 in bf16, so in fact by its launch) or by the link to the host
+(``load``: 2 n K d e bytes a layer, read once over PCIe when the buffer is pinned host memory).
 """
 
 from __future__ import annotations

@@ -39,12 +39,13 @@ class Tiles(NamedTuple):
 
 def defaults(dtype: torch.dtype, dim: int) -> Tiles:
     """Sizes whose operands fit the shared memory of any GPU since sm_80 (checked by compiling); not measured."""
-    wide = dim > 128
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1, 32, 4, 1 if wide else 2, "untuned")
-    if wide:
+        if dim > 128:
+            return Tiles(16, 16, 8, 1, 16, 8, 1, "untuned")
+        return Tiles(32, 32, 8 if dim > 64 else 4, 1, 32, 4, 2, "untuned")
+    if dim > 128:
         return Tiles(64, 32, 8, 2, 32, 4, 2, "untuned")
-    return Tiles(64, 64, 4, 2, 64, 4, 3, "untuned")
+    return Tiles(128, 64, 8, 2 if dim > 64 else 3, 64, 4, 3, "untuned")
 
 
 def read_table(path: Path | None = None) -> dict[str, Any]:
@@ -60,7 +61,9 @@ def read_table(path: Path | None = None) -> dict[str, Any]:
     for gpu, entries in table["gpus"].items():
         for key, entry in entries.items():
             sizes = [*entry.get("block", ()), *entry.get("single", ())]
-            good = len(sizes) == 7 and all(isinstance(n, int) and n > 0 and n & (n - 1) == 0 for n in _tiles(sizes))
+            good = len(sizes) == 7 and all(
+                isinstance(n, int) and n > 0 and n & (n - 1) == 0 for n in _tiles(sizes)
+            )
             if not good or not entry.get("measured"):
                 raise ValueError(f"tuned.json: {gpu}, {key}: not an entry: {entry}")
     return table
@@ -71,7 +74,9 @@ def _tiles(sizes: list[int]) -> list[int]:
     return [n for i, n in enumerate(sizes) if i not in (3, 6)]
 
 
-def tiles_for(device: torch.device, dtype: torch.dtype, dim: int, table: dict[str, Any] | None = None) -> Tiles:
+def tiles_for(
+    device: torch.device, dtype: torch.dtype, dim: int, table: dict[str, Any] | None = None
+) -> Tiles:
     """Sizes for a device: from the table where it has the very GPU, else the defaults."""
     if device.type != "cuda":
         return defaults(dtype, dim)

@@ -19,7 +19,7 @@ import numpy as np
 NEVER = 2**31 - 1
 """In ``seen``: a key that no row sees (a hole)."""
 SEGMENT = 12
-"""Columns of ``WorkList.segments``: origin, value, layer, head, lo, hi, shift, step, row_min, row_max, diagonal, seen."""
+"""Columns of ``segments``: origin, value, layer, head, lo, hi, shift, step, row_min, row_max, diagonal, seen."""
 ITEM = 5
 """Columns of ``WorkList.items``: first of its rows, their number, segments lo and hi, first partial or -1."""
 
@@ -360,9 +360,7 @@ class _Tables:
             shift = -1 if uniform and s.shifts[0] == 0 else self._shift(s.shifts[:1] if uniform else s.shifts)
             origin = self._page(s.kv) if self._paged else s.kv.origin
             place = (origin, s.kv.value, s.kv.layer, s.kv.head, s.lo, s.hi)
-            self._segments.append(
-                (*place, shift, int(not uniform), s.row_min, s.row_max, s.diagonal, s.seen)
-            )
+            self._segments.append((*place, shift, int(not uniform), s.row_min, s.row_max, s.diagonal, s.seen))
         slot = -1
         if any(uses[row] > 1 for row in tile.rows):
             slot = self._slot

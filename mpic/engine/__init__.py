@@ -21,11 +21,14 @@ def load_engine(config: EngineConfig, store: ChunkStore | None = None) -> tuple[
     from mpic.engine.native.engine import NativeEngine
     from mpic.engine.native.sizing import pool_pages
     from mpic.model.load import load_model
+    from mpic.model.selftest import self_test
 
     model = load_model(
         config.model, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code
     )
-    model.choose_attention(config.attention)
+    if config.attention != "auto":
+        model.choose_attention(config.attention)
+        self_test(model)
     pages = pool_pages(model, config.pool_bytes)
     engine = NativeEngine(
         model,

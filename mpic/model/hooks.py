@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -32,23 +32,38 @@ _HARMLESS = {
 }
 
 
-class Layers(NamedTuple):
-    """Slots ``[lo, hi)`` of an extent, layer by layer: ``keys[i], values[i] [kv_heads, hi - lo, head_dim]``, or of
-    several extents, ``[extents, kv_heads, hi - lo, head_dim]``."""
+class Layers:
+    """Slots of an extent, layer by layer: ``keys[i], values[i] [kv_heads, n, head_dim]``, or of several extents,
+    ``[extents, kv_heads, n, head_dim]``. Views are made when they are first asked for: an implementation that takes
+    whole steps needs only where they lie.
 
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+    Args:
+        kv: ``[layers, 2, ...]``.
+    """
+
+    __slots__ = ("_apart", "kv")
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self.kv = kv
+        self._apart: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] | None = None
+
+    def _take_apart(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        keys, values = self.kv.unbind(1)
+        self._apart = keys.unbind(0), values.unbind(0)
+        return self._apart
+
+    @property
+    def keys(self) -> tuple[torch.Tensor, ...]:
+        return (self._apart or self._take_apart())[0]
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        return (self._apart or self._take_apart())[1]
 
 
 def layers_of(view: torch.Tensor, lo: int, hi: int) -> Layers:
     """Cut a piece out of an extent's ``view [layers, 2, kv_heads, tokens, head_dim]``."""
-    return by_layer(view[:, :, :, lo:hi])
-
-
-def by_layer(kv: torch.Tensor) -> Layers:
-    """Take ``[layers, 2, ...]`` apart."""
-    keys, values = kv.unbind(1)
-    return Layers(keys.unbind(0), values.unbind(0))
+    return Layers(view[:, :, :, lo:hi])
 
 
 class Write(NamedTuple):
@@ -56,6 +71,16 @@ class Write(NamedTuple):
 
     rows: slice
     piece: Layers
+
+
+class Whole(Protocol):
+    """An implementation that takes a step as a whole and reads its own tables of it (Triton)."""
+
+    def scatter(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the rows' keys and values ``[kv_heads, T, head_dim]`` to their slots."""
+
+    def attend(self, layer: int, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """``q [heads, T, head_dim]`` -> ``[T, heads, head_dim]`` and its log-sum-exp."""
 
 
 class Attend(NamedTuple):
@@ -79,6 +104,7 @@ class Step:
         window: longest attention distance the step can have (its longest context), to admit sliding windows.
         singles: rows that stand alone, or None; blocks and singles cover every row once.
         pieces: the batches of spans of ``singles``, in its order.
+        whole: takes writes and calls as a whole, instead of ``partial`` call by call; then there are no ``singles``.
     """
 
     writes: list[Write]
@@ -87,6 +113,7 @@ class Step:
     window: int
     singles: Singles | None = None
     pieces: list[Layers] = field(default_factory=list)
+    whole: Whole | None = None
     layers_seen: set[int] = field(default_factory=set)
 
 
@@ -165,6 +192,10 @@ def _attention(
     if isinstance(step, Probe):
         return step.attend(layer, query, key, value, scale), None
     k, v = key[0], value[0]
+    step.layers_seen.add(layer)
+    if step.whole is not None:
+        step.whole.scatter(layer, k, v)
+        return step.whole.attend(layer, query[0], scale)[0][None], None
     for rows, piece in step.writes:
         piece.keys[layer].copy_(k[:, rows])
         piece.values[layer].copy_(v[:, rows])
@@ -173,7 +204,6 @@ def _attention(
         for c in step.calls
     ]
     spans = [(piece.keys[layer], piece.values[layer]) for piece in step.pieces]
-    step.layers_seen.add(layer)
     out = attend(query[0], calls, scale, step.partial, step.singles, spans)
     return out[None].to(query.dtype), None
 

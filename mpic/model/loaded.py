@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,7 @@ class LoadedModel:
         self.shape = KVShape(self.text_config.num_hidden_layers, kv_heads, head_dim)
         self._rotary = Rotary(self.text_model, head_dim)
         self.attention_name, self.partial = backend(self.device, self.dtype)
+        self.whole: Callable[[hooks.Step, int], hooks.Whole] | None = None
         self.mrope = 3 if hasattr(self._inner, "get_rope_index") else 1
         self.context_length = context_limit(self.config, self.text_config)
         self.has_vision = hasattr(self._inner, "get_image_features")
@@ -191,14 +192,22 @@ class LoadedModel:
         Raises:
             ModelRefused: it is not available for this device and dtype.
         """
+        self.whole = None
+        shown = self.attention_name
         if name == "reference":
-            self.attention_name, self.partial = "reference", reference.partial
+            shown, self.partial = "reference", reference.partial
+        elif name == "triton":
+            from mpic.model.whole import TritonSteps
+
+            heads = self.text_config.num_attention_heads
+            self.whole = TritonSteps(self.shape, heads, self._rotary, self.device, self.dtype)
+            shown = self.whole.name
         elif name not in ("auto", self.attention_name):
             raise ModelRefused(
                 f"attention '{name}' does not run on {self.device} with {self.dtype}; "
-                f"available: auto, {self.attention_name}, reference"
+                f"available: auto, {self.attention_name}, reference, triton (CUDA)"
             )
-        self.info = replace(self.info, attention=self.attention_name)
+        self.info = replace(self.info, attention=shown)
 
     def shift(self, base: int) -> Shift | None:
         return self._rotary.shift(base)
@@ -231,6 +240,8 @@ class LoadedModel:
             fp32 logits ``[w, vocabulary]``.
         """
         step.layers_seen.clear()
+        if self.whole is not None:
+            step.whole = self.whole(step, len(embeds))
         out = self._call(embeds, positions, step, wanted, deepstack)
         if len(step.layers_seen) != self.shape.layers:
             missing = sorted(set(range(self.shape.layers)) - step.layers_seen)

@@ -48,6 +48,16 @@ class Rotary:
         self._interleaved = self._detect(text_model, module, head_dim)
         self._shifts: dict[int, Shift] = {}
 
+    @property
+    def half(self) -> int:
+        """Half of the rotary dimension."""
+        return len(self._frequencies)
+
+    @property
+    def interleaved(self) -> bool:
+        """Dimensions (2i, 2i + 1) are pairs, not (i, i + half)."""
+        return self._interleaved
+
     def shift(self, base: int) -> Shift | None:
         """Rotation of queries that makes a span compiled at 0 appear at ``base``; None when base is 0."""
         if base == 0:

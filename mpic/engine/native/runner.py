@@ -10,7 +10,7 @@ import torch
 from mpic.engine.native.lanes import Lane, MappedSpan, Sequence
 from mpic.kernels.spans import Singles
 from mpic.kv.pool import Extent, Pool
-from mpic.model.hooks import Attend, Layers, Step, Write, by_layer, layers_of
+from mpic.model.hooks import Attend, Layers, Step, Write, layers_of
 from mpic.model.loaded import LoadedModel
 
 _KEPT_VIEWS = 16
@@ -96,7 +96,8 @@ class Runner:
         return embeds, (mask.to(embeds.device), torch.cat(features, 1))
 
     def _step(self, slices: list[Slice], starts: list[int]) -> Step:
-        """Blocks of rows attend span by span; rows that stand alone are gathered into ``Singles``."""
+        """Blocks of rows attend span by span; rows that stand alone are gathered into ``Singles``, unless the
+        implementation takes whole steps and gathers them itself."""
         window = max(self._context(s) for s in slices)
         writes, calls, singles = [], [], []
         for piece, at in zip(slices, starts, strict=True):
@@ -105,13 +106,16 @@ class Runner:
             view = self.pool.view(lane.extent)
             fresh = layers_of(view, before, before + n)
             writes.append(Write(rows, fresh))
-            if n == 1:
+            if n == 1 and self.model.whole is None:
                 own = MappedSpan(lane.extent, 0, before + 1, 0, 0)
                 singles.append(Single(at, own, [s for s in lane.spans if s.row <= lo]))
                 continue
-            calls.append(Attend(rows, fresh, True, None, True))
-            if before:
-                calls.append(Attend(rows, layers_of(view, 0, before), False, None, False))
+            if n == 1:
+                calls.append(Attend(rows, layers_of(view, 0, before + 1), False, None, True))
+            else:
+                calls.append(Attend(rows, fresh, True, None, True))
+                if before:
+                    calls.append(Attend(rows, layers_of(view, 0, before), False, None, False))
             for span in lane.spans:
                 start = max(lo, span.row)
                 if start < hi:
@@ -147,7 +151,7 @@ class Runner:
         index: dict[tuple[int, Piece], int] = {}
         for run in evenly_spaced(readers):
             _, lo, hi, _ = run[0]
-            pieces.append(by_layer(self.pool.stack([extent for extent, *_ in run], lo, hi)))
+            pieces.append(Layers(self.pool.stack([extent for extent, *_ in run], lo, hi)))
             batches.append((len(partials), len(run), len(readers[run[0]])))
             for span in run:
                 for number, base in readers[span]:

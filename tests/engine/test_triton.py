@@ -1,0 +1,149 @@
+"""The engine with ``attention="triton"``, through Triton's interpreter where there is no GPU, against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_kit import (
+    TOKENS,
+    MemoryStore,
+    expected_of,
+    family,
+    ids,
+    image_chunk,
+    logits_of,
+    prompt_of,
+    request_of,
+    text_chunk,
+)
+from families import random_image
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpic.engine.native.engine import NativeEngine
+from mpic.errors import ModelRefused
+from mpic.kernels.triton import step as triton_step
+from mpic.model import whole
+from mpic.model.selftest import self_test
+
+
+@pytest.fixture
+def triton():
+    """Families whose attention is Triton's until the end of the test."""
+    chosen = []
+
+    def choose(name: str):
+        loaded = family(name).loaded
+        loaded.choose_attention("triton")
+        chosen.append(loaded)
+        return loaded
+
+    yield choose
+    for loaded in chosen:
+        loaded.choose_attention("auto")
+
+
+def engine_of(loaded, **options) -> NativeEngine:
+    engine = NativeEngine(loaded, pages=64, page_size=16, **options)
+    engine.pool.arena.fill_(float("nan"))
+    return engine
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen2_5_vl"])
+def test_answers_equal_the_oracle(name, triton):
+    """Grouped-query heads, partial rotary, positions with three axes; holes in chunks, a chunk linked twice."""
+    loaded = triton(name)
+    document = text_chunk(ids(1, 20))
+    chunk = image_chunk(random_image(0)) if loaded.has_vision else text_chunk(ids(2, 33))
+    prompt = prompt_of(ids(3, 5), document, ids(4, 6), chunk, ids(5, 2), document, ids(6, 4))
+    engine = engine_of(loaded, store=MemoryStore())
+    try:
+        for policy in ("mpic-4", "random-20") if name == "llama" else ("random-20",):
+            tokens, logits = logits_of(
+                engine.submit(request_of(prompt, policy, TOKENS, logprobs=300)), TOKENS
+            )
+            expected, expected_logits = expected_of(name, prompt, policy)
+            assert tokens == expected
+            assert (logits - expected_logits).abs().max() < 1e-4
+        engine.check()
+    finally:
+        engine.close()
+
+
+def test_requests_decoding_together_over_one_chunk_equal_the_oracle(triton, monkeypatch):
+    """They read it in one tile, each with its own base; keys are cut and merged as on a large device."""
+    loaded = triton("llama")
+    loaded.whole.programs = 64
+    monkeypatch.setattr(whole.TritonSteps, "least", 16)
+    chunk = text_chunk(ids(1, 40))
+    prompts = [prompt_of(ids(10 + i, 3 + i), chunk, ids(20 + i, 4)) for i in range(3)]
+    engine = engine_of(loaded, budget=24)
+    try:
+        streams = [engine.submit(request_of(p, "mpic-4", TOKENS, logprobs=300)) for p in prompts]
+        for prompt, stream in zip(prompts, streams):
+            tokens, logits = logits_of(stream, TOKENS)
+            expected, expected_logits = expected_of("llama", prompt, "mpic-4")
+            assert tokens == expected and (logits - expected_logits).abs().max() < 1e-4
+        engine.check()
+    finally:
+        engine.close()
+
+
+def test_the_load_time_self_test_runs_with_it(triton):
+    assert self_test(triton("mistral")) < 1e-5
+
+
+def test_what_runs_is_named(triton):
+    assert triton("llama").info.attention == triton_step.name(family("llama").loaded.whole.tiles)
+    assert family("llama").loaded.info.attention.startswith("triton (")
+
+
+def test_it_is_refused_where_it_cannot_run(monkeypatch):
+    loaded = family("qwen2").loaded
+    monkeypatch.setattr(triton_step, "interpreted", lambda: loaded.device.type != "cpu")
+    with pytest.raises(ModelRefused, match="CUDA"):
+        loaded.choose_attention("triton")
+    assert loaded.whole is None
+
+
+class Questions(TorchDispatchMode):
+    """Counts what would make the host wait for the device: reading a number, or a shape that depends on data."""
+
+    ASKING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__.removeprefix("aten::").split(".")[0] in self.ASKING:
+            self.asked.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
+def test_no_layer_waits_for_the_device(name, triton, monkeypatch):
+    """Everything a layer needs was decided when the step's tables were built. transformers itself asks once a forward,
+    before the first layer, whether the rows are several packed sequences."""
+    loaded = triton(name)
+    engine = engine_of(loaded)
+    forward, asked = type(loaded)._call, []
+
+    def watched(self, *args):
+        with Questions() as questions:
+            out = forward(self, *args)
+        asked.append(questions.asked)
+        return out
+
+    monkeypatch.setattr(type(loaded), "_call", watched)
+    try:
+        prompt = prompt_of(ids(3, 5), text_chunk(ids(1, 20)), ids(6, 4))
+        engine.submit(request_of(prompt, "mpic-4", 2)).result()
+    finally:
+        engine.close()
+    assert len(asked) >= 2 and all(len(questions) <= 1 for questions in asked)
+
+
+def test_reading_a_number_would_have_been_seen():
+    with Questions() as questions:
+        torch.ones(3).sum().item()
+    assert questions.asked

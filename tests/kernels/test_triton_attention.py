@@ -1,0 +1,204 @@
+"""Segment attention in Triton against one softmax over gathered keys in double precision.
+
+Without a GPU the kernels run in Triton's interpreter; with one the same tests run on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from triton_kit import DEVICE, LAYERS, SMALL, Described, World, shift_of
+
+from mpic.kernels import reference
+from mpic.kernels.spans import SpanCall
+from mpic.kernels.triton.step import Geometry, Prepared, segment_attention
+from mpic.kernels.triton.worklist import Call, Shape, build
+
+GENERATE = (Phase.explicit, Phase.generate)  # shrinking in the interpreter takes minutes
+BASES = [0, 0, 1, 511, 30_000]
+
+
+@st.composite
+def steps(draw, dtype=torch.float32):
+    """Blocks of rows and single rows with own spans and chunks, some shared between requests at different bases, rows
+    that nobody covers in between, contiguous or paged."""
+    group, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (3, 1), (7, 1)]))
+    dim = draw(st.sampled_from([16, 16, 32, 64]))
+    half = draw(st.sampled_from([dim // 2, dim // 4]))
+    geometry = Geometry(group * kv_heads, kv_heads, dim, half, draw(st.booleans()))
+    page = draw(st.sampled_from([0, 0, 4, 16]))
+    world = World(geometry, dtype, page, draw(st.integers(0, 2**31)))
+    step, rows = Described(world), 0
+    lengths = st.sampled_from([1, 1, 2, 15, 16, 33])
+    shared = [world.place(draw(lengths), draw(st.integers(0, 5))) for _ in range(draw(st.integers(0, 2)))]
+    for _ in range(draw(st.integers(1, 4))):
+        rows += draw(st.sampled_from([0, 0, 1]))  # empty rows
+        n = draw(st.sampled_from([1, 1, 2, 7, 19]))
+        step.add(rows, rows + n, *world.place(n), causal=True)
+        if draw(st.booleans()):
+            step.add(rows, rows + n, *world.place(draw(lengths)))
+        for piece in shared:
+            if draw(st.booleans()):
+                step.add(rows, rows + n, *piece, base=draw(st.sampled_from(BASES)))
+        for _ in range(draw(st.integers(0, 2))):
+            start = rows + draw(st.integers(0, n - 1))
+            piece = world.place(draw(lengths), draw(st.integers(0, 5)))
+            step.add(start, rows + n, *piece, base=draw(st.sampled_from(BASES)))
+        rows += n
+    return step, rows + draw(st.sampled_from([0, 0, 1])), draw(st.sampled_from([1, 6, 64]))
+
+
+def run(step: Described, rows: int, programs: int, layer: int) -> tuple[torch.Tensor, ...]:
+    """The kernels' result in poisoned outputs, and the reference's."""
+    world = step.world
+    g = world.geometry
+    prepared = Prepared(
+        step.calls,
+        rows,
+        g,
+        world.arena,
+        step.shifts,
+        tiles=SMALL,
+        programs=programs,
+        least=16,
+        page=world.page or 16,
+    )
+    prepared._part.fill_(float("nan"))
+    prepared._part_lse.fill_(float("nan"))
+    q = world.random(rows, g.heads, g.dim).transpose(0, 1)  # as models give it: rows outside
+    out = torch.full((rows, g.heads, g.dim), float("nan"), dtype=world.dtype, device=DEVICE)
+    lse = torch.full((g.heads, rows), float("nan"), device=DEVICE)
+    prepared.attend(layer, q, g.dim**-0.5, out, lse)
+    return out, lse, *reference.attend_lse(q.float(), step.expected(layer), g.dim**-0.5)
+
+
+@settings(max_examples=30, deadline=None, phases=GENERATE)
+@given(drawn=steps())
+def test_equals_one_softmax_over_all_segments(drawn):
+    step, rows, programs = drawn
+    out, lse, expected, expected_lse = run(step, rows, programs, LAYERS - 1)
+    assert (out - expected).abs().max() < 1e-5
+    assert torch.equal(lse == float("-inf"), expected_lse == float("-inf"))
+    finite = expected_lse > float("-inf")
+    assert not finite.any() or (lse - expected_lse)[finite].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_close_in_relative_norm(dtype):
+    @settings(max_examples=6, deadline=None, phases=GENERATE)
+    @given(drawn=steps(dtype))
+    def check(drawn):
+        step, rows, programs = drawn
+        out, _, expected, _ = run(step, rows, programs, 0)
+        assert (out.float() - expected).norm() <= 2e-2 * expected.norm()
+
+    check()
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_every_size_of_head_with_whole_and_partial_rotary(dim, interleaved):
+    for half in (dim // 2, dim // 4):
+        world = World(Geometry(4, 2, dim, half, interleaved), page=0 if interleaved else 16)
+        step = Described(world)
+        step.add(0, 3, *world.place(3), causal=True)
+        step.add(1, 3, *world.place(21), base=30_000)
+        step.add(3, 4, *world.place(5, 2), base=777)
+        out, _, expected, _ = run(step, 4, 1, 1)
+        assert (out - expected).abs().max() < 1e-5
+
+
+def test_a_chunk_with_many_holes_is_one_segment():
+    """What cacheblend leaves of a chunk: pieces of a few keys, each seen from another row on."""
+    world = World(Geometry(2, 1, 32, 16))
+    whole, data = world.place(120)
+    holes = [4, 5, 11, 40, 41, 42, 77, 100]
+    step = Described(world)
+    step.add(0, 30, *world.place(30), causal=True)
+    for alone in (False, True):  # a request's block of rows, then its decoding row and another's
+        lo = 0
+        for number, hole in enumerate([*holes, 120]):
+            if hole > lo:
+                piece = whole._replace(origin=whole.origin + lo * 32, lo=0, hi=hole - lo)
+                if alone:
+                    step.add(30, 31, piece, data[:, :, :, lo:hole], 900)
+                    step.add(31, 32, piece, data[:, :, :, lo:hole], 40)
+                else:
+                    step.add(3 + 2 * number, 30, piece, data[:, :, :, lo:hole], 900)
+            lo = hole + 1
+    # a shift is made anew by each call here; the engine keeps them by base
+    step.calls = [c._replace(shift=min(c.shift, 1) + (c.start == 31)) for c in step.calls]
+    step.shifts = [shift_of(900, 16), shift_of(40, 16)]
+    for at in holes:  # a hole is never read
+        world.put(
+            whole._replace(lo=at, hi=at + 1), torch.full((LAYERS, 2, 1, 1, 32), float("nan"), device=DEVICE)
+        )
+    step.calls.sort(key=lambda c: c.start)
+    out, _, expected, _ = run(step, 32, 1, 0)
+    assert (out - expected).abs().max() < 1e-5
+    work = build(step.calls, 32, Shape(2, 1, 32, 16, 16, 16))
+    tiles = -(-30 // 8)
+    assert (
+        len(work.segments) <= 3 * tiles + 1
+    )  # before and on the diagonal, the chunk; the single rows share theirs
+    assert work.items[-1][1] == 2
+
+
+def test_rows_that_share_a_chunk_read_its_pages_once():
+    world = World(Geometry(4, 2, 16, 8), page=4)
+    chunk, data = world.place(40)
+    step = Described(world)
+    for row in range(5):
+        step.add(row, row + 1, *world.place(3 + row))
+        step.add(row, row + 1, chunk, data, base=100 * row)
+    out, _, expected, _ = run(step, 5, 1, 0)
+    assert (out - expected).abs().max() < 1e-5
+    work = build(step.calls, 5, Shape(2, 2, 16))
+    keys = (work.segments[:, 5] - work.segments[:, 4]).sum()
+    assert keys == 40 + sum(3 + row for row in range(5))
+    assert sorted(work.items[:, 1]) == [1, 1, 1, 1, 1, 5]
+
+
+def test_a_long_context_of_one_row_is_cut_until_the_device_is_busy():
+    calls = [Call(0, 1, World(Geometry(8, 8, 16, 8)).reserve(900))]
+    shape = Shape(1, 8, 16, programs=64, least=16)
+    work = build(calls, 1, shape)
+    assert 48 <= len(work.items) * shape.kv_heads <= 2 * 64
+    assert list(work.ptr) == [0, len(work.items)] and work.partials == len(work.items)
+    assert (work.segments[:, 5] - work.segments[:, 4]).sum() == 900
+    one = build(calls, 1, shape._replace(least=4096))
+    assert len(one.items) == 1 and one.partials == 0
+
+
+def test_blocks_of_rows_are_not_merged_when_there_are_enough_of_them():
+    calls = [Call(0, 640, World(Geometry(1, 1, 16, 8)).reserve(640), True)]
+    assert build(calls, 640, Shape(1, 1, 16, programs=8)).partials == 0
+    assert build(calls, 640, Shape(1, 1, 16, programs=400, least=64)).partials > 0
+
+
+def test_takes_the_calls_of_every_other_implementation():
+    torch.manual_seed(0)
+    kv = lambda n: (torch.randn(2, n, 32, device=DEVICE), torch.randn(2, n, 32, device=DEVICE))
+    calls = [
+        SpanCall(slice(0, 9), *kv(9), True, None, True),
+        SpanCall(slice(4, 9), *kv(20), False, shift_of(3, 16), False),
+    ]
+    q = torch.randn(4, 9, 32, device=DEVICE)
+    geometry = Geometry(4, 2, 32, 16)
+    out, _ = segment_attention(q, calls, 0.2, geometry, calls[0].keys, tiles=SMALL)
+    assert (out - reference.attend(q, calls, 0.2)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        (torch.zeros(2, 9, 40)[:, :, :32], "strides"),
+        (torch.zeros(2, 9, 33)[:, :, 1:], "strides"),
+        (torch.zeros(600)[3 : 3 + 576].view(2, 9, 32), "offset"),
+    ],
+)
+def test_memory_that_the_kernels_cannot_read_is_refused(keys, what):
+    call = SpanCall(slice(0, 9), keys, keys, False, None, True)
+    with pytest.raises(ValueError, match=what):
+        segment_attention(torch.zeros(4, 9, 32), [call], 1.0, Geometry(4, 2, 32, 16), torch.zeros(1))
