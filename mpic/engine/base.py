@@ -315,6 +315,10 @@ class Engine(ABC):
     def stats(self) -> dict[str, Any]:
         """Counters and gauges: queue length, running, pages by state, tokens, hits over requested, evictions."""
 
+    def ready(self) -> None:
+        """Raises EngineStopped (or another Unavailable) when no request would be answered."""
+        return
+
     @abstractmethod
     def check(self) -> None:
         """Verify every invariant that can be verified while idle. Raises IntegrityError."""

@@ -28,29 +28,28 @@ class Answer:
         self.tokens = tokens
         self.trace = trace
 
-    def whole(self, deltas: list[Delta], logprobs: bool) -> dict[str, Any]:
-        """The ``chat.completion`` of a finished answer."""
-        last = deltas[-1]
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": {"role": "assistant", "content": "".join(d.text for d in deltas), "refusal": None},
-            "finish_reason": last.finish_reason,
-            "logprobs": None,
+    def whole(self, answers: list[list[Delta]], usage: Usage, logprobs: bool) -> dict[str, Any]:
+        """The ``chat.completion`` of finished answers."""
+        choices = [self._choice(i, deltas, logprobs) for i, deltas in enumerate(answers)]
+        return {**self._envelope("chat.completion", choices), "usage": self.usage(usage)}
+
+    def _choice(self, index: int, deltas: list[Delta], logprobs: bool) -> dict[str, Any]:
+        text = "".join(d.text for d in deltas)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "finish_reason": deltas[-1].finish_reason,
+            "logprobs": self._logprobs([p for d in deltas for p in d.logprobs]) if logprobs else None,
         }
-        if logprobs:
-            choice["logprobs"] = self._logprobs([p for d in deltas for p in d.logprobs])
-        body = self._envelope("chat.completion", [choice])
-        body["usage"] = self.usage(last.usage or Usage())
-        return body
 
-    def opening(self) -> dict[str, Any]:
+    def opening(self, index: int = 0) -> dict[str, Any]:
         """The first chunk of a stream: the role."""
-        return self._chunk({"role": "assistant", "content": ""})
+        return self._chunk({"role": "assistant", "content": ""}, index)
 
-    def piece(self, delta: Delta, logprobs: bool) -> dict[str, Any]:
-        """A chunk of a stream. The last one has the finish reason."""
+    def piece(self, delta: Delta, logprobs: bool, index: int = 0) -> dict[str, Any]:
+        """A chunk of a stream. The last one of an answer has the finish reason."""
         shown = self._logprobs(delta.logprobs) if logprobs and delta.logprobs else None
-        return self._chunk({"content": delta.text} if delta.text else {}, delta.finish_reason, shown)
+        return self._chunk({"content": delta.text} if delta.text else {}, index, delta.finish_reason, shown)
 
     def closing(self, usage: Usage) -> dict[str, Any]:
         """The chunk with the usage and no choices, which OpenAI sends last."""
@@ -94,9 +93,13 @@ class Answer:
         }
 
     def _chunk(
-        self, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
+        self,
+        delta: dict[str, Any],
+        index: int,
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
         return self._envelope("chat.completion.chunk", [choice])
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,19 +7,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
-from fastapi.responses import RedirectResponse
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.concurrency import run_in_threadpool
 
 from mpic import __version__
 from mpic.config import Config
 from mpic.keys import KeyStore
-from mpic.server import errors
+from mpic.server import docs, errors
 from mpic.server.auth import Authenticate
 from mpic.server.guard import BodyLimit, HostGuard, is_loopback
+from mpic.server.metrics import Counted, Metrics
 from mpic.server.quotas import Quotas
 from mpic.server.replies import ErrorBody
-from mpic.server.routers import caches, chat, files, health, models
+from mpic.server.routers import caches, chat, files, health, metrics, models
 from mpic.server.state import State
 from mpic.server.uploads import Uploads
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
 
-ROUTERS = (chat.router, files.router, caches.router, models.router, health.router)
+ROUTERS = (chat.router, files.router, caches.router, models.router, health.router, metrics.router)
 
 
 def create_app(
@@ -42,20 +43,30 @@ def create_app(
         version=__version__,
         description="Multimodal LLM serving with position-independent KV caching. OpenAI-shaped.",
         lifespan=_lifespan,
+        docs_url=None,
         redoc_url=None,
         responses={"4XX": {"model": ErrorBody, "description": "what the caller can mend"}},
     )
     keys = KeyStore(library.root)
-    app.state.mpic = State(engine, library, template, config, int(time.time()), keys, Quotas(library.catalog))
+    measured = Metrics(engine, library)
+    app.state.mpic = State(
+        engine, library, template, config, int(time.time()), keys, Quotas(library.catalog), measured
+    )
     for router in ROUTERS:
         app.include_router(router)
     app.add_api_route("/", _home, include_in_schema=False)
+    app.add_api_route("/docs", _docs, include_in_schema=False)
     errors.install(app)
     app.add_middleware(BodyLimit, uploads=config.library.upload_bytes, other=config.server.max_body_bytes)
     reachable = not is_loopback(config.server.host)
     app.add_middleware(Authenticate, keys=keys, always=reachable)
     app.add_middleware(HostGuard, keys=keys, names=config.server.hosts)
+    app.add_middleware(Counted, metrics=measured)
     return app
+
+
+async def _docs(request: Request) -> HTMLResponse:
+    return HTMLResponse(docs.page(request.app.openapi()), headers={"Content-Security-Policy": docs.CSP})
 
 
 async def _home() -> RedirectResponse:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 UNSUPPORTED = {
-    "n": "send n requests, they share the chunks",
     "audio": "text comes out, nothing else",
     "frequency_penalty": "",
     "function_call": "",
@@ -168,14 +167,14 @@ class ChatRequest(Strict):
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
+    n: StrictInt | None = Field(None, ge=1, le=16, description="answers; more than one needs a temperature")
+    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63 - 16)
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     mpic: MPICOptions = MPICOptions()
 
     # OpenAI parameters that are refused unless they ask for nothing (see UNSUPPORTED)
-    n: Literal[1] | None = None
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     logit_bias: Nothing | None = None

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpic.keys import KeyStore
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
+    from mpic.server.metrics import Metrics
     from mpic.server.quotas import Quotas
 
 
@@ -31,6 +32,7 @@ class State:
     started: int
     keys: KeyStore
     quotas: Quotas
+    metrics: Metrics
 
 
 def get_state(request: Request) -> State:

@@ -1,5 +1,7 @@
 """Models, health, documentation, and routes that are not there."""
 
+import re
+
 import pytest
 from server_helpers import fake_server
 
@@ -29,7 +31,7 @@ async def test_health_when_the_engine_is_down(server, monkeypatch):
     def stopped():
         raise EngineStopped("stopped")
 
-    monkeypatch.setattr(server.engine, "stats", stopped)
+    monkeypatch.setattr(server.engine, "ready", stopped)
     for path in ("/health", "/health/ready"):
         answer = await server.http.get(path)
         assert answer.status_code == 503 and not answer.json()["ready"]
@@ -60,7 +62,12 @@ async def test_405_says_what_is_allowed(server):
 async def test_home_and_docs(server):
     answer = await server.http.get("/")
     assert answer.status_code == 307 and answer.headers["location"] == "/docs"
-    assert "swagger" in (await server.http.get("/docs")).text
+    page = await server.http.get("/docs")
+    assert "/v1/chat/completions" in page.text and "Compare IMAGE#EIFFEL2025" in page.text
+    assert not re.search(
+        r"(src|href)=['\"]?(https?:)?//|<script|@import", page.text
+    )  # nothing from elsewhere
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
     schema = (await server.http.get("/openapi.json")).json()
     assert "/v1/chat/completions" in schema["paths"]
     for path in schema["paths"].values():

@@ -371,3 +371,43 @@ async def test_bodies_that_are_not_requests(server, body):
     )
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_answers_to_one_prompt(server, stream):
+    answer = await server.ask(
+        n=3,
+        temperature=0.5,
+        seed=7,
+        stream=stream,
+        **({"stream_options": {"include_usage": True}} if stream else {}),
+    )
+    assert answer.status_code == 200, answer.text
+    assert [r.sampling.seed for r in server.engine.requests] == [7, 8, 9]
+    assert len({r.id for r in server.engine.requests}) == 3
+    if stream:
+        frames = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        texts = {}
+        for choice in (c for f in frames for c in f["choices"]):
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["delta"].get("content", "")
+        usage = frames[-1]["usage"]
+    else:
+        ChatCompletion.model_validate(answer.json())
+        texts = {c["index"]: c["message"]["content"] for c in answer.json()["choices"]}
+        usage = answer.json()["usage"]
+    assert texts == dict.fromkeys(range(3), ANSWER)
+    assert usage["completion_tokens"] == 3 * len(ANSWER.split(" "))
+    assert server.engine.held == set()
+
+
+async def test_several_greedy_answers_are_refused(server):
+    error = (await server.ask(n=2)).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_when_one_of_several_answers_fails_none_goes_on(server, stream):
+    server.engine.fail_at = 0
+    answer = await server.ask(n=3, temperature=1, stream=stream)
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+    assert server.engine.held == set()

@@ -19,7 +19,6 @@ def refusal(fields):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
         ("frequency_penalty", 0.5),
         ("presence_penalty", -1),
         ("logit_bias", {"50256": -100}),
@@ -100,6 +99,8 @@ def test_values_that_change_nothing_are_accepted():
         ({"max_tokens": 0}, "bad_request", "max_tokens"),
         ({"max_tokens": True}, "bad_request", "max_tokens"),
         ({"seed": 2**64}, "bad_request", "seed"),
+        ({"n": 0}, "bad_request", "n"),
+        ({"n": 17}, "bad_request", "n"),
         ({"stop": ["a"] * 5}, "bad_request", "stop"),
         ({"stop": [""]}, "bad_request", None),
         ({"top_logprobs": 2}, "bad_request", None),

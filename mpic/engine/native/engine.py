@@ -174,19 +174,24 @@ class NativeEngine(Engine):
                 self._post(lambda: self._prefetch(linked, arrived), quiet=True)
 
     def stats(self) -> dict[str, Any]:
-        chunks = list(self.device.chunks.values())
+        chunks = sum(resident.extent.pages for resident in list(self.device.chunks.values()))
+        extents = [sequence.extent for sequence in list(self.scheduler.running)]
+        running = sum(extent.pages for extent in extents if extent is not None)
+        free = self.pool.free_pages
         return {
             "waiting": len(self.scheduler.waiting),
             "running": len(self.scheduler.running),
             "searching": sum(s.searching for s in (*self.scheduler.running, *self.scheduler.parked)),
             "pages": {
                 "total": self.pool.pages,
-                "free": self.pool.free_pages,
-                "chunks": sum(r.extent.pages for r in chunks),
+                "free": free,
+                "chunks": chunks,
+                "running": running,
+                "prefix": max(0, self.pool.pages - free - chunks - running),
                 "page_size": self.pool.page_size,
                 "page_bytes": self.pool.page_bytes,
             },
-            "chunks_resident": len(chunks),
+            "chunks_resident": len(self.device.chunks),
             "counters": {
                 name: count
                 for owner in (
@@ -199,6 +204,11 @@ class NativeEngine(Engine):
                 for name, count in dict(owner).items()
             },
         }
+
+    def ready(self) -> None:
+        """See ``Engine.ready``."""
+        if self._stopping or not self._thread.is_alive():
+            raise EngineStopped("the engine has been stopped")
 
     def check(self) -> None:
         """Verified on the engine's thread between two steps."""

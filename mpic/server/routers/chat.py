@@ -11,13 +11,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from mpic.engine.base import Delta, GenerationRequest, GenerationStream, Sampling, Usage
+from mpic.engine.base import Delta, GenerationRequest, Sampling, Usage
+from mpic.errors import UnsupportedParameter
 from mpic.link import parse_policy
 from mpic.prompt import build_prompt
 from mpic.server import errors
 from mpic.server.answers import Answer
 from mpic.server.auth import CurrentUser
 from mpic.server.body import JSONRoute
+from mpic.server.choices import Choices, together
+from mpic.server.metrics import Metrics
 from mpic.server.replies import ChatCompletion
 from mpic.server.resolver import LibraryResolver
 from mpic.server.routers.models import check_model
@@ -45,15 +48,19 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
     """Answer a conversation that may contain images and documents, uploaded or inline."""
     check_model(state, body.model)
     job = await run_in_threadpool(prepare, body, state, user.id)
-    stream = await run_in_threadpool(state.engine.submit, job)
+    choices = await run_in_threadpool(Choices.submit, state.engine.submit, job, body.n or 1)
     answer = Answer(job.id, state.engine.info.name, int(time.time()), state.template.tokenizer, job.trace)
     if not body.stream:
-        return await _whole(request, stream, answer, bool(body.logprobs))
-    return await _streamed(request, stream, answer, body)
+        return await _whole(request, choices, answer, bool(body.logprobs), state.metrics)
+    return await _streamed(request, choices, answer, body, state.metrics)
 
 
 def prepare(body: ChatRequest, state: State, user: str) -> GenerationRequest:
     """Everything of a request that is known without the model. May decode images: not for the event loop."""
+    if (body.n or 1) > 1 and not body.temperature:
+        raise UnsupportedParameter(
+            "n greedy answers would all be the same: set a temperature above 0", param="n"
+        )
     policy = parse_policy(body.mpic.policy or state.config.engine.policy)
     resolver = LibraryResolver(state.library, user, state.config.server.max_chunks)
     messages = [m.model_dump(exclude_none=True) for m in body.messages]
@@ -71,54 +78,67 @@ def prepare(body: ChatRequest, state: State, user: str) -> GenerationRequest:
     return GenerationRequest(f"chatcmpl-{uuid.uuid4().hex}", prompt, policy, sampling, user, body.mpic.trace)
 
 
-async def _whole(request: Request, stream: GenerationStream, answer: Answer, logprobs: bool) -> Response:
-    async def collect() -> list[Delta]:
-        return [delta async for delta in stream]
-
+async def _whole(
+    request: Request, choices: Choices, answer: Answer, logprobs: bool, metrics: Metrics
+) -> Response:
     try:
-        deltas = await while_connected(request, collect())
+        answers = await while_connected(request, choices.whole())
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED)
     finally:
-        stream.abort()
-    return JSONResponse(answer.whole(deltas, logprobs))
+        choices.abort()
+    usages = [deltas[-1].usage or Usage() for deltas in answers]
+    for usage in usages:
+        metrics.answered(usage)
+    return JSONResponse(answer.whole(answers, together(usages), logprobs))
 
 
 async def _streamed(
-    request: Request, stream: GenerationStream, answer: Answer, body: ChatRequest
+    request: Request, choices: Choices, answer: Answer, body: ChatRequest, metrics: Metrics
 ) -> Response:
     """Waits for the first delta, so that what goes wrong before it is still an ordinary error response."""
-    deltas = aiter(stream)
+    deltas = aiter(choices)
     try:
         first = await while_connected(request, anext(deltas))
     except ClientGone:
-        stream.abort()
+        choices.abort()
         return Response(status_code=CLIENT_CLOSED)
     except BaseException:
-        stream.abort()
+        choices.abort()
         raise
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    frames = _frames(first, deltas, answer, with_usage, bool(body.logprobs))
-    return EventStream(frames, close=stream.abort)
+    frames = _frames(first, deltas, answer, with_usage, bool(body.logprobs), metrics)
+    return EventStream(frames, close=choices.abort)
 
 
 async def _frames(
-    first: Delta, rest: AsyncIterator[Delta], answer: Answer, with_usage: bool, logprobs: bool
+    first: tuple[int, Delta],
+    rest: AsyncIterator[tuple[int, Delta]],
+    answer: Answer,
+    with_usage: bool,
+    logprobs: bool,
+    metrics: Metrics,
 ) -> AsyncIterator[bytes]:
     extra: dict[str, Any] = {"usage": None} if with_usage else {}
-    yield frame({**answer.opening(), **extra})
-    usage = Usage()
+    usages: list[Usage] = []
+    opened: set[int] = set()
     try:
-        delta: Delta | None = first
-        while delta is not None:
-            usage = delta.usage or usage
+        found: tuple[int, Delta] | None = first
+        while found is not None:
+            i, delta = found
+            if i not in opened:
+                opened.add(i)
+                yield frame({**answer.opening(i), **extra})
+            if delta.usage is not None:
+                metrics.answered(delta.usage)
+                usages.append(delta.usage)
             if delta.text or delta.finish_reason or (logprobs and delta.logprobs):
-                yield frame({**answer.piece(delta, logprobs), **extra})
-            delta = await anext(rest, None)
+                yield frame({**answer.piece(delta, logprobs, i), **extra})
+            found = await anext(rest, None)
     except Exception as exc:
         # the status line is long gone: the error travels as a frame, and no [DONE] follows
         yield frame(errors.as_mpic_error(exc).body())
         return
     if with_usage:
-        yield frame(answer.closing(usage))
+        yield frame(answer.closing(together(usages)))
     yield DONE

@@ -21,6 +21,7 @@ router = APIRouter(prefix="/health", tags=["health"])
 async def health(state: StateDep) -> JSONResponse:
     """Readiness, the model, the attention implementation, pages by state, queue, and the policies on offer."""
     try:
+        state.engine.ready()
         stats: dict[str, Any] = await run_in_threadpool(state.engine.stats)
         ready = True
     except MPICError as exc:
@@ -48,7 +49,7 @@ async def live() -> dict[str, bool]:
 async def ready(state: StateDep) -> JSONResponse:
     """The engine takes requests."""
     try:
-        await run_in_threadpool(state.engine.stats)
+        state.engine.ready()
     except MPICError as exc:
         return JSONResponse({"ready": False, "error": exc.code}, status_code=503)
     return JSONResponse({"ready": True})

@@ -1,0 +1,153 @@
+"""What ``/metrics`` shows (Prometheus): times of answers as histograms, everything else read from the engine and the
+library when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mpic.errors import MPICError
+
+if TYPE_CHECKING:
+    from mpic.engine.base import Engine, Usage
+    from mpic.library import Library
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TIMES = {
+    "ttft": ("time_to_first_token", "From arrival to the first token"),
+    "queue": ("queue", "Waiting for a place in the batch"),
+    "load": ("load", "Reading compiled chunks into the pool"),
+    "link": ("link", "Recomputing and linking, up to the first token"),
+    "total": ("answer", "From arrival to the last token"),
+}
+TOKENS = ("requested", "reused", "recomputed", "prefix_hit", "computed", "compiled")
+
+
+class Metrics:
+    """The metrics of one server."""
+
+    def __init__(self, engine: Engine, library: Library) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._times = {
+            name: Histogram(f"mpic_{metric}_seconds", says, registry=self.registry, buckets=SECONDS)
+            for name, (metric, says) in TIMES.items()
+        }
+        self._responses = Counter(
+            "mpic_http_responses", "Responses by status", ["status"], registry=self.registry
+        )
+        self.registry.register(_Parts(engine, library))
+
+    def answered(self, usage: Usage) -> None:
+        """An answer has come to its end; one that never had a first token is not counted."""
+        if usage.ttft_ms:
+            for name, histogram in self._times.items():
+                histogram.observe(getattr(usage, f"{name}_ms") / 1e3)
+
+    def responded(self, status: int) -> None:
+        self._responses.labels(str(status)).inc()
+
+    def text(self) -> bytes:
+        """The exposition format. May wait for the catalogue: not for the event loop."""
+        return generate_latest(self.registry)
+
+
+class Counted:
+    """ASGI middleware: counts responses by status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.responded(message["status"])
+            await send(message)
+
+        await self.app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+class _Parts:
+    """Collects what engine and library count themselves."""
+
+    def __init__(self, engine: Engine, library: Library) -> None:
+        self.engine = engine
+        self.library = library
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            engine = self.engine.stats()
+        except MPICError:
+            engine = {}
+        yield from _engine(engine)
+        tiers = {"device": _device(engine), **self.library.stats()["tiers"]}
+        yield from _tiers(tiers)
+
+
+def _engine(stats: dict[str, Any]) -> Iterator[Metric]:
+    counters, pages = stats.get("counters", {}), stats.get("pages", {})
+    for name in ("running", "waiting"):
+        yield GaugeMetricFamily(f"mpic_requests_{name}", f"Requests {name}", value=stats.get(name, 0))
+    ends = CounterMetricFamily("mpic_requests", "Requests by how they ended", labels=["end"])
+    for end in ("stop", "length", "abort"):
+        ends.add_metric([end], counters.get(f"finished_{end}", 0))
+    ends.add_metric(["error"], counters.get("failed", 0))
+    yield ends
+    tokens = CounterMetricFamily(
+        "mpic_prompt_tokens", "Tokens of prompts by where they came from", labels=["state"]
+    )
+    for state in TOKENS:
+        tokens.add_metric([state], counters.get(f"tokens_{state}", 0))
+    yield tokens
+    yield CounterMetricFamily("mpic_generated_tokens", "Tokens generated", value=counters.get("generated", 0))
+    yield CounterMetricFamily(
+        "mpic_preemptions", "Requests that made way", value=counters.get("preemptions", 0)
+    )
+    held = GaugeMetricFamily("mpic_pages", "Pages of the pool by state", labels=["state"])
+    for state in ("free", "chunks", "prefix", "running"):
+        held.add_metric([state], pages.get(state, 0))
+    yield held
+    yield GaugeMetricFamily("mpic_page_bytes", "Bytes of one page", value=pages.get("page_bytes", 0))
+
+
+def _device(stats: dict[str, Any]) -> dict[str, int]:
+    """The pool in the words of the other tiers."""
+    counters, pages = stats.get("counters", {}), stats.get("pages", {})
+    return {
+        "requested": counters.get("chunk_requests", 0),
+        "hits": counters.get("chunk_hits", 0),
+        "chunks": stats.get("chunks_resident", 0),
+        "bytes": pages.get("chunks", 0) * pages.get("page_bytes", 0),
+        "budget": pages.get("total", 0) * pages.get("page_bytes", 0),
+        "evicted_room": counters.get("evicted_chunks", 0),
+        "evicted_prefix": counters.get("evicted_prefixes", 0),
+    }
+
+
+def _tiers(tiers: dict[str, dict[str, int]]) -> Iterator[Metric]:
+    for name, says in (
+        ("chunks", "Compiled chunks"),
+        ("bytes", "Bytes of compiled chunks"),
+        ("budget", "Most bytes"),
+    ):
+        metric = GaugeMetricFamily(f"mpic_tier_{name}", f"{says} of a tier", labels=["tier"])
+        for tier, counts in tiers.items():
+            metric.add_metric([tier], counts.get(name, 0))
+        yield metric
+    for name, says in (("requested", "Chunks looked for"), ("hits", "Chunks found")):
+        metric = CounterMetricFamily(f"mpic_tier_{name}", f"{says} in a tier", labels=["tier"])
+        for tier, counts in tiers.items():
+            metric.add_metric([tier], counts.get(name, 0))
+        yield metric
+    evictions = CounterMetricFamily(
+        "mpic_evictions", "Evictions by tier and reason", labels=["tier", "reason"]
+    )
+    for tier, counts in tiers.items():
+        for name, count in counts.items():
+            if name.startswith("evicted_"):
+                evictions.add_metric([tier, name.removeprefix("evicted_")], count)
+    yield evictions

@@ -1,0 +1,21 @@
+"""``/metrics``: for Prometheus."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.concurrency import run_in_threadpool
+
+from mpic.server.auth import AdminUser
+from mpic.server.state import StateDep
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(state: StateDep, user: AdminUser) -> PlainTextResponse:
+    """Times of answers, tokens reused and recomputed, tiers, evictions and pages, in Prometheus' text format. With API
+    keys it needs one of an admin."""
+    text = await run_in_threadpool(state.metrics.text)
+    return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
