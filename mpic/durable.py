@@ -1,7 +1,8 @@
 """Files that survive a crash: the one narrow seam between this system and the file system.
 
-Everything that must be durable is written through ``Files``, so a test can wrap it and drop, tear or reorder what was
-not synced, and it becomes visible in one way only: temporary name, fsync file, rename, fsync folder.
+Everything that must be durable is written through ``Files``, the catalogue's database included, so a test can wrap it
+and drop, tear or reorder what was not synced. A file becomes visible in one way only: temporary name, fsync file,
+rename, fsync folder.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import sqlite3
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -69,8 +71,16 @@ class Files:
         with self._folders:
             missing = [f for f in (folder, *folder.parents) if not f.is_dir()]
             for new in reversed(missing):
-                os.mkdir(new, 0o700)
+                self.make_one_folder(new)
                 self.sync_folder(new.parent)
+
+    def make_one_folder(self, folder: Path) -> None:
+        os.mkdir(folder, 0o700)
+
+    def database(self, path: Path) -> sqlite3.Connection:
+        """A connection to an SQLite database, which makes its own files durable. No transaction begins by itself; any
+        thread may use it, one at a time."""
+        return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
 
     def sync_folder(self, folder: Path) -> None:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -7,6 +7,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run in the interpreter
@@ -17,3 +18,13 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("mpic", deadline=None)
 settings.load_profile("mpic")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", type=int, default=0, help="how often the long tests repeat (make soak)")
+
+
+@pytest.fixture(scope="session")
+def soak(request: pytest.FixtureRequest) -> int:
+    """0 in the suite; how often to repeat in ``make soak``."""
+    return request.config.getoption("--soak")

@@ -103,7 +103,7 @@ class Library:
         self.root = root
         self.limits = limits
         self._clock = clock
-        self.catalog = Catalog(root / "catalog.sqlite")
+        self.catalog = Catalog(root / "catalog.sqlite", files)
         self.store = DiskStore(root, self.catalog, limits, files, clock)
         nearer = []
         if host != "none" and limits.host_bytes:

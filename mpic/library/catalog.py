@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mpic.durable import Files
 from mpic.errors import IntegrityError, StorageFull
 from mpic.library.records import SHARED
 
@@ -199,8 +200,9 @@ class Catalog:
         IntegrityError: the database was written by a newer version of this program.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: Files | None = None) -> None:
         self.path = path
+        self._files = files or Files()
         self._lock = threading.RLock()
         self._idle: list[sqlite3.Connection] = []  # readers nobody uses just now
         self._writer = self._connect()
@@ -262,7 +264,7 @@ class Catalog:
             self._writer.close()
 
     def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=30)
+        db = self._files.database(self.path)
         db.row_factory = sqlite3.Row
         db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA foreign_keys = ON")
