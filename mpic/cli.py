@@ -276,6 +276,7 @@ def _add_tool(name: str, module: str, help: str) -> None:
 
 _add_tool("bench", "mpic.evals.bench.cli", "Measure: TTFT, pages, decode speed.")
 _add_tool("eval", "mpic.evals.cli", "Compare policies on your model and data.")
+_add_tool("analyze", "mpic.evals.analyze.cli", "Look at attention and KV of one prompt.")
 _add_tool("train", "mpic.train.cli", "Train the demo models.")
 
 if __name__ == "__main__":

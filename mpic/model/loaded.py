@@ -269,6 +269,18 @@ class LoadedModel:
             raise IntegrityError(f"layer {layer} did not attend through MPIC")
         return probe.keys, probe.values
 
+    @torch.inference_mode()
+    def observe(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        probe: hooks.Probe,
+        deepstack: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Run rows with a probe's own attention in every layer (analysis)."""
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self._call(embeds, positions, probe, none, deepstack)
+
     def _call(
         self,
         embeds: torch.Tensor,

@@ -44,7 +44,7 @@ Piece = tuple[Extent, int, int, int]
 class Runner:
     """Builds and runs packed forwards."""
 
-    def __init__(self, model: LoadedModel, pool: Pool) -> None:
+    def __init__(self, model: LoadedModel, pool: Pool | None) -> None:
         self.model, self.pool = model, pool
 
     def run(self, slices: list[Slice]) -> torch.Tensor:

@@ -1,0 +1,94 @@
+"""``mpic analyze``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+POLICIES = "full,reuse,mpic-16,legolink-0"
+
+
+@app.command()
+def analyze(
+    model: Annotated[str | None, typer.Option(help="folder or hub id; left out: the demo model")] = None,
+    task: Annotated[str, typer.Option(help="whose sample is looked at; `mpic eval tasks` lists them")] = (
+        "world-image"
+    ),
+    path: Annotated[Path | None, typer.Option(help="the task's local file, if it reads one")] = None,
+    chunks: Annotated[int, typer.Option(min=1, help="images and documents in the prompt")] = 3,
+    sample: Annotated[int, typer.Option(min=0, help="which sample of the task")] = 0,
+    policies: Annotated[str, typer.Option(help="static policies, with commas")] = POLICIES,
+    layer: Annotated[int | None, typer.Option(help="of the attention maps; left out: the middle one")] = None,
+    out: Annotated[Path, typer.Option(help="folder for figures and numbers")] = Path("analysis"),
+) -> None:
+    """Look at attention and KV of one prompt: does the question look at chunk heads, what do policies change?
+
+    Writes `attention-shares.png` (CDF of attention, and how much goes to the first tokens of a chunk),
+    `kv-distance.png` (how much a chunk's KV depends on what stands before it), `attention-maps.png` and
+    `attention-error.png` (policies side by side), and `analysis.json`.
+    """
+    from mpic.config import bundled_model
+    from mpic.evals.analyze import figures, measures
+    from mpic.evals.analyze.dense import DenseLinker
+    from mpic.evals.resolve import LocalResolver, splitter_of
+    from mpic.evals.tasks import Options, TaskError, find
+    from mpic.link import parse_policy
+    from mpic.model.load import load_model
+    from mpic.prompt import ChatTemplate, build_prompt
+
+    names = list(dict.fromkeys(["full", *(parse_policy(name.strip()).name for name in policies.split(","))]))
+    loaded = load_model(model or bundled_model())
+    template = ChatTemplate(loaded.processor)
+    options = Options(path=path, chunks=chunks, questions=sample + 1, splitter=splitter_of(template))
+    asked = next(itertools.islice(find(task).load(options), sample, None), None)
+    if asked is None:
+        raise TaskError(f"{task} has no sample {sample}")
+    prompt = build_prompt(asked.messages, template, LocalResolver(template))
+    linker = DenseLinker(loaded)
+    linked = [linker.link(prompt, parse_policy(name)) for name in names]
+    full = linked[0]
+    shown = len(full.weights) // 2 if layer is None else layer
+    if not 0 <= shown < len(full.weights):
+        raise typer.BadParameter(f"the model has layers 0 to {len(full.weights) - 1}", param_hint="--layer")
+    texts = tuple(
+        tuple(template.tokenize_document(text)) for text in ("The first text.", "Another one, longer.")
+    )
+    far = measures.distance(linker, prompt.chunks[-1], texts)
+    written = [
+        figures.save(out / "attention-shares.png", figures.shares(full)),
+        figures.save(out / "kv-distance.png", figures.distances(far)),
+        figures.save(out / "attention-maps.png", figures.maps(linked, shown), (4 * len(linked), 4)),
+        figures.save(out / "attention-error.png", figures.errors(linked[1:], full)),
+    ]
+    heads = measures.by_place(full)
+    numbers = {
+        "task": task,
+        "policies": names,
+        "tokens": full.weights[0].shape[1],
+        "share_of_first_tokens": {
+            str(k): [round(float(v), 4) for v in heads[:, min(k, heads.shape[1]) - 1]] for k in (1, 4, 16, 32)
+        },
+        "attention_error": {
+            one.policy: [round(float(v), 4) for v in measures.attention_error(one, full)] for one in linked
+        },
+        "kv_distance": {name: [round(float(v), 4) for v in part.mean(1)] for name, part in far.items()},
+    }
+    (out / "analysis.json").write_text(json.dumps(numbers, indent=2) + "\n")
+    console = Console()
+    table = Table(
+        "layer", "first 4 tokens of a chunk", "first 16", *(f"{n}: attention moved" for n in names[1:])
+    )
+    for i in range(len(full.weights)):
+        moved = [f"{numbers['attention_error'][name][i]:.3f}" for name in names[1:]]
+        first = [f"{100 * numbers['share_of_first_tokens'][k][i]:.0f} %" for k in ("4", "16")]
+        table.add_row(str(i), *first, *moved)
+    console.print(table, markup=False)
+    console.print("\n".join(str(one) for one in written), markup=False)

@@ -1,0 +1,164 @@
+"""A link with its attention written down: every weight of every layer, one prompt at a time, slow and plain.
+
+Chunks are compiled alone, their keys rotated to their places in one dense cache, and the tokens that the policy
+recomputes run over it; what the engine does with spans, done with a matrix, so that there is a matrix to look at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mpic.engine.base import GenerationRequest
+from mpic.engine.native.lanes import LinkedChunk, build_sequence, compile_lane
+from mpic.engine.native.runner import Runner, Slice
+from mpic.errors import UnsupportedParameter
+from mpic.kernels.spans import rotate
+from mpic.kv.chunk import Chunk, ChunkInputs, KVKey, Recipe
+from mpic.link.plan import ChunkSlot, DynamicPolicy, LinkPlan, Policy, SegmentShape, make_plan
+from mpic.link.policies.full import Full
+from mpic.model.hooks import Probe
+from mpic.model.loaded import LoadedModel
+from mpic.prompt.segments import Prompt, TextSegment
+
+
+@dataclass
+class Recorder(Probe):
+    """Rows at ``index`` of a dense cache ``keys/values[layer] [kv_heads, N, head_dim]``; keeps the weights
+    ``[rows, N]`` of each layer, averaged over heads."""
+
+    index: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    length: int = 0
+    cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    weights: list[torch.Tensor] = field(default_factory=list)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        if layer not in self.cache:
+            shape = (key.shape[1], self.length, key.shape[3])
+            self.cache[layer] = key.new_zeros(shape), value.new_zeros(shape)
+        keys, values = self.cache[layer]
+        keys[:, self.index], values[:, self.index] = key[0], value[0]
+        group = query.shape[1] // key.shape[1]
+        scores = query[0].float() @ keys.float().repeat_interleave(group, 0).transpose(1, 2) * scale
+        hidden = torch.arange(self.length, device=query.device)[None] > self.index[:, None]
+        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+        self.weights.append(weights.mean(0))
+        out = weights @ values.float().repeat_interleave(group, 0)
+        return out.transpose(0, 1)[None].to(query.dtype)
+
+
+@dataclass(frozen=True)
+class Linked:
+    """One prompt under one policy.
+
+    Args:
+        rows: sequence index of every computed token.
+        weights: ``[rows, N]`` a layer, averaged over heads.
+        keys, values: ``[layers, kv_heads, N, head_dim]``, keys rotated to their places in the prompt.
+        slots: where the chunks are.
+    """
+
+    policy: str
+    rows: torch.Tensor
+    weights: list[torch.Tensor]
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: tuple[ChunkSlot, ...]
+
+
+class DenseLinker:
+    """Links prompts of one model densely."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+        self._inputs = Runner(model, None).inputs  # of rows; needs no pool
+
+    def inputs(self, chunk: Chunk) -> ChunkInputs:
+        if chunk.token_ids is not None:
+            return self.model.text_inputs(chunk.token_ids)
+        assert chunk.load_image is not None
+        return self.model.image_inputs(chunk.load_image())
+
+    @torch.inference_mode()
+    def compile(self, inputs: ChunkInputs, sink: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (rotated at chunk-local positions) and values of a chunk alone, ``[layers, kv_heads, n, head_dim]``."""
+        lane = compile_lane(inputs, sink, self.model.bos_id)
+        n = len(lane)
+        recorder = Recorder(-1, self.model.partial, n, index=torch.arange(n), length=n)
+        embeds, deepstack = self._inputs([Slice(lane, 0, n)], [0])
+        self.model.observe(embeds, lane.positions.to(self.model.device), recorder, deepstack)
+        keys, values = (
+            torch.stack([recorder.cache[i][part] for i in sorted(recorder.cache)]) for part in (0, 1)
+        )
+        return keys[:, :, sink:], values[:, :, sink:]
+
+    @torch.inference_mode()
+    def link(self, prompt: Prompt, policy: Policy) -> Linked:
+        """Run a prompt.
+
+        Raises:
+            UnsupportedParameter: the policy decides while it runs.
+        """
+        if isinstance(policy, DynamicPolicy) or policy.two_step or not policy.context:
+            raise UnsupportedParameter(f"{policy} cannot be drawn: its tokens are not known beforehand")
+        inputs = [self.inputs(chunk) for chunk in prompt.chunks]
+        plan, everything = (make_plan(_shapes(prompt, inputs), p) for p in (policy, Full()))
+        recipe = Recipe(self.model.info.dtype, sink=policy.sink)
+        linked = [
+            LinkedChunk(c, KVKey(c.owner, c.key, self.model.digest, recipe), i, None, None)
+            for c, i in zip(prompt.chunks, inputs, strict=True)
+        ]
+        request = GenerationRequest("analysis", prompt, policy)
+        whole = build_sequence(request, everything, linked, self.model.mrope)
+        rows = _rows(plan)
+        recorder = Recorder(-1, self.model.partial, len(whole), index=rows, length=len(whole))
+        for slot, chunk in zip(plan.slots, inputs, strict=True):
+            self._place(recorder, slot, *self.compile(chunk, policy.sink), slot.base - policy.sink)
+        embeds, deepstack = self._inputs([Slice(whole, 0, len(whole))], [0])
+        if deepstack is not None:
+            mask, features = deepstack
+            kept = torch.zeros(len(whole), dtype=torch.bool)
+            kept[rows] = True
+            deepstack = mask[rows], features[:, kept[mask]]
+        self.model.observe(embeds[rows], whole.positions[:, rows].to(self.model.device), recorder, deepstack)
+        keys, values = (
+            torch.stack([recorder.cache[i][part] for i in sorted(recorder.cache)]) for part in (0, 1)
+        )
+        return Linked(policy.name, rows, recorder.weights, keys, values, plan.slots)
+
+    def _place(
+        self, recorder: Recorder, slot: ChunkSlot, keys: torch.Tensor, values: torch.Tensor, base: int
+    ) -> None:
+        places = slice(slot.start, slot.start + slot.length)
+        for layer in range(len(keys)):
+            if layer not in recorder.cache:
+                shape = (keys.shape[1], recorder.length, keys.shape[3])
+                recorder.cache[layer] = keys.new_zeros(shape), keys.new_zeros(shape)
+            held_keys, held_values = recorder.cache[layer]
+            held_keys[:, places] = self.moved(keys[layer], base)
+            held_values[:, places] = values[layer]
+
+    def moved(self, keys: torch.Tensor, base: int) -> torch.Tensor:
+        """Rotate ``keys [heads, n, head_dim]`` on by ``base`` positions."""
+        shift = self.model.shift(-base)
+        return keys if shift is None else rotate(keys, shift)
+
+
+def _shapes(prompt: Prompt, inputs: list[ChunkInputs]) -> list[SegmentShape]:
+    following = iter(inputs)
+    shapes = []
+    for segment in prompt.segments:
+        if isinstance(segment, TextSegment):
+            shapes.append(SegmentShape(len(segment), len(segment), False))
+        else:
+            chunk = next(following)
+            shapes.append(SegmentShape(len(chunk), chunk.extent, True))
+    return shapes
+
+
+def _rows(plan: LinkPlan) -> torch.Tensor:
+    parts = [torch.arange(run.start, run.start + run.hi - run.lo) for run in plan.runs]
+    return torch.cat(parts)

@@ -1,0 +1,108 @@
+"""Drawings of linked prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpic.evals.analyze import measures
+from mpic.evals.analyze.dense import Linked
+
+
+def save(path: Path, draw: Callable[[Any], None], size: tuple[float, float] = (9, 4.2)) -> Path:
+    """Draw into a PNG without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    draw(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def shares(full: Linked) -> Callable[[Any], None]:
+    """Attention CDF, and cumulative share by place within a chunk, one line a layer."""
+
+    def draw(figure: Any) -> None:
+        left, right = figure.subplots(1, 2, sharey=True)
+        for axes, curves, xlabel in (
+            (left, measures.concentration(full), "most attended tokens, share of all"),
+            (right, measures.by_place(full), "first tokens of a chunk"),
+        ):
+            colours = _colours(len(curves))
+            for layer, curve in enumerate(curves):
+                n = torch.arange(1, len(curve) + 1)
+                x = n / len(curve) if axes is left else n
+                axes.plot(x, curve.cpu(), color=colours[layer], label=f"layer {layer}")
+            axes.set_xlabel(xlabel)
+            axes.set_ylim(0, 1.02)
+            axes.grid(alpha=0.3)
+        right.plot([0, len(curves[0])], [0, 1], color="grey", linestyle=":", label="evenly")
+        left.set_ylabel("share of the question's attention")
+        right.legend(fontsize=7)
+
+    return draw
+
+
+def distances(found: dict[str, torch.Tensor]) -> Callable[[Any], None]:
+    """Heat maps, layers x tokens, of how much keys and values changed with what stands before the chunk."""
+
+    def draw(figure: Any) -> None:
+        top = max(float(part.max()) for part in found.values())
+        for axes, (name, values) in zip(figure.subplots(2, 1, sharex=True), found.items(), strict=True):
+            image = axes.imshow(values.cpu(), aspect="auto", vmin=0, vmax=top, interpolation="nearest")
+            axes.set_title(name, loc="left", fontsize=9)
+            axes.set_ylabel("layer")
+        axes.set_xlabel("token of the chunk")
+        figure.colorbar(image, ax=figure.axes, label="relative distance")
+
+    return draw
+
+
+def maps(linked: Sequence[Linked], layer: int) -> Callable[[Any], None]:
+    """Attention of one layer under each policy, on a logarithmic scale; rows that are not computed stay empty, chunk
+    boundaries are drawn."""
+
+    def draw(figure: Any) -> None:
+        for axes, one in zip(figure.subplots(1, len(linked), squeeze=False)[0], linked, strict=True):
+            n = one.weights[layer].shape[1]
+            square = torch.full((n, n), float("nan"))
+            seen = torch.arange(n)[None] <= one.rows[:, None]
+            weights = one.weights[layer].float().clamp_min(1e-6).log10()
+            square[one.rows] = weights.masked_fill(~seen, float("nan"))
+            image = axes.imshow(square.cpu(), vmin=-4, vmax=0, interpolation="nearest")
+            for slot in one.slots:
+                for edge in (slot.start, slot.start + slot.length):
+                    axes.axvline(edge - 0.5, color="red", linewidth=0.5)
+                    axes.axhline(edge - 0.5, color="red", linewidth=0.5)
+            axes.set_title(one.policy, fontsize=9)
+            axes.set_xlabel("key")
+        figure.axes[0].set_ylabel("query")
+        figure.colorbar(image, ax=figure.axes, label="attention, log10", shrink=0.8)
+
+    return draw
+
+
+def errors(linked: Sequence[Linked], full: Linked) -> Callable[[Any], None]:
+    """Distance of each policy's attention from that of ``full``, by layer."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for one in linked:
+            axes.plot(measures.attention_error(one, full).cpu(), marker="o", label=one.policy)
+        axes.set(xlabel="layer", ylabel="total variation distance, last row", ylim=(0, 1))
+        axes.legend()
+        axes.grid(alpha=0.3)
+
+    return draw
+
+
+def _colours(n: int) -> list[Any]:
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](i / max(1, n - 1)) for i in range(n)]
