@@ -10,6 +10,7 @@ from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library import Limits, decode_image
 from mpic.prompt import ChatTemplate
 from mpic.prompt.messages import HandleKind
+from mpic.prompt.split import Mode, Split, split_text
 
 OWNER = "eval"
 
@@ -42,8 +43,6 @@ def splitter_of(template: ChatTemplate) -> Callable[[str, str, int], list[str]]:
     """KVSplit by the model's own tokens: ``(text, mode, tokens) -> pieces``."""
 
     def split(text: str, mode: str, tokens: int) -> list[str]:
-        from mpic.prompt.split import Mode, Split, split_text
-
         found = split_text(text, Split(cast(Mode, mode), tokens), template.document_spans)
         return [text[piece.start : piece.end] for piece in found]
 

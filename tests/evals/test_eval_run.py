@@ -109,6 +109,19 @@ def test_mistakes_in_a_configuration_are_refused_by_name(tmp_path, text, error):
         load_eval_config(tmp_path / "e.toml")
 
 
+@pytest.mark.parametrize("mode", ["fixed", "sentence", "paragraph", "section"])
+def test_documents_are_cut_by_kvsplit_in_the_models_tokens(tmp_path, mode):
+    text = "The code of the lamp is 123. " * 12
+    entry = {"input": "What is the code of the lamp?", "context": text, "answers": ["123"]}
+    (tmp_path / "cut.jsonl").write_text(json.dumps(entry) + "\n")
+    (tmp_path / "e.toml").write_text(
+        'policies = ["reuse"]\nfidelity = false\n[[task]]\nname = "longbench-qa"\n'
+        f'path = "cut.jsonl"\nsplit = "{mode}"\ntokens = 40'
+    )
+    full, reuse = Evaluator(load_eval_config(tmp_path / "e.toml"), tmp_path / "out").run()
+    assert full.skipped is None and reuse.reused == reuse.chunk_tokens > 80
+
+
 def test_a_prompt_the_model_cannot_take_is_kept_as_skipped_with_the_reason(tmp_path):
     entry = {"input": "Who?", "context": "word " * 4000, "answers": ["x"]}
     (tmp_path / "long.jsonl").write_text(json.dumps(entry) + "\n")
