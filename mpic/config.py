@@ -80,6 +80,7 @@ class EngineConfig:
         pool_bytes: memory for the KV of running requests and resident chunks; 0 chooses by what is free.
         step_tokens: most tokens computed in one forward; longer prefills are cut.
         max_running: most requests in one batch.
+        loaders: threads that read compiled chunks from disk; 0 chooses by the machine's cores.
         max_waiting: most requests that wait for their turn; more are refused with 429.
         trust_remote_code: run code that comes with the model; off unless you trust its author.
     """
@@ -92,6 +93,7 @@ class EngineConfig:
     pool_bytes: int = 0
     step_tokens: int = 2048
     max_running: int = 64
+    loaders: int = 0
     max_waiting: int = 256
     trust_remote_code: bool = False
 

@@ -37,5 +37,6 @@ def load_engine(config: EngineConfig, store: ChunkStore | None = None) -> tuple[
         budget=config.step_tokens,
         max_running=config.max_running,
         max_waiting=config.max_waiting,
+        loaders=config.loaders,
     )
     return engine, model.processor

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mpic.errors import IntegrityError
 from mpic.kv.chunk import ChunkInputs, KVKey
+from mpic.kv.gate import LayerGate
 from mpic.kv.pool import Extent, Pool
 from mpic.kv.prefix import Node, PrefixCache
 
@@ -17,7 +18,8 @@ class Resident:
     """A chunk in the pool, immutable once ready and shared by every request that links it.
 
     Token j of the chunk lies at slot ``first + j`` of the extent (``first`` > 0 behind dropped sink tokens).
-    ``refs`` counts requests that link it, jobs that fill it, and uploads that wait for it.
+    ``refs`` counts requests that link it, jobs that fill it, uploads that wait for it, and its copy to disk while that
+    has to wait. ``gate`` says which layers are there while it is loaded straight into the extent.
     """
 
     key: KVKey
@@ -28,6 +30,7 @@ class Resident:
     refs: int = 0
     last_use: float = 0.0
     dead: bool = False
+    gate: LayerGate | None = None
 
 
 class DeviceCache:
@@ -80,12 +83,15 @@ class DeviceCache:
 
     def evictable_pages(self) -> int:
         """Pages that eviction could free now (MEPIC, algorithm 1 admits against free + evictable)."""
-        return sum(r.extent.pages for r in self._idle_chunks()) + self._idle_prefix_pages()
+        return sum(extent.pages for extent in self._evictable())
+
+    def _evictable(self) -> set[Extent]:
+        return {r.extent for r in self._idle_chunks()} | self._idle_prefixes()
 
     def _idle_chunks(self) -> list[Resident]:
         return [r for r in self.chunks.values() if r.refs == 0 and r.ready]
 
-    def _idle_prefix_pages(self) -> int:
+    def _idle_prefixes(self) -> set[Extent]:
         holders: dict[int, list[Node]] = {}
         pinned: set[int] = set()
         nodes = list(self.prefix.nodes())
@@ -94,19 +100,18 @@ class DeviceCache:
                 pinned.add(id(node))
             if node.shared is not None:
                 holders.setdefault(id(node.shared), []).append(node)
-        pages = 0
+        idle = set()
         for group in holders.values():
             shared = group[0].shared
             if len(group) == shared.holders and not any(id(node) in pinned for node in group):
-                pages += shared.extent.pages
-        return pages
+                idle.add(shared.extent)
+        return idle
 
     def _reclaim(self, pages: int) -> bool:
-        """Evict least recently used chunks and prefix leaves until ``pages`` are free; all or nothing."""
-        if self.evictable_pages() < pages:
+        """Evict least recently used chunks and prefix leaves until ``pages`` fit in one piece; all or nothing."""
+        if not self.pool.fits(pages, self._evictable()):
             return False
-        goal = self.pool.free_pages + pages
-        while self.pool.free_pages < goal:
+        while not self.pool.fits(pages):
             chunk = min(self._idle_chunks(), key=lambda r: r.last_use, default=None)
             leaf = min(self.prefix.evictable(), key=lambda n: n.last_use, default=None)
             if leaf is not None and (chunk is None or leaf.last_use <= chunk.last_use):

@@ -12,6 +12,7 @@ between steps unless it is *fixed* (a thread is reading into it).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,7 @@ class Pool:
         self.free_pages = pages
         self.moves = 0
         self.reclaim: Callable[[int], bool] = lambda pages: False
+        """Makes ``pages`` fit by freeing extents, or frees none and returns False."""
 
     @property
     def page_bytes(self) -> int:
@@ -80,7 +82,7 @@ class Pool:
         The memory is not cleared. Nothing is evicted when the request could not succeed anyway.
         """
         pages = self.pages_for(tokens)
-        if pages > self.free_pages and not self.reclaim(pages - self.free_pages):
+        if not self.fits(pages) and not self.reclaim(pages):
             return None
         at = self._best_hole(pages)
         if at is None:
@@ -92,6 +94,21 @@ class Pool:
         self.extents.insert(index, extent)
         self.free_pages -= pages
         return extent
+
+    def fits(self, pages: int, without: AbstractSet[Extent] = frozenset()) -> bool:
+        """Whether extents can be moved so that ``pages`` lie in one piece, were those in ``without`` not there. What
+        is fixed stays, and nothing moves past it."""
+        start = used = 0
+        for extent in self.extents:
+            if extent in without:
+                continue
+            if not extent.fixed:
+                used += extent.pages
+                continue
+            if extent.start - start - used >= pages:
+                return True
+            start, used = extent.start + extent.pages, 0
+        return self.pages - start - used >= pages
 
     def free(self, extent: Extent) -> None:
         if extent.freed or extent.fixed:

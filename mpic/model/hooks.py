@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mpic.errors import ModelRefused
 from mpic.kernels.spans import Partial, Shift, Singles, SpanCall, attend
+from mpic.kv.gate import Waits
 
 NAME = "mpic"
 _HARMLESS = {
@@ -105,6 +106,7 @@ class Step:
         singles: rows that stand alone, or None; blocks and singles cover every row once.
         pieces: the batches of spans of ``singles``, in its order.
         whole: takes writes and calls as a whole, instead of ``partial`` call by call; then there are no ``singles``.
+        waits: loads that this step runs beside, or None.
     """
 
     writes: list[Write]
@@ -114,6 +116,7 @@ class Step:
     singles: Singles | None = None
     pieces: list[Layers] = field(default_factory=list)
     whole: Whole | None = None
+    waits: Waits | None = None
     layers_seen: set[int] = field(default_factory=set)
 
 
@@ -195,10 +198,14 @@ def _attention(
     step.layers_seen.add(layer)
     if step.whole is not None:
         step.whole.scatter(layer, k, v)
+        if step.waits is not None:
+            step.waits.before(layer)
         return step.whole.attend(layer, query[0], scale)[0][None], None
     for rows, piece in step.writes:
         piece.keys[layer].copy_(k[:, rows])
         piece.values[layer].copy_(v[:, rows])
+    if step.waits is not None:
+        step.waits.before(layer)
     calls = [
         SpanCall(c.rows, c.piece.keys[layer], c.piece.values[layer], c.causal, c.shift, c.first)
         for c in step.calls

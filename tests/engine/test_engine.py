@@ -239,7 +239,7 @@ def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(make_engine, m
     engine = make_engine()
     run = engine.runner.run
     monkeypatch.setattr(
-        engine.runner, "run", lambda slices: (_ for _ in ()).throw(RuntimeError("device lost"))
+        engine.runner, "run", lambda *args: (_ for _ in ()).throw(RuntimeError("device lost"))
     )
     with pytest.raises(Exception, match="device lost"):
         answer(engine, PROMPT)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 from engine_kit import (
     TOKENS,
+    MemoryChunk,
+    MemoryStore,
     expected_of,
     family,
     ids,
@@ -19,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpic.engine.native.engine import NativeEngine
+from mpic.errors import CorruptFile
 
 
 def chunk_pool(name: str) -> list:
@@ -57,6 +63,73 @@ def test_any_interleaving_in_any_batch_equals_the_oracle(name):
     )
     def check(batch, budget, pages):
         engine = NativeEngine(family(name).loaded, pages=pages, page_size=8, budget=budget)
+        try:
+            streams = [engine.submit(request_of(p, policy, TOKENS, logprobs=300)) for p, policy in batch]
+            results = [logits_of(stream, TOKENS) for stream in streams]
+            engine.check()
+        finally:
+            engine.close()
+        for (prompt, policy), (got_ids, got) in zip(batch, results, strict=True):
+            expected_ids, expected = expected_of(name, prompt, policy)
+            assert got_ids == expected_ids
+            assert (got - expected).abs().max() < 1e-4
+
+    check()
+
+
+class UnsteadyStore(MemoryStore):
+    """Layers come late, and now and then one is damaged; which, is drawn from a seed."""
+
+    def __init__(self, held: MemoryStore, seed: int, failures: float) -> None:
+        super().__init__()
+        self.chunks = dict(held.chunks)
+        self.random, self.failures = random.Random(seed), failures
+
+    def find(self, keys):
+        return {key: UnsteadyChunk(self, self.chunks[key]) for key in keys if key in self.chunks}
+
+
+class UnsteadyChunk(MemoryChunk):
+    def read_layers(self, destination):
+        store = self._store
+        for layer, values in enumerate(self._chunk.kv):
+            time.sleep(store.random.choice([0, 0, 0.001, 0.004]))
+            if store.random.random() < store.failures:
+                destination[layer].fill_(float("nan"))
+                store.chunks.pop(self._chunk.key, None)
+                raise CorruptFile(f"layer {layer} is damaged")
+            destination[layer].copy_(values)
+            yield layer
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+def test_any_interleaving_over_an_unsteady_store_equals_the_oracle(name):
+    held = MemoryStore()
+    first = NativeEngine(family(name).loaded, held, pages=256, page_size=8)
+    for chunk in chunk_pool(name):
+        for sink in (0, 4):
+            first.compile(chunk, sink).result(60)
+    first.close()
+
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        batch=st.lists(requests(name), min_size=1, max_size=4),
+        budget=st.sampled_from([7, 32, 512]),
+        pages=st.sampled_from([48, 256]),
+        loaders=st.sampled_from([1, 3]),
+        patience=st.sampled_from([0.0, 0.002, 10.0]),
+        seed=st.integers(0, 999),
+        failures=st.sampled_from([0.0, 0.2]),
+        missing=st.booleans(),
+    )
+    def check(batch, budget, pages, loaders, patience, seed, failures, missing):
+        store = UnsteadyStore(held, seed, failures)
+        if missing:
+            store.chunks.popitem()
+        options = {"pages": pages, "page_size": 8, "budget": budget, "loaders": loaders}
+        engine = NativeEngine(family(name).loaded, store, **options)
+        engine.pool.arena.fill_(float("nan"))  # whoever reads what was never written answers nonsense
+        engine.traffic.patience = patience
         try:
             streams = [engine.submit(request_of(p, policy, TOKENS, logprobs=300)) for p, policy in batch]
             results = [logits_of(stream, TOKENS) for stream in streams]

@@ -93,3 +93,41 @@ def test_any_history_keeps_every_extents_content(history):
         pool.check()
         for extent, value in live:
             assert (pool.view(extent) == value).all()
+
+
+def test_nothing_is_evicted_when_a_fixed_extent_would_prevent_the_hole():
+    pool = make_pool(6)
+    extents = [pool.alloc(4) for _ in range(6)]
+    extents[2].fixed += 1
+    evictable = {extents[i] for i in (0, 1, 4)}
+
+    def reclaim(pages: int) -> bool:
+        if not pool.fits(pages, evictable):
+            return False
+        while not pool.fits(pages):
+            pool.free(evictable.pop())
+        return True
+
+    pool.reclaim = reclaim
+    assert pool.alloc(12) is None and len(evictable) == 3  # two pages at most in one piece
+    assert pool.alloc(8) is not None
+    pool.check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 4), max_size=8),
+    freed=st.sets(st.integers(0, 7)),
+    fixed=st.sets(st.integers(0, 7)),
+    pages=st.integers(1, 16),
+)
+def test_a_hole_can_be_had_exactly_when_it_is_said_to_fit(sizes, freed, fixed, pages):
+    pool = make_pool(16)
+    extents = [extent for size in sizes if (extent := pool.alloc(size * 4)) is not None]
+    for i, extent in enumerate(extents):
+        extent.fixed = int(i in fixed and i not in freed)
+        if i in freed:
+            pool.free(extent)
+    fits = pool.fits(pages)
+    assert (pool.alloc(pages * 4) is not None) == fits
+    pool.check()

@@ -25,6 +25,7 @@ from mpic.engine.native.decide import Decider
 from mpic.engine.native.deletions import Deletions
 from mpic.engine.native.extend import Extender, Outcome, apply
 from mpic.engine.native.lanes import CompileLane, LinkedChunk, Sequence
+from mpic.engine.native.loader import loaders_for
 from mpic.engine.native.prepare import Preparer
 from mpic.engine.native.runner import Runner, Slice
 from mpic.engine.native.scheduler import CompileRequest, Scheduler
@@ -33,6 +34,7 @@ from mpic.engine.native.trace import trace
 from mpic.errors import CompileFailed, EngineStopped, MPICError, QueueFull
 from mpic.kv.chunk import Chunk
 from mpic.kv.device import DeviceCache
+from mpic.kv.gate import Waits
 from mpic.kv.pool import Pool
 from mpic.model.loaded import LoadedModel
 
@@ -49,6 +51,7 @@ class NativeEngine(Engine):
         budget: most tokens a step computes (chunked prefill).
         max_running: most requests in one batch.
         max_waiting: most requests that wait for their turn; None: any number.
+        loaders: threads that read chunks from the store; 0 chooses by the machine's cores.
         check_when_idle: verify all invariants whenever nothing runs.
     """
 
@@ -62,14 +65,14 @@ class NativeEngine(Engine):
         budget: int = 2048,
         max_running: int = 64,
         max_waiting: int | None = None,
-        loaders: int = 2,
+        loaders: int = 0,
         check_when_idle: bool = True,
     ) -> None:
         self.model, self.info = model, model.info
         self.pool = Pool(model.shape, pages, page_size, model.dtype, model.device)
         self.device = DeviceCache(self.pool)
         self.deletions = Deletions()
-        self.traffic = ChunkTraffic(self.device, store, self.deletions, self._post, loaders)
+        self.traffic = ChunkTraffic(self.device, store, self.deletions, self._post, loaders or loaders_for())
         self.scheduler = Scheduler(
             self.device, budget, model.bos_id, self.traffic.start_load, self.deletions, max_running
         )
@@ -230,6 +233,7 @@ class NativeEngine(Engine):
                 return
             self._stopping = True
             self._wake.notify_all()
+        self.traffic.stop_waiting()
         self._thread.join()
         self._preparing.shutdown(wait=True)
         self.extender.close()
@@ -329,8 +333,9 @@ class NativeEngine(Engine):
             if not self._progress:
                 self._refuse_stuck()
             return
-        logits = self.runner.run(slices)
-        self._commit(slices, logits)
+        waits = self.traffic.waits(s.lane for s in slices if isinstance(s.lane, Sequence))
+        logits = self.runner.run(slices, waits if waits else None)
+        self._commit(slices, logits, waits)
         if self._check_when_idle and self.scheduler.idle:
             self._check()
 
@@ -346,12 +351,16 @@ class NativeEngine(Engine):
                 self._end(sequence, as_failure(error))
         return bool(waiting)
 
-    def _commit(self, slices: list[Slice], logits: torch.Tensor) -> None:
+    def _commit(self, slices: list[Slice], logits: torch.Tensor, waits: Waits) -> None:
         row = 0
         now = time.monotonic()
         self._counters["steps"] += 1
         self._counters["rows"] += sum(s.hi - s.lo for s in slices)
         for piece in slices:
+            if waits and isinstance(piece.lane, Sequence) and not self._chunks_came(piece.lane, waits):
+                self._counters["rows_thrown_away"] += piece.hi - piece.lo
+                row += piece.wants_logits
+                continue
             piece.lane.computed = piece.hi
             if isinstance(piece.lane, CompileLane):
                 if piece.hi == len(piece.lane):
@@ -363,6 +372,13 @@ class NativeEngine(Engine):
                     log.exception("a token could not be taken")
                     self._end(piece.lane, as_failure(error))
                 row += 1
+
+    @staticmethod
+    def _chunks_came(sequence: Sequence, waits: Waits) -> bool:
+        """Whether every layer of the loads that the request's rows ran beside was there in time."""
+        gates = {linked.resident.gate for linked in sequence.needed} - {None}
+        sequence.ready = max((sequence.ready, *(gate.ended for gate in gates)))
+        return not gates & waits.void
 
     def _take_token(self, sequence: Sequence, logits: torch.Tensor, now: float) -> None:
         token, logprob = sequence.sampler(logits)
@@ -461,7 +477,7 @@ class NativeEngine(Engine):
 
     def _refuse_stuck(self) -> None:
         """Nothing runs, nothing loads, and the head of the line still does not fit: it never will."""
-        busy = self.scheduler.running or self.scheduler.jobs or self.traffic.loading or self._inbox
+        busy = self.scheduler.running or self.scheduler.jobs or self.traffic.busy or self._inbox
         if busy or not self.scheduler.waiting:
             return
         head = self.scheduler.waiting[0]

@@ -9,6 +9,7 @@ import torch
 
 from mpic.engine.native.lanes import Lane, MappedSpan, Sequence
 from mpic.kernels.spans import Singles
+from mpic.kv.gate import Waits
 from mpic.kv.pool import Extent, Pool
 from mpic.model.hooks import Attend, Layers, Step, Write, layers_of
 from mpic.model.loaded import LoadedModel
@@ -47,11 +48,14 @@ class Runner:
     def __init__(self, model: LoadedModel, pool: Pool | None) -> None:
         self.model, self.pool = model, pool
 
-    def run(self, slices: list[Slice]) -> torch.Tensor:
+    def run(self, slices: list[Slice], waits: Waits | None = None) -> torch.Tensor:
         """One forward of all slices.
 
         Every layer writes the rows' keys and values before any row attends, so a link row may see chunks that are
         compiled by other rows of the same step.
+
+        Args:
+            waits: every layer waits for the same layer of these loads before any row attends.
 
         Returns:
             ``[w, vocabulary]`` fp32 on the CPU, one row for each slice that wants logits, in order.
@@ -66,6 +70,7 @@ class Runner:
         positions = torch.cat([s.lane.positions[:, s.lo : s.hi] for s in slices], 1).to(device)
         embeds, deepstack = self.inputs(slices, starts)
         step = self._step(slices, starts)
+        step.waits = waits
         rows = torch.tensor(wanted, dtype=torch.int64, device=device)
         return self.model.forward(embeds, positions, step, rows, deepstack).cpu()
 

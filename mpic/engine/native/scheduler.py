@@ -21,6 +21,7 @@ from mpic.engine.native.runner import Slice
 from mpic.errors import CompileFailed, IntegrityError
 from mpic.kv.chunk import ChunkInputs, ChunkKey, KVKey
 from mpic.kv.device import DeviceCache, Resident
+from mpic.kv.gate import LayerGate
 from mpic.kv.pool import Extent
 from mpic.kv.prefix import Node, own
 
@@ -48,7 +49,7 @@ class Scheduler:
         device: resident chunks and prefix cache over the pool.
         budget: most rows a step computes.
         bos: token for sinks.
-        load: starts reading a stored chunk into its resident extent.
+        load: starts reading a stored chunk into its resident extent, in an order.
         deletions: chunks that requests under way must not bring back.
         max_running: most requests in one batch.
     """
@@ -58,7 +59,7 @@ class Scheduler:
         device: DeviceCache,
         budget: int,
         bos: int,
-        load: Callable[[LinkedChunk], None],
+        load: Callable[[LinkedChunk, float], None],
         deletions: Deletions,
         max_running: int = 64,
     ) -> None:
@@ -102,6 +103,7 @@ class Scheduler:
                 break
             self.waiting.remove(item)
             budget = self._prefills(slices, budget)
+        self.join(slices, budget)
         return slices
 
     # ---- rows
@@ -126,9 +128,7 @@ class Scheduler:
         """In order of arrival: a request's chunks that are still to be compiled, then its own rows, as soon as all its
         chunks are ready or will be within this very step. Chunks nobody waits for get what is left of the budget."""
         taken = {id(s.lane) for s in slices}
-        finishing = {
-            s.lane.resident for s in slices if isinstance(s.lane, CompileLane) and s.hi == len(s.lane)
-        }
+        finishing = _finishing(slices)
 
         def schedule(lane: Lane, end: int) -> None:
             nonlocal budget
@@ -146,13 +146,48 @@ class Scheduler:
                 if linked.resident in self.jobs:
                     schedule(self.jobs[linked.resident], len(self.jobs[linked.resident]))
             if self._ready(sequence, finishing) and not sequence.undecided:
-                end = len(sequence)
-                if sequence.request.policy.two_step and sequence.computed < end - 1:
-                    end -= 1  # the last token goes alone, in a second step
-                schedule(sequence, end)
+                schedule(sequence, _end(sequence))
         for lane in self.jobs.values():
             schedule(lane, len(lane))
         return budget
+
+    def join(self, slices: list[Slice], budget: int) -> None:
+        """Add links whose loads are under way: they run beside them, layer by layer (MPIC, section 4.3).
+
+        A step that waits for a disk makes everything in it wait, so a link joins only
+
+        - when every one of its loads has delivered its first layer, and the other chunks are ready or compiled in this
+          very step;
+        - when no other request could use the step: none has rows in it, nor chunks that are compiled in it. While
+          others compute, loads run beside *their* steps, and the link follows when they have ended;
+        - beside another such link only if it waits for no load that the other does not.
+
+        A step waits ``ChunkTraffic.patience`` at most. Then, and when a load fails, it computes on, the rows of the
+        links concerned are thrown away, and they are computed again when their chunks are ready.
+        """
+        if budget == 0 or any(isinstance(s.lane, Sequence) for s in slices):
+            return
+        compiling = {s.lane.resident for s in slices}
+        finishing = _finishing(slices)
+        waited: set[LayerGate] = set()
+        for sequence in self.running:
+            needed = {linked.resident for linked in sequence.needed}
+            gates = {r.gate for r in needed if not r.ready and r not in finishing}
+            held_up = sequence.undecided or sequence.searching or not self._has_room(sequence)
+            if held_up or None in gates or not all(g.flowing or g.complete for g in gates):
+                continue
+            others = {one.resident for s in self.running if s is not sequence for one in s.needed}
+            if budget == 0 or compiling & (others - needed) or (waited and not gates <= waited):
+                continue
+            hi = min(_end(sequence), sequence.computed + budget)
+            slices.append(Slice(sequence, sequence.computed, hi))
+            budget -= hi - sequence.computed
+            waited |= gates
+            self.counters["links_beside_loads"] += 1
+
+    @staticmethod
+    def _has_room(sequence: Sequence) -> bool:
+        return len(sequence) - sequence.mapped <= sequence.extent.tokens
 
     def undecided(self) -> list[Sequence]:
         """Running requests that wait for their dynamic policy's decision and have all it needs."""
@@ -163,8 +198,10 @@ class Scheduler:
         sequence.spans = map_spans(sequence)
 
     def _ready(self, sequence: Sequence, finishing: set[Resident] | tuple) -> bool:
+        """Whether all chunks are there, or will be before this step's rows look at them."""
         return not sequence.searching and all(
-            linked.resident.ready or linked.resident in finishing for linked in sequence.needed
+            r.ready or r in finishing or (r.gate is not None and r.gate.complete)
+            for r in (linked.resident for linked in sequence.needed)
         )
 
     # ---- admission
@@ -252,7 +289,7 @@ class Scheduler:
             if linked in added:
                 if linked.stored is not None:
                     linked.tier = linked.stored.tier
-                    self._load(linked)
+                    self._load(linked, sequence.arrived)
                 else:
                     linked.tier = "compiled"
                     self.start_job(linked.resident)
@@ -278,7 +315,7 @@ class Scheduler:
         linked.resident = self.device.add(linked.key, linked.inputs, linked.key.recipe.sink)
         if linked.resident is not None:
             self.counters["prefetched"] += 1
-            self._load(linked)
+            self._load(linked, arrived)
 
     def start_job(self, resident: Resident) -> None:
         """Compile a resident chunk; the job holds it until it is ready."""
@@ -407,6 +444,19 @@ class Scheduler:
             return kept
 
         self.device.prefix.insert(namespace(sequence), sequence.items[:end], chunks, take)
+
+
+def _finishing(slices: list[Slice]) -> set[Resident]:
+    """Chunks of which the last row is computed in this step."""
+    return {s.lane.resident for s in slices if isinstance(s.lane, CompileLane) and s.hi == len(s.lane)}
+
+
+def _end(sequence: Sequence) -> int:
+    """How far a request's rows may go in its next step."""
+    end = len(sequence)
+    if sequence.request.policy.two_step and sequence.computed < end - 1:
+        end -= 1  # the last token goes alone, in a second step
+    return end
 
 
 def namespace(sequence: Sequence) -> tuple[str, ...]:

@@ -1,0 +1,457 @@
+"""Links that run beside the loads of their chunks: the same answers, whatever the disk does meanwhile."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from engine_kit import (
+    TOKENS,
+    MemoryChunk,
+    MemoryStore,
+    expected_of,
+    family,
+    ids,
+    image_chunk,
+    logits_of,
+    prompt_of,
+    request_of,
+    text_chunk,
+)
+from families import VISION_FAMILIES, random_image
+
+from mpic.engine.native.engine import NativeEngine
+from mpic.engine.native.loader import Load, LoadQueue, loaders_for
+from mpic.errors import CorruptFile, EngineStopped
+from mpic.kv.gate import LayerGate
+
+STORED, OTHER, MISSING = (text_chunk(ids(70 + i, n)) for i, n in enumerate((23, 17, 11)))
+POLICIES = ["reuse", "mpic-4", "legolink-3", "legolink-0", "attnlink-6", "block-1", "random-30"]
+FOREVER = 1000.0
+
+
+class GatedStore(MemoryStore):
+    """Gives every chunk's layers one at a time, when the test says so.
+
+    ``allowed`` layers of each chunk come; the layer ``fails_at`` does not, it is damaged.
+    """
+
+    def __init__(self, allowed: int = 0) -> None:
+        super().__init__()
+        self.allowed, self.fails_at = allowed, -1
+        self._changed = threading.Condition()
+
+    def allow(self, layers: int) -> None:
+        with self._changed:
+            self.allowed = max(self.allowed, layers)
+            self._changed.notify_all()
+
+    def find(self, keys):
+        return {key: GatedChunk(self, self.chunks[key]) for key in keys if key in self.chunks}
+
+
+class GatedChunk(MemoryChunk):
+    def read_layers(self, destination) -> Iterator[int]:
+        store = self._store
+        for layer, values in enumerate(self._chunk.kv):
+            with store._changed:
+                assert store._changed.wait_for(lambda layer=layer: layer < store.allowed, 60)
+            if layer == store.fails_at:
+                destination[layer].fill_(float("nan"))
+                store.chunks.pop(self._chunk.key, None)
+                raise CorruptFile(f"layer {layer} is damaged")
+            destination[layer].copy_(values)
+            yield layer
+
+
+def layers_of(name: str) -> int:
+    return family(name).loaded.shape.layers
+
+
+@pytest.fixture
+def stored(make_engine):
+    """A gated store that holds some chunks, compiled behind ``sink`` tokens, and an engine over it with a patience
+    that never ends, unless the test says otherwise."""
+
+    def make(name: str, chunks, sink: int = 0, allowed: int = 1, patience: float = FOREVER, **options):
+        store = GatedStore(allowed)
+        first = make_engine(name, store=store)
+        for chunk in chunks:
+            first.compile(chunk, sink).result(60)
+        first.close()
+        engine = make_engine(name, store=store, loaders=4, **options)
+        engine.traffic.patience = patience
+        stores.append(store)
+        return engine, store
+
+    stores: list[GatedStore] = []
+    yield make
+    for store in stores:
+        store.allow(99)  # or the engine could not be closed
+
+
+@pytest.fixture
+def asked(monkeypatch) -> queue.Queue:
+    """The layers that a step had to wait for, as it comes to them."""
+    layers: queue.Queue = queue.Queue()
+    wait = LayerGate.wait
+
+    def record(self, layer, seconds):
+        layers.put(layer)
+        return wait(self, layer, seconds)
+
+    monkeypatch.setattr(LayerGate, "wait", record)
+    return layers
+
+
+def agrees(name: str, prompt, policy: str, stream) -> None:
+    got_ids, got = logits_of(stream, TOKENS)
+    expected_ids, expected = expected_of(name, prompt, policy)
+    assert got_ids == expected_ids
+    assert (got - expected).abs().max() < 1e-4
+
+
+def submit(engine: NativeEngine, prompt, policy: str = "mpic-4", tokens: int = TOKENS):
+    return engine.submit(request_of(prompt, policy, tokens, logprobs=300))
+
+
+def until(condition) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen")
+
+
+def beside(engine: NativeEngine, links: int = 1) -> None:
+    """Wait until this many links run beside their loads."""
+    until(lambda: engine.stats()["counters"].get("links_beside_loads", 0) == links)
+
+
+# ---- the same answers
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+def test_a_link_follows_its_loads_layer_by_layer_while_a_missing_chunk_compiles_and_equals_the_oracle(
+    name, policy, stored, asked
+):
+    picture = [image_chunk(random_image(60))] if name in VISION_FAMILIES else []
+    engine, store = stored(name, [STORED, *picture], sink=4 if policy == "legolink-0" else 0)
+    prompt = prompt_of(ids(1, 6), STORED, ids(2, 3), MISSING, *picture, ids(3, 4), STORED, ids(4, 5))
+    stream = submit(engine, prompt, policy)
+    for layer in range(1, layers_of(name)):
+        while (now := asked.get(timeout=60)) < layer:
+            pass  # another chunk's gate asked for the layer before
+        assert now == layer  # only now that it was asked for may it come
+        store.allow(layer + 1)
+    agrees(name, prompt, policy, stream)
+    counters = engine.stats()["counters"]
+    assert counters["links_beside_loads"] >= 1 and "rows_thrown_away" not in counters
+    engine.check()
+
+
+@pytest.mark.parametrize("policy", ["reuse-2step", "cacheblend-25"])
+def test_policies_of_two_passes_answer_as_over_resident_chunks(policy, stored):
+    engine, store = stored("llama", [STORED])
+    prompt = prompt_of(ids(1, 6), STORED, ids(2, 3), MISSING, ids(4, 5))
+    stream = submit(engine, prompt, policy)
+    until(lambda: engine.traffic.loading == 1)
+    store.allow(99)
+    first = stream.result()
+    assert [use.tier for use in first.usage.chunks] == ["disk", "compiled"]
+    resident, _ = stored("llama", [STORED, MISSING], allowed=99)
+    for chunk in (STORED, MISSING):
+        submit(resident, prompt_of(chunk, ids(9, 2)), "reuse").result()
+    again = submit(resident, prompt, policy).result()
+    assert [use.tier for use in again.usage.chunks] == ["device", "device"]
+    assert first.token_ids == again.token_ids
+
+
+def test_loads_compile_and_link_share_one_step(stored):
+    engine, store = stored("llama", [STORED])
+    start = engine.scheduler._load
+
+    def started(linked, order):
+        start(linked, order)
+        until(lambda: linked.resident.gate.ready > 0)
+
+    engine.scheduler._load = started  # the first layer is there before the step is put together
+    stream = submit(engine, prompt_of(ids(1, 6), STORED, MISSING, ids(3, 4)), tokens=1)
+    beside(engine)
+    store.allow(99)
+    uses = stream.result().usage.chunks
+    assert [use.tier for use in uses] == ["disk", "compiled"]
+    assert engine.stats()["counters"]["steps"] == 1
+
+
+def test_two_requests_link_a_loading_chunk_at_different_bases(stored):
+    engine, store = stored("llama", [STORED], allowed=0)
+    prompts = [prompt_of(ids(5, n), STORED, ids(6, 4)) for n in (3, 19)]
+    streams = [submit(engine, prompt) for prompt in prompts]
+    until(lambda: len(engine.scheduler.running) == 2)
+    store.allow(1)
+    beside(engine, 2)
+    store.allow(99)
+    for prompt, stream in zip(prompts, streams, strict=True):
+        agrees("llama", prompt, "mpic-4", stream)
+    assert engine.stats()["counters"]["chunks_from_disk"] == 2
+    engine.check()
+
+
+# ---- loads that fail
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_load_that_fails_at_any_layer_costs_a_compile_and_nothing_wrong_is_served_or_remembered(
+    layer, stored, caplog
+):
+    engine, store = stored("llama", [STORED, OTHER], allowed=0)
+    store.fails_at = layer
+    prompts = [prompt_of(ids(5, n), STORED, ids(8, 3), MISSING, ids(6, 4)) for n in (3, 19)]
+    streams = [submit(engine, prompt) for prompt in prompts]
+    until(lambda: len(engine.scheduler.running) == 2)
+    store.allow(1)
+    if layer > 0:
+        beside(engine, 2)
+    store.allow(99)
+    for prompt, stream in zip(prompts, streams, strict=True):
+        agrees("llama", prompt, "mpic-4", stream)
+    counters = engine.stats()["counters"]
+    assert counters["load_failures"] == 1
+    assert counters["tokens_compiled"] == len(STORED.token_ids) + len(
+        MISSING.token_ids
+    )  # neither of them twice
+    assert ("rows_thrown_away" in counters) == (layer > 0)
+    for prompt in prompts:  # from the prefix cache now
+        agrees("llama", prompt, "mpic-4", submit(engine, prompt))
+    engine.check()
+    assert "is compiled again" in caplog.text
+
+
+def test_the_reason_is_told_to_every_request_that_had_to_wait_for_the_compile(stored):
+    engine, store = stored("llama", [STORED], allowed=0)
+    store.fails_at = 1
+    streams = [submit(engine, prompt_of(ids(5, n), STORED, ids(6, 4))) for n in (3, 19)]
+    until(lambda: len(engine.scheduler.running) == 2)
+    store.allow(99)
+    for stream in streams:
+        use = stream.result().usage.chunks[0]
+        assert (use.tier, use.reason) == ("compiled", "corrupt")
+
+
+# ---- a slow disk
+
+
+def test_a_request_that_computes_is_not_held_up_by_anothers_loads(stored):
+    engine, store = stored("llama", [STORED])
+    plain = submit(engine, prompt_of(ids(9, 7)), "full", 200)
+    next(iter(plain))
+    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
+    link = submit(engine, prompt)
+    assert len(plain.result().token_ids) == 199  # although the link's loads do not move
+    assert engine.stats()["counters"]["finished_length"] == 1
+    store.allow(99)
+    agrees("llama", prompt, "mpic-4", link)
+
+
+def test_a_step_loses_its_patience_and_the_link_is_computed_again_when_its_chunk_is_there(stored):
+    engine, store = stored("llama", [STORED], patience=0.01)
+    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
+    link = submit(engine, prompt)
+    until(lambda: engine.stats()["counters"].get("rows_thrown_away", 0) > 0)
+    plain = prompt_of(ids(9, 7))
+    agrees("llama", plain, "full", submit(engine, plain, "full"))
+    store.allow(99)
+    agrees("llama", prompt, "mpic-4", link)
+    counters = engine.stats()["counters"]
+    assert counters["links_beside_loads"] == 1 and "load_failures" not in counters
+    engine.check()
+
+
+def test_a_link_whose_other_load_has_not_begun_does_not_hold_the_step(stored):
+    engine, store = stored("llama", [STORED, OTHER], allowed=0)
+    prompt = prompt_of(ids(1, 6), STORED, OTHER, ids(4, 5))
+    link = submit(engine, prompt)
+    until(lambda: engine.traffic.loading == 2)
+    plain = prompt_of(ids(9, 7))
+    agrees("llama", plain, "full", submit(engine, plain, "full"))
+    assert "links_beside_loads" not in engine.stats()["counters"]
+    store.allow(99)
+    agrees("llama", prompt, "mpic-4", link)
+
+
+# ---- crossings
+
+
+def test_a_chunk_deleted_during_its_load_serves_who_came_before_and_nobody_else(stored):
+    engine, store = stored("llama", [STORED])
+    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
+    link = submit(engine, prompt)
+    beside(engine)
+    store.chunks.clear()
+    deleting = threading.Thread(target=lambda: engine.forget(STORED))
+    deleting.start()
+    store.allow(99)
+    agrees("llama", prompt, "mpic-4", link)
+    deleting.join(30)
+    assert not engine.device.chunks
+    again = submit(engine, prompt).result().usage
+    assert (again.prefix_hit, again.chunks[0].tier) == (0, "compiled")
+    engine.check()
+
+
+def test_a_chunk_deleted_during_a_load_that_then_fails_still_serves_who_came_before(stored):
+    engine, store = stored("llama", [STORED])
+    store.fails_at = 2
+    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
+    link = submit(engine, prompt)
+    beside(engine)
+    engine.deletions.mark(STORED)
+    engine._post(lambda: engine.scheduler.forget(STORED.owner, STORED.key))
+    store.allow(99)
+    agrees("llama", prompt, "mpic-4", link)
+    until(lambda: not engine.device.chunks)
+    assert not store.chunks
+    engine.check()
+
+
+def test_a_request_aborted_while_its_step_waits_leaves_the_chunk_for_the_next(stored):
+    engine, store = stored("llama", [STORED])
+    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
+    link = submit(engine, prompt)
+    beside(engine)
+    link.abort()
+    store.allow(99)
+    link.result()
+    stream = submit(engine, prompt)
+    agrees("llama", prompt, "mpic-4", stream)
+    assert engine.stats()["counters"].get("chunk_hits", 0) == 1
+    engine.check()
+
+
+def test_closing_does_not_wait_for_the_loads_that_a_step_waits_for(stored):
+    engine, store = stored("llama", [STORED])
+    link = submit(engine, prompt_of(ids(1, 6), STORED, ids(4, 5)))
+    beside(engine)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    with pytest.raises(EngineStopped):
+        link.result()
+    store.allow(99)  # the read under way is the only thing left
+    closing.join(30)
+    assert not closing.is_alive()
+
+
+def test_requests_that_make_room_for_each_other_while_loads_run_keep_their_answers(stored):
+    """Both fit only one after the other once they grow; one of them is preempted."""
+    engine, store = stored("llama", [STORED], pages=24)
+    prompts = [prompt_of(ids(5, n), STORED, ids(6, 4)) for n in (30, 33)]
+    streams = [submit(engine, prompt, tokens=60) for prompt in prompts]
+    store.allow(99)
+    alone, _ = stored("llama", [STORED], allowed=99)
+    for prompt, stream in zip(prompts, streams, strict=True):
+        assert stream.result().token_ids == submit(alone, prompt, tokens=60).result().token_ids
+    engine.check()
+
+
+# ---- what is written
+
+
+def test_compiled_chunks_wait_pinned_in_the_pool_for_a_slow_writer_and_all_are_stored(make_engine):
+    class SlowWriter(MemoryStore):
+        go = threading.Event()
+
+        def save(self, chunk):
+            assert self.go.wait(60)
+            super().save(chunk)
+
+    store = SlowWriter()
+    engine = make_engine(store=store, pages=24)
+    engine.traffic.backlog = 1  # one chunk at the writer, whatever its size
+    chunks = [text_chunk(ids(200 + i, 40)) for i in range(8)]  # 5 pages each: four fit at most
+    futures = [engine.compile(chunk) for chunk in chunks]
+    try:
+        until(lambda: len(engine.traffic._unsaved) == 4)  # and one at the writer, no longer pinned
+        time.sleep(0.05)
+        assert len(engine.traffic._unsaved) == 4 and not any(future.done() for future in futures)
+    finally:
+        store.go.set()
+    assert [future.result(60) for future in futures] == [40] * 8
+    assert {key.chunk for key in store.chunks} == {chunk.key for chunk in chunks}
+    until(lambda: not engine.traffic.busy)
+    engine.check()
+
+
+def test_closing_writes_what_is_compiled_and_not_yet_at_the_writer(make_engine):
+    class SlowWriter(MemoryStore):
+        go = threading.Event()
+
+        def save(self, chunk):
+            assert self.go.wait(60)
+            super().save(chunk)
+
+    store = SlowWriter()
+    engine = make_engine(store=store)
+    engine.traffic.backlog = 1
+    futures = [engine.compile(text_chunk(ids(200 + i, 40))) for i in range(4)]
+    try:
+        until(lambda: len(engine.traffic._unsaved) == 3)
+    except AssertionError:
+        store.go.set()
+        raise
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    store.go.set()
+    closing.join(60)
+    assert len(store.chunks) == 4 and all(future.result(1) == 40 for future in futures)
+
+
+# ---- the queue of reads
+
+
+def test_the_oldest_requests_layers_are_read_first_and_its_chunks_grow_side_by_side():
+    read, done, go = [], queue.Queue(), threading.Event()
+
+    def layers(name):
+        for layer in range(3):
+            read.append((name, layer))
+            yield layer
+
+    def blocked():
+        go.wait(60)
+        yield 0
+
+    loads = LoadQueue(1)
+    loads.add(Load(0.0, blocked(), lambda layer: None, done.put))
+    for order, name in ((2.0, "young"), (1.0, "a"), (1.0, "b")):
+        loads.add(Load(order, layers(name), lambda layer: None, done.put))
+    go.set()
+    assert [done.get(timeout=60) for _ in range(4)] == [None] * 4
+    loads.close()
+    old = [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert read == [*old, ("young", 0), ("young", 1), ("young", 2)]
+
+
+def test_closing_the_queue_ends_every_load_once():
+    ends, go = queue.Queue(), threading.Event()
+
+    def endless():
+        while True:
+            go.wait(60)
+            yield 0
+
+    loads = LoadQueue(2)
+    for _ in range(5):
+        loads.add(Load(0.0, endless(), lambda layer: None, ends.put))
+    go.set()
+    loads.close()
+    assert [type(ends.get(timeout=60)) for _ in range(5)] == [EngineStopped] * 5 and ends.empty()
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 2), (2, 2), (8, 4), (96, 8)])
+def test_loader_threads_follow_the_cores(cores, threads):
+    assert loaders_for(cores) == threads
