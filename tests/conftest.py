@@ -28,3 +28,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def soak(request: pytest.FixtureRequest) -> int:
     """0 in the suite; how often to repeat in ``make soak``."""
     return request.config.getoption("--soak")
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory):
+    """``mpic serve`` as a process of its own on a tiny random model, one for all tests."""
+    from server_helpers import POOL_PAGES, save_tiny_llava
+
+    from mpic.evals.demo import running_server
+
+    model = save_tiny_llava(tmp_path_factory.mktemp("model") / "tiny")
+    data = tmp_path_factory.mktemp("data")
+    with running_server(data, str(model), "--pool-bytes", str(POOL_PAGES * 12_288)) as (url, _):
+        yield url

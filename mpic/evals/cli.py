@@ -13,6 +13,7 @@ from rich.table import Table
 
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Which policy on *your* model and data: answers, scores and times of every policy side by side.\n\n"

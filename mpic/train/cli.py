@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Train the demo models on generated data.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train the demo models on generated data.")
 
 Out = Annotated[Path, typer.Option(help="folder for checkpoints, curves and the finished model")]
 Resume = Annotated[bool, typer.Option("--resume", help="continue from the checkpoint in --out")]

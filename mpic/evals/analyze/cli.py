@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="markdown")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 POLICIES = "full,reuse,mpic-16,legolink-0"
 

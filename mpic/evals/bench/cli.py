@@ -26,6 +26,7 @@ from mpic.model.load import DTYPES, choose_device
 
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Measure what the system promises, on random models made on the spot.\n\n"

@@ -1,12 +1,15 @@
 """The command line, against a real server where one is needed."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from server_helpers import png
 from typer.testing import CliRunner
 
 from mpic import cli
+from mpic.cli.upload import stem_handle
 
 
 @pytest.fixture
@@ -118,4 +121,22 @@ def test_a_conversation(mpic, url):
 
 def test_handles_from_file_names(tmp_path):
     names = {"eiffel 2025.jpg": "EIFFEL_2025", "Ünï.txt": "N", "...": "FILE", "a.b.png": "A_B"}
-    assert {name: cli.stem_handle(tmp_path / name) for name in names} == names
+    assert {name: stem_handle(tmp_path / name) for name in names} == names
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_in_the_list_is_there(mpic, command):
+    status, out, _ = mpic(command, "--help")
+    assert status == 0 and f"mpic {command}" in out and "--install-completion" not in out
+
+
+def test_the_list_of_commands_needs_none_of_them():
+    """The first thing a person types answers at once: no torch, no server, no command."""
+    code = (
+        "import sys; from mpic.cli import main; sys.argv = ['mpic', '--help']\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "heavy = ('torch', 'httpx', 'fastapi', 'mpic.config', 'mpic.cli.files')\n"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("[]")

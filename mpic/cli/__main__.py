@@ -1,0 +1,5 @@
+"""``python -m mpic.cli``."""
+
+from mpic.cli import main
+
+main()

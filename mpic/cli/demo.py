@@ -1,0 +1,35 @@
+"""``mpic demo``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mpic.cli.common import noun
+
+app = noun()
+
+
+@app.command()
+def demo(
+    policies: Annotated[str, typer.Option(help="comma-separated")] = "prefix,reuse,mpic-16,legolink-16",
+    model: Annotated[str | None, typer.Option(help="model folder; default: the bundled demo model")] = None,
+    samples: Annotated[
+        Path | None, typer.Option(help="folder with manifest.json; default: the bundled one")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write every figure to this file")] = None,
+) -> None:
+    """Start a server, upload the samples, ask about them under several policies, compare the answers.
+
+    Ends with a non-zero status when an expected answer is missed under mpic-16.
+    """
+    from mpic.evals.demo import run
+
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # as an exception, so that the server is ended too
+    raise typer.Exit(run(policies.split(","), model, samples, json_path))

@@ -1,0 +1,54 @@
+"""``mpic upload``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from mpic.cli.common import DEFAULT_URL, Json, Url, err, noun
+from mpic.cli.files import show_files
+from mpic.client import Client
+
+app = noun()
+
+
+@app.command()
+def upload(
+    paths: Annotated[
+        list[Path], typer.Argument(help="images and UTF-8 text files", exists=True, dir_okay=False)
+    ],
+    handle: Annotated[
+        str | None, typer.Option(help="NAME for IMAGE#NAME or FILE#NAME in prompts; one file only")
+    ] = None,
+    expires: Annotated[int | None, typer.Option(min=1, help="delete after so many seconds")] = None,
+    wait: Annotated[bool, typer.Option(help="wait until the KV cache is compiled")] = True,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Upload images and documents; each is compiled once into a KV cache that any prompt can link.
+
+    Without --handle a file is named by its stem in capitals: `eiffel 2025.jpg` becomes EIFFEL_2025.
+    """
+    if handle and len(paths) > 1:
+        raise typer.BadParameter("a handle names one file; leave it out to name each by its stem")
+    done = []
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Client(url) as client, Progress(*columns, console=err, transient=True, disable=as_json) as bar:
+        for path in paths:
+            task = bar.add_task(path.name, total=path.stat().st_size)
+            name = handle or stem_handle(path)
+            file = client.upload(path, name, expires, lambda n, task=task: bar.advance(task, n))
+            if wait:
+                bar.update(task, description=f"{path.name} compiling")
+                file = client.wait(file["id"])
+            done.append(file)
+    show_files(done, as_json)
+
+
+def stem_handle(path: Path) -> str:
+    """A handle made of a file's stem: capitals, digits and underscores."""
+    return re.sub(r"[^A-Z0-9]+", "_", path.stem.upper()).strip("_") or "FILE"
