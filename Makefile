@@ -23,6 +23,7 @@ serve: setup ## start the server
 	@cd "$(ROOT)" && exec "$(BIN)/mpic" serve $(ARGS)
 
 test: setup-dev ## run the tests
+	@"$(ROOT)/tools/get_chromium.sh"
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(ARGS)
 
 demo: setup ## start the server on the bundled model, upload the samples, ask, compare the answers

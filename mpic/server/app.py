@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.concurrency import run_in_threadpool
 
-from mpic import __version__
+from mpic import __version__, webui
 from mpic.config import Config
 from mpic.keys import KeyStore
 from mpic.server import docs, errors
@@ -62,6 +62,7 @@ def create_app(
     app.add_middleware(Authenticate, keys=keys, always=reachable)
     app.add_middleware(HostGuard, keys=keys, names=config.server.hosts)
     app.add_middleware(Counted, metrics=measured)
+    webui.mount(app, config)
     return app
 
 
@@ -70,7 +71,7 @@ async def _docs(request: Request) -> HTMLResponse:
 
 
 async def _home() -> RedirectResponse:
-    return RedirectResponse("/docs")
+    return RedirectResponse("/ui")
 
 
 @asynccontextmanager

@@ -1,0 +1,61 @@
+"""One ``mpic serve`` on the demo model and one browser for all tests; pages that watch what they are asked for."""
+
+import pytest
+from browsing import Watched, find_browser, open_browser, serving
+from fake_engine import FakeEngine
+from server_helpers import chat_template
+
+from mpic.config import Config
+from mpic.evals.demo import running_server
+from mpic.library import Library
+from mpic.server import create_app
+
+
+@pytest.fixture(scope="session")
+def browser():
+    if find_browser() is None:
+        pytest.skip("no chromium on this machine: tools/get_chromium.sh says how to get it")
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def demo_url(tmp_path_factory, browser):
+    with running_server(tmp_path_factory.mktemp("data")) as (url, _):
+        yield url
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens pages; at the end none may have asked for anything beyond this machine, or complained unexpectedly."""
+    contexts, watched = [], []
+
+    def opened(url, expected=(), **options):
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+        contexts.append(context)
+        context.set_default_timeout(15_000)
+        page = context.new_page()
+        watched.append((Watched(page), expected))
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    for seen, expected in watched:
+        assert seen.left_loopback() == []
+        assert [c for c in seen.complaints if not any(e in c for e in expected)] == []
+
+
+@pytest.fixture
+def fake(tmp_path, browser):
+    """A server over an engine that computes nothing: ``fake.url``, ``fake.engine``, ``fake.keys``."""
+
+    class Fake:
+        engine = FakeEngine(pause=0.05)
+        library = Library.open(tmp_path)
+        app = create_app(engine, library, chat_template(), Config())
+        keys = app.state.mpic.keys
+
+    with serving(Fake.app) as Fake.url:
+        yield Fake

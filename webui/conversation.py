@@ -1,0 +1,118 @@
+"""What was said on one page, and how each answer came to be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+HANDLE = re.compile(r"(?<![A-Za-z0-9_])(IMAGE|FILE)#([A-Za-z0-9_.\-]+)")
+
+
+@dataclass
+class Run:
+    """One answer: as it is being written, or as it ended.
+
+    Args:
+        policy: empty: the server's default.
+        state: ``waiting`` for the first token, ``writing``, ``done``, ``stopped`` by a person, ``failed``.
+        error: code and message.
+    """
+
+    policy: str
+    text: str = ""
+    usage: dict[str, Any] | None = None
+    state: Literal["waiting", "writing", "done", "stopped", "failed"] = "waiting"
+    error: tuple[str, str] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.state in ("waiting", "writing")
+
+    def fail(self, code: str, message: str) -> None:
+        self.state, self.error = "failed", (code, message)
+
+    def end(self) -> None:
+        """What still runs was stopped."""
+        if self.running:
+            self.state = "stopped"
+
+    @property
+    def name(self) -> str:
+        """The policy as the server calls it, once it has said so."""
+        return self.usage["mpic"]["policy"] if self.usage else self.policy
+
+    @property
+    def trace(self) -> dict[str, Any] | None:
+        """What became of every token of the prompt."""
+        return self.usage["mpic"].get("trace") if self.usage else None
+
+    @property
+    def ttft(self) -> float | None:
+        """Milliseconds to the first token."""
+        return self.usage["mpic"]["ms"]["ttft"] if self.usage else None
+
+
+@dataclass
+class Turn:
+    """A question, its answer, and perhaps the same answer without reuse."""
+
+    text: str
+    answer: Run
+    again: Run | None = None
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def running(self) -> bool:
+        return self.answer.running or (self.again is not None and self.again.running)
+
+
+class Conversation:
+    """The turns of one open page. No dataclass: Gradio would turn one into a dict.
+
+    Args:
+        owner: whose page it is; set by the first event.
+    """
+
+    def __init__(self, owner: str | None = None) -> None:
+        self.owner = owner
+        self.turns: list[Turn] = []
+
+    @property
+    def running(self) -> bool:
+        return any(turn.running for turn in self.turns)
+
+    def messages(self, upto: int) -> list[dict[str, Any]]:
+        """The conversation as the API takes it, up to and with the question of turn ``upto``. Questions that were
+        never answered are left out."""
+        out: list[dict[str, Any]] = []
+        for turn in self.turns[:upto]:
+            if turn.answer.text and turn.answer.state != "failed":
+                out.append({"role": "user", "content": turn.text})
+                out.append({"role": "assistant", "content": turn.answer.text})
+        out.append({"role": "user", "content": self.turns[upto].text})
+        return out
+
+    def end(self) -> None:
+        """Mark what runs as stopped."""
+        for turn in self.turns:
+            for run in filter(None, (turn.answer, turn.again)):
+                run.end()
+
+
+def name_of(file: dict[str, Any]) -> str:
+    """How a prompt names a file: ``IMAGE#NAME``; its file name where it has no handle."""
+    if not file["handle"]:
+        return file["filename"]
+    return f"{'IMAGE' if file['kind'] == 'image' else 'FILE'}#{file['handle']}"
+
+
+def handle_for(filename: str, taken: set[str]) -> str:
+    """A free handle made of a file name: capitals, digits and underscores, as ``mpic upload`` makes them."""
+    stem = re.sub(r"\.[^.]*$", "", filename)
+    name = re.sub(r"[^A-Z0-9]+", "_", stem.upper()).strip("_")[:56] or "FILE"
+    number = 2
+    found = name
+    while found in taken:
+        found, number = f"{name}_{number}", number + 1
+    return found

@@ -1,0 +1,228 @@
+"""What happens when somebody does something on the page. Every handler asks the API, as the visitor."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import gradio as gr
+from starlette.types import ASGIApp
+
+from mpic.webui import library, live, policies, top
+from mpic.webui.api import API, APIError
+from mpic.webui.conversation import Conversation, Run, Turn
+from mpic.webui.samples import samples, welcome
+from mpic.webui.transcript import transcript
+
+MAX_TOKENS = 512
+SHOW_SECONDS = 0.06  # between two looks at an answer being written
+COMPILE_SECONDS = 20.0  # a sample question waits so long for its samples, then asks anyway
+
+Update = Any
+
+
+class Desk:
+    """The handlers of the page.
+
+    Args:
+        app: the application whose API is asked.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    def _api(self, request: gr.Request) -> API:
+        return API(self._app, request.request.state.visitor.key)
+
+    # ---- the page itself
+
+    async def open(self, conversation: Conversation, request: gr.Request) -> tuple[Update, ...]:
+        """Everything that is there when the page opens."""
+        self._own(conversation, request)
+        api = self._api(request)
+        health, files, metrics = await asyncio.gather(api.health(), api.files(), api.metrics())
+        default, forms = health["policy"], health["policies"]
+        choices = policies.offered(forms, default)
+        return (
+            top.bar(request.request.state.visitor, health["model"]),
+            gr.update(choices=choices, value=default),
+            policies.line(default),
+            library.panel(files),
+            live.panel(health, metrics),
+            policies.page(forms, default),
+            welcome() if not conversation.turns else transcript(conversation.turns),
+        )
+
+    async def poll(self, conversation: Conversation, request: gr.Request) -> tuple[Update, ...]:
+        api = self._api(request)
+        try:
+            health, files, metrics = await asyncio.gather(api.health(), api.files(), api.metrics())
+        except APIError:
+            return gr.skip(), gr.skip()
+        return library.panel(files), live.panel(health, metrics)
+
+    # ---- the library
+
+    async def files(self, conversation: Conversation, request: gr.Request) -> Update:
+        return library.panel(await self._api(request).files())
+
+    async def manage(self, conversation: Conversation, event: gr.EventData, request: gr.Request) -> Update:
+        """A button of the library panel."""
+        api = self._api(request)
+        if event._data.get("act") == "delete":
+            try:
+                await api.delete(str(event._data["id"]))
+            except APIError as exc:
+                gr.Warning(f"{exc.message} [{exc.code}]", title="Not deleted")
+        return library.panel(await api.files())
+
+    # ---- chat
+
+    async def ask(
+        self, text: str, policy: str | None, conversation: Conversation, request: gr.Request
+    ) -> AsyncIterator[tuple[Update, ...]]:
+        """Answer what is in the box."""
+        self._own(conversation, request)
+        if conversation.running or not text.strip():
+            yield _nothing()
+            return
+        async for update in self._answer(text.strip(), policy, conversation, request):
+            yield update
+
+    async def act(
+        self, policy: str, conversation: Conversation, event: gr.EventData, request: gr.Request
+    ) -> AsyncIterator[tuple[Update, ...]]:
+        """A button of the transcript: a sample question, or an answer once more without reuse."""
+        self._own(conversation, request)
+        asked = event._data
+        if conversation.running:
+            return
+        if asked.get("act") == "sample":
+            sample = next((s for s in samples() if s.id == asked.get("sample")), None)
+            if sample is None:
+                return
+            turn = Turn(sample.text, Run(policy or ""))
+            conversation.turns.append(turn)
+            try:
+                yield *_running(conversation), gr.skip()
+                await self._upload(sample.paths, request)
+            except APIError as exc:
+                turn.answer.fail(exc.code, exc.message)
+                yield *_ended(conversation, ""), gr.skip()
+                return
+            finally:
+                turn.answer.end()
+            conversation.turns.remove(turn)
+            shown = library.panel(await self._api(request).files())
+            async for update in self._answer(sample.text, policy, conversation, request):
+                yield *update, shown
+                shown = gr.skip()
+        elif asked.get("act") == "again":
+            async for update in self._again(int(asked.get("turn", -1)), conversation, request):
+                yield *update, gr.skip()
+
+    async def stop(self, conversation: Conversation) -> tuple[Update, ...]:
+        conversation.end()
+        return _ended(conversation, gr.skip())
+
+    async def new(self, conversation: Conversation, request: gr.Request) -> tuple[Update, ...]:
+        """Forget what was said."""
+        fresh = Conversation(owner=request.username)
+        return fresh, welcome(), "", gr.skip(), gr.update(visible=True), gr.update(visible=False)
+
+    async def _answer(
+        self, text: str, policy: str | None, conversation: Conversation, request: gr.Request
+    ) -> AsyncIterator[tuple[Update, ...]]:
+        api = self._api(request)
+        turn = Turn(text, Run(policy or ""))
+        number = len(conversation.turns)
+        conversation.turns.append(turn)
+        try:
+            yield _running(conversation)
+            turn.files = {f["handle"]: f for f in await api.files() if f["handle"]}
+            async for _ in self._write(turn.answer, conversation.messages(number), api):
+                yield gr.skip(), transcript([turn], number), gr.skip(), gr.skip(), gr.skip()
+        except APIError as exc:
+            turn.answer.fail(exc.code, exc.message)
+        finally:
+            turn.answer.end()
+        yield _ended(conversation, text if turn.answer.state == "failed" else gr.skip())
+
+    async def _again(
+        self, number: int, conversation: Conversation, request: gr.Request
+    ) -> AsyncIterator[tuple[Update, ...]]:
+        if not 0 <= number < len(conversation.turns):
+            return
+        turn = conversation.turns[number]
+        run = turn.again = Run("full")
+        try:
+            yield _running(conversation, whole=True)
+            async for _ in self._write(run, conversation.messages(number), self._api(request)):
+                yield transcript(conversation.turns), gr.skip(), gr.skip(), gr.skip(), gr.skip()
+        finally:
+            run.end()
+        yield _ended(conversation, gr.skip())
+
+    async def _write(self, run: Run, messages: list[dict[str, Any]], api: API) -> AsyncIterator[None]:
+        """Fills the run; yields now and then when there is something new to see. Ends the request when left early."""
+        shown = 0.0
+        pieces = api.ask(messages, run.policy, MAX_TOKENS)
+        try:
+            async for text, usage in pieces:
+                run.state, run.text, run.usage = "writing", run.text + text, usage or run.usage
+                if time.monotonic() - shown > SHOW_SECONDS:
+                    shown = time.monotonic()
+                    yield
+            run.state = "done"
+        except APIError as exc:
+            run.fail(exc.code, exc.message)
+        finally:
+            await pieces.aclose()
+
+    async def _upload(self, paths: dict[str, Any], request: gr.Request) -> None:
+        """Upload what is not there yet, and wait until all of it is compiled."""
+        api = self._api(request)
+        there = {f["handle"] for f in await api.files()}
+        for handle, path in paths.items():
+            if handle not in there:
+                await api.upload(path.name, path.read_bytes(), handle)
+        until = time.monotonic() + COMPILE_SECONDS
+        while time.monotonic() < until:
+            if all(f["state"] != "compiling" for f in await api.files() if f["handle"] in paths):
+                return
+            await asyncio.sleep(0.1)
+
+    def _own(self, conversation: Conversation, request: gr.Request) -> None:
+        """The gate binds a page to its user; this holds even if it did not."""
+        conversation.owner = conversation.owner or request.username
+        if conversation.owner != request.username:
+            raise gr.Error("this page belongs to somebody else; reload it")
+
+
+def _nothing() -> tuple[Update, ...]:
+    return (gr.skip(),) * 5
+
+
+def _running(conversation: Conversation, whole: bool = False) -> tuple[Update, ...]:
+    """The last turn is being written; with ``whole`` one of the others is."""
+    turns = conversation.turns
+    done, last = (turns, []) if whole else (turns[:-1], turns[-1:])
+    return (
+        transcript(done),
+        transcript(last, len(done)),
+        gr.skip() if whole else "",
+        gr.update(visible=False),
+        gr.update(visible=True),
+    )
+
+
+def _ended(conversation: Conversation, box: Update) -> tuple[Update, ...]:
+    return (
+        transcript(conversation.turns) or welcome(),
+        "",
+        box,
+        gr.update(visible=True),
+        gr.update(visible=False),
+    )

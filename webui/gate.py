@@ -1,0 +1,193 @@
+"""The door of ``/ui``: plain ASGI in front of everything else.
+
+Gradio serves its upload, file, proxy and developer routes to whoever asks. None of them is needed here, so the gate
+lets through a short list of paths and nothing else; uploads go to ``POST /v1/files`` itself, so that sizes, validators,
+quotas and ownership are the API's own. No file of a user ever reaches a folder of Gradio's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from http.cookies import CookieError, SimpleCookie
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mpic.errors import Forbidden, MPICError, NotFound, TooLarge, Unauthorized
+from mpic.server import errors
+from mpic.webui.sessions import COOKIE, Sessions, Visitor
+
+if TYPE_CHECKING:
+    from mpic.keys import KeyStore
+
+ROOT = "/ui"
+LOGIN = f"{ROOT}/login"
+API = f"{ROOT}/v1/files"  # POST: the API's own upload
+EVENT_BYTES = 1 << 20  # an event of the page: text and a few settings
+SESSION_HASH = re.compile(r"[A-Za-z0-9]{1,64}")
+
+PAGES = re.compile(
+    r"/|/config|/theme\.css|/assets/[^?]*|/static/[^?]*|/favicon\.ico|/manifest\.json"
+    r"|/gradio_api/(?:info|startup-events|theme\.css)|/thumbs/[A-Za-z0-9_-]+|/plots/[A-Za-z0-9_-]+\.png"
+)
+EVENTS = re.compile(r"/gradio_api/(?:queue/join|cancel)/?")
+NOTHING = re.compile(r"/gradio_api/reset/?")  # Gradio's page calls it, and it does nothing
+STREAMS = re.compile(r"/gradio_api/(?:queue/data|heartbeat/(?P<page>[A-Za-z0-9]{1,64}))")
+
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; object-src 'none'; base-uri 'self'; form-action 'self'; "
+    "frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,  # Gradio compiles its templates in the page, hence 'unsafe-eval'
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+}
+
+
+class Gate:
+    """See the module. Puts the ``Visitor`` into ``scope["state"]["visitor"]``.
+
+    Args:
+        sessions: who is logged in.
+        keys: the server's API keys.
+        always: keys are needed even while none exist.
+    """
+
+    def __init__(self, app: ASGIApp, sessions: Sessions, keys: KeyStore, always: bool) -> None:
+        self.app = app
+        self.sessions = sessions
+        self.keys = keys
+        self.always = always
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path != ROOT and not path.startswith(ROOT + "/"):
+            return await self.app(scope, receive, send)
+        if scope["type"] != "http":  # a websocket: there is none here
+            return await send({"type": "websocket.close", "code": 1008})
+        try:
+            receive = await self._admit(scope, receive, path.removeprefix(ROOT) or "/")
+        except Unauthorized as error:
+            if scope["method"] == "GET" and "text/html" in Headers(scope=scope).get("accept", ""):
+                return await RedirectResponse(LOGIN, 303)(scope, receive, send)
+            return await errors.response(error)(scope, receive, send)
+        except MPICError as error:
+            return await errors.response(error)(scope, receive, send)
+        await self.app(scope, receive, _with_headers(send))
+
+    async def _admit(self, scope: Scope, receive: Receive, path: str) -> Receive:
+        """Lets a request in or raises; what is read of its body on the way is given back by the new ``receive``."""
+        headers = Headers(scope=scope)
+        if scope["method"] not in ("GET", "HEAD"):
+            _same_origin(headers)
+        if path in ("/login", "/logout"):
+            return receive
+        visitor = self.visitor(_cookie(headers))
+        scope.setdefault("state", {})["visitor"] = visitor
+        if (scope["method"], scope["path"]) == ("POST", API):
+            _to_api(scope, visitor)
+            return receive
+        if scope["method"] in ("GET", "HEAD"):
+            if PAGES.fullmatch(path):
+                return receive
+            if match := STREAMS.fullmatch(path):
+                query = parse_qs(scope["query_string"].decode("latin-1"))
+                self._own(match["page"] or "".join(query.get("session_hash", [])), visitor)
+                return receive
+        elif scope["method"] == "POST" and EVENTS.fullmatch(path):
+            body = await _whole(receive)
+            self._own(_session_hash(body), visitor)
+            return _again(body)
+        elif scope["method"] == "POST" and NOTHING.fullmatch(path):
+            return _again(await _whole(receive))
+        raise NotFound(f"no such route: {scope['method']} {scope['path']}")
+
+    def visitor(self, cookie: str | None) -> Visitor:
+        """Who has this cookie. Raises Unauthorized."""
+        if not self.always and not self.keys.exist():
+            return Visitor("local", "admin", None)
+        secret = self.sessions.key(cookie)
+        key = self.keys.find(secret) if secret else None
+        if key is None:
+            self.sessions.close(cookie)
+            raise Unauthorized(f"log in at {LOGIN}")
+        return Visitor(key.user, key.role, secret)
+
+    def _own(self, page: str, visitor: Visitor) -> None:
+        if not SESSION_HASH.fullmatch(page) or not self.sessions.owns(page, visitor.user):
+            raise Forbidden("this page belongs to somebody else; reload it")
+
+
+def _same_origin(headers: Headers) -> None:
+    """Refuses what another site's page makes a browser send; the cookie is SameSite=Strict besides."""
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        raise Forbidden(f"requests from pages of {origin!r} are refused", param="Origin")
+
+
+def _cookie(headers: Headers) -> str | None:
+    try:
+        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+    except CookieError:
+        return None
+    return morsel and morsel.value
+
+
+def _to_api(scope: Scope, visitor: Visitor) -> None:
+    """Turns the request into the API's own, with the visitor's key."""
+    scope["path"] = scope["path"].removeprefix(ROOT)
+    scope["raw_path"] = scope["path"].encode()
+    kept = [(n, v) for n, v in scope["headers"] if n.lower() not in (b"authorization", b"cookie")]
+    scope["headers"] = kept
+    if visitor.key is not None:
+        kept.append((b"authorization", f"Bearer {visitor.key}".encode("latin-1")))
+
+
+def _session_hash(body: bytes) -> str:
+    try:
+        found = json.loads(body)["session_hash"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+async def _whole(receive: Receive) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return b""
+        body += message.get("body", b"")
+        if len(body) > EVENT_BYTES:
+            raise TooLarge(
+                f"an event of the page is larger than {EVENT_BYTES:,} bytes", limit_bytes=EVENT_BYTES
+            )
+        if not message.get("more_body"):
+            return body
+
+
+def _again(body: bytes) -> Receive:
+    """Gives a body that was read already, then nothing more until the client is gone (which it is not)."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    return receive
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                headers[name] = value
+        await send(message)
+
+    return sending

@@ -1,0 +1,60 @@
+"""``/ui/login`` and ``/ui/logout``: an API key for a cookie, and back."""
+
+from __future__ import annotations
+
+import html
+from importlib.resources import files
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Cookie, Form, Request
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+
+from mpic.server.guard import is_loopback
+from mpic.webui.gate import HEADERS, LOGIN, ROOT
+from mpic.webui.sessions import COOKIE, LIFETIME_SECONDS, Sessions
+
+if TYPE_CHECKING:
+    from mpic.keys import KeyStore
+
+
+def router(sessions: Sessions, keys: KeyStore) -> APIRouter:
+    routes = APIRouter(prefix=ROOT, include_in_schema=False)
+
+    @routes.get("/login")
+    def form() -> Response:
+        return RedirectResponse(f"{ROOT}/", 303) if not keys.exist() else _page()
+
+    @routes.post("/login")
+    def login(request: Request, key: Annotated[str, Form(max_length=256)] = "") -> Response:
+        if request.url.scheme != "https" and not is_loopback(request.url.hostname or ""):
+            return _page(
+                "Log in over https or from this machine: a key must not cross a network in the clear.", 403
+            )
+        if keys.find(key.strip()) is None:
+            return _page("This key is not known here, or it was revoked.", 401)
+        response = RedirectResponse(f"{ROOT}/", 303)
+        response.set_cookie(
+            COOKIE,
+            sessions.open(key.strip()),
+            max_age=LIFETIME_SECONDS,
+            path=ROOT,
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",  # over http only this machine may log in, see above
+        )
+        return response
+
+    @routes.post("/logout")
+    def logout(session: Annotated[str | None, Cookie(alias=COOKIE)] = None) -> Response:
+        sessions.close(session)
+        response = RedirectResponse(LOGIN, 303)
+        response.delete_cookie(COOKIE, path=ROOT)
+        return response
+
+    return routes
+
+
+def _page(error: str = "", status: int = 200) -> HTMLResponse:
+    page = (files("mpic.webui") / "static" / "login.html").read_text(encoding="utf-8")
+    shown = f'<p class="error" role="alert">{html.escape(error)}</p>' if error else ""
+    return HTMLResponse(page.replace("<!-- error -->", shown), status, headers=HEADERS)

@@ -1,0 +1,78 @@
+"""Pictures the pages show: thumbnails of the visitor's own images, plots of results."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import OrderedDict
+from pathlib import Path
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import FileResponse, Response
+from PIL import Image, ImageOps
+from starlette.concurrency import run_in_threadpool
+
+from mpic.errors import MPICError, NotFound
+from mpic.webui.api import API, APIError
+from mpic.webui.gate import ROOT
+from mpic.webui.plots import plot
+from mpic.webui.sessions import Visitor
+
+SIDE = 192  # pixels; shown at up to 96, and screens have two for one
+KEPT = 2_000
+FILE_ID = re.compile(r"(?:file|ref)[-_][A-Za-z0-9_-]{1,64}")
+
+
+class Refused(MPICError):
+    """The API's own refusal, passed on."""
+
+    def __init__(self, error: APIError) -> None:
+        super().__init__(error.message)
+        self.status, self.code = error.status, error.code
+
+
+def router(app: FastAPI) -> APIRouter:
+    routes = APIRouter(prefix=ROOT, include_in_schema=False)
+    kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+
+    @routes.get("/thumbs/{id}")
+    async def thumb(id: str, request: Request) -> Response:
+        visitor: Visitor = request.state.visitor
+        if not FILE_ID.fullmatch(id):
+            raise NotFound(f"no picture {id!r}")
+        api = API(app, visitor.key)
+        try:
+            await api.file(id)  # still there, and the visitor's
+            if (visitor.user, id) not in kept:
+                kept[visitor.user, id] = await run_in_threadpool(shrink, await api.content(id))
+                while len(kept) > KEPT:
+                    kept.popitem(last=False)
+        except APIError as exc:
+            raise Refused(exc) from None
+        headers = {"Cache-Control": "private, max-age=600", "Vary": "Cookie"}
+        return Response(kept[visitor.user, id], media_type="image/png", headers=headers)
+
+    @routes.get("/plots/{name}.png")
+    def show_plot(name: str) -> Response:
+        path: Path | None = plot(name)
+        if path is None:
+            raise NotFound(f"no plot {name!r}")
+        return FileResponse(path, media_type="image/png")
+
+    return routes
+
+
+def shrink(data: bytes) -> bytes:
+    """A small PNG of an image that the library has already checked and accepted. Raises NotFound for other files."""
+    try:
+        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "BMP", "GIF")) as image:
+            image.draft("RGB", (SIDE, SIDE))
+            small = ImageOps.exif_transpose(image).convert("RGBA")
+    except OSError:
+        raise NotFound("not an image") from None
+    if max(small.size) < SIDE // 2:  # a tiny image is shown as the pixels it is made of
+        small = ImageOps.contain(small, (SIDE // 2, SIDE // 2), Image.Resampling.NEAREST)
+    small.thumbnail((SIDE, SIDE))
+    out = io.BytesIO()
+    small.save(out, "PNG")
+    return out.getvalue()

@@ -1,0 +1,91 @@
+"""Hangs the interface into the application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mpic.server.guard import is_loopback
+from mpic.webui import login, media
+from mpic.webui.gate import ROOT, Gate
+from mpic.webui.sessions import Sessions
+
+if TYPE_CHECKING:
+    from mpic.config import Config
+
+
+def mount(app: FastAPI, config: Config) -> None:
+    """Serve the interface at ``/ui``. Nothing of Gradio is imported before somebody looks.
+
+    Call it last: the gate has to stand in front of every other middleware, because it turns uploads into requests of
+    the API, which those then check.
+    """
+    logging.getLogger("httpx").setLevel(
+        logging.WARNING
+    )  # it tells every request, and the page asks every few seconds
+    state = app.state.mpic
+    sessions = Sessions()
+    pages = _Pages(app)
+    app.include_router(login.router(sessions, state.keys))
+    app.include_router(media.router(app))
+    app.mount(ROOT, pages)
+    app.add_middleware(Gate, sessions=sessions, keys=state.keys, always=not is_loopback(config.server.host))
+    inner = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with inner(app):
+            yield
+            await pages.stop()
+
+    app.router.lifespan_context = lifespan
+
+
+class _Pages:
+    """The Gradio application, made at the first request: importing it takes seconds that a server without visitors
+    need not spend."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._lock = asyncio.Lock()
+        self._pages: ASGIApp | None = None
+        self._leave = asyncio.Event()
+        self._life: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._lock:
+            if self._pages is None:
+                self._pages = await self._start()
+        scope["root_path"] = ""  # Gradio's application counts from the root, as it does when it mounts itself
+        await self._pages(scope, receive, send)
+
+    async def _start(self) -> ASGIApp:
+        from mpic.webui.page import make  # here, because it imports Gradio
+
+        pages = await asyncio.to_thread(make, self._app)
+        ready = asyncio.get_running_loop().create_future()
+
+        async def live() -> None:
+            try:
+                async with pages.router.lifespan_context(pages):
+                    ready.set_result(None)
+                    await self._leave.wait()
+            except Exception as exc:
+                if ready.done():
+                    raise
+                ready.set_exception(exc)
+
+        self._life = asyncio.create_task(live())
+        await ready
+        return pages
+
+    async def stop(self) -> None:
+        self._leave.set()
+        if self._life is not None:
+            await self._life

@@ -1,0 +1,76 @@
+"""Who is logged in to the web interface: a cookie stands for an API key, and only the server knows which."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+COOKIE = "mpic_session"
+LIFETIME_SECONDS = 12 * 3600
+MOST = 10_000  # sessions, and pages bound to their users
+
+
+class Visitor(NamedTuple):
+    """Who makes a request to the interface. ``key`` is None where the server needs none."""
+
+    user: str
+    role: str
+    key: str | None
+
+
+class Sessions:
+    """Cookies and the API keys they stand for, in memory: a restart logs everybody out.
+
+    Only a digest of each cookie is kept. A session ends after ``LIFETIME_SECONDS``, at logout, or when its key is
+    revoked (the gate looks every key up again with every request).
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._keys: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        self._pages: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def open(self, key: str) -> str:
+        """A cookie for this key."""
+        cookie = secrets.token_urlsafe(32)
+        with self._lock:
+            self._keys[_digest(cookie)] = (key, self._clock() + LIFETIME_SECONDS)
+            while len(self._keys) > MOST:
+                self._keys.popitem(last=False)
+        return cookie
+
+    def key(self, cookie: str | None) -> str | None:
+        """The key a cookie stands for, or None."""
+        if not cookie:
+            return None
+        with self._lock:
+            key, until = self._keys.get(_digest(cookie), (None, 0.0))
+            if key is not None and until < self._clock():
+                del self._keys[_digest(cookie)]
+                return None
+        return key
+
+    def close(self, cookie: str | None) -> None:
+        if cookie:
+            with self._lock:
+                self._keys.pop(_digest(cookie), None)
+
+    def owns(self, page: str, user: str) -> bool:
+        """Whether an open page (Gradio's ``session_hash``) is this user's. The first to name a page owns it: its state
+        and its events are for nobody else."""
+        with self._lock:
+            owner = self._pages.setdefault(page, user)
+            self._pages.move_to_end(page)
+            while len(self._pages) > MOST:
+                self._pages.popitem(last=False)
+        return owner == user
+
+
+def _digest(cookie: str) -> bytes:
+    return hashlib.sha256(cookie.encode("utf-8", "surrogatepass")).digest()
