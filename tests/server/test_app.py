@@ -61,7 +61,7 @@ async def test_405_says_what_is_allowed(server):
 
 async def test_home_and_docs(server):
     answer = await server.http.get("/")
-    assert answer.status_code == 307 and answer.headers["location"] == "/docs"
+    assert answer.status_code == 307 and answer.headers["location"] == "/ui"
     page = await server.http.get("/docs")
     assert "/v1/chat/completions" in page.text and "Compare IMAGE#EIFFEL2025" in page.text
     assert not re.search(

@@ -11,7 +11,9 @@ from mpic.library import Library
 from mpic.server import create_app
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(
+    scope="module"
+)  # no longer: while it is open Playwright's own loop runs, and no async test can
 def browser():
     if find_browser() is None:
         pytest.skip("no chromium on this machine: tools/get_chromium.sh says how to get it")
@@ -19,7 +21,7 @@ def browser():
         yield browser
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def demo_url(tmp_path_factory, browser):
     with running_server(tmp_path_factory.mktemp("data")) as (url, _):
         yield url

@@ -6,7 +6,7 @@ from server_helpers import chat_template, png, running
 
 from mpic.config import Config, LibraryConfig
 from mpic.keys import KeyLimits
-from mpic.library import Library
+from mpic.library import Library, Limits
 from mpic.server import create_app
 from mpic.webui.sessions import Sessions
 
@@ -16,7 +16,8 @@ LIMIT = 200_000
 @pytest.fixture
 async def server(tmp_path):
     config = Config(library=LibraryConfig(upload_bytes=LIMIT))
-    async with running(create_app(FakeEngine(), Library.open(tmp_path), chat_template(), config)) as server:
+    library = Library.open(tmp_path, Limits(upload_bytes=LIMIT))
+    async with running(create_app(FakeEngine(), library, chat_template(), config)) as server:
         server.keys = server.app.state.mpic.keys
         yield server
 
@@ -54,11 +55,6 @@ async def test_without_keys_other_names_and_other_sites_stay_out(server):
     assert (await server.http.get("/ui/", headers={"host": "evil.example"})).status_code == 403
     answer = await server.http.post("/ui/v1/files", **form(), headers={"origin": "https://evil.example"})
     assert answer.status_code == 403
-
-
-async def test_the_root_leads_to_the_interface(server):
-    answer = await server.http.get("/")
-    assert answer.status_code == 307 and answer.headers["location"] == "/ui"
 
 
 CLOSED = [
