@@ -130,9 +130,9 @@ async def test_an_upload_is_the_apis_own_with_its_owner_its_checks_and_its_limit
         code(await post("/ui/v1/files", **form(b"a" * (2 * LIMIT + (1 << 20))), headers=ann)) == "too_large"
     )
     assert (await post("/ui/v1/files", **form(), headers=bob)).status_code == 200
-    assert code(await post("/ui/v1/files", **form(png("blue")), headers=bob)) == "quota_exceeded"
+    assert code(await post("/ui/v1/files", **form(png("blue")), headers=bob)) == "storage_quota_exceeded"
     smuggled = {**bob, "authorization": "Bearer mpic_00000000_" + "x" * 43}
-    assert code(await post("/ui/v1/files", **form(png("blue")), headers=smuggled)) == "quota_exceeded"
+    assert code(await post("/ui/v1/files", **form(png("blue")), headers=smuggled)) == "storage_quota_exceeded"
 
 
 async def test_a_deleted_image_has_no_thumbnail_any_more(server):
