@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mpic.evals.bench import cli, decode, flat, pages, serve, ttft
+from mpic.evals.bench import cli, decode, flat, memory, pages, serve, ttft
 from mpic.evals.bench.drive import Decoder, Ids, Tower, make_pair
 from mpic.evals.bench.frame import BENCHES, BenchFailed, Sample, Ticker, Where, interleave, paired
 from mpic.evals.bench.peer import Generator, floors
@@ -28,6 +28,16 @@ SETTINGS = {
     "flat": flat.Settings(decoder=TINY, documents=2, totals=(64, 128), fixed=32, text=8, repeats=1),
     "pages": pages.Settings(
         decoder=TINY, requests=4, chunks=2, chunk_tokens=64, text=8, answer=4, policy="mpic-4"
+    ),
+    "memory": memory.Settings(
+        decoder=TINY,
+        counts=(1, 2),
+        requests=2,
+        linked=2,
+        loads=(1.0,),
+        seconds=0.05,
+        chunk_tokens=24,
+        answer=4,
     ),
     "serve": serve.Settings(
         decoder=TINY,
@@ -48,6 +58,7 @@ HEADLINES = {
     "ttft": {"prefix_over_mpic32", "mpic32_over_floor"},
     "flat": {"full_growth", "legolink16_growth"},
     "pages": {"copies_over_shared"},
+    "memory": {"copies_over_shared_at_most_chunks", "copies_over_shared_at_highest_rate"},
     "serve": {"legolink16_over_cacheblend15", "mpic32_over_prefix"},
     "decode": {"batch1_over_transformers", "batch3_over_transformers"},
 }
