@@ -99,11 +99,12 @@ class Library:
         clock: Callable[[], float],
         host: Literal["none", "plain", "pinned"] = "none",
         remote: Sequence[Tier] = (),
+        look: bool = False,
     ) -> None:
         self.root = root
         self.limits = limits
-        self._clock = clock
-        self.catalog = Catalog(root / "catalog.sqlite", files)
+        self.clock = clock
+        self.catalog = Catalog(root / "catalog.sqlite", files, look)
         self.store = DiskStore(root, self.catalog, limits, files, clock)
         nearer = []
         if host != "none" and limits.host_bytes:
@@ -114,6 +115,7 @@ class Library:
         self.files = StaticLibrary(root, self.catalog, self.store, limits, files, clock)
         self.caches = CacheLibrary(root, self.catalog, self.files, limits, files, clock)
         self.references = DynamicLibrary(root, self.catalog, self.store, limits, files, clock)
+        self.files_layer = files
         self._originals = Originals(root, files)
 
     @classmethod
@@ -126,6 +128,7 @@ class Library:
         clock: Callable[[], float] = time.time,
         host: Literal["none", "plain", "pinned"] = "none",
         remote: Sequence[Tier] = (),
+        mend: bool = True,
     ) -> Library:
         """Open or create a library and mend what a crash left behind.
 
@@ -134,6 +137,7 @@ class Library:
             clock: seconds since the epoch.
             host: keep chunks in host memory too: for an engine on an accelerator, ``pinned`` where that is CUDA.
             remote: farther tiers.
+            mend: False leaves what a crash left behind, to be looked at.
 
         Raises:
             Unavailable: another process has it open.
@@ -144,15 +148,26 @@ class Library:
         lock = _lock(root)
         try:
             library = cls(root, limits or Limits(), files, clock, host, remote)
-            library.recovered = library._reconcile()
+            library.recovered = library.reconcile() if mend else {}
         except BaseException:
             os.close(lock)
             raise
         library._lock = lock
         return library
 
-    def _reconcile(self) -> dict[str, int]:
-        """Make rows and files agree, at start-up."""
+    @classmethod
+    def look(cls, root: Path, limits: Limits | None = None) -> Library:
+        """A library as it is just now, only to read from; a server may have it open.
+
+        Raises:
+            Unavailable: there is none, or it was written by an older version.
+        """
+        library = cls(Path(root).absolute(), limits or Limits(), Files(), time.time, look=True)
+        library._lock, library.recovered = None, {}
+        return library
+
+    def reconcile(self) -> dict[str, int]:
+        """Make rows and files agree, at start-up or while nothing is uploaded; what there was to mend."""
         chunks = self.store.reconcile()
         self.references.collect_retired()
         lost, orphans = self._originals.reconcile(self.files.paths() | self.references.paths())
@@ -177,7 +192,7 @@ class Library:
         if any(value is not None and value < 0 for value in (files, bytes, disk)):
             raise BadRequest("a quota is not negative")
         with self.catalog.write() as db:
-            self.catalog.add_user(db, user, self._clock())
+            self.catalog.add_user(db, user, self.clock())
             sql = "UPDATE users SET quota_files = ?, quota_bytes = ?, quota_disk = ? WHERE id = ?"
             db.execute(sql, (files, bytes, disk, user))
 
@@ -229,6 +244,8 @@ class Library:
             self.store.flush()
             self.catalog.close()
             os.close(lock)
+        elif self.catalog.look:
+            self.catalog.close()
 
     def __enter__(self) -> Library:
         return self

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpic.durable import Files
-from mpic.errors import IntegrityError, StorageFull
+from mpic.errors import IntegrityError, StorageFull, Unavailable
 from mpic.library.records import SHARED
 
 Migration = Callable[[sqlite3.Connection], None]
@@ -196,17 +196,31 @@ def m005_vectors(db: sqlite3.Connection) -> None:
 class Catalog:
     """Connections to the database; the SQL about its rows stands in rows.py.
 
+    Args:
+        look: only look, beside a process that has the library open: nothing is migrated or written.
+
     Raises:
         IntegrityError: the database was written by a newer version of this program.
+        Unavailable: only to look, and the database is not there or was written by an older version.
     """
 
-    def __init__(self, path: Path, files: Files | None = None) -> None:
+    def __init__(self, path: Path, files: Files | None = None, look: bool = False) -> None:
         self.path = path
+        self.look = look
         self._files = files or Files()
+        if look and not path.is_file():
+            raise Unavailable(f"there is no library in {path.parent}")
         self._lock = threading.RLock()
         self._idle: list[sqlite3.Connection] = []  # readers nobody uses just now
         self._writer = self._connect()
-        self._writer.execute("PRAGMA journal_mode = WAL")
+        if look:
+            self._writer.execute("PRAGMA query_only = ON")
+            if self._version() < len(MIGRATIONS):
+                raise Unavailable(
+                    f"{path} was written by an older program: start the server once, it migrates"
+                )
+        else:
+            self._writer.execute("PRAGMA journal_mode = WAL")
         self._migrate()
 
     def read(self, sql: str, *values: Any, **named: Any) -> list[sqlite3.Row]:
@@ -270,8 +284,11 @@ class Catalog:
         db.execute("PRAGMA foreign_keys = ON")
         return db
 
+    def _version(self) -> int:
+        return self._writer.execute("PRAGMA user_version").fetchone()[0]
+
     def _migrate(self) -> None:
-        done = self._writer.execute("PRAGMA user_version").fetchone()[0]
+        done = self._version()
         if done > len(MIGRATIONS):
             raise IntegrityError(
                 f"{self.path} has version {done}, this program knows {len(MIGRATIONS)}: it was written by a newer one"

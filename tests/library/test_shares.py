@@ -21,14 +21,14 @@ def size_of(library):
 
 def save(library, owner, *names):
     for name in names:
-        library._clock.now += 1
+        library.clock.now += 1
         library.store.save(make_chunk(text_key(name, owner=owner)))
 
 
 def held(library, owner, names):
     found = []
     for name in names:
-        library._clock.now += 1
+        library.clock.now += 1
         if library.store.open(text_key(name, owner=owner)) is not None:
             found.append(name)
     return found

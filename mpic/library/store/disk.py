@@ -80,7 +80,7 @@ class DiskChunk:
         try:
             yield from file.read_layers(destination)
         except CorruptFile as error:
-            self._store._set_aside(self._key, error)
+            self._store.set_aside(self._key, error)
             raise
         finally:
             if file is not self._file:
@@ -169,7 +169,7 @@ class DiskStore:
             self._count(missing=1)
             raise NotFound(f"chunk {key.chunk} is not stored") from None
         except CorruptFile as error:
-            self._set_aside(key, error)
+            self.set_aside(key, error)
             raise
         except OSError as error:
             log.warning("%s cannot be opened: %s", self.path(key).name, error)
@@ -329,7 +329,7 @@ class DiskStore:
         for victim, why in victims:
             self._count(**{"evicted": 1, f"evicted_{why}": 1, "bytes_evicted": victim.bytes})
 
-    def _set_aside(self, key: KVKey, error: CorruptFile) -> None:
+    def set_aside(self, key: KVKey, error: CorruptFile) -> None:
         """Move a bad file to the quarantine and remember that its chunk was corrupt."""
         self._count(corrupt=1)
         with self.lock:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from mpic.errors import MPICError
+from mpic.errors import CorruptFile, MPICError
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.library.chunk_rows import ChunkRow
 from mpic.library.store.disk import DiskStore
@@ -133,6 +133,9 @@ class TieredStore:
 
     def erase(self, rows: Iterable[ChunkRow]) -> None:
         self.disk.erase(rows)
+
+    def set_aside(self, key: KVKey, error: CorruptFile) -> None:
+        self.disk.set_aside(key, error)
 
     def flush(self) -> None:
         self.disk.flush()

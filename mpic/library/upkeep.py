@@ -1,0 +1,164 @@
+"""Looking after a library: is everything what it was when it was stored, and what lies there for nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from sqlite3 import Row
+from typing import NamedTuple
+
+import torch
+
+from mpic.errors import CorruptFile, IntegrityError
+from mpic.kv.chunk import ChunkKey, KVKey, Recipe
+from mpic.kv.file import ChunkFile
+from mpic.library import Library
+
+Progress = Callable[[int], None]
+"""Called with the bytes that were just dealt with."""
+
+PIECE = 8 << 20
+
+
+class Problem(NamedTuple):
+    """Something that is not as it should be, and what follows from it."""
+
+    path: str
+    what: str
+    then: str
+
+
+class Garbage(NamedTuple):
+    """Something that serves nothing any more: ``why`` is orphan, expired, retired, tombstone, or quarantine."""
+
+    path: str
+    bytes: int
+    why: str
+
+
+def size_of(library: Library) -> int:
+    """Bytes that ``check`` reads."""
+    row = library.catalog.one("""
+        SELECT (SELECT COALESCE(SUM(bytes), 0) FROM files) + (SELECT COALESCE(SUM(bytes), 0) FROM refs)
+             + (SELECT COALESCE(SUM(bytes), 0) FROM retired_refs)
+             + (SELECT COALESCE(SUM(bytes), 0) FROM chunks WHERE state = 'ready')""")
+    return row[0]
+
+
+def check(library: Library, contents: bool = True, progress: Progress = lambda done: None) -> list[Problem]:
+    """Verify the catalogue, that files and rows agree, and (``contents``) every byte of every file.
+
+    Damaged chunks are moved aside, so that they are compiled again on next use. Damaged originals stay where they are,
+    for a person to replace.
+    """
+    problems = []
+    for part in (library.catalog, library.store, library.files, library.references):
+        try:
+            part.check()
+        except IntegrityError as error:
+            problems.append(Problem(type(part).__name__, str(error), "look into it before serving from here"))
+    if contents:
+        problems += _scrub_originals(library, progress)
+        problems += _scrub_chunks(library, progress)
+    return problems
+
+
+def garbage(library: Library) -> list[Garbage]:
+    """What ``collect`` removes, without removing it."""
+    catalog, now = library.catalog, library.clock()
+    found = [
+        Garbage(row["path"], row["bytes"], "expired")
+        for row in catalog.read("SELECT path, bytes FROM files WHERE expires_at <= ?", now)
+    ]
+    found += [Garbage(r["path"], r["bytes"], "retired") for r in catalog.read("SELECT * FROM retired_refs")]
+    known = library.files.paths() | library.references.paths()
+    known |= {row["path"] for row in catalog.read("SELECT path FROM chunks WHERE state = 'ready'")}
+    for folder in ("files", "tmp", "kv", "quarantine"):
+        for path in _walk(library.root / folder):
+            name = str(path.relative_to(library.root))
+            if name not in known:
+                why = "quarantine" if folder == "quarantine" else "orphan"
+                found.append(Garbage(name, path.stat().st_size, why))
+    before = now - library.limits.tombstone_seconds
+    gone = catalog.one("SELECT COUNT(*) FROM chunks WHERE state != 'ready' AND last_used < ?", before)[0]
+    return [*found, *[Garbage("catalog.sqlite", 0, "tombstone")] * gone]
+
+
+def collect(library: Library) -> list[Garbage]:
+    """Remove what serves nothing any more; what that was. The library must not be in use."""
+    found = garbage(library)
+    library.files.collect_expired()
+    library.references.collect_retired()
+    library.reconcile()
+    for item in found:
+        if item.why == "quarantine":
+            library.files_layer.remove(library.root / item.path)
+    return found
+
+
+def _scrub_originals(library: Library, progress: Progress) -> Iterator[Problem]:
+    sql = "SELECT path, sha256, bytes FROM files UNION ALL SELECT path, sha256, bytes FROM refs"
+    for row in library.catalog.read(sql):
+        try:
+            digest = _digest(library.root / row["path"])
+        except OSError as error:
+            yield Problem(row["path"], f"cannot be read ({error.strerror})", "upload it again")
+        else:
+            if digest != row["sha256"]:
+                yield Problem(row["path"], "is not what was uploaded", "upload it again")
+        progress(row["bytes"])
+
+
+def _scrub_chunks(library: Library, progress: Progress) -> Iterator[Problem]:
+    for row in library.catalog.read("SELECT * FROM chunks WHERE state = 'ready'"):
+        key = key_of(row)
+        if key.digest != row["key"]:
+            yield Problem(
+                row["path"], "has a row that is not its own", "look into it before serving from here"
+            )
+            continue
+        try:
+            _read_whole(library.root / row["path"], key)
+        except CorruptFile as error:
+            library.store.set_aside(key, error)
+            yield Problem(row["path"], str(error), "moved to quarantine/; compiled again on next use")
+        except FileNotFoundError:
+            library.store.open(key)  # notices, so that the row says so
+            yield Problem(row["path"], "is gone", "compiled again on next use")
+        except OSError as error:
+            yield Problem(row["path"], f"cannot be read ({error.strerror})", "look into it; it may be good")
+        progress(row["bytes"])
+
+
+def key_of(row: Row) -> KVKey:
+    """The key a row of the table ``chunks`` stands for."""
+    recipe = Recipe(**json.loads(row["recipe"]))
+    return KVKey(row["owner"], ChunkKey(row["kind"], row["digest"]), row["model"], recipe)
+
+
+def _read_whole(path: Path, key: KVKey) -> None:
+    """Raises CorruptFile, OSError."""
+    file = ChunkFile(path, key)
+    try:
+        shape = (file.shape.layers, 2, file.shape.kv_heads, file.tokens, file.shape.head_dim)
+        for _ in file.read_layers(torch.empty(shape, dtype=file.dtype)):
+            pass
+    finally:
+        file.close()
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while piece := stream.read(PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for here, _, names in os.walk(folder):
+        for name in names:
+            yield Path(here, name)

@@ -1,0 +1,279 @@
+"""Looking after a library: check, gc, export and import, bulk import of references."""
+
+import asyncio
+import json
+import tarfile
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from library_tools import encoded, everything, make_chunk, picture, read, text_key
+
+from mpic.errors import BadRequest, CorruptFile, StorageFull, Unavailable
+from mpic.kv.chunk import KVKey, Recipe
+from mpic.library import SHARED, Library, Limits
+from mpic.library.archive import export, restore
+from mpic.library.archive import size_of as export_size
+from mpic.library.bulk import IntoLibrary, import_references
+from mpic.library.upkeep import check, collect, garbage, size_of
+
+
+def fill(library):
+    """A bit of everything; the keys of the chunks."""
+    ann = library.files.add("ann", b"ann's text", "a.txt", handle="A", metadata={"n": 1})
+    library.files.add("bob", encoded(), "b.png", expires_after=10**6)
+    asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_r", metadata={"k": "v"}))
+    keys = [KVKey("ann", ann.key, "a1" * 32, Recipe("float32")), text_key("r", owner=SHARED)]
+    for key in keys:
+        library.store.save(make_chunk(key, image=True))
+    library.files.pin("ann", ann.id)
+    return keys
+
+
+def import_(library, source):
+    return asyncio.run(import_references(source, IntoLibrary(library.references)))
+
+
+# check
+
+
+def test_a_whole_library_has_no_problems_and_all_of_it_is_read(library):
+    fill(library)
+    done = []
+    assert check(library, progress=done.append) == []
+    stored = sum((library.root / name).stat().st_size for name in everything(library.root))
+    assert sum(done) == size_of(library) == stored
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_flipped_bit_of_any_file_is_found_and_never_served(tmp_path_factory, data):
+    root = tmp_path_factory.mktemp("flip") / "library"
+    with Library.open(root) as library:
+        keys = fill(library)
+        name = data.draw(st.sampled_from(sorted(everything(root))))
+        content = bytearray((root / name).read_bytes())
+        at = data.draw(st.integers(0, len(content) * 8 - 1))
+        content[at // 8] ^= 1 << at % 8
+        (root / name).write_bytes(content)
+        (problem,) = check(library)
+        assert problem.path == name
+        if name.startswith("kv/"):
+            (key,) = [key for key in keys if key.digest in name]
+            assert library.store.open(key) is None and library.store.missing_reason(key) == "corrupt"
+            library.store.save(make_chunk(key, image=True))
+            kv = make_chunk(key, image=True).kv
+            assert torch.equal(read(library.store.open(key), kv), kv)
+        elif "R" not in name:
+            owners = [
+                (library.files.content, "ann", f.id)
+                for f in library.files.page("ann").files
+                if f.path.name in name
+            ]
+            for serve, *whose in owners:
+                with pytest.raises(CorruptFile):
+                    serve(*whose)
+
+
+def test_a_file_that_is_gone_is_a_problem(library):
+    keys = fill(library)
+    library.store.path(keys[0]).unlink()
+    library.files.by_handle("ann", "A").path.unlink()
+    problems = check(library)
+    assert {p.path for p in problems if "/" in p.path} == {
+        str(library.store.path(keys[0]).relative_to(library.root)),
+        str(library.files.by_handle("ann", "A").path.relative_to(library.root)),
+    }
+    assert check(library, contents=False)
+    (library.files.by_handle("ann", "A").path).write_bytes(b"ann's text")
+
+
+# gc
+
+
+def test_a_dry_run_says_what_goes_and_removes_nothing(open_library, clock):
+    library = open_library(tombstone_seconds=100)
+    keys = fill(library)
+    library.files.add("ann", b"short", "s", expires_after=5)
+    library.references.remove("ref_r")
+    asyncio.run(library.references.add(encoded(picture(2)), "x", title="X", id="ref_x"))
+    held = library.references.chunk(library.references.get("ref_x"))
+    library.references.remove("ref_x")
+    del held
+    library.store.delete(keys[1])
+    library.store._rows.mark([keys[0].digest], "corrupt")
+    (library.root / "tmp" / "left.tmp").write_bytes(b"123")
+    (library.root / "quarantine").mkdir()
+    (library.root / "quarantine" / "bad@1").write_bytes(b"1234")
+    library.store.flush()
+    clock.now += 200
+    before = everything(library.root)
+    planned = garbage(library)
+    assert everything(library.root) == before
+    assert sorted(item.why for item in planned) == [
+        "expired",
+        "orphan",  # the upload
+        "orphan",  # the chunk that was marked
+        "quarantine",
+        "retired",
+        "tombstone",
+    ]
+    assert collect(library) == planned
+    assert len(everything(library.root)) == 2 and garbage(library) == []
+    assert check(library) == []
+
+
+# ls and show beside a server
+
+
+def test_a_library_can_be_looked_at_while_a_server_has_it_open(library):
+    fill(library)
+    with pytest.raises(Unavailable, match="another process"):
+        Library.open(library.root)
+    other = Library.look(library.root)
+    assert other.usage() == library.usage()
+    assert other.files.by_handle("ann", "a") == library.files.by_handle("ann", "A")
+    with pytest.raises(Exception, match="readonly"):
+        other.set_quota("ann", files=1)
+    other.close()
+    with pytest.raises(Unavailable, match="no library"):
+        Library.look(library.root / "nowhere")
+
+
+# export and import
+
+
+def test_an_export_comes_back_whole_in_another_library(library, tmp_path, clock):
+    fill(library)
+    library.files.add("bob", b"ann's text", "same content.txt")
+    done = []
+    assert export(library, tmp_path / "all.tar", progress=done.append) == 4
+    assert sum(done) == export_size(library)
+    with Library.open(tmp_path / "other", clock=clock) as other:
+        results = restore(other, tmp_path / "all.tar")
+        assert [r.outcome for r in results] == ["added"] * 4
+        file = other.files.by_handle("ann", "A")
+        assert (
+            file.metadata == {"n": 1} and file.pinned and other.files.content("ann", file.id) == b"ann's text"
+        )
+        assert [f.expires_at for f in other.files.page("bob", kind="image").files] == [clock.now + 10**6]
+        reference = other.references.get("ref_r")
+        assert (reference.title, reference.metadata) == ("R", {"k": "v"})
+        assert other.references.text(reference) == "a reference"
+        assert check(other) == []
+        assert [r.outcome for r in restore(other, tmp_path / "all.tar")] == ["unchanged"] * 4
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_one_users_export_holds_nothing_of_others(library, tmp_path):
+    fill(library)
+    assert export(library, tmp_path / "ann.tar", user="ann") == 1
+    with tarfile.open(tmp_path / "ann.tar") as tar:
+        everything = b"".join(tar.extractfile(m).read() for m in tar.getmembers())
+    assert b"ann's text" in everything and b"bob" not in everything and b"a reference" not in everything
+
+
+def test_a_broken_export_is_refused_and_a_damaged_library_is_not_exported(library, tmp_path, clock):
+    fill(library)
+    export(library, tmp_path / "all.tar")
+    with pytest.raises(BadRequest, match="exists"):
+        export(library, tmp_path / "all.tar")
+    (tmp_path / "no.tar").write_bytes(b"nonsense" * 100)
+    with pytest.raises(BadRequest, match="not an export"):
+        restore(library, tmp_path / "no.tar")
+    whole = bytearray((tmp_path / "all.tar").read_bytes())
+    at = whole.rindex(b"ann's text")
+    whole[at] ^= 1
+    (tmp_path / "flipped.tar").write_bytes(whole)
+    with Library.open(tmp_path / "other", clock=clock) as other:
+        results = restore(other, tmp_path / "flipped.tar")
+        assert sorted(r.outcome for r in results) == ["added", "added", "refused"]
+    library.files.by_handle("ann", "A").path.write_bytes(b"something else")
+    with pytest.raises(CorruptFile):
+        export(library, tmp_path / "again.tar")
+    assert not list(tmp_path.glob("again*"))
+    library.files.by_handle("ann", "A").path.write_bytes(b"ann's text")
+
+
+# Bulk import of references
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "refs"
+    (root / "sub").mkdir(parents=True)
+    (root / "one.txt").write_text("one")
+    (root / "sub" / "two ä.png").write_bytes(encoded())
+    (root / "bad.bin").write_bytes(b"\xff\xfe\x00")
+    (root / ".hidden").write_text("x")
+    return root
+
+
+def test_a_folder_is_imported_and_what_is_refused_is_said(library, folder):
+    results = import_(library, folder)
+    assert [(r.where, r.outcome, r.code) for r in results] == [
+        ("bad.bin", "refused", "invalid_text"),
+        ("one.txt", "added", ""),
+        ("sub/two ä.png", "added", ""),
+    ]
+    assert library.references.get("ref_one.txt").title == "one"
+    assert library.references.get(results[2].id).kind == "image"
+
+
+def test_an_import_is_resumed_and_brings_changes(library, folder):
+    class Interrupted(IntoLibrary):
+        async def add(self, item, content):
+            if item.id == "ref_one.txt":
+                raise StorageFull("the disk is full")
+            return await super().add(item, content)
+
+    (folder / "a.txt").write_text("a")
+    with pytest.raises(StorageFull):
+        asyncio.run(import_references(folder, Interrupted(library.references)))
+    assert [r.outcome for r in import_(library, folder)] == ["unchanged", "refused", "added", "added"]
+    (folder / "one.txt").write_text("one, changed")
+    assert [r.outcome for r in import_(library, folder)] == ["unchanged", "refused", "replaced", "unchanged"]
+    assert library.references.get("ref_one.txt").version == 2
+
+
+def test_lines_of_json_are_imported(library, folder):
+    lines = [
+        {
+            "id": "p-1",
+            "title": "P",
+            "path": "sub/two ä.png",
+            "kind": "image",
+            "metadata": {"objects": ["a", "b"]},
+        },
+        {"title": "T", "text": "written here", "description": "d"},
+        {"id": "k", "title": "K", "path": "one.txt", "kind": "image"},
+    ]
+    bad = [
+        {"title": "no content"},
+        {"title": "both", "text": "x", "path": "one.txt"},
+        {"title": "outside", "path": "../secret.txt"},
+        {"title": "gone", "path": "gone.txt"},
+        {"title": "typo", "text": "x", "metdata": {}},
+        {"id": "p-1", "title": "twice", "text": "x"},
+        {"title": 5, "text": "x"},
+        {"title": "deep", "text": "x", "metadata": {"a": {}}},
+    ]
+    source = folder / "r.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines + bad)) + "\n\nnot json\n")
+    (folder.parent / "secret.txt").write_text("secret")
+    results = import_(library, source)
+    assert [r.outcome for r in results] == ["added"] * 3 + ["refused"] * (len(bad) + 1)
+    assert all(r.why and r.code for r in results[3:]) and "kind" in results[2].why
+    assert library.references.get("ref_p-1").metadata == {"objects": "a, b"}
+    assert library.references.text(library.references.get("ref_T")) == "written here"
+    assert not [r for r in library.references.listing().references if "secret" in r.title]
+    assert [r.outcome for r in import_(library, source)][:3] == ["unchanged"] * 3
+    with pytest.raises(BadRequest, match="neither"):
+        import_(library, folder / "one.txt")
+
+
+def test_limits_hold_for_imports_too(open_library, folder):
+    library = open_library(upload_bytes=2)
+    assert {r.outcome for r in import_(library, folder)} == {"refused"}
+    assert Limits(upload_bytes=2) == library.limits
