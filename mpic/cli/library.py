@@ -1,0 +1,340 @@
+"""``mpic library``: the folder behind a server, seen by the person who runs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import TimeRemainingColumn as Remaining
+from rich.table import Column, Table
+
+from mpic.cli.common import Json, err, noun, out, print_json
+from mpic.config import load_config
+from mpic.errors import NotFound
+
+if TYPE_CHECKING:
+    from mpic.library import File, Library, Reference
+    from mpic.library.bulk import Result
+
+app = noun(
+    "The folder with uploads, references and compiled chunks: look at it, verify it, clean it, move it.\n\n"
+    "`ls` and `show` work beside a running server; the others need the folder for themselves, so stop the server "
+    "first. To manage your own uploads on a server use `mpic files`."
+)
+
+DataDir = Annotated[
+    Path | None, typer.Option(help="the library's folder; default: where `mpic serve` keeps it")
+]
+ConfigFile = Annotated[Path | None, typer.Option(help="the server's TOML file, for its folder and limits")]
+Right = {"justify": "right"}
+
+
+@app.command("ls")
+def library_ls(
+    user: Annotated[str | None, typer.Option(help="only this user; `@shared` is the dynamic library")] = None,
+    data_dir: DataDir = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Who holds what: files and bytes by user and tier, and the quotas that hold for them.
+
+    Tier `original` is what was uploaded, `disk` is compiled chunks. Works beside a running server.
+    """
+    with looking(data_dir, config) as library:
+        rows = [row for row in library.usage() if user in (None, row.owner)]
+        disk = library.limits.disk_bytes
+    if as_json:
+        print_json([row._asdict() for row in rows])
+        return
+    table = Table(
+        "user", "tier", Column("files", **Right), Column("bytes", **Right), Column("quota", **Right)
+    )
+    for row in rows:
+        table.add_row(row.owner, row.tier, f"{row.count:,}", decimal(row.bytes), _quota(row))
+    out.print(table if rows else "nothing is stored yet", markup=False)
+    compiled = sum(row.bytes for row in rows if row.tier == "disk")
+    out.print(f"compiled chunks: {decimal(compiled)} of {decimal(disk)}", highlight=False)
+
+
+@app.command("show")
+def library_show(
+    name: Annotated[str, typer.Argument(help="a file's id or handle, or a reference's id")],
+    user: Annotated[str, typer.Option(help="whose file; needed for handles")] = "local",
+    data_dir: DataDir = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """One file or reference: what it is, when it expires, and its compiled chunks by model and state.
+
+    A chunk that is not `ready` says why: it was evicted (for its owner's quota, its newer uploads, or another user's
+    share), expired, or damaged. Works beside a running server.
+    """
+    with looking(data_dir, config) as library:
+        found = _find(library, name, user)
+        owner = getattr(found, "owner", "@shared")
+        sql = "SELECT * FROM chunks WHERE owner = ? AND kind = ? AND digest = ? ORDER BY created_at"
+        chunks = [dict(row) for row in library.catalog.read(sql, owner, found.key.kind, found.key.digest)]
+    facts = {k: v for k, v in asdict(found).items() if k not in ("key", "path")}
+    facts |= {"digest": found.key.digest, "path": str(found.path)}
+    if as_json:
+        print_json({**facts, "chunks": chunks})
+        return
+    for key, value in facts.items():
+        if value not in (None, "", {}):
+            out.print(f"{key:>12}  {_shown(key, value)}", markup=False, highlight=False)
+    columns = ("tokens", "bytes")
+    table = Table("model", "dtype", "state", *(Column(c, **Right) for c in columns), "last used")
+    for chunk in chunks:
+        why = f" ({chunk['why']})" if chunk["state"] == "evicted" and chunk["why"] else ""
+        table.add_row(
+            chunk["model"][:12],
+            _recipe(chunk["recipe"]),
+            chunk["state"] + why,
+            f"{chunk['tokens']:,}",
+            decimal(chunk["bytes"]),
+            _time(chunk["last_used"]),
+        )
+    out.print(table if chunks else "never compiled", markup=False)
+
+
+@app.command("check")
+def library_check(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="catalogue and sizes only, do not read contents")
+    ] = False,
+    data_dir: DataDir = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Verify the catalogue and every byte of every original and compiled chunk.
+
+    What a crash left behind is mended first. A damaged chunk is moved to `quarantine/` and compiled again on next use;
+    a damaged original stays for you to replace. Exit status 1 when anything was found.
+    """
+    from mpic.library.upkeep import check, size_of
+
+    with opened(data_dir, config) as library:
+        with progress("reading", size_of(library), as_json) as advance:
+            problems = check(library, contents=not quick, progress=advance)
+        recovered = library.recovered
+    if as_json:
+        print_json({"problems": [p._asdict() for p in problems], "recovered": recovered})
+    else:
+        for what, count in recovered.items():
+            if count:
+                out.print(f"mended after a crash: {count} {what.replace('_', ' ')}", highlight=False)
+        table = Table("file", "what", "then")
+        for problem in problems:
+            table.add_row(*problem)
+        out.print(table if problems else "everything is as it was stored", markup=False)
+    if problems:
+        raise typer.Exit(1)
+
+
+@app.command("gc")
+def library_gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would go, remove nothing")] = False,
+    data_dir: DataDir = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Remove what serves nothing: leftovers of crashes, expired files, replaced references, damaged files put aside.
+
+    A server does this by itself, except for the quarantine.
+    """
+    from mpic.library.upkeep import collect, garbage
+
+    with opened(data_dir, config, mend=False) as library:
+        found = garbage(library) if dry_run else collect(library)
+    if as_json:
+        print_json([item._asdict() for item in found])
+        return
+    count: Counter[str] = Counter(item.why for item in found)
+    size = Counter[str]()
+    for item in found:
+        size[item.why] += item.bytes
+    table = Table("why", Column("files", **Right), Column("bytes", **Right))
+    for why in sorted(count):
+        table.add_row(why, f"{count[why]:,}", decimal(size[why]))
+    out.print(table if found else "nothing to remove", markup=False)
+    if found:
+        verb = "would be removed" if dry_run else "removed"
+        out.print(f"{decimal(size.total())} {verb}", highlight=False)
+
+
+@app.command("export")
+def library_export(
+    path: Annotated[Path, typer.Argument(help="the tar file to write")],
+    user: Annotated[str | None, typer.Option(help="only this user's files")] = None,
+    data_dir: DataDir = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Write all files and references to one tar file, every original verified on its way.
+
+    Compiled chunks are not in it: they belong to a model and are compiled again. `mpic library import` takes it back.
+    """
+    from mpic.library.archive import export, size_of
+
+    with opened(data_dir, config) as library:
+        with progress("exporting", size_of(library, user), as_json) as advance:
+            count = export(library, path, user, advance)
+    size = path.stat().st_size
+    if as_json:
+        print_json({"path": str(path), "entries": count, "bytes": size})
+    else:
+        out.print(f"{count:,} entries, {decimal(size)} in {path}", markup=False, highlight=False)
+
+
+@app.command("import")
+def library_import(
+    source: Annotated[Path, typer.Argument(help="an export, a folder, or a .jsonl file", exists=True)],
+    data_dir: DataDir = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Take in an export, or references in bulk from a folder or a JSONL file.
+
+    A folder: every file becomes a reference. JSONL: one object a line with `path` or `text`, and `title`, `id`,
+    `description`, `metadata`. Interrupted? Run it again: what is there already is left as it is, what has changed is
+    replaced. Exit status 1 when anything was refused; the table says what and why.
+
+    Example: `mpic library import data/references/references.jsonl`
+    """
+    import asyncio
+
+    from mpic.library.archive import restore
+    from mpic.library.bulk import IntoLibrary, import_references
+
+    with opened(data_dir, config) as library, progress("importing", None, as_json) as advance:
+        if source.suffix == ".tar":
+            results = restore(library, source, lambda result: advance(1))
+        else:
+            target = IntoLibrary(library.references)
+            results = asyncio.run(import_references(source, target, lambda result: advance(1)))
+    show_results(results, as_json)
+
+
+@app.command("quota")
+def library_quota(
+    user: Annotated[str, typer.Argument(help="whose quota")],
+    files: Annotated[int | None, typer.Option(min=0, help="most files; 0: no quota")] = None,
+    bytes: Annotated[int | None, typer.Option(min=0, help="most bytes of originals; 0: no quota")] = None,
+    disk: Annotated[
+        int | None, typer.Option(min=0, help="most bytes of compiled chunks; 0: a fair share")
+    ] = None,
+    data_dir: DataDir = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Give a user quotas of its own; what is left out is as in the server's configuration."""
+    with opened(data_dir, config) as library:
+        library.set_quota(user, files=files, bytes=bytes, disk=disk)
+    quotas = {"user": user, "files": files, "bytes": bytes, "disk": disk}
+    if as_json:
+        print_json(quotas)
+    else:
+        words = [f"{k} {'as configured' if v is None else v}" for k, v in quotas.items() if k != "user"]
+        out.print(f"{user}: {', '.join(words)}", markup=False, highlight=False)
+
+
+def show_results(results: list[Result], as_json: bool) -> None:
+    """What an import did; exit status 1 when something was refused."""
+    count = Counter(result.outcome for result in results)
+    refused = [result for result in results if result.outcome == "refused" or result.why]
+    if as_json:
+        print_json({"counts": dict(count), "noted": [result._asdict() for result in refused]})
+    else:
+        table = Table("where", "outcome", "why", "code")
+        for result in refused:
+            table.add_row(result.where, result.outcome, result.why, result.code)
+        if refused:
+            out.print(table)
+        out.print(", ".join(f"{n:,} {what}" for what, n in sorted(count.items())) or "nothing to import")
+    if count["refused"]:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def progress(what: str, total: int | None, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr: of bytes when the total is known, of items otherwise."""
+    last = (DownloadColumn(), Remaining()) if total is not None else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *last)
+    with Progress(*columns, console=err, transient=True, disable=quiet) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def opened(data_dir: Path | None, config: Path | None, mend: bool = True) -> Library:
+    """The library, for this process alone. Raises Unavailable when a server has it open, or when there is none."""
+    from mpic.errors import Unavailable
+    from mpic.library import Library
+
+    root, limits = _where(data_dir, config)
+    if not (root / "catalog.sqlite").is_file():
+        raise Unavailable(
+            f"there is no library in {root}; `mpic serve` makes one, --data-dir names another folder"
+        )
+    return Library.open(root, limits, mend=mend)
+
+
+@contextmanager
+def looking(data_dir: Path | None, config: Path | None) -> Iterator[Library]:
+    from mpic.library import Library
+
+    library = Library.look(*_where(data_dir, config))
+    try:
+        yield library
+    finally:
+        library.close()
+
+
+def _where(data_dir: Path | None, config: Path | None) -> tuple[Path, Any]:
+    from mpic.library import Limits
+
+    settings = load_config(config, {"data_dir": None if data_dir is None else str(data_dir)}).library
+    names = [name for name in Limits.__dataclass_fields__ if hasattr(settings, name)]
+    return Path(settings.data_dir), Limits(**{name: getattr(settings, name) for name in names})
+
+
+def _find(library: Library, name: str, user: str) -> File | Reference:
+    if name.startswith("ref_"):
+        return library.references.get(name)
+    if name.startswith("file-"):
+        row = library.catalog.one("SELECT owner FROM files WHERE id = ?", name)
+        if row is None:
+            raise NotFound(f"no file {name!r}")
+        return library.files.get(row["owner"], name)
+    return library.files.by_handle(user, name)
+
+
+def _quota(row: Any) -> str:
+    parts = [f"{row.files_quota:,} files"] if row.files_quota else []
+    parts += [decimal(row.bytes_quota)] if row.bytes_quota else []
+    return ", ".join(parts) or "-"
+
+
+def _recipe(text: str) -> str:
+    import json
+
+    recipe = json.loads(text)
+    plain = recipe["dtype"] + ("" if recipe["codec"] == "raw" else f" {recipe['codec']}")
+    return plain + (f" behind {recipe['sink']} BOS" if recipe["sink"] else "")
+
+
+def _shown(key: str, value: Any) -> str:
+    if key.endswith("_at"):
+        return _time(value)
+    return decimal(value) if key == "bytes" else str(value)
+
+
+def _time(at: float) -> str:
+    return datetime.fromtimestamp(at).isoformat(" ", "seconds")

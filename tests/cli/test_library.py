@@ -1,0 +1,120 @@
+"""``mpic library`` over a folder, beside a server and without one."""
+
+import json
+
+import pytest
+from library_tools import encoded, make_chunk
+
+from mpic import cli
+from mpic.kv.chunk import KVKey, Recipe
+from mpic.library import Library
+
+
+@pytest.fixture
+def mpic(monkeypatch, capsys):
+    """Run the command line in this process; gives (exit status, stdout, stderr)."""
+
+    def run(*args):
+        monkeypatch.setattr("sys.argv", ["mpic", "library", *map(str, args)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as exc:
+            status = exc.code or 0
+        return status, *capsys.readouterr()
+
+    monkeypatch.setattr(cli.out, "width", 250, raising=False)
+    monkeypatch.setattr(cli.err, "width", 250, raising=False)
+    return run
+
+
+@pytest.fixture
+def root(tmp_path):
+    with Library.open(tmp_path / "library") as library:
+        file = library.files.add("local", b"some text", "t.txt", handle="T", metadata={"a": 1})
+        library.store.save(make_chunk(KVKey("local", file.key, "a1" * 32, Recipe("float32"))))
+        library.files.add("bob", encoded(), "b.png")
+    return tmp_path / "library"
+
+
+@pytest.mark.parametrize("command", ["", "ls", "show", "check", "gc", "export", "import", "quota"])
+def test_help_teaches(mpic, command):
+    status, out, _ = mpic(*command.split(), "--help")
+    assert status == 0 and "Usage" in out and len(out.splitlines()) > 8
+
+
+def test_ls_says_who_holds_what_beside_a_server_too(mpic, root):
+    with Library.open(root):  # a server has it open
+        status, out, _ = mpic("ls", "--data-dir", root)
+        assert status == 0 and out.count("original") == 2 and "bob" in out and "compiled chunks:" in out
+        status, out, _ = mpic("ls", "--user", "bob", "--data-dir", root, "--json")
+        (row,) = json.loads(out)
+        assert (row["owner"], row["count"], row["bytes"]) == ("bob", 1, len(encoded()))
+        for command in (["check"], ["gc"], ["export", root / "x.tar"], ["quota", "bob"]):
+            status, out, err = mpic(*command, "--data-dir", root)
+            assert status == 1 and "another process" in err and "[unavailable]" in err
+
+
+def test_show_finds_by_id_and_handle(mpic, root):
+    status, out, _ = mpic("show", "t", "--data-dir", root)
+    assert status == 0 and "t.txt" in out and "ready" in out and "float32" in out
+    _, out, _ = mpic("show", "T", "--data-dir", root, "--json")
+    shown = json.loads(out)
+    assert shown["metadata"] == {"a": 1} and [chunk["state"] for chunk in shown["chunks"]] == ["ready"]
+    assert json.loads(mpic("show", shown["id"], "--data-dir", root, "--json")[1]) == shown
+    for name, code in (
+        ("nobody", "unknown_handle"),
+        ("ref_x", "reference_not_found"),
+        ("file-x", "not_found"),
+    ):
+        status, _, err = mpic("show", name, "--data-dir", root)
+        assert status == 1 and f"[{code}]" in err
+
+
+def test_check_reads_everything_and_its_status_says_what_it_found(mpic, root):
+    status, out, _ = mpic("check", "--data-dir", root)
+    assert status == 0 and "as it was stored" in out
+    (path,) = root.glob("kv/*/*/*")
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    assert mpic("check", "--quick", "--data-dir", root)[0] == 0
+    status, out, _ = mpic("check", "--data-dir", root)
+    assert status == 1 and "quarantine" in out
+    assert json.loads(mpic("check", "--data-dir", root, "--json")[1])["problems"] == []
+
+
+def test_gc_with_a_dry_run(mpic, root):
+    (root / "tmp" / "left.tmp").write_bytes(b"x" * 1000)
+    for words, there in ((["--dry-run"], True), ([], False)):
+        status, out, _ = mpic("gc", *words, "--data-dir", root)
+        assert (
+            status == 0
+            and "orphan" in out
+            and "1.0 kB" in out
+            and (root / "tmp" / "left.tmp").exists() == there
+        )
+    assert json.loads(mpic("gc", "--data-dir", root, "--json")[1]) == []
+
+
+def test_export_and_import(mpic, root, tmp_path):
+    status, out, _ = mpic("export", tmp_path / "e.tar", "--data-dir", root)
+    assert status == 0 and "2 entries" in out
+    Library.open(tmp_path / "other").close()
+    for outcome in ("2 added", "2 unchanged"):
+        status, out, _ = mpic("import", tmp_path / "e.tar", "--data-dir", tmp_path / "other")
+        assert status == 0 and outcome in out
+    lines = [{"title": "A", "text": "a"}, {"title": "B"}]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    status, out, _ = mpic("import", tmp_path / "r.jsonl", "--data-dir", root)
+    assert status == 1 and "r.jsonl:2" in out and "1 added, 1 refused" in out
+    assert json.loads(mpic("ls", "--user", "@shared", "--data-dir", root, "--json")[1])[0]["count"] == 1
+
+
+def test_quota(mpic, root):
+    assert "files 1" in mpic("quota", "bob", "--files", 1, "--data-dir", root)[1]
+    assert "1 files" in mpic("ls", "--data-dir", root)[1]
+
+
+def test_a_folder_without_a_library_is_an_error_and_stays_empty(mpic, tmp_path):
+    for command in ("ls", "check", "gc"):
+        status, _, err = mpic(command, "--data-dir", tmp_path / "none")
+        assert status == 1 and "no library" in err and not (tmp_path / "none").exists()
