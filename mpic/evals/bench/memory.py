@@ -61,13 +61,13 @@ class _Meter:
         self.pages = self.copies = self.running = 0
         engine.runner.run = self._metered
 
-    def _metered(self, slices: Any) -> Any:
+    def _metered(self, *step: Any) -> Any:
         pool, running = self._engine.pool, self._engine.scheduler.running
         held = [-(-(s.plan.length + s.max_tokens) // PAGE) for s in running]
         self.pages = max(self.pages, pool.pages - pool.free_pages)
         self.copies = max(self.copies, sum(held))
         self.running = max(self.running, len(running))
-        return self._run(slices)
+        return self._run(*step)
 
 
 @bench(
