@@ -1,0 +1,113 @@
+"""Run by ``test_triton_compile.py`` in a process without the interpreter: compile the kernels to machine code for GPUs
+that need not be there, and print what each takes as JSON, one kernel a line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mpic.kernels.triton import attention, copies, deviation
+from mpic.kernels.triton.step import power
+from mpic.kernels.triton.tuning import defaults
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+FLOATS = {name: "*fp32" for name in ("lse", "part", "part_lse", "cos", "sin")}
+TABLES = {name: "*i32" for name in ("items", "rows", "shift_of", "seen", "merged", "ptr", "slots")}
+TABLES |= {name: "*i64" for name in ("segments", "pages", "places")}
+STRIDES = ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "s_layer", "s_kv", "s_head")
+
+
+def compiled(fn, dtype, constants, arch, warps, stages=2, **types) -> dict[str, object]:
+    data = {name: f"*{NAMES[dtype]}" for name in ("q", "k", "v", "anchor", "source")}
+    known = data | FLOATS | TABLES | {"out": f"*{NAMES[dtype]}", "scale": "fp32"} | types
+    signature, values, hints = {}, {}, {}
+    for i, name in enumerate(fn.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            values[(i,)] = constants[name]
+            continue
+        signature[name] = known.get(name, "i32")
+        if signature[name].startswith("*") or name in STRIDES:
+            hints[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=fn, signature=signature, constexprs=values, attrs=hints)
+    options = {"num_warps": warps, "num_stages": stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(kernel.asm["cubin"])
+        binary.flush()
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", binary.name], capture_output=True, text=True).stdout
+    numbers = dict(part.split(":") for part in usage.split() if part.count(":") == 1 and part[-1].isdigit())
+    ptx = kernel.asm["ptx"]
+    return {
+        "kernel": fn.__name__,
+        "arch": arch,
+        "dtype": NAMES[dtype],
+        "shared": kernel.metadata.shared,
+        "stack": int(numbers.get("STACK", -1)),
+        "wide_copies": ptx.count("cp.async.cg"),
+        "tensor_cores": ptx.count("mma.sync") + ptx.count("wgmma.mma_async"),
+    }
+
+
+def attend(dtype, dim: int, arch: int, single: bool, paged=False, holes=False) -> dict[str, object]:
+    t = defaults(dtype, dim)
+    if single:
+        block_m, block_n, warps, stages = 16, t.single_n, t.single_warps, t.single_stages
+    else:
+        block_m, block_n, warps, stages = t.block_m, t.block_n, t.block_warps, t.block_stages
+    constants = {
+        "GROUP": 4,
+        "DIM": dim,
+        "DIM_PAD": power(dim),
+        "HALF": dim // 2,
+        "INTERLEAVED": False,
+        "PAGED": paged,
+        "PAGE": 16,
+        "HOLES": holes,
+        "PRECISION": "ieee",
+        "WIDEN": False,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+    }
+    found = compiled(attention.attend, dtype, constants, arch, warps, stages)
+    return found | {"dim": dim, "single": single, "paged": paged, "holes": holes}
+
+
+def main(arch: int) -> None:
+    half = torch.bfloat16
+    results = [attend(half, 128, arch, single=False), attend(half, 128, arch, single=True, paged=True)]
+    results += [] if arch < 90 else the_others(half, arch)
+    for result in results:
+        print(json.dumps(result))
+
+
+def the_others(half: torch.dtype, arch: int) -> list[dict[str, object]]:
+    return [
+        attend(half, 80, arch, single=False, holes=True),
+        attend(torch.float16, 256, arch, single=False),
+        attend(torch.float32, 64, arch, single=False),
+        compiled(attention.merge, half, {"DIM": 128, "DIM_PAD": 128, "BLOCK_S": 16}, arch, 4),
+        compiled(copies.scatter, half, {"DIM": 128, "DIM_PAD": 128, "BLOCK": 16}, arch, 4),
+        compiled(copies.load, half, {"DIM": 128, "DIM_PAD": 128, "PAGE": 16, "BLOCK": 16}, arch, 4),
+        compiled(
+            deviation.deviation,
+            half,
+            {"DIM": 128, "DIM_PAD": 128, "HALF": 64, "INTERLEAVED": True, "BLOCK": 16},
+            arch,
+            4,
+            out="*fp32",
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
