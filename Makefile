@@ -13,7 +13,7 @@ ARGS  ?=
 # What the set-up depends on; when one of these changes it runs again.
 INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py)
 
-.PHONY: help setup setup-dev serve test demo bench lint format clean
+.PHONY: help setup setup-dev serve test demo bench bench-gpu tune-gpu lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -32,6 +32,13 @@ demo: setup ## start the server on the bundled model, upload the samples, ask, c
 bench: setup ## run the benches in BENCH ("ttft flat pages decode"); results go to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && for name in $(BENCH); do \
 	  "$(BIN)/mpic" bench $$name --json var/bench/$$name.json $(ARGS) || exit 1; done
+
+bench-gpu: setup ## measure a CUDA GPU: kernels, first token, decoding, loads (under 8 minutes); to var/bench
+	@cd "$(ROOT)" && mkdir -p var/bench && "$(BIN)/mpic" bench gpu --device cuda --dtype bfloat16 \
+	  --json var/bench/gpu.json $(ARGS)
+
+tune-gpu: setup ## measure tile sizes on the GPU that is here and write them to kernels/triton/tuned.json
+	@cd "$(ROOT)" && "$(BIN)/python" -m mpic.evals.bench.gpu_tune kernels/triton/tuned.json
 
 lint: setup-dev ## ruff check and ruff format --check
 	@cd "$(ROOT)" && "$(BIN)/ruff" check && "$(BIN)/ruff" format --check

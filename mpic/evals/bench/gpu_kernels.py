@@ -1,21 +1,25 @@
-"""What the GPU bench measures below the model: ceilings, segment attention against torch's, loads from the host."""
+"""What the GPU bench measures below the model: ceilings, segment attention against torch's, loads from the host.
+
+Triton is imported where it is used, so that the list of benches can be shown without it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from mpic.evals.bench.frame import Row, Where
 from mpic.kernels.spans import Shift
-from mpic.kernels.triton import ops
-from mpic.kernels.triton.step import Geometry, Prepared, kv_of
 from mpic.kernels.triton.tuning import Tiles
 from mpic.kernels.triton.worklist import KV, Call
+
+if TYPE_CHECKING:
+    from mpic.kernels.triton.step import Prepared
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ class Case:
         return size * self.dim * (2 * self.kv_heads * keys + 2 * self.heads * self.requests * self.rows)
 
 
-def seconds(work: Callable[[], Any], where: Where, repeats: int, before: Callable[[], Any] = lambda: None) -> float:
+def seconds(
+    work: Callable[[], Any], where: Where, repeats: int, before: Callable[[], Any] = lambda: None
+) -> float:
     """Median of ``repeats`` runs after two that do not count; on CUDA by events, with a cold cache when ``before``
     clears it."""
     for _ in range(2 if where.device.type == "cuda" else 0):
@@ -98,10 +104,8 @@ class Ceilings:
 
 
 def ceilings(where: Where, megabytes: int, side: int, repeats: int) -> Ceilings:
-    source = torch.ones(megabytes << 20, dtype=torch.uint8, device=where.device)
-    target = torch.empty_like(source)
-    copied = seconds(lambda: target.copy_(source), where, repeats)
-    del source, target
+    halves = torch.ones(2, megabytes << 20, dtype=torch.uint8, device=where.device)
+    copied = seconds(lambda: halves[0].copy_(halves[1]), where, repeats)
     a = torch.randn(side, side, dtype=where.dtype, device=where.device)
     product = torch.empty_like(a)
     multiplied = seconds(lambda: torch.mm(a, a, out=product), where, repeats)
@@ -110,6 +114,8 @@ def ceilings(where: Where, megabytes: int, side: int, repeats: int) -> Ceilings:
 
 def build(case: Case, where: Where, tiles: Tiles | None = None) -> tuple[Prepared, torch.Tensor]:
     """A step of the case: extents side by side in one arena, as the pool lays them, every chunk at another base."""
+    from mpic.kernels.triton.step import Geometry, Prepared, kv_of
+
     g = Geometry(case.heads, case.kv_heads, case.dim, case.dim // 2)
     own, chunks = case.rows + 1, 1 if case.shared else case.requests
     per_token = 2 * case.kv_heads * case.dim
@@ -138,6 +144,12 @@ def build(case: Case, where: Where, tiles: Tiles | None = None) -> tuple[Prepare
     return Prepared(calls, rows, g, arena, shifts, tiles=tiles), q
 
 
+def segment_attention(case: Case, where: Where, tiles: Tiles | None = None) -> Callable[[], object]:
+    """The kernels' launches for one layer of the case."""
+    prepared, q = build(case, where, tiles)
+    return lambda: prepared.attend(0, q, case.dim**-0.5)
+
+
 def torch_attention(case: Case, where: Where) -> Callable[[], torch.Tensor]:
     """SDPA on the same number of queries and keys, contiguous, rotated beforehand, nothing masked: more pairs than the
     case has, which ``attention_rows`` counts."""
@@ -156,11 +168,11 @@ def attention_rows(
     rows: list[Row] = []
     over: dict[str, float] = {}
     size = torch.empty(0, dtype=where.dtype).element_size()
-    flush = torch.empty(256 << 20 if where.device.type == "cuda" else 1, dtype=torch.uint8, device=where.device)
+    flush = torch.empty(
+        256 << 20 if where.device.type == "cuda" else 1, dtype=torch.uint8, device=where.device
+    )
     for case in cases:
-        prepared, q = build(case, where)
-        ours = seconds(lambda: prepared.attend(0, q, case.dim**-0.5), where, repeats, flush.zero_)
-        del prepared, q
+        ours = seconds(segment_attention(case, where), where, repeats, flush.zero_)
         theirs = seconds(torch_attention(case, where), where, repeats, flush.zero_)
         pairs = case.requests * case.rows * (case.linked + case.rows)
         # throughput, not time: torch's call has the own tokens' upper triangle on top, and never shares keys
@@ -176,11 +188,20 @@ def attention_rows(
 
 
 def measured(what: str, shape: str, how: str, value: float, unit: str) -> Row:
-    return {"table": "gpu", "measured": what, "shape": shape, "with": how, "value": round(value, 3), "unit": unit}
+    return {
+        "table": "gpu",
+        "measured": what,
+        "shape": shape,
+        "with": how,
+        "value": round(value, 3),
+        "unit": unit,
+    }
 
 
 def load_rows(where: Where, layers: int, kv_heads: int, dim: int, tokens: int, repeats: int) -> Iterator[Row]:
-    """A chunk from the host into the pool: copied from pageable and from pinned memory, and by the kernel into pages."""
+    """A chunk from the host: copied from pageable and from pinned memory, and by the kernel into scattered pages."""
+    from mpic.kernels.triton import ops
+
     shape = (layers, 2, kv_heads, tokens, dim)
     pageable = torch.zeros(shape, dtype=where.dtype)
     target = torch.empty(shape, dtype=where.dtype, device=where.device)
@@ -199,4 +220,10 @@ def load_rows(where: Where, layers: int, kv_heads: int, dim: int, tokens: int, r
     }
     for name, work in ways.items():
         taken = seconds(work, where, repeats)
-        yield measured("host to device", f"{tokens} tokens of {layers} layers", name, pageable.nbytes / taken / 1e9, "GB/s")
+        yield measured(
+            "host to device",
+            f"{tokens} tokens of {layers} layers",
+            name,
+            pageable.nbytes / taken / 1e9,
+            "GB/s",
+        )

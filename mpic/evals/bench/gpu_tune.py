@@ -1,0 +1,98 @@
+"""Fill the table of tile sizes for the GPU that is here::
+
+    make tune-gpu                    # writes kernels/triton/tuned.json
+
+Every candidate runs a prefill and a decoding step of one layer; the fastest of each is written with the GPU's name, the
+date and the versions. Candidates that the GPU has no room for are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from mpic.errors import MPICError
+from mpic.evals.bench.frame import BenchFailed, Where
+from mpic.evals.bench.gpu_kernels import Case, seconds, segment_attention
+from mpic.kernels.triton.tuning import SCHEMA, defaults, read_table
+from mpic.model.load import choose_device
+
+Sizes = tuple[int, ...]
+BLOCKS: tuple[Sizes, ...] = tuple(
+    (m, n, warps, stages) for m in (64, 128) for n in (32, 64, 128) for warps in (4, 8) for stages in (2, 3)
+)
+SINGLES: tuple[Sizes, ...] = tuple(
+    (n, warps, stages) for n in (32, 64, 128) for warps in (2, 4, 8) for stages in (2, 3, 4)
+)
+DIMS = (64, 80, 96, 128, 256)
+PREFILL = Case("prefill", 32, 8, 128, 520, 1, 8, 2304)
+DECODE = Case("decode", 32, 8, 128, 1, 8, 4, 2304)
+
+
+def tune(
+    path: Path,
+    gpu: str,
+    where: Where,
+    dims: tuple[int, ...],
+    blocks: tuple[Sizes, ...],
+    singles: tuple[Sizes, ...],
+    prefill: Case,
+    decode: Case,
+    repeats: int,
+) -> None:
+    """Measure the candidates for each head dimension and write the best into the table at ``path``, beside what is
+    there."""
+    table = read_table(path) if path.exists() else {"schema": SCHEMA, "gpus": {}}
+    for dim in dims:
+        best_block = _best(dataclasses.replace(prefill, dim=dim), where, blocks, True, repeats)
+        best_single = _best(dataclasses.replace(decode, dim=dim), where, singles, False, repeats)
+        name = f"{str(where.dtype).removeprefix('torch.')}/{dim}"
+        entry = {"block": best_block, "single": best_single, "measured": _when()}
+        table["gpus"].setdefault(gpu, {})[name] = entry
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+        temporary.replace(path)
+
+
+def _best(case: Case, where: Where, candidates: tuple[Sizes, ...], blocks: bool, repeats: int) -> Sizes:
+    from triton.runtime.errors import OutOfResources
+
+    base, taken = defaults(where.dtype, case.dim), {}
+    for sizes in candidates:
+        tiles = base._replace(**dict(zip(base._fields[:4] if blocks else base._fields[4:7], sizes)))
+        try:
+            taken[sizes] = seconds(segment_attention(case, where, tiles), where, repeats)
+        except OutOfResources:
+            continue
+    if not taken:
+        raise BenchFailed(f"no candidate fits this GPU for heads of {case.dim}")
+    return min(taken, key=taken.get)
+
+
+def _when() -> str:
+    import triton
+
+    return f"{datetime.date.today()}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("::")[0])
+    parser.add_argument("table", type=Path)
+    arguments = parser.parse_args()
+    try:
+        device = choose_device("cuda")
+    except MPICError as error:
+        raise SystemExit(str(error)) from None
+    for dtype in (torch.bfloat16, torch.float16):
+        gpu = torch.cuda.get_device_name(device)
+        tune(arguments.table, gpu, Where(device, dtype), DIMS, BLOCKS, SINGLES, PREFILL, DECODE, 10)
+
+
+if __name__ == "__main__":
+    main()
