@@ -133,6 +133,33 @@ class LibraryConfig:
     shared_fraction: float = 0.5
 
 
+def bundled_embedder() -> str:
+    """Folder of the demo CLIP that comes with the package."""
+    return str(files("mpic.data") / "models" / "clip")
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """What finds references, and how a model asks for them.
+
+    Args:
+        embedder: an open_clip architecture (ViT-B-32), a hub id (hf-hub:...) or a local folder. Default: the bundled
+            demo CLIP. With another one, run mpic references reindex.
+        embedder_weights: open_clip's tag or a file; a folder or hub id brings its own.
+        embedder_device: of torch.
+        duplicates: references at least this similar to a better one are left out; above 1 for none.
+        call_opens: what starts a tool call, for models whose chat template does not show it.
+        call_closes: what ends it.
+    """
+
+    embedder: str = field(default_factory=bundled_embedder)
+    embedder_weights: str = ""
+    embedder_device: str = "cpu"
+    duplicates: float = 0.999
+    call_opens: str = ""
+    call_closes: str = ""
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything ``mpic serve`` needs."""
@@ -140,9 +167,15 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     library: LibraryConfig = field(default_factory=LibraryConfig)
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
 
 
-SECTIONS = {"server": ServerConfig, "engine": EngineConfig, "library": LibraryConfig}
+SECTIONS = {
+    "server": ServerConfig,
+    "engine": EngineConfig,
+    "library": LibraryConfig,
+    "retrieval": RetrievalConfig,
+}
 
 
 def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Config:

@@ -2,13 +2,13 @@
 
 ::
 
-    retriever = Retriever(library, EmbedderConfig())
+    retriever = Retriever(library, Embedder(folder))
     for hit in retriever.search(Query(text="picture with a red circle"), top_k=3):
         print(hit.score, hit.reference.title)
 """
 
-from mpic.retriever.embedder import Embedder, EmbedderName, bundled_embedder
+from mpic.retriever.embedder import Embedder, EmbedderName
 from mpic.retriever.index import VectorIndex
 from mpic.retriever.retriever import Query, Retriever, SearchHit
 
-__all__ = ["Embedder", "EmbedderName", "Query", "Retriever", "SearchHit", "VectorIndex", "bundled_embedder"]
+__all__ = ["Embedder", "EmbedderName", "Query", "Retriever", "SearchHit", "VectorIndex"]

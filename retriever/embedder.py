@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +31,6 @@ class EmbedderName(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.architecture} ({self.weights[:12]}, {self.dimension} dimensions)"
-
-
-def bundled_embedder() -> str:
-    """Folder of the demo CLIP that comes with the package."""
-    return str(files("mpic.data") / "models" / "clip")
 
 
 class Embedder:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mpic.library import Library
 
 MAX_TOP_K = 100
+MAX_GUESSES = 4
 BATCH = 64
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class Retriever:
         self._after = ""
         self._saved = -1
         library.references.listeners.append(self._changed)
+        self._guesses = 0
+        self._guessing = ThreadPoolExecutor(1, "mpic-guess")
         self._worker = threading.Thread(target=self._loop, name="mpic-embed", daemon=True)
         self._worker.start()
 
@@ -142,6 +146,20 @@ class Retriever:
         mean = np.concatenate(parts).mean(0)
         return mean / max(float(np.linalg.norm(mean)), 1e-9)
 
+    def soon(self, work: Callable[..., None], *args: Any) -> None:
+        """Run something that searches, on a thread of the retriever's; dropped when it is already busy."""
+        with self._work:
+            if self._stopping or self._guesses >= MAX_GUESSES:
+                return
+            self._guesses += 1
+        self._guessing.submit(work, *args).add_done_callback(self._guessed)
+
+    def _guessed(self, done: Future[None]) -> None:
+        with self._work:
+            self._guesses -= 1
+        if not done.cancelled() and done.exception() is not None:
+            log.warning("a speculative search failed: %s", done.exception())
+
     # ---- keeping up
 
     def flush(self, timeout: float = 60.0) -> bool:
@@ -190,6 +208,7 @@ class Retriever:
         with self._work:
             self._stopping = True
             self._work.notify_all()
+        self._guessing.shutdown(wait=True, cancel_futures=True)
         self._worker.join()
         if self._changed in self.library.references.listeners:
             self.library.references.listeners.remove(self._changed)

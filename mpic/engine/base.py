@@ -61,11 +61,14 @@ class Retrieval(ABC):
     Attributes:
         opens, closes: strings around a call, control tokens included.
         rounds: most searches in the request; a call beyond ends the answer.
+        nothing: for models that cannot go on without a reference: what the answer ends with when there is none. None:
+            the model reads what ``insert`` says then, and goes on.
     """
 
     opens: str
     closes: str
     rounds: int
+    nothing: str | None = None
 
     @abstractmethod
     def search(self, call: str) -> Found:

@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpic.errors import BadRequest, UnsupportedParameter
+from mpic.kv.chunk import Chunk
 from mpic.prompt.draft import Draft
 from mpic.prompt.messages import Message, Ref, Text
 from mpic.prompt.probes import TEMPLATE_ERRORS, Abilities, probe
@@ -88,6 +89,25 @@ class ChatTemplate:
             if run:
                 segments.append(TextSegment(run))
         return Prompt(tuple(segments))
+
+    def continuation(self, pieces: Sequence[Trusted | str | Chunk]) -> tuple[Segment, ...]:
+        """Segments of text and chunks that go on where a model stopped speaking; nothing is put in front."""
+        cuts = [Cut(p.kind == "image") if isinstance(p, Chunk) else p for p in pieces]
+        runs = self._guard.encode_pieces([Cut(False), *cuts])[1:]
+        segments: list[Segment] = [TextSegment(runs[0])] if runs[0] else []
+        for chunk, run in zip((p for p in pieces if isinstance(p, Chunk)), runs[1:]):
+            segments.append(ChunkSegment(chunk))
+            if run:
+                segments.append(TextSegment(run))
+        return tuple(segments)
+
+    def is_control(self, token: str) -> bool:
+        """Whether a string is a control token of the model."""
+        return self.tokenizer.get_added_vocab().get(token) in self._guard.control
+
+    def render(self, messages: list[dict[str, Any]], tools: list | None = None) -> str:
+        """The template applied to messages of ours, with the generation prompt; not for clients' text."""
+        return self._render(messages, tools)
 
     def pieces(
         self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None

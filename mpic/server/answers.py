@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from mpic.engine.base import Delta, TokenLogprob, Usage
+from mpic.engine.base import Delta, RetrievalRound, TokenLogprob, Usage
 
 
 class Tokens(Protocol):
@@ -19,14 +20,24 @@ class Answer:
 
     Args:
         trace: say where every token of the prompt came from.
+        given: searches made before the answer; None when the request wants no retrieval.
     """
 
-    def __init__(self, id: str, model: str, created: int, tokens: Tokens, trace: bool = False) -> None:
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        created: int,
+        tokens: Tokens,
+        trace: bool = False,
+        given: tuple[RetrievalRound, ...] | None = None,
+    ) -> None:
         self.id = id
         self.model = model
         self.created = created
         self.tokens = tokens
         self.trace = trace
+        self.given = given
 
     def whole(self, answers: list[list[Delta]], usage: Usage, logprobs: bool) -> dict[str, Any]:
         """The ``chat.completion`` of finished answers."""
@@ -34,22 +45,29 @@ class Answer:
         return {**self._envelope("chat.completion", choices), "usage": self.usage(usage)}
 
     def _choice(self, index: int, deltas: list[Delta], logprobs: bool) -> dict[str, Any]:
-        text = "".join(d.text for d in deltas)
+        message = {"role": "assistant", "content": "".join(d.text for d in deltas), "refusal": None}
+        if self.given is not None:
+            found = [d.retrieval for d in deltas if d.retrieval is not None]
+            message["annotations"] = annotations((*self.given, *found))
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "finish_reason": deltas[-1].finish_reason,
             "logprobs": self._logprobs([p for d in deltas for p in d.logprobs]) if logprobs else None,
         }
 
     def opening(self, index: int = 0) -> dict[str, Any]:
-        """The first chunk of a stream: the role."""
-        return self._chunk({"role": "assistant", "content": ""}, index)
+        """The first chunk of a stream: the role, and what was found before the answer."""
+        found = {"annotations": annotations(self.given)} if self.given else {}
+        return self._chunk({"role": "assistant", "content": "", **found}, index)
 
     def piece(self, delta: Delta, logprobs: bool, index: int = 0) -> dict[str, Any]:
         """A chunk of a stream. The last one of an answer has the finish reason."""
         shown = self._logprobs(delta.logprobs) if logprobs and delta.logprobs else None
-        return self._chunk({"content": delta.text} if delta.text else {}, index, delta.finish_reason, shown)
+        said: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.retrieval is not None:
+            said["annotations"] = annotations((delta.retrieval,))
+        return self._chunk(said, index, delta.finish_reason, shown)
 
     def closing(self, usage: Usage) -> dict[str, Any]:
         """The chunk with the usage and no choices, which OpenAI sends last."""
@@ -69,6 +87,8 @@ class Answer:
             "preemptions": usage.preemptions,
             "chunks": [{**asdict(c), "ms": round(c.ms, 3)} for c in usage.chunks],
         }
+        if self.given is not None:
+            ours["retrieval"] = [_round(one) for one in (*self.given, *usage.retrieval)]
         if self.trace:
             ours["trace"] = self._trace(usage)
         return {
@@ -121,3 +141,18 @@ class Answer:
     def _token(self, id: int, logprob: float) -> dict[str, Any]:
         text = self.tokens.decode([id], skip_special_tokens=False)
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+
+
+def annotations(rounds: Sequence[RetrievalRound]) -> list[dict[str, Any]]:
+    """What the model was given, as annotations of its message."""
+    return [
+        {"type": "reference_citation", "reference_citation": {**citation, "query": one.query}}
+        for one in rounds
+        for citation in one.citations
+    ]
+
+
+def _round(one: RetrievalRound) -> dict[str, Any]:
+    fields = {name: getattr(one, name) for name in ("query", "at", "tokens", "reused", "error")}
+    times = {name: round(getattr(one, name), 3) for name in ("search_ms", "link_ms")}
+    return {**fields, **times, "references": [c["reference_id"] for c in one.citations]}

@@ -14,13 +14,14 @@ from starlette.concurrency import run_in_threadpool
 from mpic import __version__, webui
 from mpic.config import Config
 from mpic.keys import KeyStore
+from mpic.retriever import Embedder, Retriever
 from mpic.server import docs, errors
 from mpic.server.auth import Authenticate
 from mpic.server.guard import BodyLimit, HostGuard, is_loopback
 from mpic.server.metrics import Counted, Metrics
 from mpic.server.quotas import Quotas
 from mpic.server.replies import ErrorBody
-from mpic.server.routers import caches, chat, files, health, metrics, models
+from mpic.server.routers import caches, chat, files, health, metrics, models, references
 from mpic.server.state import State
 from mpic.server.uploads import Uploads
 
@@ -29,7 +30,15 @@ if TYPE_CHECKING:
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
 
-ROUTERS = (chat.router, files.router, caches.router, models.router, health.router, metrics.router)
+ROUTERS = (
+    chat.router,
+    files.router,
+    caches.router,
+    references.router,
+    models.router,
+    health.router,
+    metrics.router,
+)
 
 
 def create_app(
@@ -49,8 +58,12 @@ def create_app(
     )
     keys = KeyStore(library.root)
     measured = Metrics(engine, library)
+    found = config.retrieval
+    embedder = Embedder(found.embedder, found.embedder_weights, found.embedder_device)
+    retriever = Retriever(library, embedder, found.duplicates)
+    quotas = Quotas(library.catalog)
     app.state.mpic = State(
-        engine, library, template, config, int(time.time()), keys, Quotas(library.catalog), measured
+        engine, library, template, config, int(time.time()), keys, quotas, measured, retriever
     )
     for router in ROUTERS:
         app.include_router(router)
@@ -82,5 +95,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     await run_in_threadpool(state.engine.close)  # first, so that no compilation is cancelled under its hands
     await app.state.uploads.stop()
+    await run_in_threadpool(state.retriever.close)
     await run_in_threadpool(state.library.close)
     state.keys.close()

@@ -31,10 +31,28 @@ class Logprobs(Exact):
     refusal: None = None
 
 
+class Citation(Exact):
+    """A reference of the library that the model was given."""
+
+    reference_id: str
+    version: int
+    title: str
+    kind: Literal["image", "text"]
+    score: float = Field(description="similarity to what was searched for, -1 to 1")
+    thumbnail: str | None = Field(description="path of a small picture, for images")
+    query: str
+
+
+class Annotation(Exact):
+    type: Literal["reference_citation"] = "reference_citation"
+    reference_citation: Citation
+
+
 class AnswerMessage(Exact):
     role: Literal["assistant"]
     content: str
     refusal: None = None
+    annotations: list[Annotation] | None = None
 
 
 class Choice(Exact):
@@ -114,12 +132,26 @@ class Trace(Exact):
     times: TraceTimes
 
 
+class RetrievalRound(Exact):
+    """One search of the reference library."""
+
+    query: str
+    references: list[str] = Field(description="ids of what the model was given, best first")
+    at: int = Field(description="tokens of the answer before the search; 0 before the answer")
+    tokens: int = Field(description="inserted into the answer's context (part of the prompt tokens)")
+    reused: int = Field(description="of those, linked without computing them")
+    search_ms: float
+    link_ms: float = Field(description="from the references to the next token")
+    error: str | None = Field(description="why nothing was given: nothing_found, rounds, or an error's code")
+
+
 class MPICUsage(Exact):
     policy: str
     tokens: TokenCounts
     ms: Milliseconds
     preemptions: int
     chunks: list[ChunkUsed]
+    retrieval: list[RetrievalRound] | None = Field(None, description="with `mpic.retrieval`: its searches")
     trace: Trace | None = Field(None, description="with `mpic.trace`: where every token came from")
 
 
@@ -143,6 +175,7 @@ class ChatCompletion(Exact):
 class ChunkDelta(Exact):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    annotations: list[Annotation] | None = None
 
 
 class ChunkChoice(Exact):
@@ -197,6 +230,66 @@ class FileDeleted(BaseModel):
     id: str
     object: Literal["file"] = "file"
     deleted: bool = True
+
+
+# ---- references
+
+
+class ReferenceObject(BaseModel):
+    """An image or text of the reference library, its newest version."""
+
+    id: str
+    object: Literal["reference"] = "reference"
+    version: int
+    kind: Literal["image", "text"]
+    title: str
+    description: str
+    metadata: dict[str, str | int | float | bool]
+    filename: str
+    bytes: int
+    created_at: int
+    updated_at: int
+    tokens: int | None = Field(None, description="length of the compiled chunk, once it is compiled")
+    state: Literal["compiling", "ready", "failed"]
+    error: str | None = None
+    thumbnail: str | None = Field(None, description="path of a small picture, for images")
+
+
+class ReferenceFound(ReferenceObject):
+    score: float = Field(description="similarity to what was searched for, -1 to 1")
+
+
+class ReferenceList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ReferenceObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ReferencesFound(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ReferenceFound]
+
+
+class ReferenceDeleted(BaseModel):
+    id: str
+    object: Literal["reference"] = "reference"
+    deleted: bool = True
+
+
+class IndexState(BaseModel):
+    """The vectors of the reference library."""
+
+    object: Literal["reference_index"] = "reference_index"
+    embedder: dict[str, str | int]
+    references: int
+    vectors: int
+    missing: int = Field(description="references without a vector of this embedder")
+    reindexing: bool
+    mismatch: list[str] = Field(description="other embedders that made the vectors: reindex")
+    index: str = Field(description="`file`, or why it was rebuilt")
+    problem: str | None
 
 
 # ---- caches

@@ -35,7 +35,11 @@ class LibraryResolver:
         return self._counted(self.library.files.chunk(self.user, file))
 
     def by_file_id(self, file_id: str) -> Chunk:
+        """An upload of the user, or a reference (``ref_...``), which every user may read."""
         with _unnamed():
+            if file_id.startswith("ref_"):
+                shelf = self.library.references
+                return self._counted(shelf.chunk(shelf.get(file_id)))
             return self._counted(self.library.files.chunk(self.user, file_id))
 
     def by_cache_id(self, cache_id: str) -> list[Chunk]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, field_validator, model_validator
 
 UNSUPPORTED = {
     "audio": "text comes out, nothing else",
@@ -132,6 +132,27 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
+FilterValue = StrictBool | StrictInt | float | str
+
+
+class RetrievalOptions(Strict):
+    """Whether and how the reference library is searched for an answer."""
+
+    mode: Literal["off", "always", "auto"] = Field(
+        "off",
+        description="`always`: with the last user message, before the answer; `auto`: when the model asks, while it "
+        "answers; what it asked for is linked where it stands",
+    )
+    top_k: StrictInt = Field(1, ge=1, le=16, description="references a search gives, at most")
+    min_score: float | None = Field(None, ge=-1, le=1, description="leave out what is less similar")
+    filter: dict[str, FilterValue | list[FilterValue] | dict[str, FilterValue]] | None = Field(
+        None,
+        description="`id`, `kind`, `title` or metadata keys -> a value, values, or comparisons (`gt`, `gte`, `lt`, "
+        "`lte`, `ne`)",
+    )
+    rounds: StrictInt = Field(2, ge=1, le=8, description="searches in one answer, at most (`auto`)")
+
+
 class MPICOptions(Strict):
     """Our own options."""
 
@@ -139,6 +160,22 @@ class MPICOptions(Strict):
     trace: StrictBool = Field(False, description="add `usage.mpic.trace`: where every token came from")
     top_k: StrictInt = Field(0, ge=0, description="sample from the k most likely tokens; 0: from all")
     ignore_eos: StrictBool = Field(False, description="go on to max_tokens (benchmarks)")
+    retrieval: RetrievalOptions = RetrievalOptions()
+
+    @field_validator("retrieval", mode="before")
+    @classmethod
+    def _mode_alone(cls, value: Any) -> Any:
+        return {"mode": value} if isinstance(value, str) else value
+
+
+class ReferenceSearch(Strict):
+    """A search of the reference library, by text, by image, or both."""
+
+    query: str | None = Field(None, description="what to look for")
+    image: str | None = Field(None, description="a data URL")
+    top_k: StrictInt = Field(5, ge=1, le=100)
+    min_score: float | None = Field(None, ge=-1, le=1)
+    filter: dict[str, FilterValue | list[FilterValue] | dict[str, FilterValue]] | None = None
 
 
 class ChatRequest(Strict):

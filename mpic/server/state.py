@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpic.keys import KeyStore
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
+    from mpic.retriever import Retriever
     from mpic.server.metrics import Metrics
     from mpic.server.quotas import Quotas
 
@@ -33,6 +34,7 @@ class State:
     keys: KeyStore
     quotas: Quotas
     metrics: Metrics
+    retriever: Retriever
 
 
 def get_state(request: Request) -> State:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
-from mpic.errors import EngineStopped, FileNotFound, MPICError
+from mpic.errors import EngineStopped, FileNotFound, MPICError, ReferenceNotFound
 from mpic.link import parse_policy
 
 if TYPE_CHECKING:
-    from mpic.library import File
+    from mpic.kv.chunk import Chunk
+    from mpic.library import File, Reference
     from mpic.server.state import State
 
 AT_ONCE = 32  # compilations handed to the engine at a time; it batches them
@@ -34,6 +37,8 @@ class Uploads:
         """Take up what an earlier run left uncompiled, and watch for expiry."""
         for file in await run_in_threadpool(self.library.files.pending):
             self.compile(file)
+        for reference in await run_in_threadpool(self.library.references.pending):
+            self.compile_reference(reference)
         self._spawn(self._expire())
 
     async def stop(self) -> None:
@@ -44,32 +49,43 @@ class Uploads:
 
     def compile(self, file: File) -> None:
         """Compile a file in the background; its state becomes ``ready`` or ``failed``."""
-        self._spawn(self._compile(file))
+        files = self.library.files
+        self._spawn(
+            self._compile(
+                file.id, partial(files.chunk, file.owner, file), partial(files.set_state, file.owner, file.id)
+            )
+        )
+
+    def compile_reference(self, reference: Reference) -> None:
+        """The same for a reference."""
+        shelf = self.library.references
+        self._spawn(
+            self._compile(reference.id, partial(shelf.chunk, reference), partial(shelf.set_state, reference))
+        )
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[arg-type]
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _compile(self, file: File) -> None:
+    async def _compile(self, id: str, chunk_of: Callable[[], Chunk], set_state: Callable[..., None]) -> None:
         async with self._gate:
-            files = self.library.files
             try:
-                chunk = await run_in_threadpool(files.chunk, file.owner, file)
+                chunk = await run_in_threadpool(chunk_of)
                 future = await run_in_threadpool(self.engine.compile, chunk, self.sink)
                 tokens = await asyncio.wrap_future(future)
-            except (EngineStopped, FileNotFound):  # next start; deleted meanwhile
+            except (EngineStopped, FileNotFound, ReferenceNotFound):  # next start; deleted meanwhile
                 return
             except Exception as exc:
-                log.exception("compiling %s failed", file.id)
+                log.exception("compiling %s failed", id)
                 why = (
                     exc.message
                     if isinstance(exc, MPICError)
                     else "the server made a mistake; its log says more"
                 )
-                await run_in_threadpool(files.set_state, file.owner, file.id, "failed", None, why)
+                await run_in_threadpool(set_state, "failed", None, why)
             else:
-                await run_in_threadpool(files.set_state, file.owner, file.id, "ready", tokens)
+                await run_in_threadpool(set_state, "ready", tokens)
 
     async def _expire(self) -> None:
         while True:

@@ -282,6 +282,19 @@ def test_a_search_that_finds_nothing_or_fails_goes_on_with_the_text_for_that(err
     assert [r.error for r in answer.usage.retrieval] == [code]
 
 
+def test_a_model_that_cannot_go_on_without_a_reference_ends_its_answer_and_says_so(make_engine):
+    engine = make_engine()
+    a, _, _ = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
+    lookup = Lookup(call)
+    lookup.nothing = "Nothing was found."
+    *_, last = ask(engine, prompt, "reuse", SAID + 4, lookup)
+    assert (last.text, last.finish_reason, last.token_ids) == ("Nothing was found.", "stop", ())
+    assert last.retrieval.error == last.usage.retrieval[0].error == "nothing_found"
+    engine.check()
+
+
 def test_a_reference_that_cannot_be_read_is_left_out_and_the_others_are_linked(make_engine):
     engine = make_engine("llava")
     a, document, _ = chunks_of("llava")

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mpic.config import bundled_embedder
 from mpic.data.generator import references
-from mpic.retriever import Embedder, bundled_embedder
+from mpic.retriever import Embedder
 
 
 @pytest.fixture(scope="module")

@@ -311,7 +311,9 @@ class NativeEngine(Engine):
         self.extender.count(outcome.round)
         sequence.usage.retrieval += (outcome.round,)
         if outcome.extension is None:
-            self._finish(sequence, "length", Delta(sequence.detokenizer.finish(), retrieval=outcome.round))
+            text = sequence.detokenizer.finish() + (outcome.says or "")
+            reason = "length" if outcome.says is None else "stop"
+            self._finish(sequence, reason, Delta(text, retrieval=replace(outcome.round)))
             return
         sequence.stream.put(Delta("", retrieval=replace(outcome.round)))
         apply(sequence, outcome.extension)

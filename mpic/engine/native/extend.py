@@ -44,10 +44,12 @@ class Extension(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of one search. Without an extension nothing more fits, and the answer ends."""
+    """Of one search. Without an extension the answer ends: because nothing more fits, or, with ``says``, because the
+    model cannot go on without a reference."""
 
     round: RetrievalRound
     extension: Extension | None
+    says: str | None = None
 
 
 class Extender:
@@ -106,7 +108,7 @@ class Extender:
         number = 1 + sum(len(round.citations) for round in request.usage.retrieval)
         hits, links, error = self._link(request, found, arrived)
         extension = None
-        while True:
+        while hits or retrieval.nothing is None:
             try:
                 extension = self._extension(request, retrieval.insert(hits, number), links)
                 break
@@ -125,7 +127,7 @@ class Extender:
             round.tokens = extension.plan.length - request.plan.length - self._said(request)
             round.reused = round.tokens - len(extension.own.ids)
         round.search_ms = (time.monotonic() - began) * 1e3
-        return Outcome(round, extension)
+        return Outcome(round, extension, None if hits else retrieval.nothing)
 
     @staticmethod
     def _said(request: Request) -> int:

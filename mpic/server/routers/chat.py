@@ -11,11 +11,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from mpic.engine.base import Delta, GenerationRequest, Sampling, Usage
+from mpic.engine.base import Delta, GenerationRequest, RetrievalRound, Sampling, Usage
 from mpic.errors import UnsupportedParameter
 from mpic.link import parse_policy
 from mpic.prompt import build_prompt
-from mpic.server import errors
+from mpic.prompt.calls import search_tools
+from mpic.retriever import SearchHit
+from mpic.server import errors, retrieval
 from mpic.server.answers import Answer
 from mpic.server.auth import CurrentUser
 from mpic.server.body import JSONRoute
@@ -47,16 +49,22 @@ CLIENT_CLOSED = 499  # nobody reads it; it shows in the access log
 async def create(body: ChatRequest, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """Answer a conversation that may contain images and documents, uploaded or inline."""
     check_model(state, body.model)
-    job = await run_in_threadpool(prepare, body, state, user.id)
+    job, given = await run_in_threadpool(prepare, body, state, user.id)
     choices = await run_in_threadpool(Choices.submit, state.engine.submit, job, body.n or 1)
-    answer = Answer(job.id, state.engine.info.name, int(time.time()), state.template.tokenizer, job.trace)
+    rounds = None if body.mpic.retrieval.mode == "off" else given
+    answer = Answer(
+        job.id, state.engine.info.name, int(time.time()), state.template.tokenizer, job.trace, rounds
+    )
     if not body.stream:
         return await _whole(request, choices, answer, bool(body.logprobs), state.metrics)
     return await _streamed(request, choices, answer, body, state.metrics)
 
 
-def prepare(body: ChatRequest, state: State, user: str) -> GenerationRequest:
-    """Everything of a request that is known without the model. May decode images: not for the event loop."""
+def prepare(
+    body: ChatRequest, state: State, user: str
+) -> tuple[GenerationRequest, tuple[RetrievalRound, ...]]:
+    """Everything of a request that is known without the model, and what was searched for it. May decode images: not
+    for the event loop."""
     if (body.n or 1) > 1 and not body.temperature:
         raise UnsupportedParameter(
             "n greedy answers would all be the same: set a temperature above 0", param="n"
@@ -64,7 +72,30 @@ def prepare(body: ChatRequest, state: State, user: str) -> GenerationRequest:
     policy = parse_policy(body.mpic.policy or state.config.engine.policy)
     resolver = LibraryResolver(state.library, user, state.config.server.max_chunks)
     messages = [m.model_dump(exclude_none=True) for m in body.messages]
-    prompt = build_prompt(messages, state.template, resolver)
+    options = body.mpic.retrieval
+    given: tuple[RetrievalRound, ...] = ()
+    hits: list[SearchHit] = []
+    tokens = None
+    searching = retrieval.Searching(state.retriever, options)
+    query = retrieval.Query()
+    if options.mode != "off":
+        seen = LibraryResolver(state.library, user, state.config.server.max_chunks)
+        query = retrieval.query_of(messages, seen)
+    if options.mode == "always":
+        hits, round = retrieval.look_up(searching, query)
+        given = (round,)
+        tokens = retrieval.search_tokens(state.template, state.config.retrieval)
+        messages = messages if tokens is not None else retrieval.with_references(messages, hits)
+    style = retrieval.style_of(state.template, state.config.retrieval) if options.mode == "auto" else None
+    tools = search_tools(style) if style is not None else None
+    prompt = build_prompt(messages, state.template, resolver, tools)
+    if tokens is not None and hits:
+        shelf = state.library.references
+        prompt = retrieval.as_if_asked(prompt, state.template, tokens, query, hits, shelf)
+    auto = None
+    if style is not None:
+        auto = retrieval.AutoRetrieval(searching, state.template, style)
+        state.retriever.soon(retrieval.guess, searching, query, state.engine, policy)
     sampling = Sampling(
         max_tokens=body.max_completion_tokens or body.max_tokens,
         temperature=body.temperature or 0.0,
@@ -75,7 +106,8 @@ def prepare(body: ChatRequest, state: State, user: str) -> GenerationRequest:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ignore_eos=body.mpic.ignore_eos,
     )
-    return GenerationRequest(f"chatcmpl-{uuid.uuid4().hex}", prompt, policy, sampling, user, body.mpic.trace)
+    id = f"chatcmpl-{uuid.uuid4().hex}"
+    return GenerationRequest(id, prompt, policy, sampling, user, body.mpic.trace, auto), given
 
 
 async def _whole(
@@ -132,7 +164,7 @@ async def _frames(
             if delta.usage is not None:
                 metrics.answered(delta.usage)
                 usages.append(delta.usage)
-            if delta.text or delta.finish_reason or (logprobs and delta.logprobs):
+            if delta.text or delta.finish_reason or delta.retrieval or (logprobs and delta.logprobs):
                 yield frame({**answer.piece(delta, logprobs, i), **extra})
             found = await anext(rest, None)
     except Exception as exc:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, File, Form, Query, Request, Response, UploadFile
@@ -20,14 +20,18 @@ PURPOSES = ("user_data", "vision", "assistants")
 FIELDS = frozenset({"file", "purpose", "handle", "expires_after[anchor]", "expires_after[seconds]"})
 
 
-async def _known_fields(request: Request) -> None:
-    """Unknown form fields are errors, not ignored."""
-    unknown = sorted(set((await request.form()).keys()) - FIELDS)
-    if unknown:
-        raise UnsupportedParameter(f"{unknown[0]} is not supported by this server", param=unknown[0])
+def known_fields(*fields: str) -> Any:
+    """A dependency: unknown form fields are errors, not ignored."""
+
+    async def check(request: Request) -> None:
+        unknown = sorted(set((await request.form()).keys()) - set(fields))
+        if unknown:
+            raise UnsupportedParameter(f"{unknown[0]} is not supported by this server", param=unknown[0])
+
+    return Depends(check)
 
 
-@router.post("", dependencies=[Depends(_known_fields)])
+@router.post("", dependencies=[known_fields(*FIELDS)])
 async def upload(
     request: Request,
     state: StateDep,

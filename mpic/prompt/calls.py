@@ -1,0 +1,180 @@
+"""How a model asks for a reference while it answers, and how references are put before it then.
+
+Two styles are found by looking at the model, never by its name:
+
+- *search tokens*: the tokenizer has the control tokens ``<search>`` and ``</search>`` (the bundled demo model). What
+  stands between them is the query; ``reference one:CHUNK end of reference one.`` follows.
+- *tool call*: the chat template prints tools. It is told of one, ``search_references``; a call and its response are
+  rendered once with stand-ins, and what the template puts around them is what starts and ends a call, and what goes
+  before and after the references.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpic.errors import UnsupportedParameter
+from mpic.kv.chunk import Chunk
+from mpic.prompt.probes import TEMPLATE_ERRORS, A, B, C
+from mpic.prompt.segments import Segment
+from mpic.prompt.template import ChatTemplate
+from mpic.prompt.tokens import Trusted
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "search_references",
+        "description": "Find images and texts in the reference library. Use it when the conversation lacks a fact.",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string", "description": "what to look for, in a few words"}},
+            "required": ["query"],
+        },
+    },
+}
+OPENS, CLOSES = "<search>", "</search>"
+NUMBERS = (
+    *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen"),
+    *("sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+)
+NOTHING = "No reference was found."
+
+
+@dataclass(frozen=True)
+class CallStyle:
+    """See the module.
+
+    Args:
+        opens, closes: around a call.
+        tool: the template must be told of ``TOOL``, and a call is JSON.
+        before, after: text of the template between a call and its references, and behind them.
+    """
+
+    opens: str
+    closes: str
+    tool: bool
+    before: str = ""
+    after: str = ""
+
+    def query(self, call: str) -> str | None:
+        """What a call looks for; None when it is no proper call."""
+        if not self.tool:
+            return call.strip() or None
+        try:
+            said = json.loads(call)
+            arguments = said.get("arguments", said.get("parameters"))
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            query = arguments["query"]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+        named = said.get("name") == TOOL["function"]["name"]
+        return query.strip() or None if named and isinstance(query, str) else None
+
+    def spell(
+        self, template: ChatTemplate, references: Sequence[tuple[str, Chunk]], number: int
+    ) -> tuple[Segment, ...]:
+        """What the model reads after a call.
+
+        Args:
+            references: (title, content) best first; may be empty.
+            number: of the first reference, counted from 1 over the request.
+        """
+        pieces: list[Trusted | str | Chunk] = [Trusted(self.before)]
+        for i, (title, chunk) in enumerate(references, start=number):
+            if self.tool:
+                pieces += self._listed(template, i, title, chunk)
+            else:
+                label = NUMBERS[i - 1] if i <= len(NUMBERS) else str(i)
+                pieces += [Trusted(f" reference {label}:"), chunk, Trusted(f" end of reference {label}.")]
+        if not references and self.tool:
+            pieces.append(Trusted(NOTHING))
+        pieces.append(Trusted(self.after))
+        return template.continuation(pieces)
+
+    @staticmethod
+    def _listed(template: ChatTemplate, i: int, title: str, chunk: Chunk) -> list[Trusted | str | Chunk]:
+        before, after = template.abilities.image_text if chunk.kind == "image" else ("", "")
+        head = [Trusted("\n" if i > 1 else ""), Trusted(f"reference {i}: "), title, Trusted("\n" + before)]
+        return [*head, chunk, Trusted(f"{after}\nend of reference {i}.")]
+
+
+def find_style(template: ChatTemplate, opens: str = "", closes: str = "") -> CallStyle:
+    """The style of a model.
+
+    Args:
+        opens, closes: what starts and ends a tool call, for templates whose own cannot be told.
+
+    Raises:
+        UnsupportedParameter: it has none.
+    """
+    if not opens and all(template.is_control(token) for token in (OPENS, CLOSES)):
+        return CallStyle(OPENS, CLOSES, tool=False)
+    style = _tool_style(template, opens, closes) if template.abilities.tools else None
+    if style is None:
+        raise UnsupportedParameter(
+            "the model cannot ask for references: it has no <search> tokens, and its chat template prints no tool "
+            "calls that could be told apart (call_opens and call_closes in [retrieval] say what starts and ends one); "
+            "use mode 'always'",
+            param="mpic.retrieval.mode",
+        )
+    return style
+
+
+def _tool_style(template: ChatTemplate, opens: str, closes: str) -> CallStyle | None:
+    function = {"name": TOOL["function"]["name"], "arguments": {"query": B}}
+    user = {"role": "user", "content": A}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": function}],
+    }
+    response = {
+        "role": "tool",
+        "content": C,
+        "name": function["name"],
+        "tool_call_id": "call00001",
+    }
+    try:
+        asked = template.render([user], [TOOL])
+        answered = template.render([user, call, response], [TOOL])
+    except TEMPLATE_ERRORS:
+        return None
+    at, end = answered.find(B, len(asked) - len(A) if A in asked else 0), answered.find(C)
+    if min(at, end) < 0 or end < at:
+        return None
+    turn = answered[:at].rfind(A) + len(A)
+    found = _json_at(answered, turn, at)
+    eos = template.tokenizer.eos_token
+    if found is None or not eos:
+        return None
+    start, stop = found
+    rest, after = answered[stop:end], answered[end + len(C) :]
+    closing, sign, between = rest.partition(eos)
+    opens = opens or answered[turn:start].rstrip().rpartition("\n")[2].strip()
+    closes = closes or closing.strip()
+    if not sign or not opens or not closes:
+        return None
+    return CallStyle(opens, closes, tool=True, before=sign + between, after=after)
+
+
+def _json_at(text: str, lo: int, inside: int) -> tuple[int, int] | None:
+    """(start, end) of the outermost JSON object that begins in ``[lo, inside)`` and reaches beyond ``inside``."""
+    at = text.find("{", lo, inside)
+    while at >= 0:
+        try:
+            _, end = json.JSONDecoder().raw_decode(text, at)
+        except ValueError:
+            end = -1
+        if end > inside:
+            return at, end
+        at = text.find("{", at + 1, inside)
+    return None
+
+
+def search_tools(style: CallStyle) -> list[dict[str, Any]] | None:
+    """``tools`` for the prompt of a request whose model may search."""
+    return [TOOL] if style.tool else None

@@ -1,0 +1,227 @@
+"""``/v1/references``: the reference library. Administrators write, every user reads and searches."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
+from PIL import Image
+from starlette.concurrency import run_in_threadpool
+
+from mpic.errors import BadRequest, NotFound
+from mpic.library import Reference, decode_image
+from mpic.retriever import Query as Wanted
+from mpic.server.auth import AdminUser, CurrentUser
+from mpic.server.body import JSONRoute
+from mpic.server.replies import (
+    IndexState,
+    ReferenceDeleted,
+    ReferenceFound,
+    ReferenceList,
+    ReferenceObject,
+    ReferencesFound,
+)
+from mpic.server.routers.files import known_fields
+from mpic.server.schemas import ReferenceSearch
+from mpic.server.state import State, StateDep
+
+router = APIRouter(prefix="/v1/references", tags=["references"], route_class=JSONRoute)
+
+THUMBNAIL = 128
+"""Longest side in pixels."""
+FIELDS = ("file", "title", "description", "metadata")
+Content = Annotated[UploadFile, File(description="PNG, JPEG, WebP, BMP, or text in UTF-8")]
+Title = Annotated[str | None, Form(description="what people and prompts call it; default: the file's name")]
+Description = Annotated[str | None, Form()]
+Metadata = Annotated[str | None, Form(description="JSON object of scalars, to filter searches by")]
+
+
+@router.post("", dependencies=[known_fields(*FIELDS, "id")])
+async def create(
+    request: Request,
+    state: StateDep,
+    user: AdminUser,
+    file: Content,
+    title: Title = None,
+    description: Description = None,
+    metadata: Metadata = None,
+    id: Annotated[str | None, Form(description="`ref_...`; default: chosen for you")] = None,
+) -> ReferenceObject:
+    """Add an image or text. Answered when it is durable and can be found; it is compiled in the background."""
+    name = file.filename or "reference"
+    reference = await state.library.references.add(
+        file,
+        name,
+        title=name if title is None else title,
+        description=description or "",
+        metadata=_metadata(metadata) or {},
+        id=id,
+    )
+    return await _added(request, state, reference)
+
+
+@router.put("/{reference_id}", dependencies=[known_fields(*FIELDS)])
+async def replace(
+    reference_id: str,
+    request: Request,
+    state: StateDep,
+    user: AdminUser,
+    file: Content,
+    title: Title = None,
+    description: Description = None,
+    metadata: Metadata = None,
+) -> ReferenceObject:
+    """Put new content in the place of a reference, as its next version; what is left out stays as it was."""
+    reference = await state.library.references.replace(
+        reference_id,
+        file,
+        file.filename,
+        title=title,
+        description=description,
+        metadata=_metadata(metadata),
+    )
+    return await _added(request, state, reference)
+
+
+@router.get("")
+def list_references(
+    state: StateDep,
+    user: CurrentUser,
+    after: Annotated[str | None, Query(description="id of the last one of the previous page")] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
+    order: Literal["asc", "desc"] = "desc",
+    kind: Literal["image", "text"] | None = None,
+) -> ReferenceList:
+    """References by age."""
+    page = state.library.references.listing(after, limit, order, kind)
+    data = [_show(reference) for reference in page.references]
+    return ReferenceList(
+        data=data,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+        has_more=page.has_more,
+    )
+
+
+@router.post("/search")
+def search(body: ReferenceSearch, state: StateDep, user: CurrentUser) -> ReferencesFound:
+    """References most like a text or an image, best first."""
+    images = (_picture(body.image, state),) if body.image is not None else ()
+    wanted = Wanted(body.query or "", images)
+    hits = state.retriever.search(wanted, body.top_k, body.min_score, body.filter)
+    return ReferencesFound(data=[ReferenceFound(**_fields(h.reference), score=h.score) for h in hits])
+
+
+@router.get("/index")
+def index_state(state: StateDep, user: AdminUser) -> IndexState:
+    """What is indexed, by which embedder, and what is still to do."""
+    state.retriever.flush(5.0)
+    status = state.retriever.status()
+    return IndexState(**{name: status[name] for name in IndexState.model_fields if name in status})
+
+
+@router.post("/reindex", status_code=202)
+def reindex(state: StateDep, user: AdminUser) -> IndexState:
+    """Embed everything that has no vector of the configured embedder, in the background. `GET
+    /v1/references/index` tells how far it is; a run that was interrupted goes on where it stopped."""
+    state.retriever.reindex()
+    return index_state(state, user)
+
+
+@router.get("/{reference_id}")
+def get_reference(reference_id: str, state: StateDep, user: CurrentUser) -> ReferenceObject:
+    """One reference."""
+    return _show(state.library.references.get(reference_id))
+
+
+@router.get("/{reference_id}/content", response_class=Response)
+def get_content(reference_id: str, state: StateDep, user: CurrentUser) -> Response:
+    """The original, byte by byte; always a download, whatever it is."""
+    reference = state.library.references.get(reference_id)
+    headers = {
+        "Content-Disposition": f"attachment; filename*=UTF-8''{quote(reference.filename, safe='')}",
+        "X-Content-Type-Options": "nosniff",
+    }
+    content = state.library.references.content(reference)
+    return Response(content, media_type="application/octet-stream", headers=headers)
+
+
+@router.get("/{reference_id}/thumbnail", response_class=Response)
+def get_thumbnail(reference_id: str, state: StateDep, user: CurrentUser) -> Response:
+    """A small PNG of an image."""
+    reference = state.library.references.get(reference_id)
+    if reference.kind != "image":
+        raise NotFound(f"{reference_id} is a text, it has no thumbnail", id=reference_id)
+    image = state.library.references.image(reference)
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    headers = {"X-Content-Type-Options": "nosniff", "ETag": f'"{reference.version}"'}
+    return Response(buffer.getvalue(), media_type="image/png", headers=headers)
+
+
+@router.delete("/{reference_id}")
+def delete_reference(reference_id: str, state: StateDep, user: AdminUser) -> ReferenceDeleted:
+    """Remove a reference. New searches and prompts no longer find it; answers that use it end well."""
+    removed = state.library.references.remove(reference_id)
+    if removed.chunk is not None:
+        state.engine.forget(removed.chunk)
+    return ReferenceDeleted(id=reference_id)
+
+
+async def _added(request: Request, state: State, reference: Reference) -> ReferenceObject:
+    request.app.state.uploads.compile_reference(reference)
+    await run_in_threadpool(state.retriever.flush, 10.0)
+    return _show(reference)
+
+
+def _show(reference: Reference) -> ReferenceObject:
+    return ReferenceObject(**_fields(reference))
+
+
+def _fields(reference: Reference) -> dict[str, Any]:
+    names = (
+        "id",
+        "version",
+        "kind",
+        "title",
+        "description",
+        "metadata",
+        "filename",
+        "bytes",
+        "tokens",
+        "state",
+    )
+    return {
+        **{name: getattr(reference, name) for name in (*names, "error")},
+        "created_at": int(reference.created_at),
+        "updated_at": int(reference.updated_at),
+        "thumbnail": f"/v1/references/{reference.id}/thumbnail" if reference.kind == "image" else None,
+    }
+
+
+def _metadata(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise BadRequest(f"metadata is not JSON: {error}", param="metadata") from error
+    if not isinstance(value, dict):
+        raise BadRequest("metadata must be a JSON object", param="metadata")
+    return value
+
+
+def _picture(url: str, state: State) -> Image.Image:
+    head, comma, data = url.partition(",")
+    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
+        raise BadRequest("image must be a data URL in base64", param="image")
+    try:
+        return decode_image(base64.b64decode(data, validate=True), state.library.limits)
+    except binascii.Error as error:
+        raise BadRequest(f"image is not base64: {error}", param="image") from error
