@@ -11,7 +11,7 @@ class LayerGate:
     """One load. Loader threads ``open`` layers in order, or ``fail``; the step's thread ``wait``s for single layers.
 
     Nothing else connects a load and a step, so a device that is filled in another way (a copy stream with an event a
-    layer) needs a subclass whose ``wait`` also makes the device wait, and nothing more.
+    layer: ``mpic.kv.copies``) needs a subclass whose ``follow`` makes the device wait too, and nothing more.
 
     Attributes:
         ready: layers ``[0, ready)`` are in place, verified, and will not change.
@@ -65,6 +65,12 @@ class LayerGate:
             )
             return layer < self.ready
 
+    def follow(self, layer: int) -> None:
+        """What the device computes from now on comes after the layer, which is open."""
+
+    def settle(self) -> None:
+        """What the device does from now on comes after everything this load has begun to write, also if it failed."""
+
 
 class Gates:
     """The gates of an engine: closing it wakes whoever waits."""
@@ -104,10 +110,12 @@ class Waits:
     def before(self, layer: int) -> None:
         """Called in every layer before its rows attend."""
         for gate in self._gates - self.void:
-            if layer < gate.ready:
-                continue
-            began = time.monotonic()
-            if not gate.wait(layer, max(0.0, self._left)):
-                gate.tired = True
-                self.void.add(gate)
-            self._left -= time.monotonic() - began
+            if layer >= gate.ready:
+                began = time.monotonic()
+                there = gate.wait(layer, max(0.0, self._left))
+                self._left -= time.monotonic() - began
+                if not there:
+                    gate.tired = True
+                    self.void.add(gate)
+                    continue
+            gate.follow(layer)

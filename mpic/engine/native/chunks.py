@@ -18,6 +18,7 @@ from mpic.engine.native.lanes import CompileLane, LinkedChunk, Sequence
 from mpic.engine.native.loader import Load, LoadQueue
 from mpic.errors import EngineStopped, NotFound
 from mpic.kv.chunk import ChunkKV
+from mpic.kv.copies import CopiedGate, copies_for
 from mpic.kv.device import DeviceCache, Resident
 from mpic.kv.gate import Gates, Waits
 
@@ -67,6 +68,7 @@ class ChunkTraffic:
         self.device, self._store, self._deletions, self._post = device, store, deletions, post
         self._loaders = LoadQueue(loaders)
         self._gates = Gates()
+        self._copies = copies_for(device.pool.arena.device)
         self._writer = ThreadPoolExecutor(1, "mpic-write")
         self._unwritten = 0  # bytes at the writer
         self._unsaved: deque[Unsaved] = deque()
@@ -77,8 +79,9 @@ class ChunkTraffic:
     def start_load(self, linked: LinkedChunk, order: float) -> None:
         """Have a resident's extent filled from the store; the extent may not move meanwhile.
 
-        Host memory is filled straight from the store, and links may follow the load layer by layer. For another device
-        the whole chunk is read into a buffer, which the engine's thread copies at the end.
+        Host memory is filled straight from the store; for CUDA each layer is read into pinned memory and copied on a
+        stream of its own. Links may follow either load layer by layer. For another device the whole chunk is read into
+        a buffer, which the engine's thread copies at the end.
 
         Args:
             order: what the oldest request needs is read first.
@@ -88,11 +91,23 @@ class ChunkTraffic:
         self.loading += 1
         self.device.acquire(resident)
         target = self.device.pool.view(resident.extent)[:, :, :, resident.first :]
-        gate = resident.gate = self._gates.new(target.shape[0]) if target.device.type == "cpu" else None
+        copies, gate = self._copies, None
+        if copies is not None:
+            copies.order()
+            gate = CopiedGate(self._gates, target.shape[0], copies)
+        elif target.device.type == "cpu":
+            gate = self._gates.new(target.shape[0])
+        resident.gate = gate
         buffers: list[torch.Tensor] = []
 
+        def beside() -> Iterator[int]:
+            buffer = copies.buffer(target.shape, target.dtype)
+            for layer in linked.stored.read_layers(buffer):
+                gate.copy(target[layer], buffer[layer])
+                yield layer
+
         def through_host() -> Iterator[int]:
-            buffers.append(torch.empty(target.shape, dtype=target.dtype, pin_memory=target.is_cuda))
+            buffers.append(torch.empty(target.shape, dtype=target.dtype))
             yield from linked.stored.read_layers(buffers[0])
 
         def arrived(layer: int) -> None:
@@ -107,11 +122,16 @@ class ChunkTraffic:
             self._post(lambda: loaded(error), quiet=True)
 
         def loaded(error: BaseException | None) -> None:
+            if gate is not None:
+                gate.settle()
             if error is None and buffers:
                 target.copy_(buffers[0])
             self._loaded(linked, resident, began, None if gate is not None and gate.complete else error)
 
-        layers = linked.stored.read_layers(target) if gate is not None else through_host()
+        if copies is not None:
+            layers = beside()
+        else:
+            layers = linked.stored.read_layers(target) if gate is not None else through_host()
         self._loaders.add(Load(order, layers, arrived, ended))
 
     def _loaded(

@@ -1,0 +1,82 @@
+"""Copies from host memory to a device that computes meanwhile: order on the device instead of waiting on the host.
+
+A load's layers are read into a pinned buffer, each is copied on a stream of its own and leaves a mark. A step that is
+about to attend in layer l makes the *device* wait for the mark of layer l, and the host goes on at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from mpic.kv.gate import Gates, LayerGate
+
+
+class Copies(Protocol):
+    """A queue of copies beside what the device computes. ``start`` may be called from any thread, the others from the
+    one that gives the device its work."""
+
+    def order(self) -> None:
+        """Copies started from now on come after everything the device has been given to compute so far: what is
+        written to may have been read by it."""
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory to copy from; it may be dropped while its copies run."""
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copy from a ``buffer`` to the device behind all copies started before; gives a mark."""
+
+    def follow(self, mark: Any) -> None:
+        """What the device is given to compute from now on comes after the copy."""
+
+
+class CudaCopies:
+    """A CUDA stream with an event a copy. Pinned memory stays allocated until the copies that read it are done, which
+    is what torch's host allocator is for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def order(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            mark = torch.cuda.Event()
+            mark.record(self._stream)
+        return mark
+
+    def follow(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+
+def copies_for(device: torch.device) -> Copies | None:
+    """CUDA copies beside its computing; host memory is filled directly, and other devices copy when a load is done."""
+    return CudaCopies(device) if device.type == "cuda" else None
+
+
+class CopiedGate(LayerGate):
+    """The gate of a load whose layers are copied: open means that the copy has been started."""
+
+    def __init__(self, gates: Gates, layers: int, copies: Copies) -> None:
+        super().__init__(gates, layers)
+        self._copies = copies
+        self._marks: list[Any] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Start to copy the next layer; ``open`` it afterwards. On a loader thread."""
+        self._marks.append(self._copies.start(target, source))
+
+    def follow(self, layer: int) -> None:
+        self._copies.follow(self._marks[layer])
+
+    def settle(self) -> None:
+        if self._marks:
+            self._copies.follow(self._marks[-1])

@@ -1,0 +1,196 @@
+"""Loads that are copied to the device beside its computing: a layer's rows attend after that layer's copy and wait for
+no other. A device is played by copies that happen only when something is ordered after them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from engine_kit import (
+    TOKENS,
+    MemoryStore,
+    expected_of,
+    family,
+    ids,
+    logits_of,
+    prompt_of,
+    request_of,
+    text_chunk,
+)
+
+from mpic.engine.native.engine import NativeEngine
+from mpic.errors import CorruptFile
+from mpic.kv.copies import CopiedGate, copies_for
+from mpic.kv.gate import Gates, LayerGate, Waits
+
+CHUNKS = [text_chunk(ids(80 + i, n)) for i, n in enumerate((23, 40))]
+PROMPT = prompt_of(ids(3, 5), CHUNKS[0], ids(4, 6), CHUNKS[1], ids(5, 4))
+
+
+class Late:
+    """The latest copies a device may make: none happens before something follows it, or a later one."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.done = self.orders = 0
+        self.followed: list[int] = []
+
+    def order(self) -> None:
+        self.orders += 1
+
+    def buffer(self, shape, dtype):
+        return torch.full(tuple(shape), float("nan"), dtype=dtype)
+
+    def start(self, target, source):
+        self.started.append((target, source))
+        return len(self.started)
+
+    def follow(self, mark):
+        self.followed.append(mark)
+        for target, source in self.started[self.done : mark]:
+            target.copy_(source)
+        self.done = max(self.done, mark)
+
+
+@pytest.fixture
+def late():
+    """An engine whose chunks are stored and not resident, over late copies."""
+    engines = []
+
+    def make(name: str = "llama", store: MemoryStore | None = None) -> tuple[NativeEngine, Late]:
+        store = store or MemoryStore()
+        first = NativeEngine(family(name).loaded, store, pages=128)
+        for chunk in CHUNKS:
+            first.compile(chunk).result(60)
+        first.close()
+        engine = NativeEngine(family(name).loaded, store, pages=128)
+        engine.pool.arena.fill_(float("nan"))
+        engine.traffic._copies = Late()
+        engine.traffic.patience = 1000.0
+        engines.append(engine)
+        return engine, engine.traffic._copies
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("policy", ["reuse", "mpic-4", "random-20"])
+def test_answers_over_copied_chunks_equal_the_oracle(policy, late):
+    engine, copies = late()
+    tokens, logits = logits_of(engine.submit(request_of(PROMPT, policy, TOKENS, logprobs=300)), TOKENS)
+    expected, expected_logits = expected_of("llama", PROMPT, policy)
+    assert tokens == expected and (logits - expected_logits).abs().max() < 1e-4
+    assert copies.orders == len(CHUNKS)
+    assert copies.done == len(copies.started) == len(CHUNKS) * engine.model.shape.layers
+    engine.check()
+
+
+class Asked(MemoryStore):
+    """Gives the first layer at once and every other one only when a step waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = [threading.Event() for _ in range(99)]
+        self.asked[0].set()
+
+    def find(self, keys):
+        found = super().find(keys)
+        for chunk in found.values():
+            chunk.read_layers = lambda destination, chunk=chunk: self._layers(chunk, destination)
+        return found
+
+    def _layers(self, chunk, destination):
+        for layer, values in enumerate(chunk._chunk.kv):
+            assert self.asked[layer].wait(60)
+            destination[layer].copy_(values)
+            yield layer
+
+
+def test_a_layer_waits_for_its_own_copy_and_for_no_later_one(late, monkeypatch):
+    store = Asked()
+    engine, copies = late(store=store)
+    seen = []
+    before, wait = Waits.before, LayerGate.wait
+
+    def asking(self, layer, seconds):
+        store.asked[layer].set()
+        return wait(self, layer, seconds)
+
+    def watched(self, layer):
+        copies.followed.clear()
+        before(self, layer)
+        if self:
+            seen.append((layer, list(copies.followed), [list(gate._marks) for gate in self._gates]))
+
+    monkeypatch.setattr(LayerGate, "wait", asking)
+    monkeypatch.setattr(Waits, "before", watched)
+    tokens, logits = logits_of(engine.submit(request_of(PROMPT, "mpic-4", TOKENS, logprobs=300)), TOKENS)
+    expected, expected_logits = expected_of("llama", PROMPT, "mpic-4")
+    assert tokens == expected and (logits - expected_logits).abs().max() < 1e-4
+    assert [layer for layer, *_ in seen][:3] == [0, 1, 2]  # the link ran beside its loads
+    for layer, followed, marks in seen:
+        assert sorted(followed) == sorted(of_gate[layer] for of_gate in marks)
+
+
+def test_an_answer_without_that_order_would_be_wrong(late, monkeypatch):
+    """What the other tests would not see if copies happened at once."""
+    engine, _ = late()
+    monkeypatch.setattr(CopiedGate, "follow", lambda self, layer: None)
+    monkeypatch.setattr(CopiedGate, "settle", lambda self: None)
+    stream = engine.submit(request_of(PROMPT, "reuse", TOKENS, logprobs=300))
+    _, logits = logits_of(stream, TOKENS)
+    expected = expected_of("llama", PROMPT, "reuse")[1]
+    assert not (logits - expected).abs().max() < 1e-4
+
+
+def test_copies_of_a_load_that_failed_are_over_before_its_memory_is_used_again(late):
+    """The damaged chunk is compiled into the very extent that its first layers were being copied into."""
+
+    class Half(MemoryStore):
+        def find(self, keys):
+            found = super().find(keys)
+            for chunk in found.values():
+                chunk.read_layers = lambda destination, chunk=chunk: broken(chunk, destination)
+            return found
+
+    def broken(chunk, destination):
+        destination[0].fill_(123.0)
+        yield 0
+        raise CorruptFile("layer 1 is damaged")
+
+    engine, copies = late(store=Half())
+    tokens, logits = logits_of(engine.submit(request_of(PROMPT, "mpic-4", TOKENS, logprobs=300)), TOKENS)
+    expected, expected_logits = expected_of("llama", PROMPT, "mpic-4")
+    assert tokens == expected and (logits - expected_logits).abs().max() < 1e-4
+    assert copies.done == len(copies.started) == len(CHUNKS)
+    engine.check()
+
+
+def test_a_gate_that_did_not_open_in_time_is_not_followed():
+    copies = Late()
+    gate = CopiedGate(Gates(), 3, copies)
+    gate.copy(torch.zeros(1), torch.ones(1))
+    gate.open(0)
+    waits = Waits([gate], 0.0)
+    waits.before(0)
+    waits.before(1)
+    assert copies.followed == [1] and waits.void == {gate}
+
+
+def test_only_cuda_copies_beside_its_computing():
+    assert copies_for(torch.device("cpu")) is None and copies_for(torch.device("mps")) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_copies_arrive_in_order():
+    device = torch.device("cuda")
+    copies = copies_for(device)
+    target = torch.zeros(4, 1 << 20, device=device)
+    buffer = copies.buffer(target.shape, target.dtype)
+    buffer.copy_(torch.arange(4.0)[:, None].expand_as(buffer))
+    copies.order()
+    for i in range(4):
+        copies.follow(copies.start(target[i], buffer[i]))
+        assert float(target[i].sum()) == i * (1 << 20)
