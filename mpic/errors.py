@@ -10,7 +10,10 @@ MPICError                         500  internal_error
 │   ├── ContextLengthExceeded     400  context_length_exceeded
 │   ├── PoolTooSmall              400  pool_too_small
 │   ├── InvalidUpload             400  invalid_upload
+│   │   ├── EmptyUpload           400  empty_upload
+│   │   ├── UnsupportedType       400  unsupported_type
 │   │   ├── InvalidImage          400  invalid_image
+│   │   │   └── AnimatedImage     400  animated_image
 │   │   └── InvalidText           400  invalid_text
 │   ├── UnsupportedModality       400  unsupported_modality
 │   ├── ConfigError               400  config_error         (mpic.config; at start, never over HTTP)
@@ -31,6 +34,7 @@ MPICError                         500  internal_error
 │   ├── EmbedderMismatch          409  embedder_mismatch
 │   └── ModelMismatch             409  model_mismatch
 ├── TooLarge                      413  too_large
+│   └── ImageTooLarge             413  image_too_large
 ├── RateLimited                   429  rate_limited
 │   ├── QueueFull                 429  queue_full
 │   └── TooManyAtOnce             429  too_many_concurrent  (mpic.server.auth)
@@ -116,6 +120,20 @@ class InvalidImage(InvalidUpload):
     code = "invalid_image"
 
 
+class AnimatedImage(InvalidImage):
+    code = "animated_image"
+
+
+class EmptyUpload(InvalidUpload):
+    code = "empty_upload"
+
+
+class UnsupportedType(InvalidUpload):
+    """A known type that is not accepted; the message names it."""
+
+    code = "unsupported_type"
+
+
 class InvalidText(InvalidUpload):
     code = "invalid_text"
 
@@ -178,6 +196,12 @@ class ModelMismatch(Conflict):
 
 class TooLarge(MPICError):
     status, code = 413, "too_large"
+
+
+class ImageTooLarge(TooLarge):
+    """More pixels than are decoded."""
+
+    code = "image_too_large"
 
 
 class RateLimited(MPICError):

@@ -31,13 +31,20 @@ def soak(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
-def url(tmp_path_factory):
-    """``mpic serve`` as a process of its own on a tiny random model, one for all tests."""
-    from server_helpers import POOL_PAGES, save_tiny_llava
+def tiny_model(tmp_path_factory) -> str:
+    """The folder of a tiny random model that sees images."""
+    from server_helpers import save_tiny_llava
+
+    return str(save_tiny_llava(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory, tiny_model):
+    """``mpic serve`` as a process of its own on the tiny model, one for all tests."""
+    from server_helpers import POOL_PAGES
 
     from mpic.evals.demo import running_server
 
-    model = save_tiny_llava(tmp_path_factory.mktemp("model") / "tiny")
     data = tmp_path_factory.mktemp("data")
-    with running_server(data, str(model), "--pool-bytes", str(POOL_PAGES * 12_288)) as (url, _):
+    with running_server(data, tiny_model, "--pool-bytes", str(POOL_PAGES * 12_288)) as (url, _):
         yield url

@@ -28,6 +28,7 @@ from mpic.config import Config
 from mpic.library import Library
 from mpic.prompt import ChatTemplate
 from mpic.server import create_app
+from mpic.server.run import limits_of
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -139,8 +140,9 @@ class Server:
 @asynccontextmanager
 async def fake_server(root, template, engine=None, config=None, clock=time.time):
     """The application over a FakeEngine."""
-    library = Library.open(root, clock=clock)
-    async with running(create_app(engine or FakeEngine(), library, template, config or Config())) as server:
+    config = config or Config()
+    library = Library.open(root, limits_of(config.library), clock=clock)
+    async with running(create_app(engine or FakeEngine(), library, template, config)) as server:
         yield server
 
 

@@ -11,7 +11,16 @@ from typing import Literal
 
 from PIL import Image, ImageOps
 
-from mpic.errors import InvalidImage, InvalidText, InvalidUpload, TooLarge
+from mpic.errors import (
+    AnimatedImage,
+    EmptyUpload,
+    ImageTooLarge,
+    InvalidImage,
+    InvalidText,
+    InvalidUpload,
+    TooLarge,
+    UnsupportedType,
+)
 from mpic.library.limits import Limits
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -49,7 +58,7 @@ def sniff(head: bytes) -> Literal["image", "text"]:
     """What the first bytes (32 are enough) claim to be.
 
     Raises:
-        InvalidUpload: a known type that is not accepted; the message names it.
+        UnsupportedType: a known type that is not accepted; the message names it.
     """
     foreign = next((name for magic, name in FOREIGN.items() if head.startswith(magic)), None)
     if head[4:8] == b"ftyp":
@@ -59,7 +68,7 @@ def sniff(head: bytes) -> Literal["image", "text"]:
         if head[8:12] == b"WEBP":
             return "image"
     if foreign is not None:
-        raise InvalidUpload(
+        raise UnsupportedType(
             f"{foreign} is not accepted; send an image (PNG, JPEG, WebP, BMP) or text in UTF-8",
             param="file",
             type=foreign,
@@ -75,8 +84,10 @@ def decode_image(data: bytes, limits: Limits | None = None) -> Image.Image:
         data: the bytes of a PNG, JPEG, WebP, BMP or (if the limits allow it: its first frame) GIF.
 
     Raises:
-        TooLarge: more pixels than the limits allow; known from the header, before anything is decoded.
-        InvalidImage: not an image, truncated, damaged, animated, of no size, or absurdly narrow.
+        ImageTooLarge: more pixels than the limits allow; known from the header, before anything is decoded.
+        InvalidImage: not an image, truncated, damaged, of no size, or absurdly narrow.
+        AnimatedImage: more than one frame.
+        UnsupportedType: GIF, unless the limits allow it.
     """
     limits = limits or Limits()
     try:
@@ -84,10 +95,10 @@ def decode_image(data: bytes, limits: Limits | None = None) -> Image.Image:
             _admit(image, limits)
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
-    except (InvalidImage, TooLarge):
+    except (InvalidUpload, TooLarge):
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise TooLarge(f"the image has more than {limits.image_pixels} pixels", param="file") from error
+        raise ImageTooLarge(f"the image has more than {limits.image_pixels} pixels", param="file") from error
     except Exception as error:  # a decoder fed with hostile bytes raises nearly anything
         what = type(error).__name__
         raise InvalidImage(f"the image cannot be decoded ({what}: {error})"[:300], param="file") from error
@@ -111,8 +122,10 @@ def decode_text(data: bytes, limits: Limits | None = None) -> str:
         ) from error
     if "\0" in text:
         raise InvalidText(f"the text contains a NUL character at position {text.index(chr(0))}", param="file")
+    if not text:
+        raise EmptyUpload("the upload is empty", param="file")
     if not text.strip():
-        raise InvalidText("the text is empty", param="file")
+        raise InvalidText("the text is nothing but white space", param="file")
     return text
 
 
@@ -122,18 +135,18 @@ def _admit(image: Image.Image, limits: Limits) -> None:
     if width < 1 or height < 1:
         raise InvalidImage(f"the image has {width}x{height} pixels", param="file")
     if width * height > limits.image_pixels:
-        raise TooLarge(
+        raise ImageTooLarge(
             f"the image has {width}x{height} pixels, the limit is {limits.image_pixels} in all", param="file"
         )
     if max(width, height) > limits.image_aspect * min(width, height):
         raise InvalidImage(f"an image of {width}x{height} pixels is too narrow", param="file")
     if image.format == "GIF":
         if not limits.gif:
-            raise InvalidImage("GIF is not accepted; send PNG, JPEG, WebP or BMP", param="file")
+            raise UnsupportedType("GIF is not accepted; send PNG, JPEG, WebP or BMP", param="file")
     elif image.format != "MPO" and getattr(
         image, "is_animated", False
     ):  # MPO: a photo and its depth or thumbnail
-        raise InvalidImage("animated images are not accepted; send one frame", param="file")
+        raise AnimatedImage("animated images are not accepted; send one frame", param="file")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from mpic.config import Config, ConfigError
+from mpic.config import Config, ConfigError, LibraryConfig
 from mpic.keys import KeyStore
 from mpic.server.guard import is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from mpic.library import Limits
     from mpic.server.state import State
 
 GRACE_SECONDS = 10  # running answers may finish when the server is told to stop
@@ -79,14 +80,13 @@ def build(config: Config) -> FastAPI:
     import transformers
 
     from mpic.engine import load_engine
-    from mpic.library import Library, Limits
+    from mpic.library import Library
     from mpic.model.load import choose_device
     from mpic.prompt import ChatTemplate
     from mpic.server.app import create_app
 
     transformers.utils.logging.disable_progress_bar()
-    known = {f.name for f in dataclasses.fields(Limits)}
-    limits = Limits(**{k: v for k, v in dataclasses.asdict(config.library).items() if k in known})
+    limits = limits_of(config.library)
     device = choose_device(config.engine.device).type
     host = {"cpu": "none", "cuda": "pinned"}.get(device, "plain")
     library = Library.open(Path(config.library.data_dir), limits, host=host)
@@ -96,6 +96,14 @@ def build(config: Config) -> FastAPI:
     except BaseException:
         library.close()
         raise
+
+
+def limits_of(config: LibraryConfig) -> Limits:
+    """The library's limits, of which the configuration has some."""
+    from mpic.library import Limits
+
+    known = {f.name for f in dataclasses.fields(Limits)}
+    return Limits(**{k: v for k, v in dataclasses.asdict(config).items() if k in known})
 
 
 class _Server(uvicorn.Server):

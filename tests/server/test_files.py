@@ -139,7 +139,7 @@ async def test_expiry(tmp_path, template):
     [
         (b"\x89PNG\r\n\x1a\nnot really", {}, "invalid_image", "file"),
         (png()[:60], {}, "invalid_image", "file"),
-        (b"%PDF-1.7", {}, "invalid_upload", "file"),
+        (b"%PDF-1.7", {}, "unsupported_type", "file"),
         (b"\xff\xfe\x00", {}, "invalid_text", "file"),
         (b" \n", {}, "invalid_text", "file"),
         (b"text", {"handle": "no spaces"}, "bad_request", "handle"),

@@ -1,0 +1,149 @@
+"""Two users of one server: neither sees, lists, links, times or evicts what the other has."""
+
+import base64
+
+import httpx
+import pytest
+from server_helpers import png
+
+IMAGE = png("purple")
+TEXT = b"the very same words, sent by both"
+
+
+class Person:
+    """A user with a key of their own."""
+
+    def __init__(self, keyed, name):
+        url, keys = keyed
+        headers = {"Authorization": f"Bearer {keys.create(name)[0]}"}
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=60)
+
+    def upload(self, data, name, **form):
+        answer = self.http.post(
+            "/v1/files", data={"purpose": "user_data", **form}, files={"file": (name, data)}
+        )
+        assert answer.status_code == 200, answer.text
+        return self.wait("files", answer.json()["id"])
+
+    def wait(self, kind, id):
+        while True:
+            made = self.http.get(f"/v1/{kind}/{id}").json()
+            if made["state"] != "compiling":
+                return made
+
+    def cache(self, **body):
+        return self.wait("caches", self.http.post("/v1/caches", json=body).json()["id"])
+
+    def ask(self, content, policy="reuse", **fields):
+        body = {
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 4,
+            "mpic": {"policy": policy},
+        }
+        return self.http.post("/v1/chat/completions", json={**body, **fields})
+
+    def usage(self, content, policy="reuse"):
+        answer = self.ask(content, policy)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["mpic"]
+
+
+@pytest.fixture(scope="module")
+def two(keyed):
+    people = Person(keyed, "ann"), Person(keyed, "ben")
+    yield people
+    for person in people:
+        person.http.close()
+
+
+@pytest.fixture(scope="module")
+def hers(two):
+    ann, _ = two
+    return {
+        "image": ann.upload(IMAGE, "purple.png", handle="MINE"),
+        "text": ann.upload(TEXT, "words.txt", handle="WORDS"),
+        "cache": ann.cache(text="her cached text", name="c"),
+    }
+
+
+def test_nothing_of_hers_is_seen_or_listed(two, hers):
+    _, ben = two
+    for kind in ("files", "caches"):
+        assert ben.http.get(f"/v1/{kind}").json()["data"] == []
+        answer = ben.http.get(
+            f"/v1/{kind}", params={"after": hers["image" if kind == "files" else "cache"]["id"]}
+        )
+        assert answer.status_code == 404
+    chunk = hers["cache"]["chunks"][0]["id"]
+    for path in (
+        f"files/{hers['image']['id']}",
+        f"files/{hers['text']['id']}/content",
+        f"files/{chunk}/content",
+    ):
+        assert ben.http.get(f"/v1/{path}").status_code == 404
+    for id in (hers["cache"]["id"], chunk):
+        for method, body in (("GET", None), ("DELETE", None), ("PATCH", {"ttl": 9})):
+            assert ben.http.request(method, f"/v1/caches/{id}", json=body).status_code == 404
+    assert ben.http.delete(f"/v1/files/{hers['image']['id']}").status_code == 404
+
+
+def test_nothing_of_hers_is_linked(two, hers):
+    _, ben = two
+    cases = [
+        ("IMAGE#MINE", "unknown_handle"),
+        ("FILE#WORDS", "unknown_handle"),
+        ([{"type": "image_url", "image_url": {"url": hers["image"]["id"]}}], "file_not_found"),
+        ([{"type": "file", "file": {"file_id": hers["cache"]["chunks"][0]["id"]}}], "file_not_found"),
+        ([{"type": "cache", "cache_id": hers["cache"]["id"]}], "cache_not_found"),
+        ([{"type": "cache", "cache_id": hers["cache"]["chunks"][0]["id"]}], "cache_not_found"),
+    ]
+    for content, code in cases:
+        answer = ben.ask(content)
+        other = ben.ask(content if isinstance(content, str) else [dict(content[0])])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, code)
+        assert answer.json() == other.json()
+    unknown = ben.ask([{"type": "cache", "cache_id": "cache-" + "x" * 24}]).json()["error"]
+    real = ben.ask([{"type": "cache", "cache_id": hers["cache"]["chunks"][0]["id"]}]).json()["error"]
+    assert unknown["code"] == real["code"] and unknown.get("param") == real.get("param")
+
+
+def test_the_same_content_costs_him_what_new_content_costs(two, hers):
+    """Whether somebody else has sent a thing before is not to be told by counts, tiers or reasons (nor so by time)."""
+    ann, ben = two
+    url = "data:image/png;base64," + base64.b64encode(IMAGE).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+    assert ann.usage(content)["chunks"][0]["tier"] in ("device", "disk", "host")
+    [his] = ben.usage(content)["chunks"]
+    assert (his["tier"], his["reason"]) == ("compiled", "new")
+    document = [{"type": "document", "text": TEXT.decode()}, {"type": "text", "text": "?"}]
+    assert ann.usage(document)["chunks"][0]["tier"] in ("device", "disk", "host")
+    assert ben.usage(document)["chunks"][0]["tier"] == "compiled"
+
+
+@pytest.mark.parametrize("policy", ["prefix", "full", "reuse"])
+def test_her_chats_are_in_no_prefix_of_his(two, policy):
+    ann, ben = two
+    text = f"tell me the secret of {policy} again and again"
+    ann.usage(text, policy)
+    again = ann.usage(text, policy)["tokens"]
+    assert (again["prefix_hit"] > 0) == (policy != "full")
+    assert ben.usage(text, policy)["tokens"]["prefix_hit"] < 12  # at most how every turn of his begins
+
+
+def test_his_flood_does_not_cost_her_a_compilation(two, hers):
+    """He fills the pool (64 pages) several times over: her chunk leaves the device, not the disk."""
+    ann, ben = two
+    for i in range(12):
+        text = f"document number {i} " * 20
+        ben.usage([{"type": "document", "text": text}, {"type": "text", "text": "?"}])
+    [chunk] = ann.usage("IMAGE#MINE what?")["chunks"]
+    assert chunk["tier"] in ("device", "host", "disk") and chunk["reason"] is None
+
+
+def test_what_he_deletes_of_equal_content_stays_hers(two, hers):
+    ann, ben = two
+    his = ben.upload(TEXT, "same.txt", handle="WORDS")
+    assert his["id"] != hers["text"]["id"]
+    assert ben.http.delete(f"/v1/files/{his['id']}").status_code == 200
+    [chunk] = ann.usage("FILE#WORDS what?")["chunks"]
+    assert chunk["tier"] in ("device", "host", "disk")
