@@ -10,11 +10,11 @@ MPICError                         500  internal_error
 │   ├── ContextLengthExceeded     400  context_length_exceeded
 │   ├── PoolTooSmall              400  pool_too_small
 │   ├── InvalidUpload             400  invalid_upload
-│   │   ├── EmptyUpload           400  empty_upload
 │   │   ├── UnsupportedType       400  unsupported_type
 │   │   ├── InvalidImage          400  invalid_image
 │   │   │   └── AnimatedImage     400  animated_image
 │   │   └── InvalidText           400  invalid_text
+│   │       └── EmptyUpload       400  empty_upload
 │   ├── UnsupportedModality       400  unsupported_modality
 │   ├── ConfigError               400  config_error         (mpic.config; at start, never over HTTP)
 │   └── MethodNotAllowed          405  method_not_allowed   (mpic.server.errors)
@@ -124,10 +124,6 @@ class AnimatedImage(InvalidImage):
     code = "animated_image"
 
 
-class EmptyUpload(InvalidUpload):
-    code = "empty_upload"
-
-
 class UnsupportedType(InvalidUpload):
     """A known type that is not accepted; the message names it."""
 
@@ -136,6 +132,10 @@ class UnsupportedType(InvalidUpload):
 
 class InvalidText(InvalidUpload):
     code = "invalid_text"
+
+
+class EmptyUpload(InvalidText):
+    code = "empty_upload"
 
 
 class UnsupportedModality(BadRequest):

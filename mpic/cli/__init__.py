@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": ("mpic.cli.chat", "Talk to the model, about uploads too."),
     "files": ("mpic.cli.files", "Your uploads: list, show, delete."),
     "library": ("mpic.cli.library", "The folder behind a server: usage, check, gc, export, import."),
+    "keys": ("mpic.cli.keys", "API keys: create, list, revoke."),
     "demo": ("mpic.cli.demo", "Ask about sample images under several policies, compare the answers."),
     "bench": ("mpic.evals.bench.cli", "Measure: TTFT, pages, decode speed."),
     "eval": ("mpic.evals.cli", "Compare policies on your model and data."),

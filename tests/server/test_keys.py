@@ -1,5 +1,6 @@
 """API keys: what is kept of them, and who may call with one."""
 
+import json
 import sqlite3
 import stat
 
@@ -81,3 +82,35 @@ def test_a_newer_file_is_refused(tmp_path):
     db.close()
     with pytest.raises(Exception, match="version 99"):
         KeyStore(tmp_path)
+
+
+# ---- mpic keys
+
+
+@pytest.fixture
+def mpic(tmp_path):
+    from typer.testing import CliRunner
+
+    from mpic.cli.keys import app
+
+    return lambda *words: CliRunner().invoke(app, [*words, "--data-dir", str(tmp_path)])
+
+
+def test_keys_made_and_revoked_on_the_command_line(mpic, keys):
+    made = mpic("create", "alice", "--role", "admin", "--files", "7")
+    [secret] = made.stdout.split()
+    key = keys.find(secret)
+    assert (key.user, key.role, key.limits) == ("alice", "admin", KeyLimits(files=7))
+    [shown] = json.loads(mpic("list", "--json").stdout)
+    assert shown["prefix"] == f"mpic_{key.prefix}" and shown["limits"]["files"] == 7
+    assert secret not in mpic("list").stdout and key.prefix in mpic("list").stdout
+    assert mpic("revoke", shown["prefix"]).exit_code == 0
+    assert keys.find(secret) is None
+    assert "revoked" in mpic("list").stdout
+
+
+def test_mistakes_on_the_command_line(mpic, keys):
+    assert mpic("create", "alice", "--files", "0").exit_code == 2
+    assert isinstance(mpic("create", "alice", "--role", "king").exception, BadRequest)
+    assert isinstance(mpic("revoke", "mpic_00000000").exception, KeyNotFound)
+    assert json.loads(mpic("list", "--json").stdout) == []

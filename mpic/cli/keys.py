@@ -1,0 +1,115 @@
+"""``mpic keys``."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from mpic.cli.common import Json, err, noun, out, print_json
+from mpic.config import load_config
+from mpic.keys import Key, KeyLimits, KeyStore
+
+app = noun(
+    "API keys: who may call the server, as whom, and how much.\n\n"
+    "Without keys the server answers this machine only. As soon as one was made every request needs one "
+    "(`Authorization: Bearer KEY`), and `mpic serve --host 0.0.0.0` is allowed. Works while the server runs; a revoked "
+    "key is refused with its next request."
+)
+
+DataDir = Annotated[Path | None, typer.Option(help="the library's folder, as given to mpic serve")]
+Config = Annotated[Path | None, typer.Option(help="the TOML file given to mpic serve")]
+AtLeastOne = typer.Option(min=1)
+
+
+def _store(data_dir: Path | None, config: Path | None) -> KeyStore:
+    settings = load_config(config, {"data_dir": str(data_dir) if data_dir else None})
+    return KeyStore(Path(settings.library.data_dir))
+
+
+@app.command("create")
+def create(
+    user: Annotated[
+        str, typer.Argument(help="whom the key stands for; several keys of one user see the same files")
+    ],
+    role: Annotated[
+        str, typer.Option(help="user, or admin: may also change references and see metrics")
+    ] = "user",
+    requests_per_minute: Annotated[int | None, AtLeastOne] = None,
+    concurrent: Annotated[int | None, typer.Option(min=1, help="requests under way at once")] = None,
+    bytes: Annotated[int | None, typer.Option(min=1, help="of originals the user may keep")] = None,
+    files: Annotated[
+        int | None, typer.Option(min=1, help="uploads and cached texts the user may keep")
+    ] = None,
+    data_dir: DataDir = None,
+    config: Config = None,
+    as_json: Json = False,
+) -> None:
+    """Make a key. It is printed once and kept nowhere: only its SHA-256 is stored.
+
+    What was uploaded before there were keys belongs to the user `local`.
+    """
+    limits = KeyLimits(requests_per_minute, concurrent, bytes, files)
+    store = _store(data_dir, config)
+    try:
+        secret, key = store.create(user, role, limits)  # type: ignore[arg-type]
+    finally:
+        store.close()
+    if as_json:
+        print_json({"key": secret, **_show(key)})
+        return
+    print(secret)
+    err.print(f"for {key.user} ({key.role}); it is not shown again", highlight=False)
+
+
+@app.command("list")
+def listing(data_dir: DataDir = None, config: Config = None, as_json: Json = False) -> None:
+    """List all keys, revoked ones too, by their public prefix."""
+    store = _store(data_dir, config)
+    try:
+        keys = [_show(key) for key in store.listing()]
+    finally:
+        store.close()
+    if as_json:
+        print_json(keys)
+        return
+    table = Table("prefix", "user", "role", "created", "limits", "state")
+    for key in keys:
+        limits = ", ".join(f"{name} {value:,}" for name, value in key["limits"].items() if value is not None)
+        state = f"revoked {key['revoked_at']}" if key["revoked_at"] else "valid"
+        table.add_row(key["prefix"], key["user"], key["role"], key["created_at"], limits or "none", state)
+    out.print(table if keys else "no keys: the server answers this machine only", markup=False)
+
+
+@app.command("revoke")
+def revoke(
+    prefixes: Annotated[list[str], typer.Argument(help="prefixes from mpic keys list, or whole keys")],
+    data_dir: DataDir = None,
+    config: Config = None,
+    as_json: Json = False,
+) -> None:
+    """End keys, at once and for good. Requests that are being answered end well.
+
+    Revoking the last key does not open the server to everybody.
+    """
+    store = _store(data_dir, config)
+    try:
+        keys = [_show(store.revoke(prefix)) for prefix in prefixes]
+    finally:
+        store.close()
+    if as_json:
+        print_json(keys)
+    else:
+        out.print(f"revoked {', '.join(key['prefix'] for key in keys)}", markup=False, highlight=False)
+
+
+def _show(key: Key) -> dict[str, Any]:
+    shown = dataclasses.asdict(key)
+    for name in ("created_at", "revoked_at"):
+        if shown[name] is not None:
+            shown[name] = datetime.fromtimestamp(shown[name], UTC).isoformat(" ", "seconds")
+    return {**shown, "prefix": f"mpic_{key.prefix}"}
