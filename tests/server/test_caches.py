@@ -45,6 +45,7 @@ async def test_a_text_is_cut_and_its_chunks_give_it_back(server, mode):
 
 async def test_chunks_are_linked_in_any_order(server):
     made = (await create(server, chunks=["alpha text", "beta text", "gamma text"], name="greek")).json()
+    await settled(server, made["id"])
     ids = [c["id"] for c in made["chunks"]]
     assert [c["name"] for c in made["chunks"]] == ["greek 1", "greek 2", "greek 3"]
     for asked, linked in ((ids[::-1], ids[::-1]), ([ids[1], ids[1]], [ids[1], ids[1]]), ([made["id"]], ids)):
