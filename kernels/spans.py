@@ -13,9 +13,12 @@ spans are merged by log-sum-exp. To add an implementation: one file with a ``Par
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from mpic.kernels.stream import Stream
 
 
 class Shift(NamedTuple):
@@ -50,25 +53,18 @@ class SpanCall(NamedTuple):
     first: bool
 
 
-class Singles(NamedTuple):
-    """Rows that stand alone (decoding): every (row, span) pair is a *partial*, all of them are merged at once.
+class SingleRows(Protocol):
+    """Rows that stand alone (decoding) and the spans they see, ready for every layer of one step.
 
-    Partials that read the same span are adjacent, so requests that share a chunk read its keys once. Spans that are
-    equally long and evenly spaced in memory (chunks of one size, compiled one after the other) are one batch.
-
-    Args:
-        rows: ``[R]`` int64, the step's single rows.
-        source: ``[P]`` int64, the step row of each partial.
-        shift: ``cos, sin [P, rotary_dim / 2]`` of each partial, or None when no span lies elsewhere.
-        slots: ``[R, S]`` int64, the partials of each row, padded with P.
-        batches: (first partial, spans, partials of each span), in the order in which keys and values are given.
+    ``rows [R]`` int64 are the step's single rows. ``mpic.kernels.singles`` implements it over any ``Partial``;
+    ``mpic.kernels.stream`` is a kernel of its own.
     """
 
     rows: torch.Tensor
-    source: torch.Tensor
-    shift: Shift | None
-    slots: torch.Tensor
-    batches: tuple[tuple[int, int, int], ...]
+
+    def attend(self, q: torch.Tensor, layer: int, scale: float) -> torch.Tensor:
+        """``q [heads, T, head_dim]`` of all rows of the step -> fp32 ``[R, heads, head_dim]`` of the single rows."""
+        ...
 
 
 Partial = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, torch.Tensor]]
@@ -105,8 +101,8 @@ def attend(
     calls: Sequence[SpanCall],
     scale: float,
     partial: Partial,
-    singles: Singles | None = None,
-    layer: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    singles: SingleRows | None = None,
+    layer: int = 0,
 ) -> torch.Tensor:
     """Attention of a step's rows over their spans.
 
@@ -115,19 +111,20 @@ def attend(
         calls: of blocks of rows, in an order in which every row's first call has ``first=True``.
         scale: softmax scale.
         partial: the implementation (see ``backend``).
-        singles, layer: rows that stand alone, and this layer's ``(keys, values)`` of their batches of spans.
+        singles: rows that stand alone.
+        layer: the model's, of which ``singles`` read the keys and values.
 
     Returns:
         ``[rows, heads, head_dim]``, fp32; rows that no call covers are undefined.
     """
     heads, rows, dim = q.shape
     if singles is not None and not calls:  # then the single rows are all there are, in order
-        return attend_singles(q, singles, layer, scale, partial)
+        return singles.attend(q, layer, scale)
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
     if calls:
         _attend_blocks(q, calls, scale, partial, out.transpose(0, 1))
     if singles is not None:
-        out[singles.rows] = attend_singles(q, singles, layer, scale, partial)
+        out[singles.rows] = singles.attend(q, layer, scale)
     return out
 
 
@@ -150,44 +147,6 @@ def _attend_blocks(
         held_lse.copy_(torch.logaddexp(held_lse, l))
 
 
-def attend_singles(
-    q: torch.Tensor,
-    singles: Singles,
-    spans: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    scale: float,
-    partial: Partial,
-) -> torch.Tensor:
-    """Attention of single rows; returns fp32 ``[R, heads, head_dim]``.
-
-    One kernel call a batch of spans and a handful of operations for all merges: decoding with many chunks is bound by
-    reading them, not by launching.
-
-    Args:
-        spans: this layer's ``(keys, values)`` of each batch, ``[spans, kv_heads, n, head_dim]``.
-    """
-    heads, _, dim = q.shape
-    partials = singles.source.shape[0]
-    queries = q.expand(heads, partials, dim) if q.shape[1] == 1 else q[:, singles.source]
-    if singles.shift is not None:
-        queries = rotate(queries, singles.shift)
-    outs, lses = [], []
-    for (start, batch, count), (keys, values) in zip(singles.batches, spans, strict=True):
-        block = queries[:, start : start + batch * count].unflatten(1, (batch, count)).transpose(0, 1)
-        o, l = partial(block, keys, values, False, scale)
-        outs.append(o.transpose(0, 1).flatten(1, 2))
-        lses.append(l.transpose(0, 1).flatten(1, 2))
-    o, l = torch.cat(outs, 1), torch.cat(lses, 1)
-    rows, width = singles.slots.shape
-    if rows == 1:  # all partials belong to it
-        return (torch.softmax(l, 1)[..., None] * o).sum(1)[None].float()
-    if rows * width > partials:  # some rows have fewer: an empty partial fills their slots
-        l = torch.cat([l, l.new_full((heads, 1), float("-inf"))], 1)
-        o = torch.cat([o, o.new_zeros(heads, 1, dim)], 1)
-    l = l[:, singles.slots]  # [heads, R, S]
-    o = o[:, singles.slots.reshape(-1)].view(heads, rows, width, dim)
-    return (torch.softmax(l, 2)[..., None] * o).sum(2).transpose(0, 1).float()
-
-
 def backend(device: torch.device, dtype: torch.dtype) -> tuple[str, Partial]:
     """The implementation for a device, by name; chosen here and nowhere else, and shown in ``/health``."""
     from mpic.kernels import cpu, cuda, reference
@@ -199,3 +158,15 @@ def backend(device: torch.device, dtype: torch.dtype) -> tuple[str, Partial]:
     if device.type == "cuda":
         return "cuda-efficient", cuda.efficient_partial
     return "reference", reference.partial
+
+
+def single_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Stream | None, str]:
+    """A kernel made for single rows, where the device has one, or None and the reason ("" where none exists)."""
+    from mpic.kernels import stream
+
+    if device.type != "cpu":
+        return None, ""
+    try:
+        return stream.load(head_dim, dtype), ""
+    except stream.Unavailable as error:
+        return None, str(error)

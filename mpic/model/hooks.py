@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mpic.errors import ModelRefused
-from mpic.kernels.spans import Partial, Shift, Singles, SpanCall, attend
+from mpic.kernels.spans import Partial, Shift, SingleRows, SpanCall, attend
 from mpic.kv.gate import Waits
 
 NAME = "mpic"
@@ -34,9 +34,8 @@ _HARMLESS = {
 
 
 class Layers:
-    """Slots of an extent, layer by layer: ``keys[i], values[i] [kv_heads, n, head_dim]``, or of several extents,
-    ``[extents, kv_heads, n, head_dim]``. Views are made when they are first asked for: an implementation that takes
-    whole steps needs only where they lie.
+    """Slots of an extent, layer by layer: ``keys[i], values[i] [kv_heads, n, head_dim]``. Views are made when they are
+    first asked for: an implementation that takes whole steps needs only where they lie.
 
     Args:
         kv: ``[layers, 2, ...]``.
@@ -104,7 +103,6 @@ class Step:
         partial: the attention implementation.
         window: longest attention distance the step can have (its longest context), to admit sliding windows.
         singles: rows that stand alone, or None; blocks and singles cover every row once.
-        pieces: the batches of spans of ``singles``, in its order.
         whole: takes writes and calls as a whole, instead of ``partial`` call by call; then there are no ``singles``.
         waits: loads that this step runs beside, or None.
     """
@@ -113,8 +111,7 @@ class Step:
     calls: list[Attend]
     partial: Partial
     window: int
-    singles: Singles | None = None
-    pieces: list[Layers] = field(default_factory=list)
+    singles: SingleRows | None = None
     whole: Whole | None = None
     waits: Waits | None = None
     layers_seen: set[int] = field(default_factory=set)
@@ -210,8 +207,7 @@ def _attention(
         SpanCall(c.rows, c.piece.keys[layer], c.piece.values[layer], c.causal, c.shift, c.first)
         for c in step.calls
     ]
-    spans = [(piece.keys[layer], piece.values[layer]) for piece in step.pieces]
-    out = attend(query[0], calls, scale, step.partial, step.singles, spans)
+    out = attend(query[0], calls, scale, step.partial, step.singles, layer)
     return out[None].to(query.dtype), None
 
 

@@ -71,6 +71,8 @@ def load_model(
     loaded = LoadedModel(model, processor, name)
     error = self_test(loaded)
     log.info("%s: self-test passed, relative error %.1e (%s)", name, error, loaded.attention_name)
+    if loaded.attention_note:
+        log.warning("%s: decoding is slower than it could be: %s", name, loaded.attention_note)
     loaded.info.details["self_test_error"] = error
     loaded.info.details["transformers"] = transformers.__version__
     return loaded

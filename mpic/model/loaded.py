@@ -16,7 +16,7 @@ from torch import nn
 from mpic.engine.base import ModelInfo
 from mpic.errors import IntegrityError, ModelRefused, UnsupportedModality
 from mpic.kernels import reference
-from mpic.kernels.spans import Shift, backend
+from mpic.kernels.spans import Shift, backend, single_rows
 from mpic.kv.chunk import ChunkInputs, KVShape, digest
 from mpic.model import hooks
 from mpic.model.refusals import context_limit, refuse_unsupported
@@ -61,13 +61,13 @@ class LoadedModel:
         self.text_model: nn.Module = self._find_text_model()
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        heads = self.text_config.num_attention_heads
+        self.heads = heads = self.text_config.num_attention_heads
         head_dim = getattr(self.text_config, "head_dim", None) or self.text_config.hidden_size // heads
         kv_heads = getattr(self.text_config, "num_key_value_heads", None) or heads
         self.shape = KVShape(self.text_config.num_hidden_layers, kv_heads, head_dim)
         self._rotary = Rotary(self.text_model, head_dim)
-        self.attention_name, self.partial = backend(self.device, self.dtype)
         self.whole: Callable[[hooks.Step, int], hooks.Whole] | None = None
+        self._use_attention("auto")
         self.mrope = 3 if hasattr(self._inner, "get_rope_index") else 1
         self.context_length = context_limit(self.config, self.text_config)
         self.has_vision = hasattr(self._inner, "get_image_features")
@@ -93,6 +93,7 @@ class LoadedModel:
                 "kv_heads": self.shape.kv_heads,
                 "head_dim": self.shape.head_dim,
                 "parameters": sum(p.numel() for p in model.parameters()),
+                "attention_note": self.attention_note,
             },
         )
 
@@ -192,22 +193,34 @@ class LoadedModel:
         Raises:
             ModelRefused: it is not available for this device and dtype.
         """
+        self._use_attention(name)
+        details = {**self.info.details, "attention_note": self.attention_note}
+        self.info = replace(self.info, attention=self.attention_name, details=details)
+
+    def _use_attention(self, name: str) -> None:
+        """``partial`` serves blocks of rows and, where ``stream`` is None, rows that stand alone; ``whole``, where it
+        is not None, serves everything."""
+        own, partial = backend(self.device, self.dtype)
+        stream, reason = single_rows(self.device, self.dtype, self.shape.head_dim)
+        choices = {own: (partial, None), "reference": (reference.partial, None)}
+        if stream is not None:
+            choices = {stream.name: (partial, stream), **choices}
         self.whole = None
-        shown = self.attention_name
-        if name == "reference":
-            shown, self.partial = "reference", reference.partial
-        elif name == "triton":
+        if name == "triton":
             from mpic.model.whole import TritonSteps
 
-            heads = self.text_config.num_attention_heads
-            self.whole = TritonSteps(self.shape, heads, self._rotary, self.device, self.dtype)
-            shown = self.whole.name
-        elif name not in ("auto", self.attention_name):
+            self.whole = TritonSteps(self.shape, self.heads, self._rotary, self.device, self.dtype)
+            self.attention_name, self.attention_note = self.whole.name, ""
+            return
+        if name == "auto":
+            name = next(iter(choices))
+        if name not in choices:
             raise ModelRefused(
                 f"attention '{name}' does not run on {self.device} with {self.dtype}; "
-                f"available: auto, {self.attention_name}, reference, triton (CUDA)"
+                f"available: auto, {', '.join(choices)}, triton (CUDA)" + (f"; no cpu-stream: {reason}" if reason else "")
             )
-        self.info = replace(self.info, attention=shown)
+        self.attention_name, (self.partial, self.stream) = name, choices[name]
+        self.attention_note = f"no cpu-stream: {reason}" if reason else ""
 
     def shift(self, base: int) -> Shift | None:
         return self._rotary.shift(base)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpic.kernels import cpu, reference
-from mpic.kernels.spans import Shift, Singles, SpanCall, attend, backend, rotate
+from mpic.kernels.spans import Shift, SpanCall, attend, backend, rotate
 
 IMPLEMENTATIONS = {"cpu": cpu.partial, "reference": reference.partial}
 SETTINGS = settings(max_examples=40, deadline=None)
@@ -66,49 +66,6 @@ def test_bfloat16_stays_close_in_relative_norm(step):
     half = [c._replace(keys=c.keys.bfloat16(), values=c.values.bfloat16()) for c in calls]
     got = attend(q.bfloat16(), half, scale, cpu.partial)
     assert (got.float() - expected).norm() / expected.norm() < 2e-2
-
-
-@SETTINGS
-@given(
-    rows=st.integers(1, 4),
-    spans=st.lists(
-        st.tuples(st.integers(1, 40), st.sampled_from([0, 3, 700, 30_000]), st.integers(1, 15)), max_size=5
-    ),
-    kv_heads=st.sampled_from([1, 2, 4]),
-)
-def test_single_rows_that_share_spans_equal_one_softmax_each(rows, spans, kv_heads):
-    torch.manual_seed(0)
-    q = torch.randn(4, rows, 64)
-
-    def kv(n):
-        return torch.randn(kv_heads, n, 64), torch.randn(kv_heads, n, 64)
-
-    groups = [(kv(5 + row), [row], 0) for row in range(rows)]
-    for n, base, mask in spans:
-        members = [row for row in range(rows) if mask >> row & 1]
-        if members:
-            groups.append((kv(n), members, base))
-    partials = [(row, base + row * 7 * bool(base)) for _, members, base in groups for row in members]
-    calls, at = [], 0
-    for (keys, values), members, _ in groups:
-        for row in members:
-            base = partials[at][1]
-            shift = shift_of(base, 64) if base else None
-            calls.append(SpanCall(slice(row, row + 1), keys, values, False, shift, False))
-            at += 1
-    slots = [[i for i, (row, _) in enumerate(partials) if row == r] for r in range(rows)]
-    width = max(map(len, slots))
-    stacked = [shift_of(base, 64) for _, base in partials]
-    starts = [sum(len(g[1]) for g in groups[:i]) for i in range(len(groups))]
-    singles = Singles(
-        torch.arange(rows),
-        torch.tensor([row for row, _ in partials]),
-        Shift(torch.stack([s.cos for s in stacked]), torch.stack([s.sin for s in stacked])),
-        torch.tensor([s + [len(partials)] * (width - len(s)) for s in slots]),
-        tuple((start, 1, len(g[1])) for start, g in zip(starts, groups, strict=True)),
-    )
-    got = attend(q, [], 0.125, cpu.partial, singles, [(k[None], v[None]) for (k, v), _, _ in groups])
-    assert (got - reference.attend(q, calls, 0.125)).abs().max() < 1e-5
 
 
 def test_rotating_the_query_back_equals_rotating_the_key_forward():

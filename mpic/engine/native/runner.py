@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 
 from mpic.engine.native.lanes import Lane, MappedSpan, Sequence
-from mpic.kernels.spans import Singles
+from mpic.kernels.singles import Singles, padded
+from mpic.kernels.spans import SingleRows
+from mpic.kernels.stream import Reading
 from mpic.kv.gate import Waits
 from mpic.kv.pool import Extent, Pool
 from mpic.model.hooks import Attend, Layers, Step, Write, layers_of
@@ -101,8 +103,8 @@ class Runner:
         return embeds, (mask.to(embeds.device), torch.cat(features, 1))
 
     def _step(self, slices: list[Slice], starts: list[int]) -> Step:
-        """Blocks of rows attend span by span; rows that stand alone are gathered into ``Singles``, unless the
-        implementation takes whole steps and gathers them itself."""
+        """Blocks of rows attend span by span; rows that stand alone go together, unless the implementation takes whole
+        steps and gathers them itself."""
         window = max(self._context(s) for s in slices)
         writes, calls, singles = [], [], []
         for piece, at in zip(slices, starts, strict=True):
@@ -126,8 +128,7 @@ class Runner:
                 if start < hi:
                     seeing = slice(at + start - lo, at + n)
                     calls.append(Attend(seeing, self._piece(span), False, self.model.shift(span.base), False))
-        gathered, pieces = self._singles(singles) if singles else (None, [])
-        return Step(writes, calls, self.model.partial, window, gathered, pieces)
+        return Step(writes, calls, self.model.partial, window, self._singles(singles) if singles else None)
 
     def _piece(self, span: MappedSpan) -> Layers:
         """A mapped span's keys and values; immutable, so they are cut once while the extent stays where it is."""
@@ -139,43 +140,50 @@ class Runner:
             found = views[span.lo, span.hi] = layers_of(self.pool.view(span.extent), span.lo, span.hi)
         return found
 
-    def _singles(self, singles: list[Single]) -> tuple[Singles, list[Layers]]:
-        """Order the partials of single rows so that those of one span are adjacent: a span that several requests map
-        is read once, each row with its own rotation. A row that maps a span twice gets two calls."""
+    def _singles(self, singles: list[Single]) -> SingleRows:
+        """A span that several requests map is read once, each row with its own rotation. A row that maps a span twice
+        reads it twice."""
         readers: dict[Piece, list[tuple[int, int]]] = {}
-        rows: list[list[Piece]] = []  # of each row its spans, in the request's order
         for number, (_, own, spans) in enumerate(singles):
             times: Counter[tuple[Extent, int, int]] = Counter()
-            rows.append([])
             for span in (own, *spans):
                 piece = (span.extent, span.lo, span.hi)
                 times[piece] += 1
                 readers.setdefault((*piece, times[piece]), []).append((number, span.base))
-                rows[-1].append((*piece, times[piece]))
-        pieces, batches, partials = [], [], []
-        index: dict[tuple[int, Piece], int] = {}
+        rows = [at for at, _, _ in singles]
+        if self.model.stream is None:
+            return self._batched(rows, readers)
+        spans = [
+            Reading(self.pool.stack([extent], lo, hi)[:, :, 0], found)
+            for (extent, lo, hi, _), found in readers.items()
+        ]
+        return self.model.stream.rows(rows, spans, self.model.heads, self.model.shifts)
+
+    def _batched(self, rows: list[int], readers: dict[Piece, list[tuple[int, int]]]) -> Singles:
+        """Partials of one span are adjacent, and evenly spaced spans are one batch."""
+        batches, stacks = [], []
+        partials: list[tuple[int, int]] = []
+        slots: list[list[int]] = [[] for _ in rows]
         for run in evenly_spaced(readers):
             _, lo, hi, _ = run[0]
-            pieces.append(Layers(self.pool.stack([extent for extent, *_ in run], lo, hi)))
+            stacks.append(self.pool.stack([extent for extent, *_ in run], lo, hi))
             batches.append((len(partials), len(run), len(readers[run[0]])))
             for span in run:
                 for number, base in readers[span]:
-                    index[number, span] = len(partials)
+                    slots[number].append(len(partials))
                     partials.append((number, base))
-        width = max(map(len, rows))
-        slots = [
-            [index[number, span] for span in row] + [len(partials)] * (width - len(row))
-            for number, row in enumerate(rows)
-        ]
         device = self.model.device
-        gathered = Singles(
-            torch.tensor([at for at, _, _ in singles], device=device),
-            torch.tensor([singles[number].row for number, _ in partials], device=device),
+        table, padding = padded(slots, device)
+        return Singles(
+            torch.tensor(rows, device=device),
+            torch.tensor([rows[number] for number, _ in partials], device=device),
             self.model.shifts([base for _, base in partials]),
-            torch.tensor(slots, device=device),
+            table,
+            padding,
             tuple(batches),
+            tuple(stacks),
+            self.model.partial,
         )
-        return gathered, pieces
 
 
 def evenly_spaced(readers: dict[Piece, list]) -> list[list[Piece]]:

@@ -1,0 +1,273 @@
+/* Span attention of single rows on the CPU: keys and values are read once, at the speed of memory.
+ *
+ * A span is cut into pieces of at most PIECE tokens, and a task is one piece of one key head: all scores of the piece,
+ * their exponentials, then the weighted sum of its values, so memory is read in two straight streams. What a task
+ * leaves for each query that reads the piece (weighted values, maximum, sum) is a partial; at the end each row merges
+ * its own, as in Flash-Decoding (Dao et al., 2023). The result does not depend on the number of threads.
+ *
+ * stream.py compiles this file for the machine it runs on and the shape of the model: DIM is the head's dimension,
+ * BFLOAT16 is 0 or 1. It needs GCC 12 or clang (vector extension, __builtin_shufflevector) and OpenMP.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define PARTS ((DIM + LANES - 1) / LANES)
+#define TILE 4                   /* most queries that go over a piece together */
+#define SLOT (DIM + 2)           /* floats of a partial: values, maximum (base 2), sum */
+#define ACCUMULATORS 16
+#define AHEAD (3072 / (DIM * (int)sizeof(number)) + 1) /* tokens between what is asked for and what is used */
+#define INFINITE __builtin_inff()
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+
+#if BFLOAT16
+typedef uint16_t number;
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+INLINE vec widen(halves x) { return (vec)(__builtin_convertvector(x, bits) << 16); }
+#else
+typedef float number;
+typedef vec halves;
+INLINE vec widen(vec x) { return x; }
+#endif
+
+/* A row of the table that stream.py: StreamRows fills. Addresses are of layer 0 and key head 0; distances count numbers. */
+typedef struct {
+  const number *keys, *values;
+  int64_t layer, head, token; /* distances */
+  int64_t tokens;         /* 1 to PIECE */
+  int64_t first, readers; /* partials [first, first + readers) are its */
+} Piece;
+
+/* stream.py: _Step. */
+typedef struct {
+  int64_t heads, kv_heads, half, interleaved, threads, rows, pieces;
+  const Piece *piece;
+  const int64_t *source;      /* [partials] row whose query it is */
+  const int64_t *angle;       /* [partials] index into cosine and sine; -1: not rotated */
+  const float *cosine, *sine; /* [angles, half] */
+  const int64_t *begin;       /* [rows + 1] where each row's partials begin in order */
+  const int64_t *order;       /* [partials] */
+  float *work;                /* [partials, heads, SLOT] */
+} Step;
+
+/* Part i of a head's numbers; zeros behind its last. */
+INLINE vec part(const number *p, int i) {
+  halves x = {0};
+  int left = DIM - i * LANES;
+  memcpy(&x, p + i * LANES, sizeof(number) * (left < LANES ? left : LANES));
+  return widen(x);
+}
+
+INLINE vec load(const float *p) {
+  vec x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+/* Ask for a head's numbers before they are needed. */
+INLINE void fetch(const number *p) {
+#pragma GCC unroll 32
+  for (int i = 0; i < DIM * (int)sizeof(number); i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
+}
+
+INLINE vec larger(vec a, vec b) {
+  ints m = a > b;
+  return (vec)(((ints)a & m) | ((ints)b & ~m));
+}
+
+/* 2^x for x <= 0 to a relative error of 2e-7, and 0 below -126: 2^integer by the exponent's bits, the rest by its
+ * Taylor series. */
+INLINE vec power(vec x) {
+  const float round = 0x1.8p23f;
+  vec shifted = larger(x, (vec){0} - 127.0f) + round;
+  vec f = larger(x, (vec){0} - 127.0f) - (shifted - round);
+  vec y = 1.5403530e-4f * f + 1.3333558e-3f;
+  y = y * f + 9.6181291e-3f;
+  y = y * f + 5.5504109e-2f;
+  y = y * f + 2.4022651e-1f;
+  y = y * f + 6.9314718e-1f;
+  y = y * f + 1.0f;
+  return (vec)(((ints)y + ((ints)shifted << 23)) & (x > -126.0f));
+}
+
+#define FOLD(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+
+/* The sum over lanes of each of 16 vectors, as one vector. Halves are added in four rounds. */
+INLINE vec sums(vec *a) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+    a[i] = FOLD(a[i], a[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           FOLD(a[i], a[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    a[i] = FOLD(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           FOLD(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    a[i] = FOLD(a[i], a[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           FOLD(a[i], a[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  return FOLD(a[0], a[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+         FOLD(a[0], a[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+/* Scores of LANES / rows tokens for `rows` queries, [token, row]. Tokens behind `last` repeat it. */
+INLINE vec products(const int rows, const number *keys, int64_t stride, int last, const number *soon,
+                    const float *query) {
+  vec sum[LANES];
+#pragma GCC unroll 16
+  for (int j = 0; j < LANES / rows; j++) {
+    const number *key = keys + stride * (j < last ? j : last);
+    fetch(soon + stride * j);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) sum[j * rows + r] = part(key, 0) * load(query + r * PARTS * LANES);
+#pragma GCC unroll 32
+    for (int i = 1; i < PARTS; i++)
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; r++) sum[j * rows + r] += part(key, i) * load(query + (r * PARTS + i) * LANES);
+  }
+  return sums(sum);
+}
+
+/* Parts [from, from + width) of the values, weighted by `scores [tokens, rows]`. */
+INLINE void weighted(const int rows, const int from, const int width, const number *values, int64_t stride,
+                     int tokens, const float *scores, float *const *out) {
+  vec sum[ACCUMULATORS] = {{0}};
+  for (int j = 0; j < tokens; j++) {
+    fetch(values + stride * (j + AHEAD));
+#pragma GCC unroll 16
+    for (int i = 0; i < width; i++) {
+      vec v = part(values + stride * j, from + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; r++) sum[r * width + i] += v * scores[j * rows + r];
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 16
+    for (int i = 0; i < width; i++) {
+      const int left = DIM - (from + i) * LANES;
+      memcpy(out[r] + (from + i) * LANES, &sum[r * width + i], sizeof(float) * (left < LANES ? left : LANES));
+    }
+}
+
+/* `rows` queries (a constant: 1, 2 or 4) over one piece. `query [rows, PARTS * LANES]`; `out[r]` is a SLOT. */
+INLINE void tile(const int rows, const number *keys, const number *values, int64_t stride, int tokens,
+                 const float *query, float *const *out) {
+  const int step = LANES / rows; /* tokens whose scores fill a vector */
+  const int padded = (tokens + step - 1) / step * step;
+  float scores[(PIECE + LANES) * TILE] __attribute__((aligned(64))); /* [padded, rows] */
+  for (int at = 0; at < padded; at += step) {
+    const int ahead = at + AHEAD;
+    const number *key = keys + stride * at;
+    const number *soon = ahead < tokens ? keys + stride * ahead : values + stride * (ahead - tokens);
+    vec s = at + step <= tokens ? products(rows, key, stride, step, soon, query)
+                                : products(rows, key, stride, tokens - at - 1, soon, query);
+    memcpy(scores + at * rows, &s, sizeof s);
+  }
+  for (int i = tokens * rows; i < padded * rows; i++) scores[i] = -INFINITE;
+
+  vec most = (vec){0} - INFINITE, total = {0};
+  for (int i = 0; i < padded * rows; i += LANES) most = larger(most, load(scores + i));
+  for (int i = 0; i < LANES; i++)
+    for (int j = i % rows; j < LANES; j += rows)
+      if (most[j] > most[i]) most[i] = most[j];
+  for (int i = 0; i < padded * rows; i += LANES) {
+    vec p = power(load(scores + i) - most);
+    memcpy(scores + i, &p, sizeof p);
+    total += p;
+  }
+  for (int r = 0; r < rows; r++) {
+    out[r][DIM] = most[r];
+    out[r][DIM + 1] = 0;
+    for (int i = r; i < LANES; i += rows) out[r][DIM + 1] += total[i];
+  }
+
+#pragma GCC unroll 32
+  for (int from = 0; from < PARTS; from += ACCUMULATORS / rows)
+    weighted(rows, from, PARTS - from < ACCUMULATORS / rows ? PARTS - from : ACCUMULATORS / rows, values, stride, tokens,
+             scores, out);
+}
+
+static void tile1(const number *k, const number *v, int64_t s, int n, const float *q, float *const *out) {
+  tile(1, k, v, s, n, q, out);
+}
+static void tile2(const number *k, const number *v, int64_t s, int n, const float *q, float *const *out) {
+  tile(2, k, v, s, n, q, out);
+}
+static void tile4(const number *k, const number *v, int64_t s, int n, const float *q, float *const *out) {
+  tile(4, k, v, s, n, q, out);
+}
+
+/* A query, scaled and rotated by minus the span's base, to fp32 with zeros behind its last number. */
+static void rotated(const Step *step, const number *from, int64_t partial, float scale, float *to) {
+  for (int i = 0; i < PARTS; i++) {
+    vec x = part(from, i) * scale;
+    memcpy(to + i * LANES, &x, sizeof x);
+  }
+  if (step->angle[partial] < 0) return;
+  const float *cosine = step->cosine + step->angle[partial] * step->half;
+  const float *sine = step->sine + step->angle[partial] * step->half;
+  for (int i = 0; i < step->half; i++) {
+    float *a = to + (step->interleaved ? 2 * i : i), *b = a + (step->interleaved ? 1 : step->half);
+    float x = *a, y = *b;
+    *a = x * cosine[i] - y * sine[i];
+    *b = y * cosine[i] + x * sine[i];
+  }
+}
+
+/* One piece of one key head: all its readers' heads of that group, tile by tile. */
+static void task(const Step *step, const Piece *piece, int64_t layer, int64_t kv_head, const number *query,
+                 int64_t head_stride, int64_t row_stride, float scale) {
+  const int64_t offset = layer * piece->layer + kv_head * piece->head;
+  const number *keys = piece->keys + offset, *values = piece->values + offset;
+  const int64_t group = step->heads / step->kv_heads, queries = piece->readers * group;
+  for (int64_t done = 0; done < queries;) {
+    const int64_t left = queries - done, rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    float block[TILE * PARTS * LANES] __attribute__((aligned(64))), *out[TILE];
+    for (int r = 0; r < rows; r++) {
+      const int64_t partial = piece->first + (done + r) / group, head = kv_head * group + (done + r) % group;
+      const number *from = query + head * head_stride + step->source[partial] * row_stride;
+      rotated(step, from, partial, scale, block + r * PARTS * LANES);
+      out[r] = step->work + (partial * step->heads + head) * SLOT;
+    }
+    (rows == 4 ? tile4 : rows == 2 ? tile2 : tile1)(keys, values, piece->token, piece->tokens, block, out);
+    done += rows;
+  }
+}
+
+/* One head of one row from its partials: weights 2^(maximum - largest maximum). */
+static void merge(const Step *step, int64_t row, int64_t head, float *out) {
+  const int64_t *from = step->order + step->begin[row], *end = step->order + step->begin[row + 1];
+  float most = -INFINITE, total = 0;
+  for (const int64_t *p = from; p < end; p++) {
+    const float *slot = step->work + (*p * step->heads + head) * SLOT;
+    if (slot[DIM] > most) most = slot[DIM];
+  }
+  for (int i = 0; i < DIM; i++) out[i] = 0;
+  for (const int64_t *p = from; p < end; p++) {
+    const float *slot = step->work + (*p * step->heads + head) * SLOT;
+    const float weight = power((vec){0} + (slot[DIM] - most))[0];
+    total += weight * slot[DIM + 1];
+    for (int i = 0; i < DIM; i++) out[i] += weight * slot[i];
+  }
+  for (int i = 0; i < DIM; i++) out[i] /= total;
+}
+
+/* One layer of a step. `query` has numbers at [head * head_stride + row * row_stride + i]; `out [rows, heads, DIM]`. */
+void attend(const Step *step, int64_t layer, const number *query, int64_t head_stride, int64_t row_stride, float scale,
+            float *out) {
+  const int64_t tasks = step->pieces * step->kv_heads, merges = step->rows * step->heads;
+#pragma omp parallel num_threads(step->threads)
+  {
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < tasks; i++)
+      task(step, step->piece + i / step->kv_heads, layer, i % step->kv_heads, query, head_stride, row_stride,
+           scale * 1.44269504f);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < merges; i++) merge(step, i / step->heads, i % step->heads, out + i * DIM);
+  }
+}
