@@ -6,7 +6,8 @@
  * its own, as in Flash-Decoding (Dao et al., 2023). The result does not depend on the number of threads.
  *
  * stream.py compiles this file for the machine it runs on and the shape of the model: DIM is the head's dimension,
- * BFLOAT16 is 0 or 1. It needs GCC 12 or clang (vector extension, __builtin_shufflevector) and OpenMP.
+ * BFLOAT16 is 0 or 1. It is written in GCC's vector extension and needs GCC 12 or newer (clang has the same extension
+ * and has not been tried) and OpenMP.
  */
 #include <stdint.h>
 #include <string.h>

@@ -28,7 +28,7 @@ import numpy as np
 import platformdirs
 import torch
 
-from mpic.kernels.spans import Shift
+from mpic.kernels.spans import Shift, rotate
 
 SOURCE = Path(__file__).with_name("stream.c")
 PIECE = 512
@@ -60,8 +60,14 @@ class _Step(ctypes.Structure):
     """``Step`` of stream.c."""
 
     _fields_ = [
-        *((n, ctypes.c_int64) for n in "heads kv_heads half interleaved threads rows pieces".split()),
-        *((n, ctypes.c_void_p) for n in "piece source angle cosine sine begin order work".split()),
+        *(
+            (n, ctypes.c_int64)
+            for n in ["heads", "kv_heads", "half", "interleaved", "threads", "rows", "pieces"]
+        ),
+        *(
+            (n, ctypes.c_void_p)
+            for n in ["piece", "source", "angle", "cosine", "sine", "begin", "order", "work"]
+        ),
     ]
 
 
@@ -85,8 +91,14 @@ class StreamRows:
         for kv, readers in spans:
             _, two, kv_heads, n, dim = kv.shape
             layer, half, head, token, one = kv.stride()
-            if (dim, kv.dtype, one, two) != (stream.head_dim, stream.dtype, 1, 2) or n < 1 or heads % kv_heads:
-                raise ValueError(f"{stream} cannot read a span {tuple(kv.shape)} {kv.dtype} for {heads} heads")
+            if (
+                (dim, kv.dtype, one, two) != (stream.head_dim, stream.dtype, 1, 2)
+                or n < 1
+                or heads % kv_heads
+            ):
+                raise ValueError(
+                    f"{stream} cannot read a span {tuple(kv.shape)} {kv.dtype} for {heads} heads"
+                )
             size, start = kv.element_size(), kv.data_ptr()
             turned = [bases.setdefault(base, len(bases)) if base else -1 for _, base in readers]
             for lo in range(0, n, PIECE):
@@ -207,14 +219,17 @@ def _run(*command: str) -> str:
 
 
 def _prove(stream: Stream) -> None:
-    """A compiler that makes something else of it must be found here, not in an answer."""
+    """A compiler that makes something else of it must be found here, not in an answer. Seven heads a key head take
+    every path: tiles of four, two and one."""
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(1, 2, 2, PIECE + 3, stream.head_dim, generator=generator).to(stream.dtype)
-    q = torch.randn(2, 1, stream.head_dim, generator=generator).to(stream.dtype)
+    q = torch.randn(14, 1, stream.head_dim, generator=generator).to(stream.dtype)
+    angle = torch.linspace(0, 3, stream.head_dim // 2)
+    shift = Shift(angle.cos()[None], angle.sin()[None])
     scale = stream.head_dim**-0.5
-    got = stream.rows([0], [Reading(kv, [(0, 0)])], 2, lambda bases: None).attend(q, 0, scale)[0]
-    keys, values = kv[0].float()
-    weights = torch.softmax(keys @ q.float().transpose(1, 2) * scale, 1)
+    got = stream.rows([0], [Reading(kv, [(0, 1)])], 14, lambda bases: shift).attend(q, 0, scale)[0]
+    keys, values = kv[0].float().repeat_interleave(7, 1)
+    weights = torch.softmax(keys @ rotate(q.float(), shift).transpose(1, 2) * scale, 1)
     difference = float((got - (weights * values).sum(1)).abs().max())
     if not difference < 1e-4:
         raise Unavailable(f"what the compiler made of it is wrong by {difference:.1e}")

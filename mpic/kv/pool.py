@@ -40,7 +40,7 @@ class Extent:
 
 
 def _memory(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``[elements]``, not cleared: the system gives pages when they are touched, so a large pool costs nothing at start.
+    """``[elements]``, not cleared: the system gives pages when they are touched, so a large pool is free at start.
 
     Linux is asked for huge pages (its default is to wait for that): a core then reads a span up to a quarter faster,
     because the processor's prefetching stops at the end of a page. It is free to refuse.

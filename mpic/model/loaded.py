@@ -215,9 +215,10 @@ class LoadedModel:
         if name == "auto":
             name = next(iter(choices))
         if name not in choices:
+            why = f"; no cpu-stream: {reason}" if reason else ""
             raise ModelRefused(
                 f"attention '{name}' does not run on {self.device} with {self.dtype}; "
-                f"available: auto, {', '.join(choices)}, triton (CUDA)" + (f"; no cpu-stream: {reason}" if reason else "")
+                f"available: auto, {', '.join(choices)}, triton (CUDA){why}"
             )
         self.attention_name, (self.partial, self.stream) = name, choices[name]
         self.attention_note = f"no cpu-stream: {reason}" if reason else ""
