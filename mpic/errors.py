@@ -17,7 +17,7 @@ MPICError                         500  internal_error
 │   │       └── EmptyUpload       400  empty_upload
 │   ├── UnsupportedModality       400  unsupported_modality
 │   ├── ConfigError               400  config_error         (mpic.config; at start, never over HTTP)
-│   └── MethodNotAllowed          405  method_not_allowed   (mpic.server.errors)
+│   └── MethodNotAllowed          405  method_not_allowed
 ├── Unauthorized                  401  unauthorized
 ├── Forbidden                     403  forbidden
 │   └── StorageQuotaExceeded      403  storage_quota_exceeded
@@ -26,8 +26,8 @@ MPICError                         500  internal_error
 │   ├── CacheNotFound             404  cache_not_found
 │   ├── UnknownHandle             404  unknown_handle
 │   ├── ReferenceNotFound         404  reference_not_found
-│   ├── KeyNotFound               404  key_not_found        (mpic.keys)
-│   └── ModelNotFound             404  model_not_found      (mpic.server.routers.models)
+│   ├── KeyNotFound               404  key_not_found        (mpic.keys; never over HTTP)
+│   └── ModelNotFound             404  model_not_found
 ├── Conflict                      409  conflict
 │   ├── HandleTaken               409  handle_taken
 │   ├── ReferenceExists           409  reference_exists
@@ -37,7 +37,7 @@ MPICError                         500  internal_error
 │   └── ImageTooLarge             413  image_too_large
 ├── RateLimited                   429  rate_limited
 │   ├── QueueFull                 429  queue_full
-│   └── TooManyAtOnce             429  too_many_concurrent  (mpic.server.auth)
+│   └── TooManyAtOnce             429  too_many_concurrent
 ├── CompileFailed                 500  compile_failed
 ├── StorageFull                   507  storage_full
 ├── Unavailable                   503  unavailable
@@ -142,6 +142,12 @@ class UnsupportedModality(BadRequest):
     code = "unsupported_modality"
 
 
+class MethodNotAllowed(BadRequest):
+    """The route exists, the method does not."""
+
+    status, code = 405, "method_not_allowed"
+
+
 class Unauthorized(MPICError):
     status, code = 401, "unauthorized"
 
@@ -172,6 +178,10 @@ class UnknownHandle(NotFound):
 
 class ReferenceNotFound(NotFound):
     code = "reference_not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
 
 
 class Conflict(MPICError):
@@ -222,6 +232,12 @@ class RateLimited(MPICError):
 
 class QueueFull(RateLimited):
     code = "queue_full"
+
+
+class TooManyAtOnce(RateLimited):
+    """The key has as many requests under way as it may."""
+
+    code = "too_many_concurrent"
 
 
 class CompileFailed(MPICError):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
 import typer
 
-from mpic.cli.common import DEFAULT_URL, Url, noun, out
-from mpic.client import Client
+from mpic.cli.common import DEFAULT_URL, Key, Url, connect, noun, out
+from mpic.cli.talk import Conversation, ask_once, converse
 
 app = noun()
 
@@ -20,22 +21,32 @@ def chat(
     policy: Annotated[
         str | None, typer.Option(help="what is recomputed: mpic-16, reuse, prefix, full, ...")
     ] = None,
+    retrieval: Annotated[
+        str | None,
+        typer.Option(help="search the references: always (before the answer), auto (the model asks)"),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
     url: Url = DEFAULT_URL,
+    api_key: Key = None,
     as_json: Annotated[bool, typer.Option("--json", help="with -m: print the whole response")] = False,
 ) -> None:
     """Talk to the model. Name uploads in the text: `Compare IMAGE#EIFFEL with IMAGE#LOUVRE.`
 
     After each answer one line shows how many tokens of your uploads were reused and how many recomputed. In a
-    conversation `/policy NAME` changes the policy, `/reset` forgets what was said, `/quit` ends.
-    """
-    from mpic.client.chat import Conversation, ask_once, converse
+    conversation the Tab key completes handles and commands; `/files` lists uploads, `/policy NAME` changes the policy,
+    `/again NAME` asks the last question under another one, `/reset` forgets what was said, `/quit` ends.
 
-    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    with Client(url) as client:
+    Examples: `mpic chat`, `mpic chat -m "What is in IMAGE#PHOTO?" --policy full`,
+    `mpic chat -m "Summarize FILE#NOTES" --json`.
+    """
+    if as_json and message is None:
+        raise typer.BadParameter("--json needs --message")
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options["retrieval"] = json.loads(retrieval) if retrieval and retrieval.startswith("{") else retrieval
+    with connect(url, api_key) as client:
         talk = Conversation(client, {k: v for k, v in options.items() if v is not None}, policy, system)
         if message is None:
             converse(talk, out)

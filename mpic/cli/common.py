@@ -1,14 +1,19 @@
-"""What commands share: consoles, options, JSON, errors. Light imports only."""
+"""What commands share: consoles, options, the client, tables, errors. Light imports only."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from mpic.errors import MPICError
+
+if TYPE_CHECKING:
+    from mpic.client import MPIC
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -16,6 +21,12 @@ out = Console()
 err = Console(stderr=True)
 
 Url = Annotated[str, typer.Option(help="where the server listens")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MPIC_API_KEY", show_envvar=True, help="when the server has keys", show_default=False
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 
@@ -31,16 +42,67 @@ def noun(help: str | None = None) -> typer.Typer:
     )
 
 
+def connect(url: str, key: str | None) -> MPIC:
+    """A client of the server; refusals that pass (429, 503) are tried again a few times."""
+    from mpic.client import MPIC
+
+    return MPIC(url, key or "")
+
+
 def print_json(value: Any) -> None:
-    """To stdout, for scripts: no colours, no wrapping."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """To stdout, for scripts: no colours, no wrapping. Answers of the SDK become what the server sent."""
+    print(json.dumps(plain(value), indent=2, ensure_ascii=False))
+
+
+def plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str, whole: Sequence[str] = ("handle", "id")
+) -> None:
+    """A table for a person, or what to do when there is nothing.
+
+    Args:
+        columns: names; ``bytes`` and ``tokens`` are numbers, right-aligned.
+        whole: columns that are never cut or wrapped.
+    """
+    from rich.table import Table
+
+    table = Table()
+    for name in columns:
+        table.add_column(
+            name, justify="right" if name in ("bytes", "tokens", "score") else "left", no_wrap=name in whole
+        )
+    for row in rows:
+        table.add_row(*(number(cell) for cell in row))
+    out.print(table if table.rows else empty, markup=False, highlight=False)
+
+
+def number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def print_fields(fields: dict[str, Any]) -> None:
+    """One thing, a line a field; what is not known is left out."""
+    width = max(map(len, fields))
+    for name, value in fields.items():
+        if value not in (None, (), ""):
+            out.print(f"{name:>{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+
+
+def when(seconds: int | None) -> str | None:
+    """A time of the server for a person: ``2026-11-20 14:00:00``."""
+    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def is_expected(exc: BaseException) -> bool:
     """Whether an error is one line for the person rather than a traceback for us."""
-    from mpic.client import APIError
-
-    return isinstance(exc, (MPICError, APIError))
+    return isinstance(exc, MPICError)
 
 
 def error_line(exc: Any) -> str:

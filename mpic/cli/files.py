@@ -2,50 +2,125 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Column, Table
 
-from mpic.cli.common import DEFAULT_URL, Json, Url, noun, out, print_json
-from mpic.client import Client
+from mpic.cli.common import (
+    DEFAULT_URL,
+    Json,
+    Key,
+    Url,
+    connect,
+    noun,
+    out,
+    print_fields,
+    print_json,
+    print_table,
+    when,
+)
+from mpic.errors import FileNotFound
 
-app = noun("List and delete uploaded files.")
+if TYPE_CHECKING:
+    from mpic.client import MPIC
+    from mpic.client.types import File
+
+app = noun(
+    "Your uploads. Name one by its handle or its id: `mpic files show EIFFEL2025`, `mpic files delete file-4f2a...`."
+)
+
+Name = Annotated[str, typer.Argument(help="handle or file id")]
 
 
 @app.command("list")
-def files_list(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
-    """List uploaded files, oldest first."""
-    with Client(url) as client:
-        show_files(list(client.files()), as_json)
+def list_(url: Url = DEFAULT_URL, api_key: Key = None, as_json: Json = False) -> None:
+    """List uploads, oldest first."""
+    with connect(url, api_key) as client:
+        show_files(list(client.files.list(order="asc", limit=1000)), as_json)
 
 
-@app.command("delete")
-def files_delete(
-    names: Annotated[list[str], typer.Argument(help="file ids or handles")],
+@app.command()
+def show(name: Name, url: Url = DEFAULT_URL, api_key: Key = None, as_json: Json = False) -> None:
+    """Everything about one upload: state, tokens, tiers, expiry."""
+    with connect(url, api_key) as client:
+        file = find(client, name)
+    if as_json:
+        print_json(file)
+        return
+    print_fields(
+        {
+            "id": file.id,
+            "in prompts": file.mention or file.id,
+            "file name": file.filename,
+            "kind": file.kind,
+            "state": file.state,
+            "why": file.status_details,
+            "tokens": file.tokens,
+            "bytes": f"{file.bytes:,}",
+            "compiled KV": ", ".join(file.tiers) or "not below the device",
+            "uploaded": when(file.created_at),
+            "expires": when(file.expires_at) or "never",
+        }
+    )
+
+
+@app.command()
+def content(
+    name: Name,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="file to write; left out: standard output")
+    ] = None,
     url: Url = DEFAULT_URL,
+    api_key: Key = None,
+) -> None:
+    """The original, byte by byte: `mpic files content EIFFEL2025 -o eiffel.png`."""
+    with connect(url, api_key) as client:
+        data = client.files.content(find(client, name).id)
+    if output is None:
+        if sys.stdout.isatty() and b"\0" in data:
+            raise typer.BadParameter("binary content belongs in a file: -o PATH")
+        sys.stdout.buffer.write(data)
+    else:
+        output.write_bytes(data)
+
+
+@app.command()
+def delete(
+    names: Annotated[list[str], typer.Argument(help="handles or file ids")],
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Delete files and everything compiled from them."""
-    with Client(url) as client:
-        ids = {f["handle"]: f["id"] for f in client.files() if f["handle"]}
-        deleted = [client.delete(ids.get(name, name)) for name in names]
+    """Delete uploads and everything compiled from them. Answers under way end well."""
+    with connect(url, api_key) as client:
+        deleted = [client.files.delete(find(client, name).id) for name in names]
     if as_json:
         print_json(deleted)
     else:
         out.print(f"deleted {', '.join(names)}", markup=False, highlight=False)
 
 
-def show_files(files: list[dict[str, Any]], as_json: bool) -> None:
+def find(client: MPIC, name: str) -> File:
+    """An upload by id or handle (``IMAGE#NAME`` too). Raises FileNotFound."""
+    if name.startswith("file-"):
+        return client.files.retrieve(name)
+    handle = name.removeprefix("IMAGE#").removeprefix("FILE#")
+    for file in client.files.list(limit=1000):
+        if file.handle == handle:
+            return file
+    raise FileNotFound(f"no upload is called {name!r}; `mpic files list` shows what there is")
+
+
+def show_files(files: Iterable[File], as_json: bool) -> None:
+    """A table, or JSON."""
     if as_json:
-        print_json(files)
+        print_json(list(files))
         return
-    table = Table("kind", "state", Column("tokens", justify="right"), Column("bytes", justify="right"))
-    for column in ("handle", "id"):
-        table.add_column(column, no_wrap=True)
-    for f in files:
-        prompt_form = (
-            f"{'IMAGE' if f['kind'] == 'image' else 'FILE'}#{f['handle']}" if f["handle"] else f["filename"]
-        )
-        table.add_row(f["kind"], f["state"], str(f["tokens"] or "-"), f"{f['bytes']:,}", prompt_form, f["id"])
-    out.print(table if files else "no files yet: mpic upload PATH", markup=False)
+    print_table(
+        ("kind", "state", "tokens", "bytes", "handle", "id"),
+        ((f.kind, f.state, f.tokens, f.bytes, f.mention or f.filename, f.id) for f in files),
+        "no files yet: mpic upload PATH",
+    )

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-from mpic.cli.common import DEFAULT_URL, Json, Url, err, noun
+from mpic.cli.common import DEFAULT_URL, Json, Key, Url, connect, err, noun
 from mpic.cli.files import show_files
-from mpic.client import Client
 
 app = noun()
 
@@ -27,24 +26,34 @@ def upload(
     expires: Annotated[int | None, typer.Option(min=1, help="delete after so many seconds")] = None,
     wait: Annotated[bool, typer.Option(help="wait until the KV cache is compiled")] = True,
     url: Url = DEFAULT_URL,
+    api_key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Upload images and documents; each is compiled once into a KV cache that any prompt can link.
 
     Without --handle a file is named by its stem in capitals: `eiffel 2025.jpg` becomes EIFFEL_2025.
+
+    Examples: `mpic upload photo.jpg`, `mpic upload *.png notes.txt --expires 86400`,
+    `mpic upload big.txt --handle BOOK --no-wait`.
     """
     if handle and len(paths) > 1:
         raise typer.BadParameter("a handle names one file; leave it out to name each by its stem")
     done = []
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Client(url) as client, Progress(*columns, console=err, transient=True, disable=as_json) as bar:
+    with (
+        connect(url, api_key) as client,
+        Progress(*columns, console=err, transient=True, disable=as_json) as bar,
+    ):
         for path in paths:
             task = bar.add_task(path.name, total=path.stat().st_size)
-            name = handle or stem_handle(path)
-            file = client.upload(path, name, expires, lambda n, task=task: bar.advance(task, n))
+
+            def sent(done: int, total: int, task: TaskID = task) -> None:
+                bar.update(task, completed=done, total=total)
+
+            file = client.files.create(path, handle or stem_handle(path), expires_in=expires, progress=sent)
             if wait:
                 bar.update(task, description=f"{path.name} compiling")
-                file = client.wait(file["id"])
+                file = client.files.wait(file.id)
             done.append(file)
     show_files(done, as_json)
 

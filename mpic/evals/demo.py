@@ -30,7 +30,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from mpic.client import APIError, Client
+from mpic.client import MPIC
+from mpic.client.types import File, Health
+from mpic.errors import MPICError
 
 MUST_BE_RIGHT = "mpic-16"
 START_SECONDS = 600
@@ -41,6 +43,12 @@ LEGEND = (
     "when it is first linked. again: the same question once more, when the prompt's own prefix is cached too; prefix: "
     "tokens found that way."
 )
+
+
+class StartFailed(MPICError):
+    """The server ended before it answered."""
+
+    code = "server_failed"
 
 
 @dataclass(frozen=True)
@@ -77,14 +85,14 @@ def run(
     asked: list[Asked] = []
     with tempfile.TemporaryDirectory(prefix="mpic-demo-") as data_dir:
         with console.status("starting a server and uploading the samples"):
-            with running_server(Path(data_dir), model) as (url, seconds), Client(url) as client:
+            with running_server(Path(data_dir), model) as (url, seconds), MPIC(url) as client:
                 health = client.health()
                 uploaded = upload_samples(client, folder, manifest["files"])
         console.print(_what_runs(health, seconds), highlight=False)
         console.print(_uploads(uploaded))
         for policy in policies:
             with console.status(f"asking under {policy}"):
-                with running_server(Path(data_dir), model) as (url, _), Client(url) as client:
+                with running_server(Path(data_dir), model) as (url, _), MPIC(url) as client:
                     for turn in PASSES:
                         asked += [ask(client, question, policy, turn) for question in questions]
     for block in _answers(questions, asked, policies):
@@ -93,7 +101,7 @@ def run(
     console.print(_totals(asked, policies))
     console.print(LEGEND, style="dim")
     if json_path is not None:
-        body = {"model": health["model"], "files": uploaded, "questions": questions}
+        body = {"model": health.model, "files": [f.model_dump() for f in uploaded], "questions": questions}
         body["right"] = {p: sum(a.right for a in asked if a.policy == p) for p in policies}
         body["answers"] = [asdict(a) for a in asked]
         json_path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,30 +109,32 @@ def run(
     return _verdict(console, asked)
 
 
-def upload_samples(client: Client, folder: Path, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def upload_samples(client: MPIC, folder: Path, entries: list[dict[str, Any]]) -> list[File]:
     """Upload the manifest's files and wait until each is compiled."""
-    ids = [client.upload(folder / entry["path"], entry["handle"])["id"] for entry in entries]
-    return [client.wait(id) for id in ids]
+    made = [client.files.create(folder / entry["path"], entry["handle"]) for entry in entries]
+    return [client.files.wait(file.id) for file in made]
 
 
-def ask(client: Client, question: dict[str, Any], policy: str, turn: str) -> Asked:
+def ask(client: MPIC, question: dict[str, Any], policy: str, turn: str) -> Asked:
     """One question under one policy."""
-    options = {"max_tokens": question.get("max_tokens", 32), "mpic": {"policy": policy}}
-    body = client.chat(question["messages"], **options)
-    answer = body["choices"][0]["message"]["content"]
-    usage, ours = body["usage"], body["usage"]["mpic"]
-    counted = {name: ours["tokens"][name] for name in ("reused", "recomputed", "prefix_hit", "compiled")}
+    answer = client.chat.completions.create(
+        question["messages"], policy=policy, max_tokens=question.get("max_tokens", 32)
+    )
+    usage, ours = answer.usage, answer.usage.mpic
     return Asked(
         question=question["id"],
         policy=policy,
         turn=turn,
-        answer=answer.strip(),
-        right=same(answer, question["expected"]),
-        ttft_ms=ours["ms"]["ttft"],
-        total_ms=ours["ms"]["total"],
-        prompt_tokens=usage["prompt_tokens"],
-        tiers=tuple(chunk["tier"] for chunk in ours["chunks"]),
-        **counted,
+        answer=answer.text.strip(),
+        right=same(answer.text, question["expected"]),
+        ttft_ms=ours.ms.ttft,
+        total_ms=ours.ms.total,
+        prompt_tokens=usage.prompt_tokens,
+        reused=ours.tokens.reused,
+        recomputed=ours.tokens.recomputed,
+        prefix_hit=ours.tokens.prefix_hit,
+        compiled=ours.tokens.compiled,
+        tiers=tuple(chunk.tier for chunk in ours.chunks),
     )
 
 
@@ -138,7 +148,7 @@ def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Ite
     """``mpic serve`` as a process of its own on a free port; gives its URL and how many seconds it took to start.
 
     Raises:
-        APIError: it ended or said nothing; the message holds the end of its log.
+        StartFailed: it ended or said nothing; the message holds the end of its log.
     """
     command = [
         sys.executable,
@@ -164,7 +174,7 @@ def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Ite
         line = process.stdout.readline()
         if not line:
             tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-20:])
-            raise APIError(f"the server did not start:\n{tail}", "server_failed")
+            raise StartFailed(f"the server did not start:\n{tail}")
         too_late.cancel()
         yield json.loads(line)["url"], time.monotonic() - started
     finally:
@@ -181,17 +191,16 @@ def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Ite
 # ---- what is printed
 
 
-def _what_runs(health: dict[str, Any], seconds: float) -> str:
-    model = health["model"]
+def _what_runs(health: Health, seconds: float) -> str:
+    model = health.model
     where = f"{model['device']} {model['dtype']}, attention {model['attention']}"
     return f"{model['name']} ({model['family']}, {where}), started in {seconds:.1f} s"
 
 
-def _uploads(uploaded: list[dict[str, Any]]) -> Table:
+def _uploads(uploaded: list[File]) -> Table:
     table = Table("upload", "kind", "tokens", "bytes", title="Compiled once", title_justify="left")
     for f in uploaded:
-        prefix = "IMAGE" if f["kind"] == "image" else "FILE"
-        table.add_row(f"{prefix}#{f['handle']}", f["kind"], str(f["tokens"]), f"{f['bytes']:,}")
+        table.add_row(f.mention, f.kind, str(f.tokens), f"{f.bytes:,}")
     return table
 
 

@@ -20,7 +20,7 @@ from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mpic.errors import Forbidden, MPICError, RateLimited, Unauthorized
+from mpic.errors import Forbidden, MPICError, RateLimited, TooManyAtOnce, Unauthorized
 from mpic.keys import Key, KeyLimits, KeyStore, Role
 from mpic.server import errors
 
@@ -28,12 +28,6 @@ LOCAL_USER = "local"
 OPEN = frozenset({"/", "/docs", "/openapi.json", "/health/live", "/health/ready"})
 UI = "/ui"
 """The web interface has a login of its own and calls this API with the key it was given."""
-
-
-class TooManyAtOnce(RateLimited):
-    """The key has as many requests under way as it may."""
-
-    code = "too_many_concurrent"
 
 
 @dataclass(frozen=True)

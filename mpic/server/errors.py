@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from mpic.errors import (
     BadRequest,
+    MethodNotAllowed,
     MPICError,
     NotFound,
     RateLimited,
@@ -25,12 +26,6 @@ from mpic.errors import (
 from mpic.server.schemas import UNSUPPORTED
 
 log = logging.getLogger("mpic.server")
-
-
-class MethodNotAllowed(BadRequest):
-    """The route exists, the method does not."""
-
-    status, code = 405, "method_not_allowed"
 
 
 def install(app: FastAPI) -> None:

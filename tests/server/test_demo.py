@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from server_helpers import png
 
-from mpic.client import APIError, Client
+from mpic.client import MPIC
 from mpic.evals import demo
 
 MESSAGES = [{"role": "user", "content": "What is in IMAGE#DEMO_A and FILE#DEMO_B?"}]
@@ -35,10 +35,10 @@ def samples(tmp_path, url, monkeypatch):
         {"id": "one", "kind": "mixed", "messages": MESSAGES, "expected": "?", "max_tokens": 4},
         {"id": "two", "kind": "image", "messages": PARTS, "expected": "?", "max_tokens": 4},
     ]
-    with Client(url) as client:
+    with MPIC(url) as client:
         yield tmp_path, files, questions, client
-        for file in list(client.files()):
-            client.delete(file["id"])
+        for file in client.files.list():
+            client.files.delete(file.id)
 
 
 def run(folder, files, questions, policies=("prefix", "mpic-16")):
@@ -68,14 +68,12 @@ def test_a_missed_answer_fails_the_demo(samples):
 def test_expected_answers_pass_it(samples):
     folder, files, questions, client = samples
     for entry in files:
-        client.upload(folder / entry["path"], entry["handle"])
+        client.files.create(folder / entry["path"], entry["handle"])
     for question in questions:
-        options = {"max_tokens": 4, "mpic": {"policy": "mpic-16"}}
-        question["expected"] = client.chat(question["messages"], **options)["choices"][0]["message"][
-            "content"
-        ]
-    for file in list(client.files()):
-        client.delete(file["id"])
+        answer = client.chat.completions.create(question["messages"], max_tokens=4, policy="mpic-16")
+        question["expected"] = answer.text
+    for file in client.files.list():
+        client.files.delete(file.id)
     status, text, _ = run(folder, files, questions, ["mpic-16"])
     assert status == 0, text
     assert "mpic-16 gave every expected answer." in text
@@ -95,7 +93,7 @@ def test_same(answer, expected, same):
 
 
 def test_a_server_that_does_not_start(tmp_path):
-    with pytest.raises(APIError, match=r"did not start(.|\n)*unknown policy 'best'") as caught:
+    with pytest.raises(demo.StartFailed, match=r"did not start(.|\n)*unknown policy 'best'") as caught:
         with demo.running_server(tmp_path, None, "--policy", "best"):
             pass
     assert caught.value.code == "server_failed"

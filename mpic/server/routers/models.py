@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from mpic.errors import NotFound
+from mpic.errors import ModelNotFound
 from mpic.server.replies import ModelList, ModelObject
 from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
-
-
-class ModelNotFound(NotFound):
-    code = "model_not_found"
 
 
 def check_model(state: State, name: str | None) -> None:

@@ -1,0 +1,218 @@
+"""An ASGI application in place of the network: no port, no socket. It streams both ways, and sees a client that leaves
+(httpx's own ASGI transport collects the whole answer first)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import httpx
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message
+
+T = TypeVar("T")
+AHEAD = 16  # messages an application may write before somebody reads
+
+
+class AsyncInProcess(httpx.AsyncBaseTransport):
+    """For ``AsyncMPIC``: calls ``app`` in the running loop. Start-up and shut-down of the application are the caller's
+    affair (a server that runs it, or ``Lifespan``)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        assert isinstance(request.stream, httpx.AsyncByteStream)
+        exchange = _Exchange(aiter(request.stream))
+        exchange.task = asyncio.create_task(exchange.run(self._app, _scope(request)))
+        try:
+            status, headers = await exchange.started()
+        except BaseException:
+            await exchange.aclose()
+            raise
+        return httpx.Response(status, headers=headers, stream=exchange)
+
+
+def _scope(request: httpx.Request) -> dict[str, Any]:
+    path = request.url.raw_path.partition(b"?")[0]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": request.method,
+        "headers": [(name.lower(), value) for name, value in request.headers.raw],
+        "scheme": request.url.scheme,
+        "path": request.url.path,
+        "raw_path": path,
+        "query_string": request.url.query,
+        "server": (request.url.host, request.url.port),
+        "client": ("127.0.0.1", 0),
+        "root_path": "",
+        "state": {},
+    }
+
+
+class _Exchange(httpx.AsyncByteStream):
+    """One request and its response, message by message."""
+
+    task: asyncio.Task[None]
+
+    def __init__(self, body: AsyncIterator[bytes]) -> None:
+        self._body = body
+        self._sent = False
+        self._messages: asyncio.Queue[Message | BaseException | None] = asyncio.Queue(AHEAD)
+        self._gone = asyncio.Event()
+
+    async def run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
+        try:
+            await app(scope, self._receive, self._messages.put)
+        except Exception as exc:
+            await self._messages.put(exc)
+        await self._messages.put(None)
+
+    async def started(self) -> tuple[int, list[tuple[bytes, bytes]]]:
+        message = await self._messages.get()
+        if message is None:
+            raise httpx.RemoteProtocolError("the application ended without an answer")
+        if isinstance(message, BaseException):
+            raise message
+        return message["status"], message["headers"]
+
+    async def _receive(self) -> Message:
+        if not self._sent:
+            piece = await anext(self._body, None)
+            self._sent = piece is None
+            return {"type": "http.request", "body": piece or b"", "more_body": not self._sent}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while (message := await self._messages.get()) is not None:
+            if isinstance(message, BaseException):
+                raise message
+            if message["type"] == "http.response.body":
+                yield message.get("body", b"")
+
+    async def aclose(self) -> None:
+        """The client leaves: the application is told, and given the time to end."""
+        self._gone.set()
+        self._sent = True
+        while not self.task.done():  # a full queue must not hold the application back from ending
+            while not self._messages.empty():
+                self._messages.get_nowait()
+            await asyncio.wait([self.task], timeout=0.01)
+
+
+class Lifespan:
+    """An application's start-up and shut-down, both in one task of the running loop, as anyio wants it."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold(started))
+        await asyncio.wait([self._task, started], return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            started.cancel()
+            await self._task  # raises what went wrong
+
+    async def stop(self) -> None:
+        self._stop.set()
+        if self._task is not None:
+            await self._task
+
+    async def _hold(self, started: asyncio.Future[None]) -> None:
+        async with self._app.router.lifespan_context(self._app):
+            started.set_result(None)
+            await self._stop.wait()
+
+
+class InProcess(httpx.BaseTransport):
+    """For ``MPIC``: runs a Starlette or FastAPI application, from start-up to shut-down, in a loop on a thread of its
+    own. Requests may come from many threads.
+
+    Args:
+        app: the application.
+        on_close: called when it has ended.
+    """
+
+    def __init__(self, app: Any, on_close: Callable[[], None] | None = None) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mpic-in-process", daemon=True)
+        self._thread.start()
+        self._on_close = on_close
+        self._inner = AsyncInProcess(app)
+        self._lifespan = self._run(self._start(app))
+
+    async def _start(self, app: Any) -> Lifespan:
+        lifespan = Lifespan(app)
+        await lifespan.start()
+        return lifespan
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C too: what nobody waits for any more is not worked on
+            future.cancel()
+            raise
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        assert isinstance(request.stream, httpx.SyncByteStream)
+        copy = httpx.Request(
+            request.method, request.url, headers=request.headers, stream=_Pulled(request.stream)
+        )
+        response = self._run(self._inner.handle_async_request(copy))
+        return httpx.Response(
+            response.status_code, headers=response.headers, stream=_Pushed(self._run, response.stream)
+        )
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        try:
+            self._run(self._lifespan.stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            if self._on_close is not None:
+                self._on_close()
+
+
+class _Pulled(httpx.AsyncByteStream):
+    """A request's body, read on a worker thread."""
+
+    def __init__(self, source: httpx.SyncByteStream) -> None:
+        self._source = source
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        pieces = iter(self._source)
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            yield piece
+
+
+class _Pushed(httpx.SyncByteStream):
+    """A response's body, handed to the thread that asked."""
+
+    def __init__(self, run: Callable[[Coroutine[Any, Any, Any]], Any], source: Any) -> None:
+        self._run = run
+        self._source = source
+
+    def __iter__(self) -> Iterator[bytes]:
+        pieces = aiter(self._source)
+        while (piece := self._run(_next(pieces))) is not None:
+            yield piece
+
+    def close(self) -> None:
+        self._run(self._source.aclose())
+
+
+async def _next(pieces: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(pieces, None)

@@ -1,0 +1,79 @@
+"""A whole server inside the caller's process: ``MPIC.local()``. Imported only when it is wanted; it needs torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from mpic.client.inprocess import AsyncInProcess, InProcess, Lifespan
+from mpic.config import load_config
+from mpic.server.run import build
+
+Folder = str | os.PathLike[str] | None
+
+
+class Local:
+    """The application, and the folder it lives in when the caller named none.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong. ModelRefused: the model cannot be run right.
+    """
+
+    def __init__(self, model: str | None, data_dir: Folder, settings: Mapping[str, Any]) -> None:
+        self._own = tempfile.mkdtemp(prefix="mpic-") if data_dir is None else None
+        flags = {**settings, "model": model, "data_dir": str(self._own or data_dir)}
+        try:
+            self.app = build(load_config(None, flags))
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        if self._own is not None:
+            shutil.rmtree(self._own)
+
+
+def local_transport(model: str | None, data_dir: Folder, settings: Mapping[str, Any]) -> InProcess:
+    """A server in this process, running; it ends with the transport."""
+    local = Local(model, data_dir, settings)
+    return InProcess(local.app, local.remove)
+
+
+def async_local_transport(model: str | None, data_dir: Folder, settings: Mapping[str, Any]) -> AsyncLocal:
+    """The same for the running loop, started by its first request."""
+    return AsyncLocal(model, data_dir, settings)
+
+
+class AsyncLocal(httpx.AsyncBaseTransport):
+    """Loads the model on a thread when the first request comes, so that the loop stays free."""
+
+    def __init__(self, model: str | None, data_dir: Folder, settings: Mapping[str, Any]) -> None:
+        self._what = (model, data_dir, settings)
+        self._starting = asyncio.Lock()
+        self._running: tuple[Local, Lifespan, AsyncInProcess] | None = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        async with self._starting:
+            if self._running is None:
+                self._running = await self._start()
+        return await self._running[2].handle_async_request(request)
+
+    async def _start(self) -> tuple[Local, Lifespan, AsyncInProcess]:
+        local = await asyncio.to_thread(Local, *self._what)
+        lifespan = Lifespan(local.app)
+        await lifespan.start()
+        return local, lifespan, AsyncInProcess(local.app)
+
+    async def aclose(self) -> None:
+        async with self._starting:
+            if self._running is not None:
+                local, lifespan, _ = self._running
+                self._running = None
+                await lifespan.stop()
+                await asyncio.to_thread(local.remove)
