@@ -116,7 +116,7 @@ def test_a_conversation(mpic, url):
     status, out, _ = mpic("chat", "--url", url, "--max-tokens", "3", input=typed)
     assert status == 0
     assert "tiny, policy mpic-16" in out and "policy full" in out and "full · first token" in out
-    assert "[unknown_policy]" in out and "there is /policy NAME" in out
+    assert "[unknown_policy]" in out and "there is /files, /policy NAME" in out
 
 
 def test_handles_from_file_names(tmp_path):
