@@ -25,6 +25,9 @@ tile), M the rows of a tile, R rows in all:
 - Padding costs what it adds: head_dim 80 and 96 run as 128 in the products (not in memory traffic), a tile of single
   rows as 16.
 
+Numbers that change from layer to layer and step to step (``layer``, ``total``) are not specialized on, or a server
+would stop to compile at its second layer, at its first step of 16 rows, and so on.
+
 Never run on a GPU so far: checked through Triton's interpreter, and compiled to machine code for sm_80 and sm_90.
 """
 
@@ -76,7 +79,7 @@ def _product(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     return tl.dot(a, b, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "total"])
 def attend(
     q,
     anchor,
@@ -121,7 +124,7 @@ def attend(
         cos, sin: ``[bases, HALF]`` fp32, the rotations by minus each base.
         segments, items, rows, shift_of, seen, pages: tables of ``WorkList``.
     """
-    item = items + tl.program_id(0) * 5
+    item = items + tl.program_id(0) * 8
     kv_head = tl.program_id(1)
     row_at = tl.load(item)
     count = tl.load(item + 1)
@@ -209,7 +212,7 @@ def attend(
         tl.store(lse + head.to(tl.int64) * total + row, found, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def merge(
     out,
     lse,

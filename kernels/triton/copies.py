@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "total"])
 def scatter(
     k,
     v,
@@ -49,7 +49,7 @@ def scatter(
     tl.store(anchor + (at + value)[:, None] + d[None, :], val, mask=both)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "tokens", "layer_lo"])
 def load(
     source,
     anchor,

@@ -12,7 +12,7 @@ import torch
 from mpic.kernels.spans import Shift
 from mpic.kernels.triton import copies
 from mpic.kernels.triton import deviation as kernels
-from mpic.kernels.triton.step import Geometry, places_of, power, turns_of
+from mpic.kernels.triton.step import Geometry, dense, on, places_of, power, turns_of
 from mpic.kernels.triton.worklist import KV
 
 
@@ -41,26 +41,27 @@ def load_chunk(
     if hi <= lo:
         return
     block = 16
-    copies.load[(-(-n // block), hi - lo, 2 * heads)](
-        source,
-        anchor,
-        pages,
-        where.lo,
-        n,
-        lo,
-        heads,
-        source.stride(0),
-        source.stride(1),
-        source.stride(2),
-        where.layer,
-        where.value,
-        where.head,
-        DIM=dim,
-        DIM_PAD=power(dim),
-        PAGE=page_size,
-        BLOCK=block,
-        num_warps=4,
-    )
+    with on(anchor.device):
+        copies.load[(-(-n // block), hi - lo, 2 * heads)](
+            source,
+            anchor,
+            pages,
+            where.lo,
+            n,
+            lo,
+            heads,
+            source.stride(0),
+            source.stride(1),
+            source.stride(2),
+            where.layer,
+            where.value,
+            where.head,
+            DIM=dim,
+            DIM_PAD=power(dim),
+            PAGE=page_size,
+            BLOCK=block,
+            num_warps=4,
+        )
 
 
 def deviation(
@@ -94,34 +95,35 @@ def deviation(
         at = end
     if at != rows:
         raise ValueError(f"{rows} rows beside {at} cached tokens")
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    k, v = dense(k), dense(v)
     places = torch.from_numpy(places_of(writes, rows, geometry.dim, page)).to(k.device)
     cos, sin = turns_of(turns, geometry.half, k.device)
     out = torch.empty(rows, dtype=torch.float32, device=k.device)
     block = 16
-    kernels.deviation[(-(-rows // block),)](
-        k,
-        v,
-        anchor,
-        places,
-        index.to(k.device),
-        cos,
-        sin,
-        out,
-        layer,
-        rows,
-        geometry.kv_heads,
-        k.stride(1),
-        k.stride(0),
-        v.stride(1),
-        v.stride(0),
-        DIM=geometry.dim,
-        DIM_PAD=power(geometry.dim),
-        HALF=geometry.half,
-        INTERLEAVED=geometry.interleaved,
-        BLOCK=block,
-        num_warps=4,
-    )
+    with on(k.device):
+        kernels.deviation[(-(-rows // block),)](
+            k,
+            v,
+            anchor,
+            places,
+            index.to(k.device),
+            cos,
+            sin,
+            out,
+            layer,
+            rows,
+            geometry.kv_heads,
+            k.stride(1),
+            k.stride(0),
+            v.stride(1),
+            v.stride(0),
+            DIM=geometry.dim,
+            DIM_PAD=power(geometry.dim),
+            HALF=geometry.half,
+            INTERLEAVED=geometry.interleaved,
+            BLOCK=block,
+            num_warps=4,
+        )
     return out
 
 

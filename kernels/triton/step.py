@@ -7,6 +7,7 @@ launches take Python integers only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -124,22 +125,24 @@ class Prepared:
         if not self._scattered:
             return
         g, block = self.geometry, 16
-        copies.scatter[(-(-self.rows // block), g.kv_heads)](
-            k,
-            v,
-            self.anchor,
-            self._tables["places"],
-            layer,
-            self.rows,
-            k.stride(1),
-            k.stride(0),
-            v.stride(1),
-            v.stride(0),
-            DIM=g.dim,
-            DIM_PAD=power(g.dim),
-            BLOCK=block,
-            num_warps=4,
-        )
+        k, v = dense(k), dense(v)
+        with on(self.anchor.device):
+            copies.scatter[(-(-self.rows // block), g.kv_heads)](
+                k,
+                v,
+                self.anchor,
+                self._tables["places"],
+                layer,
+                self.rows,
+                k.stride(1),
+                k.stride(0),
+                v.stride(1),
+                v.stride(0),
+                DIM=g.dim,
+                DIM_PAD=power(g.dim),
+                BLOCK=block,
+                num_warps=4,
+            )
 
     def attend(
         self,
@@ -152,83 +155,113 @@ class Prepared:
         """Attention of a layer.
 
         Args:
-            q: ``[heads, rows, head_dim]``, rotated at the rows' own positions, dense in the last dimension.
+            q: ``[heads, rows, head_dim]``, rotated at the rows' own positions.
             out, lse: where to write, contiguous; new tensors by default.
 
         Returns:
             ``[rows, heads, head_dim]`` in q's dtype and its log-sum-exp ``[heads, rows]`` fp32. A row that sees
             nothing gets zeros and minus infinity.
         """
-        g, t, w = self.geometry, self._tables, self.work
+        g, work, sizes = self.geometry, self.work, self.tiles
         if q.dtype != self.anchor.dtype:
             raise ValueError(f"queries of {q.dtype} over keys of {self.anchor.dtype}")
-        if q.stride(2) != 1:
-            q = q.contiguous()
+        q = dense(q)
         if out is None:
             out = torch.empty(self.rows, g.heads, g.dim, dtype=q.dtype, device=q.device)
         if lse is None:
             lse = torch.empty(g.heads, self.rows, dtype=torch.float32, device=q.device)
-        sizes = self.tiles
-        launches = (
-            (0, w.blocks, self._block_m, sizes.block_n, sizes.block_warps, sizes.block_stages),
-            (w.blocks, len(w.items), w.single_m, sizes.single_n, sizes.single_warps, sizes.single_stages),
-        )
-        for lo, hi, block_m, block_n, warps, stages in launches:
-            if lo == hi:
-                continue
-            attention.attend[(hi - lo, g.kv_heads)](
-                q,
-                self.anchor,
-                out,
-                lse,
-                self._part,
-                self._part_lse,
-                self._cos,
-                self._sin,
-                t["segments"],
-                t["items"][lo:],
-                t["rows"],
-                t["shift_of"],
-                t["seen"],
-                t["pages"],
-                layer,
-                scale,
-                self.rows,
-                q.stride(1),
-                q.stride(0),
-                g.heads,
-                GROUP=g.heads // g.kv_heads,
-                DIM=g.dim,
-                DIM_PAD=power(g.dim),
-                HALF=g.half,
-                INTERLEAVED=g.interleaved,
-                PAGED=w.paged,
-                PAGE=self.page,
-                HOLES=len(w.seen) > 0,
-                PRECISION="ieee",
-                WIDEN=q.dtype == torch.bfloat16 and interpreted(),
-                BLOCK_M=block_m,
-                BLOCK_N=block_n,
-                num_warps=warps,
-                num_stages=stages,
-            )
-        if len(w.merge):
-            attention.merge[(len(w.merge), g.heads)](
-                out,
-                lse,
-                self._part,
-                self._part_lse,
-                t["merge"],
-                t["ptr"],
-                t["slots"],
-                self.rows,
-                g.heads,
-                DIM=g.dim,
-                DIM_PAD=power(g.dim),
-                BLOCK_S=16,
-                num_warps=4,
-            )
+        blocks = self._block_m, sizes.block_n, sizes.block_warps, sizes.block_stages
+        warps = min(
+            8, sizes.single_warps * (2 if work.single_m >= 64 else 1)
+        )  # or their queries leave the registers
+        singles = work.single_m, sizes.single_n, warps, sizes.single_stages
+        with on(q.device):
+            self._tiles(0, work.blocks, blocks, layer, q, scale, out, lse)
+            self._tiles(work.blocks, len(work.items), singles, layer, q, scale, out, lse)
+            self._merge(out, lse)
         return out, lse
+
+    def _tiles(
+        self,
+        lo: int,
+        hi: int,
+        sizes: tuple[int, int, int, int],
+        layer: int,
+        q: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Items ``[lo, hi)``, whose tiles have these sizes: queries, keys, warps, stages."""
+        if lo == hi:
+            return
+        g, t, (block_m, block_n, warps, stages) = self.geometry, self._tables, sizes
+        attention.attend[(hi - lo, g.kv_heads)](
+            q,
+            self.anchor,
+            out,
+            lse,
+            self._part,
+            self._part_lse,
+            self._cos,
+            self._sin,
+            t["segments"],
+            t["items"][lo:],
+            t["rows"],
+            t["shift_of"],
+            t["seen"],
+            t["pages"],
+            layer,
+            scale,
+            self.rows,
+            q.stride(1),
+            q.stride(0),
+            g.heads,
+            GROUP=g.heads // g.kv_heads,
+            DIM=g.dim,
+            DIM_PAD=power(g.dim),
+            HALF=g.half,
+            INTERLEAVED=g.interleaved,
+            PAGED=self.work.paged,
+            PAGE=self.page,
+            HOLES=len(self.work.seen) > 0,
+            PRECISION="ieee",
+            WIDEN=q.dtype == torch.bfloat16 and interpreted(),
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=warps,
+            num_stages=stages,
+        )
+
+    def _merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        if not len(self.work.merge):
+            return
+        g, t = self.geometry, self._tables
+        attention.merge[(len(self.work.merge), g.heads)](
+            out,
+            lse,
+            self._part,
+            self._part_lse,
+            t["merge"],
+            t["ptr"],
+            t["slots"],
+            self.rows,
+            g.heads,
+            DIM=g.dim,
+            DIM_PAD=power(g.dim),
+            BLOCK_S=16,
+            num_warps=4,
+        )
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Launches go to this device, which need not be torch's current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """With rows of dense elements."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def power(n: int) -> int:

@@ -45,7 +45,8 @@ def defaults(dtype: torch.dtype, dim: int) -> Tiles:
         return Tiles(32, 32, 8 if dim > 64 else 4, 1, 32, 4, 2, "untuned")
     if dim > 128:
         return Tiles(64, 32, 8, 2, 32, 4, 2, "untuned")
-    return Tiles(128, 64, 8, 2 if dim > 64 else 3, 64, 4, 3, "untuned")
+    stages = 2 if dim > 64 else 3
+    return Tiles(128, 64, 8, stages, 64, 4, stages, "untuned")
 
 
 def read_table(path: Path | None = None) -> dict[str, Any]:

@@ -20,8 +20,9 @@ NEVER = 2**31 - 1
 """In ``seen``: a key that no row sees (a hole)."""
 SEGMENT = 12
 """Columns of ``segments``: origin, value, layer, head, lo, hi, shift, step, row_min, row_max, diagonal, seen."""
-ITEM = 5
-"""Columns of ``WorkList.items``: first of its rows, their number, segments lo and hi, first partial or -1."""
+ITEM = 8
+"""Columns of ``items``: first of its rows, their number, segments lo and hi, first partial or -1; the rest is empty, so
+that any item begins at a multiple of 16 bytes."""
 
 
 class KV(NamedTuple):
@@ -367,7 +368,7 @@ class _Tables:
             self._slot += len(tile.rows)
             for i, row in enumerate(tile.rows):
                 self._partials.setdefault(row, []).append(slot + i)
-        self._items.append((len(self._rows), len(tile.rows), begin, len(self._segments), slot))
+        self._items.append((len(self._rows), len(tile.rows), begin, len(self._segments), slot, 0, 0, 0))
         self._rows += tile.rows
 
     def _shift(self, shifts: tuple[int, ...]) -> int:

@@ -171,6 +171,20 @@ def test_a_long_context_of_one_row_is_cut_until_the_device_is_busy():
     assert len(one.items) == 1 and one.partials == 0
 
 
+def test_many_partial_results_of_a_row_are_merged():
+    """More than one load of the merging kernel, with larger scores behind smaller ones."""
+    world = World(Geometry(2, 1, 16, 8))
+    kv, data = world.place(700)
+    data[:, 0, :, 350:] *= 3
+    world.put(kv, data)
+    step = Described(world)
+    step.add(0, 1, kv, data)
+    assert build(step.calls, 1, Shape(2, 1, 16, single_n=16, programs=64, least=16)).partials > 32
+    out, lse, expected, expected_lse = run(step, 1, 64, 1)
+    assert (out - expected).abs().max() < 1e-5
+    assert (lse - expected_lse).abs().max() < 1e-5
+
+
 def test_blocks_of_rows_are_not_merged_when_there_are_enough_of_them():
     calls = [Call(0, 640, World(Geometry(1, 1, 16, 8)).reserve(640), True)]
     assert build(calls, 640, Shape(1, 1, 16, programs=8)).partials == 0
