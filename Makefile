@@ -8,12 +8,14 @@ BIN   := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BENCH ?= ttft flat pages decode
+FUZZ  ?= 300
+SOAK_SECONDS ?= 600
 ARGS  ?=
 
 # What the set-up depends on; when one of these changes it runs again.
 INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py)
 
-.PHONY: help setup setup-dev serve test demo bench bench-gpu tune-gpu lint format clean
+.PHONY: help setup setup-dev serve test fuzz soak-load demo bench bench-gpu tune-gpu lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -25,6 +27,12 @@ serve: setup ## start the server
 test: setup-dev ## run the tests
 	@"$(ROOT)/tools/get_chromium.sh"
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(ARGS)
+
+fuzz: setup-dev ## schemathesis against a live server, many examples an operation (FUZZ=300)
+	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_schemathesis.py --fuzz $(FUZZ) --timeout 7200 $(ARGS)
+
+soak-load: setup-dev ## 64 streaming clients on the demo model for SOAK_SECONDS (600); fails on a leak
+	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_load.py -s --load-seconds $(SOAK_SECONDS) --timeout 7200 $(ARGS)
 
 demo: setup ## start the server on the bundled model, upload the samples, ask, compare the answers
 	@cd "$(ROOT)" && "$(BIN)/mpic" demo $(ARGS)

@@ -21,6 +21,8 @@ settings.load_profile("mpic")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz", type=int, default=0, help="examples an operation gets (make fuzz)")
+    parser.addoption("--load-seconds", type=float, default=10, help="how long clients load the server")
     parser.addoption("--soak", type=int, default=0, help="how often the long tests repeat (make soak)")
 
 
@@ -28,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def soak(request: pytest.FixtureRequest) -> int:
     """0 in the suite; how often to repeat in ``make soak``."""
     return request.config.getoption("--soak")
+
+
+@pytest.fixture(scope="session")
+def fuzz(request: pytest.FixtureRequest) -> int:
+    """0 in the suite; how many examples in ``make fuzz``."""
+    return request.config.getoption("--fuzz")
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,9 @@ from mpic.durable import Files
 from mpic.errors import IntegrityError, StorageFull, Unavailable
 from mpic.library.records import SHARED
 
+IDLE_READERS = 8
+"""Connections kept for the next reader; a burst of readers must not hold files for ever."""
+
 Migration = Callable[[sqlite3.Connection], None]
 MIGRATIONS: list[Migration] = []
 
@@ -233,7 +236,10 @@ class Catalog:
         try:
             return db.execute(sql, named or values).fetchall()
         finally:
-            self._idle.append(db)
+            if len(self._idle) < IDLE_READERS:
+                self._idle.append(db)
+            else:
+                db.close()
 
     def one(self, sql: str, *values: Any) -> sqlite3.Row | None:
         """The first row of a query, or None."""

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from mpic.errors import (
     BadRequest,
@@ -81,6 +82,7 @@ async def _http_error(request: Request, exc: Exception) -> JSONResponse:
             error = NotFound(f"no such route: {where}; see /docs for what there is")
         case 405:
             error = MethodNotAllowed(f"{where} is not allowed; see /docs for what is")
+            return response(error, {"Allow": _allowed(request)})
         case 413:
             error = TooLarge(str(exc.detail))
         case status if status < 500:
@@ -88,6 +90,15 @@ async def _http_error(request: Request, exc: Exception) -> JSONResponse:
         case _:
             error = as_mpic_error(exc)
     return response(error, dict(exc.headers or {}))
+
+
+def _allowed(request: Request) -> str:
+    """All methods of a path (the one with the fewest parameters that matches); each route knows only its own."""
+    found = [
+        r for r in request.app.routes if isinstance(r, Route) and r.matches(request.scope)[0] != Match.NONE
+    ]
+    path = min(found, key=lambda r: len(r.param_convertors)).path
+    return ", ".join(sorted({m for r in found if r.path == path for m in r.methods or ()}))
 
 
 async def _validation_error(request: Request, exc: Exception) -> JSONResponse:

@@ -29,3 +29,26 @@ def test_refused_requests_take_no_place(make_engine):
         with pytest.raises(Exception, match="text of its own"):
             engine.submit(request_of(prompt_of(), "full", 4))
     assert engine.submit(request_of(prompt_of(ids(1, 5)), "full", 4)).result().finish_reason == "length"
+
+
+def test_an_aborted_request_gives_its_pages_back_before_the_next_step(make_engine):
+    engine = make_engine()
+    streams = [engine.submit(request_of(prompt_of(ids(seed, 5)), "full", 240)) for seed in range(2)]
+    for stream in streams:
+        next(iter(stream))
+    seen = []
+    step = engine.step
+
+    def watched():
+        seen.append((engine._counters["steps"], len(engine.scheduler.running)))
+        step()
+
+    engine.step = watched
+    at = engine._counters["steps"]
+    streams[0].abort()
+    assert streams[0].result().finish_reason == "abort"
+    streams[1].abort()
+    assert streams[1].result().finish_reason == "abort"
+    with_both = [steps for steps, running in seen if running == 2 and steps > at + 1]
+    assert len(with_both) <= 1  # at most the step under way when it was asked for
+    engine.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
 
@@ -13,7 +13,11 @@ from mpic.server.state import StateDep
 router = APIRouter(tags=["health"])
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get(
+    "/metrics",
+    response_class=JSONResponse,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
 async def metrics(state: StateDep, user: AdminUser) -> PlainTextResponse:
     """Times of answers, tokens reused and recomputed, tiers, evictions and pages, in Prometheus' text format. With API
     keys it needs one of an admin."""
