@@ -1,0 +1,192 @@
+"""The SDK against a real engine on a tiny random model; every test over every way to reach it."""
+
+import io
+import time
+
+import pytest
+from server_helpers import png
+
+import mpic
+
+LONG = {"max_tokens": 400, "mpic": {"ignore_eos": True}}
+
+
+@pytest.fixture
+def image(client):
+    """An uploaded and compiled image with a handle of its own."""
+    file = client.files.create(("red.png", png()), f"SDK{time.monotonic_ns()}", wait=True)
+    yield file
+    client.files.delete(file.id)
+
+
+def test_a_file_from_upload_to_deletion(client, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(b"n" * 200_000)
+    told = []
+    with pytest.raises(mpic.CompileFailed, match="context"):
+        client.files.create(
+            path, "TOO_LONG", wait=True, progress=lambda sent, total: told.append((sent, total))
+        )
+    assert told[-1] == (200_000, 200_000) and len(told) > 2 and told == sorted(told)
+    [failed] = [f for f in client.files.list() if f.handle == "TOO_LONG"]
+    assert client.files.delete(failed.id).deleted
+
+    path.write_bytes(b"some notes")
+    made = client.files.create(path, "SDK_NOTES", expires_in=1000)
+    assert (made.filename, made.kind, made.mention) == ("notes.txt", "text", "FILE#SDK_NOTES")
+    done = client.files.wait(made.id)
+    assert (done.state, done.tokens, done.tiers, done.status) == ("ready", 10, ("disk",), "processed")
+    assert done.expires_at - done.created_at in (1000, 1001)
+    assert done.object == "file"  # a field that has no name in the SDK is kept
+    assert client.files.content(made.id) == b"some notes"
+    with pytest.raises(ValueError, match="frozen"):
+        done.state = "failed"
+    with pytest.raises(mpic.HandleTaken):
+        client.files.create(path, "SDK_NOTES")
+    assert client.files.delete(made.id).deleted
+    with pytest.raises(mpic.FileNotFound) as caught:
+        client.files.retrieve(made.id)
+    assert isinstance(caught.value, mpic.NotFound) and caught.value.code == "file_not_found"
+
+
+def test_files_come_from_bytes_and_open_files_too(client):
+    for source, name in (
+        (b"abc", "upload"),
+        (("a.txt", b"abc"), "a.txt"),
+        (("b.txt", io.BytesIO(b"abc")), "b.txt"),
+    ):
+        file = client.files.create(source)
+        assert (file.filename, file.bytes) == (name, 3)
+        client.files.delete(file.id)
+
+
+def test_a_listing_is_one_page_or_all_of_it(client):
+    ids = [client.files.create(f"text {i}".encode()).id for i in range(5)]
+    listed = [f.id for f in client.files.list(limit=2)]
+    assert listed[:5] == ids[::-1]
+    assert [f.id for f in client.files.list(limit=2, after=ids[2])][:2] == [ids[1], ids[0]]
+    for id in ids:
+        client.files.delete(id)
+
+
+def test_a_chat_says_what_it_reused(client, image):
+    answer = client.chat.completions.create(
+        f"{image.mention} what?", policy="mpic-4", trace=True, max_tokens=4, seed=1, temperature=0
+    )
+    ours = answer.usage.mpic
+    assert answer.text == answer.choices[0].message.content
+    assert (ours.policy, ours.tokens.reused, ours.tokens.recomputed) == ("mpic-4", 12, 4)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 12
+    assert [c.label for c in ours.chunks] == [image.handle]
+    spans = ours.trace.spans
+    assert spans[0].start == 0 and spans[-1].end == ours.trace.tokens == answer.usage.prompt_tokens
+    assert {s.file_id for s in spans if s.kind == "image"} == {image.id}
+    assert client.chat.completions.create("hi", max_tokens=1).usage.mpic.trace is None
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(client, image):
+    ask = {"messages": f"{image.mention} again", "policy": "mpic-4", "max_tokens": 12}
+    whole = client.chat.completions.create(**ask)
+    with client.chat.completions.create(**ask, stream=True) as stream:
+        chunks = list(stream)
+    assert "".join(c.text for c in chunks) == whole.text
+    assert all(c.choices for c in chunks) and chunks[-1].choices[0].finish_reason
+    assert stream.usage.completion_tokens == whole.usage.completion_tokens
+    assert stream.usage.mpic.tokens.reused + stream.usage.mpic.tokens.prefix_hit > 0
+    assert "".join(client.chat.completions.create(**ask, stream=True).texts()) == whole.text
+    asked = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert asked[-1].choices == () and asked[-1].usage is not None
+
+
+def test_leaving_a_stream_ends_the_work(client):
+    with client.chat.completions.create("count", stream=True, **LONG) as stream:
+        for _ in zip(range(3), stream):
+            pass
+    for _ in range(500):
+        engine = client.health().engine
+        if engine["running"] == engine["waiting"] == 0:
+            break
+        time.sleep(0.01)
+    assert engine["running"] == 0 and stream.usage is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_servers_errors_are_raised_here(client, stream):
+    def ask(text="x", **options):
+        return client.chat.completions.create(text, stream=stream, **options)
+
+    with pytest.raises(mpic.UnknownPolicy) as caught:
+        ask(policy="best")
+    assert caught.value.status == 400 and "best" in caught.value.message
+    with pytest.raises(mpic.UnknownHandle, match="NOBODY"):
+        ask("IMAGE#NOBODY")
+    with pytest.raises(mpic.ContextLengthExceeded):
+        ask("x" * 5000)
+    with pytest.raises(mpic.UnsupportedParameter) as caught:
+        ask(extra_body={"tools": [{"type": "function"}]})
+    assert caught.value.param == "tools"
+    with pytest.raises(mpic.ModelNotFound):
+        ask(model="other")
+    with pytest.raises(TypeError, match="unknown option 'polcy'"):
+        ask(polcy="full")
+
+
+def test_caches(client):
+    text = "First sentence. Second sentence. Third one."
+    cache = client.caches.create(text, split={"mode": "sentence", "tokens": 20}, name="s", ttl=100, wait=True)
+    assert (cache.state, cache.name, len(cache.chunks)) == ("ready", "s", 3)
+    assert "".join(text[c.start : c.end] for c in cache.chunks) == text
+    assert client.caches.retrieve(cache.chunks[1].id).tokens == cache.chunks[1].tokens
+    assert client.caches.update(cache.id, None).expires_at is None
+    assert cache.id in [c.id for c in client.caches.list()]
+    parts = [{"type": "cache", "cache_id": c.id} for c in reversed(cache.chunks)]
+    content = [*parts, {"type": "text", "text": "?"}]
+    answer = client.chat.completions.create(
+        [{"role": "user", "content": content}], policy="reuse", max_tokens=2
+    )
+    assert answer.usage.mpic.tokens.reused == sum(c.tokens for c in cache.chunks)
+    assert client.caches.delete(cache.id).deleted
+    with pytest.raises(mpic.CacheNotFound):
+        client.caches.retrieve(cache.id)
+    with pytest.raises(mpic.BadRequest, match="either text or chunks"):
+        client.caches.create()
+
+
+def test_references(client):
+    id = f"ref_red{time.monotonic_ns()}"
+    made = client.references.create(
+        ("circle.png", png("red")), "a red picture", metadata={"year": 2025}, id=id, wait=True
+    )
+    assert (made.state, made.version, made.title, made.metadata) == (
+        "ready",
+        1,
+        "a red picture",
+        {"year": 2025},
+    )
+    again = client.references.replace(
+        made.id, ("circle.png", png("green")), description="now green", wait=True
+    )
+    assert (again.version, again.title, again.description) == (2, "a red picture", "now green")
+    assert [r.id for r in client.references.list(kind="image")] == [id]
+    [hit] = client.references.search("a picture", top_k=3, filter={"year": 2025})
+    assert hit.id == id and -1 <= hit.score <= 1
+    assert client.references.content(made.id) == png("green")
+    with pytest.raises(mpic.ReferenceExists):
+        client.references.create(b"text", id=id)
+    assert client.references.delete(made.id).deleted
+    with pytest.raises(mpic.ReferenceNotFound):
+        client.references.retrieve(made.id)
+
+
+def test_what_is_served(client):
+    [model] = client.models.list()
+    assert (model.id, model.context_length) == ("tiny", 2048)
+    assert client.models.retrieve("tiny").modalities == ("text", "image")
+    health = client.health()
+    assert health.ready and "mpic-K" in health.policies and health.model["name"] == "tiny"
+    assert "# TYPE" in client.metrics()
+
+
+def test_an_empty_id_never_means_everything(client):
+    with pytest.raises(ValueError, match="empty"):
+        client.files.delete("")

@@ -1,0 +1,91 @@
+"""The error tree, mirrored one to one."""
+
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+import mpic
+from mpic import errors
+from mpic.client.errors import from_response
+from mpic.server import create_app  # noqa: F401  every error a server can send is then defined
+
+
+def tree(cls=errors.MPICError):
+    return [cls, *(c for sub in cls.__subclasses__() for c in tree(sub))]
+
+
+def sent(error, headers=None):
+    return httpx.Response(error.status, json=error.body(), headers=headers)
+
+
+OURS = [c for c in tree() if c.__module__ == "mpic.errors"]
+LAYERS = (
+    "mpic.server",
+    "mpic.library",
+    "mpic.engine",
+    "mpic.prompt",
+    "mpic.link",
+    "mpic.keys",
+    "mpic.config",
+)
+OTHERS = [c for c in tree() if c.__module__.startswith(LAYERS)]
+
+
+@pytest.mark.parametrize("cls", OURS, ids=lambda c: c.__name__)
+def test_every_error_of_the_server_is_the_same_error_here(cls):
+    error = from_response(sent(cls("what happened", param="messages", pages=3)))
+    assert type(error) is cls is getattr(mpic, cls.__name__)
+    assert (error.message, error.param, error.details) == ("what happened", "messages", {"pages": 3})
+    assert (error.code, error.status) == (cls.code, cls.status)
+    assert str(error) == "what happened"
+
+
+@pytest.mark.parametrize("cls", OTHERS, ids=lambda c: c.__name__)
+def test_a_code_not_known_here_is_the_class_of_its_status(cls):
+    error = from_response(sent(cls("what happened")))
+    assert isinstance(error, errors.MPICError) and (error.code, error.status) == (cls.code, cls.status)
+    assert issubclass(cls, type(error))
+
+
+def test_codes_are_unique():
+    codes = [c.code for c in OURS + OTHERS]
+    assert len(codes) == len(set(codes))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"{}", b'{"error": "no"}', b"[1]", b'{"error": {"code": "x"}}']
+)
+def test_an_answer_of_something_else_is_said_to_be(body):
+    error = from_response(httpx.Response(502, content=body))
+    assert isinstance(error, mpic.BadResponse) and error.status == 502 and "HTTP 502" in error.message
+
+
+def test_nobody_there():
+    with mpic.MPIC("http://127.0.0.1:9", max_retries=0) as client:
+        with pytest.raises(mpic.Unreachable, match="mpic serve"):
+            client.health()
+
+
+def test_too_late():
+    def late(request):
+        raise httpx.ReadTimeout("timed out", request=request)
+
+    with mpic.MPIC(transport=httpx.MockTransport(late)) as client:
+        with pytest.raises(mpic.TimedOut):
+            client.health()
+
+
+def test_the_sdk_needs_neither_torch_nor_the_server():
+    code = (
+        "import sys; from mpic import MPIC, AsyncMPIC, NotFound; MPIC().close()\n"
+        "print([m for m in ('torch', 'fastapi', 'starlette', 'mpic.config') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_names_that_are_not_there():
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = mpic.Nothing

@@ -1,0 +1,98 @@
+"""Reading a stream: cut anywhere, broken off, left early."""
+
+import asyncio
+import gc
+import json
+
+import httpx
+import pytest
+
+import mpic
+
+
+def frame(text=None, **more):
+    choices = [] if text is None else [{"index": 0, "delta": {"content": text}, "finish_reason": None}]
+    body = {"id": "c", "created": 1, "model": "m", "choices": choices, **more}
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
+    def __init__(self, data, size):
+        self.pieces = [data[i : i + size] for i in range(0, len(data), size)]
+        self.given = 0
+        self.closed = False
+
+    def __iter__(self):
+        for piece in self.pieces:
+            self.given += 1
+            yield piece
+
+    async def __aiter__(self):
+        for piece in self:
+            yield piece
+
+    def close(self):
+        self.closed = True
+
+    async def aclose(self):
+        self.closed = True
+
+
+def open_stream(body):
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=body))
+    return mpic.MPIC(transport=transport, max_retries=0).chat.completions.create("hi", stream=True)
+
+
+def read(data, size, way):
+    body = Body(data, size)
+    if way == "sync":
+        return "".join(open_stream(body).texts()), body
+
+    async def main():
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=body))
+        async with mpic.AsyncMPIC(transport=transport) as client:
+            stream = await client.chat.completions.create("hi", stream=True)
+            return "".join([piece async for piece in stream.texts()])
+
+    return asyncio.run(main()), body
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_pieces_may_be_cut_anywhere_and_hold_any_line_separator(way, size):
+    said = ["one ", "zwei\u2028drei\x85", "\r四"]
+    text, body = read(b"".join(map(frame, said)) + DONE, size, way)
+    assert text == "".join(said) and body.closed
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_an_error_in_the_middle_is_raised(way):
+    error = b"data: " + json.dumps(mpic.EngineStopped("gone").body()).encode() + b"\n\n"
+    with pytest.raises(mpic.EngineStopped, match="gone"):
+        read(frame("one") + error, 1000, way)
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("rest", [b"", b"data: {not json}\n\n" + DONE, b"data: []\n\n" + DONE])
+def test_a_stream_that_breaks_off_is_not_a_short_answer(way, rest):
+    with pytest.raises(mpic.BadResponse):
+        read(frame("one") + rest, 1000, way)
+
+
+def test_a_stream_that_is_left_is_closed():
+    data = b"".join(frame(str(i)) for i in range(50)) + DONE
+    with open_stream(body := Body(data, 50)) as stream:
+        assert next(stream).text == "0"
+    assert body.closed and body.given < 10
+    with pytest.raises(StopIteration):
+        next(stream)
+    stream = open_stream(body := Body(data, 50))
+    stream.close()
+    assert body.closed
+    for _ in open_stream(body := Body(data, 50)):
+        break
+    gc.collect()
+    assert body.closed and body.given < 10
