@@ -247,6 +247,7 @@ class ReferenceObject(BaseModel):
     metadata: dict[str, str | int | float | bool]
     filename: str
     bytes: int
+    sha256: str = Field(description="of the original's bytes")
     created_at: int
     updated_at: int
     tokens: int | None = Field(None, description="length of the compiled chunk, once it is compiled")

@@ -198,7 +198,7 @@ def _fields(reference: Reference) -> dict[str, Any]:
         "state",
     )
     return {
-        **{name: getattr(reference, name) for name in (*names, "error")},
+        **{name: getattr(reference, name) for name in (*names, "tokens", "state", "error")},
         "created_at": int(reference.created_at),
         "updated_at": int(reference.updated_at),
         "thumbnail": f"/v1/references/{reference.id}/thumbnail" if reference.kind == "image" else None,

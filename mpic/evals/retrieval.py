@@ -1,0 +1,241 @@
+"""What retrieval is worth on the bundled reference set: does it find, does the model ask, does the answer become right.
+
+*Recall* of the retriever over 200 entries, against the generator's truth. *Answers* to the questions whose facts are
+only in the library (``form`` question of ``data/references/queries.jsonl``), greedy, exact match: without a library,
+with ``auto``, and with the right reference in the prompt where the model expects one. *Searches*: how often the model
+asks when it must (those questions) and when it need not (held-out questions about what is in the context).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+
+from mpic.config import EngineConfig, RetrievalConfig, bundled_model
+from mpic.data.generator import references
+from mpic.data.generator.conversation import Document
+from mpic.data.generator.conversation import Image as Picture
+from mpic.data.generator.tasks import Generator
+from mpic.engine import load_engine
+from mpic.engine.base import Delta, Engine, GenerationRequest, Sampling
+from mpic.library import Library
+from mpic.library.bulk import IntoLibrary, import_references
+from mpic.link import parse_policy
+from mpic.prompt import ChatTemplate, build_prompt
+from mpic.prompt.segments import Prompt
+from mpic.retriever import Embedder, Query, Retriever, SearchHit
+from mpic.server.resolver import LibraryResolver
+from mpic.server.retrieval import AutoRetrieval, Searching, as_if_asked, style_of
+from mpic.server.schemas import RetrievalOptions
+
+TOP_KS = (1, 5)
+CONTEXT_TASKS = ("image", "card", "biography", "needle", "compare", "mixed")
+CONTEXT_QUESTIONS = 20
+TOKENS = 32
+
+
+def evaluate(policy: str = "mpic-16", limit: int = 1000, model: str | None = None) -> dict[str, Any]:
+    """Everything, as a JSON-able report. Minutes on a CPU."""
+    entries, queries = references.load()
+    with tempfile.TemporaryDirectory(prefix="mpic-eval-") as folder:
+        library = Library.open(Path(folder))
+        config = EngineConfig(model=model or bundled_model())
+        engine, processor = load_engine(config, library.store)
+        bench = Bench(engine, library, ChatTemplate(processor), policy)
+        try:
+            results = asyncio.run(
+                import_references(references.FOLDER / "references.jsonl", IntoLibrary(library.references))
+            )
+            assert all(result.outcome == "added" for result in results), results
+            assert bench.retriever.flush(300)
+            return {
+                "entries": len(entries),
+                "model": engine.info.name,
+                "policy": policy,
+                "embedder": bench.retriever.embedder.name._asdict(),
+                "recall": recall(bench.retriever, queries),
+                "answers": answers(bench, _limited(queries, limit)),
+                "searches": searches(bench, min(limit, CONTEXT_QUESTIONS)),
+            }
+        finally:
+            engine.close()
+            bench.retriever.close()
+            library.close()
+
+
+def recall(retriever: Retriever, queries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By task and form: share of queries whose true entry is among the first k, of all entries and of its kind only."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for query in queries:
+        groups[query["task"], query["form"]].append(query)
+        groups[query["task"], "all"].append(query)
+    rows = []
+    for (task, form), group in sorted(groups.items()):
+        row: dict[str, Any] = {"task": task, "form": form, "queries": len(group)}
+        kind = task.rpartition(">")[2]
+        for name, filter in (("", None), (" of its kind", {"kind": kind})):
+            ranks = [_rank(retriever, query, filter) for query in group]
+            for k in TOP_KS:
+                row[f"recall@{k}{name}"] = round(sum(rank < k for rank in ranks) / len(group), 4)
+        rows.append(row)
+    return rows
+
+
+def _rank(retriever: Retriever, query: dict[str, Any], filter: dict[str, Any] | None) -> int:
+    images = (Image.open(query["path"]).convert("RGB"),) if "path" in query else ()
+    hits = retriever.search(Query(query.get("text", ""), images), max(TOP_KS), filter=filter)
+    ids = [hit.reference.id for hit in hits]
+    truth = f"ref_{query['truth']}"
+    return ids.index(truth) if truth in ids else len(ids) + max(TOP_KS)
+
+
+class Bench:
+    """An engine, a library, and ways to ask."""
+
+    def __init__(self, engine: Engine, library: Library, template: ChatTemplate, policy: str) -> None:
+        library.files.tokenize = library.references.tokenize = template.tokenize_document
+        config = RetrievalConfig()
+        self.engine, self.library, self.template = engine, library, template
+        self.policy = parse_policy(policy)
+        self.style = style_of(template, config)
+        self.retriever = Retriever(library, Embedder(config.embedder), config.duplicates)
+
+    def plain(self, messages: list[dict[str, Any]]) -> GenerationRequest:
+        """Without a library."""
+        resolver = LibraryResolver(self.library, "eval", 256)
+        return self.request(build_prompt(messages, self.template, resolver))
+
+    def request(self, prompt: Prompt) -> GenerationRequest:
+        return GenerationRequest("eval", prompt, self.policy, Sampling(max_tokens=TOKENS), "eval")
+
+    def auto(self, request: GenerationRequest, **options: Any) -> GenerationRequest:
+        searching = Searching(self.retriever, RetrievalOptions(mode="auto", **options))
+        return replace(request, retrieval=AutoRetrieval(searching, self.template, self.style))
+
+    def given(self, query: dict[str, Any], asked: str) -> GenerationRequest:
+        """With the right reference in the prompt, where the model expects what it asked for."""
+        shelf = self.library.references
+        hit = SearchHit(shelf.get(f"ref_{query['truth']}"), 1.0)
+        prompt = self.plain([{"role": "user", "content": query["text"]}]).prompt
+        return self.request(as_if_asked(prompt, self.template, self.style, Query(asked), [hit], shelf))
+
+    def run(self, requests: Sequence[GenerationRequest]) -> list[Delta]:
+        """All at once, in batches of the engine's own making."""
+        streams = [self.engine.submit(request) for request in requests]
+        return [stream.result() for stream in streams]
+
+
+def answers(bench: Bench, queries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By kind of reference: exact answers without, with the right reference, and with ``auto``."""
+    calls = {q["truth"]: q["text"] for q in references.load()[1] if q["form"] == "search"}
+    plain = [bench.plain([{"role": "user", "content": q["text"]}]) for q in queries]
+    columns = {
+        "no library": bench.run(plain),
+        "right reference": bench.run([bench.given(q, calls[q["truth"]]) for q in queries]),
+        "auto": bench.run([bench.auto(p) for p in plain]),
+        "auto, kind known": bench.run(
+            [
+                bench.auto(p, filter={"kind": q["task"].rpartition(">")[2]})
+                for p, q in zip(plain, queries, strict=True)
+            ]
+        ),
+    }
+    rows = []
+    for task in (*sorted({q["task"] for q in queries}), "all"):
+        at = [i for i, q in enumerate(queries) if task in (q["task"], "all")]
+        row: dict[str, Any] = {"task": task, "questions": len(at)}
+        for name, got in columns.items():
+            row[name] = round(sum(got[i].text.strip() == queries[i]["answer"] for i in at) / len(at), 4)
+        rounds = [columns["auto"][i].usage.retrieval for i in at]
+        row["searched"] = round(sum(bool(r) for r in rounds) / len(at), 4)
+        found = [
+            any(c["reference_id"] == f"ref_{queries[i]['truth']}" for one in r for c in one.citations)
+            for i, r in zip(at, rounds, strict=True)
+        ]
+        row["found the right one"] = round(sum(found) / len(at), 4)
+        right = [columns["auto"][i].text.strip() == queries[i]["answer"] for i in at]
+        had = [ok for ok, hit in zip(right, found, strict=True) if hit]
+        row["auto when found"] = round(sum(had) / len(had), 4) if had else None
+        rows.append(row)
+    return rows
+
+
+def searches(bench: Bench, questions: int) -> list[dict[str, Any]]:
+    """How often the model asks although what it needs is in the context, by task."""
+    rows = []
+    for task in CONTEXT_TASKS:
+        requests = []
+        for seed in range(questions):
+            (turn, *_) = Generator(50_000 + seed, "eval").task(task, 2).turns
+            requests.append(bench.auto(bench.plain([{"role": "user", "content": _parts(turn.user)}])))
+        got = bench.run(requests)
+        rows.append(
+            {
+                "task": task,
+                "questions": len(got),
+                "searched": round(sum(bool(g.usage.retrieval) for g in got) / len(got), 4),
+            }
+        )
+    total = sum(row["questions"] for row in rows)
+    share = sum(row["searched"] * row["questions"] for row in rows) / total
+    return [*rows, {"task": "all", "questions": total, "searched": round(share, 4)}]
+
+
+def _parts(user: Sequence[Any]) -> list[dict[str, Any]]:
+    """A generated turn as content parts."""
+    parts: list[dict[str, Any]] = []
+    for part in user:
+        name = {"name": part.name} if getattr(part, "name", None) else {}
+        if isinstance(part, Picture):
+            parts.append({"type": "image", "image": _data_url(Image.fromarray(part.pixels)), **name})
+        elif isinstance(part, Document):
+            parts.append({"type": "document", "text": part.text, **name})
+        else:
+            parts.append({"type": "text", "text": part})
+    return parts
+
+
+def _data_url(image: Image.Image) -> str:
+    import base64
+    import io
+
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _limited(queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """The questions, at most ``limit`` of each task, evenly spread."""
+    kept = []
+    for task in sorted({q["task"] for q in queries}):
+        group = [q for q in queries if q["task"] == task and q["form"] == "question"]
+        step = max(1, len(group) // limit)
+        kept += group[::step][:limit]
+    return kept
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """Three tables."""
+    for name in ("recall", "answers", "searches"):
+        rows = report[name]
+        table = Table(title=f"{name} ({report['model']}, {report['policy']})", title_justify="left")
+        for column in rows[0]:
+            table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+        for row in rows:
+            table.add_row(*(_cell(key, value) for key, value in row.items()))
+        console.print(table, markup=False)
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if isinstance(value, float) else str(value)
