@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mpic.evals.bench import cli, decode, flat, memory, pages, serve, ttft
+from mpic.evals.bench import cli, decode, flat, memory, pages, retrieval, serve, ttft
 from mpic.evals.bench.drive import Decoder, Ids, Tower, make_pair
 from mpic.evals.bench.frame import BENCHES, BenchFailed, Sample, Ticker, Where, interleave, paired
 from mpic.evals.bench.peer import Generator, floors
@@ -54,7 +54,21 @@ SETTINGS = {
         decoder=TINY, batches=(1, 3), chunks=2, chunk_tokens=24, text=8, tokens=6, repeats=1
     ),
 }
+SETTINGS["retrieval"] = retrieval.Settings(
+    decoder=TINY,
+    tower=Tower(layers=1, hidden=32, heads=2, size=56, patch=8),
+    vectors=300,
+    dimension=16,
+    queries=10,
+    changes=2,
+    batch=4,
+    references=2,
+    context=24,
+    policy="mpic-4",
+    repeats=1,
+)
 HEADLINES = {
+    "retrieval": {"ann_recall", "reprefill_over_midlink"},
     "ttft": {"prefix_over_mpic32", "mpic32_over_floor"},
     "flat": {"full_growth", "legolink16_growth"},
     "pages": {"copies_over_shared"},
