@@ -185,18 +185,7 @@ def _show(reference: Reference) -> ReferenceObject:
 
 
 def _fields(reference: Reference) -> dict[str, Any]:
-    names = (
-        "id",
-        "version",
-        "kind",
-        "title",
-        "description",
-        "metadata",
-        "filename",
-        "bytes",
-        "tokens",
-        "state",
-    )
+    names = ("id", "version", "kind", "title", "description", "metadata", "filename", "bytes", "sha256")
     return {
         **{name: getattr(reference, name) for name in (*names, "tokens", "state", "error")},
         "created_at": int(reference.created_at),
