@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import mimetypes
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Column, Table
 
-from mpic.cli.common import DEFAULT_URL, Json, Url, err, noun, out, print_json
-from mpic.client import APIError, Client
+from mpic.cli.common import (
+    DEFAULT_URL,
+    Json,
+    Key,
+    Url,
+    connect,
+    err,
+    noun,
+    out,
+    plain,
+    print_fields,
+    print_json,
+    print_table,
+)
+from mpic.errors import MPICError, ReferenceNotFound, Unavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mpic.client import MPIC
+    from mpic.client.types import Reference
     from mpic.library.bulk import Item, There
 
 app = noun(
@@ -25,12 +39,14 @@ app = noun(
     "'code of ladder'`."
 )
 
+Id = Annotated[str, typer.Argument(help="the reference")]
 Title = Annotated[str | None, typer.Option(help="what people and prompts call it")]
 Description = Annotated[str | None, typer.Option(help="for people")]
 Metadata = Annotated[
     list[str] | None,
     typer.Option("--meta", help="key=value, to filter searches by; numbers and true/false count"),
 ]
+Kind = Annotated[Literal["image", "text"] | None, typer.Option(help="only these")]
 
 
 @app.command("add")
@@ -41,69 +57,64 @@ def add(
     meta: Metadata = None,
     id: Annotated[str | None, typer.Option(help="ref_...; one file only")] = None,
     url: Url = DEFAULT_URL,
+    api_key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Add references. A title is the file's name unless given."""
+    """Add references. A title is the file's name without its ending, unless given."""
     if (id or title) and len(paths) > 1:
         raise typer.BadParameter("an id or a title names one file")
-    with Client(url) as client:
-        form = _form(title, description, meta)
-        made = [_send(client, "POST", "", path, {"title": path.stem, **form}, id) for path in paths]
-        _show([_wait(client, one["id"]) for one in made], as_json)
+    words: dict[str, Any] = {"description": description, "metadata": _metadata(meta), "id": id, "wait": True}
+    with connect(url, api_key) as client:
+        _show([client.references.create(path, title or path.stem, **words) for path in paths], as_json)
 
 
 @app.command("replace")
 def replace(
-    id: Annotated[str, typer.Argument(help="the reference")],
+    id: Id,
     path: Annotated[Path, typer.Argument(help="its new content", exists=True, dir_okay=False)],
     title: Title = None,
     description: Description = None,
     meta: Metadata = None,
     url: Url = DEFAULT_URL,
+    api_key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Put new content in the place of a reference, as its next version."""
-    with Client(url) as client:
-        one = _send(client, "PUT", f"/{id}", path, _form(title, description, meta))
-        _show([_wait(client, one["id"])], as_json)
+    """Put new content in the place of a reference, as its next version; what is left out stays as it was."""
+    words: dict[str, Any] = {"description": description, "metadata": _metadata(meta), "wait": True}
+    with connect(url, api_key) as client:
+        _show([client.references.replace(id, path, title, **words)], as_json)
 
 
 @app.command("list")
 def list_references(
-    kind: Annotated[str | None, typer.Option(help="image or text")] = None,
-    url: Url = DEFAULT_URL,
-    as_json: Json = False,
+    kind: Kind = None, url: Url = DEFAULT_URL, api_key: Key = None, as_json: Json = False
 ) -> None:
     """List references, oldest first."""
-    with Client(url) as client:
-        query: dict[str, Any] = {"order": "asc", "limit": 1000} | ({"kind": kind} if kind else {})
-        found = []
-        while True:
-            page = client.request("GET", "/v1/references", params=query)
-            found += page["data"]
-            if not page["has_more"]:
-                break
-            query["after"] = page["last_id"]
-    _show(found, as_json)
+    with connect(url, api_key) as client:
+        _show(list(client.references.list(order="asc", limit=1000, kind=kind)), as_json)
 
 
 @app.command("show")
-def show(id: str, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+def show(id: Id, url: Url = DEFAULT_URL, api_key: Key = None, as_json: Json = False) -> None:
     """One reference, all that is known of it."""
-    with Client(url) as client:
-        found = client.request("GET", f"/v1/references/{id}")
+    with connect(url, api_key) as client:
+        found = client.references.retrieve(id)
     if as_json:
         print_json(found)
-        return
-    for key, value in found.items():
-        out.print(f"{key:>12}  {value}", markup=False, highlight=False)
+    else:
+        print_fields(plain(found))
 
 
 @app.command("remove")
-def remove(ids: list[str], url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+def remove(
+    ids: Annotated[list[str], typer.Argument(help="references")],
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    as_json: Json = False,
+) -> None:
     """Remove references: gone from searches at once; answers that use them end well."""
-    with Client(url) as client:
-        removed = [client.request("DELETE", f"/v1/references/{id}") for id in ids]
+    with connect(url, api_key) as client:
+        removed = [client.references.delete(id) for id in ids]
     if as_json:
         print_json(removed)
     else:
@@ -112,7 +123,7 @@ def remove(ids: list[str], url: Url = DEFAULT_URL, as_json: Json = False) -> Non
 
 @app.command("search")
 def search(
-    text: Annotated[str, typer.Argument(help="what to look for")] = "",
+    text: Annotated[str | None, typer.Argument(help="what to look for")] = None,
     image: Annotated[Path | None, typer.Option(help="look for what is like this image", exists=True)] = None,
     top_k: Annotated[int, typer.Option(help="at most so many, 1 to 100")] = 5,
     min_score: Annotated[float | None, typer.Option(help="leave out what is less similar, -1 to 1")] = None,
@@ -120,30 +131,25 @@ def search(
         str | None, typer.Option(help='JSON, e.g. \'{"kind": "image", "year": {"gte": 2020}}\'')
     ] = None,
     url: Url = DEFAULT_URL,
+    api_key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Find references by text, by image, or by both."""
-    body: dict[str, Any] = {"query": text, "top_k": top_k, "min_score": min_score}
-    if image is not None:
-        mime = mimetypes.guess_type(image.name)[0] or "application/octet-stream"
-        body["image"] = f"data:{mime};base64,{base64.b64encode(image.read_bytes()).decode()}"
-    if filter is not None:
-        body["filter"] = _json(filter, "--filter")
-    with Client(url) as client:
-        found = client.request("POST", "/v1/references/search", json=body)["data"]
+    wanted = None if filter is None else _json(filter, "--filter")
+    with connect(url, api_key) as client:
+        found = client.references.search(text, image=image, top_k=top_k, min_score=min_score, filter=wanted)
     if as_json:
         print_json(found)
         return
-    table = Table(Column("score", justify="right"), "kind", "title", Column("id", no_wrap=True))
-    for one in found:
-        table.add_row(f"{one['score']:.3f}", one["kind"], one["title"], one["id"])
-    out.print(table if found else "nothing found", markup=False)
+    rows = [(f"{one.score:.3f}", one.kind, one.title, one.id) for one in found]
+    print_table(("score", "kind", "title", "id"), rows, "nothing found")
 
 
 @app.command("import")
 def import_(
     source: Annotated[Path, typer.Argument(help="a folder or a .jsonl file", exists=True)],
     url: Url = DEFAULT_URL,
+    api_key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Add many references: every file of a folder, or the lines of a JSONL file (`path` or `text`, and `title`, `id`,
@@ -157,7 +163,10 @@ def import_(
     from mpic.library.bulk import import_references
 
     columns = (TextColumn("importing"), BarColumn(), TextColumn("{task.completed:.0f}"))
-    with Client(url) as client, Progress(*columns, console=err, transient=True, disable=as_json) as bar:
+    with (
+        connect(url, api_key) as client,
+        Progress(*columns, console=err, transient=True, disable=as_json) as bar,
+    ):
         task = bar.add_task("", total=None)
         target = IntoServer(client)
         results = asyncio.run(import_references(source, target, lambda result: bar.advance(task)))
@@ -165,42 +174,41 @@ def import_(
 
 
 @app.command("import-samples")
-def import_samples(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+def import_samples(url: Url = DEFAULT_URL, api_key: Key = None, as_json: Json = False) -> None:
     """Add the bundled set of the demo model's world: 90 pictures, 40 descriptions, 70 facts."""
     from mpic.data.generator.references import FOLDER
 
-    import_(FOLDER / "references.jsonl", url, as_json)
+    import_(FOLDER / "references.jsonl", url, api_key, as_json)
 
 
 @app.command("reindex")
 def reindex(
     wait: Annotated[bool, typer.Option(help="show the progress until it is done")] = True,
     url: Url = DEFAULT_URL,
+    api_key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Embed everything that has no vector of the configured embedder: after changing it, or after an error.
 
     The server works in the background, and goes on where an interrupted run stopped.
     """
-    with Client(url) as client:
-        state = client.request("POST", "/v1/references/reindex")
-        columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn())
+    with connect(url, api_key) as client:
+        state = client.references.reindex()
         with Progress(*columns, console=err, transient=True, disable=as_json or not wait) as bar:
-            task = bar.add_task("", total=state["references"])
-            while wait and state["reindexing"]:
-                bar.update(task, completed=state["references"] - state["missing"])
+            task = bar.add_task("", total=state.references)
+            while wait and state.reindexing:
+                bar.update(task, completed=state.references - state.missing)
                 time.sleep(0.2)
-                state = client.request("GET", "/v1/references/index")
+                state = client.references.index()
     if as_json:
         print_json(state)
     else:
-        name = f"{state['embedder']['architecture']} ({str(state['embedder']['weights'])[:12]})"
-        out.print(
-            f"{state['vectors']:,} of {state['references']:,} references indexed by {name}", highlight=False
-        )
-        if state["problem"]:
-            err.print(f"problem: {state['problem']}", style="red", markup=False, highlight=False)
-    if wait and state["missing"]:
+        name = f"{state.embedder['architecture']} ({state.embedder['weights'][:12]})"
+        out.print(f"{state.vectors:,} of {state.references:,} references indexed by {name}", highlight=False)
+    if state.problem:
+        err.print(f"problem: {state.problem}", style="red", markup=False, highlight=False)
+    if wait and state.missing:
         raise typer.Exit(1)
 
 
@@ -225,65 +233,46 @@ def evaluate(
 class IntoServer:
     """``mpic.library.bulk.Target`` over HTTP."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: MPIC) -> None:
+        self._references = client.references
 
     async def there(self, id: str) -> There | None:
         from mpic.library.bulk import There
 
         try:
-            found = self._client.request("GET", f"/v1/references/{id}")
-        except APIError as error:
-            if error.status == 404:
-                return None
-            raise
-        return There(found["sha256"], found["title"], found["description"], found["metadata"])
+            found = self._references.retrieve(id)
+        except ReferenceNotFound:
+            return None
+        return There(found.sha256, found.title, found.description, found.metadata)
 
     async def add(self, item: Item, content: bytes) -> str:
-        return self._put("POST", "", item, content, {"id": item.id} if item.id else {})
+        words = {"id": item.id, **_words(item)}
+        return _write(lambda: self._references.create((item.filename, content), **words))
 
     async def replace(self, item: Item, content: bytes) -> str:
-        return self._put("PUT", f"/{item.id}", item, content, {})
-
-    def _put(self, method: str, path: str, item: Item, content: bytes, form: dict[str, str]) -> str:
-        from mpic.errors import BadRequest, Unavailable
-
-        form |= {"title": item.title, "description": item.description, "metadata": json.dumps(item.metadata)}
-        try:
-            made = self._client.request(
-                method, f"/v1/references{path}", data=form, files={"file": (item.filename, content)}
-            )
-        except APIError as error:
-            if error.status == 0 or error.status >= 500:
-                raise Unavailable(error.message) from error
-            raise BadRequest(f"{error.message} [{error.code}]") from error
-        return made["kind"]
+        return _write(lambda: self._references.replace(item.id, (item.filename, content), **_words(item)))
 
 
-def _send(
-    client: Client, method: str, where: str, path: Path, form: dict[str, str], id: str | None = None
-) -> dict[str, Any]:
-    mime = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    files = {"file": (path.name, path.read_bytes(), mime)}
-    form = form | ({"id": id} if id else {})
-    return client.request(method, f"/v1/references{where}", data=form, files=files)
+def _words(item: Item) -> dict[str, Any]:
+    return {"title": item.title, "description": item.description, "metadata": item.metadata}
 
 
-def _wait(client: Client, id: str) -> dict[str, Any]:
-    """The reference once it is compiled, or has failed."""
-    while (found := client.request("GET", f"/v1/references/{id}"))["state"] == "compiling":
-        time.sleep(0.05)
-    return found
+def _write(write: Callable[[], Reference]) -> str:
+    try:
+        return write().kind
+    except MPICError as error:
+        if error.status == 0 or error.status >= 500:
+            raise Unavailable(error.message) from error  # nothing more can be done: it ends the import
+        raise
 
 
-def _form(title: str | None, description: str | None, meta: list[str] | None) -> dict[str, str]:
-    form = {"title": title, "description": description}
-    if meta:
-        pairs = [entry.partition("=") for entry in meta]
-        if any(not sign for _, sign, _ in pairs):
-            raise typer.BadParameter("write --meta key=value")
-        form["metadata"] = json.dumps({key: _scalar(value) for key, _, value in pairs})
-    return {key: value for key, value in form.items() if value is not None}
+def _metadata(meta: list[str] | None) -> dict[str, Any] | None:
+    if not meta:
+        return None
+    pairs = [entry.partition("=") for entry in meta]
+    if any(not sign for _, sign, _ in pairs):
+        raise typer.BadParameter("write --meta key=value")
+    return {key: _scalar(value) for key, _, value in pairs}
 
 
 def _scalar(text: str) -> str | int | float | bool:
@@ -301,16 +290,15 @@ def _json(text: str, option: str) -> Any:
         raise typer.BadParameter(f"not JSON: {error}", param_hint=option) from error
 
 
-def _show(found: list[dict[str, Any]], as_json: bool) -> None:
+def _show(found: Sequence[Reference], as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    numbers = [Column(name, justify="right") for name in ("version", "tokens", "bytes")]
-    table = Table("kind", "state", *numbers, "title", Column("id", no_wrap=True))
-    for one in found:
-        tokens = str(one["tokens"] or "-")
-        state = one["state"] if not one["error"] else f"{one['state']}: {one['error']}"
-        size = f"{one['bytes']:,}"
-        table.add_row(one["kind"], state, str(one["version"]), tokens, size, one["title"], one["id"])
-    empty = "no references yet: mpic references add PATH, or mpic references import-samples"
-    out.print(table if found else empty, markup=False)
+    rows = [
+        (r.kind, f"{r.state}: {r.error}" if r.error else r.state, r.version, r.tokens, r.bytes, r.title, r.id)
+        for r in found
+    ]
+    columns = ("kind", "state", "version", "tokens", "bytes", "title", "id")
+    print_table(
+        columns, rows, "no references yet: mpic references add PATH, or mpic references import-samples"
+    )

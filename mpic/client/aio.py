@@ -341,6 +341,14 @@ class References(Resource):
             calls.reference_search(query, data_url_of(image), top_k, min_score, filter)
         )
 
+    async def index(self) -> types.ReferenceIndex:
+        """As ``MPIC.references.index``."""
+        return await self._client.send(calls.reference_index())
+
+    async def reindex(self) -> types.ReferenceIndex:
+        """As ``MPIC.references.reindex``."""
+        return await self._client.send(calls.reference_index(start=True))
+
 
 class Models(Resource):
     async def list(self) -> tuple[types.Model, ...]:

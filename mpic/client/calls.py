@@ -240,6 +240,13 @@ def reference_search(
     return Call("POST", at("references", "search"), parse, json=body, repeatable=True)
 
 
+def reference_index(start: bool = False) -> Call[types.ReferenceIndex]:
+    """The state of the vectors; ``start``: embed what has none."""
+    if start:
+        return Call("POST", at("references", "reindex"), one(types.ReferenceIndex))
+    return Call("GET", at("references", "index"), one(types.ReferenceIndex), repeatable=True)
+
+
 # ---- the rest
 
 

@@ -340,6 +340,14 @@ class References(Resource):
         """
         return self._client.send(calls.reference_search(query, data_url_of(image), top_k, min_score, filter))
 
+    def index(self) -> types.ReferenceIndex:
+        """How many references can be found, and what is still to be embedded; for administrators."""
+        return self._client.send(calls.reference_index())
+
+    def reindex(self) -> types.ReferenceIndex:
+        """Embed what has no vector of the configured embedder, in the background; ``index`` tells how far it is."""
+        return self._client.send(calls.reference_index(start=True))
+
 
 class Models(Resource):
     def list(self) -> tuple[types.Model, ...]:

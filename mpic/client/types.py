@@ -90,14 +90,29 @@ class Reference(Answer):
     description: str = ""
     filename: str = ""
     metadata: dict[str, Any] = {}
+    sha256: str = ""
     tokens: int | None = None
     error: str | None = None
+    thumbnail: str | None = None
 
 
 class ReferenceHit(Reference):
     """A reference that was found, and how similar it is (1: the same direction)."""
 
     score: float
+
+
+class ReferenceIndex(Answer):
+    """The vectors of the references: how many there are, which embedder made them, what is still to do."""
+
+    embedder: dict[str, Any]
+    references: int
+    vectors: int
+    missing: int
+    reindexing: bool
+    mismatch: tuple[str, ...] = ()
+    index: str = ""
+    problem: str | None = None
 
 
 class Deleted(Answer):
