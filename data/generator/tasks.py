@@ -158,8 +158,12 @@ class Generator:
         mix, rng = mix or Mix(), self.rng
         if count and rng.random() < 0.05:
             return self.few_shot(max(3, count))
-        items = self.context(count, mix)
-        parts: list[Part] = [i.part for i in items]
+        pair = count == 2 and rng.random() < 0.2  # of images, for a comparison with both inside the sentence
+        items = (
+            self.context_of(["image"] * 2, mix, rng.random() < mix.named)
+            if pair
+            else self.context(count, mix)
+        )
         asked: dict[str, Turn] = {}
         for attempt in range(turns):
             roll, question = rng.random(), None
@@ -180,18 +184,41 @@ class Generator:
                     item, "caption" if captioned and isinstance(item.about, Scene) else None
                 )
             asked.setdefault(question.key, Turn([question.text], question.answer, kind=question.kind))
-        order = list(asked.values())
-        order[0] = replace(order[0], user=[*parts, *order[0].user])
-        if len(items) == 2 and rng.random() < 0.3:
-            order[0] = self._word_level(items) or order[0]
+        order = [self._bare(turn, items) for turn in asked.values()]
+        together = self._word_level(items) if pair else None
+        order[0] = together or self._inside(order[0], items)
         return Conversation(order, rng.choice(SYSTEMS), "training")
+
+    def _bare(self, turn: Turn, items: list[Item]) -> Turn:
+        """Sometimes chunks with a handle are called by the handle alone, as when `IMAGE#NAME` comes a second time."""
+        if not items or items[0].part.name is None or self.rng.random() < 0.7:
+            return turn
+        (text,) = turn.user
+        for item in items:
+            text = text.replace(item.label, item.part.name)
+        return replace(turn, user=[text])
+
+    def _inside(self, turn: Turn, items: list[Item]) -> Turn:
+        """The chunks before their question; sometimes a lone one stands inside the sentence, in place of its name."""
+        (text,) = turn.user
+        if len(items) == 1 and text.count(items[0].label) == 1 and self.rng.random() < 0.4:
+            before, after = text.split(items[0].label)
+            return replace(turn, user=[p for p in (before.strip(), items[0].part, after.strip()) if p])
+        return replace(turn, user=[*(i.part for i in items), text])
 
     def _word_level(self, items: list[Item]) -> Turn | None:
         """A comparison whose two images stand inside the sentence."""
         if not all(isinstance(i.about, Scene) for i in items):
             return None
         (a, b), rng = items, self.rng
-        question = questions.compare(rng, self.split, (a.label, a.about), (b.label, b.about))  # type: ignore[arg-type]
+        scenes = (a.label, a.about), (b.label, b.about)
+        kinds = [rng.choice(("more", "same"))]
+        if (
+            self.split == "train"
+        ):  # most pairs cannot be asked about one colour: try that harder, then the other
+            kinds = ["same"] * 4 + ["more"] if rng.random() < 0.7 else ["more"]
+        tried = (questions.compare(rng, self.split, *scenes, kind=kind) for kind in kinds)  # type: ignore[arg-type]
+        question = next((q for q in tried if q), None)
         if question is None:
             return None
         kind, text, answer, _ = question

@@ -23,6 +23,9 @@ def mllm(
     workers: Annotated[int, typer.Option(help="processes; 0: one a core, or one on a GPU")] = 0,
     tokens: Annotated[int, typer.Option(help="tokens a step and worker")] = 2048,
     init: Annotated[str, typer.Option(help="structured or plain initial weights")] = "structured",
+    start: Annotated[
+        Path | None, typer.Option(help="go on from this finished `plain` model; give another --seed")
+    ] = None,
     device: Device = "auto",
     seed: Seed = 0,
     resume: Resume = False,
@@ -32,7 +35,7 @@ def mllm(
 
     if init not in ("structured", "plain"):
         raise typer.BadParameter("structured or plain", param_hint="--init")
-    train_mllm(Settings(out, minutes, steps, device, workers, tokens, init, seed, resume))
+    train_mllm(Settings(out, minutes, steps, device, workers, tokens, init, start, seed, resume))
     typer.echo(f"{out / 'pic'} and {out / 'plain'} are ready; curves in {out / 'curves.png'}")
 
 

@@ -28,7 +28,7 @@ from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.train.batch import Encoder, answer_loss, collate, exact_answers
 from mpic.train.curriculum import Batches
 from mpic.train.curves import plot_curves
-from mpic.train.model import build_model, save_model
+from mpic.train.model import build_model, load_model, save_model
 from mpic.train.optim import Optimizers
 from mpic.train.structure import structured_init
 from mpic.train.vision import Targets, alignment_accuracy, alignment_loss, draw_batch
@@ -51,6 +51,8 @@ STAGES = (
     Stage("base", 0.72, 0.01, 2e-3, 0.5),
     Stage("pic", 0.225, 0.006, 1.2e-3, 0.8, pic_share=0.5),
 )
+CONTINUED = (Stage("base", 0.75, 0.007, 1.4e-3, 0.7), Stage("pic", 0.25, 0.005, 1e-3, 0.8, pic_share=0.5))
+"""Stages of a run that starts from a finished `plain` model: all of its conversations are of the full mix."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Settings:
     workers: int = 0  # 0: one a core on a CPU, one on a GPU
     tokens: int = 2048  # a step and worker
     init: str = "structured"
+    start: Path | None = None  # a finished `plain` model to go on from, instead of `init`
     seed: int = 0
     resume: bool = False
     evaluate_every: float = 300.0  # seconds
@@ -114,12 +117,17 @@ def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     tokenizer = build_tokenizer()
     model = build_model(tokenizer).train()
-    if settings.init == "structured":
+    if settings.start is not None:
+        finished, its_tokenizer = load_model(settings.start)
+        if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"{settings.start} was trained with another vocabulary")
+        model.load_state_dict(finished.state_dict())
+    elif settings.init == "structured":
         structured_init(model, tokenizer, settings.seed)
     model.to(device)
     worker = Worker(settings, rank, world, device, model, tokenizer, Encoder(tokenizer), [])
     state = _load_checkpoint(worker)
-    for stage in STAGES:
+    for stage in CONTINUED if settings.start else STAGES:
         if state and stage.name in state["finished"]:
             continue
         resumed = state if state and state["stage"] == stage.name else None
@@ -157,7 +165,7 @@ def _batches(worker: Worker, stage: Stage, step: int) -> Iterator[Any]:
         while True:
             yield draw_batch(targets, rng, 48, "train")
     batches = Batches(seed, worker.encoder, worker.settings.tokens, stage.pic_share)
-    batches.progress = 1.0 if stage.name == "pic" else 0.0
+    batches.progress = 1.0 if stage.name == "pic" or worker.settings.start else 0.0
     worker.encoder.progress = batches  # type: ignore[attr-defined]
     for examples, heads in batches:
         yield collate(examples, heads)
@@ -190,7 +198,7 @@ def _run_stage(worker: Worker, stage: Stage, resumed: dict[str, Any] | None) -> 
         began = time.monotonic()
         batches = getattr(worker.encoder, "progress", None)
         if stage.name == "base" and batches:
-            batches.progress = progress
+            batches.progress = 1.0 if settings.start else progress
         batch = next(drawn)
         loss = _loss(worker, stage, batch)
         loss.backward()
