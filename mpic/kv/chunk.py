@@ -21,12 +21,11 @@ Kind = Literal["text", "image"]
 
 def digest(*parts: bytes | str) -> str:
     """SHA-256 (hex, 64 characters) over length-prefixed parts, so that no two splits of bytes collide."""
-    h = hashlib.sha256()
+    pieces = []
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part
-        h.update(len(raw).to_bytes(8, "little"))
-        h.update(raw)
-    return h.hexdigest()
+        pieces += (len(raw).to_bytes(8, "little"), raw)
+    return hashlib.sha256(b"".join(pieces)).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class ChunkRows:
         rows = self._catalog.read(
             f"SELECT key FROM chunks WHERE state = 'ready' AND key IN ({slots})", *by_digest
         )
-        return [by_digest[row["key"]] for row in rows]
+        return [by_digest[digest] for (digest,) in rows]
 
     def ready(self) -> list[ChunkRow]:
         sql = "SELECT key, path, bytes FROM chunks WHERE tier = 'disk' AND state = 'ready'"

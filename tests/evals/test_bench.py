@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mpic.evals.bench import cli, decode, flat, memory, pages, retrieval, serve, ttft
+from mpic.evals.bench import cli, decode, disk, flat, load, memory, pages, parallel, retrieval, serve, ttft
 from mpic.evals.bench.drive import Decoder, Ids, Tower, make_pair
 from mpic.evals.bench.frame import BENCHES, BenchFailed, Sample, Ticker, Where, interleave, paired
 from mpic.evals.bench.peer import Generator, floors
@@ -50,6 +50,21 @@ SETTINGS = {
         seconds=0.05,
         shares=(0.5,),
     ),
+    "load": load.Settings(
+        chunks=2,
+        tokens=8,
+        layers=2,
+        kv_heads=1,
+        head_dim=16,
+        repeats=1,
+        catalogue=300,
+        linked=4,
+        images=4,
+        image_tokens=8,
+        hidden=8,
+        lookups=3,
+    ),
+    "parallel": parallel.Settings(decoder=TINY, chunks=2, tokens=24, missing=(0, 1, 2), text=8, repeats=1),
     "decode": decode.Settings(
         decoder=TINY, batches=(1, 3), chunks=2, chunk_tokens=24, text=8, tokens=6, repeats=1
     ),
@@ -74,6 +89,8 @@ HEADLINES = {
     "pages": {"copies_over_shared"},
     "memory": {"copies_over_shared_at_most_chunks", "copies_over_shared_at_highest_rate"},
     "serve": {"legolink16_over_cacheblend15", "mpic32_over_prefix"},
+    "load": {"cold_over_raw", "warm_over_memcpy", "lookup_p50_ms", "lookup_p99_ms"},
+    "parallel": {"worst_over_limit"},
     "decode": {"batch1_over_transformers", "batch3_over_transformers"},
 }
 CPU = Where(torch.device("cpu"), torch.float32)
@@ -195,3 +212,31 @@ def test_the_peer_generates_every_token_over_its_filled_cache(kind, monkeypatch)
         lengths.clear()
         assert peer() > 0
         assert lengths == [(1, 30), (1, 31), (1, 32), (1, 33)]
+
+
+def test_a_disk_bench_refuses_a_folder_in_memory(monkeypatch):
+    """Reading cold from memory would be a fine number."""
+    monkeypatch.setattr(disk, "file_system", lambda folder: "tmpfs")
+    with pytest.raises(BenchFailed, match="TMPDIR"), disk.fresh_library():
+        pass
+
+
+def test_load_fails_when_what_was_read_is_not_what_was_stored(monkeypatch):
+    monkeypatch.setattr(load, "Reader", lambda store, threads: Nothing())
+
+    class Nothing:
+        def __call__(self, keys, views):
+            return 1.0, 1.0
+
+        def close(self):
+            pass
+
+    with pytest.raises(BenchFailed, match="not what was stored"):
+        BENCHES["load"].run(SETTINGS["load"], CPU, Ticker())
+
+
+def test_parallel_fails_when_the_chunks_did_not_come_from_the_disk(monkeypatch):
+    """A column that quietly measured something else must not become a headline."""
+    monkeypatch.setattr(parallel._Subject, "_bring", lambda self, chunks: 0.0)  # nothing is made resident
+    with pytest.raises(BenchFailed, match="came from"):
+        BENCHES["parallel"].run(SETTINGS["parallel"], CPU, Ticker())

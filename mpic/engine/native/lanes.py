@@ -187,8 +187,9 @@ def lay_out(
             own.items.append(("span", digests[part.chunk], part.lo, part.hi))
             continue
         segment = segments[part.segment]
-        if isinstance(segment, TextSegment):
-            new = list(segment.token_ids[part.lo : part.hi])
+        source = segment if isinstance(segment, TextSegment) else chunk_of[part.segment].chunk
+        if source.token_ids is not None:  # text, a request's own or a chunk's: positions count up
+            new = source.token_ids[part.lo : part.hi]
             at = torch.arange(part.lo + part.base, part.hi + part.base).expand(mrope, -1)
             own.items.extend(new)
         else:

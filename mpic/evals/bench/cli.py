@@ -10,7 +10,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mpic.evals.bench import decode, flat, gpu, memory, pages, retrieval, serve, ttft  # noqa: F401 - each registers itself
+from mpic.evals.bench import (  # noqa: F401 - each registers itself
+    decode,
+    flat,
+    gpu,
+    load,
+    memory,
+    pages,
+    parallel,
+    retrieval,
+    serve,
+    ttft,
+)
 from mpic.evals.bench.frame import (
     BENCHES,
     Bench,

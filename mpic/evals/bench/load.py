@@ -1,0 +1,304 @@
+"""Loading chunks from disk: how close it comes to what the disk and the memory can do, and finding them at all."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpic.engine.native.engine import NativeEngine
+from mpic.engine.native.loader import loaders_for
+from mpic.engine.native.stream import Stream
+from mpic.evals.bench.disk import Reader, drop_from_cache, file_system, fresh_library
+from mpic.evals.bench.drive import PAGE, Decoder, Ids, make_pair, prompt_of, request_of
+from mpic.evals.bench.frame import BenchFailed, Report, Row, Sample, Ticker, Where, bench, interleave, paired
+from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe, digest
+from mpic.kv.file import IO_BYTES
+from mpic.kv.pool import Pool
+from mpic.library import Library
+from mpic.prompt.segments import Prompt
+
+OWNER = "bench"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the ``load`` bench. A chunk of 640 tokens has 40 MiB in this geometry."""
+
+    chunks: int = 8
+    tokens: int = 640
+    layers: int = 16
+    kv_heads: int = 8
+    head_dim: int = 64
+    repeats: int = 7
+    loaders: int = 0
+    catalogue: int = 100_000
+    linked: int = 32
+    images: int = 64
+    image_tokens: int = 576
+    hidden: int = 768
+    lookups: int = 500
+    seed: int = 0
+
+
+@bench(
+    "load",
+    "chunks from disk into pages against raw reading and memcpy; finding 32 of 100,000",
+    Settings,
+    quick={
+        "tokens": 160,
+        "repeats": 5,
+        "catalogue": 20_000,
+        "images": 40,
+        "image_tokens": 64,
+        "lookups": 200,
+    },
+    wants={
+        "cold_over_raw": ">= 0.8",
+        "warm_over_memcpy": ">= 0.5",
+        "lookup_p50_ms": "< 1",
+        "lookup_p99_ms": "< 5",
+    },
+)
+def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
+    """Read the same files in five ways in the same rounds; then look chunks up in a large catalogue."""
+    with fresh_library() as library:
+        rows, samples, notes = _reading(settings, library, ticker)
+        lookups = _lookups(settings, library, ticker)
+    rows += lookups
+    headline = {
+        "cold_over_raw": paired(samples["raw, cold"], samples["loader, cold"]),
+        "warm_over_memcpy": paired(samples["memcpy"], samples["loader, warm"]),
+        "lookup_p50_ms": lookups[0]["p50_ms"],
+        "lookup_p99_ms": lookups[0]["p99_ms"],
+    }
+    notes |= {
+        "lookup": f"from a request to its plan (mpic-32), {settings.linked} chunks of {settings.catalogue} in the "
+        "catalogue, half documents and half images, none resident; the headline is of images whose inputs are in "
+        "memory because they have been used before, the other row reads them from their files",
+        "headline": "median over rounds of the ratio within a round; lookups of the first row",
+    }
+    return Report(rows, headline, notes, lambda figure: _plot(figure, samples, rows))
+
+
+# ---- reading
+
+
+def _reading(
+    settings: Settings, library: Library, ticker: Ticker
+) -> tuple[list[Row], dict[str, Sample], dict[str, Any]]:
+    shape = KVShape(settings.layers, settings.kv_heads, settings.head_dim)
+    keys = [_key(ChunkKey.of_text(str(i))) for i in range(settings.chunks)]
+    kv = torch.randn(settings.layers, 2, settings.kv_heads, settings.tokens, settings.head_dim)
+    inputs = _text_inputs(settings.tokens)
+    ticker.expect(5 * (settings.repeats + 1) + settings.chunks)
+    for key in keys:
+        with ticker.step("writing"):
+            library.store.save(ChunkKV(key, inputs, kv))
+    pool = Pool(shape, settings.chunks * -(-settings.tokens // PAGE), PAGE, torch.float32)
+    pool.arena.zero_()  # a server's pages have been touched before
+    views = [pool.view(pool.alloc(settings.tokens)) for _ in keys]
+    paths = [library.store.path(key) for key in keys]
+    scratch = torch.zeros(max(path.stat().st_size for path in paths), dtype=torch.uint8)
+    threads = settings.loaders or loaders_for()
+    reader = Reader(library.store, threads)
+    worked: dict[str, list[float]] = {"loader, cold": [], "loader, warm": []}
+
+    def load(name: str) -> float:
+        elapsed, cpu = reader(keys, views)
+        worked[name].append(cpu)
+        if not all(torch.equal(view[:, :, :, -1], kv[:, :, :, -1]) for view in views):
+            raise BenchFailed("what was loaded is not what was stored")
+        return elapsed
+
+    def cold(measure):
+        def measured(turn: int) -> float:
+            drop_from_cache(paths)
+            return measure()
+
+        return measured
+
+    def warm(measure):
+        def measured(turn: int) -> float:
+            _read_raw(paths, scratch)
+            return measure()
+
+        return measured
+
+    columns = {
+        "raw, cold": cold(lambda: _read_raw(paths, scratch)),
+        "loader, cold": cold(lambda: load("loader, cold")),
+        "raw, warm": warm(lambda: _read_raw(paths, scratch)),
+        "loader, warm": warm(lambda: load("loader, warm")),
+        "memcpy": lambda turn: _copy(views, kv),
+    }
+    try:
+        samples = interleave(columns, settings.repeats, ticker)
+    finally:
+        reader.close()
+    size = settings.chunks * kv.nbytes
+    title = f"{settings.chunks} chunks of {kv.nbytes / 2**20:.0f} MiB"
+    rows = []
+    for name, sample in samples.items():
+        cpu = {"cpu_ms": round(statistics.median(worked[name]), 1)} if name in worked else {}
+        gib = size / 2**30 / (sample.median / 1e3)
+        rows.append({"table": title, "column": name, "GiB_per_s": round(gib, 2)} | sample.row() | cpu)
+    notes = {
+        "cold": "files synced and dropped from the page cache (POSIX_FADV_DONTNEED) before every reading",
+        "raw": f"one thread, file after file, {IO_BYTES >> 20} MiB a read, nothing verified",
+        "loader": f"{threads} threads, layer by layer, XXH3 of every layer verified, catalogue and headers included",
+        "memory": "all destinations have been touched before",
+        "file_system": file_system(str(library.root)),
+    }
+    return rows, samples, notes
+
+
+def _read_raw(paths: list[Path], scratch: torch.Tensor) -> float:
+    memory = memoryview(scratch.numpy())
+    began = time.perf_counter()
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            size, at = os.fstat(fd).st_size, 0
+            while at < size:
+                at += os.preadv(fd, [memory[at : min(at + IO_BYTES, size)]], at)
+        finally:
+            os.close(fd)
+    return (time.perf_counter() - began) * 1e3
+
+
+def _copy(views: list[torch.Tensor], kv: torch.Tensor) -> float:
+    """One thread's memcpy of as many bytes."""
+    source = memoryview(kv.view(-1).view(torch.uint8).numpy())
+    targets = [memoryview(view.view(-1).view(torch.uint8).numpy()) for view in views]
+    began = time.perf_counter()
+    for target in targets:
+        target[:] = source
+    return (time.perf_counter() - began) * 1e3
+
+
+def _key(chunk: ChunkKey, model: str = "0" * 64, recipe: Recipe | None = None) -> KVKey:
+    return KVKey(OWNER, chunk, model, recipe or Recipe("float32"))
+
+
+def _text_inputs(n: int) -> ChunkInputs:
+    return ChunkInputs(torch.arange(n), torch.arange(n)[None], n)
+
+
+# ---- looking up
+
+
+def _lookups(settings: Settings, library: Library, ticker: Ticker) -> list[Row]:
+    """Rows for images used before and images used for the first time."""
+    decoder = Decoder(layers=2, hidden=64, heads=2, intermediate=64, context=1 << 16)
+    pair = make_pair(decoder, Where(torch.device("cpu"), torch.float32), seed=settings.seed)
+    pages = settings.linked * (-(-settings.image_tokens // PAGE) + 40) + 256
+    engine = NativeEngine(pair.loaded, library.store, pages=pages, page_size=PAGE)
+    ids = Ids(decoder.vocabulary, settings.seed)
+    try:
+        recipe = engine.preparer.recipe(0)
+        with ticker.step(f"a catalogue of {settings.catalogue} chunks"):
+            images = _store_images(settings, library, pair.loaded.shape, pair.loaded.digest, recipe)
+            documents = [_document(ids.fresh(400)) for _ in range(256)]
+            _fill_catalogue(settings, library, documents, pair.loaded.digest, recipe)
+        picks = random.Random(settings.seed)
+        half = settings.linked // 2
+
+        def look_up() -> float:
+            chunks = picks.sample(documents, settings.linked - half) + picks.sample(images, half)
+            picks.shuffle(chunks)
+            parts = [part for chunk in chunks for part in (chunk, ids.fresh(8))]
+            return _plan(engine, prompt_of(*parts))
+
+        def first_use() -> float:
+            for image in images:
+                engine.preparer.forget(image)
+            return look_up()
+
+        ticker.expect(2)
+        title = f"lookup and plan: {settings.linked} chunks of {settings.catalogue:,}"
+        rows = []
+        with ticker.step("images read for the first time"):
+            first = _percentiles([first_use() for _ in range(max(10, settings.lookups // 10))])
+        for image in images:
+            _plan(engine, prompt_of(image, ids.fresh(8)))  # from here on it is known
+        with ticker.step("images used before"):
+            known = _percentiles([look_up() for _ in range(settings.lookups)])
+        rows.append({"table": title, "column": "inputs in memory"} | known)
+        rows.append({"table": title, "column": "images for the first time"} | first)
+        return rows
+    finally:
+        engine.close()
+
+
+def _plan(engine: NativeEngine, prompt: Prompt) -> float:
+    """Milliseconds from a request to its plan, on the caller's thread."""
+    request = request_of(prompt, "mpic-32", 4, OWNER)
+    arrived = engine.deletions.begin()
+    try:
+        began = time.perf_counter()
+        engine.preparer.sequence(request, Stream(request.id), arrived)
+        return (time.perf_counter() - began) * 1e3
+    finally:
+        engine.deletions.end()
+
+
+def _percentiles(values: list[float]) -> Row:
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {"p50_ms": round(cuts[49], 3), "p99_ms": round(cuts[98], 3), "max_ms": round(max(values), 3)}
+
+
+def _document(token_ids: tuple[int, ...]) -> Chunk:
+    return Chunk(ChunkKey.of_text(" ".join(map(str, token_ids))), OWNER, token_ids)
+
+
+def _store_images(
+    settings: Settings, library: Library, shape: KVShape, model: str, recipe: Recipe
+) -> list[Chunk]:
+    """Images as they are stored: the embeddings that a link needs lie in the files."""
+    n, chunks = settings.image_tokens, []
+    kv = torch.randn(shape.layers, 2, shape.kv_heads, n, shape.head_dim)
+    for i in range(settings.images):
+        key = ChunkKey("image", digest("bench image", str(i)))
+        inputs = ChunkInputs(torch.full((n,), 5), torch.arange(n)[None], n, torch.randn(n, settings.hidden))
+        library.store.save(ChunkKV(_key(key, model, recipe), inputs, kv))
+        chunks.append(Chunk(key, OWNER))
+    return chunks
+
+
+def _fill_catalogue(
+    settings: Settings, library: Library, documents: list[Chunk], model: str, recipe: Recipe
+) -> None:
+    """Rows of documents in one transaction. Their files are never read here, and so never written."""
+    contents = [chunk.key for chunk in documents]
+    contents += [
+        ChunkKey("text", digest("bench document", str(i))) for i in range(settings.catalogue - len(documents))
+    ]
+    columns = "key, owner, kind, digest, model, recipe, path, bytes, tokens, state, created_at, last_used"
+    sql = f"INSERT INTO chunks ({columns}) VALUES (?, ?, ?, ?, ?, '{{}}', ?, 1, 400, 'ready', 0, 0)"
+    with library.catalog.write() as db:
+        library.catalog.add_user(db, OWNER, 0.0)
+        for content in contents:
+            key = _key(content, model, recipe)
+            path = str(library.store.path(key).relative_to(library.root))
+            db.execute(sql, (key.digest, OWNER, content.kind, content.digest, model, path))
+
+
+def _plot(figure: Any, samples: dict[str, Sample], rows: list[Row]) -> None:
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    speeds = [row["GiB_per_s"] for row in rows if "GiB_per_s" in row]
+    left.barh(list(samples), speeds)
+    left.invert_yaxis()
+    left.set_xlabel("GiB/s")
+    found = [row for row in rows if "p50_ms" in row]
+    right.bar([row["column"] for row in found], [row["p99_ms"] for row in found], alpha=0.4, label="p99")
+    right.bar([row["column"] for row in found], [row["p50_ms"] for row in found], label="p50")
+    right.set_ylabel("lookup + plan (ms)")
+    right.set_yscale("log")
+    right.legend()

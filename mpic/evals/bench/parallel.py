@@ -1,0 +1,236 @@
+"""Loading what is stored beside compiling what is missing (MPIC, section 4.3 and figure 6): the time to the first token
+against doing one after the other, and against the limit."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from mpic.engine.base import StoredChunk
+from mpic.engine.native.engine import NativeEngine
+from mpic.engine.native.loader import loaders_for
+from mpic.evals.bench.disk import Reader, drop_from_cache, file_system, fresh_library
+from mpic.evals.bench.drive import (
+    PAGE,
+    Decoder,
+    Ids,
+    compile_all,
+    describe,
+    first_token,
+    make_pair,
+    prompt_of,
+    request_of,
+    text_chunk,
+)
+from mpic.evals.bench.frame import BenchFailed, Report, Row, Sample, Ticker, Where, bench, interleave
+from mpic.kv.chunk import Chunk, ChunkKV, KVKey
+from mpic.kv.pool import Pool
+from mpic.library import Library
+from mpic.model.loaded import LoadedModel
+
+_DECODER = Decoder(layers=16, hidden=512, heads=8, intermediate=512)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the ``parallel`` bench. A chunk of 640 tokens has 40 MiB of KV in this model."""
+
+    decoder: Decoder = _DECODER
+    chunks: int = 8
+    tokens: int = 640
+    missing: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+    text: int = 72
+    policy: str = "mpic-16"
+    repeats: int = 5
+    seed: int = 0
+
+
+@bench(
+    "parallel",
+    "first token with 8 chunks, some on a cold disk and m missing: loaded beside compiling, or before",
+    Settings,
+    quick={"tokens": 320, "missing": (0, 2, 8), "repeats": 3},
+    wants={"worst_over_limit": "<= 1.2"},
+)
+def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
+    """Every number of missing chunks, four ways in the same rounds."""
+    if where.device.type != "cpu":
+        raise BenchFailed("links run beside loads only where pages are host memory: use --device cpu")
+    pair = make_pair(settings.decoder, where, seed=settings.seed)
+    with fresh_library() as library, _Subject(settings, pair.loaded, library) as subject:
+        columns: dict[str, Callable[[int], float]] = {}
+        for m in settings.missing:
+            columns |= {f"{m} {name}": way for name, way in subject.ways(m).items()}
+        ticker.expect(len(columns) * (settings.repeats + 1))
+        samples = interleave(columns, settings.repeats, ticker)
+        fs = file_system(str(library.root))
+    rows, worst = _rows(settings, samples, subject)
+    notes = {
+        "model": describe(pair, settings.decoder),
+        "chunk": f"{settings.tokens} tokens, {subject.chunk_bytes / 2**20:.0f} MiB",
+        "loads": "the stored chunks alone: files dropped from the page cache before, read and verified by the loader",
+        "compute": "the same request with the stored chunks resident: compiles, link and first token",
+        "limit": "max(loads, compute + the loader's processor time / cores): loading costs processor time too, and "
+        f"compute uses all {_cores()} cores",
+        "one after the other": "the stored chunks are loaded; when they are there the request is submitted",
+        "saving": "compiled chunks are not written back, so that no writing disturbs the next reading",
+        "headline": "largest over m of the median over rounds of parallel / limit within a round",
+        "file_system": fs,
+    }
+    return Report(rows, {"worst_over_limit": worst}, notes, lambda figure: _plot(figure, rows))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Shelf:
+    """The library's store, on which some chunks are missing; nothing is written to it any more."""
+
+    def __init__(self, library: Library) -> None:
+        self._store = library.store
+        self.missing: set[KVKey] = set()
+
+    def find(self, keys: Sequence[KVKey]) -> dict[KVKey, StoredChunk]:
+        return self._store.find([key for key in keys if key not in self.missing])
+
+    def open(self, key: KVKey) -> StoredChunk | None:
+        return self._store.open(key) if key not in self.missing else None
+
+    def save(self, chunk: ChunkKV) -> None:
+        pass
+
+    def missing_reason(self, key: KVKey) -> str:
+        return "new"
+
+
+class _Subject:
+    """An engine whose first chunks are missing and whose other chunks are on disk; before every measurement nothing is
+    resident and no file is in the page cache."""
+
+    def __init__(self, settings: Settings, model: LoadedModel, library: Library) -> None:
+        self._settings, self._library = settings, library
+        ids = Ids(settings.decoder.vocabulary, settings.seed)
+        self.chunks = [text_chunk(ids.fresh(settings.tokens)) for _ in range(settings.chunks)]
+        parts: list[Any] = [ids.fresh(settings.text // 2)]
+        for chunk in self.chunks:
+            parts += [chunk, ids.fresh(max(1, settings.text // 2 // settings.chunks))]
+        self.prompt = prompt_of(*parts)
+        pages = 2 * settings.chunks * (-(-settings.tokens // PAGE) + 1) + 64
+        with closing(NativeEngine(model, library.store, pages=pages, page_size=PAGE)) as first:
+            compile_all(first, self.chunks)
+            self._keys = [first.preparer.key(chunk, 0) for chunk in self.chunks]
+        self._shelf = _Shelf(library)
+        self._engine = NativeEngine(model, self._shelf, pages=pages, page_size=PAGE)
+        self._engine.pool.arena.zero_()  # a server's pages have been touched before
+        self._reader = Reader(self._shelf, loaders_for())
+        scratch = Pool(model.shape, settings.chunks * -(-settings.tokens // PAGE), PAGE, model.dtype)
+        scratch.arena.zero_()
+        self._views = [scratch.view(scratch.alloc(settings.tokens)) for _ in self.chunks]
+        self.chunk_bytes = self._views[0].nbytes
+        self.cpu: dict[int, dict[int, float]] = {}  # of the loads, by number of missing chunks and round
+
+    def ways(self, m: int) -> dict[str, Callable[[int], float]]:
+        hits = self.chunks[m:]
+
+        def loads(turn: int) -> float:
+            self._reset(m)
+            keys = self._keys[m:]
+            elapsed, cpu = self._reader(keys, self._views[m:]) if keys else (0.0, 0.0)
+            self.cpu.setdefault(m, {})[turn] = cpu
+            return elapsed
+
+        def compute(turn: int) -> float:
+            self._reset(m)
+            self._bring(hits)
+            return self._ask(m, "device")
+
+        def parallel(turn: int) -> float:
+            self._reset(m)
+            return self._ask(m, "disk")
+
+        def serial(turn: int) -> float:
+            self._reset(m)
+            return self._bring(hits) + self._ask(m, "device")
+
+        return {"loads": loads, "compute": compute, "parallel": parallel, "one after the other": serial}
+
+    def _reset(self, m: int) -> None:
+        for chunk in self.chunks:
+            self._engine.forget(chunk)
+        self._shelf.missing = set(self._keys[:m])
+        drop_from_cache([self._library.store.path(key) for key in self._keys])
+
+    def _bring(self, chunks: list[Chunk]) -> float:
+        """Load chunks from the disk and wait until they are resident; milliseconds."""
+        began = time.perf_counter()
+        for chunk in chunks:
+            self._engine.prefetch(chunk)
+        while sum(r.ready for r in list(self._engine.device.chunks.values())) < len(chunks):
+            time.sleep(0.0005)
+        return (time.perf_counter() - began) * 1e3
+
+    def _ask(self, m: int, tier: str) -> float:
+        elapsed, usage = first_token(self._engine, request_of(self.prompt, self._settings.policy, 2))
+        tiers = [use.tier for use in usage.chunks]
+        if tiers != ["compiled"] * m + [tier] * (len(tiers) - m) or usage.prefix_hit:
+            raise BenchFailed(
+                f"the chunks came from {tiers}, {usage.prefix_hit} tokens from the prefix cache"
+            )
+        return elapsed
+
+    def __enter__(self) -> _Subject:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
+        self._engine.close()
+
+
+def _rows(settings: Settings, samples: dict[str, Sample], subject: _Subject) -> tuple[list[Row], float]:
+    rows, worst = [], 0.0
+    for m in settings.missing:
+        names = ("loads", "compute", "parallel", "one after the other")
+        loads, compute, parallel, serial = (samples[f"{m} {name}"].values for name in names)
+        cpu = [subject.cpu[m][turn] for turn in range(1, settings.repeats + 1)]
+        limits = [max(load, work + c / _cores()) for load, work, c in zip(loads, compute, cpu, strict=True)]
+        over = statistics.median(p / limit for p, limit in zip(parallel, limits, strict=True))
+        gain = statistics.median(s / p for s, p in zip(serial, parallel, strict=True))
+        worst = max(worst, over)
+        medians = {
+            "loads": loads,
+            "loads_cpu": cpu,
+            "compute": compute,
+            "limit": limits,
+            "parallel": parallel,
+            "serial": serial,
+        }
+        rows.append(
+            {"missing": m}
+            | {f"{name}_ms": round(statistics.median(values), 1) for name, values in medians.items()}
+            | {"over_limit": round(over, 3), "serial_over_parallel": round(gain, 3)}
+        )
+    return rows, worst
+
+
+def _plot(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    missing = [row["missing"] for row in rows]
+    for name, style in (
+        ("serial", "o-"),
+        ("parallel", "o-"),
+        ("limit", "k--"),
+        ("compute", ":"),
+        ("loads", ":"),
+    ):
+        label = "one after the other" if name == "serial" else name
+        axes.plot(missing, [row[f"{name}_ms"] for row in rows], style, label=label)
+    axes.set_xlabel(f"missing chunks of {max(missing)}, the others on a cold disk")
+    axes.set_ylabel("time to first token (ms)")
+    axes.set_ylim(bottom=0)
+    axes.legend()
