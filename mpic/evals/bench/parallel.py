@@ -59,8 +59,6 @@ class Settings:
 )
 def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
     """Every number of missing chunks, four ways in the same rounds."""
-    if where.device.type != "cpu":
-        raise BenchFailed("links run beside loads only where pages are host memory: use --device cpu")
     pair = make_pair(settings.decoder, where, seed=settings.seed)
     with fresh_library() as library, _Subject(settings, pair.loaded, library) as subject:
         columns: dict[str, Callable[[int], float]] = {}
@@ -69,14 +67,17 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
         ticker.expect(len(columns) * (settings.repeats + 1))
         samples = interleave(columns, settings.repeats, ticker)
         fs = file_system(str(library.root))
-    rows, worst = _rows(settings, samples, subject)
+    shared = _cores() if where.device.type == "cpu" else 0
+    rows, worst = _rows(settings, samples, subject, shared)
     notes = {
         "model": describe(pair, settings.decoder),
         "chunk": f"{settings.tokens} tokens, {subject.chunk_bytes / 2**20:.0f} MiB",
         "loads": "the stored chunks alone: files dropped from the page cache before, read and verified by the loader",
         "compute": "the same request with the stored chunks resident: compiles, link and first token",
-        "limit": "max(loads, compute + the loader's processor time / cores): loading costs processor time too, and "
-        f"compute uses all {_cores()} cores",
+        "limit": "max(loads, compute)"
+        if not shared
+        else "max(loads, compute + the loader's processor time / cores): loading costs processor time too, and compute "
+        f"uses all {shared} cores",
         "one after the other": "the stored chunks are loaded; when they are there the request is submitted",
         "saving": "compiled chunks are not written back, so that no writing disturbs the next reading",
         "headline": "largest over m of the median over rounds of parallel / limit within a round",
@@ -192,13 +193,19 @@ class _Subject:
         self._engine.close()
 
 
-def _rows(settings: Settings, samples: dict[str, Sample], subject: _Subject) -> tuple[list[Row], float]:
+def _rows(
+    settings: Settings, samples: dict[str, Sample], subject: _Subject, shared: int
+) -> tuple[list[Row], float]:
+    """``shared``: cores that loads and compute share, 0 when they share none."""
     rows, worst = [], 0.0
     for m in settings.missing:
         names = ("loads", "compute", "parallel", "one after the other")
         loads, compute, parallel, serial = (samples[f"{m} {name}"].values for name in names)
         cpu = [subject.cpu[m][turn] for turn in range(1, settings.repeats + 1)]
-        limits = [max(load, work + c / _cores()) for load, work, c in zip(loads, compute, cpu, strict=True)]
+        limits = [
+            max(load, work + (c / shared if shared else 0))
+            for load, work, c in zip(loads, compute, cpu, strict=True)
+        ]
         over = statistics.median(p / limit for p, limit in zip(parallel, limits, strict=True))
         gain = statistics.median(s / p for s, p in zip(serial, parallel, strict=True))
         worst = max(worst, over)
