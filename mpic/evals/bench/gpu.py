@@ -91,7 +91,7 @@ class Model:
         finally:
             torch.set_default_dtype(before)
         model.generation_config.eos_token_id = None
-        return LoadedModel(model.to(where.device, where.dtype), None, self.name)
+        return LoadedModel(model.to(where.device), None, self.name)
 
 
 _CASES = (
