@@ -148,7 +148,11 @@ def _attend_blocks(
 
 
 def backend(device: torch.device, dtype: torch.dtype) -> tuple[str, Partial]:
-    """The implementation for a device, by name; chosen here and nowhere else, and shown in ``/health``."""
+    """The implementation for a device, by name; chosen here and nowhere else, and shown in ``/health``.
+
+    ``mpic.kernels.triton`` takes whole steps instead of calls and has to be asked for by name until it has been
+    measured on a GPU (``LoadedModel.choose_attention``).
+    """
     from mpic.kernels import cpu, cuda, reference
 
     if device.type == "cpu":

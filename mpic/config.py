@@ -76,7 +76,8 @@ class EngineConfig:
         policy: what a request recomputes when it does not say: full, prefix, reuse, mpic-K, legolink-K.
         device: auto, cpu, cuda, cuda:N or mps.
         dtype: auto (the model's own on an accelerator, float32 on the CPU), float32, bfloat16 or float16.
-        attention: auto, or the name of an implementation (CPU: cpu-stream, cpu-flash, reference).
+        attention: auto, or the name of an implementation (CPU: cpu-stream, cpu-flash,
+            reference; CUDA: cuda-flash or cuda-efficient, reference, triton).
         pool_bytes: memory for the KV of running requests and resident chunks; 0 chooses by what is free.
         step_tokens: most tokens computed in one forward; longer prefills are cut.
         max_running: most requests in one batch.

@@ -66,7 +66,9 @@ def test_every_line_of_it_runs_and_what_it_writes_is_whole(tmp_path, monkeypatch
     firsts = [row["with"] for row in result["rows"] if row["measured"] == "first token, A"]
     for policy in ("full", "prefix", "cacheblend-15", "mpic-32"):
         assert sum(name.startswith(f"{policy}, triton") for name in firsts) == len(TINY.images)
-    assert "mpic-32, cpu-flash" in firsts or HERE.device.type == "cuda"
+    assert any(
+        name.startswith(f"mpic-32, {HERE.device.type}-") for name in firsts
+    )  # the device's own, beside it
     assert {row["table"] for row in result["rows"]} == {"gpu"}  # one table
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
