@@ -51,6 +51,33 @@ class API:
     async def delete(self, id: str) -> None:
         await self._json("DELETE", f"/v1/files/{id}")
 
+    async def extend(self, id: str, seconds: int) -> None:
+        """Let a file live for so many seconds from now."""
+        await self._json("PATCH", f"/v1/files/{id}", json={"ttl": seconds})
+
+    async def references(self) -> list[dict[str, Any]] | None:
+        """Newest first; None where the server has no reference library."""
+        try:
+            return (await self._json("GET", "/v1/references"))["data"]
+        except APIError as exc:
+            if exc.code == "not_found":
+                return None
+            raise
+
+    async def search(self, query: str | None, image: str | None) -> list[dict[str, Any]]:
+        """References like a text or an image (a data URL), best first."""
+        wanted = {k: v for k, v in (("query", query), ("image", image)) if v}
+        return (await self._json("POST", "/v1/references/search", json={**wanted, "top_k": 12}))["data"]
+
+    async def remove(self, id: str) -> None:
+        await self._json("DELETE", f"/v1/references/{id}")
+
+    async def thumbnail(self, id: str) -> bytes:
+        """Of a reference: a small PNG."""
+        response = await self._http.get(f"/v1/references/{id}/thumbnail")
+        _raise_for(response)
+        return response.content
+
     async def health(self) -> dict[str, Any]:
         response = await self._http.get("/health")
         if response.status_code != 503:  # "not ready" is an answer too

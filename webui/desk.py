@@ -10,13 +10,14 @@ from typing import Any
 import gradio as gr
 from starlette.types import ASGIApp
 
-from mpic.webui import library, live, policies, top
+from mpic.webui import library, live, policies, references, top
 from mpic.webui.api import API, APIError
 from mpic.webui.conversation import Conversation, Run, Turn
 from mpic.webui.samples import samples, welcome
 from mpic.webui.transcript import transcript
 
 MAX_TOKENS = 512
+DAY = 86_400
 SHOW_SECONDS = 0.06  # between two looks at an answer being written
 COMPILE_SECONDS = 20.0  # a sample question waits so long for its samples, then asks anyway
 
@@ -42,17 +43,22 @@ class Desk:
         """Everything that is there when the page opens."""
         self._own(conversation, request)
         api = self._api(request)
-        health, files, metrics = await asyncio.gather(api.health(), api.files(), api.metrics())
+        health, files, metrics, shelf = await asyncio.gather(
+            api.health(), api.files(), api.metrics(), api.references()
+        )
+        visitor = request.request.state.visitor
         default, forms = health["policy"], health["policies"]
         choices = policies.offered(forms, default)
         return (
-            top.bar(request.request.state.visitor, health["model"]),
+            top.bar(visitor, health["model"]),
             gr.update(choices=choices, value=default),
             policies.line(default),
             library.panel(files),
             live.panel(health, metrics),
             policies.page(forms, default),
             welcome() if not conversation.turns else transcript(conversation.turns),
+            gr.update(visible=shelf is not None and visitor.role == "admin"),
+            self._shelf(shelf or [], request),
         )
 
     async def poll(self, conversation: Conversation, request: gr.Request) -> tuple[Update, ...]:
@@ -70,13 +76,52 @@ class Desk:
 
     async def manage(self, conversation: Conversation, event: gr.EventData, request: gr.Request) -> Update:
         """A button of the library panel."""
-        api = self._api(request)
-        if event._data.get("act") == "delete":
-            try:
-                await api.delete(str(event._data["id"]))
-            except APIError as exc:
-                gr.Warning(f"{exc.message} [{exc.code}]", title="Not deleted")
+        api, asked = self._api(request), event._data
+        try:
+            if asked.get("act") == "delete":
+                await api.delete(str(asked["id"]))
+            elif asked.get("act") == "extend":
+                left = (await api.file(str(asked["id"])))["expires_at"] - time.time()
+                await api.extend(str(asked["id"]), max(0, round(left)) + DAY)
+        except APIError as exc:
+            gr.Warning(f"{exc.message} [{exc.code}]", title="That did not work")
         return library.panel(await api.files())
+
+    # ---- the references
+
+    async def find(self, event: gr.EventData, request: gr.Request) -> Update:
+        """What was searched for; all of them when it was nothing."""
+        api, asked = self._api(request), event._data or {}
+        query, image = asked.get("query"), asked.get("image")
+        try:
+            if not query and not image:
+                return self._shelf(await api.references() or [], request)
+            found = await api.search(query, image)
+        except APIError as exc:
+            return references.failed(exc.message, exc.code)
+        like = f"most like “{query}”" if query else "most like this image"
+        return self._shelf(found, request, like, references.MISSED)
+
+    async def shelve(self, event: gr.EventData, request: gr.Request) -> Update:
+        """A button of the shelf."""
+        api, asked = self._api(request), event._data
+        try:
+            if asked.get("act") == "remove":
+                await api.remove(str(asked["id"]))
+        except APIError as exc:
+            gr.Warning(f"{exc.message} [{exc.code}]", title="That did not work")
+        return self._shelf(await api.references() or [], request)
+
+    def _shelf(
+        self,
+        found: list[dict[str, Any]],
+        request: gr.Request,
+        note: str | None = None,
+        empty: str = references.EMPTY,
+    ) -> str:
+        admin = request.request.state.visitor.role == "admin"
+        noun = "reference" if len(found) == 1 else "references"
+        return references.shelf(found, admin, note or f"{len(found)} {noun}, newest first", empty)
 
     # ---- chat
 

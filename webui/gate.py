@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROOT = "/ui"
 LOGIN = f"{ROOT}/login"
-API = f"{ROOT}/v1/files"  # POST: the API's own upload
+API = (f"{ROOT}/v1/files", f"{ROOT}/v1/references")  # POST: the API's own uploads
 EVENT_BYTES = 1 << 20  # an event of the page: text and a few settings
 SESSION_HASH = re.compile(r"[A-Za-z0-9]{1,64}")
 
@@ -90,7 +90,7 @@ class Gate:
             return receive
         visitor = self.visitor(_cookie(headers))
         scope.setdefault("state", {})["visitor"] = visitor
-        if (scope["method"], scope["path"]) == ("POST", API):
+        if scope["method"] == "POST" and scope["path"] in API:
             _to_api(scope, visitor)
             return receive
         if scope["method"] in ("GET", "HEAD"):

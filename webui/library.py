@@ -38,6 +38,12 @@ def _row(file: dict[str, Any], now: float) -> str:
         facts.append(f"expires in {span_text(file['expires_at'] - now)}")
     state = file["state"]
     tip = escape(file.get("status_details") or "") if state == "failed" else ""
+    keep = (
+        f'<button type="button" class="m-button m-keep" data-act="extend" data-id="{id}" '
+        f'aria-label="keep {escape(name)} for another day" data-tip="keep it for another day">+1 day</button>'
+        if file["expires_at"]
+        else ""
+    )
     error = f'<p class="m-row-error">{tip}</p>' if tip else ""
     return (
         f'<li class="m-file" data-handle="{escape(file["handle"] or "")}" data-kind="{file["kind"]}" data-id="{id}">'
@@ -45,7 +51,7 @@ def _row(file: dict[str, Any], now: float) -> str:
         f'data-tip="put {escape(name)} into the question">{picture}'
         f"<span><b>{escape(file['handle'] or file['filename'])}</b>"
         f"<small>{escape(' · '.join(facts))}</small></span></button>"
-        f"{_state(state)}"
+        f"{keep}{_state(state)}"
         f'<button type="button" class="m-x" data-act="delete" data-id="{id}" data-name="{escape(name)}" '
         f'aria-label="delete {escape(name)}">×</button>{error}</li>'
     )
@@ -62,7 +68,10 @@ def size_text(n: int) -> str:
     """``640 B``, ``2.9 kB``, ``1.4 MB``."""
     if n < 1000:
         return f"{n} B"
-    return f"{n / 1e3:.1f} kB" if n < 1e6 else f"{n / 1e6:.1f} MB"
+    for unit, size in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9)):
+        if n < 1e3 * size or unit == "GB":
+            return f"{n / size:.1f} {unit}" if n < 100 * size else f"{n / size:.0f} {unit}"
+    raise AssertionError
 
 
 def span_text(seconds: float) -> str:

@@ -41,7 +41,10 @@ def router(app: FastAPI) -> APIRouter:
         if not FILE_ID.fullmatch(id):
             raise NotFound(f"no picture {id!r}")
         api = API(app, visitor.key)
+        headers = {"Cache-Control": "private, max-age=600", "Vary": "Cookie"}
         try:
+            if id.startswith("ref"):
+                return Response(await api.thumbnail(id), media_type="image/png", headers=headers)
             await api.file(id)  # still there, and the visitor's
             if (visitor.user, id) not in kept:
                 kept[visitor.user, id] = await run_in_threadpool(shrink, await api.content(id))
@@ -49,7 +52,6 @@ def router(app: FastAPI) -> APIRouter:
                     kept.popitem(last=False)
         except APIError as exc:
             raise Refused(exc) from None
-        headers = {"Cache-Control": "private, max-age=600", "Vary": "Cookie"}
         return Response(kept[visitor.user, id], media_type="image/png", headers=headers)
 
     @routes.get("/plots/{name}.png")

@@ -131,6 +131,14 @@ def build(app: ASGIApp) -> gr.Blocks:
                             send = gr.Button("Send", variant="primary", elem_id="m-send", min_width=84)
                             stop = gr.Button("Stop", elem_id="m-stop", visible=False, min_width=84)
                         line = gr.HTML(elem_id="m-policy-line", apply_default_css=False, js_on_load="")
+                with gr.Tab("References", id="references", visible=False) as kept:
+                    finder = gr.HTML(
+                        _static("references.html"),
+                        elem_id="m-finder",
+                        apply_default_css=False,
+                        js_on_load=_static("references.js"),
+                    )
+                    shelf = gr.HTML(elem_id="m-references", apply_default_css=False, js_on_load=SEND_EVENTS)
                 with gr.Tab("Policies", id="policies"):
                     guide = gr.HTML(elem_id="m-guide", apply_default_css=False, js_on_load="")
         refresh = gr.Button("refresh", elem_id="m-refresh", visible="hidden")
@@ -139,7 +147,10 @@ def build(app: ASGIApp) -> gr.Blocks:
         asking = [said, now, box, send, stop]
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         many: dict[str, Any] = {**quiet, "concurrency_limit": None}
-        page.load(desk.open, [conversation], [top, policy, line, library, live, guide, said], **many)
+        opened = [top, policy, line, library, live, guide, said, kept, shelf]
+        page.load(desk.open, [conversation], opened, **many)
+        finder.submit(desk.find, None, [shelf], **many)
+        shelf.click(desk.shelve, None, [shelf], **many)
         policy.change(lambda p: policies.line(p), [policy], [line], queue=True, **many)
         ask = gr.on(
             [send.click, box.submit],

@@ -290,6 +290,12 @@ class CacheRequest(Strict):
         return self
 
 
+class FileChange(Strict):
+    """A new life for a file, from now on."""
+
+    ttl: StrictInt | None = Field(ge=1, description="seconds from now; null: for ever")
+
+
 class CacheChange(Strict):
     """A new life for a cache, from now on."""
 

@@ -12,6 +12,7 @@ from mpic.library import File as LibraryFile
 from mpic.library import Library
 from mpic.server.auth import CurrentUser
 from mpic.server.replies import FileDeleted, FileList, FileObject
+from mpic.server.schemas import FileChange
 from mpic.server.state import StateDep
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
@@ -100,6 +101,13 @@ def get_content(file_id: str, state: StateDep, user: CurrentUser) -> Response:
     }
     content = state.library.files.content(user.id, file_id)
     return Response(content, media_type="application/octet-stream", headers=headers)
+
+
+@router.patch("/{file_id}")
+def change_file(file_id: str, body: FileChange, state: StateDep, user: CurrentUser) -> FileObject:
+    """Let a file live for `ttl` seconds from now."""
+    state.library.files.extend(user.id, file_id, body.ttl)
+    return get_file(file_id, state, user)
 
 
 @router.delete("/{file_id}")

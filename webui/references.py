@@ -1,0 +1,55 @@
+"""The references panel: the library every user's answers may draw from, kept by admins."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from mpic.webui.library import size_text
+
+EMPTY = '<div class="m-empty"><b>No references yet.</b> Add an image or a text above; every user can then find it.</div>'
+MISSED = '<div class="m-empty"><b>Nothing found.</b> Nothing in the reference library is like that.</div>'
+
+
+def shelf(references: list[dict[str, Any]], admin: bool, note: str = "", empty: str = EMPTY) -> str:
+    """References as cards.
+
+    Args:
+        references: as the API lists them, or as it finds them, then with a ``score``.
+        admin: may remove them.
+        note: what is shown, in words.
+    """
+    if not references:
+        return empty
+    cards = "".join(_card(reference, admin) for reference in references)
+    return f'<p class="m-note">{escape(note)}</p><ul class="m-shelf">{cards}</ul>'
+
+
+def failed(message: str, code: str) -> str:
+    return f'<div class="m-error" role="alert">{escape(message)} <code>{escape(code)}</code></div>'
+
+
+def _card(reference: dict[str, Any], admin: bool) -> str:
+    id, title = escape(reference["id"]), escape(reference["title"])
+    picture = (
+        f'<img src="/ui/thumbs/{id}?v={reference["version"]}" alt="" loading="lazy">'
+        if reference["kind"] == "image"
+        else '<span class="m-icon m-icon-document"></span>'
+    )
+    facts = [size_text(reference["bytes"])]
+    if reference["tokens"]:
+        facts.insert(0, f"{reference['tokens']} tokens")
+    if reference["state"] != "ready":
+        facts.append(reference["state"])
+    score = reference.get("score")
+    like = "" if score is None else f'<span class="m-score" data-tip="similarity">{score:.2f}</span>'
+    remove = (
+        f'<button type="button" class="m-x" data-act="remove" data-id="{id}" aria-label="remove {title}">×</button>'
+        if admin
+        else ""
+    )
+    about = escape(reference["description"] or "")
+    return (
+        f'<li class="m-reference" data-id="{id}">{picture}<span><b>{title}</b>'
+        f"<small>{escape(' · '.join(facts))}</small><small>{about}</small></span>{like}{remove}</li>"
+    )
