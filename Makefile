@@ -15,11 +15,11 @@ ARGS  ?=
 # What the set-up depends on; when one of these changes it runs again.
 INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py)
 
-.PHONY: help setup setup-dev serve test fuzz soak-load demo bench bench-gpu tune-gpu lint format clean
+.PHONY: help setup setup-dev serve test fuzz soak-load demo bench bench-gpu tune-gpu screenshots lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' "$(ROOT)/Makefile" | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' "$(ROOT)/Makefile" | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
 
 serve: setup ## start the server
 	@cd "$(ROOT)" && exec "$(BIN)/mpic" serve $(ARGS)
@@ -47,6 +47,10 @@ bench-gpu: setup ## measure a CUDA GPU: kernels, first token, decoding, loads (u
 
 tune-gpu: setup ## measure tile sizes on the GPU that is here and write them to kernels/triton/tuned.json
 	@cd "$(ROOT)" && "$(BIN)/python" -m mpic.evals.bench.gpu_tune kernels/triton/tuned.json
+
+screenshots: setup-dev ## make docs/screenshots from the running web interface
+	@"$(ROOT)/tools/get_chromium.sh"
+	@cd "$(ROOT)" && "$(BIN)/python" tools/screenshots.py
 
 lint: setup-dev ## ruff check and ruff format --check
 	@cd "$(ROOT)" && "$(BIN)/ruff" check && "$(BIN)/ruff" format --check

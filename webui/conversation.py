@@ -105,14 +105,3 @@ def name_of(file: dict[str, Any]) -> str:
     if not file["handle"]:
         return file["filename"]
     return f"{'IMAGE' if file['kind'] == 'image' else 'FILE'}#{file['handle']}"
-
-
-def handle_for(filename: str, taken: set[str]) -> str:
-    """A free handle made of a file name: capitals, digits and underscores, as ``mpic upload`` makes them."""
-    stem = re.sub(r"\.[^.]*$", "", filename)
-    name = re.sub(r"[^A-Z0-9]+", "_", stem.upper()).strip("_")[:56] or "FILE"
-    number = 2
-    found = name
-    while found in taken:
-        found, number = f"{name}_{number}", number + 1
-    return found

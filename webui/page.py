@@ -128,6 +128,12 @@ def build(app: ASGIApp) -> gr.Blocks:
                                 elem_id="m-policy",
                                 min_width=120,
                             )
+                            gr.HTML(
+                                '<button type="button" class="m-button" data-do="pick">Add files</button>',
+                                elem_id="m-attach",
+                                apply_default_css=False,
+                                js_on_load="",
+                            )
                             send = gr.Button("Send", variant="primary", elem_id="m-send", min_width=84)
                             stop = gr.Button("Stop", elem_id="m-stop", visible=False, min_width=84)
                         line = gr.HTML(elem_id="m-policy-line", apply_default_css=False, js_on_load="")

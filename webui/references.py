@@ -7,7 +7,7 @@ from typing import Any
 
 from mpic.webui.library import size_text
 
-EMPTY = '<div class="m-empty"><b>No references yet.</b> Add an image or a text above; every user can then find it.</div>'
+EMPTY = '<div class="m-empty"><b>No references yet.</b> Add an image or a text above, for every user to find.</div>'
 MISSED = '<div class="m-empty"><b>Nothing found.</b> Nothing in the reference library is like that.</div>'
 
 

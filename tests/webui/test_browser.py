@@ -197,3 +197,25 @@ def test_the_words_of_people_and_models_are_never_markup(fake, open_page):
     page.wait_for_selector(".m-error, .m-facts")
     assert "<img src=x onerror=alert(1)> ${1+1} {{value}} `x`" in page.inner_text(".m-bubble")
     assert page.locator(".m-bubble img, .m-bubble b").count() == 0
+
+
+def test_an_admin_adds_finds_and_removes_references(demo_url, open_page):
+    page = open_page(f"{demo_url}/ui/")
+    page.get_by_role("tab", name="References").click()
+    page.wait_for_selector("#m-references .m-empty")
+    page.click(".m-new summary")
+    for name in ("beach", "tower"):
+        page.set_input_files('.m-addref [name="file"]', SAMPLES / f"{name}.png")
+        page.fill('.m-addref [name="title"]', f"The {name}")
+        page.click(".m-addref button")
+        page.wait_for_selector(f'.m-reference:has-text("The {name}")')
+    page.set_input_files('.m-find [name="picture"]', SAMPLES / "tower.png")
+    page.wait_for_selector(".m-score")
+    assert page.locator(".m-reference b").first.inner_text() == "The tower"
+    page.fill(".m-find [name=query]", "a yellow circle")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=most like “a yellow circle”")
+    for name in ("beach", "tower"):
+        page.click(f'[aria-label="remove The {name}"]')
+        page.wait_for_selector(f'.m-reference:has-text("The {name}")', state="detached")
+    page.wait_for_selector("#m-references .m-empty")

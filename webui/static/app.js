@@ -220,6 +220,7 @@
       target.setAttribute('aria-expanded', String(open));
       scrollTo({ top: 0 });
     }
+    if (act === 'pick') $('#m-input').click();
     if (act === 'new') $('#m-new')?.click();
     if (act === 'theme') {
       const dark = document.body.classList.toggle('dark');

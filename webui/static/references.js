@@ -15,6 +15,7 @@ const small = async (file) => {
 element.addEventListener('submit', async (event) => {
   event.preventDefault();
   const form = event.target, fields = new FormData(form);
+  say('');
   if (form.matches('.m-find')) return trigger('submit', { query: fields.get('query') });
   for (const name of ['title', 'description']) if (!fields.get(name)) fields.delete(name);
   say('adding …');
