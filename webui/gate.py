@@ -7,6 +7,7 @@ quotas and ownership are the API's own. No file of a user ever reaches a folder 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from http.cookies import CookieError, SimpleCookie
@@ -57,13 +58,17 @@ class Gate:
         sessions: who is logged in.
         keys: the server's API keys.
         always: keys are needed even while none exist.
+        leaving: is set when the server wants to stop.
     """
 
-    def __init__(self, app: ASGIApp, sessions: Sessions, keys: KeyStore, always: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, sessions: Sessions, keys: KeyStore, always: bool, leaving: asyncio.Event
+    ) -> None:
         self.app = app
         self.sessions = sessions
         self.keys = keys
         self.always = always
+        self.leaving = leaving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -79,7 +84,34 @@ class Gate:
             return await errors.response(error)(scope, receive, send)
         except MPICError as error:
             return await errors.response(error)(scope, receive, send)
-        await self.app(scope, receive, _with_headers(send))
+        send = _with_headers(send)
+        if STREAMS.fullmatch(path.removeprefix(ROOT)):
+            await self._until_leaving(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _until_leaving(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A stream that lives as long as its page, or as the server."""
+        ended = False
+
+        async def sending(message: Message) -> None:
+            nonlocal ended
+            ended = message["type"] == "http.response.body" and not message.get("more_body")
+            await send(message)
+
+        stream = asyncio.ensure_future(self.app(scope, receive, sending))
+        leaving = asyncio.ensure_future(self.leaving.wait())
+        try:
+            await asyncio.wait({stream, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if stream.done():
+                return await stream
+            stream.cancel()
+            await asyncio.wait({stream})
+            if not ended:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            leaving.cancel()
+            stream.cancel()
 
     async def _admit(self, scope: Scope, receive: Receive, path: str) -> Receive:
         """Lets a request in or raises; what is read of its body on the way is given back by the new ``receive``."""

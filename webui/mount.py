@@ -35,7 +35,9 @@ def mount(app: FastAPI, config: Config) -> None:
     app.include_router(login.router(sessions, state.keys))
     app.include_router(media.router(app))
     app.mount(ROOT, pages)
-    app.add_middleware(Gate, sessions=sessions, keys=state.keys, always=not is_loopback(config.server.host))
+    app.state.leaving = asyncio.Event()
+    always = not is_loopback(config.server.host)
+    app.add_middleware(Gate, sessions=sessions, keys=state.keys, always=always, leaving=app.state.leaving)
     inner = app.router.lifespan_context
 
     @asynccontextmanager

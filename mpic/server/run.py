@@ -120,6 +120,10 @@ class _Server(uvicorn.Server):
             return
         print(json.dumps({"url": self.url}) if self.as_json else self._welcome(), flush=True)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.app.state.leaving.set()  # open pages of the web interface would hold it up  # type: ignore[union-attr]
+        await super().shutdown(sockets)
+
     def _welcome(self) -> str:
         state: State = self.config.app.state.mpic  # type: ignore[union-attr]
         info, config = state.engine.info, state.config

@@ -1,5 +1,6 @@
 """Who gets what at the door of the web interface. No browser here: plain requests, an engine that computes nothing."""
 
+import httpx
 import pytest
 from fake_engine import FakeEngine
 from server_helpers import chat_template, png, running
@@ -233,3 +234,28 @@ async def test_pages_read_an_answer_as_it_is_written_and_leave_when_they_like(se
     assert server.engine.held
     await running.aclose()
     assert not server.engine.held
+
+
+async def test_an_open_page_does_not_hold_a_stopping_server_up(server):
+    from mpic.webui.api import InProcess
+
+    url = "http://127.0.0.1/ui/gradio_api/heartbeat/page1"
+    async with httpx.AsyncClient(transport=InProcess(server.app)) as http, http.stream("GET", url) as answer:
+        pieces = answer.aiter_text()
+        assert "ALIVE" in await anext(pieces)
+        server.app.state.leaving.set()
+        assert [p async for p in pieces if p] == []
+
+
+async def test_a_file_gets_another_life(server, log_in):
+    from mpic.webui.api import API, APIError
+
+    api = API(server.app, None)
+    id = (await api.upload("red.png", png(), "RED"))["id"]
+    before = (await api.file(id))["created_at"]
+    await api.extend(id, 100)
+    assert before + 99 <= (await api.file(id))["expires_at"] <= before + 110
+    with pytest.raises(APIError, match="ttl"):
+        await api.extend(id, 0)
+    await log_in("ann")
+    assert (await server.http.patch(f"/v1/files/{id}", json={"ttl": 5})).status_code == 401
