@@ -10,8 +10,9 @@ from typing import Any
 import gradio as gr
 from starlette.types import ASGIApp
 
+from mpic.errors import MPICError
 from mpic.webui import library, live, policies, references, top
-from mpic.webui.api import API, APIError
+from mpic.webui.api import API
 from mpic.webui.conversation import Conversation, Run, Turn
 from mpic.webui.samples import samples, welcome
 from mpic.webui.transcript import transcript
@@ -65,7 +66,7 @@ class Desk:
         api = self._api(request)
         try:
             health, files, metrics = await asyncio.gather(api.health(), api.files(), api.metrics())
-        except APIError:
+        except MPICError:
             return gr.skip(), gr.skip()
         return library.panel(files), live.panel(health, metrics)
 
@@ -83,7 +84,7 @@ class Desk:
             elif asked.get("act") == "extend":
                 left = (await api.file(str(asked["id"])))["expires_at"] - time.time()
                 await api.extend(str(asked["id"]), max(0, round(left)) + DAY)
-        except APIError as exc:
+        except MPICError as exc:
             gr.Warning(f"{exc.message} [{exc.code}]", title="That did not work")
         return library.panel(await api.files())
 
@@ -97,7 +98,7 @@ class Desk:
             if not query and not image:
                 return self._shelf(await api.references() or [], request)
             found = await api.search(query, image)
-        except APIError as exc:
+        except MPICError as exc:
             return references.failed(exc.message, exc.code)
         like = f"most like “{query}”" if query else "most like this image"
         return self._shelf(found, request, like, references.MISSED)
@@ -108,7 +109,7 @@ class Desk:
         try:
             if asked.get("act") == "remove":
                 await api.remove(str(asked["id"]))
-        except APIError as exc:
+        except MPICError as exc:
             gr.Warning(f"{exc.message} [{exc.code}]", title="That did not work")
         return self._shelf(await api.references() or [], request)
 
@@ -153,7 +154,7 @@ class Desk:
             try:
                 yield *_running(conversation), gr.skip()
                 await self._upload(sample.paths, request)
-            except APIError as exc:
+            except MPICError as exc:
                 turn.answer.fail(exc.code, exc.message)
                 yield *_ended(conversation, ""), gr.skip()
                 return
@@ -189,7 +190,7 @@ class Desk:
             turn.files = {f["handle"]: f for f in await api.files() if f["handle"]}
             async for _ in self._write(turn.answer, conversation.messages(number), api):
                 yield gr.skip(), transcript([turn], number), gr.skip(), gr.skip(), gr.skip()
-        except APIError as exc:
+        except MPICError as exc:
             turn.answer.fail(exc.code, exc.message)
         finally:
             turn.answer.end()
@@ -221,7 +222,7 @@ class Desk:
                     shown = time.monotonic()
                     yield
             run.state = "done"
-        except APIError as exc:
+        except MPICError as exc:
             run.fail(exc.code, exc.message)
         finally:
             await pieces.aclose()
@@ -232,7 +233,7 @@ class Desk:
         there = {f["handle"] for f in await api.files()}
         for handle, path in paths.items():
             if handle not in there:
-                await api.upload(path.name, path.read_bytes(), handle)
+                await api.upload(path, handle)
         until = time.monotonic() + COMPILE_SECONDS
         while time.monotonic() < until:
             if all(f["state"] != "compiling" for f in await api.files() if f["handle"] in paths):

@@ -12,8 +12,8 @@ from fastapi.responses import FileResponse, Response
 from PIL import Image, ImageOps
 from starlette.concurrency import run_in_threadpool
 
-from mpic.errors import MPICError, NotFound
-from mpic.webui.api import API, APIError
+from mpic.errors import NotFound
+from mpic.webui.api import API
 from mpic.webui.gate import ROOT
 from mpic.webui.plots import plot
 from mpic.webui.sessions import Visitor
@@ -23,17 +23,9 @@ KEPT = 2_000
 FILE_ID = re.compile(r"(?:file|ref)[-_][A-Za-z0-9_-]{1,64}")
 
 
-class Refused(MPICError):
-    """The API's own refusal, passed on."""
-
-    def __init__(self, error: APIError) -> None:
-        super().__init__(error.message)
-        self.status, self.code = error.status, error.code
-
-
 def router(app: FastAPI) -> APIRouter:
     routes = APIRouter(prefix=ROOT, include_in_schema=False)
-    kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+    kept: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
 
     @routes.get("/thumbs/{id}")
     async def thumb(id: str, request: Request) -> Response:
@@ -41,18 +33,18 @@ def router(app: FastAPI) -> APIRouter:
         if not FILE_ID.fullmatch(id):
             raise NotFound(f"no picture {id!r}")
         api = API(app, visitor.key)
+        if id.startswith("ref"):
+            key = (visitor.user, id, (await api.reference(id))["version"])
+            read = api.reference_content
+        else:
+            key = (visitor.user, (await api.file(id))["id"], 1)  # still there, and the visitor's
+            read = api.content
+        if key not in kept:
+            kept[key] = await run_in_threadpool(shrink, await read(id))
+            while len(kept) > KEPT:
+                kept.popitem(last=False)
         headers = {"Cache-Control": "private, max-age=600", "Vary": "Cookie"}
-        try:
-            if id.startswith("ref"):
-                return Response(await api.thumbnail(id), media_type="image/png", headers=headers)
-            await api.file(id)  # still there, and the visitor's
-            if (visitor.user, id) not in kept:
-                kept[visitor.user, id] = await run_in_threadpool(shrink, await api.content(id))
-                while len(kept) > KEPT:
-                    kept.popitem(last=False)
-        except APIError as exc:
-            raise Refused(exc) from None
-        return Response(kept[visitor.user, id], media_type="image/png", headers=headers)
+        return Response(kept[key], media_type="image/png", headers=headers)
 
     @routes.get("/plots/{name}.png")
     def show_plot(name: str) -> Response:
