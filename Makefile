@@ -7,6 +7,7 @@ VENV  := $(ROOT)/.venv
 BIN   := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+SOAK  ?= 50
 BENCH ?= ttft flat pages decode
 FUZZ  ?= 300
 SOAK_SECONDS ?= 600
@@ -15,7 +16,7 @@ ARGS  ?=
 # What the set-up depends on; when one of these changes it runs again.
 INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py)
 
-.PHONY: help setup setup-dev serve test fuzz soak-load demo bench bench-gpu tune-gpu screenshots lint format clean
+.PHONY: help setup setup-dev serve test fuzz soak soak-load demo bench bench-gpu tune-gpu screenshots lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -30,6 +31,10 @@ test: setup-dev ## run the tests
 
 fuzz: setup-dev ## schemathesis against a live server, many examples an operation (FUZZ=300)
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_schemathesis.py --fuzz $(FUZZ) --timeout 7200 $(ARGS)
+
+soak: setup-dev ## kill -9 a server SOAK (50) times amid uploads; many more torn and reordered writes
+	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/library/test_kill.py tests/library/test_crash.py \
+	  --soak $(SOAK) --timeout 0 $(ARGS)
 
 soak-load: setup-dev ## 64 streaming clients on the demo model for SOAK_SECONDS (600); fails on a leak
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_load.py -s --load-seconds $(SOAK_SECONDS) --timeout 7200 $(ARGS)

@@ -89,7 +89,7 @@ def library_show(
         return
     for key, value in facts.items():
         if value not in (None, "", {}):
-            out.print(f"{key:>12}  {_shown(key, value)}", markup=False, highlight=False)
+            out.print(f"{key:>12}  {_shown(key, value)}", markup=False, highlight=False, soft_wrap=True)
     columns = ("tokens", "bytes")
     table = Table("model", "dtype", "state", *(Column(c, **Right) for c in columns), "last used")
     for chunk in chunks:
@@ -214,7 +214,7 @@ def library_import(
     from mpic.library.archive import restore
     from mpic.library.bulk import IntoLibrary, import_references
 
-    with opened(data_dir, config) as library, progress("importing", None, as_json) as advance:
+    with opened(data_dir, config, create=True) as library, progress("importing", None, as_json) as advance:
         if source.suffix == ".tar":
             results = restore(library, source, lambda result: advance(1))
         else:
@@ -273,13 +273,13 @@ def progress(what: str, total: int | None, quiet: bool) -> Iterator[Callable[[in
         yield lambda done: bar.advance(task, done)
 
 
-def opened(data_dir: Path | None, config: Path | None, mend: bool = True) -> Library:
+def opened(data_dir: Path | None, config: Path | None, mend: bool = True, create: bool = False) -> Library:
     """The library, for this process alone. Raises Unavailable when a server has it open, or when there is none."""
     from mpic.errors import Unavailable
     from mpic.library import Library
 
     root, limits = _where(data_dir, config)
-    if not (root / "catalog.sqlite").is_file():
+    if not create and not (root / "catalog.sqlite").is_file():
         raise Unavailable(
             f"there is no library in {root}; `mpic serve` makes one, --data-dir names another folder"
         )

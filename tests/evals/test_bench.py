@@ -9,7 +9,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mpic.evals.bench import cli, decode, disk, flat, load, memory, pages, parallel, retrieval, serve, ttft
+from mpic.evals.bench import (
+    cli,
+    decode,
+    disk,
+    flat,
+    load,
+    memory,
+    pages,
+    parallel,
+    restart,
+    retrieval,
+    serve,
+    ttft,
+)
 from mpic.evals.bench.drive import Decoder, Ids, Tower, make_pair
 from mpic.evals.bench.frame import BENCHES, BenchFailed, Sample, Ticker, Where, interleave, paired
 from mpic.evals.bench.peer import Generator, floors
@@ -69,6 +82,7 @@ SETTINGS = {
         decoder=TINY, batches=(1, 3), chunks=2, chunk_tokens=24, text=8, tokens=6, repeats=1
     ),
 }
+SETTINGS["restart"] = restart.Settings(files=40, repeats=1)
 SETTINGS["retrieval"] = retrieval.Settings(
     decoder=TINY,
     tower=Tower(layers=1, hidden=32, heads=2, size=56, patch=8),
@@ -83,6 +97,7 @@ SETTINGS["retrieval"] = retrieval.Settings(
     repeats=1,
 )
 HEADLINES = {
+    "restart": {"start_seconds", "memory_mib"},
     "retrieval": {"ann_recall", "reprefill_over_midlink"},
     "ttft": {"prefix_over_mpic32", "mpic32_over_floor"},
     "flat": {"full_growth", "legolink16_growth"},

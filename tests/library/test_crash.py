@@ -168,7 +168,7 @@ def test_a_crash_after_every_change_to_the_disk_loses_nothing_and_serves_nothing
     life, tmp_path, mode, soak
 ):
     seen = set()
-    for seed in range(max(1, soak) if mode in ("torn", "reordered") else 1):
+    for seed in range(max(1, soak // 5) if mode in ("torn", "reordered") else 1):
         for changes in range(len(life.journal) + 1):
             image = life.journal.image(changes, mode, seed)
             allowed = [[repr(v)[:80] for v in life.allowed(thing, changes)] for thing in sorted(life.states)]

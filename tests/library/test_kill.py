@@ -1,65 +1,135 @@
-"""A process killed in the middle of its work: everything it acknowledged is there, nothing else is visible."""
+"""``kill -9`` of a server in the middle of uploads and compiles: everything it acknowledged is there and answered
+right, and the library is clean."""
 
-import subprocess
-import sys
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
-import torch
-from library_tools import everything, make_chunk, read, text_key
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from kill_server import POOL_BYTES, Server
+from server_helpers import png, save_tiny_llava
 
+from mpic.config import load_config
 from mpic.library import Library
+from mpic.library.upkeep import check
+from mpic.server.run import build
 
-WORK = """
-import sys
-from pathlib import Path
-from library_tools import make_chunk, text_key
-from mpic.library import Library
-
-library = Library.open(Path(sys.argv[1]))
-for i in range(int(sys.argv[2]), 10_000):
-    text = f"text {i}"
-    library.files.add("ann", (text * 1000).encode(), "t.txt", handle=f"H{i}")
-    library.store.save(make_chunk(text_key(text), n=200, seed=i))
-    print(i, flush=True)
-"""
+KILLS = 5
 
 
-def test_kill_nine(tmp_path, request):
-    tests = str(request.config.rootpath / "tests")
-    acknowledged = -1
-    for number in range(2):
-        worker = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"import sys; sys.path.insert(0, {tests!r})\n{WORK}",
-                tmp_path,
-                str(acknowledged + 2),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
+def content_of(number):
+    """What upload number n holds, and its name: every fourth an image."""
+    if number % 4 == 0:
+        return f"{number}.png", png(f"rgb({number * 37 % 256}, {number * 11 % 256}, {number % 256})")
+    return f"{number}.txt", f"Text number {number}. ".encode() * (5 + number % 17)
+
+
+class Client:
+    """Uploads and asks until the server dies; remembers what was acknowledged."""
+
+    def __init__(self, http):
+        self.http = http
+
+    def upload(self, number):
+        name, content = content_of(number)
+        answer = self.http.post("/v1/files", files={"file": (name, content)}, data={"handle": f"H{number}"})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["id"]
+
+    def ask(self, number, policy="mpic-4"):
+        kind = "IMAGE" if number % 4 == 0 else "FILE"
+        answer = self.http.post(
+            "/v1/chat/completions",
+            json={
+                "model": "tiny",
+                "messages": [{"role": "user", "content": f"{kind}#H{number} What?"}],
+                "max_tokens": 4,
+                "temperature": 0,
+                "mpic": {"policy": policy},
+            },
         )
-        for _ in range(2 + 3 * number):
-            acknowledged = int(worker.stdout.readline())
-        worker.kill()
-        acknowledged = max([acknowledged, *map(int, worker.stdout.read().split())])
-        worker.wait()
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["message"]["content"]
 
-        with Library.open(tmp_path) as library:
-            library.check()
-            handles = {file.handle: file for file in library.files.page("ann").files}
-            stored = 0
-            for i in range(acknowledged + 2):
-                chunk = make_chunk(text_key(f"text {i}"), n=200, seed=i)
-                found = library.store.open(chunk.key)
-                stored += found is not None
-                assert found is None or torch.equal(read(found, chunk.kv), chunk.kv)
-                if f"H{i}" in handles:
-                    content = library.files.content("ann", handles[f"H{i}"].id)
-                    assert content == (f"text {i}" * 1000).encode()
-            assert f"H{acknowledged}" in handles
-            assert library.store.open(text_key(f"text {acknowledged}")) is not None
+    def content(self, file_id):
+        return self.http.get(f"/v1/files/{file_id}/content").content
+
+
+def work_until_dead(url, first, acknowledged, stop):
+    """One thread uploads, another asks about what was uploaded (which compiles it, when it is not yet)."""
+
+    def upload():
+        client = Client(httpx.Client(base_url=url, timeout=60))
+        with pytest.raises(httpx.TransportError):
+            for number in range(first, first + 10_000):
+                acknowledged[number] = client.upload(number)
+
+    def ask():
+        client = Client(httpx.Client(base_url=url, timeout=60))
+        with pytest.raises(httpx.TransportError):
+            while True:
+                for number in sorted(acknowledged)[-3:]:
+                    client.ask(number)
+                time.sleep(0.01)
+
+    with ThreadPoolExecutor(2) as pool:
+        work = [pool.submit(upload), pool.submit(ask)]
+        stop(work)
+        for one in work:
+            one.result()
+
+
+@contextmanager
+def in_process(data, model):
+    """The same server without a process of its own, for what needs no killing."""
+    app = build(load_config(None, {"data_dir": str(data), "model": str(model), "pool_bytes": POOL_BYTES}))
+    with TestClient(app, base_url="http://127.0.0.1") as http:
+        yield Client(http)
+
+
+def test_kill_nine_of_a_server_in_the_middle_of_uploads_and_compiles(tmp_path, soak):
+    model, data = save_tiny_llava(tmp_path / "tiny"), tmp_path / "data"
+    rng = random.Random(7)
+    acknowledged: dict[int, str] = {}
+    answers: dict[int, str] = {}
+    first = 0
+    for _ in range(soak or KILLS):
+        server = Server(data, model)
+        client = Client(httpx.Client(base_url=server.url, timeout=60))
+        fresh = sorted(set(acknowledged) - set(answers))
+        for number in fresh:
+            assert client.content(acknowledged[number]) == content_of(number)[1]
+            answers[number] = client.ask(number)
+        for number in rng.sample(sorted(answers), min(3, len(answers))):
+            assert client.ask(number) == answers[number]
+
+        enough = len(acknowledged) + rng.randint(2, 10)
+        delay = rng.random() * 0.05
+
+        def stop(work, enough=enough, delay=delay, server=server):
+            while len(acknowledged) < enough and not any(one.done() for one in work):
+                time.sleep(0.002)
+            time.sleep(delay)
+            server.kill()
+
+        work_until_dead(server.url, first, acknowledged, stop)
+        first = max(acknowledged) + 2  # the next may have been stored without an answer
+        with Library.open(data) as library:  # as ``mpic library check`` does
+            assert check(library) == []
             assert library.recovered["lost_files"] == library.recovered["missing_chunks"] == 0
-            names = everything(tmp_path)
-            assert len([n for n in names if n.startswith("files/")]) == len(handles)
-            assert len([n for n in names if n.startswith("kv/")]) == stored
-            acknowledged = max(acknowledged, max(int(handle[1:]) for handle in handles))
+            handles = {file.handle for file in library.files.page("local").files}
+            assert {f"H{number}" for number in acknowledged} <= handles
+            assert len(handles) <= len(acknowledged) + (soak or KILLS)  # unanswered ones, at most one a kill
+
+    with in_process(data, model) as client:
+        for number in sorted(set(acknowledged) - set(answers)):
+            assert client.content(acknowledged[number]) == content_of(number)[1]
+            answers[number] = client.ask(number)
+    with in_process(tmp_path / "undisturbed", model) as client:
+        for number, answer in answers.items():
+            client.upload(number)
+            assert client.ask(number) == answer, f"upload {number} is answered otherwise after the kills"
+    assert len(answers) == len(acknowledged) > 2 * (soak or KILLS)

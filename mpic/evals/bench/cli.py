@@ -18,6 +18,7 @@ from mpic.evals.bench import (  # noqa: F401 - each registers itself
     memory,
     pages,
     parallel,
+    restart,
     retrieval,
     serve,
     ttft,
