@@ -11,6 +11,7 @@ All offsets are in elements from one anchor tensor, so segments may lie anywhere
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -171,17 +172,21 @@ def _block_tiles(
 ) -> list[Tile]:
     size = max(1, shape.block_m // shape.group)
     groups = []
+    causal = [c for c in calls if c.causal]
     for merged in _coalesce([c for c in calls if not c.causal], shape):
-        groups.append((merged, _mask(merged.first, seen)))
+        groups.append((merged, [c.start for c in merged.calls], _mask(merged.first, seen)))
     tiles = []
     for t0 in range(start, stop, size):
         t1 = min(t0 + size, stop)
-        segments = [s for call in calls if call.causal for s in _causal(call, t0, t1)]
-        for merged, at in groups:
-            visible = [c for c in merged.calls if c.start < t1 and c.stop > t0]
-            if not visible:
+        segments = [s for call in causal for s in _causal(call, t0, t1)]
+        for merged, starts, at in groups:
+            visible = bisect_left(
+                starts, t1
+            )  # later pieces are seen by later rows, all of them to the same end
+            first = merged.calls[0]
+            if not visible or first.stop <= t0:
                 continue
-            first, last = visible[0], visible[-1]
+            last = merged.calls[visible - 1]
             lo, hi = merged.slot(first, shape.dim), merged.slot(last, shape.dim) + last.kv.hi - last.kv.lo
             mask = at + lo - merged.kv.lo if at >= 0 else -1
             row_min = first.start if at < 0 else t0
