@@ -41,7 +41,7 @@ class FakeStream:
 
     def _deltas(self) -> Iterator[Delta]:
         sampling = self.request.sampling
-        words = [w + " " for w in ANSWER.split(" ")]
+        words = [w + " " for w in self.engine.answer.split(" ")]
         words[-1] = words[-1].rstrip()
         finish = "stop"
         if sampling.max_tokens is not None and sampling.max_tokens < len(words):
@@ -114,6 +114,7 @@ class FakeEngine(Engine):
         )
         self.pool = pool
         self.pause = pause
+        self.answer = ANSWER
         self.fail_at: int | None = None
         self.failure: Exception = RuntimeError("the inside of the engine")
         self.held: set[str] = set()

@@ -5,7 +5,10 @@ Templates are programs, so nothing is read from their source: a stand-in word ei
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,6 +39,8 @@ class Abilities:
         parts: roles whose content may be a list of parts.
         system: it has a place for a system message.
         tools: it prints tools.
+        calls: how it writes a call of a tool: ``hermes`` (``<tool_call>`` around JSON of name and arguments; Qwen and
+            Hermes), or None, which is another way or none.
         reasoning: what it does with the reasoning (``...</think>``) of earlier answers: None, it prints it like the
             rest; ``field``, it drops it and takes it apart as ``reasoning_content``; ``drop``, it just drops it.
         documents: it renders ``{"type": "document", "text", "name"}`` parts, label included.
@@ -50,6 +55,7 @@ class Abilities:
     parts: frozenset[str]
     system: bool
     tools: bool
+    calls: Literal["hermes"] | None = None
     reasoning: Literal["field", "drop"] | None = None
     documents: bool = False
     names: bool = False
@@ -99,6 +105,10 @@ def probe(render: Render, image_token: str | None) -> Abilities:
         "system": any(found["system"]),
         "tools": A in attempt(user, tools=[tool]),
     }
+    if abilities["tools"]:
+        call = {"type": "function", "function": {"name": A, "arguments": {"place": B}}}
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        abilities["calls"] = _calls(attempt(user, asked, user, tools=[tool]))
     if found["assistant"][0]:
         thought = {"role": "assistant", "content": f"<think>\n{A}\n</think>\n\n{B}"}
         earlier = attempt(user, thought, user)
@@ -130,6 +140,15 @@ def probe(render: Render, image_token: str | None) -> Abilities:
         )
         break
     return Abilities(**abilities)
+
+
+def _calls(rendered: str) -> Literal["hermes"] | None:
+    """How A was called with B."""
+    for body in re.findall(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", rendered, re.DOTALL):
+        with suppress(ValueError):
+            if json.loads(body) == {"name": A, "arguments": {"place": B}}:
+                return "hermes"
+    return None
 
 
 def _text(text: str) -> dict[str, Any]:

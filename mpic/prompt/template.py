@@ -63,6 +63,14 @@ class ChatTemplate:
         self._guard = GuardedTokenizer(self.tokenizer, self.image_token)
         self.abilities: Abilities = probe(self._render, self.image_token)
 
+    @property
+    def calls(self) -> str | None:
+        """How the model writes a call of a tool, if that can be read in its decoded answer (``Abilities.calls``)."""
+        mark = "<tool_call>"
+        ids = self.tokenizer(mark, add_special_tokens=False)["input_ids"]
+        shown = mark in self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.abilities.calls if shown else None
+
     def tokenize_document(self, text: str) -> tuple[int, ...]:
         """Ids of a chunk's text: alone, nothing added, control strings in it taken as text."""
         return self._guard.encode(text)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from mpic.engine.base import Delta, RetrievalRound, TokenLogprob, Usage
+from mpic.server.tools import CallReader
 
 
 class Tokens(Protocol):
@@ -21,6 +22,7 @@ class Answer:
     Args:
         trace: say where every token of the prompt came from.
         given: searches made before the answer; None when the request wants no retrieval.
+        tools: read calls of tools out of the text.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Answer:
         tokens: Tokens,
         trace: bool = False,
         given: tuple[RetrievalRound, ...] | None = None,
+        tools: bool = False,
     ) -> None:
         self.id = id
         self.model = model
@@ -38,6 +41,8 @@ class Answer:
         self.tokens = tokens
         self.trace = trace
         self.given = given
+        self.tools = tools
+        self._readers: dict[int, CallReader] = {}
 
     def whole(self, answers: list[list[Delta]], usage: Usage, logprobs: bool) -> dict[str, Any]:
         """The ``chat.completion`` of finished answers."""
@@ -45,14 +50,19 @@ class Answer:
         return {**self._envelope("chat.completion", choices), "usage": self.usage(usage)}
 
     def _choice(self, index: int, deltas: list[Delta], logprobs: bool) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(d.text for d in deltas), "refusal": None}
+        text = "".join(d.text for d in deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self.tools:
+            message |= {"content": None, **self._read(index, text, True)}
+            for call in message.get("tool_calls", ()):
+                del call["index"]  # of streams only
         if self.given is not None:
             found = [d.retrieval for d in deltas if d.retrieval is not None]
             message["annotations"] = annotations((*self.given, *found))
         return {
             "index": index,
             "message": message,
-            "finish_reason": deltas[-1].finish_reason,
+            "finish_reason": self._finish(index, deltas[-1].finish_reason),
             "logprobs": self._logprobs([p for d in deltas for p in d.logprobs]) if logprobs else None,
         }
 
@@ -65,9 +75,24 @@ class Answer:
         """A chunk of a stream. The last one of an answer has the finish reason."""
         shown = self._logprobs(delta.logprobs) if logprobs and delta.logprobs else None
         said: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if self.tools:
+            said = self._read(index, delta.text, delta.finish_reason is not None)
         if delta.retrieval is not None:
             said["annotations"] = annotations((delta.retrieval,))
-        return self._chunk(said, index, delta.finish_reason, shown)
+        return self._chunk(said, index, self._finish(index, delta.finish_reason), shown)
+
+    def _read(self, index: int, text: str, last: bool) -> dict[str, Any]:
+        """What a piece of text says and calls."""
+        reader = self._readers.setdefault(index, CallReader())
+        first = len(reader.calls)
+        found = [*reader.push(text), *(reader.finish() if last else [])]
+        words = "".join(item for item in found if isinstance(item, str))
+        calls = [{"index": first + i, **call.shown()} for i, call in enumerate(reader.calls[first:])]
+        return {**({"content": words} if words else {}), **({"tool_calls": calls} if calls else {})}
+
+    def _finish(self, index: int, reason: str | None) -> str | None:
+        called = index in self._readers and self._readers[index].calls
+        return "tool_calls" if called and reason == "stop" else reason
 
     def closing(self, usage: Usage) -> dict[str, Any]:
         """The chunk with the usage and no choices, which OpenAI sends last."""

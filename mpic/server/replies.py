@@ -48,17 +48,29 @@ class Annotation(Exact):
     reference_citation: Citation
 
 
+class CalledFunction(Exact):
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it: check it before use")
+
+
+class ToolCall(Exact):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AnswerMessage(Exact):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | None = None
     annotations: list[Annotation] | None = None
 
 
 class Choice(Exact):
     index: int
     message: AnswerMessage
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: Logprobs | None
 
 
@@ -172,16 +184,23 @@ class ChatCompletion(Exact):
     usage: Usage
 
 
+class ToolCallDelta(ToolCall):
+    """A whole call: calls are sent when they are complete."""
+
+    index: int
+
+
 class ChunkDelta(Exact):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
     annotations: list[Annotation] | None = None
 
 
 class ChunkChoice(Exact):
     index: int
     delta: ChunkDelta
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     logprobs: Logprobs | None
 
 

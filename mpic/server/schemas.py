@@ -15,7 +15,7 @@ UNSUPPORTED = {
     "metadata": "",
     "modalities": "text comes out, nothing else",
     "moderation": "",
-    "parallel_tool_calls": "",
+    "parallel_tool_calls": "a model calls as many tools as it likes",
     "prediction": "",
     "presence_penalty": "",
     "prompt_cache_key": "chunks are found by their content",
@@ -26,9 +26,7 @@ UNSUPPORTED = {
     "safety_identifier": "",
     "service_tier": "there is one tier",
     "store": "answers are not kept",
-    "tool_choice": "",
-    "tools": "",
-    "tool_calls": "",
+    "tool_choice": "auto or none",
     "user": "who asks is known from the connection",
     "verbosity": "",
     "web_search_options": "",
@@ -121,10 +119,56 @@ Part = Annotated[
 ]
 
 
+class CalledFunction(Strict):
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it")
+
+
+class ToolCall(Strict):
+    """A call an earlier answer made."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
-    tool_calls: Nothing | None = None
+    """One message. Answers may be sent back as they came."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = Field(description="null only beside tool calls")
+    tool_calls: list[ToolCall] | None = Field(None, description="of an assistant message")
+    tool_call_id: str | None = Field(None, description="of a tool message")
+    refusal: None = None
+    annotations: list[dict[str, Any]] | None = Field(None, description="of an earlier answer; not read")
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls belong to assistant messages")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool messages, and only they, need a tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content may be null only beside tool_calls")
+        return self
+
+
+class Function(Strict):
+    name: str = Field(pattern="^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON Schema; shown to the model, not enforced"
+    )
+    strict: Literal[False] | None = None
+
+
+class Tool(Strict):
+    """A function the model may call, if its chat template can say so."""
+
+    type: Literal["function"]
+    function: Function
 
 
 class StreamOptions(Strict):
@@ -209,6 +253,7 @@ class ChatRequest(Strict):
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     mpic: MPICOptions = MPICOptions()
 
     # OpenAI parameters that are refused unless they ask for nothing (see UNSUPPORTED)
@@ -219,9 +264,8 @@ class ChatRequest(Strict):
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    tools: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: StrictBool | None = None
+    parallel_tool_calls: Literal[True] | None = None
     functions: Nothing | None = None
     metadata: Nothing | None = None
 

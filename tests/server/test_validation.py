@@ -28,7 +28,7 @@ def refusal(fields):
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("service_tier", "flex"),
         ("store", True),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("parallel_tool_calls", False),
         ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),

@@ -32,6 +32,9 @@ from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], route_class=JSONRoute)
 
+SAID_ONLY = {"refusal", "annotations", "audio", "function_call"}
+"""Fields of an earlier answer that say nothing to the model."""
+
 CLIENT_CLOSED = 499  # nobody reads it; it shows in the access log
 
 
@@ -53,7 +56,13 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
     choices = await run_in_threadpool(Choices.submit, state.engine.submit, job, body.n or 1)
     rounds = None if body.mpic.retrieval.mode == "off" else given
     answer = Answer(
-        job.id, state.engine.info.name, int(time.time()), state.template.tokenizer, job.trace, rounds
+        job.id,
+        state.engine.info.name,
+        int(time.time()),
+        state.template.tokenizer,
+        job.trace,
+        rounds,
+        tools=bool(tools_of(body)),
     )
     if not body.stream:
         return await _whole(request, choices, answer, bool(body.logprobs), state.metrics)
@@ -71,8 +80,20 @@ def prepare(
         )
     policy = parse_policy(body.mpic.policy or state.config.engine.policy)
     resolver = LibraryResolver(state.library, user, state.config.server.max_chunks)
-    messages = [m.model_dump(exclude_none=True) for m in body.messages]
+    messages = [m.model_dump(exclude_none=True, exclude=SAID_ONLY) for m in body.messages]
     options = body.mpic.retrieval
+    if offered := tools_of(body):
+        if options.mode != "off":
+            raise UnsupportedParameter("tools are not offered together with mpic.retrieval", param="tools")
+        if not state.template.abilities.tools:
+            raise UnsupportedParameter("the model's chat template does not print tools", param="tools")
+        if state.template.calls is None:
+            raise UnsupportedParameter(
+                "this server does not read the form in which the model calls tools (only <tool_call> JSON)",
+                param="tools",
+            )
+    if (body.n or 1) > 1 and options.mode == "auto":
+        raise UnsupportedParameter("n is 1 while the model searches as it answers", param="n")
     given: tuple[RetrievalRound, ...] = ()
     hits: list[SearchHit] = []
     tokens = None
@@ -88,7 +109,7 @@ def prepare(
         messages = messages if tokens is not None else retrieval.with_references(messages, hits)
     style = retrieval.style_of(state.template, state.config.retrieval) if options.mode == "auto" else None
     tools = search_tools(style) if style is not None else None
-    prompt = build_prompt(messages, state.template, resolver, tools)
+    prompt = build_prompt(messages, state.template, resolver, tools or offered)
     if tokens is not None and hits:
         shelf = state.library.references
         prompt = retrieval.as_if_asked(prompt, state.template, tokens, query, hits, shelf)
@@ -108,6 +129,13 @@ def prepare(
     )
     id = f"chatcmpl-{uuid.uuid4().hex}"
     return GenerationRequest(id, prompt, policy, sampling, user, body.mpic.trace, auto), given
+
+
+def tools_of(body: ChatRequest) -> list[dict[str, Any]]:
+    """The tools a request offers."""
+    if body.tool_choice == "none":
+        return []
+    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
 
 
 async def _whole(

@@ -1,0 +1,80 @@
+"""Calls of tools in an answer's text, in the form of Hermes and Qwen: ``<tool_call>`` around JSON of a name and its
+arguments. Text that may still become a call is held back; what turns out to be none is given out as it was written."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any, NamedTuple
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Call(NamedTuple):
+    """A call as OpenAI shows it; ``arguments`` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def shown(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class CallReader:
+    """Reads one answer, piece by piece.
+
+    Attributes:
+        calls: found so far.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._held = ""
+        self._inside = False
+
+    def push(self, text: str) -> list[str | Call]:
+        """What became certain: words and calls, in order."""
+        self._held += text
+        out: list[str | Call] = []
+        while True:
+            mark = CLOSE if self._inside else OPEN
+            before, found, after = self._held.partition(mark)
+            if not found:
+                break
+            self._held = after
+            self._out(out, self._call(before, CLOSE) if self._inside else before)
+            self._inside = not self._inside
+        if not self._inside:
+            keep = next((n for n in range(len(OPEN) - 1, 0, -1) if self._held.endswith(OPEN[:n])), 0)
+            certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            self._out(out, certain)
+        return out
+
+    def finish(self) -> list[str | Call]:
+        """The rest, at the end of the answer; the mark after a last call may be missing."""
+        out: list[str | Call] = []
+        self._out(out, self._call(self._held, "") if self._inside else self._held)
+        self._held, self._inside = "", False
+        return out
+
+    def _out(self, out: list[str | Call], item: str | Call) -> None:
+        if isinstance(item, Call):
+            self.calls.append(item)
+        elif self.calls:
+            item = item if item.strip() else ""  # line breaks between calls
+        if item:
+            out.append(item)
+
+    def _call(self, body: str, close: str) -> Call | str:
+        try:
+            value = json.loads(body)
+        except ValueError:
+            return OPEN + body + close
+        name, arguments = (
+            (value.get("name"), value.get("arguments", {})) if isinstance(value, dict) else (None, None)
+        )
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return OPEN + body + close
+        return Call(f"call_{secrets.token_hex(12)}", name, json.dumps(arguments, ensure_ascii=False))

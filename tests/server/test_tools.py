@@ -1,0 +1,146 @@
+"""Tools: shown to the model by its own template, calls read out of its answer, everything else refused by name."""
+
+import json
+
+import pytest
+from chat_models import processor
+from fake_engine import FakeEngine
+from hypothesis import given
+from hypothesis import strategies as st
+from server_helpers import fake_server
+
+from mpic.prompt import ChatTemplate
+from mpic.server.replies import ChatCompletion, ChatCompletionChunk
+from mpic.server.tools import Call, CallReader
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+
+
+@pytest.fixture
+async def hermes(tmp_path):
+    """A server whose template is Qwen's."""
+    template = ChatTemplate(processor("qwen3"))
+    async with fake_server(tmp_path, template, FakeEngine(context=10_000, pool=10_000)) as server:
+        yield server
+
+
+def read(pieces):
+    """Words and (name, arguments), whatever the pieces were."""
+    reader = CallReader()
+    found = [item for piece in pieces for item in reader.push(piece)] + reader.finish()
+    words = "".join(item for item in found if isinstance(item, str))
+    return words, [(c.name, json.loads(c.arguments)) for c in found if isinstance(c, Call)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "calls"),
+    [
+        ("just words < > <tool", "just words < > <tool", []),
+        (CALL, "", [("get_weather", {"city": "Köln"})]),
+        (f"Let me see. {CALL}\n{CALL}\n", "Let me see. ", [("get_weather", {"city": "Köln"})] * 2),
+        ('<tool_call>{"name": "now"}', "", [("now", {})]),
+        ("<tool_call>not JSON</tool_call>!", "<tool_call>not JSON</tool_call>!", []),
+        ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
+        ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
+        ("<tool_call>{", "<tool_call>{", []),
+    ],
+)
+@given(data=st.data())
+def test_calls_are_found_however_the_answer_is_cut(text, words, calls, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    assert read([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == (words, calls)
+
+
+async def test_a_call_is_answered_and_the_conversation_goes_on(hermes):
+    hermes.engine.answer = f"Let me see. {CALL}"
+    body = (await hermes.ask("weather in Köln?", tools=[WEATHER])).json()
+    ChatCompletion.model_validate(body)
+    choice = body["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me see. "
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Köln"}'}
+    shown = hermes.app.state.mpic.template.tokenizer.decode(
+        hermes.engine.requests[0].prompt.segments[0].token_ids
+    )
+    assert "get_weather" in shown and "Weather of a city" in shown
+
+    hermes.engine.answer = "It rains."
+    messages = [
+        {"role": "user", "content": "weather in Köln?"},
+        choice["message"],  # as it came
+        {"role": "tool", "tool_call_id": call["id"], "content": "rain, 9 degrees"},
+    ]
+    answer = await hermes.ask(messages=messages, tools=[WEATHER])
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == "It rains."
+    shown = hermes.app.state.mpic.template.tokenizer.decode(
+        hermes.engine.requests[1].prompt.segments[0].token_ids
+    )
+    assert "rain, 9 degrees" in shown and "Köln" in shown
+
+
+async def test_calls_in_a_stream(hermes):
+    hermes.engine.answer = f"Look: {CALL}\n{CALL}"
+    answer = await hermes.ask("weather?", tools=[WEATHER], stream=True)
+    frames = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    for frame in frames:
+        ChatCompletionChunk.model_validate(frame)
+    deltas = [frame["choices"][0]["delta"] for frame in frames]
+    assert "".join(d.get("content", "") for d in deltas) == "Look: "
+    calls = [call for d in deltas for call in d.get("tool_calls", ())]
+    assert [c["index"] for c in calls] == [0, 1] and len({c["id"] for c in calls}) == 2
+    assert frames[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_without_tools_or_with_choice_none_a_call_is_text(hermes):
+    hermes.engine.answer = CALL
+    for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        choice = (await hermes.ask("weather?", **fields)).json()["choices"][0]
+        assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [WEATHER], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [WEATHER], "mpic": {"retrieval": {"mode": "always"}}}, "tools"),
+    ],
+)
+async def test_what_is_not_done_is_refused_by_name(hermes, fields, param):
+    error = (await hermes.ask("x", **fields)).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", param)
+
+
+async def test_a_model_whose_template_prints_no_tools_refuses_them(server):
+    error = (await server.ask("x", tools=[WEATHER])).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "tools")
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen3", "hermes"), ("llama3.1", None), ("plain", None)])
+def test_the_form_of_calls_is_found_in_the_template(family, form):
+    assert ChatTemplate(processor(family)).calls == form
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "x", "tool_calls": [{"id": "1", "type": "function", "function": {}}]},
+        {"role": "tool", "content": "x"},
+        {"role": "user", "content": "x", "tool_call_id": "1"},
+    ],
+)
+async def test_messages_that_make_no_sense(server, message):
+    answer = await server.ask(messages=[{"role": "user", "content": "x"}, message])
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "bad_request", answer.text
