@@ -1,0 +1,74 @@
+"""``mpic references`` against a real server."""
+
+import json
+
+import pytest
+from server_helpers import png
+
+from mpic import cli
+
+
+@pytest.fixture
+def run(url, monkeypatch, capsys):
+    """Runs ``mpic references ...`` on the server and gives the JSON it prints; the references go afterwards."""
+
+    def call(*args, status=0):
+        monkeypatch.setattr("sys.argv", ["mpic", "references", *map(str, args), "--url", url, "--json"])
+        got = 0
+        try:
+            cli.main()
+        except SystemExit as exc:
+            got = exc.code or 0
+        out, err = capsys.readouterr()
+        assert got == status, err
+        return json.loads(out) if status == 0 else err
+
+    yield call
+    for one in call("list"):
+        call("remove", one["id"])
+
+
+def test_references_are_added_found_replaced_shown_and_removed(run, tmp_path):
+    text, picture = tmp_path / "lamp.txt", tmp_path / "red.png"
+    text.write_text("The code of the lamp is 123.")
+    picture.write_bytes(png("red"))
+    (lamp,) = run("add", text, "--id", "ref_lamp", "--meta", "year=2024", "--meta", "room=hall")
+    assert (lamp["title"], lamp["state"], lamp["metadata"]) == (
+        "lamp",
+        "ready",
+        {"year": 2024, "room": "hall"},
+    )
+    (red,) = run("add", picture, "--title", "Red")
+    assert [r["id"] for r in run("list")] == ["ref_lamp", red["id"]]
+    assert [r["id"] for r in run("list", "--kind", "image")] == [red["id"]]
+    assert run("search", "code of lamp", "--top-k", "1")[0]["id"] == "ref_lamp"
+    assert run("search", "--image", picture, "--filter", '{"kind": "image"}')[0]["score"] > 0.99
+    text.write_text("The code of the boat is 456.")
+    (again,) = run("replace", "ref_lamp", text)
+    assert again["version"] == 2 and run("show", "ref_lamp")["version"] == 2
+    assert run("reindex")["missing"] == 0
+    run("remove", "ref_lamp")
+    assert "reference_not_found" in run("show", "ref_lamp", status=1)
+
+
+def test_an_import_is_resumed_by_running_it_again(run, tmp_path):
+    rows = [{"id": f"n{i}", "title": f"T{i}", "text": f"fact {i}", "metadata": {"i": i}} for i in range(3)]
+    file = tmp_path / "some.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    assert run("import", file)["counts"] == {"added": 2}
+    file.write_text("".join(json.dumps(row) + "\n" for row in [{**rows[0], "title": "new"}, *rows[1:]]))
+    assert run("import", file)["counts"] == {"replaced": 1, "unchanged": 1, "added": 1}
+    assert run("search", "fact", "--filter", '{"i": {"gte": 1}}', "--top-k", "9") != []
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (("search", ""), "empty_query"),
+        (("search", "x", "--top-k", "1000"), "bad_request"),
+        (("remove", "ref_none"), "reference_not_found"),
+    ],
+)
+def test_refusals_are_one_line_with_a_code(run, args, code):
+    line = run(*args, status=1)
+    assert f"[{code}]" in line and line.count("\n") == 1
