@@ -62,7 +62,7 @@ def evaluate(policy: str = "mpic-16", limit: int = 1000, model: str | None = Non
                 "model": engine.info.name,
                 "policy": policy,
                 "embedder": bench.retriever.embedder.name._asdict(),
-                "recall": recall(bench.retriever, queries),
+                "recall": recall(bench.retriever, queries, limit),
                 "answers": answers(bench, _limited(queries, limit)),
                 "searches": searches(bench, min(limit, CONTEXT_QUESTIONS)),
             }
@@ -72,12 +72,13 @@ def evaluate(policy: str = "mpic-16", limit: int = 1000, model: str | None = Non
             library.close()
 
 
-def recall(retriever: Retriever, queries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def recall(retriever: Retriever, queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
     """By task and form: share of queries whose true entry is among the first k, of all entries and of its kind only."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for query in queries:
-        groups[query["task"], query["form"]].append(query)
-        groups[query["task"], "all"].append(query)
+        if len(groups[query["task"], query["form"]]) < limit:
+            groups[query["task"], query["form"]].append(query)
+            groups[query["task"], "all"].append(query)
     rows = []
     for (task, form), group in sorted(groups.items()):
         row: dict[str, Any] = {"task": task, "form": form, "queries": len(group)}
@@ -142,6 +143,7 @@ def answers(bench: Bench, queries: Sequence[dict[str, Any]]) -> list[dict[str, A
         "no library": bench.run(plain),
         "right reference": bench.run([bench.given(q, calls[q["truth"]]) for q in queries]),
         "auto": bench.run([bench.auto(p) for p in plain]),
+        "auto, top 5": bench.run([bench.auto(p, top_k=5) for p in plain]),
         "auto, kind known": bench.run(
             [
                 bench.auto(p, filter={"kind": q["task"].rpartition(">")[2]})
@@ -224,18 +226,20 @@ def _limited(queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, An
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """Three tables."""
+    """Three tables, a column for each task."""
     for name in ("recall", "answers", "searches"):
         rows = report[name]
-        table = Table(title=f"{name} ({report['model']}, {report['policy']})", title_justify="left")
-        for column in rows[0]:
-            table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
-        for row in rows:
-            table.add_row(*(_cell(key, value) for key, value in row.items()))
+        titles = [f"{row['task']} {row.get('form', '')}".strip() for row in rows]
+        table = Table("", title=f"{name} ({report['model']}, {report['policy']})", title_justify="left")
+        for title in titles:
+            table.add_column(title, justify="right")
+        for key in rows[0]:
+            if key not in ("task", "form"):
+                table.add_row(key, *(_cell(row[key]) for row in rows))
         console.print(table, markup=False)
 
 
-def _cell(key: str, value: Any) -> str:
+def _cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.1%}" if isinstance(value, float) else str(value)
