@@ -440,3 +440,24 @@ def test_random_batches_of_requests_that_search_equal_the_oracle(seed, make_engi
         assert got_ids[len(call) :] == expected_ids
         assert (got[len(call) :] - expected).abs().max() < 1e-4
     engine.check()
+
+
+@pytest.mark.parametrize("trouble", ["slow", "damaged"])
+def test_a_slow_or_damaged_stored_reference_is_linked_as_a_resident_one(trouble, make_engine):
+    store = MemoryStore(delay=0.05 if trouble == "slow" else 0.0)
+    a, document, b = chunks_of("llama")
+    maker = make_engine(store=store)
+    for chunk in (document, b):
+        maker.compile(chunk).result()
+    engine = make_engine(store=store)
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "mpic-5", SAID), SAID)
+    if trouble == "damaged":
+        store.damage(engine.preparer.key(b, 0))
+    lookup = Lookup(call, b, document)
+    got_ids, got = logits_of(ask(engine, prompt, "mpic-5", SAID + 4, lookup), SAID + 4)
+    whole = from_the_start(prompt, call, lookup.insert([Hit(c, {}) for c in (b, document)], 1))
+    expected_ids, expected = oracle_of("llama", whole, "mpic-5", 4)
+    assert got_ids[SAID:] == expected_ids
+    assert (got[SAID:] - expected).abs().max() < 1e-4
+    engine.check()
