@@ -23,7 +23,7 @@ COMMANDS = {
     "serve": ("mpic.cli.serve", "Start the server."),
     "upload": ("mpic.cli.upload", "Upload images and documents; each is compiled once."),
     "chat": ("mpic.cli.chat", "Talk to the model, about uploads too."),
-    "files": ("mpic.cli.files", "Your uploads: list, show, content, delete."),
+    "files": ("mpic.cli.files", "Your uploads: list, show, content, extend, delete."),
     "caches": ("mpic.cli.caches", "Cached texts, linked by id in any order."),
     "models": ("mpic.cli.models", "What is served, and the policies on offer."),
     "references": ("mpic.cli.references", "The reference library: add, search, import, reindex, evaluate."),

@@ -82,9 +82,9 @@ def list_(url: Url = DEFAULT_URL, api_key: Key = None, as_json: Json = False) ->
         print_json(caches)
         return
     print_table(
-        ("id", "name", "chunks", "state", "tokens", "bytes", "expires"),
+        ("id", "chunks", "state", "tokens", "bytes", "expires", "name"),
         (
-            (c.id, c.name, len(c.chunks), c.state, c.tokens, c.bytes, when(c.expires_at) or "never")
+            (c.id, len(c.chunks), c.state, c.tokens, c.bytes, when(c.expires_at) or "never", c.name)
             for c in caches
         ),
         "no caches yet: mpic caches create PATH",

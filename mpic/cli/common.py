@@ -61,7 +61,7 @@ def plain(value: Any) -> Any:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str, whole: Sequence[str] = ("handle", "id")
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str, whole: Sequence[str] = ("id", "state")
 ) -> None:
     """A table for a person, or what to do when there is nothing.
 
@@ -69,12 +69,16 @@ def print_table(
         columns: names; ``bytes`` and ``tokens`` are numbers, right-aligned.
         whole: columns that are never cut or wrapped.
     """
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         table.add_column(
-            name, justify="right" if name in ("bytes", "tokens", "score") else "left", no_wrap=name in whole
+            name,
+            justify="right" if name in ("bytes", "tokens", "score") else "left",
+            no_wrap=name in whole,
+            overflow="fold",
         )
     for row in rows:
         table.add_row(*(number(cell) for cell in row))

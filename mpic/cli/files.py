@@ -88,6 +88,23 @@ def content(
 
 
 @app.command()
+def extend(
+    name: Name,
+    ttl: Annotated[int | None, typer.Option(min=1, help="seconds from now; left out: for ever")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Give an upload a new life from now on: `mpic files extend EIFFEL2025 --ttl 86400`."""
+    with connect(url, api_key) as client:
+        file = client.files.update(find(client, name).id, ttl)
+    if as_json:
+        print_json(file)
+    else:
+        out.print(f"{file.mention or file.id} expires: {when(file.expires_at) or 'never'}", highlight=False)
+
+
+@app.command()
 def delete(
     names: Annotated[list[str], typer.Argument(help="handles or file ids")],
     url: Url = DEFAULT_URL,
@@ -120,7 +137,7 @@ def show_files(files: Iterable[File], as_json: bool) -> None:
         print_json(list(files))
         return
     print_table(
-        ("kind", "state", "tokens", "bytes", "handle", "id"),
-        ((f.kind, f.state, f.tokens, f.bytes, f.mention or f.filename, f.id) for f in files),
+        ("state", "tokens", "bytes", "in prompts", "id"),
+        ((f.state, f.tokens, f.bytes, f.mention or f.filename, f.id) for f in files),
         "no files yet: mpic upload PATH",
     )

@@ -211,6 +211,10 @@ class Files(Resource):
         """The original, byte by byte."""
         return await self._client.send(calls.content("files", id))
 
+    async def update(self, id: str, ttl: int | None) -> types.File:
+        """Let it live for ``ttl`` seconds from now; None: for ever."""
+        return await self._client.send(calls.update("files", types.File, id, ttl))
+
     async def delete(self, id: str) -> types.Deleted:
         """Delete a file and everything compiled from it."""
         return await self._client.send(calls.delete("files", id))
@@ -253,7 +257,7 @@ class Caches(Resource):
 
     async def update(self, id: str, ttl: int | None) -> types.Cache:
         """Let it live for ``ttl`` seconds from now; None: for ever."""
-        return await self._client.send(calls.cache_update(id, ttl))
+        return await self._client.send(calls.update("caches", types.Cache, id, ttl))
 
     async def delete(self, id: str) -> types.Deleted:
         return await self._client.send(calls.delete("caches", id))

@@ -171,6 +171,10 @@ def content(noun: str, id: str) -> Call[bytes]:
     return Call("GET", at(noun, id, "content"), read=_bytes, repeatable=True)
 
 
+def update(noun: str, model: type[T], id: str, ttl: int | None) -> Call[T]:
+    return Call("PATCH", at(noun, id), one(model), json={"ttl": ttl}, repeatable=True)
+
+
 def delete(noun: str, id: str) -> Call[types.Deleted]:
     """Not repeatable: the second time it would say that there is no such thing."""
     return Call("DELETE", at(noun, id), one(types.Deleted))
@@ -189,10 +193,6 @@ def cache_create(
     cut = {"mode": split} if isinstance(split, str) else split
     body = given(text=text, chunks=None if chunks is None else list(chunks), split=cut, name=name, ttl=ttl)
     return Call("POST", at("caches"), one(types.Cache), json=body)
-
-
-def cache_update(id: str, ttl: int | None) -> Call[types.Cache]:
-    return Call("PATCH", at("caches", id), one(types.Cache), json={"ttl": ttl}, repeatable=True)
 
 
 def cache_or_chunk(body: Any) -> types.Cache | types.CacheChunk:

@@ -212,6 +212,10 @@ class Files(Resource):
         """The original, byte by byte."""
         return self._client.send(calls.content("files", id))
 
+    def update(self, id: str, ttl: int | None) -> types.File:
+        """Let it live for ``ttl`` seconds from now; None: for ever."""
+        return self._client.send(calls.update("files", types.File, id, ttl))
+
     def delete(self, id: str) -> types.Deleted:
         """Delete a file and everything compiled from it."""
         return self._client.send(calls.delete("files", id))
@@ -254,7 +258,7 @@ class Caches(Resource):
 
     def update(self, id: str, ttl: int | None) -> types.Cache:
         """Let it live for ``ttl`` seconds from now; None: for ever."""
-        return self._client.send(calls.cache_update(id, ttl))
+        return self._client.send(calls.update("caches", types.Cache, id, ttl))
 
     def delete(self, id: str) -> types.Deleted:
         return self._client.send(calls.delete("caches", id))

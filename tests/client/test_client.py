@@ -39,6 +39,8 @@ def test_a_file_from_upload_to_deletion(client, tmp_path):
     assert done.expires_at - done.created_at in (1000, 1001)
     assert done.object == "file"  # a field that has no name in the SDK is kept
     assert client.files.content(made.id) == b"some notes"
+    assert client.files.update(made.id, None).expires_at is None
+    assert client.files.update(made.id, 5000).expires_at - done.created_at >= 5000
     with pytest.raises(ValueError, match="frozen"):
         done.state = "failed"
     with pytest.raises(mpic.HandleTaken):

@@ -187,3 +187,17 @@ async def test_bad_queries(server, query):
     answer = await server.http.get("/v1/files", params=query)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] in query
+
+
+async def test_a_file_gets_a_new_life(server):
+    file = await server.uploaded(**{"expires_after[anchor]": "created_at", "expires_after[seconds]": "60"})
+
+    async def change(body, id=file["id"]):
+        return await server.http.patch(f"/v1/files/{id}", json=body)
+
+    longer = (await change({"ttl": 7200})).json()
+    assert longer["id"] == file["id"] and longer["expires_at"] >= file["created_at"] + 7200
+    assert (await change({"ttl": None})).json()["expires_at"] is None
+    for body in ({}, {"ttl": 0}, {"ttl": "1"}, {"ttl": 1, "handle": "X"}):
+        assert (await change(body)).status_code == 400
+    assert (await change({"ttl": 1}, "file-nobody")).json()["error"]["code"] == "file_not_found"
