@@ -196,6 +196,12 @@ def m005_vectors(db: sqlite3.Connection) -> None:
         )""")
 
 
+@migration
+def m006_order_of_listings(db: sqlite3.Connection) -> None:
+    db.execute("CREATE INDEX files_age ON files (owner)")  # within an owner, rows come in the order of seq
+    db.execute("CREATE INDEX files_pending ON files (seq) WHERE state = 'compiling'")
+
+
 class Catalog:
     """Connections to the database; the SQL about its rows stands in rows.py.
 

@@ -58,3 +58,37 @@ def test_every_earlier_version_migrates(tmp_path, monkeypatch, version):
     assert [tuple(r) for r in migrated.read(schema)] == [tuple(r) for r in fresh.read(schema)]
     migrated.close()
     fresh.close()
+
+
+ASKED_OFTEN = {
+    "by id": lambda lib, file: lib.files.get("ann", file.id),
+    "by handle": lambda lib, file: lib.files.by_handle("ann", "T"),
+    "listing": lambda lib, file: lib.files.page("ann", limit=20),
+    "next page": lambda lib, file: lib.files.page("ann", after=file.id, limit=20),
+    "pending": lambda lib, file: lib.files.pending(),
+    "find": lambda lib, file: lib.store.find([text_key(), text_key("other")]),
+    "why not": lambda lib, file: lib.store.missing_reason(text_key("other")),
+    "references": lambda lib, file: lib.references.many(["ref_a", "ref_b"]),
+    "upload": lambda lib, file: lib.files._rows.check_quota("ann", 5),
+    "expired": lambda lib, file: lib.files._rows.expired(),
+}
+
+
+@pytest.mark.parametrize("question", ASKED_OFTEN)
+def test_what_is_asked_often_is_answered_from_an_index(tmp_path, monkeypatch, question):
+    with Library.open(tmp_path) as library:
+        file = library.files.add("ann", b"some text", "t.txt", handle="T")
+        asked, read = [], library.catalog.read
+
+        def recorded(sql, *values, **named):
+            asked.append((sql, values, named))
+            return read(sql, *values, **named)
+
+        monkeypatch.setattr(library.catalog, "read", recorded)
+        ASKED_OFTEN[question](library, file)
+        monkeypatch.undo()
+        assert asked
+        for sql, values, named in asked:
+            steps = [row[3] for row in read(f"EXPLAIN QUERY PLAN {sql}", *values, **named)]
+            slow = [s for s in steps if "TEMP B-TREE" in s or ("SCAN" in s and "INDEX" not in s)]
+            assert not slow, f"{sql}: {steps}"
