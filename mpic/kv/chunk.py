@@ -83,6 +83,19 @@ class KVKey:
     model: str
     recipe: Recipe
 
+    @staticmethod
+    @functools.lru_cache(1 << 14)
+    def of(owner: str, chunk: ChunkKey, model: str, recipe: Recipe) -> KVKey:
+        """The key itself; one that was asked for lately is not made and hashed again."""
+        return KVKey(owner, chunk, model, recipe)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # looked up many times in a request's life
+        return hash((self.owner, self.chunk, self.model, self.recipe))
+
     @functools.cached_property
     def digest(self) -> str:
         return digest("kv", self.owner, self.chunk.kind, self.chunk.digest, self.model, self.recipe.digest)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from mpic.engine.base import ChunkUse, GenerationRequest, StoredChunk, Usage
@@ -168,6 +169,7 @@ def lay_out(
     """Own tokens from sequence index ``since`` on (where a segment begins), their positions, and the items that
     identify them in the prefix cache."""
     own = Own([], [], [], [])
+    columns: list[np.ndarray] = []  # many short pieces, for which numpy is quicker
     chunk_of = {}
     digests = [one.key.digest for one in linked]
     for i, segment in enumerate(segments):
@@ -190,12 +192,12 @@ def lay_out(
         source = segment if isinstance(segment, TextSegment) else chunk_of[part.segment].chunk
         if source.token_ids is not None:  # text, a request's own or a chunk's: positions count up
             new = source.token_ids[part.lo : part.hi]
-            at = torch.arange(part.lo + part.base, part.hi + part.base).expand(mrope, -1)
+            at = np.arange(part.lo + part.base, part.hi + part.base, dtype=np.int64)[None].repeat(mrope, 0)
             own.items.extend(new)
         else:
             inputs = chunk_of[part.segment].inputs
             new = inputs.token_ids[part.lo : part.hi].tolist()
-            at = inputs.positions[:, part.lo : part.hi] + part.base
+            at = inputs.positions.numpy()[:, part.lo : part.hi] + part.base
             if inputs.embeds is not None:
                 deep = None if inputs.deepstack is None else inputs.deepstack[:, part.lo : part.hi]
                 own.pieces.append(Piece(len(own.ids), inputs.embeds[part.lo : part.hi], deep))
@@ -203,8 +205,10 @@ def lay_out(
                 own.items.extend((content, j) for j in range(part.lo, part.hi))
             else:
                 own.items.extend(new)
-        own.positions.append(at)
+        columns.append(at)
         own.ids.extend(new)
+    if columns:
+        own.positions.append(torch.from_numpy(np.concatenate(columns, 1)))
     return own
 
 

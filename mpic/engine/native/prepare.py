@@ -205,7 +205,7 @@ class Preparer:
         """Every chunk's inputs from the nearest place: the device's resident chunk, memory, the store, or made anew.
         The store is asked once for all that are not resident."""
         recipe = self.recipe(policy.sink)
-        keys = [KVKey(chunk.owner, chunk.key, self._model.digest, recipe) for chunk in chunks]
+        keys = [KVKey.of(chunk.owner, chunk.key, self._model.digest, recipe) for chunk in chunks]
         residents = [self._device.get(key) for key in keys]
         known = [
             r.inputs if r is not None and r.ready else self._remembered(chunk)
@@ -231,7 +231,8 @@ class Preparer:
     def _link_stored(
         self, chunk: Chunk, key: KVKey, inputs: ChunkInputs | None, stored: StoredChunk | None, arrived: float
     ) -> LinkedChunk:
-        inputs = inputs or self._remembered(chunk)  # linked twice, it was made a moment ago
+        if inputs is None:
+            inputs = self._remembered(chunk)  # linked twice, it was made a moment ago
         if inputs is None:
             inputs = self._read_inputs(stored, chunk)
             if inputs is None:

@@ -54,7 +54,11 @@ class Settings:
     "parallel",
     "first token with 8 chunks, some on a cold disk and m missing: loaded beside compiling, or before",
     Settings,
-    quick={"tokens": 320, "missing": (0, 2, 8), "repeats": 3},
+    quick={
+        "decoder": Decoder(layers=8, hidden=512, heads=8, intermediate=512),
+        "missing": (0, 1, 4),
+        "repeats": 3,
+    },
     wants={"worst_over_limit": "<= 1.2"},
 )
 def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
