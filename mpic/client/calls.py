@@ -81,6 +81,8 @@ class ChatOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     logprobs: bool | None
     top_logprobs: int | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | None
     stream_options: Mapping[str, Any] | None
     extra_body: Mapping[str, Any] | None
 

@@ -216,8 +216,12 @@ class Usage(Answer):
 
 
 class Message(Answer):
+    """``tool_calls`` and ``annotations`` (references that were used) are as OpenAI's."""
+
     role: str
     content: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+    annotations: tuple[dict[str, Any], ...] | None = None
 
 
 class Choice(Answer):
