@@ -231,6 +231,7 @@ class _Measurement:
 
     def rows(self) -> Iterator[Row]:
         s = self.settings
+        yield measured(f"runs, {self.model.name}", "attention", self.attention, 0.0, "-")
         counts = [n for n in s.images if self._pool(n) <= self._room()]
         if len(counts) < len(s.images):
             yield self._left_out(f"{s.images[len(counts) :]} images", "they do not fit this device's memory")
