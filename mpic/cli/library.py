@@ -180,7 +180,8 @@ def library_export(
 ) -> None:
     """Write all files and references to one tar file, every original verified on its way.
 
-    Compiled chunks are not in it: they belong to a model and are compiled again. `mpic library import` takes it back.
+    Compiled chunks are not in it: they belong to a model and are compiled again; nor are explicit caches
+    (`/v1/caches`). `mpic library import` takes it back.
     """
     from mpic.library.archive import export, size_of
 

@@ -1,7 +1,8 @@
 """A library as one file: ``export`` and ``restore``.
 
 A tar file of ``manifest.jsonl`` (one line a file or reference, with the SHA-256 of its content) and the originals under
-their hash. Compiled chunks are not in it: they belong to a model and are made again.
+their hash. Compiled chunks are not in it: they belong to a model and are made again. Explicit caches (``/v1/caches``)
+are not in it either.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A folder: every file below it is a reference; its title is its name without the suffix, its id comes from its path.
 
 A JSONL file: one object a line, ``{"path" or "text", "title", "id"?, "description"?, "metadata"?}``; paths are relative
-to the file and stay below its folder. What kind it is, is found by decoding (``kind`` is ignored only when it agrees).
+to the file and stay below its folder. What kind it is, is found by decoding; a ``kind`` that says otherwise is noted.
 Lists in ``metadata`` become one text, separated by commas. An id ``x`` becomes ``ref_x``.
 
 An import can be run again: what is there already with the same content and words is left as it is, what has changed is
