@@ -100,7 +100,7 @@ def show(id: Id, url: Url = DEFAULT_URL, api_key: Key = None, as_json: Json = Fa
         print_json(cache)
         return
     print_table(
-        ("id", "characters", "state", "tokens", "bytes", "kept in", "expires"),
+        ("id", "text", "state", "tokens", "bytes", "kept in", "expires"),
         (
             (
                 c.id,

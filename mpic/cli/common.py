@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -60,26 +60,18 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str, whole: Sequence[str] = ("id", "state")
-) -> None:
-    """A table for a person, or what to do when there is nothing.
+WORDS = ("name", "title", "in prompts", "description")
+"""Columns that may be wrapped where the terminal is narrow; ids and numbers are worth nothing in pieces."""
 
-    Args:
-        columns: names; ``bytes`` and ``tokens`` are numbers, right-aligned.
-        whole: columns that are never cut or wrapped.
-    """
-    from rich.box import SIMPLE_HEAD
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str) -> None:
+    """A table for a person, or ``empty``: what to do when there is nothing. Numbers are right-aligned."""
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in columns:
-        table.add_column(
-            name,
-            justify="right" if name in ("bytes", "tokens", "score") else "left",
-            no_wrap=name in whole,
-            overflow="fold",
-        )
+        side: Literal["left", "right"] = "right" if name in ("bytes", "tokens", "score") else "left"
+        table.add_column(name, justify=side, no_wrap=name not in WORDS, overflow="fold")
     for row in rows:
         table.add_row(*(number(cell) for cell in row))
     out.print(table if table.rows else empty, markup=False, highlight=False)

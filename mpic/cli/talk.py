@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mpic.client import MPIC
     from mpic.client.types import Usage
 
-COMMANDS = ("/again", "/files", "/policy", "/quit", "/reset")
+COMMANDS = ("/again ", "/files", "/policy ", "/quit", "/reset")  # a blank where a name follows
 HELP = "there is /files, /policy NAME, /again NAME, /reset and /quit"
 
 
@@ -122,7 +122,7 @@ def converse(talk: Conversation, out: Console) -> None:
     with completion(talk.client, health.policies):
         while True:
             try:
-                text = out.input("[bold]> [/bold]").strip()
+                text = input("> ").strip()  # not rich: readline must know the prompt to draw it again
             except (EOFError, KeyboardInterrupt):
                 out.print()
                 return

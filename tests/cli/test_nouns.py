@@ -86,7 +86,7 @@ def test_tab_completes_commands_policies_and_uploads(url, image):
         def complete(line):
             return completions(client, policies, line, line.rpartition(" ")[2])
 
-        assert complete("/p") == ["/policy"]
+        assert complete("/p") == ["/policy "]
         assert complete("/policy m") == ["mpic-K"]
         assert complete("compare IMAGE#CLI") == ["IMAGE#CLI_RED"] == complete("compare CLI_R")
         assert complete("IMAGE#NOBODY") == [] and "IMAGE#CLI_RED" in complete("and ")
