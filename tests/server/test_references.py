@@ -6,7 +6,9 @@ import base64
 import json
 
 import pytest
-from server_helpers import png
+from server_helpers import fake_server, png
+
+from mpic.config import Config, RetrievalConfig
 
 ID = "ref_lamp"
 
@@ -191,3 +193,14 @@ async def test_auto_is_refused_for_a_model_that_cannot_ask(server):
 async def test_without_retrieval_nothing_is_said_of_it(server):
     body = (await server.ask("x")).json()
     assert "annotations" not in body["choices"][0]["message"] and "retrieval" not in body["usage"]["mpic"]
+
+
+async def test_an_embedder_without_weights_is_said_so_and_the_rest_goes_on(tmp_path, template):
+    config = Config(retrieval=RetrievalConfig(embedder=str(tmp_path / "nowhere"), embedder_weights="none"))
+    async with fake_server(tmp_path / "library", template, config=config) as server:
+        assert (await add(server, id=ID)).status_code == 200
+        answer = await server.http.post("/v1/references/search", json={"query": "lamp"})
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "embedder_unavailable"
+        answer = await server.ask("the lamp?", mpic={"retrieval": "always"})
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "embedder_unavailable"
+        assert (await server.ask("the lamp?")).status_code == 200

@@ -3,6 +3,7 @@ Qwen-like template by a tool call in it (its words are put into its mouth)."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -141,6 +142,22 @@ async def test_a_tool_call_in_the_models_own_template_is_answered_with_linked_re
     tokenizer = qwen.engine.model.tokenizer
     text = tokenizer.decode([i for s in submitted[0].prompt.segments for i in s.token_ids])
     assert "search_references" in text  # the template was told of the tool
+
+
+async def test_auto_fetches_what_the_users_own_words_find_while_the_model_is_still_reading(qwen):
+    await qwen.add("ref_lamp", b"The lamp is in the hall.", title="Lamp")
+    await qwen.add("ref_boat", b"The boat is at sea.", title="Boat")
+    qwen.words.append("No need.<|im_end|>")
+    hinted = []
+    qwen.engine.prefetch = lambda chunk, sink: hinted.append((chunk.file_id, sink))
+    await qwen.ask(
+        "The lamp is in the hall?", mpic={"retrieval": {"mode": "auto", "filter": {"title": "Lamp"}}}
+    )
+    for _ in range(200):
+        if hinted:
+            break
+        await asyncio.sleep(0.01)
+    assert hinted == [("ref_lamp", 0)]
 
 
 @pytest.mark.parametrize(
