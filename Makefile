@@ -8,7 +8,7 @@ BIN   := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 SOAK  ?= 50
-BENCH ?= ttft flat pages decode
+BENCH ?= ttft flat pages decode load parallel
 FUZZ  ?= 300
 SOAK_SECONDS ?= 600
 ARGS  ?=
@@ -42,7 +42,7 @@ soak-load: setup-dev ## 64 streaming clients on the demo model for SOAK_SECONDS 
 demo: setup ## start the server on the bundled model, upload the samples, ask, compare the answers
 	@cd "$(ROOT)" && "$(BIN)/mpic" demo $(ARGS)
 
-bench: setup ## run the benches in BENCH ("ttft flat pages decode"); results go to var/bench
+bench: setup ## run the benches in BENCH ("ttft flat pages decode load parallel"); results go to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && for name in $(BENCH); do \
 	  "$(BIN)/mpic" bench $$name --json var/bench/$$name.json $(ARGS) || exit 1; done
 

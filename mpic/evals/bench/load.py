@@ -297,8 +297,9 @@ def _plot(figure: Any, samples: dict[str, Sample], rows: list[Row]) -> None:
     left.invert_yaxis()
     left.set_xlabel("GiB/s")
     found = [row for row in rows if "p50_ms" in row]
-    right.bar([row["column"] for row in found], [row["p99_ms"] for row in found], alpha=0.4, label="p99")
-    right.bar([row["column"] for row in found], [row["p50_ms"] for row in found], label="p50")
+    names = [row["column"].replace(" for ", "\nfor ").replace(" in ", "\nin ") for row in found]
+    right.bar(names, [row["p99_ms"] for row in found], alpha=0.4, label="p99")
+    right.bar(names, [row["p50_ms"] for row in found], label="p50")
     right.set_ylabel("lookup + plan (ms)")
     right.set_yscale("log")
     right.legend()

@@ -87,7 +87,9 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
         "headline": "largest over m of the median over rounds of parallel / limit within a round",
         "file_system": fs,
     }
-    return Report(rows, {"worst_over_limit": worst}, notes, lambda figure: _plot(figure, rows))
+    return Report(
+        rows, {"worst_over_limit": worst}, notes, lambda figure: _plot(figure, rows, settings.chunks)
+    )
 
 
 def _cores() -> int:
@@ -229,7 +231,7 @@ def _rows(
     return rows, worst
 
 
-def _plot(figure: Any, rows: list[Row]) -> None:
+def _plot(figure: Any, rows: list[Row], chunks: int) -> None:
     axes = figure.subplots()
     missing = [row["missing"] for row in rows]
     for name, style in (
@@ -241,7 +243,8 @@ def _plot(figure: Any, rows: list[Row]) -> None:
     ):
         label = "one after the other" if name == "serial" else name
         axes.plot(missing, [row[f"{name}_ms"] for row in rows], style, label=label)
-    axes.set_xlabel(f"missing chunks of {max(missing)}, the others on a cold disk")
+    axes.set_xlabel(f"missing chunks of {chunks}, the others on a cold disk")
     axes.set_ylabel("time to first token (ms)")
     axes.set_ylim(bottom=0)
+    axes.set_xticks(missing)
     axes.legend()
