@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -26,8 +25,13 @@ class Local:
     """
 
     def __init__(self, model: str | None, data_dir: Folder, settings: Mapping[str, Any]) -> None:
-        self._own = tempfile.mkdtemp(prefix="mpic-") if data_dir is None else None
-        flags = {**settings, "model": model, "data_dir": str(self._own or data_dir)}
+        # removed when the interpreter ends, too: a notebook seldom closes its client
+        self._own = (
+            tempfile.TemporaryDirectory(prefix="mpic-", ignore_cleanup_errors=True)
+            if data_dir is None
+            else None
+        )
+        flags = {**settings, "model": model, "data_dir": self._own.name if self._own else str(data_dir)}
         try:
             self.app = build(load_config(None, flags))
         except BaseException:
@@ -36,7 +40,7 @@ class Local:
 
     def remove(self) -> None:
         if self._own is not None:
-            shutil.rmtree(self._own)
+            self._own.cleanup()
 
 
 def local_transport(model: str | None, data_dir: Folder, settings: Mapping[str, Any]) -> InProcess:

@@ -2,13 +2,16 @@
 
 import inspect
 import io
+import tempfile
+import threading
 import time
 
 import pytest
-from server_helpers import png
+from server_helpers import POOL_PAGES, png
 
 import mpic
 
+SMALL = {"pool_bytes": POOL_PAGES * 12_288, "log_level": "warning"}
 LONG = {"max_tokens": 400, "mpic": {"ignore_eos": True}}
 
 
@@ -210,3 +213,27 @@ def test_both_clients_have_the_same_calls():
 def test_an_empty_id_never_means_everything(client):
     with pytest.raises(ValueError, match="empty"):
         client.files.delete("")
+
+
+def test_a_local_server_leaves_nothing_behind(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def loops():
+        return sum(t.name == "mpic-in-process" for t in threading.enumerate())
+
+    before = loops()
+    with mpic.MPIC.local(tiny_model, **SMALL) as client:
+        assert client.health().ready and list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
+    assert loops() == before
+    with pytest.raises(mpic.BadRequest, match="polcy") as caught:
+        mpic.MPIC.local(tiny_model, polcy="full")
+    assert caught.value.code == "config_error" and list(tmp_path.iterdir()) == []
+
+
+def test_what_is_kept_is_there_the_next_time(tiny_model, tmp_path):
+    with mpic.MPIC.local(tiny_model, tmp_path, **SMALL) as client:
+        client.files.create(b"some notes", "KEPT", wait=True)
+    with mpic.MPIC.local(tiny_model, tmp_path, **SMALL) as client:
+        answer = client.chat.completions.create("FILE#KEPT ?", policy="reuse", max_tokens=1)
+    assert [c.tier for c in answer.usage.mpic.chunks] == ["disk"]
