@@ -54,7 +54,9 @@ class LoadQueue:
             thread.start()
 
     def add(self, load: Load) -> None:
-        self._put(load, 0)
+        with self._changed:
+            heapq.heappush(self._waiting, self._turn(load, 0))
+            self._changed.notify()
 
     def close(self) -> None:
         """Finish the reads under way, end all loads with EngineStopped, stop."""
@@ -67,14 +69,16 @@ class LoadQueue:
             load.ended(EngineStopped("the engine was stopped"))
         self._waiting.clear()
 
-    def _put(self, load: Load, layer: int) -> None:
-        with self._changed:
-            heapq.heappush(self._waiting, (load.order, layer, next(self._numbers), load))
-            self._changed.notify()
+    def _turn(self, load: Load, layer: int) -> tuple[float, int, int, Load]:
+        return load.order, layer, next(self._numbers), load
 
     def _work(self) -> None:
+        again: tuple[float, int, int, Load] | None = None
         while True:
             with self._changed:
+                if again is not None:  # nobody is woken: this thread takes one itself
+                    heapq.heappush(self._waiting, again)
+                    again = None
                 self._changed.wait_for(lambda: self._waiting or self._stopping)
                 if self._stopping:
                     return
@@ -89,4 +93,4 @@ class LoadQueue:
                 if layer is None:
                     load.ended(None)
                 else:
-                    self._put(load, layer + 1)
+                    again = self._turn(load, layer + 1)
