@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from mpic.link.plan import ChunkSlot, DynamicPolicy, Ranges, ranges_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class CacheBlend(DynamicPolicy):
         return heads
 
     def choose(self, deviations: Sequence[torch.Tensor]) -> list[Ranges]:
+        import torch  # here, so that reading a configuration does not take it in
+
         if not deviations:
             return []
         flat = torch.cat(list(deviations)).float().cpu()
