@@ -90,14 +90,28 @@ def in_process(data, model):
         yield Client(http)
 
 
-def test_kill_nine_of_a_server_in_the_middle_of_uploads_and_compiles(tmp_path, soak):
+@pytest.fixture
+def start():
+    """Start servers; none is left behind by a test that fails."""
+    servers = []
+
+    def one(data, model):
+        servers.append(Server(data, model))
+        return servers[-1]
+
+    yield one
+    for server in servers:
+        server.kill()
+
+
+def test_kill_nine_of_a_server_in_the_middle_of_uploads_and_compiles(tmp_path, soak, start):
     model, data = save_tiny_llava(tmp_path / "tiny"), tmp_path / "data"
     rng = random.Random(7)
     acknowledged: dict[int, str] = {}
     answers: dict[int, str] = {}
     first = 0
     for _ in range(soak or KILLS):
-        server = Server(data, model)
+        server = start(data, model)
         client = Client(httpx.Client(base_url=server.url, timeout=60))
         fresh = sorted(set(acknowledged) - set(answers))
         for number in fresh:
