@@ -352,8 +352,7 @@ class DynamicLibrary:
         )
 
     def _commit_first(self, new: Reference) -> Reference:
-        self._rows.insert(new)
-        return new
+        return self._rows.insert(new)
 
     def _commit_next(self, new: Reference) -> Reference:
         """Of several replacements at once, each gets a version of its own; the last to commit stays."""

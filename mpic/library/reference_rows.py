@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from sqlite3 import Connection, Row
 
@@ -67,12 +68,18 @@ class ReferenceRows:
         rows = self._catalog.read("SELECT path FROM refs UNION ALL SELECT path FROM retired_refs")
         return {row["path"] for row in rows}
 
-    def insert(self, reference: Reference) -> None:
-        """Commit a new reference. Raises ReferenceExists."""
+    def insert(self, reference: Reference) -> Reference:
+        """Commit a new reference; where an earlier one of its id is not collected yet, its versions go on from there.
+        Raises ReferenceExists."""
         with self._catalog.write() as db:
             if db.execute("SELECT 1 FROM refs WHERE id = ?", (reference.id,)).fetchone():
                 raise ReferenceExists(f"there is a reference {reference.id!r}; replace it", param="id")
+            sql = "SELECT MAX(version) AS last FROM retired_refs WHERE id = ?"
+            last = db.execute(sql, (reference.id,)).fetchone()["last"]
+            if last is not None:
+                reference = replace(reference, version=last + 1)
             insert_row(db, "INSERT", "refs", self._values(reference))
+            return reference
 
     def replace(self, new: Reference) -> bool:
         """Commit a new version and retire the current one; False when that is not the version before it."""

@@ -287,3 +287,17 @@ async def test_what_was_retired_is_collected_at_the_next_start(tmp_path):
         stored = library.store.open(kv_of(new).key)
         assert torch.equal(read(stored, kv_of(new).kv), kv_of(new).kv)
         assert library.store.open(kv_of(old).key) is None
+
+
+async def test_an_id_used_again_while_old_versions_are_linked_goes_on_counting(library):
+    library.references.tokenize = lambda text: tuple(text.encode())
+    held = []
+    for text in (b"one", b"three"):
+        await library.references.add(text, "t.txt", title="T", id="ref_same")
+        held.append(library.references.chunk(await library.references.replace("ref_same", text * 2)))
+        if text == b"one":
+            library.references.remove("ref_same")
+    last = library.references.get("ref_same")
+    assert (last.version, library.references.text(last)) == (4, "threethree")
+    library.check()
+    assert len(held) == 2
