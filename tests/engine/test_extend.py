@@ -461,3 +461,22 @@ def test_a_slow_or_damaged_stored_reference_is_linked_as_a_resident_one(trouble,
     assert got_ids[SAID:] == expected_ids
     assert (got[SAID:] - expected).abs().max() < 1e-4
     engine.check()
+
+
+@pytest.mark.parametrize("policy", ["prefix", "mpic-5"])
+def test_a_prefix_that_another_request_splits_during_the_search_stays_mapped_as_a_whole(policy, make_engine):
+    engine = make_engine()
+    a, _, b = chunks_of("llama")
+    text = ids(1, 30)
+    prompt = prompt_of(text, a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, policy, SAID), SAID)  # its own tokens are one node from now on
+    expected, logits = logits_of(ask(make_engine(), prompt, policy, SAID + 4, Lookup(call, b)), SAID + 4)
+    lookup = Lookup(call, b)
+    lookup.gate.clear()
+    paused = ask(engine, prompt, policy, SAID + 4, lookup)
+    assert lookup.searching.wait(20)
+    ask(engine, prompt_of([*text[:20], 7, 8, 9]), policy, 1).result()
+    lookup.gate.set()
+    got, got_logits = logits_of(paused, SAID + 4)
+    assert got == expected and (got_logits - logits).abs().max() < 1e-4
+    engine.check()

@@ -377,8 +377,8 @@ class Scheduler:
                 if self._preempt_youngest() is sequence:
                     break
         sequence.needed = [*sequence.needed, *found]
-        if sequence in self.running:
-            sequence.spans = map_spans(sequence)
+        if sequence in self.running:  # what is mapped stays: prefix nodes may have been split since
+            sequence.spans += chunk_spans(sequence, found)
 
     def _extend(self, sequence: Sequence, found: list[LinkedChunk]) -> bool:
         slots = len(sequence) - sequence.mapped
@@ -466,15 +466,24 @@ def namespace(sequence: Sequence) -> tuple[str, ...]:
 
 
 def map_spans(sequence: Sequence) -> list[MappedSpan]:
-    """Where the request's rows find what they do not compute: its prefix nodes at base 0, then its chunks."""
+    """Where the request's rows find what they do not compute: its prefix nodes at base 0, then its chunks. To be asked
+    when the nodes have just been matched: one that is split later is only the rest of what was mapped."""
     spans = [
         MappedSpan(node.shared.extent, node.lo, node.lo + node.own_tokens, 0, 0)
         for node in sequence.path
         if node.own_tokens
     ]
-    last = sequence.prompt_own - 1
+    return spans + chunk_spans(sequence, sequence.needed)
+
+
+def chunk_spans(sequence: Sequence, chunks: list[LinkedChunk]) -> list[MappedSpan]:
+    """Where the request's rows find what its plan maps of some of its chunks."""
+    spans, last = [], sequence.prompt_own - 1
+    wanted = {id(linked) for linked in chunks}
     for span in sequence.plan.spans:
         linked = sequence.linked[span.chunk]
+        if id(linked) not in wanted:
+            continue
         first, sink = linked.resident.first, linked.key.recipe.sink
         row = last if sequence.request.policy.two_step else span.row
         spans.append(
