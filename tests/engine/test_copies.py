@@ -194,3 +194,26 @@ def test_cuda_copies_arrive_in_order():
     for i in range(4):
         copies.follow(copies.start(target[i], buffer[i]))
         assert float(target[i].sum()) == i * (1 << 20)
+
+
+def test_a_dynamic_policy_decides_over_copies_that_have_happened(late, monkeypatch):
+    engine, _ = late()
+    ended, gates = [], []
+    loaded, decide, settle = engine.traffic._loaded, engine.decider.decide, CopiedGate.settle
+
+    def deciding(sequence):
+        gates.extend(linked.resident.gate for linked in sequence.linked)
+        decide(sequence)
+
+    # every copy has been started, and the engine has yet to hear that the loads are over
+    monkeypatch.setattr(engine.traffic, "_loaded", lambda *load: ended.append(load))
+    monkeypatch.setattr(CopiedGate, "settle", lambda gate: settle(gate) if gates else None)
+    monkeypatch.setattr(engine.decider, "decide", deciding)
+    stream = engine.submit(request_of(PROMPT, "cacheblend-20", TOKENS, logprobs=300))
+    tokens, logits = logits_of(stream, TOKENS)
+    for load in ended:
+        engine._post(lambda load=load: loaded(*load))
+    assert len(gates) == len(CHUNKS) and None not in gates
+    expected, expected_logits = expected_of("llama", PROMPT, "cacheblend-20")
+    assert tokens == expected and (logits - expected_logits).abs().max() < 1e-4
+    engine.check()

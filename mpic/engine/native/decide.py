@@ -42,6 +42,9 @@ class Decider:
         embeds, deepstack = self._runner.inputs([Slice(prompt, 0, len(prompt))], [0])
         positions = prompt.positions.to(self._model.device)
         keys, values = self._model.probe(embeds, positions, layer, deepstack)
+        for linked in sequence.linked:
+            if linked.resident.gate is not None:  # its last copy may have been started and not be done
+                linked.resident.gate.settle()
         found = []
         for slot, linked in zip(sequence.plan.slots, sequence.linked, strict=True):
             rows = slice(slot.start, slot.start + slot.length)
