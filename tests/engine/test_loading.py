@@ -202,6 +202,24 @@ def test_two_requests_link_a_loading_chunk_at_different_bases(stored):
     engine.check()
 
 
+def test_requests_that_follow_anothers_load_say_the_same_tier(stored, monkeypatch):
+    engine, store = stored("llama", [STORED], allowed=0)
+    find = store.find
+
+    def in_host(keys):
+        found = find(keys)
+        for chunk in found.values():
+            chunk.tier = "host"
+        return found
+
+    monkeypatch.setattr(store, "find", in_host)
+    prompts = [prompt_of(ids(5, n), STORED, ids(6, 4)) for n in (3, 19)]
+    streams = [submit(engine, prompt, tokens=60) for prompt in prompts]
+    until(lambda: len(engine.scheduler.running) == 2)
+    store.allow(99)
+    assert [stream.result().usage.chunks[0].tier for stream in streams] == ["host", "host"]
+
+
 # ---- loads that fail
 
 
@@ -235,7 +253,8 @@ def test_a_load_that_fails_at_any_layer_costs_a_compile_and_nothing_wrong_is_ser
 def test_the_reason_is_told_to_every_request_that_had_to_wait_for_the_compile(stored):
     engine, store = stored("llama", [STORED], allowed=0)
     store.fails_at = 1
-    streams = [submit(engine, prompt_of(ids(5, n), STORED, ids(6, 4))) for n in (3, 19)]
+    prompts = [prompt_of(ids(5, n), STORED, ids(6, 4)) for n in (3, 19)]
+    streams = [submit(engine, prompt, tokens=60) for prompt in prompts]
     until(lambda: len(engine.scheduler.running) == 2)
     store.allow(99)
     for stream in streams:

@@ -146,8 +146,11 @@ class ChunkTraffic:
             linked.tier = linked.stored.tier
             resident.ready = True
             for sequence in self.scheduler.running:
-                if any(other.resident is resident for other in sequence.linked):
-                    sequence.ready = now
+                for other in sequence.linked:
+                    if other.resident is resident:
+                        sequence.ready = now
+                        if other.tier == "disk":  # it came while another's load was under way
+                            other.tier = linked.tier
             self._resolve(resident, len(resident.inputs))
         else:
             self._load_failed(linked, resident, error)
