@@ -412,6 +412,24 @@ def test_prefetch_brings_a_stored_chunk_to_the_device_and_says_nothing_of_others
     engine.check()
 
 
+def test_a_chunk_deleted_while_its_prefetch_is_prepared_does_not_come_back(make_engine, monkeypatch):
+    store = MemoryStore()
+    document = chunks_of("llama")[1]
+    make_engine(store=store).compile(document).result()
+    engine = make_engine(store=store)
+    stored = engine.preparer.stored
+
+    def deleted_meanwhile(chunk, key):
+        found = stored(chunk, key)
+        engine.forget(chunk)
+        return found
+
+    monkeypatch.setattr(engine.preparer, "stored", deleted_meanwhile)
+    engine.prefetch(document)
+    engine.check()
+    assert not engine.device.chunks
+
+
 @pytest.mark.parametrize("policy", ["reuse-2step", "cacheblend-15"])
 def test_a_policy_that_looks_at_the_whole_prompt_is_refused_with_retrieval(policy, make_engine):
     with pytest.raises(UnsupportedParameter, match=policy):

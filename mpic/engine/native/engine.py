@@ -170,11 +170,15 @@ class NativeEngine(Engine):
 
     def prefetch(self, chunk: Chunk, sink: int = 0) -> None:
         key = self.preparer.key(chunk, sink)
-        if key not in self.device.chunks:
+        if key in self.device.chunks:
+            return
+        arrived = self.deletions.begin()
+        try:
             linked = self.preparer.stored(chunk, key)
-            if linked is not None:
-                arrived = self.deletions.begin()
-                self._post(lambda: self._prefetch(linked, arrived), quiet=True)
+        except BaseException:
+            self.deletions.end()
+            raise
+        self._post(lambda: self._prefetch(linked, arrived), quiet=True)
 
     def stats(self) -> dict[str, Any]:
         chunks = sum(resident.extent.pages for resident in list(self.device.chunks.values()))
@@ -294,9 +298,9 @@ class NativeEngine(Engine):
         if sequence in self._sequences:
             self._finish(sequence, "abort")
 
-    def _prefetch(self, linked: LinkedChunk, arrived: float) -> None:
+    def _prefetch(self, linked: LinkedChunk | None, arrived: float) -> None:
         try:
-            if not self._stopping:
+            if linked is not None and not self._stopping:
                 self.scheduler.prefetch(linked, arrived)
         finally:
             self.deletions.end()
