@@ -97,6 +97,23 @@ class EvalConfig:
                 found.append((entry.name, options))
         return found
 
+    def data(self) -> dict[str, list[Any]]:
+        """What each cell's samples are made of, for telling runs apart. Answers are kept by task and number of chunks.
+
+        Raises:
+            ConfigError: two tasks would answer under the same name and number of chunks.
+        """
+        found: dict[str, list[Any]] = {}
+        for name, options in self.cells():
+            cell = f"{name}, {options.chunks} chunks" if options.chunks else name
+            if cell in found:
+                raise ConfigError(
+                    f"{cell}: asked for twice; give another split or file a run (--out) of its own"
+                )
+            file = None if options.path is None else options.path.name
+            found[cell] = [file, options.split, options.tokens]
+        return found
+
     def _resolve(self, path: str | None) -> Path | None:
         return None if path is None else (self.folder / path).absolute()
 
@@ -124,7 +141,9 @@ def load_eval_config(path: Path) -> EvalConfig:
     model = config.model
     if (path.parent / model).is_dir():
         model = str((path.parent / model).absolute())
-    return dataclasses.replace(config, policies=policies, model=model)
+    config = dataclasses.replace(config, policies=policies, model=model)
+    config.data()
+    return config
 
 
 def _build(cls: type, values: dict[str, Any], where: str) -> Any:

@@ -62,7 +62,7 @@ class Evaluator:
     """Runs a configuration into a folder.
 
     Raises:
-        BadRequest: the folder holds a run of another model or seed.
+        BadRequest: the folder holds a run of another model or seed, or a task over another file or split.
     """
 
     def __init__(self, config: EvalConfig, out: Path) -> None:
@@ -73,15 +73,25 @@ class Evaluator:
 
     def _same_run(self) -> None:
         path = self.out / "run.json"
-        mine = {"fingerprint": self.config.fingerprint(), "model": Path(self.config.model).name}
+        mine: dict[str, Any] = {
+            "fingerprint": self.config.fingerprint(),
+            "model": Path(self.config.model).name,
+            "data": self.config.data(),
+        }
         if path.exists():
             found = json.loads(path.read_text())
             if found["fingerprint"] != mine["fingerprint"]:
                 raise BadRequest(
                     f"{self.out} holds a run of another model, seed or dtype; give another --out"
                 )
-        else:
-            path.write_text(json.dumps(mine, indent=2) + "\n")
+            before = found.get("data", {})
+            for cell, data in mine["data"].items():
+                if before.get(cell, data) != data:
+                    raise BadRequest(
+                        f"{self.out} holds answers of {cell} over another file or split; give another --out"
+                    )
+            mine["data"] = {**before, **mine["data"]}
+        path.write_text(json.dumps(mine, indent=2) + "\n")
 
     def run(self, progress: Progress | None = None) -> list[Answer]:
         """Answer what has not been answered yet."""

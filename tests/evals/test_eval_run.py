@@ -68,6 +68,23 @@ def test_another_seed_does_not_mix_into_a_run(finished):
         Evaluator(load_eval_config(folder / "other.toml"), folder / "out")
 
 
+def test_another_file_or_split_does_not_mix_into_a_run(tmp_path):
+    text = '[[task]]\nname = "longbench-qa"\npath = "{}.jsonl"\nsplit = "{}"'
+    configs = {}
+    for file, split in (("hotpotqa", "passage"), ("hotpotqa", "fixed"), ("musique", "passage")):
+        (tmp_path / "e.toml").write_text(text.format(file, split))
+        configs[file, split] = load_eval_config(tmp_path / "e.toml")
+    for _ in range(2):
+        Evaluator(configs["hotpotqa", "passage"], tmp_path / "out")
+    for other in (("hotpotqa", "fixed"), ("musique", "passage")):
+        with pytest.raises(BadRequest, match="longbench-qa over another file or split"):
+            Evaluator(configs[other], tmp_path / "out")
+    (tmp_path / "e.toml").write_text('[[task]]\nname = "world-image"')
+    Evaluator(load_eval_config(tmp_path / "e.toml"), tmp_path / "out")  # a task may be added
+    with pytest.raises(BadRequest, match="longbench-qa"):
+        Evaluator(configs["musique", "passage"], tmp_path / "out")
+
+
 def test_the_report_has_tables_plots_and_advice(finished):
     folder, _ = finished
     for path in write_report(folder / "out"):
@@ -101,6 +118,7 @@ def test_a_policy_counts_as_near_only_if_no_task_loses_more_than_five_points():
         ('policies = ["best"]\n[[task]]\nname = "world-image"', UnknownPolicy),
         ('question = 4\n[[task]]\nname = "world-image"', ConfigError),
         ('[[task]]\nnames = "world-image"', ConfigError),
+        ('[[task]]\nname = "squad"\npath = "a.json"\n[[task]]\nname = "squad"\npath = "b.json"', ConfigError),
     ],
 )
 def test_mistakes_in_a_configuration_are_refused_by_name(tmp_path, text, error):

@@ -135,6 +135,14 @@ def test_squad_asks_what_can_be_answered_over_its_own_text_and_others(folder):
     assert samples == load(folder, "squad", SQUAD, chunks=2)
 
 
+def test_more_questions_leave_the_others_as_they_were(folder):
+    for n in (1, 2, 3):
+        assert (
+            load(folder, "squad", SQUAD, chunks=2, questions=n)
+            == (load(folder, "squad", SQUAD, chunks=2, questions=9)[:n])
+        )
+
+
 def test_newsqa_answers_are_the_agreed_spans(folder):
     (sample,) = load(folder, "newsqa", NEWSQA)
     assert sample.expected == ("The mayor of Delft",)

@@ -85,10 +85,10 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _ask(readings: list[Reading], options: Options) -> Iterator[Sample]:
-    rng = random.Random(options.seed)
     texts = list(dict.fromkeys(reading.text for reading in readings))
-    chosen = rng.sample(readings, min(options.questions, len(readings)))
-    for reading in chosen:
+    order = random.Random(options.seed).sample(readings, len(readings))
+    for reading in order[: options.questions]:
+        rng = random.Random(f"{options.seed} {reading.id}")  # more questions leave the others as they were
         others = [text for text in texts if text != reading.text]
         shown = [reading.text, *rng.sample(others, min(options.chunks - 1, len(others)))]
         rng.shuffle(shown)
