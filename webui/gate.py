@@ -12,9 +12,8 @@ import json
 import re
 from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qs, urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 ROOT = "/ui"
 LOGIN = f"{ROOT}/login"
+OPEN = {("GET", "/login"), ("POST", "/login"), ("POST", "/logout")}
 API = (f"{ROOT}/v1/files", f"{ROOT}/v1/references")  # POST: the API's own uploads
 EVENT_BYTES = 1 << 20  # an event of the page: text and a few settings
 SESSION_HASH = re.compile(r"[A-Za-z0-9]{1,64}")
@@ -118,7 +118,7 @@ class Gate:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
             _same_origin(headers)
-        if path in ("/login", "/logout"):
+        if (scope["method"], path) in OPEN:  # others would reach routes of Gradio's with these names
             return receive
         visitor = self.visitor(_cookie(headers))
         scope.setdefault("state", {})["visitor"] = visitor
@@ -129,8 +129,9 @@ class Gate:
             if PAGES.fullmatch(path):
                 return receive
             if match := STREAMS.fullmatch(path):
-                query = parse_qs(scope["query_string"].decode("latin-1"))
-                self._own(match["page"] or "".join(query.get("session_hash", [])), visitor)
+                named = QueryParams(scope["query_string"]).getlist("session_hash")
+                # of several, Gradio would take one and the gate perhaps another
+                self._own(match["page"] or (named[0] if len(named) == 1 else ""), visitor)
                 return receive
         elif scope["method"] == "POST" and EVENTS.fullmatch(path):
             body = await _whole(receive)
@@ -159,7 +160,7 @@ class Gate:
 def _same_origin(headers: Headers) -> None:
     """Refuses what another site's page makes a browser send; the cookie is SameSite=Strict besides."""
     origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+    if origin is not None and re.sub("^https?://", "", origin) != headers.get("host"):
         raise Forbidden(f"requests from pages of {origin!r} are refused", param="Origin")
 
 
@@ -184,7 +185,7 @@ def _to_api(scope: Scope, visitor: Visitor) -> None:
 def _session_hash(body: bytes) -> str:
     try:
         found = json.loads(body)["session_hash"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""
     return found if isinstance(found, str) else ""
 

@@ -63,15 +63,23 @@ class _Exchange(httpx.AsyncByteStream):
     def __init__(self, body: AsyncIterator[bytes]) -> None:
         self._body = body
         self._sent = False
+        self._answered = False
         self._messages: asyncio.Queue[Message | BaseException | None] = asyncio.Queue(AHEAD)
         self._gone = asyncio.Event()
 
     async def run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
         try:
-            await app(scope, self._receive, self._messages.put)
+            await app(scope, self._receive, self._send)
         except Exception as exc:
-            await self._messages.put(exc)
+            if (
+                not self._answered
+            ):  # Starlette raises again what it has answered with a 500, for a server's log
+                await self._messages.put(exc)
         await self._messages.put(None)
+
+    async def _send(self, message: Message) -> None:
+        await self._messages.put(message)
+        self._answered = message["type"] == "http.response.body" and not message.get("more_body")
 
     async def started(self) -> tuple[int, list[tuple[bytes, bytes]]]:
         message = await self._messages.get()

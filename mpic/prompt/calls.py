@@ -69,7 +69,8 @@ class CallStyle:
             arguments = said.get("arguments", said.get("parameters"))
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             query = arguments["query"]
-        except (ValueError, TypeError, KeyError, AttributeError):
+            query.encode()  # an escape can spell half of a surrogate pair
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
         named = said.get("name") == TOOL["function"]["name"]
         return query.strip() or None if named and isinstance(query, str) else None

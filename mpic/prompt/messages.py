@@ -321,7 +321,8 @@ def _tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 value = json.loads(arguments)
-            except ValueError:
+                json.dumps(value, ensure_ascii=False).encode()  # an escape can spell half of a surrogate pair
+            except (ValueError, RecursionError):
                 value = arguments
             arguments = value if isinstance(value, dict) else arguments
         parsed.append({**call, "function": {**function, "arguments": arguments}})

@@ -176,7 +176,7 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-FilterValue = StrictBool | StrictInt | float | str
+FilterValue = StrictBool | Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | float | str
 
 
 class RetrievalOptions(Strict):

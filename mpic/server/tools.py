@@ -70,7 +70,8 @@ class CallReader:
     def _call(self, body: str, close: str) -> Call | str:
         try:
             value = json.loads(body)
-        except ValueError:
+            json.dumps(value, ensure_ascii=False).encode()  # an escape can spell half of a surrogate pair
+        except (ValueError, RecursionError):
             return OPEN + body + close
         name, arguments = (
             (value.get("name"), value.get("arguments", {})) if isinstance(value, dict) else (None, None)

@@ -152,3 +152,11 @@ async def test_quotas_count_chunks_all_or_none(server):
     answer = await create(server, chunks=["c", "d"])
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "storage_quota_exceeded")
     assert (await create(server, chunks=["e"])).status_code == 200
+
+
+async def test_what_would_be_far_too_many_pieces_is_refused_before_it_is_cut(server, monkeypatch):
+    monkeypatch.setattr("mpic.server.routers.caches.split_text", None)
+    for mode in ("fixed", "sentence", "paragraph", "section"):
+        body = {"text": "word " * 2_000, "split": {"mode": mode, "tokens": 1}}
+        answer = await server.http.post("/v1/caches", json=body)
+        assert answer.status_code == 400 and "larger pieces" in answer.json()["error"]["message"]

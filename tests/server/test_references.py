@@ -204,3 +204,29 @@ async def test_an_embedder_without_weights_is_said_so_and_the_rest_goes_on(tmp_p
         answer = await server.ask("the lamp?", mpic={"retrieval": "always"})
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "embedder_unavailable"
         assert (await server.ask("the lamp?")).status_code == 200
+
+
+@pytest.mark.parametrize("metadata", ['{"a": "\\ud800"}', '{"\\ud800": 1}', "[" * 100_000, '{"a": '])
+async def test_metadata_that_is_no_json_text_is_refused_and_the_listing_goes_on(server, metadata):
+    answer = await add(server, metadata=metadata)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")
+    assert (await server.http.get("/v1/references")).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["description", "\\ud800"])
+async def test_form_fields_that_are_no_text_in_their_own_encoding_are_refused(server, field):
+    name = "--X\r\nContent-Disposition: form-data; name="
+    body = f'{name}"{field}"\r\n\r\n\\ud800\r\n{name}"file"; filename="a"\r\n\r\nhi\r\n--X--\r\n'
+    headers = {"content-type": "multipart/form-data; boundary=X; charset=unicode_escape"}
+    answer = await server.http.post("/v1/references", content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"image": "data:image/png;base64,é"}, {"query": "x", "filter": {"year": 10**400}}],
+)
+async def test_searches_for_what_cannot_be_are_refused(server, body):
+    await add(server, metadata='{"year": 3}')
+    answer = await server.http.post("/v1/references/search", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")

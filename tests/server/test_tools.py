@@ -144,3 +144,21 @@ def test_the_form_of_calls_is_found_in_the_template(family, form):
 async def test_messages_that_make_no_sense(server, message):
     answer = await server.ask(messages=[{"role": "user", "content": "x"}, message])
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "bad_request", answer.text
+
+
+@pytest.mark.parametrize("argument", ['"\\ud83d"', "[" * 100_000])
+def test_a_call_that_json_can_spell_but_no_answer_can_say_stays_text(argument):
+    text = f'<tool_call>{{"name": "f", "arguments": {{"x": {argument}}}}}</tool_call>'
+    assert read([text]) == (text, [])
+
+
+@pytest.mark.parametrize("arguments", ['{"x": "\\ud83d"}', "[" * 2_000])
+async def test_an_earlier_call_with_such_arguments_is_shown_as_it_was_written(hermes, arguments):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "x"},
+    ]
+    answer = await hermes.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+    assert answer.status_code == 200, answer.text

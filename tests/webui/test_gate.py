@@ -1,5 +1,7 @@
 """Who gets what at the door of the web interface. No browser here: plain requests, an engine that computes nothing."""
 
+from types import SimpleNamespace
+
 import httpx
 import pytest
 from fake_engine import FakeEngine
@@ -7,11 +9,13 @@ from server_helpers import chat_template, png, running
 
 from mpic.client.inprocess import AsyncInProcess
 from mpic.config import Config, LibraryConfig
-from mpic.errors import BadRequest, UnknownPolicy
+from mpic.errors import BadRequest, MPICError, UnknownPolicy
 from mpic.keys import KeyLimits
 from mpic.library import Library, Limits
 from mpic.server import create_app
 from mpic.webui.api import API
+from mpic.webui.conversation import Conversation
+from mpic.webui.desk import Desk
 from mpic.webui.sessions import Sessions
 
 LIMIT = 200_000
@@ -259,3 +263,48 @@ async def test_a_file_gets_another_life(server, log_in, tmp_path):
         await api.extend(id, 0)
     await log_in("ann")
     assert (await server.http.patch(f"/v1/files/{id}", json={"ttl": 5})).status_code == 401
+
+
+async def test_a_page_named_twice_is_nobodys(server, log_in):
+    ada, bob = await log_in("ada"), await log_in("bob")
+    body = {"session_hash": "adaspage", "fn_index": 0, "data": []}
+    assert (await server.http.post("/ui/gradio_api/queue/join", json=body, headers=ada)).status_code == 200
+    for query in (
+        "session_hash=bobspage&session_hash=adaspage",
+        "session_hash=adaspage&session_hash=bobspage",
+    ):
+        answer = await server.http.get(f"/ui/gradio_api/queue/data?{query}", headers=bob)
+        assert (answer.status_code, code(answer)) == (403, "forbidden")
+
+
+async def test_bad_origins_and_bodies_are_refused(server, log_in):
+    ada = await log_in("ada")
+    answer = await server.http.post("/ui/login", data={"key": "x"}, headers={"origin": "http://["})
+    assert answer.status_code == 403
+    answer = await server.http.post("/ui/gradio_api/queue/join", content=b"[" * 100_000, headers=ada)
+    assert answer.status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/ui/logout"), ("PUT", "/ui/login"), ("DELETE", "/ui/logout")]
+)
+async def test_only_our_own_way_in_and_out_is_open(server, log_in, method, path):
+    ada = await log_in("ada")
+    assert (await server.http.request(method, path)).status_code == 401
+    assert (await server.http.request(method, path, headers=ada)).status_code == 404
+
+
+async def test_the_page_opens_with_a_key_that_allows_one_request_at_a_time(server):
+    key, _ = server.keys.create("ada", limits=KeyLimits(concurrent=1))
+    visitor = SimpleNamespace(user="ada", role="user", key=key)
+    request = SimpleNamespace(username="ada", request=SimpleNamespace(state=SimpleNamespace(visitor=visitor)))
+    desk = Desk(server.app)
+    assert len(await desk.open(Conversation(), request)) == 9
+    assert "m-live" in (await desk.poll(Conversation(), request))[1]
+
+
+async def test_a_mistake_of_the_server_reaches_the_page_as_an_error_of_the_api(server, monkeypatch):
+    monkeypatch.setattr(server.library.files, "page", None)
+    with pytest.raises(MPICError) as error:
+        await API(server.app, None).files()
+    assert error.value.code == "internal_error"

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.concurrency import run_in_threadpool
 
+from mpic.errors import BadRequest
 from mpic.library import Cache, CacheChunk
-from mpic.library.caches import CHUNK, Part
+from mpic.library.caches import CHUNK, MOST_CHUNKS, Part
 from mpic.prompt.split import Split, split_text
 from mpic.server.auth import CurrentUser
 from mpic.server.body import JSONRoute
@@ -92,6 +93,7 @@ def _parts(body: CacheRequest, split: Split, state: State) -> list[Part]:
     if body.text is not None:
         text = body.text.removeprefix("\ufeff")
         state.library.caches.check(text)
+        _check_pieces(text, split, state)
         pieces = split_text(text, split, state.template.document_spans)
         return [Part(text[p.start : p.end], p.start, p.end) for p in pieces]
     parts, at = [], 0
@@ -99,6 +101,21 @@ def _parts(body: CacheRequest, split: Split, state: State) -> list[Part]:
         parts.append(Part(text, at, at + len(text)))
         at += len(text)
     return parts
+
+
+def _check_pieces(text: str, split: Split, state: State) -> None:
+    """Refuses what would be far too many pieces before it is cut, because cutting takes minutes then. A piece has at
+    most ``split.tokens`` tokens that are not blank; twice as many, as a piece alone may have fewer than in the text."""
+    if split.mode == "none":
+        return
+    tokens = sum(1 for start, end in state.template.document_spans(text) if not text[start:end].isspace())
+    least = -(-tokens // split.tokens)
+    if least > 2 * MOST_CHUNKS:
+        raise BadRequest(
+            f"a cache has 1 to {MOST_CHUNKS} chunks, not about {least}; larger pieces (split.tokens) make fewer",
+            chunks=least,
+            limit=MOST_CHUNKS,
+        )
 
 
 def _tiers(state: State, user: str, file_id: str | None = None) -> dict[str, tuple[str, ...]]:

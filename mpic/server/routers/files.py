@@ -22,10 +22,17 @@ FIELDS = frozenset({"file", "purpose", "handle", "expires_after[anchor]", "expir
 
 
 def known_fields(*fields: str) -> Any:
-    """A dependency: unknown form fields are errors, not ignored."""
+    """A dependency: unknown form fields are errors, not ignored; so is what is no text (a part may name its own
+    encoding, and some can spell half of a surrogate pair)."""
 
     async def check(request: Request) -> None:
-        unknown = sorted(set((await request.form()).keys()) - set(fields))
+        form = await request.form()
+        for name, value in form.multi_items():
+            try:
+                (name + (value if isinstance(value, str) else "")).encode()
+            except UnicodeEncodeError as error:
+                raise BadRequest("a form field contains half of a surrogate pair") from error
+        unknown = sorted(set(form.keys()) - set(fields))
         if unknown:
             raise UnsupportedParameter(f"{unknown[0]} is not supported by this server", param=unknown[0])
 

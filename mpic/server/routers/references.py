@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
-import json
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -17,7 +15,7 @@ from mpic.errors import BadRequest, NotFound
 from mpic.library import Reference, decode_image
 from mpic.retriever import Query as Wanted
 from mpic.server.auth import AdminUser, CurrentUser
-from mpic.server.body import JSONRoute
+from mpic.server.body import JSONRoute, parse
 from mpic.server.replies import (
     IndexState,
     ReferenceDeleted,
@@ -198,7 +196,10 @@ def _metadata(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        value = json.loads(text)
+        value = parse(text.encode())
+    except BadRequest as error:
+        error.param = "metadata"
+        raise
     except ValueError as error:
         raise BadRequest(f"metadata is not JSON: {error}", param="metadata") from error
     if not isinstance(value, dict):
@@ -212,5 +213,5 @@ def _picture(url: str, state: State) -> Image.Image:
         raise BadRequest("image must be a data URL in base64", param="image")
     try:
         return decode_image(base64.b64decode(data, validate=True), state.library.limits)
-    except binascii.Error as error:
+    except ValueError as error:  # also of letters beyond ASCII
         raise BadRequest(f"image is not base64: {error}", param="image") from error
