@@ -138,10 +138,12 @@ class LinkPlan:
     own: int
     slots: tuple[ChunkSlot, ...]
 
-    def pairs(self, mapped: int = 0) -> int:
-        """(query, key) pairs of a layer's attention over the prompt, by the own tokens from index ``mapped`` on."""
+    def pairs(self, mapped: int = 0, two_step: bool = False) -> int:
+        """(query, key) pairs of a layer's attention over the prompt, by the own tokens from index ``mapped`` on; in two
+        steps only the last of them sees chunks."""
         own = self.own * (self.own + 1) // 2 - mapped * (mapped + 1) // 2
-        return own + sum((s.hi - s.lo) * (self.own - max(mapped, s.row)) for s in self.spans)
+        first = self.own - 1 if two_step else mapped
+        return own + sum((s.hi - s.lo) * (self.own - max(first, s.row)) for s in self.spans)
 
     def reused(self, chunk: int) -> int:
         """Tokens of a chunk that are linked without recomputation."""

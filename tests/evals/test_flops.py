@@ -31,8 +31,11 @@ def test_reuse_attends_to_every_token_but_computes_only_its_own():
     engine = NativeEngine(family("llama").loaded, pages=64, page_size=8)
     try:
         prompt = prompt_of(ids(1, 4), text_chunk(ids(2, 20)), ids(3, 6))
-        reuse, full = (engine.submit(request_of(prompt, p, 1)).result().usage for p in ("reuse", "full"))
+        reuse, late, full = (
+            engine.submit(request_of(prompt, p, 1)).result().usage for p in ("reuse", "reuse-2step", "full")
+        )
     finally:
         engine.close()
     assert reuse.attended == 10 * 11 // 2 + 6 * 20
+    assert late.attended == 10 * 11 // 2 + 1 * 20  # of its text only the last token sees the chunk
     assert Flops(family("llama").loaded).of(reuse) < Flops(family("llama").loaded).of(full) / 2

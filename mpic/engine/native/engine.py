@@ -438,7 +438,7 @@ class NativeEngine(Engine):
         usage.computed = sequence.prompt_own + sequence.inserted - usage.prefix_hit
         if sequence.request.trace:
             usage.trace = trace(sequence)
-        usage.attended = sequence.plan.pairs(usage.prefix_hit)
+        usage.attended = sequence.plan.pairs(usage.prefix_hit, sequence.request.policy.two_step)
         if sequence.first_token:
             for name in ("reused", "recomputed", "prefix_hit", "computed"):
                 self._counters[f"tokens_{name}"] += getattr(usage, name)
