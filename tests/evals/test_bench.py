@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from mpic.engine.base import Usage
 from mpic.evals.bench import (
     cli,
     decode,
@@ -180,6 +181,18 @@ def test_pages_fails_when_an_answer_depends_on_its_company(monkeypatch):
     monkeypatch.setattr(pages, "compile_all", wrong)
     with pytest.raises(BenchFailed, match="differently"):
         BENCHES["pages"].run(SETTINGS["pages"], CPU, Ticker())
+
+
+def test_the_peak_of_a_backlog_counts_from_its_first_request(monkeypatch):
+    workload = serve._Workload(serve.Settings(pool=4, chunk_tokens=4))
+    monkeypatch.setattr(serve, "first_token", lambda *_: (1000.0, Usage()))
+    monkeypatch.setattr(
+        serve,
+        "send",
+        lambda engine, requests, times: [serve.Served(5.0, 1.0, 5.0, Usage()) for _ in requests],
+    )
+    row = workload.backlog(None, "reuse")
+    assert row["requests_per_s"] == row["requests"] / 10
 
 
 def test_stock_and_hooked_model_share_their_weights_and_the_stock_one_is_untouched():

@@ -147,7 +147,7 @@ class _Workload:
         count = max(3, min(400, round(2 * self.settings.backlog * 1e3 / alone)))
         requests = [self.request(policy, rng) for _ in range(count)]
         served = send(engine, requests, [0.0] * count)
-        elapsed = max(one.ended for one in served)
+        elapsed = max(one.arrived + one.ended for one in served)
         return {
             "table": "backlog",
             "policy": policy,
