@@ -33,7 +33,7 @@ SESSION_HASH = re.compile(r"[A-Za-z0-9]{1,64}")
 
 PAGES = re.compile(
     r"/|/config|/theme\.css|/assets/[^?]*|/static/[^?]*|/favicon\.ico|/manifest\.json"
-    r"|/gradio_api/(?:info|startup-events|theme\.css)|/thumbs/[A-Za-z0-9_-]+|/plots/[A-Za-z0-9_-]+\.png"
+    r"|/gradio_api/(?:info|startup-events|theme\.css)|/thumbs/[A-Za-z0-9_.-]+|/plots/[A-Za-z0-9_-]+\.png"
 )
 EVENTS = re.compile(r"/gradio_api/(?:queue/join|cancel)/?")
 NOTHING = re.compile(r"/gradio_api/reset/?")  # Gradio's page calls it, and it does nothing

@@ -20,7 +20,7 @@ from mpic.webui.sessions import Visitor
 
 SIDE = 192  # pixels; shown at up to 96, and screens have two for one
 KEPT = 2_000
-FILE_ID = re.compile(r"(?:file|ref)[-_][A-Za-z0-9_-]{1,64}")
+FILE_ID = re.compile(r"file-[A-Za-z0-9]{1,64}|ref_[A-Za-z0-9_.-]{1,124}")
 
 
 def router(app: FastAPI) -> APIRouter:

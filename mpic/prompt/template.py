@@ -40,6 +40,8 @@ PLAIN = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 
+TOO_DEEP = "a tool, or what one was called with, is nested too deeply"
+
 
 class ChatTemplate:
     """Renders messages through the model's own chat template and cuts the result into segments.
@@ -124,9 +126,15 @@ class ChatTemplate:
         if tools and not self.abilities.tools:
             raise UnsupportedParameter("the model's chat template does not print tools", param="tools")
         draft = Draft(self.abilities, self._guard, self.image_token)
-        conversation = [draft.message(m) for m in self._fold_system(messages)]
         try:
-            rendered = self._render(conversation, draft.marks.tree(list(tools or ()), self._guard.is_plain))
+            conversation = [draft.message(m) for m in self._fold_system(messages)]
+            offered = draft.marks.tree(list(tools or ()), self._guard.is_plain)
+        except RecursionError:
+            raise BadRequest(TOO_DEEP) from None
+        try:
+            rendered = self._render(conversation, offered)
+        except RecursionError:
+            raise BadRequest(TOO_DEEP) from None
         except TEMPLATE_ERRORS as error:
             said = draft.marks.reveal(str(error))
             raise BadRequest(

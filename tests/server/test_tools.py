@@ -162,3 +162,16 @@ async def test_an_earlier_call_with_such_arguments_is_shown_as_it_was_written(he
     ]
     answer = await hermes.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
     assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("depth", [330, 500, 900])
+async def test_what_is_nested_too_deeply_for_the_template_is_refused(hermes, depth):
+    nested = '{"a":' * depth + "1" + "}" * depth
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": nested}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": json.loads(nested)}}
+    ask = {"role": "user", "content": "hi"}
+    said = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    result = [{"role": "tool", "tool_call_id": "a", "content": "x"}]
+    for body in ({"messages": [ask, *said, *result]}, {"messages": [ask], "tools": [tool]}):
+        answer = await hermes.http.post("/v1/chat/completions", json={**body, "max_tokens": 2})
+        assert answer.status_code in (200, 400), answer.text

@@ -308,3 +308,10 @@ async def test_a_mistake_of_the_server_reaches_the_page_as_an_error_of_the_api(s
     with pytest.raises(MPICError) as error:
         await API(server.app, None).files()
     assert error.value.code == "internal_error"
+
+
+@pytest.mark.parametrize("id", ["ref_lamp.v2", "ref_" + "a" * 124])
+async def test_every_reference_has_a_thumbnail_whatever_it_is_called(server, id):
+    answer = await server.http.post("/ui/v1/references", data={"id": id}, files={"file": ("red.png", png())})
+    assert answer.status_code == 200
+    assert (await server.http.get(f"/ui/thumbs/{id}")).headers["content-type"] == "image/png"
