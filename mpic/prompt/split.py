@@ -28,6 +28,7 @@ Mode = Literal["none", "fixed", "sentence", "paragraph", "section"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 TokenSpans = Callable[[str], Sequence[tuple[int, int]]]
 """Text -> for each of its tokens the characters ``[start, end)`` it stands for."""
+WORD = re.compile(r"\S")
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,15 @@ def _tidy(text: str, pieces: list[Piece]) -> list[Piece]:
     """White space alone joins the piece before it, or the one after it at the start. A piece within the one before it
     (where a token is less than a character) goes."""
     kept: list[Piece] = []
+    blank_before = False  # is kept[-1] blank? Looking again would cost its length each time
     for piece in pieces:
         if kept and piece.end <= kept[-1].end:
             continue
-        blank_before = kept and not text[kept[-1].start : kept[-1].end].strip()
-        if kept and (blank_before or not text[piece.start : piece.end].strip()):
+        blank = WORD.search(text, piece.start, piece.end) is None
+        if kept and (blank_before or blank):
             kept[-1] = Piece(kept[-1].start, piece.end)
+            blank_before = blank_before and blank
         else:
             kept.append(piece)
+            blank_before = blank
     return kept

@@ -8,6 +8,7 @@ from fake_engine import FakeEngine
 from server_helpers import fake_server
 
 from mpic.keys import KeyLimits
+from mpic.prompt.split import Piece
 
 TEXT = "First sentence here. Second sentence. " * 8 + "\n\nA last paragraph, short.\n"
 
@@ -156,7 +157,17 @@ async def test_quotas_count_chunks_all_or_none(server):
 
 async def test_what_would_be_far_too_many_pieces_is_refused_before_it_is_cut(server, monkeypatch):
     monkeypatch.setattr("mpic.server.routers.caches.split_text", None)
-    for mode in ("fixed", "sentence", "paragraph", "section"):
-        body = {"text": "word " * 2_000, "split": {"mode": mode, "tokens": 1}}
-        answer = await server.http.post("/v1/caches", json=body)
+    splits = [{"mode": mode, "tokens": 1} for mode in ("fixed", "sentence", "paragraph", "section")]
+    for split in (*splits, {"mode": "fixed", "tokens": 2_001, "overlap": 2_000}):
+        answer = await server.http.post("/v1/caches", json={"text": "word " * 2_000, "split": split})
         assert answer.status_code == 400 and "larger pieces" in answer.json()["error"]["message"]
+
+
+async def test_pieces_that_overlap_are_counted_before_they_are_copied(server, monkeypatch):
+    pieces = [Piece(0, 2_000)] * 10_000
+    monkeypatch.setattr("mpic.server.routers.caches.split_text", lambda *_: pieces)
+    monkeypatch.setattr("mpic.server.routers.caches.Part", None)
+    split = {"mode": "section", "tokens": 1_001, "overlap": 1_000}
+    body = {"text": "x" * 2_000, "split": split}
+    answer = await server.http.post("/v1/caches", json=body)
+    assert answer.status_code == 400 and "10000 or more" in answer.json()["error"]["message"]

@@ -93,8 +93,9 @@ def _parts(body: CacheRequest, split: Split, state: State) -> list[Part]:
     if body.text is not None:
         text = body.text.removeprefix("\ufeff")
         state.library.caches.check(text)
-        _check_pieces(text, split, state)
+        _check_count(_fewest(text, split, state) // 2)
         pieces = split_text(text, split, state.template.document_spans)
+        _check_count(len(pieces))  # overlapping ones may be far larger together than the text
         return [Part(text[p.start : p.end], p.start, p.end) for p in pieces]
     parts, at = [], 0
     for text in body.chunks or ():
@@ -103,17 +104,21 @@ def _parts(body: CacheRequest, split: Split, state: State) -> list[Part]:
     return parts
 
 
-def _check_pieces(text: str, split: Split, state: State) -> None:
-    """Refuses what would be far too many pieces before it is cut, because cutting takes minutes then. A piece has at
-    most ``split.tokens`` tokens that are not blank; twice as many, as a piece alone may have fewer than in the text."""
+def _fewest(text: str, split: Split, state: State) -> int:
+    """About the fewest pieces a text can be cut into: told at once, while cutting it into far too many takes minutes.
+    A piece alone may have a few tokens less than in the text, hence "about"."""
     if split.mode == "none":
-        return
-    tokens = sum(1 for start, end in state.template.document_spans(text) if not text[start:end].isspace())
-    least = -(-tokens // split.tokens)
-    if least > 2 * MOST_CHUNKS:
+        return 1
+    starts = {start for start, end in state.template.document_spans(text) if not text[start:end].isspace()}
+    each = split.tokens - split.overlap if split.mode == "fixed" else split.tokens
+    return (len(starts) - split.overlap) // each
+
+
+def _check_count(pieces: int) -> None:
+    if pieces > MOST_CHUNKS:
         raise BadRequest(
-            f"a cache has 1 to {MOST_CHUNKS} chunks, not about {least}; larger pieces (split.tokens) make fewer",
-            chunks=least,
+            f"a cache has 1 to {MOST_CHUNKS} chunks, not {pieces} or more; larger pieces (split.tokens) make fewer",
+            chunks=pieces,
             limit=MOST_CHUNKS,
         )
 
