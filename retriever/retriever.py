@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from mpic.errors import BadRequest, EmbedderMismatch, EmptyQuery, MPICError, StorageFull
+from mpic.errors import BadRequest, EmbedderMismatch, EmptyQuery, MPICError, ReferenceNotFound, StorageFull
 from mpic.library.records import Change, Reference
 from mpic.retriever.cache import IndexFile
 from mpic.retriever.embedder import Embedder
@@ -197,7 +197,8 @@ class Retriever:
         """The index holds exactly the vectors of the catalogue. Raises IntegrityError."""
         from mpic.errors import IntegrityError
 
-        self.flush()
+        with self._work:
+            self._work.wait_for(lambda: not (self._changes or self._busy or self._catching_up), 60.0)
         rows, index = self._opened()
         index.check()
         if index.ids() != rows.ids():
@@ -280,7 +281,7 @@ class Retriever:
                 changes = [
                     self._changes.popitem(last=False)[1] for _ in range(min(BATCH, len(self._changes)))
                 ]
-                self._busy = True
+                self._busy = bool(changes)  # not while catching up: nobody waits for that with flush
             try:
                 if changes:
                     self._apply(changes)
@@ -294,22 +295,29 @@ class Retriever:
                     self._catching_up = False
 
     def _apply(self, changes: Sequence[Change]) -> None:
-        for change in changes:
-            if change.what == "removed" and self._rows is not None:
-                self._index.remove(self._rows.remove(change.reference.id))
-        self._embed([change.reference for change in changes if change.what != "removed"])
+        """Two threads that change one reference may tell of it in either order, so what is there now is what counts."""
+        ids = [change.reference.id for change in changes]
+        current = self.library.references.many(ids)
+        for id in set(ids) - {reference.id for reference in current}:
+            if self._rows is not None:
+                self._index.remove(self._rows.remove(id))
+        self._embed(current)
 
     def _catch_up(self) -> None:
         rows, _ = self._opened()
-        ids = rows.missing(self._after, BATCH)
-        if ids:
-            self._after = ids[-1]
-            self._embed(self.library.references.many(ids))
-            return
+        after = self._after
+        ids = rows.missing(after, BATCH)
+        if not ids:
+            self._mismatch = rows.others()
+            self._save()
         with self._work:
-            self._catching_up = False
-        self._mismatch = rows.others()
-        self._save()
+            if self._after != after:  # reindex was called meanwhile: from the start
+                return
+            if ids:
+                self._after = ids[-1]
+            else:
+                self._catching_up = False
+        self._embed(self.library.references.many(ids))
 
     def _embed(self, references: Sequence[Reference]) -> None:
         """Embed, commit, then show. What cannot be read is left without a vector."""
@@ -334,11 +342,17 @@ class Retriever:
         self.problem = None
 
     def _content(self, reference: Reference) -> Any:
-        """Text or image of a version, or None when it is gone or damaged."""
+        """Text or image of a version, or None when it is gone or cannot be read. Nothing finds what is damaged any
+        more: a vector of it that another embedder made would count as one that is to be made again, for ever."""
         try:
             shelf = self.library.references
             return shelf.image(reference) if reference.kind == "image" else shelf.text(reference)
         except MPICError as error:
-            log.warning("%s cannot be embedded: %s", reference.id, error)
-            self.counters["unreadable"] += 1
-            return None
+            problem = error
+            if self._rows is not None and not isinstance(error, ReferenceNotFound):
+                self._rows.forget_others(reference.id)
+        except OSError as error:  # just now; one of many must not stop the others
+            problem = error
+        log.warning("%s cannot be embedded: %s", reference.id, problem)
+        self.counters["unreadable"] += 1
+        return None

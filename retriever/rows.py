@@ -11,11 +11,13 @@ import numpy as np
 
 from mpic.errors import BadRequest
 from mpic.library.catalog import Catalog
+from mpic.library.intake import METADATA_KEYS, is_text
 from mpic.library.records import Reference
 from mpic.retriever.embedder import EmbedderName
 
 COMPARISONS = {"gt": ">", "gte": ">=", "lt": "<", "lte": "<=", "ne": "!="}
 FIELDS = ("id", "kind", "title")
+FILTER_KEYS = METADATA_KEYS + len(FIELDS)
 
 
 class VectorRows:
@@ -69,6 +71,13 @@ class VectorRows:
             db.execute("DELETE FROM vectors WHERE reference = ?", (reference,))
             self._revise(db)
         return [row["id"] for row in gone]
+
+    def forget_others(self, reference: str) -> None:
+        """Forget what other embedders made of a reference."""
+        with self._catalog.write() as db:
+            sql = "DELETE FROM vectors WHERE reference = ? AND embedder != ?"
+            if db.execute(sql, (reference, self.embedder)).rowcount:
+                self._revise(db)
 
     def sweep(self) -> list[int]:
         """Forget the vectors of references that are no longer there; ids of this embedder's."""
@@ -126,31 +135,26 @@ class VectorRows:
 
         Args:
             filter: ``id``, ``kind``, ``title`` or a key of the metadata -> a value, a list of values, or comparisons
-                ``{"gt" | "gte" | "lt" | "lte" | "ne": value}``. All must hold; a key that is not there does not fit.
+                ``{"gt" | "gte" | "lt" | "lte" | "ne": value}``. All must hold; a key that is not there does not fit,
+                and text is neither less nor greater than a number.
 
         Raises:
             BadRequest: a value or comparison that means nothing.
         """
+        if len(filter) > FILTER_KEYS:
+            raise BadRequest(f"a filter has at most {FILTER_KEYS} keys, not {len(filter)}", param="filter")
         terms, values = ["v.embedder = ?"], [self.embedder]
         for key, wanted in filter.items():
-            column = f"r.{key}" if key in FIELDS else "json_extract(r.metadata, ?)"
-            path = [] if key in FIELDS else [_path(key)]
-            tests = wanted if isinstance(wanted, Mapping) else {"in": wanted}
-            for name, value in tests.items():
-                if name == "in":
-                    options = list(value) if isinstance(value, list | tuple) else [value]
-                    terms.append(f"{column} IN ({', '.join('?' * len(options))})")
-                elif name in COMPARISONS:
-                    options = [value]
-                    terms.append(f"{column} {COMPARISONS[name]} ?")
-                else:
-                    known = ", ".join(COMPARISONS)
-                    raise BadRequest(f"no comparison {name!r}; known: {known}", param=f"filter.{key}")
-                if not all(isinstance(o, str | int | float | bool) for o in options):
-                    raise BadRequest(
-                        "a filter compares with text, numbers and booleans", param=f"filter.{key}"
-                    )
-                values += [*path, *options]
+            tests, operands = _tests(key, wanted)
+            if key in FIELDS:
+                terms.append(tests.format(f"r.{key}"))
+                values += operands
+            else:  # json_each knows a key however JSON escapes it; a path of json_extract does not
+                terms.append(
+                    "EXISTS (SELECT 1 FROM json_each(r.metadata) AS m "
+                    f"WHERE m.key = ? AND {tests.format('m.atom')})"
+                )
+                values += [key, *operands]
         rows = self._catalog.read(
             "SELECT v.id FROM vectors v JOIN refs r ON r.id = v.reference AND r.version = v.version "
             f"WHERE {' AND '.join(terms)}",
@@ -162,8 +166,34 @@ class VectorRows:
         db.execute("UPDATE embedders SET revision = revision + 1")
 
 
-def _path(key: str) -> str:
-    """A metadata key in SQLite's JSON path."""
-    if '"' in key or "\0" in key:
-        raise BadRequest("a metadata key has no quotes", param="filter")
-    return f'$."{key}"'
+def _tests(key: str, wanted: Any) -> tuple[str, list[Any]]:
+    """SQL that tests ``{0}`` for what is wanted of it, and its operands. Raises BadRequest."""
+    if not is_text(key):
+        raise BadRequest("a key of the filter contains half of a surrogate pair", param="filter")
+    if wanted == {}:
+        raise BadRequest("a comparison without a value", param=f"filter.{key}")
+    terms, values = [], []
+    for name, value in (wanted if isinstance(wanted, Mapping) else {"in": wanted}).items():
+        options = list(value) if name == "in" and isinstance(value, list | tuple) else [value]
+        if name != "in" and name not in COMPARISONS:
+            known = ", ".join(COMPARISONS)
+            raise BadRequest(f"no comparison {name!r}; known: {known}", param=f"filter.{key}")
+        if not all(_comparable(option) for option in options):
+            raise BadRequest(
+                "a filter compares with text, finite numbers and booleans", param=f"filter.{key}"
+            )
+        if name == "in":
+            terms.append(f"{{0}} IN ({', '.join('?' * len(options))})")
+        elif name == "ne":
+            terms.append("{0} != ?")
+        else:  # SQLite orders every text after every number
+            kinds = "('text')" if isinstance(value, str) else "('integer', 'real')"
+            terms.append(f"{{0}} {COMPARISONS[name]} ? AND typeof({{0}}) IN {kinds}")
+        values += [float(o) if isinstance(o, int) and abs(o) >= 1 << 63 else o for o in options]
+    return " AND ".join(terms), values
+
+
+def _comparable(value: Any) -> bool:
+    if isinstance(value, str):
+        return is_text(value)
+    return isinstance(value, int | float) and abs(value) < 1e300

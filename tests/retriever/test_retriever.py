@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import numpy as np
@@ -10,6 +11,7 @@ from PIL import Image
 from retriever_tools import HashEmbedder, picture
 
 from mpic.errors import BadRequest, EmbedderMismatch, EmbedderUnavailable, EmptyQuery
+from mpic.library import Change
 from mpic.retriever import Embedder, Query
 
 
@@ -64,6 +66,11 @@ def test_a_query_that_says_nothing_is_refused(query, open_shelf):
         ({"min_score": 1.5}, "min_score"),
         ({"filter": {"a": {"like": "x"}}}, "filter.a"),
         ({"filter": {"a": None}}, "filter.a"),
+        ({"filter": {"a": {}}}, "filter.a"),
+        ({"filter": {"a": float("nan")}}, "filter.a"),
+        ({"filter": {"a": "\ud800"}}, "filter.a"),
+        ({"filter": {"a\ud800": 1}}, "filter"),
+        ({"filter": {f"k{i}": 1 for i in range(2000)}}, "filter"),
     ],
 )
 def test_bounds_and_filters_that_mean_nothing_are_refused(options, param, open_shelf):
@@ -86,6 +93,25 @@ def test_filters_by_kind_title_and_metadata(open_shelf):
     assert found(place=["Oslo", "Rome"]) == ["x", "y"] and found(place={"ne": "Oslo"}) == ["y"]
     assert found(open=True) == ["x"] and found(title="y", year=2024) == ["y"] and found(nowhere=1) == []
     assert titles(shelf, "a b", filter={"odd key.$": 1}) == ["y"]
+
+
+def test_filters_know_keys_that_json_escapes_and_numbers_too_large_for_the_catalogue(open_shelf):
+    shelf = open_shelf()
+    metadata = {"größe": 1, "a\\b": 2, 'q"q': 3, "日本😀": 4, "a\nb": 5}
+    shelf.add("a b", "x", metadata=metadata)
+    for key, value in metadata.items():
+        assert titles(shelf, "a b", filter={key: value}) == ["x"]
+        assert titles(shelf, "a b", filter={key: value + 1}) == []
+    assert titles(shelf, "a b", filter={"größe": 2**70}) == []
+    assert titles(shelf, "a b", filter={"größe": {"lt": 2**70}}) == ["x"]
+
+
+def test_text_is_neither_less_nor_greater_than_a_number(open_shelf):
+    shelf = open_shelf()
+    shelf.add("a b", "text", metadata={"year": "1999"})
+    shelf.add("a c", "number", metadata={"year": 2020})
+    assert titles(shelf, "a", filter={"year": {"gte": 2000}}) == ["number"]
+    assert titles(shelf, "a", filter={"year": {"lt": "2"}}) == ["text"]
 
 
 def test_near_duplicates_and_equal_content_are_collapsed_and_the_next_best_moves_up(open_shelf):
@@ -183,6 +209,60 @@ def test_another_embedder_is_refused_until_reindexed_and_reindexing_goes_on_wher
     assert titles(shelf, "fact 3 of word3", top_k=1) == ["t3"]
     shelf = open_shelf()  # the first one's vectors are still there
     assert titles(shelf, "fact 3 of word3", top_k=1) == ["t3"]
+
+
+def test_a_reference_that_cannot_be_read_does_not_keep_another_embedder_from_serving(open_shelf):
+    shelf = open_shelf()
+    shelf.add("a lamp", "lamp")
+    shelf.add("a boat", "boat").path.write_bytes(b"damaged")
+    shelf = open_shelf(HashEmbedder("w2"))
+    shelf.retriever.reindex()
+    assert wait(shelf) and titles(shelf, "a lamp") == ["lamp"]
+    shelf = open_shelf(HashEmbedder("w2"))
+    assert titles(shelf, "a lamp") == ["lamp"]
+
+
+def test_a_change_told_late_does_not_hide_what_is_there_now(open_shelf):
+    shelf = open_shelf()
+    reference = shelf.add("a lamp", "lamp")
+    shelf.retriever._changed(Change("removed", reference))
+    assert shelf.retriever.flush() and titles(shelf, "a lamp") == ["lamp"]
+
+
+def test_an_id_used_again_is_not_found_by_what_it_was_before(open_shelf):
+    shelf = open_shelf()
+    shelf.add("a lamp", "lamp", id="ref_a")
+    shelf.retriever.close()
+    shelf.library.references.remove("ref_a")
+    asyncio.run(shelf.library.references.add(b"some boat", "x", title="boat", id="ref_a"))
+    shelf = open_shelf()
+    titles(shelf, "x")
+    assert wait(shelf) and shelf.retriever.search(Query("some boat"))[0].score > 0.99
+
+
+def test_what_is_added_while_all_is_embedded_again_is_searchable_before_that_ends(open_shelf):
+    shelf = open_shelf()
+    for i in range(130):
+        shelf.add(f"w{i}", flush=False)
+    shelf.retriever.flush()
+    other = HashEmbedder("w2")
+    embed, entered, gate = other.texts, threading.Event(), threading.Semaphore(0)
+
+    def slow(texts):
+        entered.set()
+        assert gate.acquire(timeout=20)
+        return embed(texts)
+
+    other.texts = slow
+    shelf = open_shelf(other)
+    shelf.retriever.reindex()
+    assert entered.wait(20)
+    shelf.add("a lamp", flush=False)
+    gate.release(2)  # the batch that runs, and the new one; what is left of the old waits
+    assert shelf.retriever.flush(20) and shelf.retriever.status()["reindexing"]
+    gate.release(9)
+    assert wait(shelf) and shelf.retriever.status()["missing"] == 0
+    shelf.retriever.check()
 
 
 def test_missing_weights_say_so_and_the_library_goes_on(open_shelf, tmp_path):
