@@ -24,7 +24,7 @@ from mpic.errors import BadRequest, CorruptFile, IntegrityError, ReferenceExists
 from mpic.kv.chunk import Chunk, Kind
 from mpic.library.catalog import Catalog
 from mpic.library.decode import decode_image, decode_text
-from mpic.library.intake import PIECE, check_metadata, clean_name, identify, new_id
+from mpic.library.intake import PIECE, check_metadata, clean_name, identify, is_text, new_id
 from mpic.library.limits import Limits
 from mpic.library.links import Links
 from mpic.library.originals import Incoming, Originals
@@ -144,11 +144,11 @@ class DynamicLibrary:
 
     def remove(self, id: str) -> Removed:
         """Remove a reference: invisible at once, its files gone when nothing links it. Raises ReferenceNotFound."""
-        with self._store.lock:
+        gone = False
+        while not gone:  # again when it is replaced meanwhile
             reference = self.get(id)
-            with self._catalog.write() as db:
-                if not self._rows.remove(db, reference):
-                    raise ReferenceNotFound(f"no reference {id!r}", param="id", id=id)
+            with self._store.lock, self._catalog.write() as db:
+                gone = self._rows.remove(db, reference)
                 shared = self._rows.has_content(db, reference.key, retired=False)
         self._tell("removed", reference)
         self._collect([reference])
@@ -402,6 +402,8 @@ class DynamicLibrary:
             raise BadRequest(f"a title is 1 to {TITLE_CHARS} printable characters", param="title")
         if len(description) > DESCRIPTION_CHARS:
             raise BadRequest(f"a description has at most {DESCRIPTION_CHARS} characters", param="description")
+        if not is_text(description):
+            raise BadRequest("the description contains half of a surrogate pair", param="description")
 
     def _tell(self, what: str, reference: Reference) -> None:
         for listener in self.listeners:
@@ -412,7 +414,7 @@ class DynamicLibrary:
 
 
 def _name(reference: Reference) -> str:
-    return f"{reference.id}@{reference.version}"
+    return reference.path.name  # unlike id and version, of this content for ever
 
 
 def _gone(reference: Reference) -> ReferenceNotFound:

@@ -54,6 +54,8 @@ def check_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
             )
         finite = not isinstance(value, float) or math.isfinite(value)
         short = not isinstance(value, str) or len(value) <= METADATA_VALUE_CHARS
+        if not is_text(name) or (isinstance(value, str) and not is_text(value)):
+            raise BadRequest("metadata contains half of a surrogate pair", param="metadata")
         whole = not isinstance(value, int) or abs(value) < 1 << 63
         if not isinstance(value, (str, int, float, bool)) or not (finite and short and whole):
             raise BadRequest(
@@ -62,6 +64,15 @@ def check_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
                 param="metadata",
             )
     return dict(metadata)
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be written in UTF-8: half of a surrogate pair, which JSON can escape, cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def dump_metadata(metadata: Mapping[str, Scalar]) -> str:

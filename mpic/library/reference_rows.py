@@ -38,8 +38,8 @@ class ReferenceRows:
 
     def exists(self, reference: Reference) -> bool:
         """Whether this version is current, or retired and not collected yet."""
-        sql = "SELECT 1 FROM {} WHERE id = ? AND version = ?"
-        name = (reference.id, reference.version)
+        sql = "SELECT 1 FROM {} WHERE id = ? AND version = ? AND path = ?"
+        name = self._name(reference)
         return any(self._catalog.one(sql.format(table), *name) for table in ("refs", "retired_refs"))
 
     def listing(self, after: str | None, limit: int, order: str, kind: str | None) -> list[Reference]:
@@ -69,13 +69,16 @@ class ReferenceRows:
         return {row["path"] for row in rows}
 
     def insert(self, reference: Reference) -> Reference:
-        """Commit a new reference; where an earlier one of its id is not collected yet, its versions go on from there.
-        Raises ReferenceExists."""
+        """Commit a new reference; where an earlier one of its id has left a version or a vector, its versions go on
+        from there. Raises ReferenceExists."""
         with self._catalog.write() as db:
             if db.execute("SELECT 1 FROM refs WHERE id = ?", (reference.id,)).fetchone():
                 raise ReferenceExists(f"there is a reference {reference.id!r}; replace it", param="id")
-            sql = "SELECT MAX(version) AS last FROM retired_refs WHERE id = ?"
-            last = db.execute(sql, (reference.id,)).fetchone()["last"]
+            sql = """
+                SELECT MAX(version) AS last FROM (
+                    SELECT version FROM retired_refs WHERE id = :id UNION ALL SELECT version FROM vectors
+                    WHERE embedder IN (SELECT id FROM embedders) AND reference = :id)"""
+            last = db.execute(sql, {"id": reference.id}).fetchone()["last"]
             if last is not None:
                 reference = replace(reference, version=last + 1)
             insert_row(db, "INSERT", "refs", self._values(reference))
@@ -111,10 +114,11 @@ class ReferenceRows:
 
     def set_state(self, reference: Reference, state: State, tokens: int | None, error: str | None) -> None:
         sql = (
-            "UPDATE refs SET state = ?, tokens = COALESCE(?, tokens), error = ? WHERE id = ? AND version = ?"
+            "UPDATE refs SET state = ?, tokens = COALESCE(?, tokens), error = ? "
+            "WHERE id = ? AND version = ? AND path = ?"
         )
         with self._catalog.write() as db:
-            db.execute(sql, (state, tokens, error, reference.id, reference.version))
+            db.execute(sql, (state, tokens, error, *self._name(reference)))
 
     def set_pin(self, reference_id: str, pinned: bool) -> bool:
         """False when there is none."""
@@ -131,11 +135,15 @@ class ReferenceRows:
         sql = f"INSERT INTO retired_refs ({COLUMNS}) SELECT {COLUMNS} FROM refs WHERE id = ? AND version = ?"
         return db.execute(sql, (reference_id, version)).rowcount > 0
 
+    def _name(self, reference: Reference) -> tuple[str, int, str]:
+        """A version for certain: id and number may come again after it is gone, its file does not."""
+        return reference.id, reference.version, str(reference.path.relative_to(self._root))
+
     def _values(self, reference: Reference) -> dict[str, object]:
         values = {name: value for name, value in vars(reference).items() if name != "key"}
         return values | {
             "digest": reference.key.digest,
-            "path": str(reference.path.relative_to(self._root)),
+            "path": self._name(reference)[2],
             "metadata": dump_metadata(reference.metadata),
         }
 

@@ -304,3 +304,35 @@ async def test_an_id_used_again_while_old_versions_are_linked_goes_on_counting(l
     assert (last.version, library.references.text(last)) == (4, "threethree")
     library.check()
     assert len(held) == 2
+
+
+async def test_an_id_used_again_is_never_mistaken_for_what_it_was_before(library):
+    references = library.references
+    references.tokenize = lambda text: tuple(text.encode())
+    old = await references.add(b"old words", "x", title="o", id="ref_a")
+    references.remove("ref_a")
+    new = await references.add(b"new words", "x", title="n", id="ref_a")
+    assert references.chunk(new).token_ids == tuple(b"new words")
+    with pytest.raises(ReferenceNotFound):
+        references.chunk(old)
+    references.set_state(old, "failed", error="of the old one")
+    assert references.get("ref_a").state == "compiling"
+
+
+async def test_removing_what_is_replaced_just_then_removes_it(library, monkeypatch):
+    references = library.references
+    await references.add(b"old words", "x", title="o", id="ref_a")
+    stale = references.get("ref_a")
+    await references.replace("ref_a", b"newer words")
+    answers = [stale, references.get("ref_a")]
+    monkeypatch.setattr(references, "get", lambda id: answers.pop(0))
+    assert references.remove("ref_a").file.version == 2
+    monkeypatch.undo()
+    with pytest.raises(ReferenceNotFound):
+        references.get("ref_a")
+
+
+@pytest.mark.parametrize("words", [{"description": "\ud800"}, {"metadata": {"a": "\ud800"}}])
+async def test_half_of_a_surrogate_pair_is_refused(words, library):
+    with pytest.raises(BadRequest, match="surrogate"):
+        await library.references.add(b"x", "x", title="t", **words)

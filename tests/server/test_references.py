@@ -80,6 +80,7 @@ async def test_a_search_finds_by_text_and_image_at_once_after_adding(server):
         ({"query": "x", "filter": {"a": {"like": "b"}}}, "bad_request", "filter.a"),
         ({"image": "http://elsewhere/x.png"}, "bad_request", "image"),
         ({"image": "data:image/png;base64,!"}, "bad_request", "image"),
+        ({"image": "data:image/png;base64,é"}, "bad_request", "image"),
         ({"query": "x", "colour": "red"}, None, "colour"),
     ],
 )
@@ -96,6 +97,8 @@ async def test_bad_uploads_are_refused_and_leave_nothing(server):
         (b"text", {"metadata": "[1]"}),
         (b"text", {"metadata": "{"}),
         (b"text", {"metadata": '{"a": [1]}'}),
+        (b"text", {"metadata": '{"a": "\\ud800"}'}),
+        (b"text", {"metadata": "[" * 100_000}),
         (b"text", {"id": "lamp"}),
         (b"text", {"handle": "X"}),
     ):
