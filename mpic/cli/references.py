@@ -240,26 +240,27 @@ class IntoServer:
         from mpic.library.bulk import There
 
         try:
-            found = self._references.retrieve(id)
+            found = _ask(lambda: self._references.retrieve(id))
         except ReferenceNotFound:
             return None
         return There(found.sha256, found.title, found.description, found.metadata)
 
     async def add(self, item: Item, content: bytes) -> str:
         words = {"id": item.id, **_words(item)}
-        return _write(lambda: self._references.create((item.filename, content), **words))
+        return _ask(lambda: self._references.create((item.filename, content), **words)).kind
 
     async def replace(self, item: Item, content: bytes) -> str:
-        return _write(lambda: self._references.replace(item.id, (item.filename, content), **_words(item)))
+        content = (item.filename, content)
+        return _ask(lambda: self._references.replace(item.id, content, **_words(item))).kind
 
 
 def _words(item: Item) -> dict[str, Any]:
     return {"title": item.title, "description": item.description, "metadata": item.metadata}
 
 
-def _write(write: Callable[[], Reference]) -> str:
+def _ask(ask: Callable[[], Reference]) -> Reference:
     try:
-        return write().kind
+        return ask()
     except MPICError as error:
         if error.status == 0 or error.status >= 500:
             raise Unavailable(error.message) from error  # nothing more can be done: it ends the import

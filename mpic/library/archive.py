@@ -41,18 +41,21 @@ def export(
 
     Raises:
         BadRequest: the file exists.
-        CorruptFile: an original is damaged; ``mpic library check`` lists all.
+        CorruptFile: an original is damaged or lost; ``mpic library check`` lists all.
     """
     if path.exists():
         raise BadRequest(f"{path} exists")
     entries, written = list(_entries(library, user)), set()
     temporary = path.with_name(path.name + TEMPORARY)
     try:
-        with temporary.open("xb") as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+        with temporary.open("wb") as stream, tarfile.open(fileobj=stream, mode="w") as tar:
             lines = [json.dumps({"format": FORMAT})] + [json.dumps(entry) for entry, _ in entries]
             _put(tar, MANIFEST, "\n".join(lines).encode())
             for entry, original in entries:
-                data = original.read_bytes()
+                try:
+                    data = original.read_bytes()
+                except FileNotFoundError as error:
+                    raise CorruptFile(f"the original of {entry['id']} is lost") from error
                 if hashlib.sha256(data).hexdigest() != entry["sha256"]:
                     raise CorruptFile(f"the original of {entry['id']} is damaged")
                 if entry["sha256"] not in written:
@@ -114,10 +117,12 @@ def _restore_file(library: Library, entry: dict[str, Any], data: bytes, where: s
     if life is not None and life <= 0:
         return Result(where, "refused", entry["id"], "it has expired", "expired")
     same = library.catalog.one(
-        "SELECT id FROM files WHERE owner = ? AND sha256 = ? AND handle IS ?",
+        "SELECT id FROM files WHERE owner = ? AND sha256 = ? AND handle IS ? "
+        "AND (expires_at IS NULL OR expires_at > ?) AND id NOT IN (SELECT id FROM cache_chunks)",
         entry["owner"],
         entry["sha256"],
         entry["handle"],
+        now,
     )
     if same is not None:
         return Result(where, "unchanged", same["id"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -168,17 +169,20 @@ def _from_folder(folder: Path) -> Iterator[Item]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
-            yield Item(str(name), _id(str(name)), path.stem, path.name, path)
+            try:
+                yield Item(str(name), _id(str(name)), path.stem, path.name, path)
+            except UnicodeEncodeError:
+                yield Item(os.fsencode(name).decode(errors="replace"), error="its name is not UTF-8")
 
 
 def _from_lines(file: Path) -> Iterator[Item]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:  # decoded line by line, so that a bad one does not stop the others
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{file.name}:{number}"
                 try:
                     yield _from_object(json.loads(line), where, file.parent)
-                except (ValueError, TypeError) as error:
+                except (ValueError, TypeError, RecursionError) as error:
                     yield Item(where, error=f"not usable: {error}")
 
 

@@ -92,6 +92,7 @@ def collect(library: Library) -> list[Garbage]:
     found = garbage(library)
     library.files.collect_expired()
     library.references.collect_retired()
+    library.caches.sweep()
     library.reconcile()
     for item in found:
         if item.why == "quarantine":

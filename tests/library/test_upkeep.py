@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import tarfile
 
 import pytest
@@ -16,6 +17,7 @@ from mpic.library import SHARED, Library, Limits
 from mpic.library.archive import export, restore
 from mpic.library.archive import size_of as export_size
 from mpic.library.bulk import IntoLibrary, import_references
+from mpic.library.caches import Part
 from mpic.library.upkeep import check, collect, garbage, size_of
 
 
@@ -196,6 +198,34 @@ def test_a_broken_export_is_refused_and_a_damaged_library_is_not_exported(librar
     library.files.by_handle("ann", "A").path.write_bytes(b"ann's text")
 
 
+def test_what_only_looks_like_a_file_of_an_export_does_not_stand_in_for_it(library, tmp_path, clock):
+    library.files.add("ann", b"some text", "a.txt")
+    export(library, tmp_path / "e.tar")
+    with Library.open(tmp_path / "other", clock=clock) as other:
+        other.caches.create("ann", [Part("some text", 0, 9)])
+        other.files.add("ann", b"some text", "expired.txt", expires_after=5)
+        clock.now += 10
+        assert [r.outcome for r in restore(other, tmp_path / "e.tar")] == ["added"]
+        assert [f.filename for f in other.files.page("ann").files] == ["a.txt"]
+
+
+def test_what_an_interrupted_export_left_is_no_hindrance_and_a_lost_original_is_named(library, tmp_path):
+    file = library.files.add("ann", b"some text", "a.txt")
+    (tmp_path / "e.tar.tmp").write_bytes(b"left")
+    assert export(library, tmp_path / "e.tar") == 1 and not list(tmp_path.glob("*.tmp"))
+    file.path.unlink()
+    with pytest.raises(CorruptFile, match=file.id):
+        export(library, tmp_path / "again.tar")
+    library.files.delete("ann", file.id)
+
+
+def test_caches_that_have_expired_are_collected(library, clock):
+    library.caches.create("ann", [Part("some text", 0, 9)], ttl=5)
+    clock.now += 10
+    collect(library)
+    assert library.catalog.one("SELECT COUNT(*) FROM caches")[0] == 0
+
+
 # Bulk import of references
 
 
@@ -208,6 +238,32 @@ def folder(tmp_path):
     (root / "bad.bin").write_bytes(b"\xff\xfe\x00")
     (root / ".hidden").write_text("x")
     return root
+
+
+def test_a_name_that_is_not_utf8_does_not_stop_the_others(library, tmp_path):
+    (tmp_path / "refs").mkdir()
+    for name in (b"\xff.txt", b"z.txt"):
+        with open(os.fsencode(tmp_path / "refs") + b"/" + name, "wb") as file:
+            file.write(name)
+    assert sorted(r.outcome for r in import_(library, tmp_path / "refs")) == ["added", "refused"]
+    assert [r.title for r in library.references.listing().references] == ["z"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"text": "x", "title": "t", "description": "\\ud800"}',
+        b'{"text": "x", "title": "t", "metadata": {"a": "\\ud800"}}',
+        b'{"text": "\xff", "title": "t"}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_line_that_is_no_text_does_not_stop_the_others(line, library, tmp_path):
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(
+        b'\xef\xbb\xbf{"text": "a", "title": "first"}\r\n' + line + b'\n{"text": "b", "title": "last"}'
+    )
+    assert [r.outcome for r in import_(library, source)] == ["added", "refused", "added"]
 
 
 def test_a_folder_is_imported_and_what_is_refused_is_said(library, folder):
