@@ -173,6 +173,11 @@ class _Session:
                 self._warm.add(answer.policy)
                 list(self._submit(prompt, answer.policy, "warm", max_tokens=2))
             text, usage, ttft = self._run(prompt, answer.policy, sample.max_tokens)
+            if late := {use.tier for use in usage.chunks if use.reused} - {"device"}:
+                answer.skipped = (
+                    f"chunks came from {', '.join(sorted(late))}: the pool is too small to keep them"
+                )
+                return
             answer.answer = text.strip()
             answer.ttft_ms, answer.total_ms = round(ttft, 3), round(usage.total_ms, 3)
             answer.prompt_tokens, answer.computed = usage.prompt_tokens, usage.computed

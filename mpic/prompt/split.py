@@ -37,7 +37,7 @@ class Split:
 
     Args:
         tokens: most tokens of a piece.
-        overlap: most tokens that two neighbours share; less than ``tokens``.
+        overlap: most tokens that two neighbours share; at most half of ``tokens``, or the pieces would be too many.
 
     Raises:
         BadRequest: an unknown mode, or numbers that mean nothing.
@@ -54,9 +54,9 @@ class Split:
             )
         if self.tokens < 1:
             raise BadRequest(f"split.tokens must be at least 1, not {self.tokens}", param="split.tokens")
-        if not 0 <= self.overlap < self.tokens:
+        if not 0 <= self.overlap <= self.tokens // 2:
             raise BadRequest(
-                f"split.overlap must be at least 0 and less than split.tokens, not {self.overlap}",
+                f"split.overlap must be at least 0 and at most half of split.tokens, not {self.overlap}",
                 param="split.overlap",
             )
         if self.mode == "none" and self.overlap:

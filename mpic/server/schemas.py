@@ -299,7 +299,7 @@ class SplitOptions(Strict):
 
     mode: Literal["none", "fixed", "sentence", "paragraph", "section"] = "none"
     tokens: StrictInt = Field(512, ge=1, le=1 << 20, description="most tokens of a piece")
-    overlap: StrictInt = Field(0, ge=0, description="most tokens that neighbours share")
+    overlap: StrictInt = Field(0, ge=0, description="most tokens that neighbours share; at most half")
 
 
 class CacheRequest(Strict):

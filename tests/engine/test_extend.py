@@ -22,7 +22,7 @@ from families import VISION_FAMILIES, random_image
 from oracle import Oracle
 
 from mpic.engine.base import Found, GenerationRequest, Hit, Retrieval, Sampling
-from mpic.errors import FileNotFound, UnsupportedParameter
+from mpic.errors import FileNotFound, MPICError, UnsupportedParameter
 from mpic.kv.chunk import Chunk
 from mpic.link import parse_policy
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
@@ -361,6 +361,22 @@ def test_closing_the_engine_while_a_request_searches_fails_it(make_engine):
     lookup.gate.set()
     closing.join(20)
     assert not closing.is_alive()
+
+
+def test_a_request_that_cannot_be_extended_fails_alone_and_frees_everything(make_engine, monkeypatch):
+    engine = make_engine()
+    a, document, _ = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "mpic-5", SAID), SAID)
+
+    def broken(*_):
+        raise ValueError("no")
+
+    monkeypatch.setattr("mpic.engine.native.engine.apply", broken)
+    with pytest.raises(MPICError, match="no"):
+        ask(engine, prompt, "mpic-5", SAID + 2, Lookup(call, document)).result()
+    engine.check()
+    assert ask(engine, prompt, "full", 2).result().finish_reason == "length"
 
 
 def test_a_reference_deleted_while_it_is_linked_is_seen_by_nobody_else(make_engine):

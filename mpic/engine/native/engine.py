@@ -309,9 +309,15 @@ class NativeEngine(Engine):
         """A search has ended; its request may have been cancelled meanwhile."""
         if sequence not in self._sequences:
             return
+        try:
+            self._extend(sequence, outcome)
+        except Exception as error:  # of this request alone
+            log.exception("a request could not be extended")
+            self._end(sequence, as_failure(error))
+
+    def _extend(self, sequence: Sequence, outcome: Outcome | Exception) -> None:
         if isinstance(outcome, Exception):
-            self._end(sequence, as_failure(outcome))
-            return
+            raise outcome
         self.extender.count(outcome.round)
         sequence.usage.retrieval += (outcome.round,)
         if outcome.extension is None:
