@@ -1,0 +1,60 @@
+"""An engine over a real library whose files are damaged: answers stay right, and the damage is said."""
+
+from __future__ import annotations
+
+import pytest
+from engine_kit import TOKENS, family, ids, prompt_of, request_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mpic.engine.native.engine import NativeEngine
+from mpic.library import Library
+from mpic.library.upkeep import check as scrub
+
+TEXTS = ("the first document, of some length", "another one, which is longer than the first")
+
+
+def answer(library, policy):
+    """Ask over both documents with an engine that has nothing in memory."""
+    engine = NativeEngine(family("llama").loaded, library.store, pages=128, page_size=8)
+    try:
+        chunks = [library.files.chunk("ann", library.files.by_handle("ann", name)) for name in ("A", "B")]
+        prompt = prompt_of(ids(1, 5), chunks[0], ids(2, 3), chunks[1], ids(3, 4))
+        said = engine.submit(request_of(prompt, policy, TOKENS, user="ann", logprobs=0)).result()
+        engine.check()
+    finally:
+        engine.close()
+    return list(said.token_ids), [p.logprob for p in said.logprobs], said.usage
+
+
+@pytest.mark.parametrize("policy", ["reuse", "mpic-4"])
+def test_answers_over_files_with_any_flipped_bit_are_those_over_whole_files(policy, tmp_path):
+    library = Library.open(tmp_path / "library")
+    library.files.tokenize = lambda text: tuple(10 + byte % 200 for byte in text.encode())
+    for handle, text in zip("AB", TEXTS, strict=True):
+        library.files.add("ann", text.encode(), f"{handle}.txt", handle)
+    expected_ids, expected, _ = answer(library, policy)  # compiled and stored
+    files = sorted((tmp_path / "library" / "kv").rglob("*.safetensors"))
+    assert len(files) == 2
+
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def check(data):
+        answer(library, policy)  # what the last example took away is compiled and stored again
+        path = data.draw(st.sampled_from(files), label="file")
+        raw = bytearray(path.read_bytes())
+        bit = data.draw(st.integers(0, 8 * len(raw) - 1), label="bit")
+        raw[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(raw)
+        got_ids, got, usage = answer(library, policy)
+        assert got_ids == expected_ids and got == pytest.approx(expected, abs=1e-4)
+        reasons = {use.tier: use.reason for use in usage.chunks}
+        if "compiled" in reasons:
+            assert reasons["compiled"] == "corrupt"
+            assert path.exists() and path.read_bytes() != bytes(raw)  # compiled again and stored
+        else:  # in a part that this link did not need: a scrub finds it
+            assert [problem.path for problem in scrub(library)] == [str(path.relative_to(library.root))]
+
+    check()
+    library.check()
+    library.close()
