@@ -89,6 +89,11 @@ class Tower:
         )
 
 
+BENCH_DECODER = Decoder(layers=12, hidden=768, heads=12, intermediate=2048, context=8192)
+BENCH_TOWER = Tower(layers=8, hidden=256, heads=4, size=336, patch=14)
+"""The bench model: about 110 M parameters, 576 tokens an image."""
+
+
 @dataclass
 class Pair:
     """A model hooked by MPIC and the stock model; they share their weights."""

@@ -22,7 +22,7 @@ from mpic.evals.bench.drive import (
     text_chunk,
 )
 from mpic.evals.bench.frame import Report, Row, Ticker, Where, bench
-from mpic.evals.bench.serve import send
+from mpic.evals.bench.serve import arrivals, send
 from mpic.kv.chunk import Chunk
 
 _DECODER = Decoder(layers=4, hidden=512, heads=8, intermediate=1024, vocabulary=2_000)
@@ -104,7 +104,7 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
             first_token(engine, _request(settings, ids, chunks, 0))
             alone = engine.submit(_request(settings, ids, chunks, 1)).result().usage.total_ms / 1e3
             meter = _Meter(engine)
-            times = _arrivals(load / alone, settings.seconds, settings.seed)
+            times = arrivals(random.Random(settings.seed), load / alone, settings.seconds)
             send(engine, [_request(settings, ids, chunks, n) for n in range(len(times))], times)
             rows.append(_row("request rate", {"per_s": round(load / alone, 2)}, meter, engine))
     notes = {
@@ -117,14 +117,6 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
         "copies_over_shared_at_highest_rate": _last(rows, "request rate"),
     }
     return Report(rows, headline, notes, lambda figure: _plot(figure, rows))
-
-
-def _arrivals(rate: float, seconds: float, seed: int) -> list[float]:
-    rng, at, times = random.Random(seed), 0.0, list[float]()
-    while at < seconds or len(times) < 3:
-        at += rng.expovariate(rate)
-        times.append(at)
-    return times
 
 
 def _request(settings: Settings, ids: Ids, chunks: list[Chunk], number: int) -> Any:

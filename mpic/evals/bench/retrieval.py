@@ -14,6 +14,8 @@ import numpy as np
 from mpic.engine.base import Found, GenerationRequest, Hit, Retrieval
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.drive import (
+    BENCH_DECODER,
+    BENCH_TOWER,
     Decoder,
     Ids,
     Tower,
@@ -38,16 +40,14 @@ from mpic.retriever.rows import VectorRows
 NEIGHBOURS = 10
 SAID = 2
 """Tokens of a call."""
-_DECODER = Decoder(layers=12, hidden=768, heads=12, intermediate=2048, context=8192)
-_TOWER = Tower(layers=8, hidden=256, heads=4, size=336, patch=14)
 
 
 @dataclass(frozen=True)
 class Settings:
     """Sizes of the ``retrieval`` bench."""
 
-    decoder: Decoder = _DECODER
-    tower: Tower = _TOWER
+    decoder: Decoder = BENCH_DECODER
+    tower: Tower = BENCH_TOWER
     vectors: int = 100_000
     dimension: int = 512
     queries: int = 500

@@ -160,10 +160,8 @@ class _Workload:
     def arrivals(self, engine: NativeEngine, policy: str, share: float, peak: float, ratio: float) -> Row:
         """At random, ``share`` of ``peak``; ``ratio`` of the requests link what is cached."""
         rng = random.Random(self.settings.seed + 1)
-        rate, at, times = share * peak, 0.0, []
-        while at < self.settings.seconds or len(times) < 3:
-            at += rng.expovariate(1.0) / rate
-            times.append(at)
+        rate = share * peak
+        times = arrivals(rng, rate, self.settings.seconds)
         cached = [rng.random() < ratio for _ in times]
         requests = [self.request(policy, rng, hit) for hit in cached]
         served = send(engine, requests, times)
@@ -183,6 +181,16 @@ class _Workload:
             row[f"{name}_p50_ms"] = round(statistics.median(values), 1)
             row[f"{name}_p99_ms"] = round(quantile(values, 0.99), 1)
         return row
+
+
+def arrivals(rng: random.Random, rate: float, seconds: float) -> list[float]:
+    """Seconds at which requests arrive: Poisson at ``rate`` a second for ``seconds``, three at least. The same seed
+    gives the same pattern, stretched to the rate."""
+    at, times = 0.0, list[float]()
+    while at < seconds or len(times) < 3:
+        at += rng.expovariate(1.0) / rate
+        times.append(at)
+    return times
 
 
 def send(engine: NativeEngine, requests: Sequence[Any], times: Sequence[float]) -> list[Served]:

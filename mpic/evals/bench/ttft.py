@@ -9,6 +9,8 @@ from typing import Any
 from mpic.engine.base import Usage
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.drive import (
+    BENCH_DECODER,
+    BENCH_TOWER,
     Decoder,
     Ids,
     Tower,
@@ -31,18 +33,12 @@ from mpic.prompt.segments import Prompt
 LINKED = ("reuse-2step", "reuse", "mpic-32", "legolink-32")
 
 
-_DECODER = Decoder(layers=12, hidden=768, heads=12, intermediate=2048, context=8192)
-
-
-_TOWER = Tower(layers=8, hidden=256, heads=4, size=336, patch=14)
-
-
 @dataclass(frozen=True)
 class Settings:
     """Sizes of the ``ttft`` bench."""
 
-    decoder: Decoder = _DECODER
-    tower: Tower = _TOWER
+    decoder: Decoder = BENCH_DECODER
+    tower: Tower = BENCH_TOWER
     images: int = 8
     system: int = 40
     text: int = 160
