@@ -12,8 +12,6 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from mpic import AsyncMPIC
-from mpic.client import types
-from mpic.client.calls import Call
 from mpic.client.inprocess import AsyncInProcess
 from mpic.errors import Forbidden, MPICError, Unauthorized
 
@@ -53,9 +51,7 @@ class API:
 
     async def extend(self, id: str, seconds: int) -> None:
         """Let a file live for so many seconds from now."""
-        await self._client.send(
-            Call("PATCH", f"/v1/files/{id}", types.File.model_validate, json={"ttl": seconds})
-        )
+        await self._client.files.update(id, seconds)
 
     # ---- references
 

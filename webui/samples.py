@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpic.webui.conversation import HANDLE
+from mpic.webui.conversation import HANDLE, name_of
 from mpic.webui.transcript import said
 
 SHOWN = {
@@ -56,9 +56,7 @@ def _text(content: str | list[dict[str, Any]], kinds: dict[str, str]) -> str:
     words = []
     for part in content:
         handle = part.get("handle")
-        words.append(
-            f"{'IMAGE' if kinds[handle] == 'image' else 'FILE'}#{handle}" if handle else part["text"]
-        )
+        words.append(name_of({"kind": kinds[handle], "handle": handle}) if handle else part["text"])
     return " ".join(words)
 
 

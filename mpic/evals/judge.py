@@ -67,7 +67,7 @@ class Grader:
                 )
                 reply.raise_for_status()
                 return self._grades(reply.json()["choices"][0]["message"]["content"])
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 reason = f"{type(error).__name__}: {error}"
         raise JudgeFailed(f"the judge gave no grades in {_TRIES} tries; the last failed with {reason}")
 

@@ -198,7 +198,7 @@ def write_report(out: Path, title: str | None = None) -> list[Path]:
         ),
         ("table", cell_table(answers)),
         ("plot", "chunks.png"),
-        ("text", _notes(answers, skipped)),
+        ("text", _notes(skipped)),
     ]
     (out / "report.md").write_text(_markdown(title, blocks), encoding="utf-8")
     (out / "report.html").write_text(_html(title, blocks, out), encoding="utf-8")
@@ -209,7 +209,7 @@ def _model(out: Path) -> str:
     return str(json.loads((out / "run.json").read_text())["model"])
 
 
-def _notes(answers: list[Answer], skipped: list[Answer]) -> str:
+def _notes(skipped: list[Answer]) -> str:
     text = (
         "Scores are means over cells (a task with a number of chunks), each counting the same. Chunks were resident; "
         "one request at a time. FLOPs are of the prefill, without compiling chunks and encoding images. First token KL "

@@ -10,6 +10,7 @@ from typing import Any
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.drive import (
+    BENCH_DECODER,
     Decoder,
     Ids,
     compile_all,
@@ -27,14 +28,11 @@ from mpic.kv.chunk import Chunk
 CACHES = ("dynamic", "static")
 
 
-_DECODER = Decoder(layers=12, hidden=768, heads=12, intermediate=2048, context=8192)
-
-
 @dataclass(frozen=True)
 class Settings:
     """Sizes of the ``decode`` bench."""
 
-    decoder: Decoder = _DECODER
+    decoder: Decoder = BENCH_DECODER
     batches: tuple[int, ...] = (1, 8)
     chunks: int = 8
     chunk_tokens: int = 512

@@ -17,7 +17,6 @@ from mpic.evals.tasks.documents import ask, data_file, field_of, json_lines, par
 _QUESTION = "Answer from the passages above, in as few words as possible.\nQuestion: {input}\nAnswer:"
 _SUMMARY = "Summarize all of the texts above in one page.\nSummary:"
 _DIALOGUE = re.compile(r"(?=^Dialogue: )", re.MULTILINE)
-_METRIC = {"samsum": "rouge-l", "multi_news": "rouge-l"}
 
 
 @task("longbench-qa", "LongBench's question answering subsets, one JSONL file each", "f1", reads_file=True)
