@@ -49,9 +49,6 @@ class VectorIndex:
     def __len__(self) -> int:
         return self._shown.index.ntotal
 
-    def __contains__(self, id: int) -> bool:
-        return id in self._shown.ids
-
     def search(
         self, query: np.ndarray, k: int, among: np.ndarray | None = None
     ) -> tuple[list[Neighbour], np.ndarray]:

@@ -17,7 +17,7 @@ import triton
 from mpic.kernels.spans import Shift, SpanCall
 from mpic.kernels.triton import attention, copies
 from mpic.kernels.triton.tuning import Tiles, tiles_for
-from mpic.kernels.triton.worklist import KV, Call, Shape, WorkList, build
+from mpic.kernels.triton.worklist import KV, Call, Shape, WorkList, build, power
 
 _ALIGNED = 16
 """Elements that every offset and stride is a multiple of, which the kernels promise to the compiler."""
@@ -262,11 +262,6 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 def dense(x: torch.Tensor) -> torch.Tensor:
     """With rows of dense elements."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def power(n: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def multiprocessors(device: torch.device) -> int:

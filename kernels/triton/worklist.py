@@ -296,7 +296,7 @@ def _single_tiles(
         segment = Segment(kv, kv.lo, kv.hi, shifts, 0, NEVER, NEVER, _mask(first, seen))
         cohorts.setdefault(rows, []).append(segment)
     widest = max(map(len, cohorts), default=1) * shape.group
-    single_m = min(max(16, _power(widest)), max(64, _power(shape.group)))
+    single_m = min(max(16, power(widest)), max(64, power(shape.group)))
     size = single_m // shape.group
     for rows, segments in cohorts.items():
         for at in range(0, len(rows), size):
@@ -305,7 +305,8 @@ def _single_tiles(
     return tiles, single_m
 
 
-def _power(n: int) -> int:
+def power(n: int) -> int:
+    """The next power of two."""
     return 1 << max(0, n - 1).bit_length()
 
 

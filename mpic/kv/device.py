@@ -50,9 +50,10 @@ class DeviceCache:
     def get(self, key: KVKey) -> Resident | None:
         return self.chunks.get(key)
 
-    def add(self, key: KVKey, inputs: ChunkInputs, sink: int = 0) -> Resident | None:
-        """Reserve an extent for a chunk that is about to be compiled (behind ``sink`` slots) or read; None if the
-        pool has no room."""
+    def add(self, key: KVKey, inputs: ChunkInputs) -> Resident | None:
+        """Reserve an extent for a chunk that is about to be compiled (behind its recipe's sink slots) or read; None
+        if the pool has no room."""
+        sink = key.recipe.sink
         extent = self.pool.alloc(len(inputs) + sink)
         if extent is None:
             return None

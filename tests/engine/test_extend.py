@@ -326,8 +326,8 @@ def test_references_that_do_not_fit_the_pool_are_dropped_from_the_end(make_engin
     engine.check()
 
 
-def test_cancelling_while_searching_frees_everything(make_engine):
-    engine = make_engine()
+def searching(engine):
+    """A request that waits for its search: its prompt, its look-up and its stream."""
     a, _, b = chunks_of("llama")
     prompt = prompt_of(ids(1, 6), a, ids(4, 4))
     call, _ = logits_of(ask(engine, prompt, "full", SAID), SAID)
@@ -335,6 +335,12 @@ def test_cancelling_while_searching_frees_everything(make_engine):
     lookup.gate.clear()
     stream = ask(engine, prompt, "full", 9, lookup)
     assert lookup.searching.wait(20)
+    return prompt, lookup, stream
+
+
+def test_cancelling_while_searching_frees_everything(make_engine):
+    engine = make_engine()
+    prompt, lookup, stream = searching(engine)
     stream.abort()
     assert stream.result().finish_reason == "abort"
     assert engine.pool.free_pages == engine.pool.pages - sum(
@@ -347,13 +353,7 @@ def test_cancelling_while_searching_frees_everything(make_engine):
 
 def test_closing_the_engine_while_a_request_searches_fails_it(make_engine):
     engine = make_engine()
-    a, _, b = chunks_of("llama")
-    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
-    call, _ = logits_of(ask(engine, prompt, "full", SAID), SAID)
-    lookup = Lookup(call, b)
-    lookup.gate.clear()
-    stream = ask(engine, prompt, "full", 9, lookup)
-    assert lookup.searching.wait(20)
+    _, lookup, stream = searching(engine)
     closing = threading.Thread(target=engine.close)
     closing.start()
     with pytest.raises(Exception, match="stopped"):

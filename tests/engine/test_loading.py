@@ -380,14 +380,17 @@ def test_requests_that_make_room_for_each_other_while_loads_run_keep_their_answe
 # ---- what is written
 
 
+class SlowWriter(MemoryStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def save(self, chunk):
+        assert self.go.wait(60)
+        super().save(chunk)
+
+
 def test_compiled_chunks_wait_pinned_in_the_pool_for_a_slow_writer_and_all_are_stored(make_engine):
-    class SlowWriter(MemoryStore):
-        go = threading.Event()
-
-        def save(self, chunk):
-            assert self.go.wait(60)
-            super().save(chunk)
-
     store = SlowWriter()
     engine = make_engine(store=store, pages=24)
     engine.traffic.backlog = 1  # one chunk at the writer, whatever its size
@@ -406,13 +409,6 @@ def test_compiled_chunks_wait_pinned_in_the_pool_for_a_slow_writer_and_all_are_s
 
 
 def test_closing_writes_what_is_compiled_and_not_yet_at_the_writer(make_engine):
-    class SlowWriter(MemoryStore):
-        go = threading.Event()
-
-        def save(self, chunk):
-            assert self.go.wait(60)
-            super().save(chunk)
-
     store = SlowWriter()
     engine = make_engine(store=store)
     engine.traffic.backlog = 1

@@ -77,6 +77,7 @@ def test_nobody_loses_its_share_to_another(stock, saver, size, quota, slack):
     try:
         gone = make_room(rules, used, saver, size, turns_of(stock))
     except (StorageFull, StorageQuotaExceeded):
+        assert sum(full.values()) > rules.budget or (quota and full[saver] > quota)
         return
     left = dict(full)
     for chunk, why in gone:

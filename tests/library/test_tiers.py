@@ -1,6 +1,6 @@
 """Host memory before the disk, a remote tier behind it: who is asked, who is filled, who forgets."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -209,11 +209,8 @@ def test_host_memory_under_many_threads_adds_up():
             if i % 10 == 0:
                 tier.drop(chunk.key.owner, chunk.key.chunk)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))  # raises what one of them raised
     assert not wrong
     tier.check()
 

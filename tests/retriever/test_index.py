@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -79,15 +80,16 @@ def test_readers_see_whole_changes_while_a_writer_works():
             if len(ids) != len(found) or len(ids & set(range(200, 400))) not in (0, 200):
                 wrong.append(len(ids))
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        readers = [threads.submit(read) for _ in range(2)]
+        try:
+            for _ in range(30):
+                index.put(range(200, 400), rows[200:])
+                assert index.remove(range(200, 400)) == 200
+        finally:
+            stop.set()
     for reader in readers:
-        reader.start()
-    for _ in range(30):
-        index.put(range(200, 400), rows[200:])
-        assert index.remove(range(200, 400)) == 200
-    stop.set()
-    for reader in readers:
-        reader.join()
+        reader.result()
     assert not wrong
     index.check()
 

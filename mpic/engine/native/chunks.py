@@ -90,7 +90,7 @@ class ChunkTraffic:
         resident.extent.fixed += 1
         self.loading += 1
         self.device.acquire(resident)
-        target = self.device.pool.view(resident.extent)[:, :, :, resident.first :]
+        target = self._kv(resident)
         copies, gate = self._copies, None
         if copies is not None:
             copies.order()

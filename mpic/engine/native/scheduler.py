@@ -263,7 +263,7 @@ class Scheduler:
                 continue
             resident = self.device.get(linked.key)  # a chunk linked twice was added a moment ago
             if resident is None:
-                resident = self.device.add(linked.key, linked.inputs, linked.key.recipe.sink)
+                resident = self.device.add(linked.key, linked.inputs)
                 if resident is None:
                     fits = False
                     continue
@@ -312,7 +312,7 @@ class Scheduler:
             return
         if self._deletions.key_since(arrived, linked.key):
             return
-        linked.resident = self.device.add(linked.key, linked.inputs, linked.key.recipe.sink)
+        linked.resident = self.device.add(linked.key, linked.inputs)
         if linked.resident is not None:
             self.counters["prefetched"] += 1
             self._load(linked, arrived)
@@ -330,7 +330,7 @@ class Scheduler:
             return True
         resident = self.device.get(request.key)
         if resident is None:
-            resident = self.device.add(request.key, request.inputs, request.key.recipe.sink)
+            resident = self.device.add(request.key, request.inputs)
             if resident is None:
                 return False
             self.start_job(resident)
