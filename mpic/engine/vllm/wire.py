@@ -1,0 +1,243 @@
+"""What travels to vLLM with a request: orders to link or to compile, as JSON in ``kv_transfer_params["mpic"]``.
+
+An order is self-contained: it names chunk files and says where their tokens stand, so a plain vLLM server that runs
+our connector takes it over HTTP. Nothing in it is trusted: ``parse`` checks all that can be checked without a file,
+and paths are only ever opened below the folders the connector was given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from mpic.errors import BadRequest
+from mpic.link.plan import LinkPlan
+
+FIELD = "mpic"
+VERSION = 1
+MAX_CHUNKS = 4096
+
+
+class BadOrder(BadRequest):
+    """An order that contradicts itself, its prompt or the rules."""
+
+    code = "bad_link_order"
+
+
+class ChunkRef(NamedTuple):
+    """A chunk's place in a prompt and the file its KV is in.
+
+    Args:
+        path: of the chunk file (``mpic.kv.file``), relative to one of the connector's folders.
+        key: digest of the ``KVKey`` that the file must hold.
+        start: sequence index of its first token.
+        length: its tokens.
+        base: rotary base of its first token (equal to ``start`` except with M-RoPE).
+    """
+
+    path: str
+    key: str
+    start: int
+    length: int
+    base: int
+
+
+@dataclass(frozen=True)
+class LinkOrder:
+    """Link chunks into a prompt of token ids.
+
+    Args:
+        length: tokens of the prompt.
+        extent: rotary positions of the prompt.
+        rows: half-open ranges of the prompt that are computed, ascending, apart from each other; the last ends at
+            ``length``. Every other token is mapped from a chunk.
+        chunks: in prompt order. A chunk that is recomputed whole is listed too when it is an image: its embeddings are
+            in its file.
+    """
+
+    length: int
+    extent: int
+    rows: tuple[tuple[int, int], ...]
+    chunks: tuple[ChunkRef, ...]
+
+    @property
+    def computed(self) -> int:
+        """Tokens that the request computes."""
+        return sum(hi - lo for lo, hi in self.rows)
+
+    def params(self) -> dict[str, Any]:
+        """The value of ``kv_transfer_params``."""
+        return {FIELD: {"version": VERSION, "link": asdict(self)}}
+
+
+@dataclass(frozen=True)
+class CompileOrder:
+    """Write the KV of a prompt's tokens from ``skip`` on, and its inputs, to a folder (one file a worker).
+
+    Args:
+        folder: relative to one of the connector's folders; made by who asks.
+        skip: sink tokens in front, which are not kept.
+    """
+
+    folder: str
+    skip: int = 0
+
+    def params(self) -> dict[str, Any]:
+        """The value of ``kv_transfer_params``."""
+        return {FIELD: {"version": VERSION, "compile": asdict(self)}}
+
+
+Order = LinkOrder | CompileOrder
+
+
+def order_of(plan: LinkPlan, files: Sequence[tuple[str, str] | None]) -> LinkOrder:
+    """The link order of a plan.
+
+    Args:
+        files: for each chunk of the plan ``(path, key digest)``, or None when it needs no file (text that is
+            recomputed whole).
+    """
+    rows: list[tuple[int, int]] = []
+    for run in plan.runs:
+        lo, hi = run.start, run.start + run.hi - run.lo
+        if rows and rows[-1][1] == lo:
+            rows[-1] = (rows[-1][0], hi)
+        else:
+            rows.append((lo, hi))
+    chunks = tuple(
+        ChunkRef(*file, slot.start, slot.length, slot.base)
+        for slot, file in zip(plan.slots, files, strict=True)
+        if file is not None
+    )
+    return LinkOrder(plan.length, plan.extent, tuple(rows), chunks)
+
+
+def parse(params: Mapping[str, Any] | None, prompt_tokens: int) -> Order | None:
+    """The order in ``kv_transfer_params``, or None when there is none.
+
+    Raises:
+        BadOrder: anything that is not as ``LinkOrder`` and ``CompileOrder`` say; the message names the field.
+    """
+    body = (params or {}).get(FIELD)
+    if body is None:
+        return None
+    if not isinstance(body, Mapping) or body.get("version") != VERSION:
+        raise BadOrder(f"kv_transfer_params.{FIELD} must be an object of version {VERSION}")
+    kinds = [kind for kind in ("link", "compile") if isinstance(body.get(kind), Mapping)]
+    if len(kinds) != 1 or len(body) != 2:
+        raise BadOrder("an order has a version and either link or compile")
+    if kinds[0] == "compile":
+        return _compile_order(body["compile"], prompt_tokens)
+    return _link_order(body["link"], prompt_tokens)
+
+
+def _compile_order(body: Mapping[str, Any], tokens: int) -> CompileOrder:
+    _fields(body, CompileOrder.__dataclass_fields__)
+    skip = body.get("skip", 0)
+    if not _is_int(skip) or not 0 <= skip < tokens:
+        raise BadOrder(f"skip must be between 0 and {tokens - 1}, not {skip!r}")
+    return CompileOrder(_path(body.get("folder")), skip)
+
+
+def _link_order(body: Mapping[str, Any], tokens: int) -> LinkOrder:
+    _fields(body, LinkOrder.__dataclass_fields__)
+    length, extent = body.get("length"), body.get("extent")
+    if not _is_int(length) or length != tokens:
+        raise BadOrder(f"the order is for {length!r} tokens, the prompt has {tokens}")
+    if not _is_int(extent) or not 0 < extent <= length:
+        raise BadOrder(f"extent must be between 1 and {length}, not {extent!r}")
+    chunks = _chunks(body.get("chunks"), length, extent)
+    rows = _rows(body.get("rows"), length)
+    for lo, hi in _gaps(rows):
+        inside = sum(max(0, min(hi, c.start + c.length) - max(lo, c.start)) for c in chunks)
+        if inside != hi - lo:
+            raise BadOrder(f"tokens {lo} to {hi} are neither computed nor in a chunk")
+    return LinkOrder(length, extent, rows, chunks)
+
+
+def _rows(value: Any, length: int) -> tuple[tuple[int, int], ...]:
+    rows, end = [], -1
+    for row in _list("rows", value):
+        if not isinstance(row, list | tuple) or len(row) != 2 or not all(_is_int(x) for x in row):
+            raise BadOrder(f"rows must be pairs of numbers, not {row!r}")
+        lo, hi = row
+        if not end < lo < hi <= length:
+            raise BadOrder(f"rows must ascend within {length} tokens and not touch, not {row!r}")
+        rows.append((lo, hi))
+        end = hi
+    if not rows or end != length:
+        raise BadOrder("the prompt's last token must be computed")
+    return tuple(rows)
+
+
+def _gaps(rows: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+    at = 0
+    for lo, hi in rows:
+        if lo > at:
+            yield at, lo
+        at = hi
+
+
+def _chunks(value: Any, length: int, extent: int) -> tuple[ChunkRef, ...]:
+    chunks: list[ChunkRef] = []
+    end = base = 0
+    listed = _list("chunks", value)
+    if len(listed) > MAX_CHUNKS:
+        raise BadOrder(f"at most {MAX_CHUNKS} chunks, not {len(listed)}")
+    for item in listed:
+        if isinstance(item, Mapping):
+            _fields(item, ChunkRef._fields)
+            item = [item.get(name) for name in ChunkRef._fields]
+        if not isinstance(item, list | tuple) or len(item) != len(ChunkRef._fields):
+            raise BadOrder(f"a chunk is {', '.join(ChunkRef._fields)}")
+        chunk = ChunkRef(_path(item[0]), *item[1:])
+        if not isinstance(chunk.key, str) or not all(_is_int(x) for x in chunk[2:]):
+            raise BadOrder(f"a chunk's key is a string and its places are numbers, not {item!r}")
+        if chunk.length < 1 or chunk.start < end or chunk.start + chunk.length > length:
+            raise BadOrder(f"chunks must follow each other within {length} tokens")
+        if not base <= chunk.base <= extent:
+            raise BadOrder(f"bases must ascend within {extent} positions")
+        end, base = chunk.start + chunk.length, chunk.base
+        chunks.append(chunk)
+    return tuple(chunks)
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or not value or len(value) > 4096 or "\0" in value:
+        raise BadOrder(f"a path is a short text, not {value!r:.100}")
+    if value.startswith(("/", "\\")) or ".." in value.replace("\\", "/").split("/"):
+        raise BadOrder("a path is relative to one of the connector's folders")
+    return value
+
+
+def _list(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise BadOrder(f"{name} must be a list")
+    return value
+
+
+def _fields(body: Mapping[str, Any], known: Iterable[str]) -> None:
+    unknown = set(body) - set(known)
+    if unknown:
+        raise BadOrder(f"unknown field {sorted(map(str, unknown))[0]!r}; known: {', '.join(known)}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def salt(secret: bytes, user: str, *parts: str) -> str:
+    """The cache salt of a request: nobody finds blocks under another's.
+
+    Block hashes of a link carry no image identity (its prompt is token ids) and no policy, so the salt must. It is the
+    same for the turns of a conversation that link the same chunks with the same policy, and for nothing else.
+
+    Args:
+        secret: of the engine; clients never see it.
+        parts: policy, recipe digest, chunk keys in order; for exact requests none.
+    """
+    return hmac.new(secret, json.dumps([user, *parts]).encode(), hashlib.sha256).hexdigest()
