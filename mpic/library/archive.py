@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mpic.durable import TEMPORARY
+from mpic.durable import TEMPORARY, publish, storage_error
 from mpic.errors import BadRequest, CorruptFile, MPICError
 from mpic.library import Library
 from mpic.library.bulk import IntoLibrary, Item, Result, There
@@ -37,11 +37,12 @@ def export(
     library: Library, path: Path, user: str | None = None, progress: Progress = lambda done: None
 ) -> int:
     """Write all originals, or one user's, to a new tar file; how many entries. Every original is verified on its way;
-    the file appears under its name when it is whole.
+    the file appears under its name when it is whole, and survives a crash when this returns.
 
     Raises:
         BadRequest: the file exists.
         CorruptFile: an original is damaged or lost; ``mpic library check`` lists all.
+        StorageFull: the disk it is written to is full; nothing is left behind.
     """
     if path.exists():
         raise BadRequest(f"{path} exists")
@@ -65,7 +66,9 @@ def export(
             tar.close()
             stream.flush()
             os.fsync(stream.fileno())
-        temporary.rename(path)
+        publish(library.files_layer, temporary, path)
+    except OSError as error:
+        raise storage_error(error, path) from error
     finally:
         temporary.unlink(missing_ok=True)
     return len(entries)

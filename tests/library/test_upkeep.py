@@ -1,6 +1,7 @@
 """Looking after a library: check, gc, export and import, bulk import of references."""
 
 import asyncio
+import errno
 import json
 import os
 import tarfile
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from library_tools import encoded, everything, make_chunk, picture, read, text_key
 
+from mpic.durable import Files
 from mpic.errors import BadRequest, CorruptFile, StorageFull, Unavailable
 from mpic.kv.chunk import KVKey, Recipe
 from mpic.library import SHARED, Library, Limits
@@ -217,6 +219,27 @@ def test_what_an_interrupted_export_left_is_no_hindrance_and_a_lost_original_is_
     with pytest.raises(CorruptFile, match=file.id):
         export(library, tmp_path / "again.tar")
     library.files.delete("ann", file.id)
+
+
+def test_an_export_is_durable_when_it_is_done_and_leaves_nothing_where_it_cannot_be(open_library, tmp_path):
+    class Watching(Files):
+        synced, failing = [], False
+
+        def sync_folder(self, folder):
+            if self.failing and folder == tmp_path:
+                raise OSError(errno.ENOSPC, "full")
+            self.synced.append((folder, sorted(path.name for path in tmp_path.glob("*.tar*"))))
+            super().sync_folder(folder)
+
+    files = Watching()
+    library = open_library(files=files)
+    library.files.add("ann", b"some text", "a.txt")
+    export(library, tmp_path / "e.tar")
+    assert files.synced[-1] == (tmp_path, ["e.tar"])  # the folder, after the name was given
+    files.failing = True
+    with pytest.raises(StorageFull):
+        export(library, tmp_path / "again.tar")
+    assert [path.name for path in tmp_path.glob("*.tar*")] == ["e.tar"]
 
 
 def test_caches_that_have_expired_are_collected(library, clock):
