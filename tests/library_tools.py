@@ -45,7 +45,8 @@ def same_inputs(a, b):
 def read(stored, like):
     """The KV of a stored chunk."""
     destination = torch.full_like(like, float("nan"))
-    stored.read_into(destination)
+    for _ in stored.read_layers(destination):
+        pass
     return destination
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -198,16 +198,6 @@ class ChunkFile:
     def close(self) -> None:
         """Release the file. Safe to call twice."""
         self._close()
-
-    def read_into(self, destination: torch.Tensor, ready: Callable[[int], None] | None = None) -> None:
-        """``read_layers`` to its end.
-
-        Args:
-            ready: called with the number of each layer, in order, as soon as its bytes are in place and verified.
-        """
-        for layer in self.read_layers(destination):
-            if ready is not None:
-                ready(layer)
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
         """Fill ``destination [layers, 2, kv_heads, n, head_dim]`` (host memory) and verify every layer.

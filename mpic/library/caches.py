@@ -18,12 +18,12 @@ from mpic.errors import BadRequest, CacheNotFound, InvalidText, TooLarge
 from mpic.kv.chunk import ChunkKey
 from mpic.library.catalog import Catalog
 from mpic.library.decode import decode_text
-from mpic.library.intake import clean_name, new_id
+from mpic.library.intake import check_life, clean_name, new_id
 from mpic.library.limits import Limits
 from mpic.library.originals import Originals
 from mpic.library.records import File, Removed, State
 from mpic.library.rows import ALIVE, FileRows, insert_row
-from mpic.library.static import LONGEST_LIFE, StaticLibrary
+from mpic.library.static import StaticLibrary
 
 GROUP, CHUNK = "group-", "cache-"
 MOST_CHUNKS = 1024
@@ -125,7 +125,7 @@ class CacheLibrary:
             BadRequest: none or too many, or an impossible ttl.
             StorageQuotaExceeded, StorageFull: nothing was stored.
         """
-        _check_ttl(ttl)
+        check_life("ttl", ttl)
         if not 0 < len(parts) <= MOST_CHUNKS:
             raise BadRequest(
                 f"a cache has 1 to {MOST_CHUNKS} chunks, not {len(parts)}; larger pieces (split.tokens) make fewer",
@@ -197,7 +197,7 @@ class CacheLibrary:
 
     def extend(self, user: str, cache_id: str, ttl: int | None) -> Cache:
         """Let a cache live for so many seconds from now (None: for ever). Raises CacheNotFound, BadRequest."""
-        _check_ttl(ttl)
+        check_life("ttl", ttl)
         expires_at = None if ttl is None else self._clock() + ttl
         values = {"at": expires_at, "id": cache_id, "owner": user, "now": self._clock()}
         with self._catalog.write() as db:
@@ -263,7 +263,7 @@ class CacheLibrary:
         with self._catalog.write() as db:
             self._catalog.add_user(db, cache.owner, cache.created_at)
             values = {name: value for name, value in vars(cache).items() if name != "chunks"}
-            insert_row(db, "INSERT", "caches", values | {"split": json.dumps(cache.split)})
+            insert_row(db, "caches", values | {"split": json.dumps(cache.split)})
             for position, chunk in enumerate(cache.chunks):
                 self._rows.insert_in(db, chunk.file)
                 row = (chunk.file.id, cache.id, position, chunk.start, chunk.end)
@@ -277,8 +277,3 @@ class CacheLibrary:
         chunks = [CacheChunk(f, *spans[f.id]) for f in self._rows.of_cache(user, row["id"]) if f.id in spans]
         values = {name: row[name] for name in ("id", "owner", "name", "created_at", "expires_at")}
         return Cache(**values, split=json.loads(row["split"]), chunks=tuple(chunks))
-
-
-def _check_ttl(ttl: int | None) -> None:
-    if ttl is not None and not 0 < ttl <= LONGEST_LIFE:
-        raise BadRequest(f"ttl must be 1 to {LONGEST_LIFE} seconds, not {ttl}", param="ttl")

@@ -82,7 +82,7 @@ class ChunkRows:
         with self._catalog.write() as db:
             self._catalog.add_user(db, key.owner, now)
             db.execute("DELETE FROM chunks WHERE key = ?", (key.digest,))  # REPLACE would not fire triggers
-            insert_row(db, "INSERT", "chunks", values)
+            insert_row(db, "chunks", values)
 
     def mark(self, keys: Iterable[str], state: str) -> None:
         """Ready chunks are so no longer, and this is why."""

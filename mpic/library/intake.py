@@ -18,6 +18,7 @@ ID_ALPHABET = string.ascii_letters + string.digits
 PIECE = 1 << 20
 """Bytes read from a client at a time."""
 
+LONGEST_LIFE = 10 * 366 * 86_400
 METADATA_KEYS, METADATA_KEY_CHARS, METADATA_VALUE_CHARS = 32, 64, 1024
 
 
@@ -36,6 +37,12 @@ def identify(data: bytes, limits: Limits) -> ChunkKey:
 def clean_name(name: str, limits: Limits) -> str:
     """A client's file name, fit to be shown."""
     return "".join(c for c in name if c.isprintable())[: limits.filename_chars] or "upload"
+
+
+def check_life(name: str, seconds: int | None) -> None:
+    """Whether something may live so long; None: for ever. ``name`` is what the client calls it. Raises BadRequest."""
+    if seconds is not None and not 0 < seconds <= LONGEST_LIFE:
+        raise BadRequest(f"{name} must be 1 to {LONGEST_LIFE} seconds, not {seconds}", param=name)
 
 
 def check_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:

@@ -81,7 +81,7 @@ class ReferenceRows:
             last = db.execute(sql, {"id": reference.id}).fetchone()["last"]
             if last is not None:
                 reference = replace(reference, version=last + 1)
-            insert_row(db, "INSERT", "refs", self._values(reference))
+            insert_row(db, "refs", self._values(reference))
             return reference
 
     def replace(self, new: Reference) -> bool:

@@ -92,7 +92,7 @@ class FileRows:
             if db.execute(f"SELECT 1 FROM files WHERE {where}", own).fetchone():
                 raise handle_taken(file.handle)
         self.check_quota(file.owner, file.bytes, db)
-        insert_row(db, "INSERT", "files", values)
+        insert_row(db, "files", values)
 
     def check_quota(self, user: str, size: int, db: Connection | None = None) -> None:
         """Whether the user may store one more original of this size. What has expired does not count.
@@ -185,7 +185,7 @@ def _exceeded(used: tuple[int, int], files: int, room: int, size: int) -> str | 
     return "bytes" if room and used[1] + size > room else None
 
 
-def insert_row(db: Connection, verb: str, table: str, values: dict[str, Any]) -> None:
-    """``verb INTO table``, one value a column."""
+def insert_row(db: Connection, table: str, values: dict[str, Any]) -> None:
+    """One value a column."""
     columns, slots = ", ".join(values), ", ".join(f":{name}" for name in values)
-    db.execute(f"{verb} INTO {table} ({columns}) VALUES ({slots})", values)
+    db.execute(f"INSERT INTO {table} ({columns}) VALUES ({slots})", values)

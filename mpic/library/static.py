@@ -18,7 +18,7 @@ from mpic.errors import BadRequest, CorruptFile, FileNotFound, IntegrityError, I
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog import Catalog
 from mpic.library.decode import decode_image, decode_text
-from mpic.library.intake import PIECE, check_metadata, clean_name, identify, new_id
+from mpic.library.intake import PIECE, check_life, check_metadata, clean_name, identify, new_id
 from mpic.library.limits import Limits
 from mpic.library.originals import Incoming, Originals
 from mpic.library.records import (
@@ -36,7 +36,6 @@ from mpic.library.rows import FileRows, handle_taken
 from mpic.library.store.disk import DiskStore
 
 HANDLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-LONGEST_LIFE = 10 * 366 * 86_400
 
 
 class StaticLibrary:
@@ -225,7 +224,7 @@ class StaticLibrary:
             FileNotFound: also when it has expired meanwhile.
             BadRequest: an impossible number of seconds.
         """
-        _check_life(expires_after)
+        check_life("expires_after", expires_after)
         self._rows.set_expiry(user, file_id, None if expires_after is None else self._clock() + expires_after)
         return self.get(user, file_id)
 
@@ -282,7 +281,7 @@ class StaticLibrary:
         """What can be refused before a byte is read; the metadata, checked."""
         if not user or user == SHARED:
             raise ValueError(f"a file needs an owner, not {user!r}")
-        _check_life(expires_after)
+        check_life("expires_after", expires_after)
         self._rows.check_quota(user, 1)
         checked = check_metadata(metadata or {})
         if handle is None:
@@ -367,13 +366,6 @@ class StaticLibrary:
         except FileNotFoundError as error:
             self.get(file.owner, file.id)  # deleted meanwhile: FileNotFound
             raise CorruptFile(f"the original of {file.id} is lost") from error
-
-
-def _check_life(expires_after: int | None) -> None:
-    if expires_after is not None and not 0 < expires_after <= LONGEST_LIFE:
-        raise BadRequest(
-            f"expires_after must be 1 to {LONGEST_LIFE} seconds, not {expires_after}", param="expires_after"
-        )
 
 
 def _pieces(source: bytes | Path | BinaryIO | Iterable[bytes]) -> Iterator[bytes]:

@@ -62,12 +62,9 @@ def test_layers_are_announced_in_order_when_their_bytes_are_in_place(tmp_path):
     path = tmp_path / "c.safetensors"
     write(path, chunk)
     destination, seen = torch.zeros_like(chunk.kv), []
-
-    def ready(layer):
+    for layer in ChunkFile(path, chunk.key).read_layers(destination):
         assert torch.equal(destination[layer], chunk.kv[layer])
         seen.append(layer)
-
-    ChunkFile(path, chunk.key).read_into(destination, ready)
     assert seen == list(range(12))
 
 
@@ -299,7 +296,7 @@ def test_a_destination_that_does_not_fit_is_refused(tmp_path):
     stored = ChunkFile(path, chunk.key)
     for wrong in (chunk.kv[:2].clone(), chunk.kv.double(), chunk.kv.to("meta")):
         with pytest.raises(ValueError):
-            stored.read_into(wrong)
+            next(stored.read_layers(wrong))
 
 
 @pytest.mark.parametrize("io_bytes", [1, 5000, 1 << 20])

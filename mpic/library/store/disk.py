@@ -87,12 +87,6 @@ class DiskChunk:
                 file.close()
         self._store._count(bytes_read=destination.nbytes)
 
-    def read_into(self, destination: torch.Tensor, ready: Callable[[int], None] | None = None) -> None:
-        """``read_layers`` to its end; ``ready(layer)`` is called layer by layer."""
-        for layer in self.read_layers(destination):
-            if ready is not None:
-                ready(layer)
-
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
