@@ -14,6 +14,7 @@ from mpic.errors import CorruptFile, IntegrityError, NotFound, StorageFull
 from mpic.kv.chunk import ChunkKV
 from mpic.kv.file import encode
 from mpic.library import Library
+from mpic.library.store.deleted import Deleted
 
 
 def size_of(chunk):
@@ -404,6 +405,39 @@ def test_a_chunk_deleted_before_it_is_saved_does_not_come_back(library):
     assert library.store.open(chunk.key) is None  # a new request for the same content
     library.store.save(chunk)
     assert library.store.open(chunk.key)
+
+
+def test_of_many_deletions_a_bounded_number_is_remembered_and_nothing_deleted_comes_back(library):
+    deleted = library.store._deleted = Deleted(capacity=4)
+    late = [make_chunk(text_key(f"text {i}")) for i in range(12)]
+    files = [library.files.add("ann", f"text {i}".encode(), "t.txt") for i in range(12)]
+    assert not library.store.find([chunk.key for chunk in late])
+    for file in files:
+        library.files.delete("ann", file.id)
+    assert len(deleted) <= 8
+    for chunk in late:
+        library.store.save(chunk)
+    assert not everything(library.root)
+    assert (
+        library.store.open(late[0].key) is None
+    )  # the oldest deletion, and a new request for the same content
+    library.store.save(late[0])
+    assert library.store.open(late[0].key)
+
+
+def test_a_deletion_that_is_forgotten_refuses_who_asked_too_long_ago_and_nobody_else():
+    deleted = Deleted(capacity=2)
+    a, b, c, d = (text_key(name) for name in "abcd")
+    assert deleted.allows(a)  # nothing was ever deleted
+    deleted.add("ann", b.chunk)
+    deleted.ask([a, b, c])
+    assert deleted.allows(a) and deleted.allows(b)
+    for name in "xyz":
+        deleted.add("ann", text_key(name).chunk)
+    assert deleted.allows(b) and deleted.allows(c)
+    assert not deleted.allows(a) and not deleted.allows(d) and not deleted.allows(text_key("x"))
+    deleted.ask([a])
+    assert deleted.allows(a) and len(deleted) <= 4
 
 
 def test_many_threads_on_a_small_budget(open_library):

@@ -13,6 +13,7 @@ from mpic.errors import CorruptFile, IntegrityError
 from mpic.kv.chunk import KVKey, Recipe
 from mpic.library import HostTier, Library, Limits
 from mpic.library.shares import Rules
+from mpic.library.store.deleted import Deleted
 
 
 class Remote:
@@ -182,6 +183,21 @@ def test_a_pinned_file_stays_in_host_memory(tiered):
     for name in ("some text", "x", "y", "z"):
         library.store.save(make_chunk(text_key(name)))
     assert library.store.open(chunk.key).tier == "host"
+
+
+def test_host_memory_remembers_a_bounded_number_of_deletions_and_keeps_nothing_deleted():
+    tier = HostTier(Rules(1 << 20))
+    tier._dropped = Deleted(capacity=4)
+    late = [make_chunk(text_key(f"text {i}")) for i in range(12)]
+    tier.find([chunk.key for chunk in late])
+    for chunk in late:
+        tier.drop(chunk.key.owner, chunk.key.chunk)
+    for chunk in late:
+        tier.save(chunk)
+    assert tier.stats()["chunks"] == 0 and len(tier._dropped) <= 8
+    tier.find([late[0].key])
+    tier.save(late[0])
+    assert tier.stats()["chunks"] == 1
 
 
 def test_what_is_larger_than_host_memory_is_refused_and_counted():

@@ -26,6 +26,7 @@ from mpic.kv.file import ChunkFile, encode
 from mpic.library.catalog import Catalog
 from mpic.library.chunk_rows import ChunkRow, ChunkRows
 from mpic.library.limits import Limits
+from mpic.library.store.deleted import Deleted
 from mpic.library.store.quarantine import Quarantine
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class DiskStore:
         self._files = files or Files()
         self._clock = clock
         self._saving: dict[KVKey, bool] = {}  # in flight; False once the chunk was deleted
-        self._deleted: set[tuple[str, ChunkKey]] = set()  # and not asked for since
+        self._deleted = Deleted()
         self._reserved: Counter[str] = Counter()  # bytes of what is in flight, by owner
         self._quarantine = Quarantine(root / "quarantine", limits.quarantine_files, self._files, clock)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -127,8 +128,7 @@ class DiskStore:
 
     def find(self, keys: Sequence[KVKey]) -> dict[KVKey, DiskChunk]:
         """Those of the chunks that the catalogue says are here, by one query; no file is touched before it is read."""
-        for key in keys:
-            self._deleted.discard((key.owner, key.chunk))
+        self._deleted.ask(keys)
         found = self._rows.present(keys)
         self._rows.touch(found)
         self._count(requested=len(keys), hits=len(found))
@@ -137,7 +137,7 @@ class DiskStore:
     def open(self, key: KVKey) -> DiskChunk | None:
         """The stored chunk with its inputs verified, or None. A bad file is moved aside and counted, never raised."""
         self._count(requested=1)
-        self._deleted.discard((key.owner, key.chunk))
+        self._deleted.ask([key])
         if not self._rows.present([key]):
             return None
         try:
@@ -184,7 +184,7 @@ class DiskStore:
 
     def save(self, chunk: ChunkKV) -> None:
         """Make a compiled chunk durable and findable; one that is there, or being saved already, is left as it is.
-        One whose content was deleted meanwhile, or since anybody last tried to open it, is not kept.
+        One whose content was deleted meanwhile, or since anybody last looked for it, is not kept (``Deleted``).
 
         Raises:
             StorageFull: the disk is full, or the chunk fits neither the budget nor what others were lent of it. What
@@ -193,7 +193,7 @@ class DiskStore:
         """
         key, path = chunk.key, self.path(chunk.key)
         with self.lock:
-            if key in self._saving or (key.owner, key.chunk) in self._deleted or self._rows.present([key]):
+            if key in self._saving or not self._deleted.allows(key) or self._rows.present([key]):
                 return
             self._saving[key] = True
         size = reserved = 0
@@ -235,7 +235,7 @@ class DiskStore:
         for key in self._saving:
             if (key.owner, key.chunk) == (owner, chunk):
                 self._saving[key] = False
-        self._deleted.add((owner, chunk))
+        self._deleted.add(owner, chunk)
         return self._rows.drop(db, owner, chunk, state)
 
     def erase(self, rows: Iterable[ChunkRow]) -> None:

@@ -14,6 +14,7 @@ import torch
 from mpic.errors import IntegrityError, StorageFull, StorageQuotaExceeded
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.library.shares import Held, Rules, make_room
+from mpic.library.store.deleted import Deleted
 
 COUNTERS = (
     "requested",
@@ -61,15 +62,14 @@ class HostTier:
         self._chunks: OrderedDict[KVKey, HostChunk] = OrderedDict()  # least recently used first
         self._used: Counter[str] = Counter()  # bytes by owner, those being copied included
         self._copying: dict[KVKey, bool] = {}  # False once the content was dropped
-        self._dropped: set[tuple[str, ChunkKey]] = set()  # and not looked for since
+        self._dropped = Deleted()
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._lock = threading.Lock()
 
     def find(self, keys: Sequence[KVKey]) -> dict[KVKey, HostChunk]:
         """Those of the chunks that are here."""
+        self._dropped.ask(keys)
         with self._lock:
-            for key in keys:
-                self._dropped.discard((key.owner, key.chunk))
             found = {key: self._chunks[key] for key in keys if key in self._chunks}
             for key in found:
                 self._chunks.move_to_end(key)
@@ -80,7 +80,7 @@ class HostTier:
         """Copy a chunk here, if it fits; this tier is never the only one, so what does not fit is only counted."""
         key, size = chunk.key, chunk.kv.nbytes + chunk.inputs.nbytes
         with self._lock:
-            if key in self._chunks or key in self._copying or (key.owner, key.chunk) in self._dropped:
+            if key in self._chunks or key in self._copying or not self._dropped.allows(key):
                 return
             try:
                 gone = make_room(self._rules, self._used, key.owner, size, self._turns)
@@ -107,7 +107,7 @@ class HostTier:
     def drop(self, owner: str, chunk: ChunkKey) -> None:
         """Forget all forms of a content."""
         with self._lock:
-            self._dropped.add((owner, chunk))
+            self._dropped.add(owner, chunk)
             for key in [key for key in self._chunks if (key.owner, key.chunk) == (owner, chunk)]:
                 self._remove(key)
             for key in self._copying:
