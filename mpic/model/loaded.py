@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,26 +15,11 @@ from mpic.engine.base import ModelInfo
 from mpic.errors import IntegrityError, ModelRefused, UnsupportedModality
 from mpic.kernels import reference
 from mpic.kernels.spans import Shift, backend, single_rows
-from mpic.kv.chunk import ChunkInputs, KVShape, digest
+from mpic.kv.chunk import ChunkInputs
 from mpic.model import hooks
+from mpic.model.identity import VERIFIED, bos_id, eos_ids, fingerprint, preprocessing_digest, shape_of
 from mpic.model.refusals import context_limit, refuse_unsupported
 from mpic.model.rotary import Rotary
-
-VERIFIED = frozenset(
-    {
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "phi3",
-        "llava",
-        "llava_next",
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-    }
-)
-"""model_type of the families whose invariants are tested; others run if they pass the load-time self-test."""
 
 
 class LoadedModel:
@@ -61,10 +44,9 @@ class LoadedModel:
         self.text_model: nn.Module = self._find_text_model()
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self.heads = heads = self.text_config.num_attention_heads
-        head_dim = getattr(self.text_config, "head_dim", None) or self.text_config.hidden_size // heads
-        kv_heads = getattr(self.text_config, "num_key_value_heads", None) or heads
-        self.shape = KVShape(self.text_config.num_hidden_layers, kv_heads, head_dim)
+        self.heads = self.text_config.num_attention_heads
+        self.shape = shape_of(self.text_config)
+        head_dim = self.shape.head_dim
         self._rotary = Rotary(self.text_model, head_dim)
         self.whole: Callable[[hooks.Step, int], hooks.Whole] | None = None
         self._use_attention("auto")
@@ -75,8 +57,8 @@ class LoadedModel:
         self._deepstack: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self.text_model.register_forward_pre_hook(self._inject_deepstack, with_kwargs=True)
         self._hook()
-        self.digest = self._fingerprint()
-        self.preprocessing = self._preprocessing_digest()
+        self.digest = fingerprint(self.model)
+        self.preprocessing = preprocessing_digest(self.processor)
         family = self.config.model_type
         self.info = ModelInfo(
             name=name,
@@ -124,23 +106,11 @@ class LoadedModel:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        generation = getattr(self.model, "generation_config", None)
-        eos = getattr(generation, "eos_token_id", None)
-        if eos is None:
-            eos = getattr(self.text_config, "eos_token_id", None)
-        if eos is None:
-            return frozenset()
-        return frozenset(eos if isinstance(eos, list | tuple) else [eos])
+        return eos_ids(getattr(self.model, "generation_config", None), self.text_config)
 
     @property
     def bos_id(self) -> int:
-        """The token compiled in front for LegoLink-0; models without BOS use their pad or first token."""
-        for source in (self.text_config, self.tokenizer):
-            for attribute in ("bos_token_id", "pad_token_id"):
-                value = getattr(source, attribute, None)
-                if isinstance(value, int):
-                    return value
-        return 0
+        return bos_id(self.text_config, self.tokenizer)
 
     def text_inputs(self, token_ids: Sequence[int]) -> ChunkInputs:
         """Inputs of a text chunk; positions 0..n-1 on every axis."""
@@ -322,37 +292,3 @@ class LoadedModel:
             return None
         mask, features = self._deepstack
         return args, {**kwargs, "visual_pos_masks": mask, "deepstack_visual_embeds": features}
-
-    # ---- identity
-
-    def _fingerprint(self) -> str:
-        """Digest of configuration and weights: for every tensor its name, shape, dtype, the exact integer sum of all
-        its words and 4,096 evenly spaced values. Full coverage, and fast enough for large models."""
-        config = {
-            k: v
-            for k, v in self.config.to_dict().items()
-            if not k.startswith("_") and k != "transformers_version"
-        }
-        h = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-        for name, tensor in sorted(self.model.state_dict().items()):
-            flat = tensor.detach().reshape(-1)
-            words = flat.view(
-                {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-            )
-            total = int(words.sum(dtype=torch.int64))
-            sample = flat[:: max(1, flat.numel() // 4096)].float().cpu().numpy().tobytes()
-            h.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|{total}".encode())
-            h.update(sample)
-        return h.hexdigest()
-
-    def _preprocessing_digest(self) -> str:
-        """Digest of tokenizer and image processor; part of every recipe."""
-        parts = []
-        if self.tokenizer is not None:
-            backend_tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
-            parts.append(backend_tokenizer.to_str() if backend_tokenizer else repr(self.tokenizer))
-        image_processor = getattr(self.processor, "image_processor", None)
-        if image_processor is not None:
-            parts.append(type(image_processor).__name__)
-            parts.append(json.dumps(image_processor.to_dict(), sort_keys=True, default=str))
-        return digest(*parts)

@@ -11,7 +11,7 @@ from engine_kit import MemoryStore, family, ids, image_chunk, prompt_of, request
 from families import random_image
 
 from mpic.engine.base import GenerationRequest, Sampling
-from mpic.engine.native.sampling import Detokenizer
+from mpic.engine.detokenize import Detokenizer
 from mpic.errors import ContextLengthExceeded, EmptyPrompt, EngineStopped, PoolTooSmall, UnsupportedModality
 from mpic.link import parse_policy
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from mpic.engine.base import ChunkStore
-from mpic.engine.native.deletions import Deletions
+from mpic.engine.deletions import Deletions
 from mpic.engine.native.lanes import CompileLane, LinkedChunk, Sequence
 from mpic.engine.native.loader import Load, LoadQueue
 from mpic.errors import EngineStopped, NotFound

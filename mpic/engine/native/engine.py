@@ -19,18 +19,19 @@ from typing import Any
 import torch
 
 from mpic.engine.base import ChunkStore, Delta, Engine, GenerationRequest, RetrievalRound
-from mpic.engine.native.calls import CallReader
+from mpic.engine.calls import CallReader
+from mpic.engine.checks import as_failure
+from mpic.engine.deletions import Deletions
 from mpic.engine.native.chunks import ChunkTraffic
 from mpic.engine.native.decide import Decider
-from mpic.engine.native.deletions import Deletions
 from mpic.engine.native.extend import Extender, Outcome, apply
 from mpic.engine.native.lanes import CompileLane, LinkedChunk, Sequence
 from mpic.engine.native.loader import loaders_for
 from mpic.engine.native.prepare import Preparer
 from mpic.engine.native.runner import Runner, Slice
 from mpic.engine.native.scheduler import CompileRequest, Scheduler
-from mpic.engine.native.stream import Stream
-from mpic.engine.native.trace import trace
+from mpic.engine.stream import Stream
+from mpic.engine.trace import chunk_uses, trace
 from mpic.errors import CompileFailed, EngineStopped, MPICError, QueueFull
 from mpic.kv.chunk import Chunk
 from mpic.kv.device import DeviceCache
@@ -438,12 +439,12 @@ class NativeEngine(Engine):
         """The end of a request that was not an error; its own tokens enter the prefix cache."""
         usage = sequence.usage
         usage.total_ms = (time.monotonic() - sequence.arrived) * 1e3
-        usage.chunks = sequence.chunk_uses()
+        usage.chunks = chunk_uses(sequence.plan, sequence.linked)
         compiled = {one.key: len(one.inputs) for one in sequence.linked if one.tier == "compiled"}
         usage.compiled = sum(compiled.values())
         usage.computed = sequence.prompt_own + sequence.inserted - usage.prefix_hit
         if sequence.request.trace:
-            usage.trace = trace(sequence)
+            usage.trace = trace(sequence.segments, sequence.plan, sequence.linked, usage.prefix_hit)
         usage.attended = sequence.plan.pairs(usage.prefix_hit, sequence.request.policy.two_step)
         if sequence.first_token:
             for name in ("reused", "recomputed", "prefix_hit", "computed"):
@@ -508,8 +509,3 @@ class NativeEngine(Engine):
     def _check(self) -> None:
         own = {id(s.extent) for s in self.scheduler.running if s.extent is not None}
         self.device.check(own)
-
-
-def as_failure(error: Exception) -> MPICError:
-    """An error of the tree for whatever went wrong inside."""
-    return error if isinstance(error, MPICError) else MPICError(f"{type(error).__name__}: {error}")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from mpic.engine.base import Found, Hit, RetrievalRound
-from mpic.engine.native.deletions import Deletions
+from mpic.engine.deletions import Deletions
 from mpic.engine.native.lanes import LinkedChunk, Own, Piece, lay_out, mapped_chunks
 from mpic.engine.native.lanes import Sequence as Request
 from mpic.engine.native.prepare import Preparer

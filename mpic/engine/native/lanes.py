@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mpic.engine.base import ChunkUse, GenerationRequest, StoredChunk, Usage
-from mpic.engine.native.sampling import Detokenizer, Sampler
-from mpic.engine.native.stream import Stream
+from mpic.engine.base import GenerationRequest, StoredChunk, Usage
+from mpic.engine.detokenize import Detokenizer
+from mpic.engine.native.sampling import Sampler
+from mpic.engine.stream import Stream
 from mpic.kv.chunk import Chunk, ChunkInputs, KVKey
 from mpic.kv.device import Resident
 from mpic.kv.pool import Extent
@@ -86,6 +87,10 @@ class LinkedChunk:
     tier: str = "none"
     ms: float = 0.0
 
+    @property
+    def tokens(self) -> int:
+        return len(self.inputs)
+
 
 @dataclass(eq=False)
 class Sequence(Lane):
@@ -130,28 +135,6 @@ class Sequence(Lane):
         self.items.append(token)
         column = torch.full((self.positions.shape[0], 1), position, dtype=torch.int64)
         self.positions = torch.cat([self.positions, column], 1)
-
-    def chunk_uses(self) -> tuple[ChunkUse, ...]:
-        uses = []
-        for i, linked in enumerate(self.linked):
-            tokens = len(linked.inputs)
-            reused = self.plan.reused(i)
-            recomputed = self.plan.slots[i].length - reused
-            reason = linked.reason if linked.tier == "compiled" else ("policy" if recomputed else None)
-            key = str(linked.chunk.key)
-            uses.append(
-                ChunkUse(
-                    key,
-                    linked.chunk.label,
-                    tokens,
-                    reused,
-                    recomputed,
-                    linked.tier,
-                    reason,
-                    round(linked.ms, 3),
-                )
-            )
-        return tuple(uses)
 
 
 class Own(NamedTuple):

@@ -4,25 +4,24 @@ can be known without computing."""
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from mpic.engine.base import ChunkStore, GenerationRequest, Sampling, StoredChunk
+from mpic.engine.base import ChunkStore, GenerationRequest, StoredChunk
+from mpic.engine.calls import reader
+from mpic.engine.checks import check_prompt, check_sampling
+from mpic.engine.deletions import Deletions
 from mpic.engine.native import lanes
-from mpic.engine.native.calls import CallReader
-from mpic.engine.native.deletions import Deletions
 from mpic.engine.native.lanes import LinkedChunk, build_sequence
-from mpic.engine.native.sampling import Detokenizer, Sampler
+from mpic.engine.native.sampling import Sampler
 from mpic.engine.native.scheduler import GROWTH, CompileRequest
 from mpic.engine.native.stored import StoredLater
-from mpic.engine.native.stream import Stream
+from mpic.engine.stream import Stream
 from mpic.errors import (
     ContextLengthExceeded,
     CorruptFile,
-    EmptyPrompt,
     InvalidUpload,
     MPICError,
     NotFound,
@@ -64,8 +63,7 @@ class Preparer:
         """Raises EmptyPrompt, UnsupportedParameter, UnsupportedModality, ContextLengthExceeded, PoolTooSmall."""
         check_sampling(request.sampling)
         segments, policy = request.prompt.segments, request.policy
-        if not segments or not isinstance(segments[-1], TextSegment) or len(segments[-1]) == 0:
-            raise EmptyPrompt("a prompt must end with text of its own", param="messages")
+        check_prompt(request.prompt)
         if request.retrieval is not None and (policy.two_step or isinstance(policy, DynamicPolicy)):
             raise UnsupportedParameter(
                 f"policy {policy} cannot take references while decoding", param="mpic.policy"
@@ -82,7 +80,7 @@ class Preparer:
         sequence.stream, sequence.arrived = stream, arrived
         sequence.max_tokens = self._max_tokens(request, plan.length, sequence)
         sequence.sampler = Sampler(request.sampling)
-        sequence.detokenizer = self._detokenizer(request)
+        sequence.detokenizer = reader(self._model.tokenizer, request)
         usage = sequence.usage
         usage.policy = policy.name
         usage.prompt_tokens = plan.length
@@ -105,14 +103,6 @@ class Preparer:
                 size = (len(found), found.extent) if policy.context else (0, 0)
                 shapes.append(SegmentShape(*size, True))
         return shapes
-
-    def _detokenizer(self, request: GenerationRequest) -> Detokenizer:
-        if request.retrieval is None:
-            return Detokenizer(self._model.tokenizer, request.sampling.stop)
-        opens, closes = request.retrieval.opens, request.retrieval.closes
-        if self._model.tokenizer is None or not opens or not closes:
-            raise UnsupportedParameter("calls are found in text", param="mpic.retrieval")
-        return CallReader(self._model.tokenizer, request.sampling.stop, opens, closes)
 
     def room(self, plan: LinkPlan, needed: list[LinkedChunk]) -> int:
         """Tokens that can still be said once a request has been extended to ``plan``.
@@ -294,21 +284,3 @@ class Preparer:
             inputs = self._inputs.pop((chunk.owner, chunk.key), None)
             if inputs is not None:
                 self._remembered_bytes -= inputs.nbytes
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Refuse numbers that mean nothing.
-
-    Raises:
-        UnsupportedParameter: names the parameter.
-    """
-    s = sampling
-    for name, good, rule in (
-        ("max_tokens", s.max_tokens is None or s.max_tokens >= 1, "at least 1"),
-        ("temperature", math.isfinite(s.temperature) and s.temperature >= 0, "0 or more"),
-        ("top_p", 0 < s.top_p <= 1, "above 0 and at most 1"),
-        ("top_k", s.top_k >= 0, "0 or more"),
-        ("logprobs", s.logprobs is None or s.logprobs >= 0, "0 or more"),
-    ):
-        if not good:
-            raise UnsupportedParameter(f"{name} must be {rule}, not {getattr(s, name)}", param=name)

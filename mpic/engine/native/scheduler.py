@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from mpic.engine.native.deletions import Deletions
+from mpic.engine.deletions import Deletions
 from mpic.engine.native.lanes import CompileLane, Lane, LinkedChunk, MappedSpan, Sequence, compile_lane
 from mpic.engine.native.runner import Slice
 from mpic.errors import CompileFailed, IntegrityError

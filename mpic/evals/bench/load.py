@@ -14,7 +14,7 @@ import torch
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.engine.native.loader import loaders_for
-from mpic.engine.native.stream import Stream
+from mpic.engine.stream import Stream
 from mpic.evals.bench.disk import Reader, drop_from_cache, file_system, fresh_library
 from mpic.evals.bench.drive import PAGE, Decoder, Ids, make_pair, prompt_of, request_of
 from mpic.evals.bench.frame import BenchFailed, Report, Row, Sample, Ticker, Where, bench, interleave, paired

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpic.engine.native.sampling import Detokenizer
+from mpic.engine.base import GenerationRequest
+from mpic.engine.detokenize import Detokenizer
+from mpic.errors import UnsupportedParameter
 
 
 class CallReader(Detokenizer):
@@ -59,3 +61,17 @@ class _Raw(Detokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def reader(tokenizer: Any, request: GenerationRequest) -> Detokenizer:
+    """What reads a request's answer.
+
+    Raises:
+        UnsupportedParameter: it wants retrieval, and calls cannot be found.
+    """
+    if request.retrieval is None:
+        return Detokenizer(tokenizer, request.sampling.stop)
+    opens, closes = request.retrieval.opens, request.retrieval.closes
+    if tokenizer is None or not opens or not closes:
+        raise UnsupportedParameter("calls are found in text", param="mpic.retrieval")
+    return CallReader(tokenizer, request.sampling.stop, opens, closes)

@@ -1,0 +1,94 @@
+"""Where the tokens of a prompt came from, read off the plan of a finished request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from mpic.engine.base import ChunkUse, TraceSpan
+from mpic.kv.chunk import Chunk
+from mpic.link.plan import LinkPlan
+from mpic.prompt.segments import ChunkSegment, Segment
+
+
+class Linked(Protocol):
+    """What is told of a chunk of a request; see ``ChunkUse``. ``reason`` says why it was compiled, if it was."""
+
+    chunk: Chunk
+    tier: str
+    reason: str | None
+    ms: float
+
+    @property
+    def tokens(self) -> int: ...
+
+
+def chunk_uses(plan: LinkPlan, linked: Sequence[Linked]) -> tuple[ChunkUse, ...]:
+    """What happened to each chunk, in prompt order."""
+    uses = []
+    for i, one in enumerate(linked):
+        reused = plan.reused(i)
+        recomputed = plan.slots[i].length - reused
+        reason = one.reason if one.tier == "compiled" else ("policy" if recomputed else None)
+        key, label = str(one.chunk.key), one.chunk.label
+        uses.append(ChunkUse(key, label, one.tokens, reused, recomputed, one.tier, reason, round(one.ms, 3)))
+    return tuple(uses)
+
+
+class _Part(NamedTuple):
+    """A stretch of the prompt: sequence indices, which of its chunks it belongs to or None, and its state."""
+
+    start: int
+    end: int
+    chunk: int | None
+    state: str
+
+
+def trace(
+    segments: Sequence[Segment], plan: LinkPlan, linked: Sequence[Linked], hit: int
+) -> tuple[TraceSpan, ...]:
+    """Spans that tile ``[0, prompt tokens)`` in prompt order; see ``TraceSpan``.
+
+    The request's own tokens are computed, except the first ``hit`` of them; pieces of chunks that the plan maps have
+    the state of the tier they came from.
+    """
+    spans: list[TraceSpan] = []
+    last: _Part | None = None
+    for part in _parts(segments, plan, linked, hit):
+        if last is not None and (part.chunk, part.state) == (last.chunk, last.state):
+            spans[-1] = spans[-1]._replace(end=part.end)
+        else:
+            spans.append(_show(linked, part))
+        last = part
+    return tuple(spans)
+
+
+def _parts(segments: Sequence[Segment], plan: LinkPlan, linked: Sequence[Linked], hit: int) -> list[_Part]:
+    chunk_of: dict[int, int] = {}
+    for i, segment in enumerate(segments):
+        if isinstance(segment, ChunkSegment):
+            chunk_of[i] = len(chunk_of)
+    own = 0
+    parts: list[_Part] = []
+    for run in plan.runs:
+        chunk = chunk_of.get(run.segment)
+        computed = "new" if chunk is None else "recomputed"
+        n = run.hi - run.lo
+        found = min(max(hit - own, 0), n)
+        if found:
+            parts.append(_Part(run.start, run.start + found, chunk, "prefix"))
+        if n > found:
+            parts.append(_Part(run.start + found, run.start + n, chunk, computed))
+        own += n
+    for span in plan.spans:
+        start, tier = plan.slots[span.chunk].start, linked[span.chunk].tier
+        parts.append(_Part(start + span.lo, start + span.hi, span.chunk, tier))
+    return sorted(parts, key=lambda part: part.start)
+
+
+def _show(linked: Sequence[Linked], part: _Part) -> TraceSpan:
+    if part.chunk is None:
+        return TraceSpan(part.start, part.end, part.state, "text", None, None)
+    chunk = linked[part.chunk].chunk
+    kind = "image" if chunk.kind == "image" else "document"
+    return TraceSpan(part.start, part.end, part.state, kind, chunk.label, chunk.file_id)

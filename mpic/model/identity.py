@@ -1,0 +1,91 @@
+"""What a model is, apart from the engine that runs it: digests that identify its chunks, and its special tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpic.kv.chunk import KVShape, digest
+
+VERIFIED = frozenset(
+    {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "llava",
+        "llava_next",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+    }
+)
+"""model_type of the families whose invariants are tested; others run if they pass the load-time self-test."""
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Digest of configuration and weights: for every tensor its name, shape, dtype, the exact integer sum of all its
+    words and 4,096 evenly spaced values. Full coverage, and fast enough for large models."""
+    config = {
+        k: v
+        for k, v in model.config.to_dict().items()
+        if not k.startswith("_") and k != "transformers_version"
+    }
+    h = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        words = flat.view(
+            {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+        )
+        total = int(words.sum(dtype=torch.int64))
+        sample = flat[:: max(1, flat.numel() // 4096)].float().cpu().numpy().tobytes()
+        h.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|{total}".encode())
+        h.update(sample)
+    return h.hexdigest()
+
+
+def preprocessing_digest(processor: Any) -> str:
+    """Digest of a processor's (or tokenizer's) tokenizer and image processor; part of every recipe."""
+    parts = []
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if tokenizer is not None:
+        backend_tokenizer = getattr(tokenizer, "backend_tokenizer", None)
+        parts.append(backend_tokenizer.to_str() if backend_tokenizer else repr(tokenizer))
+    image_processor = getattr(processor, "image_processor", None)
+    if image_processor is not None:
+        parts.append(type(image_processor).__name__)
+        parts.append(json.dumps(image_processor.to_dict(), sort_keys=True, default=str))
+    return digest(*parts)
+
+
+def shape_of(text_config: Any) -> KVShape:
+    """Geometry of the KV of a decoder."""
+    heads = text_config.num_attention_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    return KVShape(text_config.num_hidden_layers, kv_heads, head_dim)
+
+
+def eos_ids(generation_config: Any, text_config: Any) -> frozenset[int]:
+    """Tokens that end an answer."""
+    eos = getattr(generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(text_config, "eos_token_id", None)
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list | tuple) else [eos])
+
+
+def bos_id(text_config: Any, tokenizer: Any) -> int:
+    """The token compiled in front for LegoLink-0; models without BOS use their pad or first token."""
+    for source in (text_config, tokenizer):
+        for attribute in ("bos_token_id", "pad_token_id"):
+            value = getattr(source, attribute, None)
+            if isinstance(value, int):
+                return value
+    return 0
