@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import transformers as tf
@@ -29,6 +30,7 @@ TEXT = {
     "pad_token_id": 0,
 }
 IMAGE_TOKEN = 5
+Sizes = dict[str, Any]
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -45,7 +47,6 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
-_MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
 _QWEN_VL = {
     "image_token_id": IMAGE_TOKEN,
     "vision_start_token_id": 6,
@@ -54,41 +55,54 @@ _QWEN_VL = {
 }
 
 
-def _llama() -> nn.Module:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**TEXT, rope_parameters=_LLAMA3))
+def _head_dim(text: Sizes) -> int:
+    return text["hidden_size"] // text["num_attention_heads"]
 
 
-def _mistral() -> nn.Module:
-    return tf.MistralForCausalLM(tf.MistralConfig(**TEXT, sliding_window=1024))
+def _mrope(text: Sizes) -> dict[str, object]:
+    half = _head_dim(text) // 2
+    return {
+        "rope_type": "default",
+        "mrope_section": [half // 4, 3 * half // 8, 3 * half // 8],
+        "rope_theta": 1e4,
+    }
 
 
-def _qwen2() -> nn.Module:
-    return tf.Qwen2ForCausalLM(tf.Qwen2Config(**TEXT))
+def _llama(text: Sizes) -> nn.Module:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**text, rope_parameters=_LLAMA3))
 
 
-def _qwen3() -> nn.Module:
-    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**TEXT, head_dim=32))
+def _mistral(text: Sizes) -> nn.Module:
+    return tf.MistralForCausalLM(tf.MistralConfig(**{"sliding_window": 1024, **text}))
 
 
-def _phi3() -> nn.Module:
+def _qwen2(text: Sizes) -> nn.Module:
+    return tf.Qwen2ForCausalLM(tf.Qwen2Config(**text))
+
+
+def _qwen3(text: Sizes) -> nn.Module:
+    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**text, head_dim=32))
+
+
+def _phi3(text: Sizes) -> nn.Module:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    return tf.Phi3ForCausalLM(tf.Phi3Config(**TEXT, rope_parameters=rope))
+    return tf.Phi3ForCausalLM(tf.Phi3Config(**text, rope_parameters=rope))
 
 
-def _llava() -> nn.Module:
+def _llava(text: Sizes) -> nn.Module:
     config = tf.LlavaConfig(
         vision_config=tf.CLIPVisionConfig(**_VISION),
-        text_config=tf.LlamaConfig(**TEXT),
+        text_config=tf.LlamaConfig(**text),
         image_token_id=IMAGE_TOKEN,
         vision_feature_layer=-1,
     )
     return tf.LlavaForConditionalGeneration(config)
 
 
-def _llava_next() -> nn.Module:
+def _llava_next(text: Sizes) -> nn.Module:
     config = tf.LlavaNextConfig(
         vision_config=tf.CLIPVisionConfig(**_VISION),
-        text_config=tf.MistralConfig(**TEXT, sliding_window=None),
+        text_config=tf.MistralConfig(**{**text, "sliding_window": None}),
         image_token_id=IMAGE_TOKEN,
         vision_feature_layer=-1,
         image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]],
@@ -96,42 +110,49 @@ def _llava_next() -> nn.Module:
     return tf.LlavaNextForConditionalGeneration(config)
 
 
-def _qwen2_vl() -> nn.Module:
-    vision = {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "patch_size": 8}
-    text = {**TEXT, "rope_parameters": _MROPE}
+def _qwen2_vl(text: Sizes) -> nn.Module:
+    vision = {
+        "depth": 2,
+        "embed_dim": 32,
+        "num_heads": 2,
+        "hidden_size": text["hidden_size"],
+        "patch_size": 8,
+    }
+    text = {**text, "rope_parameters": _mrope(text)}
     return tf.Qwen2VLForConditionalGeneration(
         tf.Qwen2VLConfig(text_config=text, vision_config=vision, **_QWEN_VL)
     )
 
 
-def _qwen2_5_vl() -> nn.Module:
+def _qwen2_5_vl(text: Sizes) -> nn.Module:
     vision = {
         "depth": 2,
         "hidden_size": 32,
         "num_heads": 2,
-        "out_hidden_size": 64,
+        "out_hidden_size": text["hidden_size"],
         "intermediate_size": 48,
         "patch_size": 8,
         "window_size": 32,
         "fullatt_block_indexes": [1],
     }
-    text = {**TEXT, "rope_parameters": _MROPE}
+    text = {**text, "rope_parameters": _mrope(text)}
     config = tf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_QWEN_VL)
     return tf.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _qwen3_vl() -> nn.Module:
+def _qwen3_vl(text: Sizes) -> nn.Module:
     vision = {
         "depth": 2,
         "hidden_size": 32,
         "num_heads": 2,
-        "out_hidden_size": 64,
+        "out_hidden_size": text["hidden_size"],
         "intermediate_size": 48,
         "patch_size": 8,
         "deepstack_visual_indexes": [0, 1],
         "num_position_embeddings": 16,
     }
-    text = {**TEXT, "head_dim": 16, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+    rope = {**_mrope(text), "mrope_interleaved": True}
+    text = {**text, "head_dim": _head_dim(text), "rope_parameters": rope}
     config = tf.Qwen3VLConfig(text_config=text, vision_config=vision, **_QWEN_VL)
     return tf.Qwen3VLForConditionalGeneration(config)
 
@@ -173,15 +194,20 @@ class Family:
     stock: nn.Module
 
 
-def make_family(name: str, seed: int = 0, processor: object = None) -> Family:
-    """Build a family's tiny model; ``processor`` overrides tokenizer-less default."""
+def make_model(name: str, seed: int = 0, text: Sizes | None = None) -> tuple[nn.Module, object | None]:
+    """A family's tiny stock model and, of one that sees images, its image processor.
+
+    ``text`` overrides sizes of the text model (``TEXT``).
+    """
     torch.manual_seed(seed)
+    sizes = {**TEXT, **(text or {})}
+    image_processor = None
     if name in TEXT_FAMILIES:
-        model = TEXT_FAMILIES[name]()
+        model = TEXT_FAMILIES[name](sizes)
     else:
         build, make_processor = VISION_FAMILIES[name]
-        model = build()
-        processor = processor or SimpleNamespace(image_processor=make_processor(), tokenizer=None)
+        model = build(sizes)
+        image_processor = make_processor()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim >= 2 and "embed" not in key:
@@ -190,6 +216,14 @@ def make_family(name: str, seed: int = 0, processor: object = None) -> Family:
                 parameter.mul_(25.0)
     model = model.float().eval()
     model.generation_config.eos_token_id = None
+    return model, image_processor
+
+
+def make_family(name: str, seed: int = 0, processor: object = None) -> Family:
+    """Build a family's tiny model; ``processor`` overrides tokenizer-less default."""
+    model, image_processor = make_model(name, seed)
+    if image_processor is not None:
+        processor = processor or SimpleNamespace(image_processor=image_processor, tokenizer=None)
     stock = copy.deepcopy(model)
     return Family(name, LoadedModel(model, processor, name), stock)
 

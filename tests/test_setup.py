@@ -80,7 +80,7 @@ def test_torchvision_and_its_users_import_in_any_process(tmp_path):
 def test_torchvision_mend_does_nothing_where_the_import_works(tmp_path, monkeypatch, capsys):
     mend = load(ROOT / "tools" / "mend_torchvision.py")
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
-    monkeypatch.setattr(mend, "_import_error", lambda hooked: None)
+    monkeypatch.setattr(mend, "_import_error", lambda name, hooked: None)
     (tmp_path / "_mend_torchvision.pth").write_text("import _mend_torchvision")
     assert mend.main() == 0
     assert list(tmp_path.iterdir()) == []
@@ -91,16 +91,47 @@ def test_torchvision_mend_writes_a_pth_for_its_symptom_only(tmp_path, monkeypatc
     mend = load(ROOT / "tools" / "mend_torchvision.py")
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
 
-    monkeypatch.setattr(mend, "_import_error", lambda hooked: "ImportError: libjpeg.so.8")
+    errors = {"torchvision": "ImportError: libjpeg.so.8"}
+    monkeypatch.setattr(mend, "_import_error", lambda name, hooked: None if hooked else errors.get(name))
     assert mend.main() == 1
     assert list(tmp_path.iterdir()) == []
 
-    broken = "RuntimeError: operator torchvision::nms does not exist"
-    monkeypatch.setattr(mend, "_import_error", lambda hooked: None if hooked else broken)
+    errors = {"torchvision": "RuntimeError: operator torchvision::nms does not exist"}
     assert mend.main() == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["_mend_torchvision.pth", "_mend_torchvision.py"]
     code = f"import site; site.addsitedir({str(tmp_path)!r}); import torchvision.transforms.v2; print('ok')"
     assert python(code, cwd=tmp_path) == "ok"
+
+
+CUDA_BUILT = "raise OSError('Could not load this library: libthing.so')\n"
+
+
+def mended(tmp_path, monkeypatch, code):
+    """What a python says whose site-packages hold packages that cannot load their libraries, and the mend."""
+    mend = load(ROOT / "tools" / "mend_torchvision.py")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
+    broken = {"torchaudio": "OSError: Could not load this library: libthing.so"}
+    monkeypatch.setattr(mend, "_import_error", lambda name, hooked: None if hooked else broken.get(name))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert mend.main() == 0
+    before = f"import site, sys; site.addsitedir({str(tmp_path)!r}); sys.path.insert(0, {str(tmp_path)!r}); "
+    return python(before + code, cwd=tmp_path)
+
+
+def test_mended_torchaudio_does_without_a_library_that_does_not_fit(tmp_path, monkeypatch):
+    package = tmp_path / "torchaudio" / "_extension"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("from torchaudio._extension import AVAILABLE\n")
+    (package / "__init__.py").write_text("from .utils import _load_lib\nAVAILABLE = _load_lib('thing')\n")
+    (package / "utils.py").write_text(f"def _load_lib(name):\n    {CUDA_BUILT}")
+    assert mended(tmp_path, monkeypatch, "import torchaudio; print(torchaudio.AVAILABLE)") == "False"
+
+
+def test_mended_torchcodec_says_import_error_as_what_is_not_installed(tmp_path, monkeypatch):
+    (tmp_path / "torchcodec").mkdir()
+    (tmp_path / "torchcodec" / "__init__.py").write_text(CUDA_BUILT)
+    code = "exec('try:\\n import torchcodec\\nexcept ImportError as e:\\n print(e)')"
+    assert "torchcodec does not fit this torch" in mended(tmp_path, monkeypatch, code)
 
 
 def test_constraints_pin_every_direct_dependency():

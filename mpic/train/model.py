@@ -99,7 +99,9 @@ def save_model(
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     save_file(
-        {_public(k): v for k, v in state.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+        {published_name(k): v for k, v in state.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
     )
     image_processor = CLIPImageProcessorPil(
         size={"shortest_edge": SIZE},
@@ -120,7 +122,7 @@ def save_model(
     ).save_pretrained(folder)
 
 
-def _public(name: str) -> str:
+def published_name(name: str) -> str:
     """The on-disk weight name: the published LLaVA layout, which both loaders map."""
     name = name.removeprefix("model.") if not name.startswith("lm_head") else name
     if name.startswith("language_model."):

@@ -1,0 +1,311 @@
+"""Building blocks for tests of the vLLM engine: tiny checkpoints that transformers and vLLM both load, and engines.
+
+A checkpoint is a folder as a hub repository is: config, safetensors, tokenizer, processor. Its weights are those of
+``families.py``, fp32, with heads of 32 (the smallest that vLLM's CPU attention takes).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from families import IMAGE_TOKEN, TEXT_FAMILIES, VISION_FAMILIES, make_model
+from PIL import Image
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    LlavaNextProcessor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from mpic.train.model import published_name
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; more than the tiny models need
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Of every process that runs vLLM in tests. vLLM is imported only after this."""
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+TEXT = ("llama", "mistral", "qwen2", "qwen3")
+VISION = tuple(VISION_FAMILIES)
+FAMILIES = (*TEXT, *VISION)
+assert set(TEXT) <= set(TEXT_FAMILIES)
+
+SIZES = {"vocab_size": 300, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Heads of 32. The vocabulary is the tokenizer's, so every random id is a token."""
+BLOCK = 32
+"""Tokens of a page; vLLM's CPU attention wants a multiple of 32."""
+IMAGE_PADS = (6, IMAGE_TOKEN, 7)
+"""Qwen-VL's image in a prompt of ids: vision start, one placeholder, vision end."""
+
+_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}@IMAGE@{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def available() -> bool:
+    """Whether vLLM is installed (the folder ``tests/vllm`` looks like a package of that name, but has no origin)."""
+    spec = importlib.util.find_spec("vllm")
+    return spec is not None and spec.origin is not None
+
+
+def is_qwen_vl(name: str) -> bool:
+    return name.startswith("qwen") and name in VISION
+
+
+def image_ids(name: str) -> list[int]:
+    """An image in a prompt of ids, before vLLM or the processor widens it."""
+    return list(IMAGE_PADS) if is_qwen_vl(name) else [IMAGE_TOKEN]
+
+
+@functools.cache
+def _root() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="mpic-vllm-models-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def checkpoint(name: str, seed: int = 0, layers: int = 3) -> Path:
+    """The folder of a family's tiny model, made once a process and removed at its end.
+
+    Args:
+        name: one of ``FAMILIES``.
+        seed: of the weights.
+    """
+    folder = _root() / f"{name}-{seed}-{layers}"
+    if folder.exists():
+        return folder
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": layers}
+    if name == "mistral":
+        sizes["sliding_window"] = None  # as from version 0.2 on
+    model, image_processor = make_model(name, seed, sizes)
+    _save_model(model, folder)
+    tokenizer = make_tokenizer(name)
+    if image_processor is None:
+        tokenizer.save_pretrained(folder)
+    else:
+        _processor(name, image_processor, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def _save_model(model: nn.Module, folder: Path) -> None:
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = torch.float32
+    if "Llava" not in type(model).__name__:
+        model.save_pretrained(folder)
+        return
+    # transformers writes CLIP's weights under names that vLLM does not know; the published ones both know.
+    folder.mkdir(parents=True)
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    state = {published_name(key): value.contiguous() for key, value in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """One token a byte, from id 10 on; below stand the control tokens of ``families.py``, above unused words."""
+    image = "<|image_pad|>" if is_qwen_vl(name) else "<image>"
+    control = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", image]
+    control += ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<unk>"]
+    words = [*control, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"<{i}>" for i in range(len(words), SIZES["vocab_size"])]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in control])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    shown = f"<|vision_start|>{image}<|vision_end|>" if is_qwen_vl(name) else image
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        extra_special_tokens=control[3:9],
+        chat_template=_CHATML.replace("@IMAGE@", shown),
+    )
+
+
+def _processor(name: str, image_processor: object, tokenizer: PreTrainedTokenizerFast) -> Any:
+    template = tokenizer.chat_template
+    if is_qwen_vl(name):
+        cls, video = {
+            "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor),
+            "qwen2_5_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor),
+            "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
+        }[name]
+        return cls(image_processor, tokenizer, video(patch_size=8), chat_template=template)
+    cls = LlavaNextProcessor if name == "llava_next" else LlavaProcessor
+    return cls(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="<image>",
+        chat_template=template,
+    )
+
+
+# engines
+
+
+@contextmanager
+def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
+    """An in-process ``vllm.LLM`` in fp32 on a checkpoint, dropped at the end with all it held.
+
+    Args:
+        options: of ``LLM``, over the defaults below.
+    """
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 1024,
+        "max_logprobs": -1,
+        "seed": 0,
+        "disable_log_stats": True,
+        "limit_mm_per_prompt": {"image": 8, "video": 0},
+        **options,
+    }
+    if "vision_config" not in (Path(folder) / "config.json").read_text(encoding="utf-8"):
+        settings.pop("limit_mm_per_prompt")
+    llm = LLM(str(folder), **settings)
+    try:
+        yield llm
+    finally:
+        drop(llm)
+
+
+def drop(llm: LLM) -> None:
+    """Free an in-process engine; another one can start afterwards."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    llm.__dict__.clear()
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+class Answer(NamedTuple):
+    """What a greedy request said.
+
+    Args:
+        ids: tokens.
+        logprobs: log-distribution of the first, ``[vocabulary]``.
+        prompt: ids of the prompt as vLLM widened it.
+        cached: prompt tokens that vLLM did not compute.
+    """
+
+    ids: list[int]
+    logprobs: torch.Tensor
+    prompt: list[int]
+    cached: int
+
+
+def generate(
+    llm: LLM,
+    prompts: Sequence[dict[str, Any]],
+    tokens: int = 8,
+    params: Sequence[dict[str, Any] | None] | None = None,
+) -> list[Answer]:
+    """Greedy answers of a batch.
+
+    Args:
+        prompts: as vLLM takes them (``prompt_token_ids``, ``multi_modal_data``, ``cache_salt``).
+        params: ``kv_transfer_params`` of each.
+    """
+    from vllm import SamplingParams
+
+    sampling = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            logprobs=-1,
+            extra_args={"kv_transfer_params": each} if each is not None else None,
+        )
+        for each in params or [None] * len(prompts)
+    ]
+    done = llm.generate(list(prompts), sampling, use_tqdm=False)
+    return [_answer(output) for output in done]
+
+
+def _answer(output: Any) -> Answer:
+    first = output.outputs[0]
+    row = torch.full((SIZES["vocab_size"],), float("-inf"))
+    for token, entry in first.logprobs[0].items():
+        row[token] = entry.logprob
+    return Answer(list(first.token_ids), row, list(output.prompt_token_ids), output.num_cached_tokens or 0)
+
+
+# the truth
+
+
+@functools.cache
+def stock(name: str, seed: int = 0) -> tuple[nn.Module, Any]:
+    """The checkpoint in plain transformers, and its processor (None for text)."""
+    folder = checkpoint(name, seed)
+    auto = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoProcessor.from_pretrained(folder) if name in VISION else None
+
+
+@torch.no_grad()
+def expected(name: str, prompt: Sequence[int], images: Sequence[Image.Image] = (), tokens: int = 8) -> Answer:
+    """The same from plain transformers.
+
+    Args:
+        prompt: ids with as many image tokens as the images have (``Answer.prompt``).
+    """
+    model, processor = stock(name)
+    inputs: dict[str, torch.Tensor] = {"input_ids": torch.tensor([list(prompt)])}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if images:
+        inputs.update(processor.image_processor(images=list(images), return_tensors="pt"))
+    if is_qwen_vl(name):
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).long()
+    done = model.generate(
+        **inputs,
+        max_new_tokens=tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        pad_token_id=0,
+    )
+    ids = done.sequences[0, len(prompt) :].tolist()
+    return Answer(ids, done.logits[0][0].float().log_softmax(-1), list(prompt), 0)
