@@ -44,9 +44,9 @@ class VectorRows:
         kept = []
         with self._catalog.write() as db:
             for at, (reference, vector) in enumerate(zip(references, vectors, strict=True)):
-                if not db.execute(
-                    "SELECT 1 FROM refs WHERE id = ? AND version = ?", (reference.id, reference.version)
-                ).fetchone():
+                name = reference.id, reference.version, reference.key.kind, reference.key.digest
+                same = "id = ? AND version = ? AND kind = ? AND digest = ?"  # removed and added again, it counts anew
+                if not db.execute(f"SELECT 1 FROM refs WHERE {same}", name).fetchone():
                     continue
                 db.execute(
                     "INSERT INTO vectors (embedder, reference, version, vector) VALUES (?, ?, ?, ?) "

@@ -6,12 +6,9 @@ original and its compiled chunk stay until no chunk handed out for it is alive a
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -20,14 +17,13 @@ from aiofiles.os import wrap
 from PIL import Image
 
 from mpic.durable import Files
-from mpic.errors import BadRequest, CorruptFile, IntegrityError, ReferenceExists, ReferenceNotFound
+from mpic.errors import BadRequest, CorruptFile, IntegrityError, ReferenceNotFound
 from mpic.kv.chunk import Chunk, Kind
 from mpic.library.catalog import Catalog
 from mpic.library.decode import decode_image, decode_text
-from mpic.library.intake import PIECE, check_metadata, clean_name, identify, is_text, new_id
 from mpic.library.limits import Limits
 from mpic.library.links import Links
-from mpic.library.originals import Incoming, Originals
+from mpic.library.originals import Originals
 from mpic.library.records import (
     SHARED,
     AsyncReader,
@@ -40,11 +36,10 @@ from mpic.library.records import (
     TokenCache,
     Tokenize,
 )
+from mpic.library.reference_intake import ReferenceIntake
 from mpic.library.reference_rows import ReferenceRows
 from mpic.library.store.disk import DiskStore
 
-REFERENCE_ID = re.compile(r"ref_[A-Za-z0-9_.-]{1,124}")
-TITLE_CHARS, DESCRIPTION_CHARS = 255, 4096
 log = logging.getLogger(__name__)
 
 
@@ -73,7 +68,7 @@ class DynamicLibrary:
         self._limits = limits
         self._rows = ReferenceRows(catalog, root, clock)
         self._originals = Originals(root, files or Files())
-        self._clock = clock
+        self._intake = ReferenceIntake(self._rows, self._originals, limits, clock, self._tell)
         self._tokens = TokenCache()
         self._links = Links()
         self._lock = RLock()  # guards links, and that none is made while its version is collected
@@ -101,18 +96,8 @@ class DynamicLibrary:
             BadRequest: malformed id, title, description or metadata.
             StorageFull: the disk is full; nothing was stored.
         """
-        self._check_words(title, description)
-        metadata = check_metadata(metadata or {})
-        if id is None:
-            id = new_id("ref_")
-        elif not REFERENCE_ID.fullmatch(id):
-            raise BadRequest(
-                f"an id is ref_ and 1 to 124 letters, digits, '_', '.' or '-', not {id[:80]!r}", param="id"
-            )
-        elif await wrap(self._rows.get)(id) is not None:
-            raise ReferenceExists(f"there is a reference {id!r}; replace it", param="id")
-        make = partial(self._first, id, filename, title, description, metadata)
-        return await self._take(source, make, self._commit_first, "added")
+        words = title, description, metadata or {}
+        return await self._intake.first(id, source, filename, *words)
 
     async def replace(
         self,
@@ -130,17 +115,8 @@ class DynamicLibrary:
             ReferenceNotFound: there is none, or it was removed meanwhile.
             Others as ``add``.
         """
-        old = await wrap(self.get)(id)
-        title = old.title if title is None else title
-        description = old.description if description is None else description
-        self._check_words(title, description)
-        words = {
-            "title": title,
-            "description": description,
-            "metadata": old.metadata if metadata is None else check_metadata(metadata),
-            "filename": old.filename if filename is None else clean_name(filename, self._limits),
-        }
-        return await self._take(source, partial(self._next, id, words), self._commit_next, "replaced")
+        await wrap(self.get)(id)  # before anything is received
+        return await self._intake.next(id, source, filename, title, description, metadata)
 
     def remove(self, id: str) -> Removed:
         """Remove a reference: invisible at once, its files gone when nothing links it. Raises ReferenceNotFound."""
@@ -266,104 +242,6 @@ class DynamicLibrary:
 
     # Inside
 
-    async def _take(
-        self,
-        source: bytes | AsyncReader,
-        make: Callable[[Incoming], Reference],
-        commit: Callable[[Reference], Reference],
-        what: str,
-    ) -> Reference:
-        """Receive, check, make durable, commit, tell; never blocks the event loop."""
-        incoming = await wrap(self._originals.incoming)(self._limits.upload_bytes)
-        try:
-            if isinstance(source, bytes):
-                await wrap(incoming.write)(source)
-            else:
-                while piece := await source.read(PIECE):
-                    await wrap(incoming.write)(piece)
-            return await wrap(self._accept)(incoming, make, commit, what)
-        finally:  # not awaited, so that cancellation cannot prevent it
-            asyncio.get_running_loop().run_in_executor(None, incoming.discard)
-
-    def _accept(
-        self,
-        incoming: Incoming,
-        make: Callable[[Incoming], Reference],
-        commit: Callable[[Reference], Reference],
-        what: str,
-    ) -> Reference:
-        reference = make(incoming)
-        incoming.publish(reference.path)
-        try:
-            committed = commit(reference)
-        except BaseException:
-            self._originals.remove(reference.path)
-            raise
-        self._tell(what, committed)
-        return committed
-
-    def _first(
-        self,
-        id: str,
-        filename: str,
-        title: str,
-        description: str,
-        metadata: dict[str, Scalar],
-        incoming: Incoming,
-    ) -> Reference:
-        """Version 1 of what came in."""
-        key, now = identify(incoming.content(), self._limits), self._clock()
-        return Reference(
-            id=id,
-            version=1,
-            kind=key.kind,
-            title=title,
-            description=description,
-            metadata=metadata,
-            filename=clean_name(filename, self._limits),
-            bytes=incoming.bytes,
-            path=self._new_path(id),
-            key=key,
-            created_at=now,
-            updated_at=now,
-            tokens=None,
-            state="compiling",
-            error=None,
-            sha256=incoming.sha256,
-        )
-
-    def _next(self, id: str, words: dict[str, object], incoming: Incoming) -> Reference:
-        """The version after the current one."""
-        key = identify(incoming.content(), self._limits)
-        old = self.get(id)
-        return replace(
-            old,
-            **words,
-            version=old.version + 1,
-            kind=key.kind,
-            key=key,
-            bytes=incoming.bytes,
-            path=self._new_path(id),
-            sha256=incoming.sha256,
-            updated_at=self._clock(),
-            tokens=None,
-            state="compiling",
-            error=None,
-        )
-
-    def _commit_first(self, new: Reference) -> Reference:
-        return self._rows.insert(new)
-
-    def _commit_next(self, new: Reference) -> Reference:
-        """Of several replacements at once, each gets a version of its own; the last to commit stays."""
-        while not self._rows.replace(new):
-            new = replace(new, version=self.get(new.id).version + 1)
-        return new
-
-    def _new_path(self, id: str) -> Path:
-        """Every version has a name of its own, so that no two ever share a file."""
-        return self._originals.path(SHARED, new_id(f"{id}@"))
-
     def _collect(self, retired: list[Reference]) -> list[Removed]:
         """Rows first, then files, so that a crash in between leaves only garbage."""
         if not retired:
@@ -396,14 +274,6 @@ class DynamicLibrary:
             ids = tuple(tokenize(self.text(reference)))
             self._tokens.put(_name(reference), tokenize, ids)
         return ids
-
-    def _check_words(self, title: str, description: str) -> None:
-        if not 0 < len(title) <= TITLE_CHARS or not title.isprintable() or not title.strip():
-            raise BadRequest(f"a title is 1 to {TITLE_CHARS} printable characters", param="title")
-        if len(description) > DESCRIPTION_CHARS:
-            raise BadRequest(f"a description has at most {DESCRIPTION_CHARS} characters", param="description")
-        if not is_text(description):
-            raise BadRequest("the description contains half of a surrogate pair", param="description")
 
     def _tell(self, what: str, reference: Reference) -> None:
         for listener in self.listeners:

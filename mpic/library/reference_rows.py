@@ -84,15 +84,24 @@ class ReferenceRows:
             insert_row(db, "refs", self._values(reference))
             return reference
 
-    def replace(self, new: Reference) -> bool:
-        """Commit a new version and retire the current one; False when that is not the version before it."""
+    def replace(self, reference_id: str, make: Callable[[Reference], Reference]) -> Reference | None:
+        """Commit a new version in place of the current one, which is retired; None when there is none.
+
+        Args:
+            make: the new version from the current one, whose number it need not change. Within the transaction, so
+                that what it takes over is not older than what it replaces.
+        """
         with self._catalog.write() as db:
-            if not self._retire(db, new.id, new.version - 1):
-                return False
+            rows = db.execute("SELECT * FROM refs WHERE id = ?", (reference_id,)).fetchall()
+            if not rows:
+                return None
+            (current,) = self._parse(rows)
+            new = replace(make(current), version=current.version + 1)
+            self._retire(db, reference_id, current.version)
             values = self._values(new)
             changes = ", ".join(f"{column} = :{column}" for column in values)
             db.execute(f"UPDATE refs SET {changes} WHERE id = :id", values)
-            return True
+            return new
 
     def remove(self, db: Connection, reference: Reference) -> bool:
         """Within a transaction: retire a reference that has no successor; False when it is gone or changed."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from library_tools import FullDisk, Upload, encoded, everything, kill, make_chunk, picture, read
 
+from mpic.durable import Files
 from mpic.errors import (
     BadRequest,
     InvalidImage,
@@ -245,6 +246,63 @@ async def test_replacements_at_once_each_get_a_version(library):
     assert library.references.get(added.id) in done
     assert len(library.references.collect_retired()) == 6
     assert len(everything(library.root)) == 1
+
+
+class Meeting(Files):
+    """Those who are about to give a file its name wait for each other; ``before`` runs when all are there."""
+
+    def __init__(self, parties, before=None):
+        super().__init__()
+        self.barrier, self.waiting = threading.Barrier(parties, before), False
+
+    def rename(self, source, target):
+        if self.waiting:
+            self.barrier.wait(20)
+        super().rename(source, target)
+
+
+async def test_of_two_replacements_at_once_neither_undoes_the_words_of_the_other(open_library):
+    files = Meeting(parties=2)
+    library = open_library(files=files)
+    old = await library.references.add(b"0", "t", title="old", description="old", metadata={"old": 1})
+    files.waiting = True
+    await asyncio.gather(
+        library.references.replace(old.id, b"1", title="new", metadata={"new": 2}),
+        library.references.replace(old.id, b"2", description="new"),
+    )
+    now = library.references.get(old.id)
+    assert (now.version, now.title, now.description, now.metadata) == (3, "new", "new", {"new": 2})
+
+
+async def test_a_replacement_keeps_the_words_of_one_that_came_while_it_was_received(library):
+    old = await library.references.add(b"0", "old.txt", title="old")
+
+    async def rename():
+        if library.references.get(old.id).version == 1:
+            await library.references.replace(old.id, b"1", "new.txt", title="new")
+
+    last = await library.references.replace(old.id, Upload(b"2", before=rename), description="d")
+    assert (last.version, last.title, last.filename, last.description) == (3, "new", "new.txt", "d")
+    assert library.references.content(last) == b"2"
+
+
+async def test_a_pin_set_while_a_replacement_is_stored_stays(open_library):
+    files = Meeting(parties=1, before=lambda: library.references.pin("ref_a"))
+    library = open_library(files=files)
+    await library.references.add(b"0", "t", title="T", id="ref_a")
+    files.waiting = True
+    assert (await library.references.replace("ref_a", b"1")).pinned
+    assert library.references.get("ref_a").pinned
+
+
+async def test_a_replacement_of_what_is_removed_meanwhile_is_refused_and_leaves_nothing(open_library):
+    files = Meeting(parties=1, before=lambda: library.references.remove("ref_a"))
+    library = open_library(files=files)
+    await library.references.add(b"0", "t", title="T", id="ref_a")
+    files.waiting = True
+    with pytest.raises(ReferenceNotFound):
+        await library.references.replace("ref_a", b"1")
+    assert not {name for name in everything(library.root) if name.startswith("files/")}
 
 
 async def test_links_made_while_versions_are_collected_always_find_their_original(library):

@@ -295,6 +295,30 @@ def test_a_reference_removed_while_it_waits_is_not_indexed(open_shelf):
     shelf.retriever.check()
 
 
+def test_an_id_used_again_while_it_is_embedded_does_not_get_the_vector_of_what_it_was(open_shelf):
+    shelf = open_shelf()
+    gate, entered, embed = threading.Event(), threading.Event(), shelf.embedder.texts
+    told = []
+
+    def slow(texts):
+        entered.set()
+        assert gate.wait(20)
+        return embed(texts)
+
+    shelf.embedder.texts = slow
+    shelf.add("a lamp", flush=False, id="ref_a")
+    assert entered.wait(20)
+    shelf.library.references.remove("ref_a")
+    again = shelf.add("some boat", flush=False, id="ref_a")
+    assert again.version == 1  # nothing was left of the one before
+    rows, _ = shelf.retriever._opened()
+    put = rows.put
+    rows.put = lambda *args: told.append(put(*args)) or told[-1]
+    gate.set()
+    assert shelf.retriever.flush() and [len(stored) for stored in told] == [0, 1]
+    assert shelf.retriever.search(Query("some boat"))[0].score > 0.99
+
+
 def test_vectors_are_unit_and_batched(open_shelf):
     shelf = open_shelf()
     for i in range(20):
