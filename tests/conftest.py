@@ -22,8 +22,19 @@ settings.load_profile("mpic")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=0, help="examples an operation gets (make fuzz)")
+    parser.addoption("--parity", action="store_true", help="every family in the vLLM tests (make parity)")
     parser.addoption("--load-seconds", type=float, default=10, help="how long clients load the server")
     parser.addoption("--soak", type=int, default=0, help="how often the long tests repeat (make soak)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked ``parity`` run in ``make parity`` only: each starts an engine of its own."""
+    if config.getoption("--parity"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("parity")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("parity")]
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gc
 import importlib.util
 import os
 import tempfile
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pytest
 import torch
 from families import IMAGE_TOKEN, TEXT_FAMILIES, VISION_FAMILIES, make_model
 from PIL import Image
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # compiling vLLM's sampler takes longer than a test
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; more than the tiny models need
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -77,6 +78,11 @@ def available() -> bool:
     """Whether vLLM is installed (the folder ``tests/vllm`` looks like a package of that name, but has no origin)."""
     spec = importlib.util.find_spec("vllm")
     return spec is not None and spec.origin is not None
+
+
+def quick_or_parity(quick: Sequence[str], names: Sequence[str] = FAMILIES) -> list[Any]:
+    """Parameters of a test over families: those in ``quick`` run always, the others in ``make parity``."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.parity) for name in names]
 
 
 def is_qwen_vl(name: str) -> bool:
@@ -217,7 +223,6 @@ def drop(llm: LLM) -> None:
 
     llm.llm_engine.engine_core.shutdown()
     llm.__dict__.clear()
-    gc.collect()
     cleanup_dist_env_and_memory()
 
 

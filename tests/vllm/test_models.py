@@ -8,8 +8,11 @@ import vllm_kit as kit
 from engine_kit import ids
 from families import random_image
 
+QUICK = ("llama", "llava", "qwen2_5_vl")
+"""In every run; the others in ``make parity``."""
 
-@pytest.mark.parametrize("name", kit.FAMILIES)
+
+@pytest.mark.parametrize("name", kit.quick_or_parity(QUICK))
 def test_vllm_answers_as_transformers_does(name):
     with kit.engine(kit.checkpoint(name)) as llm:
         if name in kit.VISION:
