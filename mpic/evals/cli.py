@@ -23,7 +23,7 @@ app = typer.Typer(
 
 EXAMPLE = """\
 # mpic eval run this.toml --out my-run
-# model = "PATH or hub id"            # left out: the bundled demo model
+# model = "PATH or hub id"            # a folder, from this file; left out: the bundled demo model
 policies = ["prefix", "reuse", "mpic-16", "legolink-16", "cacheblend-15"]   # full is always there
 questions = 50                        # of every task and number of chunks
 seed = 0
@@ -93,11 +93,12 @@ def run(
 def report(out: Annotated[Path, typer.Argument(help="folder of a run")] = Path("eval-run")) -> None:
     """Write report.md, report.html and the plots of a run, and print the summary."""
     from mpic.evals import report as reports
+    from mpic.evals.answers import read_answers
+    from mpic.evals.compare import lines
     from mpic.evals.judge import read_grades
-    from mpic.evals.run import read_answers
 
     written = reports.write_report(out)
-    found = reports.lines(read_answers(out), read_grades(out))
+    found = lines(read_answers(out), read_grades(out))
     head, *rows = reports.summary_table(found)
     table = Table(*head)
     for row in rows:
@@ -106,3 +107,17 @@ def report(out: Annotated[Path, typer.Argument(help="folder of a run")] = Path("
     console.print(table, markup=False)
     console.print(reports.advice(found).replace("**", "").replace("`", ""), markup=False)
     console.print("report: " + str(next(path for path in written if path.suffix == ".html")), markup=False)
+
+
+@app.command()
+def fill(
+    path: Annotated[Path, typer.Argument(help="a Markdown file with marks")],
+) -> None:
+    """Write the tables of a report anew from the runs and bench results that its marks name.
+
+    A mark is a line `<!-- made: losses my-run mpic-16 -->`, closed by `<!-- end -->`; `docs/evidence/README.md` is made
+    this way. Tables there are: summary, losses, cells, counts, runs, same, bench.
+    """
+    from mpic.evals.evidence import fill as fill_in
+
+    typer.echo(f"{path}: {fill_in(path)} tables")

@@ -2,7 +2,8 @@
 
 ::
 
-    model = "PATH or hub id"          # left out: the bundled demo model
+    model = "PATH or hub id"          # a folder, from this file; left out: the bundled demo model
+    title = "my model"                # of the report; left out: the model's name
     policies = ["full", "prefix", "reuse", "mpic-16", "legolink-16", "cacheblend-15"]
     questions = 50                    # of every task and number of chunks
     seed = 0
@@ -76,6 +77,7 @@ class EvalConfig:
     fidelity: bool = True
     judge: Judge | None = None
     folder: Path = Path()
+    title: str | None = None
     device: str = "auto"
     dtype: str = "auto"
 
@@ -119,7 +121,7 @@ class EvalConfig:
 
     def fingerprint(self) -> str:
         """Changes with everything that changes answers; policies and numbers of questions may be added to a run."""
-        kept = {"model": self.model, "seed": self.seed, "dtype": self.dtype}
+        kept = {"model": _identity(self.model), "seed": self.seed, "dtype": self.dtype}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -144,6 +146,20 @@ def load_eval_config(path: Path) -> EvalConfig:
     config = dataclasses.replace(config, policies=policies, model=model)
     config.data()
     return config
+
+
+def _identity(model: str) -> list[Any]:
+    """A hub id; of a local folder its configuration and the sizes of its weight files, wherever it lies."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return [model]
+    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    config = folder / "config.json"
+    return [
+        folder.name,
+        config.read_text(encoding="utf-8") if config.is_file() else "",
+        *((path.name, path.stat().st_size) for path in weights),
+    ]
 
 
 def _build(cls: type, values: dict[str, Any], where: str) -> Any:

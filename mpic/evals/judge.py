@@ -15,8 +15,8 @@ import httpx
 from rich.progress import Progress
 
 from mpic.errors import Unavailable
+from mpic.evals.answers import Answer
 from mpic.evals.config import EvalConfig, Judge
-from mpic.evals.run import Answer
 from mpic.evals.tasks import Sample, find
 
 _TRIES = 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +20,16 @@ from mpic.engine import load_engine
 from mpic.engine.base import Delta, Engine, GenerationRequest, Sampling, Usage
 from mpic.errors import BadRequest, MPICError
 from mpic.evals import metrics
+from mpic.evals.answers import NAME, Answer, lines_of, ready
 from mpic.evals.config import EvalConfig
 from mpic.evals.flops import Flops
 from mpic.evals.resolve import LocalResolver, splitter_of
-from mpic.evals.tasks import Options, Sample, find
+from mpic.evals.tasks import Options, Sample, TaskError, find
 from mpic.link import parse_policy
 from mpic.prompt import ChatTemplate, Prompt, build_prompt
 
 LISTED = 1024
 """Most likely first tokens that are compared with those of ``full``."""
-
-
-@dataclass
-class Answer:
-    """One answer of one policy. Times in milliseconds; ``skipped`` says why there is none."""
-
-    task: str
-    chunks: int
-    sample: str
-    policy: str
-    answer: str = ""
-    expected: tuple[str, ...] = ()
-    scores: dict[str, float] = field(default_factory=dict)
-    ttft_ms: float = 0.0
-    total_ms: float = 0.0
-    prompt_tokens: int = 0
-    chunk_tokens: int = 0
-    reused: int = 0
-    computed: int = 0
-    flops: float = 0.0
-    kl: float | None = None
-    top1: bool | None = None
-    skipped: str | None = None
-
-    @property
-    def key(self) -> tuple[str, int, str, str]:
-        return self.task, self.chunks, self.sample, self.policy
 
 
 class Evaluator:
@@ -68,8 +42,8 @@ class Evaluator:
     def __init__(self, config: EvalConfig, out: Path) -> None:
         self.config, self.out = config, out
         out.mkdir(parents=True, exist_ok=True)
+        self.done = {answer.key: answer for answer in ready(out)}
         self._same_run()
-        self.done = {answer.key: answer for answer in read_answers(out)}
 
     def _same_run(self) -> None:
         path = self.out / "run.json"
@@ -78,7 +52,9 @@ class Evaluator:
             "model": Path(self.config.model).name,
             "data": self.config.data(),
         }
-        if path.exists():
+        if self.config.title is not None:
+            mine["title"] = self.config.title
+        if path.exists() and self.done:
             found = json.loads(path.read_text())
             if found["fingerprint"] != mine["fingerprint"]:
                 raise BadRequest(
@@ -91,11 +67,20 @@ class Evaluator:
                         f"{self.out} holds answers of {cell} over another file or split; give another --out"
                     )
             mine["data"] = {**before, **mine["data"]}
+            if self.config.title is None and "title" in found:
+                mine["title"] = found["title"]
         path.write_text(json.dumps(mine, indent=2) + "\n")
 
     def run(self, progress: Progress | None = None) -> list[Answer]:
-        """Answer what has not been answered yet."""
+        """Answer what has not been answered yet.
+
+        Raises:
+            TaskError: a task's local file is not there.
+        """
         cells = self.config.cells()
+        for name, options in cells:
+            if find(name).reads_file and (options.path is None or not options.path.exists()):
+                raise TaskError(f"{name} reads a local file (`path`): {options.path or 'none is given'}")
         settings = EngineConfig(model=self.config.model, device=self.config.device, dtype=self.config.dtype)
         engine, processor = load_engine(settings)
         try:
@@ -103,14 +88,14 @@ class Evaluator:
             session = _Session(engine, template, self.config)
             total = sum(options.questions for _, options in cells)
             bar = progress.add_task("samples", total=total) if progress else None
-            with (self.out / "answers.jsonl").open("a", encoding="utf-8") as lines:
+            with (self.out / NAME).open("a", encoding="utf-8") as lines:
                 for name, options in cells:
                     for sample in session.samples(name, options):
                         if progress is not None:
                             progress.update(bar, description=f"{name} {options.chunks or ''}")
                         for answer in session.ask(name, options.chunks, sample, self.done):
                             self.done[answer.key] = answer
-                            lines.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
+                            lines.write(lines_of([answer]))
                         lines.flush()
                         if progress is not None:
                             progress.advance(bar)
@@ -181,12 +166,13 @@ class _Session:
             answer.answer = text.strip()
             answer.ttft_ms, answer.total_ms = round(ttft, 3), round(usage.total_ms, 3)
             answer.prompt_tokens, answer.computed = usage.prompt_tokens, usage.computed
+            answer.pieces = len(prompt.chunks)
             answer.reused, answer.chunk_tokens = usage.reused, usage.reused + usage.recomputed
             answer.flops = self.flops.of(usage)
             names = {metric, "em", "f1"}
             answer.scores = {m: metrics.best(m, answer.answer, sample.expected) for m in sorted(names)}
             if reference is not None:
-                other = self._first_token(prompt, answer.policy)
+                other = reference if answer.policy == "full" else self._first_token(prompt, answer.policy)
                 answer.kl = round(metrics.first_token_kl(reference, other), 6)
                 answer.top1 = max(reference, key=reference.__getitem__) == max(other, key=other.__getitem__)
         except MPICError as error:
@@ -204,28 +190,8 @@ class _Session:
         return text, usage, ttft
 
     def _first_token(self, prompt: Prompt, policy: str) -> dict[int, float]:
-        deltas = self._submit(prompt, policy, "first", max_tokens=1, logprobs=LISTED, ignore_eos=True)
+        """Log-probabilities of the first token. Asked under the policy's own user, so that what its answer has just
+        computed of this prompt is not computed again: the numbers are the same (a test holds them)."""
+        deltas = self._submit(prompt, policy, max_tokens=1, logprobs=LISTED, ignore_eos=True)
         (first, *_) = [delta.logprobs[0] for delta in deltas if delta.logprobs]
         return dict(first.top)
-
-
-def read_answers(out: Path) -> list[Answer]:
-    """What a run has written so far; a line cut off by an interruption is left out."""
-    path = out / "answers.jsonl"
-    if not path.exists():
-        return []
-    found = []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines):
-        if not line:
-            continue
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            if number == len(lines) - 1:
-                path.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
-                continue
-            raise BadRequest(f"{path}, line {number + 1} is not JSON") from None
-        entry["expected"] = tuple(entry["expected"])
-        found.append(Answer(**entry))
-    return found

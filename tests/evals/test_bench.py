@@ -15,6 +15,7 @@ from mpic.evals.bench import (
     decode,
     disk,
     flat,
+    flops,
     load,
     memory,
     pages,
@@ -40,6 +41,7 @@ SETTINGS = {
         vision_repeats=1,
     ),
     "flat": flat.Settings(decoder=TINY, documents=2, totals=(64, 128), fixed=32, text=8, repeats=1),
+    "flops": flops.Settings(decoder=TINY, counts=(1, 2), chunk_tokens=48, text=8),
     "pages": pages.Settings(
         decoder=TINY, requests=4, chunks=2, chunk_tokens=64, text=8, answer=4, policy="mpic-4"
     ),
@@ -102,6 +104,7 @@ HEADLINES = {
     "retrieval": {"ann_recall", "reprefill_over_midlink"},
     "ttft": {"prefix_over_mpic32", "mpic32_over_floor"},
     "flat": {"full_growth", "legolink16_growth"},
+    "flops": {"full_over_mpic32", "cacheblend15_over_legolink16"},
     "pages": {"copies_over_shared"},
     "memory": {"copies_over_shared_at_most_chunks", "copies_over_shared_at_highest_rate"},
     "serve": {"legolink16_over_cacheblend15", "mpic32_over_prefix"},

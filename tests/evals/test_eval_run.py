@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from mpic.config import ConfigError
+from mpic.config import ConfigError, EngineConfig, bundled_model
+from mpic.engine import load_engine
 from mpic.errors import BadRequest, UnknownPolicy
+from mpic.evals import cli
+from mpic.evals.answers import Answer, lines_of, read_answers
+from mpic.evals.compare import lines
 from mpic.evals.config import load_eval_config
-from mpic.evals.report import lines, write_report
-from mpic.evals.run import Answer, Evaluator, read_answers
+from mpic.evals.report import write_report
+from mpic.evals.resolve import LocalResolver
+from mpic.evals.run import LISTED, Evaluator, _Session
 from mpic.evals.tasks import TaskError
+from mpic.prompt import ChatTemplate, build_prompt
 
 CONFIG = """
 policies = ["mpic-16", "reuse", "nocache"]
@@ -61,6 +72,51 @@ def test_a_run_goes_on_where_it_was_interrupted_and_asks_nothing_twice(finished)
     assert len(again) == len(answers)
 
 
+def test_a_packed_run_is_read_and_goes_on(finished, tmp_path):
+    folder, answers = finished
+    out = tmp_path / "out"
+    shutil.copytree(folder / "out", out)
+    text = (out / "answers.jsonl").read_text()
+    kept = "".join(text.splitlines(keepends=True)[:6])
+    (out / "answers.jsonl.gz").write_bytes(gzip.compress(kept.encode()))
+    (out / "answers.jsonl").unlink()
+    assert [a.key for a in read_answers(out)] == [a.key for a in read_answers(folder / "out")[:6]]
+    Evaluator(load_eval_config(folder / "eval.toml"), out).run()
+    assert not (out / "answers.jsonl.gz").exists()
+    assert (out / "answers.jsonl").read_text().startswith(kept)
+    assert {a.key for a in read_answers(out)} == {a.key for a in answers}
+    (out / "answers.jsonl").unlink()
+    (out / "answers.jsonl.gz").write_bytes(gzip.compress(kept.encode())[:-9])
+    with pytest.raises(BadRequest, match="unpacked"):
+        read_answers(out)
+
+
+def test_a_line_that_is_whole_but_for_its_end_is_kept(finished, tmp_path):
+    folder, answers = finished
+    shutil.copytree(folder / "out", tmp_path / "out")
+    path = tmp_path / "out" / "answers.jsonl"
+    path.write_text(path.read_text().rstrip("\n"))
+    evaluator = Evaluator(load_eval_config(folder / "eval.toml"), tmp_path / "out")
+    assert len(evaluator.done) == len(answers) == len(path.read_text().splitlines())
+
+
+def test_a_run_goes_on_wherever_the_models_folder_lies(finished, tmp_path):
+    folder, _ = finished
+    config = load_eval_config(folder / "eval.toml")
+    shutil.copytree(bundled_model(), tmp_path / "demo")
+    moved = replace(config, model=str(tmp_path / "demo"))
+    assert moved.fingerprint() == config.fingerprint()
+    (tmp_path / "demo" / "config.json").write_text("{}")
+    assert moved.fingerprint() != config.fingerprint()
+
+
+def test_a_run_that_answered_nothing_stands_in_nobodys_way(tmp_path):
+    (tmp_path / "e.toml").write_text(CONFIG)
+    config = load_eval_config(tmp_path / "e.toml")
+    Evaluator(replace(config, model="no/model"), tmp_path / "out")
+    Evaluator(config, tmp_path / "out")
+
+
 def test_another_seed_does_not_mix_into_a_run(finished):
     folder, _ = finished
     (folder / "other.toml").write_text(CONFIG.replace("seed = 5", "seed = 6"))
@@ -76,6 +132,7 @@ def test_another_file_or_split_does_not_mix_into_a_run(tmp_path):
         configs[file, split] = load_eval_config(tmp_path / "e.toml")
     for _ in range(2):
         Evaluator(configs["hotpotqa", "passage"], tmp_path / "out")
+        (tmp_path / "out" / "answers.jsonl").write_text(lines_of([Answer("longbench-qa", 0, "a", "full")]))
     for other in (("hotpotqa", "fixed"), ("musique", "passage")):
         with pytest.raises(BadRequest, match="longbench-qa over another file or split"):
             Evaluator(configs[other], tmp_path / "out")
@@ -94,6 +151,68 @@ def test_the_report_has_tables_plots_and_advice(finished):
     assert "data:image/png" in (folder / "out" / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    "policy", ["prefix", "reuse", "reuse-2step", "mpic-16", "legolink-0", "cacheblend-15", "nocache"]
+)
+def test_the_first_token_is_compared_as_if_nothing_of_the_prompt_had_been_computed(finished, policy):
+    """Asked after the answer, it finds the prompt's own prefix; the distribution is that of a request that does not."""
+    folder, _ = finished
+    config = load_eval_config(folder / "eval.toml")
+    engine, processor = load_engine(EngineConfig(model=config.model))
+    try:
+        template = ChatTemplate(processor)
+        session = _Session(engine, template, config)
+        (name, options), *_ = config.cells()
+        prompt = build_prompt(
+            next(session.samples(name, options)).messages, template, LocalResolver(template)
+        )
+        session._compile(prompt, [policy])
+        list(session._submit(prompt, policy, max_tokens=4))
+        warm = session._first_token(prompt, policy)
+        asked = {"max_tokens": 1, "logprobs": LISTED, "ignore_eos": True}
+        (fresh, *_) = [d.logprobs[0] for d in session._submit(prompt, policy, "new", **asked) if d.logprobs]
+    finally:
+        engine.close()
+    fresh = dict(fresh.top)
+    likely = sorted(fresh, key=fresh.__getitem__)[-50:]
+    assert [warm[t] for t in likely] == pytest.approx([fresh[t] for t in likely], abs=1e-3)
+
+
+def test_a_stranger_measures_policies_on_a_longbench_file_and_a_model_folder(tmp_path, monkeypatch):
+    """The README's way: a file in the public format, a model by its path, one command."""
+    entries = [
+        {
+            "input": f"Where does {name} live?",
+            "context": f"Passage 1:\nAbout Bob Hill. Bob Hill lives in Oslo.\n\nPassage 2:\n{name} lives in {city}.",
+            "answers": [city],
+            "length": 20,
+            "dataset": "hotpotqa",
+            "language": "en",
+            "all_classes": None,
+            "_id": f"q{number}",
+        }
+        for number, (name, city) in enumerate((("Ana Reed", "Rome"), ("Zoe Nash", "Dublin")))
+    ]
+    (tmp_path / "hotpotqa.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (tmp_path / "my.toml").write_text(
+        f'model = "{Path(bundled_model()).as_posix()}"\npolicies = ["reuse", "mpic-16"]\n'
+        '[[task]]\nname = "longbench-qa"\npath = "hotpotqa.jsonl"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli.app, ["run", "my.toml", "--out", "my-run"])
+    assert done.exit_code == 0, done.output
+    answers = read_answers(tmp_path / "my-run")
+    assert [(a.sample, a.policy) for a in answers if a.policy == "mpic-16"] == [
+        ("q0", "mpic-16"),
+        ("q1", "mpic-16"),
+    ]
+    assert all(a.skipped is None and a.pieces == 2 for a in answers) and len(answers) == 6
+    assert "longbench-qa" in (tmp_path / "my-run" / "report.html").read_text()
+    (tmp_path / "hotpotqa.jsonl").unlink()
+    with pytest.raises(TaskError, match="hotpotqa"):
+        Evaluator(load_eval_config(tmp_path / "my.toml"), tmp_path / "other").run()
+
+
 def test_a_policy_counts_as_near_only_if_no_task_loses_more_than_five_points():
     def answers(policy, right):
         return [
@@ -106,8 +225,8 @@ def test_a_policy_counts_as_near_only_if_no_task_loses_more_than_five_points():
     close = answers("mpic-16", {"world-image": 87, "world-card": 91})
     uneven = answers("mpic-8", {"world-image": 84, "world-card": 96})
     found = {line.policy: line for line in lines([*full, *close, *uneven])}
-    assert found["mpic-16"].near and found["mpic-16"].lost == pytest.approx(1)
-    assert found["mpic-8"].lost == pytest.approx(0) and not found["mpic-8"].near
+    assert found["mpic-16"].near and found["mpic-16"].lost.points == pytest.approx(1)
+    assert found["mpic-8"].lost.points == pytest.approx(0) and not found["mpic-8"].near
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import json
 import httpx
 import pytest
 
+from mpic.evals.answers import Answer
 from mpic.evals.config import EvalConfig, Judge, TaskEntry
 from mpic.evals.judge import Grader, JudgeFailed, judge_run, read_grades
-from mpic.evals.run import Answer
 from mpic.evals.tasks import Options, find
 
 JUDGE = Judge("http://judge/v1", "grader")

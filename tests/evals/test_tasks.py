@@ -208,3 +208,16 @@ def test_missing_images_and_unknown_tasks_are_named(folder):
         load(folder, "mmdu", MMDU)
     with pytest.raises(TaskError, match="world-two-hop"):
         find("nothing")
+
+
+def test_a_long_text_is_cut_by_the_splitter_and_nothing_of_it_is_lost():
+    def texts(**options):
+        (sample,) = find("world-long-text").load(Options(chunks=3, questions=1, **options))
+        return [part["text"] for part in sample.messages[0]["content"]]
+
+    (whole, question), pieces = (
+        texts(split="none"),
+        texts(split="fixed", splitter=lambda text, *_: [text[:9], text[9:]]),
+    )
+    assert whole.count("About ") == 3 and whole.count("\n\n") == 2
+    assert pieces == [whole[:9], whole[9:], question]

@@ -13,6 +13,7 @@ from rich.table import Table
 from mpic.evals.bench import (  # noqa: F401 - each registers itself
     decode,
     flat,
+    flops,
     gpu,
     load,
     memory,

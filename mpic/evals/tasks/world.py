@@ -3,7 +3,8 @@
 They stand for the public ones: ``image`` and ``image-named`` for MMDU (several images before a question),
 ``word-level`` for SparklesEval (images inside a sentence), ``needle`` and ``card`` for needles in a haystack,
 ``biography`` for biography retrieval, ``two-hop`` for 2WikiMQA, HotpotQA and MuSiQue, ``few-shot`` for SAMSum's
-examples in context, ``mixed`` for images and documents together.
+examples in context, ``mixed`` for images and documents together. ``long-text`` has all people in one text, a paragraph
+each, which KVSplit cuts (``split``, ``tokens``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from PIL import Image as PILImage
 
 from mpic.data.generator import EVAL_TASKS, Conversation, Document, Generator, Image
 from mpic.evals.tasks.base import Options, Sample, task
+from mpic.evals.tasks.documents import ask, parts_of
 
 _SUMMARIES = {
     "image": "several images, then a question about one of them",
@@ -76,3 +78,16 @@ def _loader(name: str) -> Callable[[Options], Iterator[Sample]]:
 for _name, _summary in _SUMMARIES.items():
     assert _name in EVAL_TASKS
     task(f"world-{_name.replace(' ', '-')}", _summary, "em", counts_chunks=True)(_loader(_name))
+
+
+@task(
+    "world-long-text", "a fact of one of several people in one text, cut by `split`", "em", counts_chunks=True
+)
+def long_text(options: Options) -> Iterator[Sample]:
+    """``chunks`` is the number of people; how many chunks the text becomes is the splitter's choice."""
+    generator = Generator(options.seed * 1000 + options.chunks, "eval")
+    for number in range(options.questions):
+        (turn,) = generator.task("biography", options.chunks).turns
+        text = "\n\n".join(part.text for part in turn.user if isinstance(part, Document))
+        (question,) = (part for part in turn.user if isinstance(part, str))
+        yield Sample(str(number), ask(parts_of(text, options), "", question), (turn.answer,), max_tokens=48)

@@ -1,0 +1,110 @@
+"""Operations of a prefill under each policy, counted, not timed (KV Packet, section 5: FLOPs to the first token).
+
+Every policy answers once over the same chunks; ``mpic.evals.flops`` counts what the engine computed. The load of the
+machine does not matter. KV Packet's own row, trained packets around chunks that are never recomputed, is what ``reuse``
+costs plus its packet tokens; it is not built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpic.evals.bench.drive import (
+    BENCH_DECODER,
+    Decoder,
+    Ids,
+    compile_all,
+    describe,
+    engine_for,
+    first_token,
+    make_pair,
+    prompt_of,
+    request_of,
+    text_chunk,
+)
+from mpic.evals.bench.frame import Report, Row, Ticker, Where, bench
+from mpic.evals.flops import Flops
+from mpic.link import parse_policy
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the ``flops`` bench."""
+
+    decoder: Decoder = BENCH_DECODER
+    counts: tuple[int, ...] = (2, 4, 8)
+    chunk_tokens: int = 576
+    text: int = 64
+    policies: tuple[str, ...] = (
+        "full", "cacheblend-15", "random-15", "mpic-64", "mpic-32", "mpic-16", "legolink-16", "attnlink-16", "block-1",
+        "legolink-0", "reuse",
+    )  # fmt: skip
+    seed: int = 0
+
+
+@bench(
+    "flops",
+    "operations of a prefill under each policy, counted",
+    Settings,
+    quick={
+        "decoder": Decoder(layers=4, hidden=256, heads=4, intermediate=512, vocabulary=2_000),
+        "counts": (2, 4),
+        "chunk_tokens": 256,
+    },
+    wants={"full_over_mpic32": "> 8", "cacheblend15_over_legolink16": "> 1"},
+)
+def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
+    """One table: a row a policy and number of chunks."""
+    pair = make_pair(settings.decoder, where, seed=settings.seed)
+    ids = Ids(settings.decoder.vocabulary, settings.seed)
+    flops = Flops(pair.loaded)
+    chunks = [text_chunk(ids.fresh(settings.chunk_tokens)) for _ in range(max(settings.counts))]
+    sinks = sorted({p.sink for p in map(parse_policy, settings.policies) if p.uses_chunks})
+    room = (len(sinks) + 2) * (len(chunks) * settings.chunk_tokens + settings.text + 64)
+    counted: dict[tuple[int, str], float] = {}
+    rows: list[Row] = []
+    ticker.expect(len(settings.counts) * len(settings.policies))
+    with engine_for(pair.loaded, room) as engine:
+        for sink in sinks:
+            compile_all(engine, chunks, sink)
+        for count in settings.counts:
+            for policy in settings.policies:
+                with ticker.step(f"{policy} over {count}"):
+                    head = settings.text // 2
+                    text = ids.fresh(head), ids.fresh(settings.text - head)
+                    prompt = prompt_of(text[0], *chunks[:count], text[1])
+                    _, usage = first_token(engine, request_of(prompt, policy, 2))
+                counted[count, policy] = flops.of(usage)
+                rows.append(
+                    {
+                        "chunks": count,
+                        "tokens": usage.prompt_tokens,
+                        "policy": policy,
+                        "computed": usage.computed,
+                        "probed": usage.probed,
+                        "gflop": round(counted[count, policy] / 1e9, 2),
+                        "full_over": round(counted[count, "full"] / counted[count, policy], 2),
+                    }
+                )
+    most = max(settings.counts)
+    notes = {
+        "model": describe(pair, settings.decoder),
+        "gflop": "2 a weight and computed token, 4 x head_dim a query, key and head; compiling chunks is not in it",
+        "probed": "tokens of the first layer, which a dynamic policy runs over the whole prompt before it decides",
+    }
+    headline = {
+        "full_over_mpic32": counted[most, "full"] / counted[most, "mpic-32"],
+        "cacheblend15_over_legolink16": counted[most, "cacheblend-15"] / counted[most, "legolink-16"],
+    }
+    return Report(rows, headline, notes, lambda figure: _plot(figure, rows))
+
+
+def _plot(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        line = [(row["tokens"], row["gflop"]) for row in rows if row["policy"] == policy]
+        axes.plot(*zip(*line, strict=True), marker="o", label=policy)
+    axes.set(xlabel="tokens of the prompt", ylabel="GFLOP to the first token", yscale="log")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)

@@ -1,0 +1,151 @@
+"""Policies side by side: every figure of a policy is compared with ``full`` on the same questions.
+
+Points lost come with a 95 % interval: questions are drawn anew within each cell (a task with a number of chunks), 2,000
+times, always a question's two answers together (stratified paired bootstrap; Efron and Tibshirani 1993, chapter 13).
+A difference whose interval holds 0 may be chance.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from mpic.evals.answers import Answer
+from mpic.evals.tasks import find
+
+NEAR, WORST = 2.0, 5.0
+"""Points a policy may lose against ``full``: on average, and on its worst task."""
+DRAWS = 2000
+
+Cell = tuple[str, int]
+"""A task and a number of chunks."""
+Cells = Mapping[Cell, Mapping[str, Sequence[Answer]]]
+"""Cell -> policy -> answers to the same samples in the same order."""
+Grades = Mapping[tuple[str, int, str, str], Mapping[str, float]]
+
+
+class Lost(NamedTuple):
+    """Points of 100 lost against ``full``, and the 95 % interval."""
+
+    points: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.points:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A policy over some answers. Scores in points of 100, times in milliseconds; ratios are against ``full``."""
+
+    policy: str
+    questions: int
+    score: float
+    lost: Lost
+    worst: Lost
+    worst_task: str
+    ttft_ms: float
+    ttft_ratio: float
+    flops_ratio: float
+    recomputed: float
+    kl: float | None
+    top1: float | None
+    judged: float | None = None
+
+    @property
+    def near(self) -> bool:
+        return self.lost.points <= NEAR and self.worst.points <= WORST
+
+
+def lines(answers: Iterable[Answer], grades: Grades | None = None) -> list[Line]:
+    """One line a policy over all cells it answered, each cell counting the same."""
+    cells = cells_of(answers)
+    found = []
+    for policy in policies_of(cells):
+        parts = [(cell[policy], cell["full"]) for cell in cells.values() if policy in cell]
+        by_task = losses(cells, policy)
+        worst = max(by_task, key=lambda task: by_task[task].points)
+        mine = [answer for one, _ in parts for answer in one]
+        full = [answer for _, one in parts for answer in one]
+        found.append(
+            Line(
+                policy,
+                len(mine),
+                statistics.mean(score(one) for one, _ in parts),
+                lost(parts),
+                by_task[worst],
+                worst,
+                statistics.median(a.ttft_ms for a in mine),
+                statistics.median(b.ttft_ms / a.ttft_ms for a, b in zip(mine, full, strict=True)),
+                sum(b.flops for b in full) / max(1.0, sum(a.flops for a in mine)),
+                100
+                * sum(a.chunk_tokens - a.reused for a in mine)
+                / max(1, sum(a.chunk_tokens for a in full)),
+                mean_of(a.kl for a in mine),
+                mean_of(None if a.top1 is None else 100.0 * a.top1 for a in mine),
+                mean_of(mean_of((grades or {}).get(a.key, {}).values()) for a in mine),
+            )
+        )
+    return found
+
+
+def losses(cells: Cells, policy: str) -> dict[str, Lost]:
+    """Points lost on each task, over its numbers of chunks."""
+    by_task: dict[str, list[tuple[Sequence[Answer], Sequence[Answer]]]] = defaultdict(list)
+    for (task, _), cell in cells.items():
+        if policy in cell:
+            by_task[task].append((cell[policy], cell["full"]))
+    return {task: lost(parts) for task, parts in by_task.items()}
+
+
+def lost(parts: Sequence[tuple[Sequence[Answer], Sequence[Answer]]]) -> Lost:
+    """Points lost over cells, given as (the policy's answers, those of ``full``)."""
+    differences = [
+        np.array([_points(b) - _points(a) for a, b in zip(mine, full, strict=True)]) for mine, full in parts
+    ]
+    rng = np.random.default_rng(0)
+    drawn = sum(one[rng.integers(len(one), size=(DRAWS, len(one)))].mean(1) for one in differences)
+    low, high = np.quantile(drawn / len(differences), (0.025, 0.975))
+    return Lost(float(np.mean([one.mean() for one in differences])), float(low), float(high))
+
+
+def cells_of(answers: Iterable[Answer]) -> dict[Cell, dict[str, list[Answer]]]:
+    """Only samples that every policy of the cell answered, and cells that ``full`` answered."""
+    grouped: dict[Cell, dict[str, dict[str, Answer]]] = defaultdict(lambda: defaultdict(dict))
+    for answer in answers:
+        if answer.skipped is None:
+            grouped[answer.task, answer.chunks][answer.policy][answer.sample] = answer
+    cells = {}
+    for key, cell in sorted(grouped.items()):
+        if "full" not in cell:
+            continue
+        common = set.intersection(*(set(found) for found in cell.values()))
+        order = [sample for sample in cell["full"] if sample in common]
+        if order:
+            cells[key] = {policy: [found[s] for s in order] for policy, found in cell.items()}
+    return cells
+
+
+def policies_of(cells: Cells) -> list[str]:
+    return list(dict.fromkeys(policy for cell in cells.values() for policy in cell))
+
+
+def score(answers: Sequence[Answer]) -> float:
+    """Mean of the task's metric, in points of 100."""
+    return statistics.mean(_points(answer) for answer in answers)
+
+
+def _points(answer: Answer) -> float:
+    return 100 * answer.scores[find(answer.task).metric]
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """Of those that are there."""
+    there = [value for value in values if value is not None]
+    return statistics.mean(there) if there else None

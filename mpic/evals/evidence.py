@@ -1,0 +1,150 @@
+"""``mpic eval fill``: the figures of a written report, from the files that hold them.
+
+A Markdown file says where a table belongs::
+
+    <!-- made: losses demo mpic-16 legolink-16 -->
+    <!-- end -->
+
+and what stands between the two lines is written anew. Runs are folders beside the file (or paths from it).
+
+===================================================  ====================================================
+``summary RUN [POLICIES]``                           a row a policy
+``losses RUN [POLICIES]``                            a row a task: points lost, with 95 % intervals
+``cells RUN [POLICIES]``                             a row a task and number of chunks: scores and times
+``counts score|ttft|gflop|computed RUN [POLICIES]``  a row a number of chunks
+``runs POLICIES: RUN ...``                           a row a run: score of ``full``, points lost
+``same RUN A B``                                     to how many questions two policies gave the same answer
+``bench FILE [TABLES]``                              the tables of a result that ``mpic bench --json`` wrote
+===================================================  ====================================================
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from mpic.errors import BadRequest
+from mpic.evals.answers import Answer, read_answers
+from mpic.evals.compare import cells_of, lines, score
+from mpic.evals.report import cell_table, count_table, loss_table, markdown_table, summary_table
+
+_MARK = re.compile(r"(<!-- made: (?P<what>[^\n]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def fill(path: Path) -> int:
+    """Write the tables of a report anew; gives how many there are.
+
+    Raises:
+        BadRequest: a mark asks for something that is not there.
+    """
+    found = 0
+
+    def made(match: re.Match[str]) -> str:
+        nonlocal found
+        found += 1
+        words = shlex.split(match["what"])
+        maker = _MAKERS.get(words[0]) if words else None
+        if maker is None:
+            raise BadRequest(f"{path.name}: cannot make {match['what']!r}; there are {', '.join(_MAKERS)}")
+        try:
+            given = signature(maker).bind(path.parent, *words[1:])
+        except TypeError as error:
+            raise BadRequest(f"{path.name}: {match['what']!r}: {error}") from None
+        return f"{match[1]}\n{maker(*given.args)}\n\n{match[4]}"
+
+    text = _MARK.sub(made, path.read_text(encoding="utf-8"))
+    path.write_text(text, encoding="utf-8")
+    return found
+
+
+def _answers(folder: Path, run: str) -> list[Answer]:
+    answers = read_answers(folder / run)
+    if not answers:
+        raise BadRequest(f"{folder / run} holds no answers")
+    return answers
+
+
+def _summary(folder: Path, run: str, *policies: str) -> str:
+    found = [line for line in lines(_answers(folder, run)) if not policies or line.policy in policies]
+    return markdown_table(summary_table(found))
+
+
+def _losses(folder: Path, run: str, *policies: str) -> str:
+    return markdown_table(loss_table(_answers(folder, run), policies))
+
+
+def _cells(folder: Path, run: str, *policies: str) -> str:
+    return markdown_table(cell_table(_answers(folder, run), policies))
+
+
+def _counts(folder: Path, what: str, run: str, *policies: str) -> str:
+    return markdown_table(count_table(_answers(folder, run), what, policies))
+
+
+def _runs(folder: Path, *words: str) -> str:
+    """Policies, the last one with a colon, then runs."""
+    last = next((n for n, word in enumerate(words) if word.endswith(":")), -1)
+    policies, runs = [word.rstrip(":") for word in words[: last + 1]], words[last + 1 :]
+    rows = [["", "questions", "chunks a question", "full", *policies]]
+    for run in runs:
+        answers = _answers(folder, run)
+        cells = cells_of(answers)
+        found = {line.policy: line for line in lines(answers)}
+        full = [answer for cell in cells.values() for answer in cell["full"]]
+        pieces = sum(answer.pieces for answer in full) / len(full)
+        said = [str(found[policy].lost) for policy in policies]
+        rows.append([Path(run).name, str(len(full)), f"{pieces:.1f}", f"{score(full):.1f}", *said])
+    return markdown_table(rows)
+
+
+def _same(folder: Path, run: str, one: str, other: str) -> str:
+    pairs = [
+        (a, b)
+        for cell in cells_of(_answers(folder, run)).values()
+        if one in cell and other in cell
+        for a, b in zip(cell[one], cell[other], strict=True)
+    ]
+    same = sum(a.answer == b.answer for a, b in pairs)
+    return f"`{one}` and `{other}` gave the same answer to {same} of {len(pairs)} questions."
+
+
+def _bench(folder: Path, file: str, *tables: str) -> str:
+    path = folder / file
+    if not path.is_file():
+        return f"Not measured yet: `mpic bench {path.stem} --json {path.name}` writes it."
+    result = json.loads(path.read_text(encoding="utf-8"))
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        groups.setdefault(row.get("table", result["bench"]), []).append(row)
+    if missing := set(tables) - set(groups):
+        raise BadRequest(f"{path.name} has no table {', '.join(sorted(missing))}")
+    blocks = [
+        f"`{path.stem}`, on {result['machine']}; {result['settings'].get('model', '')}:".replace("; :", ":")
+    ]
+    for title, rows in groups.items():
+        if tables and title not in tables:
+            continue
+        columns = list(dict.fromkeys(key for row in rows for key in row if key != "table"))
+        table = [[column.replace("_", " ") for column in columns]]
+        table += [[str(row.get(column, "")) for column in columns] for row in rows]
+        blocks += [f"*{title}*", markdown_table(table)]
+    figures = ", ".join(
+        f"{name.replace('_', ' ')} **{value:.2f}**" for name, value in result["headline"].items()
+    )
+    return "\n\n".join([*blocks, figures + "."])
+
+
+_MAKERS: dict[str, Callable[..., str]] = {
+    "summary": _summary,
+    "losses": _losses,
+    "cells": _cells,
+    "counts": _counts,
+    "runs": _runs,
+    "same": _same,
+    "bench": _bench,
+}

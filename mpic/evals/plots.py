@@ -1,0 +1,83 @@
+"""Plots of a run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpic.evals.answers import Answer
+from mpic.evals.compare import NEAR, Line, cells_of, policies_of, score
+
+_MARKERS = "osD^vPX*<>hdp"
+
+
+def save(path: Path, draw: Callable[[Any], None]) -> None:
+    """Draw into a PNG without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    draw(figure)
+    figure.savefig(path, dpi=110)
+
+
+def tradeoff(figure: Any, found: list[Line]) -> None:
+    """Score against what the first token takes, as measured and as counted (EPIC, figure 6); bars are the intervals of
+    the points lost. Both axes are shares of ``full``, each time taken within a question, so that other load on the
+    machine moves the points little."""
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, ratio, label in (
+        (left, lambda line: line.ttft_ratio, "time to first token, share of full's"),
+        (right, lambda line: line.flops_ratio, "operations of the prefill, share of full's"),
+    ):
+        for number, line in enumerate(found):
+            full = line.score + line.lost.points
+            bars = [[line.lost.high - line.lost.points], [line.lost.points - line.lost.low]]
+            axes.errorbar(
+                1 / ratio(line),
+                line.score,
+                yerr=bars,
+                fmt=_MARKERS[number % len(_MARKERS)],
+                elinewidth=0.7,
+                alpha=0.85,
+                label=line.policy,
+                color=f"C{number % 10}",
+            )
+            if line.policy == "full":
+                axes.axhspan(full - NEAR, full, alpha=0.12, label=f"within {NEAR:.0f} points of full")
+        axes.set(xlabel=label, xlim=(0, None), ylim=(0, 102))
+        axes.grid(alpha=0.3)
+    left.set_ylabel("score")
+    right.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+
+
+def by_chunks(figure: Any, answers: list[Answer]) -> None:
+    """Score, time and operations against the number of chunks: means over the tasks that have every number, so that
+    lines compare like with like (MPIC, figure 10)."""
+    cells = cells_of(answers)
+    counts = sorted({chunks for _, chunks in cells})
+    tasks = [t for t in dict.fromkeys(task for task, _ in cells) if all((t, n) in cells for n in counts)]
+    panels = figure.subplots(1, 3)
+    values: tuple[Callable[[list[Answer]], float], ...] = (
+        score,
+        lambda one: statistics.median(a.ttft_ms for a in one),
+        lambda one: statistics.mean(a.flops for a in one) / 1e9,
+    )
+    for number, policy in enumerate(policies_of(cells) if tasks else ()):
+        found = [[cells[task, n][policy] for task in tasks if policy in cells[task, n]] for n in counts]
+        if not all(found):
+            continue
+        for axes, value in zip(panels, values, strict=True):
+            means = [statistics.mean(value(one) for one in part) for part in found]
+            axes.plot(counts, means, marker=_MARKERS[number % len(_MARKERS)], markersize=4, label=policy)
+    for axes, label in zip(
+        panels, ("score", "time to first token (ms)", "GFLOP of the prefill"), strict=True
+    ):
+        axes.set(xlabel="chunks", ylabel=label)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylim(0, 102)
+    if tasks:
+        panels[2].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)

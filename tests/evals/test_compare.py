@@ -1,0 +1,132 @@
+"""Points lost and their intervals are paired by question; reports are filled from runs."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from mpic.errors import BadRequest
+from mpic.evals.answers import Answer, lines_of
+from mpic.evals.compare import cells_of, lines, losses
+from mpic.evals.evidence import fill
+from mpic.evals.report import advice, count_table, loss_table
+
+
+def answers(policy, right, task="world-card", chunks=2, **more):
+    """``right`` says question by question whether the answer is."""
+    return [
+        Answer(
+            task,
+            chunks,
+            str(i),
+            policy,
+            "yes",
+            scores={"em": float(r)},
+            ttft_ms=1,
+            flops=1,
+            chunk_tokens=9,
+            **more,
+        )
+        for i, r in enumerate(right)
+    ]
+
+
+def test_noise_that_both_answers_share_is_no_noise_of_the_difference():
+    """Which questions are hard varies; a policy that fails on the same ones has lost nothing."""
+    hard = [i % 2 == 0 for i in range(200)]
+    found = {line.policy: line for line in lines([*answers("full", hard), *answers("mpic-16", hard)])}
+    assert found["mpic-16"].lost == (0, 0, 0)
+
+
+@pytest.mark.parametrize("questions, width", [(100, 17), (400, 8.5)])
+def test_the_interval_is_the_bootstraps_and_narrows_with_the_square_root_of_the_questions(questions, width):
+    """A fifth of the questions lost, at random: 1.96 x sqrt(0.2 x 0.8 / n) to each side."""
+    mine = [i % 5 != 0 for i in range(questions)]
+    lost = losses(cells_of([*answers("full", [1] * questions), *answers("reuse", mine)]), "reuse")[
+        "world-card"
+    ]
+    assert lost.points == pytest.approx(20)
+    assert lost.high - lost.low == pytest.approx(2 * 1.96 * 100 * (0.16 / questions) ** 0.5, rel=0.15)
+    assert lost.high - lost.low == pytest.approx(width, rel=0.2)
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says():
+    """100 runs of 60 questions of which the policy loses one in ten: about 95 intervals hold ten points."""
+    rng = random.Random(1)
+    held = 0
+    for _ in range(100):
+        mine = [rng.random() >= 0.1 for _ in range(60)]
+        lost = losses(cells_of([*answers("full", [1] * 60), *answers("reuse", mine)]), "reuse")["world-card"]
+        held += lost.low <= 10 <= lost.high
+    assert held >= 88
+
+
+def test_every_cell_counts_the_same_however_many_questions_it_has():
+    both = [
+        *answers("full", [1] * 10, chunks=2),
+        *answers("reuse", [0] * 10, chunks=2),
+        *answers("full", [1] * 90, chunks=4),
+        *answers("reuse", [1] * 90, chunks=4),
+    ]
+    assert losses(cells_of(both), "reuse")["world-card"].points == pytest.approx(50)
+    assert loss_table(both)[-1][:3] == ["all cells", "100", "100.0"]
+
+
+def test_advice_says_when_questions_are_too_few():
+    def said(n):
+        return advice(lines([*answers("full", [1] * n), *answers("mpic-16", [1] * n)]))
+
+    assert "too few" in said(10) and "too few" not in said(200)
+
+
+def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
+    (tmp_path / "run").mkdir()
+    kept = [*answers("full", [1] * 4, pieces=2), *answers("mpic-16", [1, 1, 1, 0], pieces=2)]
+    (tmp_path / "run" / "answers.jsonl").write_text(lines_of(kept))
+    bench = {"bench": "b", "machine": "m", "settings": {}, "headline": {"a_over_b": 2.5}}
+    (tmp_path / "b.json").write_text(
+        json.dumps({**bench, "rows": [{"table": "t", "x": 1}, {"table": "u", "y": 2}]})
+    )
+    marks = [
+        "losses run",
+        "summary run mpic-16",
+        "cells run",
+        "counts score run",
+        "runs mpic-16: run",
+        "same run full mpic-16",
+        "bench b.json u",
+        "bench later.json",
+    ]
+    path = tmp_path / "report.md"
+    path.write_text(
+        "Before\n" + "".join(f"<!-- made: {m} -->\nold\n<!-- end -->\n" for m in marks) + "After\n"
+    )
+    assert fill(path) == len(marks)
+    text = path.read_text()
+    assert text.startswith("Before\n") and text.endswith("After\n") and "old" not in text
+    assert "| world-card | 4 | 100.0 | +25.0 [+0.0, +75.0] |" in text
+    assert "same answer to 4 of 4 questions" in text
+    assert "| y |" in text and "| x |" not in text and "**2.50**" in text
+    assert "Not measured yet: `mpic bench later" in text
+    assert fill(path) == len(marks) and path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "mark", ["", "nothing run", "losses", "losses run", "counts speed run", "bench b.json other"]
+)
+def test_a_mark_that_cannot_be_filled_is_refused_and_changes_nothing(tmp_path, mark):
+    (tmp_path / "b.json").write_text(
+        '{"bench": "b", "machine": "", "settings": {}, "rows": [], "headline": {}}'
+    )
+    path = tmp_path / "report.md"
+    path.write_text(f"<!-- made: {mark} -->\n<!-- end -->\n")
+    with pytest.raises(BadRequest):
+        fill(path)
+    assert path.read_text() == f"<!-- made: {mark} -->\n<!-- end -->\n"
+
+
+def test_counts_of_another_kind_are_refused():
+    with pytest.raises(BadRequest, match="speed"):
+        count_table(answers("full", [1]), "speed")
