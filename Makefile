@@ -8,26 +8,34 @@ BIN   := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 SOAK  ?= 50
-BENCH ?= ttft flat pages decode load parallel
+ENGINE := native
+BENCH ?= $(if $(filter vllm,$(ENGINE)),ttft,ttft flat pages decode load parallel)
 FUZZ  ?= 300
 SOAK_SECONDS ?= 600
 ARGS  ?=
 
-# What the set-up depends on; when one of these changes it runs again.
-INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py)
+# ENGINE=vllm on serve, demo and bench sets vLLM up first.
+override ENGINE_SETUP := $(if $(filter vllm,$(ENGINE)),setup-vllm)
+override ENGINE_FLAG := $(if $(filter-out native,$(ENGINE)),--engine $(ENGINE))
 
-.PHONY: help setup setup-dev serve test fuzz soak soak-load demo bench bench-gpu tune-gpu screenshots lint format clean
+# What the set-up depends on; when one of these changes it runs again.
+INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py tools/setup_vllm.py)
+
+.PHONY: help setup setup-dev setup-vllm serve test parity fuzz soak soak-load demo bench bench-gpu tune-gpu screenshots lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' "$(ROOT)/Makefile" | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
 
-serve: setup ## start the server
-	@cd "$(ROOT)" && exec "$(BIN)/mpic" serve $(ARGS)
+serve: setup $(ENGINE_SETUP) ## start the server (ENGINE=vllm: on vLLM)
+	@cd "$(ROOT)" && exec "$(BIN)/mpic" serve $(ENGINE_FLAG) $(ARGS)
 
 test: setup-dev ## run the tests
 	@"$(ROOT)/tools/get_chromium.sh"
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(ARGS)
+
+parity: setup-dev ## every vLLM test on every family, to be run when vLLM's version changes (20 minutes)
+	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/vllm --parity --timeout 1800 -o console_output_style=classic $(ARGS)
 
 fuzz: setup-dev ## schemathesis against a live server, many examples an operation (FUZZ=300)
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_schemathesis.py --fuzz $(FUZZ) --timeout 7200 $(ARGS)
@@ -39,12 +47,12 @@ soak: setup-dev ## kill -9 a server SOAK (50) times amid uploads; many more torn
 soak-load: setup-dev ## 64 streaming clients on the demo model for SOAK_SECONDS (600); fails on a leak
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_load.py -s --load-seconds $(SOAK_SECONDS) --timeout 7200 $(ARGS)
 
-demo: setup ## start the server on the bundled model, upload the samples, ask, compare the answers
-	@cd "$(ROOT)" && "$(BIN)/mpic" demo $(ARGS)
+demo: setup $(ENGINE_SETUP) ## start the server on the bundled model, upload the samples, ask, compare the answers
+	@cd "$(ROOT)" && "$(BIN)/mpic" demo $(ENGINE_FLAG) $(ARGS)
 
-bench: setup ## run the benches in BENCH ("ttft flat pages decode load parallel"); results go to var/bench
+bench: setup $(ENGINE_SETUP) ## run the benches in BENCH ("ttft flat pages decode load parallel"); results go to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && for name in $(BENCH); do \
-	  "$(BIN)/mpic" bench $$name --json var/bench/$$name.json $(ARGS) || exit 1; done
+	  "$(BIN)/mpic" bench $$name $(ENGINE_FLAG) --json var/bench/$$name.json $(ARGS) || exit 1; done
 
 bench-gpu: setup ## measure a CUDA GPU: kernels, first token, decoding, loads (under 8 minutes); to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && "$(BIN)/mpic" bench gpu --device cuda --dtype bfloat16 \
@@ -68,7 +76,8 @@ clean: ## remove .venv, caches and build output
 	@find "$(ROOT)" -name __pycache__ -not -path '*/.git/*' -prune -exec rm -rf {} +
 
 setup: $(VENV)/.setup ## create .venv with everything the server needs
-setup-dev: $(VENV)/.setup-dev ## the same, and what the tests need
+setup-dev: $(VENV)/.setup-dev ## the same, and what the tests need (vLLM's CPU build too, where it installs)
+setup-vllm: $(VENV)/.setup-vllm ## the same, and vLLM, for --engine vllm
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "MPIC needs Python 3.11 or newer"; exit 1; }
@@ -80,7 +89,13 @@ $(VENV)/.setup: $(INPUTS) | $(BIN)/python
 
 $(VENV)/.setup-dev: $(INPUTS) | $(BIN)/python
 	$(call install,[dev])
+	@cd "$(ROOT)" && "$(BIN)/python" tools/setup_vllm.py --tests
 	@touch "$(VENV)/.setup" "$@"
+
+$(VENV)/.setup-vllm: $(INPUTS) | $(VENV)/.setup
+	@echo "setting up vLLM (a few minutes the first time)"
+	@cd "$(ROOT)" && "$(BIN)/python" tools/setup_vllm.py
+	@touch "$@"
 
 define install
 @echo "setting up .venv (a few minutes the first time)"

