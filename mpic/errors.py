@@ -39,6 +39,7 @@ MPICError                         500  internal_error
 │   ├── QueueFull                 429  queue_full
 │   └── TooManyAtOnce             429  too_many_concurrent
 ├── CompileFailed                 500  compile_failed
+├── EmbeddingFailed               500  embedding_failed    (of a reference: told by the state of the index)
 ├── StorageFull                   507  storage_full
 ├── Unavailable                   503  unavailable
 │   ├── EmbedderUnavailable       503  embedder_unavailable
@@ -242,6 +243,12 @@ class TooManyAtOnce(RateLimited):
 
 class CompileFailed(MPICError):
     code = "compile_failed"
+
+
+class EmbeddingFailed(MPICError):
+    """An image or a text that an embedder, which works otherwise, can make no vector of."""
+
+    code = "embedding_failed"
 
 
 class StorageFull(MPICError):

@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from mpic.errors import BadRequest, EmbedderMismatch, EmptyQuery, MPICError, ReferenceNotFound, StorageFull
+from mpic.errors import (
+    BadRequest,
+    EmbedderMismatch,
+    EmbeddingFailed,
+    EmptyQuery,
+    MPICError,
+    ReferenceNotFound,
+)
 from mpic.library.records import Change, Reference
-from mpic.retriever.cache import IndexFile
+from mpic.retriever.batch import Failures, embed_each
 from mpic.retriever.embedder import Embedder
-from mpic.retriever.index import VectorIndex
-from mpic.retriever.rows import VectorRows
+from mpic.retriever.vectors import Vectors
 
 if TYPE_CHECKING:
     from mpic.library import Library
@@ -55,18 +61,15 @@ class Retriever:
 
     def __init__(self, library: Library, embedder: Embedder, duplicates: float = 0.999) -> None:
         self.library, self.embedder, self.duplicates = library, embedder, duplicates
-        self.opened_from = ""  # file, or why the index had to be rebuilt
         self.counters: Counter[str] = Counter()
         self.problem: str | None = None  # of the last batch that could not be embedded
-        self._rows: VectorRows | None = None
-        self._index: VectorIndex | None = None
-        self._mismatch: list[Any] = []
+        self._failed = Failures()
+        self._vectors: Vectors | None = None
         self._opening = threading.Lock()
         self._changes: OrderedDict[str, Change] = OrderedDict()
         self._work = threading.Condition()
         self._busy = self._stopping = self._catching_up = False
         self._after = ""
-        self._saved = -1
         library.references.listeners.append(self._changed)
         self._guesses = 0
         self._guessing = ThreadPoolExecutor(1, "mpic-guess")
@@ -93,6 +96,7 @@ class Retriever:
             BadRequest: a bound or filter that means nothing.
             EmbedderUnavailable: the embedder has no weights.
             EmbedderMismatch: the library was embedded by another one.
+            EmbeddingFailed: it makes no vector of the query.
         """
         if not query.text.strip() and not query.images:
             raise EmptyQuery("a search needs a text or an image", param="query")
@@ -100,31 +104,32 @@ class Retriever:
             raise BadRequest(f"top_k is 1 to {MAX_TOP_K}, not {top_k}", param="top_k")
         if min_score is not None and not -1 <= min_score <= 1:
             raise BadRequest("min_score is -1 to 1", param="min_score")
-        rows, index = self._opened()
-        if self._mismatch:
-            made = ", ".join(map(str, self._mismatch))
+        vectors = self._opened()
+        if vectors.mismatch:
+            made, now = ", ".join(map(str, vectors.mismatch)), vectors.rows.name
             raise EmbedderMismatch(
-                f"the library's vectors were made by {made}, the embedder is {rows.name}: run `mpic references reindex`"
+                f"the library's vectors were made by {made}, the embedder is {now}: run `mpic references reindex`"
             )
-        among = rows.matching(filter) if filter else None
+        among = vectors.rows.matching(filter) if filter else None
         self.counters["searches"] += 1
-        if len(index) == 0 or (among is not None and len(among) == 0):
+        if len(vectors) == 0 or (among is not None and len(among) == 0):
             return []
         return self._best(self._vector(query), top_k, min_score, among)
 
     def _best(
         self, vector: np.ndarray, top_k: int, min_score: float | None, among: np.ndarray | None
     ) -> list[SearchHit]:
-        rows, index = self._opened()
+        opened = self._opened()
         k = 2 * top_k + 8
         while True:
-            neighbours, vectors = index.search(vector, k, among)
-            ids = rows.references([n.id for n in neighbours])
-            current = {r.id: r for r in self.library.references.many(ids.values())}
+            neighbours, vectors = opened.index.search(vector, k, among)
+            versions = opened.rows.versions([n.id for n in neighbours])
+            found = self.library.references.many({id for id, _ in versions.values()})
+            current = {(r.id, r.version): r for r in found}
             hits: list[SearchHit] = []
             kept: list[int] = []
             for at, neighbour in enumerate(neighbours):
-                reference = current.get(ids.get(neighbour.id, ""))
+                reference = current.get(versions.get(neighbour.id, ("", 0)))  # of an older version: not yet
                 if reference is None or (min_score is not None and neighbour.score < min_score):
                     continue
                 alike = kept and float((vectors[kept] @ vectors[at]).max()) >= self.duplicates
@@ -144,6 +149,8 @@ class Retriever:
         if query.images:
             parts.append(self.embedder.images(query.images))
         mean = np.concatenate(parts).mean(0)
+        if not np.isfinite(mean).all():
+            raise EmbeddingFailed("the query has no vector: the embedder's is not finite")
         return mean / max(float(np.linalg.norm(mean)), 1e-9)
 
     def soon(self, work: Callable[..., None], *args: Any) -> None:
@@ -177,32 +184,28 @@ class Retriever:
 
     def status(self) -> dict[str, Any]:
         """What is indexed, by what, and what is still to do. Raises EmbedderUnavailable."""
-        rows, index = self._opened()
+        vectors = self._opened()
         references = self.library.references.stats()["references"]
         with self._work:
             running = self._catching_up
         return {
-            "embedder": {**rows.name._asdict(), "model": self.embedder.model},
+            "embedder": {**vectors.rows.name._asdict(), "model": self.embedder.model},
             "references": references,
-            "vectors": len(index),
-            "missing": len(rows.missing()),
+            "vectors": len(vectors),
+            "missing": len(vectors.rows.missing()),
             "reindexing": running,
-            "mismatch": [str(name) for name in self._mismatch],
-            "index": self.opened_from,
+            "mismatch": [str(name) for name in vectors.mismatch],
+            "index": vectors.opened_from,
             "problem": self.problem,
+            "failed": self._failed.listing(),
             **self.counters,
         }
 
     def check(self) -> None:
         """The index holds exactly the vectors of the catalogue. Raises IntegrityError."""
-        from mpic.errors import IntegrityError
-
         with self._work:
             self._work.wait_for(lambda: not (self._changes or self._busy or self._catching_up), 60.0)
-        rows, index = self._opened()
-        index.check()
-        if index.ids() != rows.ids():
-            raise IntegrityError("the vector index and the catalogue disagree")
+        self._opened().check()
 
     def close(self) -> None:
         """Stop, and write the index down. Before the library is closed. Safe to call twice."""
@@ -213,7 +216,8 @@ class Retriever:
         self._worker.join()
         if self._changed in self.library.references.listeners:
             self.library.references.listeners.remove(self._changed)
-            self._save()
+            if self._vectors is not None:
+                self._vectors.save()
 
     def _changed(self, change: Change) -> None:
         """Called by the library after a commit."""
@@ -221,52 +225,17 @@ class Retriever:
             self._changes[change.reference.id] = change
             self._work.notify_all()
 
-    # ---- the index
-
-    def _opened(self) -> tuple[VectorRows, VectorIndex]:
+    def _opened(self) -> Vectors:
         with self._opening:
-            if self._index is None:
-                self._open()
-            return self._rows, self._index
-
-    def _open(self) -> None:
-        rows = VectorRows(self.library.catalog, self.embedder.name)
-        rows.sweep()
-        file = self._file(rows)
-        revision = rows.revision()
-        try:
-            index = file.read(revision)
-            self.opened_from, self._saved = "file", revision
-        except (FileNotFoundError, ValueError) as error:
-            if not isinstance(error, FileNotFoundError):
-                log.warning("the vector index is rebuilt from the catalogue: %s", error)
-                self.counters["index_rebuilt"] += 1
-            why = "no file" if isinstance(error, FileNotFoundError) else str(error)
-            self.opened_from = f"rebuilt: {why}"
-            index = VectorIndex(rows.name.dimension)
-            ids, vectors = rows.load()
-            if len(ids):
-                index.put(ids, vectors)
-        self._mismatch = rows.others()
-        self._rows, self._index = rows, index
-        if not self._mismatch and rows.missing(limit=1):
-            with self._work:
-                self._catching_up, self._after = True, ""
-                self._work.notify_all()
-
-    def _file(self, rows: VectorRows) -> IndexFile:
-        return IndexFile(self.library.root / "index" / f"{rows.name.weights[:16]}.vectors", rows.name)
-
-    def _save(self) -> None:
-        """Write the cache if it is not up to date; without it the next start rebuilds."""
-        if self._index is None or self._saved == self._rows.revision():
-            return
-        try:
-            revision = self._rows.revision()
-            self._file(self._rows).write(self._index, revision)
-            self._saved = revision
-        except (StorageFull, OSError) as error:
-            log.warning("the vector index could not be written: %s", error)
+            if self._vectors is None:
+                vectors = Vectors(self.library, self.embedder.name)
+                self.counters["index_rebuilt"] += vectors.damaged
+                if not vectors.mismatch and vectors.rows.missing(limit=1):
+                    with self._work:
+                        self._catching_up, self._after = True, ""
+                        self._work.notify_all()
+                self._vectors = vectors
+            return self._vectors
 
     # ---- the worker
 
@@ -299,17 +268,18 @@ class Retriever:
         ids = [change.reference.id for change in changes]
         current = self.library.references.many(ids)
         for id in set(ids) - {reference.id for reference in current}:
-            if self._rows is not None:
-                self._index.remove(self._rows.remove(id))
+            self._failed.forget([id])
+            if self._vectors is not None:
+                self._vectors.remove(id)
         self._embed(current)
 
     def _catch_up(self) -> None:
-        rows, _ = self._opened()
+        vectors = self._opened()
         after = self._after
-        ids = rows.missing(after, BATCH)
+        ids = vectors.rows.missing(after, BATCH)
         if not ids:
-            self._mismatch = rows.others()
-            self._save()
+            vectors.mismatch = vectors.rows.others()
+            vectors.save()
         with self._work:
             if self._after != after:  # reindex was called meanwhile: from the start
                 return
@@ -320,39 +290,42 @@ class Retriever:
         self._embed(self.library.references.many(ids))
 
     def _embed(self, references: Sequence[Reference]) -> None:
-        """Embed, commit, then show. What cannot be read is left without a vector."""
+        """Embed, commit, then show. What cannot be read or embedded is left without a vector."""
         if not references:
             return
-        rows, index = self._opened()
-        vectors = np.empty((len(references), rows.name.dimension), np.float32)
-        done = np.zeros(len(references), bool)
+        opened = self._opened()
+        embedded: list[tuple[Reference, np.ndarray]] = []
         for kind in ("image", "text"):
-            group = [at for at, reference in enumerate(references) if reference.kind == kind]
-            contents = {at: c for at in group if (c := self._content(references[at])) is not None}
-            if contents:
-                embed = self.embedder.images if kind == "image" else self.embedder.texts
-                at = list(contents)
-                vectors[at] = embed(list(contents.values()))
-                done[at] = True
-        kept = [reference for reference, ok in zip(references, done, strict=True) if ok]
-        stored = rows.put(kept, vectors[done])
-        if stored:
-            index.put([id for _, id in stored], vectors[done][[at for at, _ in stored]])
-        self.counters["embedded"] += len(stored)
+            read = [(r, c) for r in references if r.kind == kind and (c := self._content(r)) is not None]
+            vectors = embed_each(self.embedder, kind, [content for _, content in read]) if read else []
+            for (reference, _), vector in zip(read, vectors, strict=True):
+                if isinstance(vector, EmbeddingFailed):
+                    self._fail(reference, vector)
+                else:
+                    embedded.append((reference, vector))
+        if embedded:
+            vectors = np.stack([vector for _, vector in embedded])
+            kept = [reference for reference, _ in embedded]
+            self.counters["embedded"] += opened.put(kept, vectors)
+            self._failed.forget(reference.id for reference in kept)
         self.problem = None
 
     def _content(self, reference: Reference) -> Any:
-        """Text or image of a version, or None when it is gone or cannot be read. Nothing finds what is damaged any
-        more: a vector of it that another embedder made would count as one that is to be made again, for ever."""
+        """Text or image of a version, or None when it is gone or cannot be read."""
         try:
             shelf = self.library.references
             return shelf.image(reference) if reference.kind == "image" else shelf.text(reference)
-        except MPICError as error:
-            problem = error
-            if self._rows is not None and not isinstance(error, ReferenceNotFound):
-                self._rows.forget_others(reference.id)
-        except OSError as error:  # just now; one of many must not stop the others
-            problem = error
-        log.warning("%s cannot be embedded: %s", reference.id, problem)
-        self.counters["unreadable"] += 1
-        return None
+        except (MPICError, OSError) as error:  # one of many must not stop the others
+            self._fail(reference, error)
+            return None
+
+    def _fail(self, reference: Reference, error: MPICError | OSError) -> None:
+        """Leave a reference without a vector, and say so. One that an embedder made of what is damaged for good would
+        count as one that is to be made again, for ever."""
+        log.warning("%s cannot be embedded: %s", reference.id, error)
+        self.counters["unembeddable" if isinstance(error, EmbeddingFailed) else "unreadable"] += 1
+        if isinstance(error, ReferenceNotFound):
+            return
+        if isinstance(error, MPICError):
+            self._opened().remove(reference.id)
+        self._failed.add(reference.id, error)

@@ -72,13 +72,6 @@ class VectorRows:
             self._revise(db)
         return [row["id"] for row in gone]
 
-    def forget_others(self, reference: str) -> None:
-        """Forget what other embedders made of a reference."""
-        with self._catalog.write() as db:
-            sql = "DELETE FROM vectors WHERE reference = ? AND embedder != ?"
-            if db.execute(sql, (reference, self.embedder)).rowcount:
-                self._revise(db)
-
     def sweep(self) -> list[int]:
         """Forget the vectors of references that are no longer there; ids of this embedder's."""
         orphans = "reference NOT IN (SELECT id FROM refs)"
@@ -122,13 +115,13 @@ class VectorRows:
         )
         return [EmbedderName(*row) for row in rows]
 
-    def references(self, ids: Sequence[int]) -> dict[int, str]:
-        """Reference ids of vectors."""
+    def versions(self, ids: Sequence[int]) -> dict[int, tuple[str, int]]:
+        """Which reference a vector is of, and which version of it."""
         rows = self._catalog.read(
-            "SELECT v.id, v.reference FROM json_each(?) AS asked JOIN vectors v ON v.id = asked.value",
+            "SELECT v.id, v.reference, v.version FROM json_each(?) AS asked JOIN vectors v ON v.id = asked.value",
             json.dumps(list(ids)),
         )
-        return {row["id"]: row["reference"] for row in rows}
+        return {row["id"]: (row["reference"], row["version"]) for row in rows}
 
     def matching(self, filter: Mapping[str, Any]) -> np.ndarray:
         """Ids of vectors whose reference fits a filter.

@@ -208,6 +208,13 @@ def reindex(
         out.print(f"{state.vectors:,} of {state.references:,} references indexed by {name}", highlight=False)
     if state.problem:
         err.print(f"problem: {state.problem}", style="red", markup=False, highlight=False)
+    for failed in state.failed:
+        err.print(
+            f"{failed['id']}: {failed['message']} [{failed['code']}]",
+            style="red",
+            markup=False,
+            highlight=False,
+        )
     if wait and state.missing:
         raise typer.Exit(1)
 

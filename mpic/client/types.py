@@ -103,7 +103,8 @@ class ReferenceHit(Reference):
 
 
 class ReferenceIndex(Answer):
-    """The vectors of the references: how many there are, which embedder made them, what is still to do."""
+    """The vectors of the references: how many there are, which embedder made them, what is still to do.
+    ``failed``: ``id``, ``code`` and ``message`` of references that cannot be embedded."""
 
     embedder: dict[str, Any]
     references: int
@@ -113,6 +114,7 @@ class ReferenceIndex(Answer):
     mismatch: tuple[str, ...] = ()
     index: str = ""
     problem: str | None = None
+    failed: tuple[dict[str, str], ...] = ()
 
 
 class Deleted(Answer):

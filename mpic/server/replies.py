@@ -298,6 +298,14 @@ class ReferenceDeleted(BaseModel):
     deleted: bool = True
 
 
+class IndexFailure(BaseModel):
+    """A reference that no search finds: it cannot be read or embedded."""
+
+    id: str
+    code: str
+    message: str
+
+
 class IndexState(BaseModel):
     """The vectors of the reference library."""
 
@@ -309,7 +317,8 @@ class IndexState(BaseModel):
     reindexing: bool
     mismatch: list[str] = Field(description="other embedders that made the vectors: reindex")
     index: str = Field(description="`file`, or why it was rebuilt")
-    problem: str | None
+    problem: str | None = Field(description="why the last batch was not embedded at all")
+    failed: list[IndexFailure] = Field(description="references that cannot be embedded, the newest 100")
 
 
 # ---- caches

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from retriever_tools import HashEmbedder, picture
 
-from mpic.errors import BadRequest, EmbedderMismatch, EmbedderUnavailable, EmptyQuery
+from mpic.errors import BadRequest, EmbedderMismatch, EmbedderUnavailable, EmbeddingFailed, EmptyQuery
 from mpic.library import Change
 from mpic.retriever import Embedder, Query
 
@@ -139,7 +139,7 @@ def test_a_restart_reads_the_index_file_and_a_damaged_or_stale_one_is_rebuilt_an
         shelf.add(f"fact {i} of word{i}", f"t{i}")
     shelf.close()
     shelf = open_shelf()
-    assert titles(shelf, "word3", top_k=1) == ["t3"] and shelf.retriever.opened_from == "file"
+    assert titles(shelf, "word3", top_k=1) == ["t3"] and shelf.retriever.status()["index"] == "file"
     assert shelf.embedder.batches == [1]  # the query
     (path,) = (shelf.library.root / "index").iterdir()
     shelf.close()
@@ -148,7 +148,7 @@ def test_a_restart_reads_the_index_file_and_a_damaged_or_stale_one_is_rebuilt_an
         path.write_bytes(bad)
         shelf = open_shelf()
         assert titles(shelf, "word3", top_k=1) == ["t3"]
-        assert shelf.retriever.opened_from.startswith("rebuilt") and "rebuilt" in caplog.text
+        assert shelf.retriever.status()["index"].startswith("rebuilt") and "rebuilt" in caplog.text
         shelf.retriever.check()
         shelf.close()
     path.write_bytes(good)
@@ -157,7 +157,7 @@ def test_a_restart_reads_the_index_file_and_a_damaged_or_stale_one_is_rebuilt_an
     shelf.close()
     path.write_bytes(good)
     shelf = open_shelf()
-    assert titles(shelf, "one more", top_k=1) == ["more"] and "stale" in shelf.retriever.opened_from
+    assert titles(shelf, "one more", top_k=1) == ["more"] and "stale" in shelf.retriever.status()["index"]
 
 
 def test_what_was_added_before_a_crash_is_embedded_at_the_next_start(open_shelf):
@@ -220,6 +220,94 @@ def test_a_reference_that_cannot_be_read_does_not_keep_another_embedder_from_ser
     assert wait(shelf) and titles(shelf, "a lamp") == ["lamp"]
     shelf = open_shelf(HashEmbedder("w2"))
     assert titles(shelf, "a lamp") == ["lamp"]
+
+
+class Picky(HashEmbedder):
+    """Cannot embed red pictures and texts that say so, whatever they come with."""
+
+    def images(self, images):
+        if any(image.getpixel((0, 0)) == (255, 0, 0) for image in images):
+            raise ValueError("a bad image")
+        return super().images(images)
+
+    def texts(self, texts):
+        vectors = super().texts(texts)
+        vectors[["nothing" in text for text in texts]] = np.nan
+        return vectors
+
+
+def test_what_cannot_be_embedded_is_told_by_a_code_and_does_not_stop_the_others(open_shelf):
+    shelf = open_shelf()
+    shelf.add("a lamp", id="ref_lamp")
+    shelf.add(picture("red"), id="ref_red")
+    shelf = open_shelf(Picky("w2"))
+    shelf.retriever.reindex()
+    assert wait(shelf)
+    gate, entered, embed = threading.Event(), threading.Event(), shelf.embedder.texts
+
+    def slow(texts):
+        entered.set()
+        assert gate.wait(20)
+        return embed(texts)
+
+    shelf.embedder.texts = slow
+    shelf.add("a boat", flush=False)
+    assert entered.wait(20)
+    for colour in ("green", "blue", "yellow"):
+        shelf.add(picture(colour), colour, flush=False, id=f"ref_{colour}")
+    shelf.add("nothing to see", flush=False, id="ref_nothing")
+    shelf.add(picture("#ff0000") + b"red again", flush=False, id="ref_again")
+    gate.set()  # all of these are the next batch
+    assert shelf.retriever.flush()
+    state = shelf.retriever.status()
+    told = {failed["id"]: (failed["code"], failed["message"]) for failed in state["failed"]}
+    assert told == {
+        "ref_red": ("embedding_failed", "ValueError: a bad image"),
+        "ref_again": ("embedding_failed", "ValueError: a bad image"),
+        "ref_nothing": ("embedding_failed", "its vector is not finite"),
+    }
+    assert (state["vectors"], state["missing"], state["problem"], state["mismatch"]) == (5, 3, None, [])
+    assert titles(shelf, images=(Image.new("RGB", (8, 8), "blue"),), top_k=1) == ["blue"]
+    shelf.library.references.remove("ref_red")
+    asyncio.run(shelf.library.references.replace("ref_again", picture("pink")))
+    assert shelf.retriever.flush()
+    assert [failed["id"] for failed in shelf.retriever.status()["failed"]] == ["ref_nothing"]
+    with pytest.raises(EmbeddingFailed):
+        titles(shelf, "nothing")
+    shelf.retriever.check()
+
+
+def test_a_replaced_reference_is_not_found_by_its_old_content_whatever_becomes_of_the_new(open_shelf):
+    shelf = open_shelf(Picky())
+    shelf.add("a lamp", "lamp", id="ref_a")
+    gate, entered, embed = threading.Event(), threading.Event(), shelf.embedder.images
+
+    def slow(images):
+        entered.set()
+        assert gate.wait(20)
+        return embed(images)
+
+    shelf.embedder.images = slow
+    asyncio.run(shelf.library.references.replace("ref_a", picture("red")))
+    assert entered.wait(20) and titles(shelf, "a lamp") == []
+    gate.set()
+    assert shelf.retriever.flush() and titles(shelf, "a lamp") == []
+    assert shelf.retriever.status()["vectors"] == 0
+    shelf.retriever.check()
+
+
+def test_an_embedder_that_fails_altogether_is_a_problem_and_blames_no_reference(open_shelf):
+    shelf = open_shelf()
+    shelf.add("a lamp")
+    other = HashEmbedder("w2")
+    other.failure = RuntimeError("no memory")
+    shelf = open_shelf(other)
+    shelf.retriever.reindex()
+    assert wait(shelf)
+    state = shelf.retriever.status()
+    assert (state["problem"], state["failed"], len(state["mismatch"])) == ("no memory", [], 1)
+    shelf = open_shelf()
+    assert titles(shelf, "a lamp") == ["a title"]  # the first one's vector is still there
 
 
 def test_a_change_told_late_does_not_hide_what_is_there_now(open_shelf):
@@ -311,7 +399,7 @@ def test_an_id_used_again_while_it_is_embedded_does_not_get_the_vector_of_what_i
     shelf.library.references.remove("ref_a")
     again = shelf.add("some boat", flush=False, id="ref_a")
     assert again.version == 1  # nothing was left of the one before
-    rows, _ = shelf.retriever._opened()
+    rows = shelf.retriever._opened().rows
     put = rows.put
     rows.put = lambda *args: told.append(put(*args)) or told[-1]
     gate.set()
@@ -325,5 +413,5 @@ def test_vectors_are_unit_and_batched(open_shelf):
         shelf.add(f"w{i}", flush=False)
     shelf.retriever.flush()
     assert sum(shelf.embedder.batches) == 20
-    ids, vectors = shelf.retriever._rows.load()
+    ids, vectors = shelf.retriever._opened().rows.load()
     assert len(ids) == 20 and np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)

@@ -1,0 +1,88 @@
+"""The vectors of one embedder: rows of the catalogue, which are the truth, and the index over them, a cache of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpic.errors import IntegrityError, StorageFull
+from mpic.library.records import Reference
+from mpic.retriever.cache import IndexFile
+from mpic.retriever.embedder import EmbedderName
+from mpic.retriever.index import VectorIndex
+from mpic.retriever.rows import VectorRows
+
+if TYPE_CHECKING:
+    from mpic.library import Library
+
+log = logging.getLogger(__name__)
+
+
+class Vectors:
+    """Opened from the index's file where that is good, from the catalogue otherwise. One thread changes it, any may
+    search.
+
+    Attributes:
+        opened_from: ``file``, or why the index had to be rebuilt.
+        damaged: whether there was a file that could not be used.
+        mismatch: embedders that have vectors of references that this one has none of.
+    """
+
+    def __init__(self, library: Library, name: EmbedderName) -> None:
+        self.rows = VectorRows(library.catalog, name)
+        self.rows.sweep()
+        self._file = IndexFile(library.root / "index" / f"{name.weights[:16]}.vectors", name)
+        self._saved = -1
+        revision = self.rows.revision()
+        self.damaged = False
+        try:
+            self.index = self._file.read(revision)
+            self.opened_from, self._saved = "file", revision
+        except (FileNotFoundError, ValueError) as error:
+            self.damaged = not isinstance(error, FileNotFoundError)
+            if self.damaged:
+                log.warning("the vector index is rebuilt from the catalogue: %s", error)
+            self.opened_from = f"rebuilt: {error if self.damaged else 'no file'}"
+            self.index = VectorIndex(name.dimension)
+            ids, vectors = self.rows.load()
+            if len(ids):
+                self.index.put(ids, vectors)
+        self.mismatch = self.rows.others()
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def put(self, references: Sequence[Reference], vectors: np.ndarray) -> int:
+        """Commit, then show; how many of the references are still current, and so were kept.
+
+        Args:
+            vectors: ``[len(references), dimension]`` fp32 of length 1.
+        """
+        stored = self.rows.put(references, vectors)
+        if stored:
+            self.index.put([id for _, id in stored], vectors[[at for at, _ in stored]])
+        return len(stored)
+
+    def remove(self, reference: str) -> None:
+        """Forget what every embedder made of a reference."""
+        self.index.remove(self.rows.remove(reference))
+
+    def save(self) -> None:
+        """Write the index down if its file is not up to date; without it the next start rebuilds."""
+        revision = self.rows.revision()
+        if revision == self._saved:
+            return
+        try:
+            self._file.write(self.index, revision)
+            self._saved = revision
+        except (StorageFull, OSError) as error:
+            log.warning("the vector index could not be written: %s", error)
+
+    def check(self) -> None:
+        """The index holds exactly the vectors of the catalogue. Raises IntegrityError."""
+        self.index.check()
+        if self.index.ids() != self.rows.ids():
+            raise IntegrityError("the vector index and the catalogue disagree")
