@@ -1,0 +1,148 @@
+"""vLLM's KV connector of this engine: two thin sides over ``admission`` (scheduler) and ``runner`` (worker).
+
+Start vLLM with all three of its parts, and without asynchronous scheduling::
+
+    --kv-transfer-config '{"kv_connector": "MPICConnector", "kv_connector_module_path": "mpic.engine.vllm.connector",
+        "kv_role": "kv_both", "kv_connector_extra_config": {"folders": ["/var/mpic"]}}'
+    --worker-cls mpic.engine.vllm.worker.LinkWorker --scheduler-cls mpic.engine.vllm.scheduler.LinkScheduler
+    --no-async-scheduling
+
+Settings in ``kv_connector_extra_config``: ``folders`` (absolute; chunk files are read, and compiled chunks written,
+below them and nowhere else), ``host_bytes`` (of chunk KV kept in memory), ``patience`` (seconds a link waits for its
+files before what is late is computed), ``readers`` (threads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from mpic.engine.vllm.admission import Admission, Ticket
+from mpic.engine.vllm.capture import Capture
+from mpic.engine.vllm.files import Expected, HostMemory
+from mpic.engine.vllm.layout import geometry
+from mpic.engine.vllm.steps import StepOrders, StepReport
+from mpic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from mpic.engine.vllm.runner import LinkRunner
+
+DEFAULTS = {"host_bytes": 2 << 30, "patience": 5.0, "readers": 2}
+
+
+class MPICConnector(KVConnectorBase_V1, SupportsHMA):
+    """Links and compiles chunks inside vLLM (see the module)."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
+        if role == KVConnectorRole.SCHEDULER:
+            expected = Expected(geometry(vllm_config), vllm_config.model_config.dtype)
+            self._host = HostMemory(
+                settings["folders"], settings["host_bytes"], settings["readers"], expected
+            )
+            self._admission = Admission(vllm_config, self._host, settings["folders"], settings["patience"])
+        else:
+            self._capture = Capture()
+
+    def shutdown(self) -> None:
+        if self._role == KVConnectorRole.SCHEDULER:
+            self._host.close()
+        else:
+            self._capture.close()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # the scheduler's side
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._admission.manager = kv_cache_manager
+
+    def on_new_request(self, request: Request) -> None:
+        self._admission.arrive(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._admission.claim(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._admission.admitted(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
+        return self._admission.orders(scheduler_output)
+
+    def executed(self, output: KVConnectorOutput | None) -> dict[str, Ticket]:
+        """A step has run; the requests that end with it, each with its reason."""
+        self._admission.executed(output.kv_connector_worker_meta if output is not None else None)
+        return self._admission.take_failed()
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._admission.finished(request)
+
+    # the worker's side
+
+    def attach(self, runner: LinkRunner) -> None:
+        """The model runner whose cache is read, and which says what it placed."""
+        self._runner = runner
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Chunks were placed while the step's inputs were made (``runner``)."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is on its way."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """A compiled chunk is read when its last step is over (``wait_for_save``)."""
+
+    def wait_for_save(self) -> None:
+        for request, end in self._get_connector_metadata().compiles.items():
+            self._capture.take(self._runner, request, end)
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        report = self._runner.report
+        if not report.placed and not report.faults:
+            return None
+        self._runner.report = StepReport()
+        return report
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {**DEFAULTS, **given}
+    unknown = set(settings) - {"folders", *DEFAULTS}
+    if unknown:
+        raise ConfigError(f"kv_connector_extra_config: unknown {sorted(unknown)}")
+    folders = settings.get("folders")
+    if not isinstance(folders, list | tuple) or not folders:
+        raise ConfigError("kv_connector_extra_config: folders must be a list of absolute folders")
+    settings["folders"] = [Path(folder) for folder in folders]
+    for folder in settings["folders"]:
+        if not folder.is_absolute() or not folder.is_dir():
+            raise ConfigError(f"kv_connector_extra_config: {folder} is not an absolute folder that exists")
+    for name, kind in {"host_bytes": int, "patience": int | float, "readers": int}.items():
+        value = settings[name]
+        if not isinstance(value, kind) or isinstance(value, bool) or value < (name == "readers"):
+            raise ConfigError(f"kv_connector_extra_config: {name} is {value!r}")
+    return settings

@@ -1,0 +1,128 @@
+"""Chunks into the paged cache: keys are turned from their chunk-local positions to where they stand.
+
+A key rotated at local position j becomes the key at ``base + j`` by a rotation of ``base`` (less the sink tokens it
+was compiled behind); with M-RoPE all three positions of a token move by the same amount, so one rotation serves
+(DESIGN section 3). Angles are computed in fp64, the rotation in fp32, whatever the cache holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
+
+from mpic.engine.vllm.layout import Paged
+from mpic.errors import ModelRefused
+
+_SCALED = {
+    "DynamicNTKScalingRotaryEmbedding": "dynamic NTK",
+    "DynamicNTKAlphaRotaryEmbedding": "dynamic NTK",
+    "Phi3LongRoPEScaledRotaryEmbedding": "LongRoPE",
+}
+
+
+class Turn:
+    """The rotation of a model's keys by whole positions.
+
+    Args:
+        model: vLLM's module of the language model.
+
+    Raises:
+        ModelRefused: no rotary embedding, several different ones, or one whose frequencies are not known to be fixed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        rotaries = [m for m in model.modules() if isinstance(m, RotaryEmbeddingBase)]
+        if not rotaries:
+            raise ModelRefused("the model has no rotary embedding: keys cannot be moved")
+        found = [_frequencies(rotary) for rotary in rotaries]
+        self.frequencies, self.interleaved = found[0], not rotaries[0].is_neox_style
+        for other, rotary in zip(found, rotaries, strict=True):
+            if rotary.is_neox_style == self.interleaved or not torch.equal(other, self.frequencies):
+                raise ModelRefused("the model's layers have different rotary embeddings")
+
+    def __call__(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """``keys [heads, n, head_dim]`` turned by the angles whose ``cos, sin [n, half]`` are given."""
+        width = 2 * cos.shape[1]
+        part = slice(None, width, 2), slice(1, width, 2)
+        if not self.interleaved:
+            part = slice(None, width // 2), slice(width // 2, width)
+        a, b = (keys[..., half].float() for half in part)
+        out = torch.empty_like(keys)
+        out[..., part[0]] = a * cos - b * sin
+        out[..., part[1]] = b * cos + a * sin
+        out[..., width:] = keys[..., width:]
+        return out
+
+    def angles(
+        self, deltas: Sequence[int], counts: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """cos and sin ``[n, half]`` for ``counts[i]`` tokens that move by ``deltas[i]`` each; None when none moves."""
+        if not any(deltas):
+            return None
+        angle = torch.tensor(deltas, dtype=torch.float64)[:, None] * self.frequencies
+        repeats = torch.tensor(counts)
+        return tuple(f(angle).float().repeat_interleave(repeats, 0) for f in (torch.cos, torch.sin))
+
+
+def _frequencies(rotary: RotaryEmbeddingBase) -> torch.Tensor:
+    """``[half]`` fp64, checked against the table that the model itself uses."""
+    name = type(rotary).__name__
+    if name in _SCALED:
+        raise ModelRefused(f"{_SCALED[name]} changes the rotary frequencies with the length of the prompt")
+    if isinstance(rotary, YaRNScalingRotaryEmbedding):
+        frequencies = rotary._compute_inv_freq(rotary.scaling_factor)
+    elif isinstance(rotary, MRotaryEmbedding) and rotary.scaling_factor is not None:
+        frequencies = YaRNScalingRotaryEmbedding._compute_inv_freq(rotary, rotary.scaling_factor)
+    else:
+        frequencies = rotary._compute_inv_freq(rotary.base)
+    frequencies = frequencies.detach().double().cpu()
+    table = rotary.cos_sin_cache[:9].double().cpu()
+    own = torch.arange(len(table), dtype=torch.float64)[:, None] * frequencies
+    own = torch.cat([own.cos(), own.sin()], -1) * table[0, 0]
+    tolerance = 1e-5 if rotary.cos_sin_cache.dtype == torch.float32 else 2e-2
+    if own.shape != table.shape or (own - table).abs().max() > tolerance:
+        raise ModelRefused(f"{name}: its rotary frequencies are not what they are known to be")
+    return frequencies
+
+
+class Piece(NamedTuple):
+    """Tokens of a chunk that go into the paged cache.
+
+    Args:
+        kv: ``[layers, 2, heads, n, head_dim]`` of this worker's layers and heads, in host memory.
+        tokens: which of the n, a slice or ``[count]`` indices.
+        count: how many.
+        delta: positions that their keys move.
+        slots: ``[count]`` where they go.
+    """
+
+    kv: torch.Tensor
+    tokens: slice | torch.Tensor
+    count: int
+    delta: int
+    slots: torch.Tensor
+
+
+def place(paged: Paged, turn: Turn, pieces: Sequence[Piece]) -> None:
+    """Write pieces, of any requests, into the paged cache: per layer one rotation and one write for all of them."""
+    device = paged.device
+    slots = torch.cat([piece.slots for piece in pieces]).to(device)
+    angles = turn.angles([piece.delta for piece in pieces], [piece.count for piece in pieces])
+    if angles is not None:
+        angles = tuple(table.to(device, non_blocking=True) for table in angles)
+    for i, layer in enumerate(paged.layers):
+        keys, values = (
+            torch.cat(
+                [piece.kv[i, half, :, piece.tokens].to(device, non_blocking=True) for piece in pieces], 1
+            )
+            for half in (0, 1)
+        )
+        if angles is not None:
+            keys = turn(keys, *angles)
+        paged.write(layer, keys.transpose(0, 1), values.transpose(0, 1), slots)

@@ -1,0 +1,315 @@
+"""Links inside vLLM's model runner (V1): pseudo-sequences and permute (DESIGN section 8).
+
+The connector claims all but the link's S computed tokens, so vLLM schedules "the last S" of the prompt's N tokens. Here
+the logical token i of [N - S, N) becomes the computed token number i - (N - S): its id, its position, its slot. The
+last one is the prompt's last in both counts, so sampling and decoding need nothing. To the attention backend each run
+of neighbours [a, b) is a row of its own with the request's block table, ``query_len = b - a`` and ``seq_len = b``:
+with fresh keys and values written before each layer's attention, its causal mask is the selective one.
+
+A computed token never stands behind its logical index, so a step needs no block that is not allocated yet, and chunks
+are placed up to the frontier of the step: logical tokens, mapped tokens and blocks advance together.
+"""
+
+from __future__ import annotations
+
+import time
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from mpic.engine.vllm.layout import Paged
+from mpic.engine.vllm.place import Piece, Turn, place
+from mpic.engine.vllm.steps import Fault, Linked, LinkStart, StepReport
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = init_logger(__name__)
+
+
+class Link:
+    """A link whose prompt is not computed to its end.
+
+    Attributes:
+        computed: ``[S]`` sequence indices of the computed tokens, ascending.
+        frontier: sequence index up to which everything is placed.
+        seconds: spent on placing.
+    """
+
+    def __init__(self, start: LinkStart, paged: Paged) -> None:
+        self.length, self.frontier, self.seconds = start.length, start.hit, 0.0
+        self.computed = np.concatenate([np.arange(lo, hi) for lo, hi in start.rows])
+        self.chunks = start.chunks
+        mapped = np.ones(start.length, bool)
+        mapped[self.computed] = False
+        self._mapped = mapped
+        self._kv = {
+            i: one.chunk.take(paged.layers, paged.heads)
+            for i, one in enumerate(start.chunks)
+            if mapped[max(one.start, start.hit) : one.start + one.length].any()
+        }
+
+    def tokens(self, lo: int, hi: int) -> np.ndarray:
+        """Sequence indices of the logical tokens from ``lo`` to ``hi``; behind the prompt they are the same."""
+        first = len(self.computed) - self.length
+        return np.concatenate([self.computed[lo + first : hi + first], np.arange(max(lo, self.length), hi)])
+
+    def advance(self, frontier: int, blocks: torch.Tensor, paged: Paged) -> list[Piece]:
+        """What must be placed before a step that reaches ``frontier``."""
+        lo, hi = self.frontier, min(frontier, self.length)
+        self.frontier = max(lo, hi)
+        pieces = []
+        for i, kv in self._kv.items():
+            one = self.chunks[i]
+            first, last = max(lo, one.start), min(hi, one.start + one.length)
+            indices = first + np.flatnonzero(self._mapped[first:last]) if first < last else ()
+            if not len(indices):
+                continue
+            tokens: slice | torch.Tensor = slice(indices[0] - one.start, indices[-1] + 1 - one.start)
+            if len(indices) <= indices[-1] - indices[0]:
+                tokens = torch.from_numpy(indices - one.start)
+            slots = paged.slots(blocks, torch.from_numpy(indices))
+            pieces.append(Piece(kv, tokens, len(indices), one.base - one.chunk.sink, slots))
+        return pieces
+
+    def positions(self) -> tuple[torch.Tensor, int]:
+        """M-RoPE positions ``[3, N]`` of the prompt, and the distance of what follows from its sequence index."""
+        parts, at, base = [], 0, 0
+        for start, length, positions, extent in (*map(_positions, self.chunks), (self.length, 0, None, 0)):
+            parts.append(torch.arange(base, base + start - at).expand(3, -1))
+            base += start - at
+            if positions is not None:
+                parts.append(positions + base)
+            at, base = start + length, base + extent
+        return torch.cat(parts, 1), base - self.length
+
+    def embeddings(self, tokens: np.ndarray) -> tuple[np.ndarray, list[torch.Tensor]]:
+        """Which of the sequence indices ``tokens`` are an image's, and their embeddings ``[n, width]`` in order, with
+        DeepStack features behind each as the model's encoder has them."""
+        image, parts = np.zeros(len(tokens), bool), []
+        for one in self.chunks:
+            lo, hi = np.searchsorted(tokens, (one.start, one.start + one.length))
+            inputs = one.chunk.given_inputs() if lo < hi else None
+            if inputs is None or inputs.embeds is None:
+                continue
+            image[lo:hi] = True
+            index = torch.from_numpy(tokens[lo:hi] - one.start)
+            rows = [inputs.embeds[index]]
+            if inputs.deepstack is not None:
+                rows += list(inputs.deepstack[:, index])
+            parts.append(torch.cat(rows, -1))
+        return image, parts
+
+
+def _positions(one: Linked) -> tuple[int, int, torch.Tensor, int]:
+    inputs = one.chunk.given_inputs()
+    return one.start, one.length, inputs.positions.expand(3, -1), inputs.extent
+
+
+@dataclass
+class Step:
+    """The rows of a step with links.
+
+    Args:
+        links: ``(link, offset in the batch, sequence indices)``.
+        owners: ``[rows]`` number of the request in the batch.
+        queries, ends: ``[rows]`` int32 query and sequence lengths.
+    """
+
+    links: list[tuple[Link, int, np.ndarray]]
+    owners: np.ndarray
+    queries: np.ndarray
+    ends: np.ndarray
+
+
+class LinkRunner:
+    """Mixed into ``GPUModelRunner`` or ``CPUModelRunner``. Without a link in the batch every method is vLLM's own."""
+
+    _links: dict[str, Link]
+    _step: Step | None = None
+    paged: Paged
+    report: StepReport
+
+    def enable_links(self, paged: Paged) -> None:
+        """Once, when the KV cache is allocated.
+
+        Raises:
+            ModelRefused: the model's rotary embedding.
+        """
+        model = self.get_model()
+        self._turn = Turn(model.get_language_model() if hasattr(model, "get_language_model") else model)
+        self.paged, self._links, self.report = paged, {}, StepReport()
+
+    # state
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        self._step = None
+        orders = scheduler_output.kv_connector_metadata
+        if self._links:
+            gone = scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids
+            for request in gone & self._links.keys():
+                del self._links[request]
+        for request, start in orders.links.items():
+            try:
+                self._links[request] = Link(start, self.paged)
+            except (
+                Exception
+            ) as error:  # in another process a file can be gone by now; that ends this request only
+                self._fail(request, error)
+        return super()._update_states(scheduler_output)
+
+    def _fail(self, request: str, error: Exception) -> None:
+        logger.exception("the link of request %s cannot be placed", request)
+        self._links.pop(request, None)
+        self.report.faults[request] = Fault("missing", f"a chunk could not be placed: {error!r}")
+
+    def _init_mrope_positions(self, req_state: Any) -> None:
+        link = self._links.get(req_state.req_id)
+        if link is not None:
+            try:
+                req_state.mrope_positions, req_state.mrope_position_delta = link.positions()
+                return
+            except Exception as error:
+                self._fail(req_state.req_id, error)
+        super()._init_mrope_positions(req_state)
+
+    # a step
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        if self._links:
+            self._permute(num_scheduled_tokens)
+        return prepared
+
+    def _permute(self, scheduled: np.ndarray) -> None:
+        batch = self.input_batch
+        offsets = np.cumsum(scheduled) - scheduled
+        before = batch.num_computed_tokens_cpu[: batch.num_reqs]
+        links, pieces, owners, queries, ends = [], [], [], [], []
+        for i, request in enumerate(batch.req_ids):
+            count, lo, link = int(scheduled[i]), int(before[i]), self._links.get(request)
+            if link is None or lo >= link.length:
+                runs = [(lo + count, count)]
+            else:
+                tokens = link.tokens(lo, lo + count)
+                pieces += self._advance(request, link, lo + count)
+                self._move(i, int(offsets[i]), link, tokens)
+                links.append((link, int(offsets[i]), tokens))
+                cuts = np.flatnonzero(np.diff(tokens) != 1) + 1
+                bounds = [0, *cuts.tolist(), count]
+                runs = [(int(tokens[b - 1]) + 1, b - a) for a, b in pairwise(bounds)]
+            owners += [i] * len(runs)
+            ends += [end for end, _ in runs]
+            queries += [query for _, query in runs]
+        if not links:
+            return
+        self._place(pieces)
+        total = int(scheduled.sum())
+        query_start = self.query_start_loc.gpu[: batch.num_reqs + 1]
+        batch.block_table.compute_slot_mapping(batch.num_reqs, query_start, self.positions[:total])
+        self._step = Step(links, np.array(owners), np.array(queries, np.int32), np.array(ends, np.int32))
+
+    def _advance(self, request: str, link: Link, frontier: int) -> list[tuple[str, Piece]]:
+        blocks = torch.tensor(self.requests[request].block_ids[0])
+        pieces = [(request, piece) for piece in link.advance(frontier, blocks, self.paged)]
+        if link.frontier == link.length:
+            self.report.placed[request] = link.seconds
+            del self._links[request]
+        return pieces
+
+    def _place(self, pieces: list[tuple[str, Piece]]) -> None:
+        if not pieces:
+            return
+        begin = time.perf_counter()
+        place(self.paged, self._turn, [piece for _, piece in pieces])
+        seconds = time.perf_counter() - begin
+        total = sum(piece.count for _, piece in pieces)
+        for request, piece in pieces:  # one write for all: each request's share is that of its tokens
+            share = seconds * piece.count / total
+            if request in self.report.placed:
+                self.report.placed[request] += share
+            else:
+                self._links[request].seconds += share
+
+    def _move(self, i: int, offset: int, link: Link, tokens: np.ndarray) -> None:
+        """Ids and positions of the computed tokens in place of the logical ones."""
+        index = torch.from_numpy(tokens)
+        here = slice(offset, offset + len(tokens))
+        self.positions[here] = index.to(self.device)
+        self.input_ids.gpu[here] = self.input_batch.token_ids_cpu_tensor[i, index].to(self.device)
+        if self.uses_mrope:
+            prompt = int(np.searchsorted(tokens, link.length))
+            positions = self.requests[self.input_batch.req_ids[i]].mrope_positions[:, index[:prompt]]
+            self.mrope_positions.gpu[:, offset : offset + prompt] = positions.to(self.mrope_positions.gpu)
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **options: Any) -> Any:
+        if self._step is not None:
+            options["force_eager"] = True  # a captured graph has one row a request
+        return super()._determine_batch_execution_and_padding(*args, **options)
+
+    def _build_attention_metadata(self, **options: Any) -> Any:
+        step = self._step
+        if step is None:
+            return super()._build_attention_metadata(**options)
+        (group,), (slots,) = self.attn_groups[0], options["slot_mappings"].values()
+        owners = torch.from_numpy(step.owners).to(self.device)
+        starts = torch.from_numpy(np.concatenate([[0], np.cumsum(step.queries)]).astype(np.int32))
+        ends, total = torch.from_numpy(step.ends), options["num_tokens"]
+        blocks = self.input_batch.block_table[0].get_device_tensor(self.input_batch.num_reqs)
+        metadata = self._row_builder.build(
+            0,
+            CommonAttentionMetadata(
+                query_start_loc=starts.to(self.device),
+                query_start_loc_cpu=starts,
+                seq_lens=ends.to(self.device),
+                seq_lens_cpu_upper_bound=ends,
+                num_reqs=len(ends),
+                num_actual_tokens=total,
+                max_query_len=int(step.queries.max()),
+                max_seq_len=int(step.ends.max()),
+                block_table_tensor=blocks[owners],
+                slot_mapping=slots,
+                causal=True,
+                positions=self.positions[:total],
+                is_prefilling=torch.ones(len(ends), dtype=torch.bool),
+            ),
+        )
+        return dict.fromkeys(group.layer_names, metadata), None
+
+    @cached_property
+    def _row_builder(self) -> Any:
+        """The backend's builder with buffers for as many rows as a step has tokens: vLLM's own are made for
+        ``max_num_seqs`` rows, and captured graphs read them."""
+        (group,) = self.attn_groups[0]
+        config = copy(self.vllm_config)
+        config.scheduler_config = deepcopy(config.scheduler_config)
+        config.scheduler_config.max_num_seqs = config.scheduler_config.max_num_batched_tokens
+        builder = group.backend.get_builder_cls()
+        return builder(group.kv_cache_spec, group.layer_names, config, self.device)
+
+    def _gather_mm_embeddings(self, scheduler_output: SchedulerOutput, shift_computed_tokens: int = 0) -> Any:
+        embeds, mask = super()._gather_mm_embeddings(scheduler_output, shift_computed_tokens)
+        if self._step is None:
+            return embeds, mask
+        linked, parts = torch.zeros_like(mask), []
+        for link, offset, tokens in self._step.links:
+            image, rows = link.embeddings(tokens)
+            linked[offset : offset + len(tokens)] = torch.from_numpy(image)
+            parts += rows
+        if not parts:
+            return embeds, mask
+        given = torch.cat(parts).to(self.device, self.dtype, non_blocking=True)
+        both = mask | linked
+        rank = both.cumsum(0) - 1
+        rows = given.new_empty(int(both.sum()), given.shape[1])
+        rows[rank[linked].to(self.device)] = given
+        if embeds:
+            rows[rank[mask].to(self.device)] = torch.cat(list(embeds))
+        return [rows], both
