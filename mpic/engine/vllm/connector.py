@@ -22,12 +22,12 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from mpic.config import ConfigError
 from mpic.engine.vllm.admission import Admission, Ticket
 from mpic.engine.vllm.capture import Capture
 from mpic.engine.vllm.files import Expected, HostMemory
 from mpic.engine.vllm.layout import geometry
 from mpic.engine.vllm.steps import StepOrders, StepReport
-from mpic.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager

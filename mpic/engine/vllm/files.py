@@ -17,10 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from safetensors import safe_open
+from vllm.logger import init_logger
 
 from mpic.errors import CorruptFile
 from mpic.kv.chunk import ChunkInputs, KVShape
 from mpic.kv.file import ChunkFile
+
+logger = init_logger(__name__)
 
 
 class Expected(NamedTuple):
@@ -35,7 +38,7 @@ class HostChunk:
 
     Attributes:
         state: ``reading``, ``ready`` or ``failed``.
-        code, reason: of a failure: ``missing``, ``corrupt``, ``mismatch`` or ``forbidden``.
+        code, reason: of a failure: ``missing``, ``corrupt``, ``mismatch``, ``forbidden`` or ``internal_error``.
         file: where it was found, links resolved.
         inputs: known as soon as the file is open, before its KV is read.
         sink: tokens it was compiled behind.
@@ -232,7 +235,8 @@ class HostMemory:
                 dtype=self._expected.dtype,
                 pin_memory=self._pinned_memory,
             )
-            file.read_into(kv)
+            for _ in file.read_layers(kv):
+                pass
             file.close()
             chunk.kv = kv
             state, code, reason = "ready", "", ""
@@ -244,10 +248,11 @@ class HostMemory:
             state, code, reason = "failed", "mismatch", str(error)
         except CorruptFile as error:
             state, code, reason = "failed", "corrupt", error.message
-        except (
-            Exception
-        ) as error:  # a thread of a pool would keep it to itself and the request would wait for ever
-            state, code, reason = "failed", "corrupt", f"{chunk.path} cannot be read: {error!r}"
+        except OSError as error:
+            state, code, reason = "failed", "corrupt", f"{chunk.path} cannot be read: {error}"
+        except Exception as error:  # the pool's future is dropped: unsaid, the request would wait for ever
+            logger.exception("chunk file %s could not be read", chunk.path)
+            state, code, reason = "failed", "internal_error", f"{chunk.path} could not be read: {error!r}"
         with self._changed:
             chunk.code, chunk.reason, chunk.state = code, reason, state
             if state == "failed" and self._chunks.get((chunk.path, chunk.key)) is chunk:

@@ -55,6 +55,8 @@ class Link:
             for i, one in enumerate(start.chunks)
             if mapped[max(one.start, start.hit) : one.start + one.length].any()
         }
+        for one in start.chunks:
+            one.chunk.given_inputs()
 
     def tokens(self, lo: int, hi: int) -> np.ndarray:
         """Sequence indices of the logical tokens from ``lo`` to ``hi``; behind the prompt they are the same."""
@@ -168,16 +170,15 @@ class LinkRunner:
     def _fail(self, request: str, error: Exception) -> None:
         logger.exception("the link of request %s cannot be placed", request)
         self._links.pop(request, None)
-        self.report.faults[request] = Fault("missing", f"a chunk could not be placed: {error!r}")
+        self.report.placed.pop(request, None)
+        code = "missing" if isinstance(error, OSError) else "internal_error"
+        self.report.faults[request] = Fault(code, f"a chunk could not be placed: {error!r}")
 
     def _init_mrope_positions(self, req_state: Any) -> None:
         link = self._links.get(req_state.req_id)
         if link is not None:
-            try:
-                req_state.mrope_positions, req_state.mrope_position_delta = link.positions()
-                return
-            except Exception as error:
-                self._fail(req_state.req_id, error)
+            req_state.mrope_positions, req_state.mrope_position_delta = link.positions()
+            return
         super()._init_mrope_positions(req_state)
 
     # a step
@@ -228,7 +229,12 @@ class LinkRunner:
         if not pieces:
             return
         begin = time.perf_counter()
-        place(self.paged, self._turn, [piece for _, piece in pieces])
+        try:
+            place(self.paged, self._turn, [piece for _, piece in pieces])
+        except Exception as error:  # it would end the engine; so it ends these requests
+            for request in {request for request, _ in pieces}:
+                self._fail(request, error)
+            return
         seconds = time.perf_counter() - begin
         total = sum(piece.count for _, piece in pieces)
         for request, piece in pieces:  # one write for all: each request's share is that of its tokens

@@ -1,0 +1,141 @@
+"""Building blocks for tests of links inside vLLM: an engine with our parts, chunks compiled into files, orders."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm_kit as kit
+from engine_kit import select
+from oracle import Oracle
+
+from mpic.engine.vllm.wire import ChunkRef, CompileOrder, LinkOrder, order_of
+from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKV, KVKey, Recipe
+from mpic.kv.file import write
+from mpic.link import SegmentShape, make_plan, parse_policy
+from mpic.prompt.segments import ChunkSegment, Prompt
+
+MODEL = "0" * 64
+"""Digest of the model in the keys of test chunks: nobody checks it."""
+BOS = 1
+
+_numbers = itertools.count()
+
+
+@contextmanager
+def engine(
+    folder: Path | str, files: Path, connector: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Any]:
+    """An in-process vLLM that links; its chunk files are below ``files``."""
+    from vllm.config import KVTransferConfig
+
+    settings = {"folders": [str(files)], "patience": 60.0, **(connector or {})}
+    transfer = KVTransferConfig(
+        kv_connector="MPICConnector",
+        kv_connector_module_path="mpic.engine.vllm.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config=settings,
+    )
+    parts = {
+        "kv_transfer_config": transfer,
+        "worker_cls": "mpic.engine.vllm.worker.LinkWorker",
+        "scheduler_cls": "mpic.engine.vllm.scheduler.LinkScheduler",
+        "async_scheduling": False,
+    }
+    with kit.engine(folder, **{**parts, **options}) as llm:
+        yield llm
+
+
+class Linker:
+    """Compiles and links chunks in one engine, and asks the oracle for the same.
+
+    Args:
+        name: of the model family.
+        files: the folder for chunk files.
+    """
+
+    def __init__(self, llm: Any, name: str, files: Path) -> None:
+        self.llm, self.name, self.files = llm, name, files
+        self._made: dict[tuple[Any, int], tuple[ChunkInputs, tuple[str, str]]] = {}
+
+    def compiled(self, chunk: Chunk, sink: int = 0) -> tuple[ChunkInputs, torch.Tensor]:
+        """A chunk's inputs and KV as vLLM makes them."""
+        from mpic.engine.vllm.capture import read_compiled
+
+        order = CompileOrder(f"compile-{next(_numbers)}", sink)
+        (self.files / order.folder).mkdir()
+        prompt: dict[str, Any] = {"cache_salt": order.folder}
+        if chunk.token_ids is not None:
+            prompt["prompt_token_ids"] = [BOS] * sink + list(chunk.token_ids)
+        else:
+            prompt["prompt_token_ids"] = [BOS] * sink + kit.image_ids(self.name)[-2:][:1]
+            prompt["multi_modal_data"] = {"image": chunk.load_image()}
+        self.run([prompt], [order.params()], tokens=1)
+        return read_compiled(self.files / order.folder)
+
+    def file(self, chunk: Chunk, sink: int = 0) -> tuple[ChunkInputs, tuple[str, str]]:
+        """A chunk's inputs, and the path and key of its file, made once."""
+        if (chunk.key, sink) not in self._made:
+            self._made[chunk.key, sink] = self.save(chunk, *self.compiled(chunk, sink), sink)
+        return self._made[chunk.key, sink]
+
+    def save(
+        self, chunk: Chunk, inputs: ChunkInputs, kv: torch.Tensor, sink: int = 0
+    ) -> tuple[ChunkInputs, tuple[str, str]]:
+        """Write a chunk's file."""
+        key = KVKey(chunk.owner, chunk.key, MODEL, Recipe("float32", sink=sink))
+        path = f"{next(_numbers)}-{key.digest[:8]}.kv"
+        write(self.files / path, ChunkKV(key, inputs, kv.contiguous()))
+        return inputs, (path, key.digest)
+
+    def order(self, prompt: Prompt, policy_text: str, files: dict[int, tuple[str, str]] | None = None):
+        """Token ids, order and chunk inputs of a prompt.
+
+        Args:
+            files: other path and key of a chunk, by its number.
+        """
+        policy = parse_policy(policy_text)
+        found = [self.file(chunk, policy.sink) for chunk in prompt.chunks]
+        inputs = [one for one, _ in found]
+        names = [(files or {}).get(i, name) for i, (_, name) in enumerate(found)]
+        ids: list[int] = []
+        shapes, following = [], iter(inputs)
+        for segment in prompt.segments:
+            if isinstance(segment, ChunkSegment):
+                one = next(following)
+                ids += one.token_ids.tolist()
+                shapes.append(SegmentShape(len(one), one.extent, True))
+            else:
+                ids += segment.token_ids
+                shapes.append(SegmentShape(len(segment), len(segment), False))
+        return ids, order_of(make_plan(shapes, policy), names), inputs
+
+    def link(self, prompt: Prompt, policy: str, salt: str | None = None, **changes: Any) -> tuple[dict, dict]:
+        """A prompt and its ``kv_transfer_params``, as ``run`` takes them."""
+        ids, order, _ = self.order(prompt, policy, **changes)
+        return {"prompt_token_ids": ids, "cache_salt": salt or f"salt-{next(_numbers)}"}, order.params()
+
+    def run(
+        self, prompts: Sequence[dict[str, Any]], params: Sequence[dict[str, Any] | None], tokens: int = 4
+    ) -> list[kit.Answer]:
+        return kit.generate(self.llm, prompts, tokens, params)
+
+    def expected(self, prompt: Prompt, policy_text: str, tokens: int = 4) -> tuple[list[int], torch.Tensor]:
+        """The oracle's greedy ids and the log-distribution of the first."""
+        policy = parse_policy(policy_text)
+        inputs = [self.file(chunk, policy.sink)[0] for chunk in prompt.chunks]
+        oracle = Oracle(kit.stock(self.name)[0], 3 if kit.is_qwen_vl(self.name) else 1)
+        selection = select(prompt, inputs, policy)
+        ids, logits = oracle.generate(prompt, inputs, policy, selection, tokens, BOS)
+        return ids, torch.log_softmax(logits[0], -1)
+
+
+def without(order: LinkOrder, chunk: int, **fields: Any) -> LinkOrder:
+    """An order with another ``ChunkRef`` in place of one."""
+    refs = list(order.chunks)
+    refs[chunk] = ChunkRef(**{**refs[chunk]._asdict(), **fields})
+    return LinkOrder(order.length, order.extent, order.rows, tuple(refs))
