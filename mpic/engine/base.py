@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -257,7 +258,13 @@ class StoredChunk(Protocol):
 
 
 class ChunkStore(Protocol):
-    """Where compiled chunks live below the device pages (the library's disk tier implements it)."""
+    """Where compiled chunks live below the device pages (the library's disk tier implements it).
+
+    Attributes:
+        root: folder that every ``path`` is in; nothing else writes to ``spool`` below it than an engine.
+    """
+
+    root: Path
 
     def find(self, keys: Sequence[KVKey]) -> Mapping[KVKey, StoredChunk]:
         """Those that are stored. One cheap question for a whole prompt: it opens and reads nothing."""
@@ -270,6 +277,10 @@ class ChunkStore(Protocol):
 
     def save(self, chunk: ChunkKV) -> None:
         """Make the chunk durable. Called from a background thread. Raises StorageFull."""
+        ...
+
+    def path(self, key: KVKey) -> Path:
+        """Where a chunk's file lies, if it does (``mpic.kv.file``), for engines that read it in other processes."""
         ...
 
     def missing_reason(self, key: KVKey) -> str:

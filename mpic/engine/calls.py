@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpic.engine.base import GenerationRequest
 from mpic.engine.detokenize import Detokenizer
@@ -75,3 +75,23 @@ def reader(tokenizer: Any, request: GenerationRequest) -> Detokenizer:
     if tokenizer is None or not opens or not closes:
         raise UnsupportedParameter("calls are found in text", param="mpic.retrieval")
     return CallReader(tokenizer, request.sampling.stop, opens, closes)
+
+
+class Heard(NamedTuple):
+    """What a token has made certain: text of the answer, a call that it has closed, whether the answer is over."""
+
+    text: str
+    call: str | None
+    over: bool
+
+
+def hear(reader: Detokenizer, token: int, ends: bool) -> Heard:
+    """Read the next token of an answer.
+
+    Args:
+        ends: whether it is one that ends answers. It may close a call first, and is no text.
+    """
+    calls = isinstance(reader, CallReader)
+    text = reader.push(token) if calls or not ends else ""
+    call = reader.call if calls else None
+    return Heard("" if ends else text, call, (ends and call is None) or reader.stopped)

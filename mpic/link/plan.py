@@ -145,6 +145,11 @@ class LinkPlan:
         first = self.own - 1 if two_step else mapped
         return own + sum((s.hi - s.lo) * (self.own - max(first, s.row)) for s in self.spans)
 
+    def extends(self, shorter: LinkPlan) -> bool:
+        """Whether everything of a shorter plan is in this one as it was."""
+        old, chunks = len(shorter.spans), len(shorter.slots)
+        return self.spans[:old] == shorter.spans and all(span.chunk >= chunks for span in self.spans[old:])
+
     def reused(self, chunk: int) -> int:
         """Tokens of a chunk that are linked without recomputation."""
         return sum(s.hi - s.lo for s in self.spans if s.chunk == chunk)

@@ -66,7 +66,7 @@ def load_model(
         model = auto.from_pretrained(path, dtype=wanted, trust_remote_code=trust_remote_code).to(where)
     except Exception as error:
         raise ModelRefused(f"the weights at '{path}' could not be loaded: {error}") from error
-    processor = _processor(path, vision, trust_remote_code)
+    processor = load_processor(path, vision, trust_remote_code)
     name = Path(path).name if Path(path).exists() else path
     loaded = LoadedModel(model, processor, name)
     error = self_test(loaded)
@@ -78,7 +78,8 @@ def load_model(
     return loaded
 
 
-def _processor(path: str, vision: bool, trust_remote_code: bool) -> object:
+def load_processor(path: str, vision: bool, trust_remote_code: bool = False) -> object:
+    """The processor of a vision model, the tokenizer of another. Raises ModelRefused: there is none."""
     kind = AutoProcessor if vision else AutoTokenizer
     try:
         return kind.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -87,11 +87,15 @@ def build(config: Config) -> FastAPI:
 
     transformers.utils.logging.disable_progress_bar()
     limits = limits_of(config.library)
-    device = choose_device(config.engine.device).type
-    host = {"cpu": "none", "cuda": "pinned"}.get(device, "plain")
+    host, host_bytes = "none", 0
+    if config.engine.engine == "native":
+        device = choose_device(config.engine.device).type
+        host = {"cpu": "none", "cuda": "pinned"}.get(device, "plain")
+    else:  # vLLM's scheduler holds what it has read, on whatever device
+        host_bytes = config.library.host_bytes
     library = Library.open(Path(config.library.data_dir), limits, host=host)
     try:
-        engine, processor = load_engine(config.engine, library.store)
+        engine, processor = load_engine(config.engine, library.store, host_bytes)
         return create_app(engine, library, ChatTemplate(processor), config)
     except BaseException:
         library.close()

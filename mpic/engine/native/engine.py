@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mpic.engine.base import ChunkStore, Delta, Engine, GenerationRequest, RetrievalRound
-from mpic.engine.calls import CallReader
+from mpic.engine.calls import hear
 from mpic.engine.checks import as_failure
 from mpic.engine.deletions import Deletions
 from mpic.engine.native.chunks import ChunkTraffic
@@ -408,12 +408,9 @@ class NativeEngine(Engine):
         sequence.append(token)
         usage.completion_tokens += 1
         self._counters["generated"] += 1
-        sampling, reader = sequence.request.sampling, sequence.detokenizer
-        ended = token in self.model.eos_ids and not sampling.ignore_eos
-        calls = isinstance(reader, CallReader)
-        text = reader.push(token) if calls or not ended else ""
-        text, call = "" if ended else text, reader.call if calls else None
-        reason = "stop" if (ended and call is None) or reader.stopped else None
+        ends = token in self.model.eos_ids and not sequence.request.sampling.ignore_eos
+        text, call, over = hear(sequence.detokenizer, token, ends)
+        reason = "stop" if over else None
         if reason is None and sequence.generated >= sequence.max_tokens:
             reason = "length"
         if reason is None and call is not None:

@@ -19,12 +19,13 @@ from typing import NamedTuple
 
 import torch
 
-from mpic.engine.base import Found, Hit, RetrievalRound
+from mpic.engine import search
+from mpic.engine.base import Hit, RetrievalRound
 from mpic.engine.deletions import Deletions
 from mpic.engine.native.lanes import LinkedChunk, Own, Piece, lay_out, mapped_chunks
 from mpic.engine.native.lanes import Sequence as Request
 from mpic.engine.native.prepare import Preparer
-from mpic.errors import ContextLengthExceeded, MPICError, PoolTooSmall, UnsupportedParameter
+from mpic.errors import UnsupportedParameter
 from mpic.link.plan import LinkPlan, make_plan
 from mpic.prompt.segments import ChunkSegment, Segment, TextSegment
 
@@ -78,10 +79,7 @@ class Extender:
         self._threads.submit(self._search, request, call, time.monotonic(), self._deletions.begin())
 
     def count(self, round: RetrievalRound) -> None:
-        self.counters["retrieval_rounds"] += 1
-        self.counters["retrieval_references"] += len(round.citations)
-        self.counters["retrieval_tokens"] += round.tokens
-        self.counters["retrieval_failures"] += round.error not in (None, "nothing_found")
+        search.count(self.counters, round)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -99,30 +97,20 @@ class Extender:
         self._post(lambda: self._done(request, outcome), quiet=True)
 
     def _outcome(self, request: Request, call: str, began: float, arrived: float) -> Outcome:
-        retrieval = request.request.retrieval
-        try:
-            found = retrieval.search(call)
-        except Exception as error:
-            log.warning("a search failed and the answer goes on without: %s", error)
-            found = Found(call, (), error.code if isinstance(error, MPICError) else MPICError.code)
-        number = 1 + sum(len(round.citations) for round in request.usage.retrieval)
-        hits, links, error = self._link(request, found, arrived)
-        extension = None
-        while hits or retrieval.nothing is None:
-            try:
-                extension = self._extension(request, retrieval.insert(hits, number), links)
-                break
-            except (ContextLengthExceeded, PoolTooSmall) as refused:
-                error = refused.code
-                if not hits:
-                    break
-                hits.pop()
-        if not hits and error is None:
-            error = "nothing_found"
-        at = request.usage.completion_tokens
-        round = RetrievalRound(
-            found.query, tuple(h.citation for h in hits), at, error=None if hits else error
+        retrieval, links = request.request.retrieval, {}
+
+        def link(hit: Hit) -> None:
+            links[id(hit.chunk)] = self._preparer.link([hit.chunk], request.request.policy, arrived)[0]
+
+        found = search.search(retrieval, call)
+        hits, error = search.linkable(found, link)
+        hits, extension, unfit = search.insert(
+            retrieval,
+            hits,
+            request.usage.retrieval,
+            lambda inserted: self._extension(request, inserted, links),
         )
+        round = search.ended(found, hits, request.usage.completion_tokens, unfit or error)
         if extension is not None:
             round.tokens = extension.plan.length - request.plan.length - self._said(request)
             round.reused = round.tokens - len(extension.own.ids)
@@ -133,20 +121,6 @@ class Extender:
     def _said(request: Request) -> int:
         """Tokens said since the plan was made."""
         return len(request.ids) - request.plan.own
-
-    def _link(
-        self, request: Request, found: Found, arrived: float
-    ) -> tuple[list[Hit], dict[int, LinkedChunk], str | None]:
-        """Inputs of the references; one that cannot be had (deleted meanwhile, unreadable) is left out."""
-        hits, links, error = [], {}, found.error
-        for hit in found.hits:
-            try:
-                links[id(hit.chunk)] = self._preparer.link([hit.chunk], request.request.policy, arrived)[0]
-                hits.append(hit)
-            except MPICError as refused:
-                log.warning("a reference cannot be linked: %s", refused)
-                error = refused.code
-        return hits, links, error
 
     def _extension(
         self, request: Request, inserted: Sequence[Segment], links: dict[int, LinkedChunk]
@@ -159,10 +133,7 @@ class Extender:
         new = [copy(links[id(chunk)]) for chunk in chunks]  # one found twice is linked twice
         linked = [*request.linked, *new]
         plan = make_plan(self._preparer.shapes(segments, linked, policy), policy)
-        spans = len(request.plan.spans)
-        if plan.spans[:spans] != request.plan.spans or any(
-            s.chunk < len(request.linked) for s in plan.spans[spans:]
-        ):
+        if not plan.extends(request.plan):
             raise UnsupportedParameter(
                 f"policy {policy} chooses anew when a chunk is added: it cannot take references while decoding",
                 param="mpic.policy",

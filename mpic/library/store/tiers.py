@@ -86,7 +86,7 @@ class TieredStore:
 
     def __init__(self, disk: DiskStore, nearer: Sequence[Tier] = (), farther: Sequence[Tier] = ()) -> None:
         self.disk = disk
-        self.lock = disk.lock
+        self.lock, self.root = disk.lock, disk.root
         self._tiers: list[Tier | DiskStore] = [*nearer, disk, *farther]
         self._others: list[Tier] = [*nearer, *farther]
 

