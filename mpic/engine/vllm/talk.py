@@ -20,11 +20,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from mpic.config import ConfigError
 from mpic.engine.vllm.wire import FIELD, Order
 from mpic.errors import (
     BadRequest,
     CompileFailed,
-    ConfigError,
     ContextLengthExceeded,
     EngineStopped,
     InvalidImage,
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+SHUTDOWN_SECONDS = 20.0
+"""What vLLM's processes are given to end before they are killed."""
 
 
 class Rendered(NamedTuple):
@@ -97,7 +99,7 @@ class Talk:
         self._thread = threading.Thread(target=self._serve, name="mpic-vllm", daemon=True)
         self._thread.start()
         try:
-            self._llm = self.wait(self._start(args))
+            self._llm: Any = self.wait(self._start(args))
         except BaseException as error:
             self._stop()
             if not isinstance(error, Exception) or isinstance(error, MPICError):
@@ -134,7 +136,7 @@ class Talk:
 
     @property
     def dead(self) -> bool:
-        return self._llm.errored
+        return self._llm is None or self._llm.errored
 
     @property
     def processor(self) -> Any:
@@ -148,7 +150,8 @@ class Talk:
         self._stop()
 
     async def _shutdown(self) -> None:
-        self._llm.shutdown()
+        llm, self._llm = self._llm, None
+        llm.shutdown(timeout=SHUTDOWN_SECONDS)
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -162,7 +165,7 @@ class Talk:
     # ---- on the loop
 
     async def render(self, parts: Sequence[Sequence[int] | Chunk], salt: str) -> Rendered:
-        """A prompt of token ids and images.
+        """A prompt of token ids and chunks.
 
         Args:
             salt: of its blocks in the prefix cache. An image is known to vLLM by its owner, content and salt, so that
@@ -176,8 +179,9 @@ class Talk:
         ids: list[int] = []
         loaders, names = [], []
         for part in parts:
-            if not isinstance(part, Chunk):
-                ids += part
+            text = part.token_ids if isinstance(part, Chunk) else part
+            if text is not None:
+                ids += text
                 continue
             if self._image is None or part.load_image is None:
                 raise UnsupportedModality(f"chunk {part.key} is an image, and the model takes none")
@@ -208,7 +212,7 @@ class Talk:
 
     async def speak(self, prompt: Rendered, params: SamplingParams) -> AsyncIterator[RequestOutput]:
         """What vLLM says, as it says it. Closing the iterator aborts the request."""
-        if self._llm.errored:
+        if self.dead:
             raise EngineStopped("vLLM's engine has died; start the server again")
         with _as_ours(BadRequest):
             async with aclosing(self._llm.generate(prompt.prompt, params, uuid.uuid4().hex)) as outputs:
