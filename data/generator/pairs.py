@@ -25,6 +25,8 @@ from mpic.data.generator.words import (
 )
 
 ATTRIBUTES = ("city", "job", "pet", "friend")
+CAPTIONS, SEARCHES = 0.45, 0.43  # shares of the queries for pictures; the rest are questions
+TWINS = 0.6  # share of pictures of several objects that come with one whose colours are swapped
 
 # (training wordings, evaluation wordings)
 FRAMES: tuple[tuple[str, ...], tuple[str, ...]] = (
@@ -66,12 +68,29 @@ _SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
 Entry = str | np.ndarray
 
 
+NONE: frozenset[str] = frozenset()
+
+
 class Pair(NamedTuple):
-    """A query and the entry it should find; `claims` are what the entry answers, and no two of a batch share one."""
+    """A query and the entry it should find; `claims` are what the entry answers, and no two of a batch share one.
+
+    A query that names few objects has `wants`: every entry that `shows` them all answers it as well as its own does.
+    """
 
     query: str
     entry: Entry
     claims: frozenset[str]
+    wants: frozenset[str] = NONE
+    shows: frozenset[str] = NONE
+
+    def answered_by(self, other: Pair) -> bool:
+        """Whether another pair's entry answers this query too."""
+        return bool(self.wants) and self.wants <= other.shows
+
+
+def shown(scene: Scene) -> frozenset[str]:
+    """What a query may want of a scene: its shapes, with and without their colours."""
+    return frozenset(word for _, c, s in scene.objects for word in (s, f"{c} {s}"))
 
 
 def _choose(rng: random.Random, wordings: tuple[tuple[str, ...], tuple[str, ...]], split: Split) -> str:
@@ -100,26 +119,42 @@ def caption(rng: random.Random, split: Split, scene: Scene) -> str:
     return _choose(rng, FRAMES, split).format(c=text, n=shapes)
 
 
-def partial(rng: random.Random, split: Split, scene: Scene, count: int = 1) -> str:
+def twin(rng: random.Random, scene: Scene) -> Scene:
+    """The scene with the colours of two of its objects swapped: only what goes together tells the two apart."""
+    objects = list(scene.objects)
+    (i, (p, a, s)), (j, (q, b, t)) = rng.sample(list(enumerate(objects)), 2)
+    objects[i], objects[j] = (p, b, s), (q, a, t)
+    return Scene(tuple(objects))
+
+
+Asked = tuple[str, frozenset[str]]  # a query and what it wants (nothing: only its own entry answers it)
+
+
+def partial(rng: random.Random, split: Split, scene: Scene, count: int = 1) -> Asked:
     """A query that names one object (or `count`) of a scene and no place: the demo model's search for pictures."""
-    objects = rng.sample(scene.objects, min(count, len(scene.objects)))
-    return _choose(rng, PARTIAL, split).format(c=_join([thing(c, s) for _, c, s in objects]))
+    objects = [(c, s) for _, c, s in rng.sample(scene.objects, min(count, len(scene.objects)))]
+    query = _choose(rng, PARTIAL, split).format(c=_join([thing(c, s) for c, s in objects]))
+    return query, frozenset(f"{c} {s}" for c, s in objects)
 
 
-def _library(rng: random.Random, split: Split, scene: Scene) -> str:
-    """A question about a picture in the library that names one of its objects."""
+def _library(rng: random.Random, split: Split, scene: Scene) -> Asked:
+    """A question about a picture in the library that names one of its objects, and perhaps the shape of another."""
     (_, colour, shape), *others = rng.sample(scene.objects, min(2, len(scene.objects)))
+    key = f"{colour} {shape}"
     if others and rng.random() < 0.5:
-        return questions.ask(rng, split, "library colour", x=f"{colour} {shape}", y=others[0][2])
-    return questions.ask(rng, split, "library", x=f"{colour} {shape}")
+        other = others[0][2]
+        return questions.ask(rng, split, "library colour", x=key, y=other), frozenset({key, other})
+    return questions.ask(rng, split, "library", x=key), frozenset({key})
 
 
-def picture_query(rng: random.Random, split: Split, scene: Scene) -> str:
-    """Mostly a full caption, sometimes one or two objects, sometimes a question."""
+def picture_query(rng: random.Random, split: Split, scene: Scene) -> Asked:
+    """A full caption, or one object (now and then two), or a question."""
     roll = rng.random()
-    if roll < 0.78:
-        return caption(rng, split, scene)
-    return partial(rng, split, scene, rng.choice((1, 1, 2))) if roll < 0.95 else _library(rng, split, scene)
+    if roll < CAPTIONS:
+        return caption(rng, split, scene), NONE
+    if roll < CAPTIONS + SEARCHES:
+        return partial(rng, split, scene, rng.choice((1, 1, 1, 2)))
+    return _library(rng, split, scene)
 
 
 def person(rng: random.Random, split: Split) -> str:
@@ -167,24 +202,27 @@ class Pairs:
         self.rng = random.Random(f"pairs-{split}-{seed}")
         self.split: Split = split
 
-    def _picture(self, say: Callable[[random.Random, Split, Scene], str]) -> Pair:
-        scene = draw_scene(self.rng)
-        query = say(self.rng, self.split, scene)
-        return Pair(query, render(scene, self.rng, self.split), frozenset({str(scene)}))
-
-    def image(self) -> Pair:
-        """A picture and a query for it, whole or partial."""
-        return self._picture(picture_query)
+    def image(self) -> list[Pair]:
+        """A picture and a query for it, whole or partial; often a second one, of the same colours and shapes."""
+        scenes = [draw_scene(self.rng)]
+        if len(scenes[0].objects) > 1 and self.rng.random() < TWINS:
+            scenes.append(twin(self.rng, scenes[0]))
+        return [self._pictured(s, *picture_query(self.rng, self.split, s)) for s in scenes]
 
     def captioned(self) -> Pair:
         """A picture and a caption that names everything in it."""
-        return self._picture(caption)
+        scene = draw_scene(self.rng)
+        return self._pictured(scene, caption(self.rng, self.split, scene), NONE)
+
+    def _pictured(self, scene: Scene, query: str, wants: frozenset[str]) -> Pair:
+        image = render(scene, self.rng, self.split)
+        return Pair(query, image, frozenset({str(scene)}), wants, shown(scene))
 
     def paraphrase(self) -> Pair:
         """Two captions of one scene."""
         scene = draw_scene(self.rng)
         first, second = (caption(self.rng, self.split, scene) for _ in range(2))
-        return Pair(first, second, frozenset({str(scene)}))
+        return Pair(first, second, frozenset({str(scene)}), shows=shown(scene))
 
     def fact(self) -> Pair:
         """A one-sentence fact and a query for it."""
@@ -209,9 +247,9 @@ class Pairs:
         return Pair(query, text, frozenset(f"{a} of {name}" for a in ATTRIBUTES))
 
     def batch(self, images: int, texts: int) -> tuple[list[Pair], list[Pair]]:
-        """(image pairs, text pairs); no entry answers another pair's query, but for queries that name few objects."""
+        """(image pairs, text pairs); no entry answers another pair's query, but where `Pair.answered_by` says so."""
         seen: set[str] = set()
-        makers = [self.fact] * 3 + [self.same_person] * 2 + [self.biography, self.paraphrase]
+        makers = [self.fact] * 3 + [self.same_person] * 2 + [self.biography] + [self.paraphrase] * 4
         return self.distinct([self.image], images, seen), self.distinct(makers, texts, seen)
 
     def distinct(

@@ -99,12 +99,18 @@ def fillers(split: Split) -> list[str]:
 def draw_people(rng: random.Random, n: int, split: Split) -> list[str]:
     """`n` full names of the split; no two share a first or a last name."""
     firsts, lasts, people = list(FIRST_NAMES), list(LAST_NAMES), []
+
+    def fits(first: str, last: str) -> bool:
+        return is_eval(f"{first} {last}") == (split == "eval")
+
     while len(people) < n:
         first, last = rng.choice(firsts), rng.choice(lasts)
-        if is_eval(f"{first} {last}") == (split == "eval"):
+        if fits(first, last):
             firsts.remove(first)
             lasts.remove(last)
             people.append(f"{first} {last}")
+        elif not any(fits(a, b) for a in firsts for b in lasts):  # the names left go with names already given
+            firsts, lasts, people = list(FIRST_NAMES), list(LAST_NAMES), []
     return people
 
 

@@ -44,9 +44,9 @@ def clip(
     out: Out = Path("clip-run"),
     steps: Annotated[
         int, typer.Option(min=1, help="batches; the learning rate falls to zero over them")
-    ] = 350,
-    images: Annotated[int, typer.Option(min=2, help="image-caption pairs in a batch")] = 64,
-    texts: Annotated[int, typer.Option(min=2, help="question-fact pairs in a batch")] = 24,
+    ] = 1300,
+    images: Annotated[int, typer.Option(min=2, help="pictures with a query each in a batch")] = 96,
+    texts: Annotated[int, typer.Option(min=2, help="text-text pairs in a batch")] = 40,
     precision: Annotated[str, typer.Option(help="fp32, or bf16 (automatic mixed precision)")] = "fp32",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: as many as torch likes")] = 0,
     start: Annotated[
@@ -58,7 +58,7 @@ def clip(
 ) -> None:
     """Train the image and text embedder of the retriever: a small open_clip model.
 
-    Two minutes on two idle cores. OUT becomes a folder that open_clip loads as `local-dir:OUT`, with the training
+    About ten minutes of one core. OUT becomes a folder that open_clip loads as `local-dir:OUT`, with the training
     curves and scores.json: recall@1 over held-out items and over the bundled reference set. An interrupted run goes on
     with `--resume` from its last evaluation.
     """

@@ -1,7 +1,9 @@
 """`train_clip`: open_clip's own contrastive loss over images and texts of the generated world.
 
-One batch holds image-caption pairs and text-text pairs (a question or a search call and the fact that answers it).
-Both kinds share one loss matrix, so a query learns to find its entry in a library of images and facts together.
+One batch holds pictures, each with a query (a caption, a search call, a question), and text-text pairs (a question or
+a search call and the fact that answers it). Both kinds share one loss matrix, so a query learns to find its entry in a
+library of images and facts together. A search for one object is answered by every picture that shows it: of those, only
+its own is in the loss.
 Every batch is drawn from the seed and its own number: a resumed run sees the same data as one that never stopped.
 """
 
@@ -39,20 +41,20 @@ class Settings:
     """What `mpic train clip` takes."""
 
     out: Path
-    steps: int = 450
-    images: int = 64  # image-caption pairs a step
-    texts: int = 24  # text-text pairs a step
+    steps: int = 1300
+    images: int = 96  # pictures with a query each a step
+    texts: int = 40  # text-text pairs a step
     muon_lr: float = 0.02  # of the matrices inside the transformers
     adam_lr: float = 2e-3  # of everything else
     warmup: int = 20
     width: int = 128
-    layers: int = 2
+    layers: int = 3
     text_layers: int = 2
     threads: int = 0  # 0: as many as torch likes
     seed: int = 0
     device: str = "auto"
     precision: str = "fp32"
-    evaluate_every: int = 70
+    evaluate_every: int = 100
     start: Path | None = None  # a model to go on from, instead of random weights
     resume: bool = False
     quiet: bool = False
@@ -82,6 +84,24 @@ def pixels(images: Sequence[np.ndarray]) -> torch.Tensor:
     return (batch - mean) / std
 
 
+class PairLoss(ClipLoss):
+    """open_clip's loss, in which an entry that answers another pair's query as well is no negative of it."""
+
+    also: torch.Tensor  # bool [n, n], entry x query: not to be told apart
+
+    def get_logits(self, *features: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """As open_clip's, with minus infinity where `also` says so."""
+        logits, _ = super().get_logits(*features, **options)
+        logits = logits.masked_fill(self.also, -math.inf)
+        return logits, logits.T
+
+
+def answered(pairs: Sequence[Pair]) -> torch.Tensor:
+    """Bool `[n, n]`, entry x query: the entry answers the query of another pair."""
+    also = [[q is not e and q.answered_by(e) for q in pairs] for e in pairs]
+    return torch.tensor(also)
+
+
 class Trainer:
     """One training run: model, optimizer, data and log."""
 
@@ -100,7 +120,7 @@ class Trainer:
             self.model = clip_model.create(s.out, s.width, s.layers, s.text_layers)
         self.model.to(self.device).train()
         self.tokenize = open_clip.get_tokenizer(f"local-dir:{s.out}")
-        self.loss = ClipLoss()
+        self.loss = PairLoss()
         inner = {n: p for n, p in self.model.named_parameters() if "resblocks" in n and p.ndim == 2}
         others = [p for n, p in self.model.named_parameters() if n not in inner]
         self.optimizers = Optimizers(list(inner.values()), [(others, 1.0)], s.muon_lr, s.adam_lr)
@@ -145,6 +165,7 @@ class Trainer:
         batch = Pairs(s.seed * 1_000_003 + self.step).batch(s.images, s.texts)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=s.precision == "bf16"):
             entries, queries = self.features(*batch)
+        self.loss.also = answered([*batch[0], *batch[1]]).to(self.device)
         loss = self.loss(entries, queries, self.model.logit_scale.exp())
         loss.backward()
         self.optimizers.step(self._scale())

@@ -59,6 +59,24 @@ def test_no_entry_of_a_batch_answers_another_pair():
     assert [p.query for p in (*pictures, *texts)] == [p.query for group in again for p in group]
 
 
+def test_a_query_that_names_few_objects_is_answered_by_every_picture_that_shows_them():
+    pictures, texts = Pairs(6).batch(200, 40)
+    asked = [p for p in pictures if p.wants]
+    assert 60 < len(asked) < 140 and not any(p.wants for p in texts)
+    assert all(p.answered_by(p) for p in asked)
+    assert all(word in p.query for p in asked for word in p.wants)
+    others = [(p, e) for p in asked for e in (*pictures, *texts) if e is not p and p.answered_by(e)]
+    assert others and all(p.wants <= e.shows for p, e in others)
+    assert any(isinstance(e.entry, str) for _, e in others)  # a description shows what it describes
+    for whole in pictures:
+        assert whole.wants or not any(whole.answered_by(e) for e in (*pictures, *texts))
+
+
+def test_every_seed_gives_a_library():
+    for seed in range(1000, 1040):  # of some, the names that are left never fit together
+        assert len(References(seed).entries) == 200
+
+
 def test_held_out_pairs_share_no_text_with_training():
     train, held_out = (Pairs(0, split) for split in ("train", "eval"))
     seen = {p.query for _ in range(10) for group in train.batch(50, 50) for p in group}

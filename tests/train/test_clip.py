@@ -13,10 +13,17 @@ import torch
 from PIL import Image
 
 import mpic.data
-from mpic.data.generator.pairs import Pairs
+from mpic.data.generator.pairs import Pair, Pairs
 from mpic.train import clip_model
-from mpic.train.clip import Settings, Trainer, encode_text, pixels, train_clip
-from mpic.train.clip_scores import image_features, recall, score, score_references, text_features
+from mpic.train.clip import PairLoss, Settings, Trainer, answered, encode_text, pixels, train_clip
+from mpic.train.clip_scores import (
+    image_features,
+    recall,
+    score,
+    score_references,
+    search_recall,
+    text_features,
+)
 
 BUNDLED = Path(mpic.data.__file__).parent / "models" / "clip"
 TINY = {"width": 64, "layers": 1, "text_layers": 1, "images": 16, "texts": 8, "warmup": 2, "quiet": True}
@@ -92,11 +99,44 @@ def test_recall_over_the_reference_set(bundled):
         assert abs(values["recall@1"] - kept[name]["recall@1"]) < 0.04, name
 
 
+def test_a_search_for_one_object_finds_its_picture_in_libraries_the_model_was_not_chosen_on(bundled):
+    model, preprocess, tokenize = bundled
+
+    def shown(images):
+        return torch.stack([preprocess(Image.fromarray(i)) for i in images])
+
+    assert search_recall(model, tokenize, shown, seed=78, libraries=3) > 0.9
+
+
 def test_recall_counts_the_true_entry_among_the_best():
     entries = torch.eye(3)
     queries = torch.tensor([[1.0, 0.9, 0.0], [0.0, 0.5, 1.0]])
     assert recall(queries, entries, torch.tensor([0, 1])) == 0.5
     assert recall(queries, entries, torch.tensor([1, 0]), k=2) == 0.5
+
+
+def test_an_entry_that_answers_a_query_as_well_is_not_pushed_away_from_it():
+    red, both, other = (frozenset(words) for words in (["red ring"], ["red ring", "blue star"], ["red star"]))
+    claims = [frozenset({str(number)}) for number in range(3)]
+    pairs = [
+        Pair("picture with a red ring", "", claims[0], red, red),
+        Pair("a red ring top left, a blue star top right", "", claims[1], shows=both),
+        Pair("picture with a red star", "", claims[2], other, other),
+    ]
+    also = answered(pairs)
+    assert also.nonzero().tolist() == [[1, 0]]  # the second entry answers the first query
+
+    queries, scale = torch.eye(3), torch.tensor(10.0)
+    loss = PairLoss()
+    loss.also = also
+    losses = {}
+    for name, near in (("the one that answers", 1), ("another", 2)):
+        entries = torch.eye(3)
+        entries[near] = torch.nn.functional.normalize(queries[near] + queries[0], dim=0)
+        entries.requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(entries, queries, scale), entries)
+        losses[name] = gradient[near, 0].item()
+    assert losses["the one that answers"] == 0.0 < losses["another"]
 
 
 @pytest.fixture(scope="module")
