@@ -26,7 +26,7 @@ from mpic.data.generator.words import (
 
 ATTRIBUTES = ("city", "job", "pet", "friend")
 CAPTIONS, SEARCHES = 0.45, 0.43  # shares of the queries for pictures; the rest are questions
-TWINS = 0.6  # share of pictures of several objects that come with one whose colours are swapped
+TWINS = 0.6  # share of the pictures that come with another of the same colours and shapes
 
 # (training wordings, evaluation wordings)
 FRAMES: tuple[tuple[str, ...], tuple[str, ...]] = (
@@ -39,6 +39,9 @@ FRAMES: tuple[tuple[str, ...], tuple[str, ...]] = (
         "an image that has {c}",
         "{n}, {c}",
         "you see {c} in this picture",
+        "you see a picture with {n}, an image of {c}",
+        "This image shows a picture that has {n}: {c}.",
+        "{c}: you see {n} in this picture",
     ),
     ("A picture that shows {c}.", "image of {c}", "This is a picture with {n}: {c}.", "in this image: {c}"),
 )
@@ -120,11 +123,15 @@ def caption(rng: random.Random, split: Split, scene: Scene) -> str:
 
 
 def twin(rng: random.Random, scene: Scene) -> Scene:
-    """The scene with the colours of two of its objects swapped: only what goes together tells the two apart."""
-    objects = list(scene.objects)
-    (i, (p, a, s)), (j, (q, b, t)) = rng.sample(list(enumerate(objects)), 2)
-    objects[i], objects[j] = (p, b, s), (q, a, t)
-    return Scene(tuple(objects))
+    """The same colours and shapes, but two colours swapped or the objects in other places."""
+    places, colours, shapes = (list(part) for part in zip(*scene.objects, strict=True))
+    if len(places) > 1 and rng.random() < 0.5:
+        i, j = rng.sample(range(len(places)), 2)
+        colours[i], colours[j] = colours[j], colours[i]
+    else:
+        while places == [place for place, _, _ in scene.objects]:
+            places = rng.sample(range(4), len(places))
+    return Scene(tuple(sorted(zip(places, colours, shapes, strict=True))))
 
 
 Asked = tuple[str, frozenset[str]]  # a query and what it wants (nothing: only its own entry answers it)
@@ -205,7 +212,7 @@ class Pairs:
     def image(self) -> list[Pair]:
         """A picture and a query for it, whole or partial; often a second one, of the same colours and shapes."""
         scenes = [draw_scene(self.rng)]
-        if len(scenes[0].objects) > 1 and self.rng.random() < TWINS:
+        if self.rng.random() < TWINS:
             scenes.append(twin(self.rng, scenes[0]))
         return [self._pictured(s, *picture_query(self.rng, self.split, s)) for s in scenes]
 

@@ -47,6 +47,10 @@ def clip(
     ] = 1300,
     images: Annotated[int, typer.Option(min=2, help="pictures with a query each in a batch")] = 96,
     texts: Annotated[int, typer.Option(min=2, help="text-text pairs in a batch")] = 40,
+    muon_lr: Annotated[
+        float, typer.Option(help="learning rate of the matrices inside the transformers")
+    ] = 0.02,
+    adam_lr: Annotated[float, typer.Option(help="learning rate of everything else")] = 2e-3,
     precision: Annotated[str, typer.Option(help="fp32, or bf16 (automatic mixed precision)")] = "fp32",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: as many as torch likes")] = 0,
     start: Annotated[
@@ -68,7 +72,8 @@ def clip(
     if precision not in ("fp32", "bf16"):
         raise typer.BadParameter("fp32 or bf16", param_hint="--precision")
     chosen = {"images": images, "texts": texts, "precision": precision, "threads": threads, "start": start}
-    train_clip(Settings(out=out, steps=steps, device=device, seed=seed, resume=resume, **chosen))
+    rates = {"muon_lr": muon_lr, "adam_lr": adam_lr}
+    train_clip(Settings(out=out, steps=steps, device=device, seed=seed, resume=resume, **rates, **chosen))
     for name, value in clip_scores.write(out)["held out: recall@1 over 200 items, five draws"].items():
         typer.echo(f"{name:20s} recall@1 {100 * value['mean']:5.1f} %")
     typer.echo(f"{out} is ready: open_clip.create_model_and_transforms('local-dir:{out}')")

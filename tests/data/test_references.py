@@ -1,11 +1,13 @@
 """The bundled reference set: made from its seed, small, and every query has one answer."""
 
 import json
+import random
 
 import numpy as np
 from PIL import Image as PILImage
 
-from mpic.data.generator.pairs import Pairs
+from mpic.data.generator.images import draw_scene
+from mpic.data.generator.pairs import Pairs, twin
 from mpic.data.generator.references import FOLDER, References, load
 
 
@@ -70,6 +72,19 @@ def test_a_query_that_names_few_objects_is_answered_by_every_picture_that_shows_
     assert any(isinstance(e.entry, str) for _, e in others)  # a description shows what it describes
     for whole in pictures:
         assert whole.wants or not any(whole.answered_by(e) for e in (*pictures, *texts))
+
+
+def test_a_twin_has_the_same_colours_and_shapes_and_is_another_picture():
+    rng = random.Random(0)
+    swapped = 0
+    for _ in range(300):
+        scene = draw_scene(rng)
+        other = twin(rng, scene)
+        assert other != scene and [q for q, _, _ in other.objects] == sorted({q for q, _, _ in other.objects})
+        for part in (1, 2):
+            assert sorted(o[part] for o in other.objects) == sorted(o[part] for o in scene.objects)
+        swapped += {o[1:] for o in other.objects} != {o[1:] for o in scene.objects}
+    assert 60 < swapped < 160
 
 
 def test_every_seed_gives_a_library():

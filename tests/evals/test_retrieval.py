@@ -15,6 +15,8 @@ def test_it_reports_recall_answers_and_searches():
     assert all(0 <= row["recall@1"] <= row["recall@5"] <= 1 for row in report["recall"])
     facts = next(row for row in report["answers"] if row["task"] == "text->text")
     assert facts["no library"] == 0 and facts["auto"] == facts["right reference"] == facts["searched"] == 1
+    pictures = next(row for row in report["answers"] if row["task"] == "text->image")
+    assert pictures["found the right one"] == 1 and pictures["auto"] == pictures["right reference"]
     assert report["searches"][-1]["task"] == "all" and report["searches"][-1]["searched"] < 0.2
     shown = StringIO()
     print_report(report, Console(file=shown, width=300))
