@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm_kit as kit
@@ -23,7 +23,18 @@ MODEL = "0" * 64
 """Digest of the model in the keys of test chunks: nobody checks it."""
 BOS = 1
 
+TOKENS = 4
+"""Answered tokens that tests of exactness compare."""
+
 _numbers = itertools.count()
+
+
+class Told(NamedTuple):
+    """An answer's ids, how it ended, and the connector's report."""
+
+    ids: list[int]
+    reason: str
+    report: dict[str, Any] | None
 
 
 @contextmanager
@@ -61,6 +72,7 @@ class Linker:
     def __init__(self, llm: Any, name: str, files: Path) -> None:
         self.llm, self.name, self.files = llm, name, files
         self._made: dict[tuple[Any, int], tuple[ChunkInputs, tuple[str, str]]] = {}
+        self._expected: dict[tuple[Prompt, str, int], tuple[list[int], torch.Tensor]] = {}
 
     def compiled(self, chunk: Chunk, sink: int = 0) -> tuple[ChunkInputs, torch.Tensor]:
         """A chunk's inputs and KV as vLLM makes them."""
@@ -120,12 +132,40 @@ class Linker:
         return {"prompt_token_ids": ids, "cache_salt": salt or f"salt-{next(_numbers)}"}, order.params()
 
     def run(
-        self, prompts: Sequence[dict[str, Any]], params: Sequence[dict[str, Any] | None], tokens: int = 4
+        self, prompts: Sequence[dict[str, Any]], params: Sequence[dict[str, Any] | None], tokens: int = TOKENS
     ) -> list[kit.Answer]:
         return kit.generate(self.llm, prompts, tokens, params)
 
-    def expected(self, prompt: Prompt, policy_text: str, tokens: int = 4) -> tuple[list[int], torch.Tensor]:
+    def reported(
+        self, prompts: Sequence[dict[str, Any]], params: Sequence[dict[str, Any] | None], tokens: int = TOKENS
+    ) -> list[Told]:
+        """As ``run``, with what the connector said."""
+        from vllm import SamplingParams
+
+        given = [{"kv_transfer_params": each} if each is not None else None for each in params]
+        sampling = [
+            SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
+            for extra in given
+        ]
+        done = self.llm.generate(list(prompts), sampling, use_tqdm=False)
+        return [
+            Told(
+                list(one.outputs[0].token_ids),
+                one.outputs[0].finish_reason,
+                (one.kv_transfer_params or {}).get("mpic"),
+            )
+            for one in done
+        ]
+
+    def expected(
+        self, prompt: Prompt, policy_text: str, tokens: int = TOKENS
+    ) -> tuple[list[int], torch.Tensor]:
         """The oracle's greedy ids and the log-distribution of the first."""
+        if (prompt, policy_text, tokens) not in self._expected:
+            self._expected[prompt, policy_text, tokens] = self._ask_oracle(prompt, policy_text, tokens)
+        return self._expected[prompt, policy_text, tokens]
+
+    def _ask_oracle(self, prompt: Prompt, policy_text: str, tokens: int) -> tuple[list[int], torch.Tensor]:
         policy = parse_policy(policy_text)
         inputs = [self.file(chunk, policy.sink)[0] for chunk in prompt.chunks]
         oracle = Oracle(kit.stock(self.name)[0], 3 if kit.is_qwen_vl(self.name) else 1)

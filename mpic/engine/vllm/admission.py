@@ -7,6 +7,7 @@ request with a code and a sentence.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -79,26 +80,21 @@ class Ticket:
         return {FIELD: body}
 
 
-def _contained(otherwise: Any) -> Any:
-    """A method ``(self, ticket, ...)`` whose errors end the ticket's request, and nothing else."""
+def _contained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method ``(self, ticket, ...)`` whose errors end the ticket's request and nothing else; it returns None then."""
 
-    def decorate(method: Any) -> Any:
-        @wraps(method)
-        def contained(self: Admission, ticket: Ticket, *rest: Any) -> Any:
-            try:
-                return method(self, ticket, *rest)
-            except BadOrder as error:
-                self.fail(ticket, error.code, error.message)
-            except (
-                Exception
-            ) as error:  # in the scheduler it would end the engine, and with it everybody's requests
-                logger.exception("request %s: its order cannot be followed", ticket.request.request_id)
-                self.fail(ticket, "internal_error", f"the order could not be followed: {error!r}")
-            return otherwise
+    @wraps(method)
+    def contained(self: Admission, ticket: Ticket, *rest: Any) -> Any:
+        try:
+            return method(self, ticket, *rest)
+        except BadOrder as error:
+            self.fail(ticket, error.code, error.message)
+        except Exception as error:  # in the scheduler it would end the engine, and everybody's requests
+            logger.exception("request %s: its order cannot be followed", ticket.request.request_id)
+            self.fail(ticket, "internal_error", f"the order could not be followed: {error!r}")
+        return None
 
-        return contained
-
-    return decorate
+    return contained
 
 
 class Admission:
@@ -124,12 +120,13 @@ class Admission:
 
     def arrive(self, request: Request) -> None:
         """A new request; without an order it is none of ours."""
-        if (request.kv_transfer_params or {}).get(FIELD) is None:
+        params = request.kv_transfer_params
+        if not isinstance(params, Mapping) or params.get(FIELD) is None:
             return
         ticket = self._tickets[request.request_id] = Ticket(request, None)
         self._open(ticket)
 
-    @_contained(None)
+    @_contained
     def _open(self, ticket: Ticket) -> None:
         request = ticket.request
         order = ticket.order = parse(request.kv_transfer_params, request.num_prompt_tokens)
@@ -166,7 +163,7 @@ class Admission:
             return 0
         return self._claim(ticket, hit) if ticket.fault is None else None
 
-    @_contained(None)
+    @_contained
     def _claim(self, ticket: Ticket, hit: int) -> int | None:
         if ticket.hit is not None:  # preempted meanwhile: everything anew, ahead of others
             self._withdraw(ticket)
@@ -250,7 +247,7 @@ class Admission:
             self._host.wait(IDLE_SECONDS)
         return made
 
-    @_contained(None)
+    @_contained
     def _step(self, ticket: Ticket, made: StepOrders, before: int, frontier: int) -> None:
         request, length = ticket.request.request_id, ticket.request.num_prompt_tokens
         external = self._admitted.pop(request, None)
@@ -259,6 +256,7 @@ class Admission:
             if ticket.hit is None:
                 ticket.hit = before - external
             if ticket.complete:
+                self._let_go(ticket)
                 return
             self._unfinished[request] = ticket
             if isinstance(ticket.order, LinkOrder):
@@ -300,8 +298,9 @@ class Admission:
         if ticket is None:
             return None
         self._failed.pop(request.request_id, None)
+        report = ticket.report()
         self._withdraw(ticket)
-        return ticket.report()
+        return report
 
     def _withdraw(self, ticket: Ticket) -> None:
         """Undo an admission: what is half written leaves the prefix cache, the chunks may be dropped."""

@@ -27,6 +27,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from mpic.engine.vllm.layout import Paged
 from mpic.engine.vllm.place import Piece, Turn, place
 from mpic.engine.vllm.steps import Fault, Linked, LinkStart, StepReport
+from mpic.errors import CorruptFile
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -171,7 +172,7 @@ class LinkRunner:
         logger.exception("the link of request %s cannot be placed", request)
         self._links.pop(request, None)
         self.report.placed.pop(request, None)
-        code = "missing" if isinstance(error, OSError) else "internal_error"
+        code = {FileNotFoundError: "missing", CorruptFile: "corrupt"}.get(type(error), "internal_error")
         self.report.faults[request] = Fault(code, f"a chunk could not be placed: {error!r}")
 
     def _init_mrope_positions(self, req_state: Any) -> None:

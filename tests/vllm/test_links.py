@@ -1,0 +1,127 @@
+"""Links inside vLLM against the oracle, one engine a family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import vllm_kit as kit
+from engine_kit import ids, image_chunk, prompt_of, text_chunk
+from families import random_image
+from vllm_links import Linker, engine
+
+FAMILIES = kit.quick_or_parity(("llama", "llava", "qwen2_5_vl", "qwen3_vl"))
+POLICIES = [
+    "mpic-0",
+    "mpic-4",
+    "mpic-16",
+    "legolink-4",
+    "legolink-0",
+    "attnlink-4",
+    "block-1",
+    "random-30",
+    "reuse",
+]
+RECOMPUTE_ALL = "mpic-1000000"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def linker(request, tmp_path_factory):
+    files = tmp_path_factory.mktemp("chunks")
+    with engine(kit.checkpoint(request.param), files) as llm:
+        yield Linker(llm, request.param, files)
+
+
+def chunks_of(name: str):
+    """Two chunks, images where the family has them, and a document between."""
+    document = text_chunk(ids(7, 41))
+    if name in kit.VISION:
+        return image_chunk(random_image(1)), document, image_chunk(random_image(2, 72, 40))
+    return text_chunk(ids(8, 57)), document, text_chunk(ids(9, 33))
+
+
+def prompt_for(name: str):
+    """A chunk at two places, two chunks side by side; several blocks in all."""
+    a, b, c = chunks_of(name)
+    return prompt_of([1, *ids(1, 26)], a, ids(2, 3), b, c, ids(3, 2), a, ids(4, 14))
+
+
+def close(answer: kit.Answer, expected: tuple[list[int], torch.Tensor]) -> None:
+    assert answer.ids == expected[0]
+    torch.testing.assert_close(answer.logprobs, expected[1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_link_equals_the_oracle(linker, policy):
+    prompt = prompt_for(linker.name)
+    (answer,) = linker.run(*zip(linker.link(prompt, policy)))
+    close(answer, linker.expected(prompt, policy))
+    assert answer.cached > 0
+
+
+def plain(linker: Linker) -> dict:
+    """The same prompt as vLLM's own users ask it, images and all."""
+    prompt = prompt_for(linker.name)
+    request, pictures = [], []
+    for segment in prompt.segments:
+        chunk = getattr(segment, "chunk", None)
+        if chunk is None:
+            request += segment.token_ids
+        elif chunk.token_ids is not None:
+            request += chunk.token_ids
+        else:
+            request += [kit.IMAGE_TOKEN]
+            pictures.append(chunk.load_image())
+    made = {"prompt_token_ids": request}
+    return {**made, "multi_modal_data": {"image": pictures}} if pictures else made
+
+
+def test_a_link_that_recomputes_all_equals_a_plain_prefill_exactly(linker):
+    (full,) = linker.run([plain(linker)], [None])
+    (answer,) = linker.run(*zip(linker.link(prompt_for(linker.name), RECOMPUTE_ALL)))
+    assert answer.ids == full.ids and answer.prompt == full.prompt
+    torch.testing.assert_close(answer.logprobs, full.logprobs, atol=1e-5, rtol=0)
+    if (
+        linker.name not in kit.VISION
+    ):  # an encoder gives each image the same, whichever others are with it, but for rounding
+        assert torch.equal(answer.logprobs, full.logprobs)
+
+
+def test_links_and_plain_requests_share_a_batch(linker):
+    _, b, c = chunks_of(linker.name)
+    first, second = prompt_for(linker.name), prompt_of([1, *ids(5, 47)], c, ids(2, 6), b, ids(4, 9))
+    (full,) = linker.run([plain(linker)], [None])
+    asked = [linker.link(first, "mpic-4"), (plain(linker), None), linker.link(second, "random-30")]
+    asked += [linker.link(first, "mpic-16"), ({"prompt_token_ids": [1, *ids(6, 40)]}, None)]
+    (alone,) = linker.run([asked[-1][0]], [None])
+    answers = linker.run(*zip(*asked, strict=True))
+    close(answers[0], linker.expected(first, "mpic-4"))
+    close(answers[1], (full.ids, full.logprobs))
+    close(answers[2], linker.expected(second, "random-30"))
+    close(answers[3], linker.expected(first, "mpic-16"))
+    close(answers[4], (alone.ids, alone.logprobs))
+
+
+def test_what_links_left_behind_is_never_found_by_plain_requests(linker):
+    prompt = prompt_for(linker.name)
+    text = {"prompt_token_ids": linker.order(prompt, "mpic-4")[0]}  # the very ids of the link
+    (before,) = linker.run([{**text, "cache_salt": "another"}], [None])
+    linker.run(*zip(linker.link(prompt, "mpic-0"), linker.link(prompt, "reuse")))
+    (after,) = linker.run([text], [None])
+    close(after, (before.ids, before.logprobs))
+
+
+def test_a_later_turn_with_the_same_salt_finds_its_own_blocks(linker):
+    a, b, _ = chunks_of(linker.name)
+    start = [[1, *ids(1, 40)], a, ids(2, 30), b, ids(3, 30)]
+    first = prompt_of(*start)
+    (told,) = linker.reported(*zip(linker.link(first, "mpic-4", "conversation")))
+    assert told.report["prefix_hit"] == 0 and told.report["reused"] > 0
+    second = prompt_of(*start[:-1], start[-1] + told.ids + ids(4, 9))
+    (told,) = linker.reported(*zip(linker.link(second, "mpic-4", "conversation")))
+    length = len(linker.order(second, "mpic-4")[0])
+    assert told.report["prefix_hit"] >= length - 64 and told.report["prefix_hit"] % kit.BLOCK == 0
+    assert told.report["recomputed"] < 64 and told.report["reused"] == 0
+    assert told.ids == linker.expected(second, "mpic-4")[0]
+    again = [linker.link(second, "mpic-4", "conversation") for _ in range(3)]
+    for answer in linker.run(*zip(*again, strict=True)):
+        close(answer, linker.expected(second, "mpic-4"))
