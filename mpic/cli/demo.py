@@ -21,6 +21,7 @@ def demo(
     samples: Annotated[
         Path | None, typer.Option(help="folder with manifest.json; default: the bundled one")
     ] = None,
+    engine: Annotated[str, typer.Option(help="native or vllm")] = "native",
     json_path: Annotated[Path | None, typer.Option("--json", help="write every figure to this file")] = None,
 ) -> None:
     """Start a server, upload the samples, ask about them under several policies, compare the answers.
@@ -32,4 +33,4 @@ def demo(
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(143)
     )  # as an exception, so that the server is ended too
-    raise typer.Exit(run(policies.split(","), model, samples, json_path))
+    raise typer.Exit(run(policies.split(","), model, samples, json_path, engine=engine))

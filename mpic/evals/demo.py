@@ -76,8 +76,10 @@ def run(
     samples: Path | None = None,
     json_path: Path | None = None,
     console: Console | None = None,
+    engine: str = "native",
 ) -> int:
     """Run the demo; the result is the process's exit status."""
+    flags = ("--engine", engine)
     console = console or Console()
     folder = samples or Path(str(files("mpic.data") / "samples"))
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -85,14 +87,14 @@ def run(
     asked: list[Asked] = []
     with tempfile.TemporaryDirectory(prefix="mpic-demo-") as data_dir:
         with console.status("starting a server and uploading the samples"):
-            with running_server(Path(data_dir), model) as (url, seconds), MPIC(url) as client:
+            with running_server(Path(data_dir), model, *flags) as (url, seconds), MPIC(url) as client:
                 health = client.health()
                 uploaded = upload_samples(client, folder, manifest["files"])
         console.print(_what_runs(health, seconds), highlight=False)
         console.print(_uploads(uploaded))
         for policy in policies:
             with console.status(f"asking under {policy}"):
-                with running_server(Path(data_dir), model) as (url, _), MPIC(url) as client:
+                with running_server(Path(data_dir), model, *flags) as (url, _), MPIC(url) as client:
                     for turn in PASSES:
                         asked += [ask(client, question, policy, turn) for question in questions]
     for block in _answers(questions, asked, policies):
@@ -194,6 +196,8 @@ def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Ite
 def _what_runs(health: Health, seconds: float) -> str:
     model = health.model
     where = f"{model['device']} {model['dtype']}, attention {model['attention']}"
+    if model["details"].get("engine") == "vllm":
+        where = f"vLLM {model['details']['vllm']}, {where}"
     return f"{model['name']} ({model['family']}, {where}), started in {seconds:.1f} s"
 
 
