@@ -19,7 +19,7 @@ NAME = "answers.jsonl"
 @dataclass
 class Answer:
     """One answer of one policy. Times in milliseconds; ``chunks`` is what the cell asked for, ``pieces`` how many the
-    prompt links; ``skipped`` says why there is no answer."""
+    prompt links; ``skipped`` says why there is no answer. Times are None where several questions were asked at once."""
 
     task: str
     chunks: int
@@ -28,8 +28,8 @@ class Answer:
     answer: str = ""
     expected: tuple[str, ...] = ()
     scores: dict[str, float] = field(default_factory=dict)
-    ttft_ms: float = 0.0
-    total_ms: float = 0.0
+    ttft_ms: float | None = None
+    total_ms: float | None = None
     pieces: int = 0
     prompt_tokens: int = 0
     chunk_tokens: int = 0

@@ -42,7 +42,8 @@ class Lost(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """A policy over some answers. Scores in points of 100, times in milliseconds; ratios are against ``full``."""
+    """A policy over some answers. Scores in points of 100, times in milliseconds (None where none were taken), ratios
+    against ``full``."""
 
     policy: str
     questions: int
@@ -50,8 +51,8 @@ class Line:
     lost: Lost
     worst: Lost
     worst_task: str
-    ttft_ms: float
-    ttft_ratio: float
+    ttft_ms: float | None
+    ttft_ratio: float | None
     flops_ratio: float
     recomputed: float
     kl: float | None
@@ -81,8 +82,11 @@ def lines(answers: Iterable[Answer], grades: Grades | None = None) -> list[Line]
                 lost(parts),
                 by_task[worst],
                 worst,
-                statistics.median(a.ttft_ms for a in mine),
-                statistics.median(b.ttft_ms / a.ttft_ms for a, b in zip(mine, full, strict=True)),
+                ttft(mine),
+                median_of(
+                    b.ttft_ms / a.ttft_ms if a.ttft_ms and b.ttft_ms else None
+                    for a, b in zip(mine, full, strict=True)
+                ),
                 sum(b.flops for b in full) / max(1.0, sum(a.flops for a in mine)),
                 100
                 * sum(a.chunk_tokens - a.reused for a in mine)
@@ -141,8 +145,19 @@ def score(answers: Sequence[Answer]) -> float:
     return statistics.mean(_points(answer) for answer in answers)
 
 
+def ttft(answers: Sequence[Answer]) -> float | None:
+    """Median milliseconds to the first token, of the answers whose time was taken."""
+    return median_of(answer.ttft_ms for answer in answers)
+
+
 def _points(answer: Answer) -> float:
     return 100 * answer.scores[find(answer.task).metric]
+
+
+def median_of(values: Iterable[float | None]) -> float | None:
+    """Of those that are there."""
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:

@@ -7,6 +7,7 @@
     policies = ["full", "prefix", "reuse", "mpic-16", "legolink-16", "cacheblend-15"]
     questions = 50                    # of every task and number of chunks
     seed = 0
+    at_once = 1                       # questions in flight; more is faster, and leaves times out
 
     [[task]]
     name = "world-two-hop"            # mpic eval tasks lists them
@@ -75,6 +76,7 @@ class EvalConfig:
     questions: int = 50
     seed: int = 0
     fidelity: bool = True
+    at_once: int = 1
     judge: Judge | None = None
     folder: Path = Path()
     title: str | None = None
@@ -144,6 +146,8 @@ def load_eval_config(path: Path) -> EvalConfig:
     if (path.parent / model).is_dir():
         model = str((path.parent / model).absolute())
     config = dataclasses.replace(config, policies=policies, model=model)
+    if config.at_once < 1:
+        raise ConfigError(f"{path}: at_once is at least 1, not {config.at_once}")
     config.data()
     return config
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpic.evals.answers import Answer
-from mpic.evals.compare import NEAR, Line, cells_of, policies_of, score
+from mpic.evals.compare import NEAR, Line, cells_of, mean_of, policies_of, score, ttft
 
 _MARKERS = "osD^vPX*<>hdp"
 
@@ -28,16 +28,18 @@ def tradeoff(figure: Any, found: list[Line]) -> None:
     """Score against what the first token takes, as measured and as counted (EPIC, figure 6); bars are the intervals of
     the points lost. Both axes are shares of ``full``, each time taken within a question, so that other load on the
     machine moves the points little."""
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, ratio, label in (
-        (left, lambda line: line.ttft_ratio, "time to first token, share of full's"),
-        (right, lambda line: line.flops_ratio, "operations of the prefill, share of full's"),
-    ):
+    panels: list[tuple[Callable[[Line], float | None], str]] = [
+        (lambda line: line.ttft_ratio, "time to first token, share of full's"),
+        (lambda line: line.flops_ratio, "operations of the prefill, share of full's"),
+    ]
+    panels = [panel for panel in panels if all(panel[0](line) is not None for line in found)]
+    columns = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (ratio, label) in zip(columns, panels, strict=True):
         for number, line in enumerate(found):
             full = line.score + line.lost.points
             bars = [[line.lost.high - line.lost.points], [line.lost.points - line.lost.low]]
             axes.errorbar(
-                1 / ratio(line),
+                1 / (ratio(line) or 1.0),
                 line.score,
                 yerr=bars,
                 fmt=_MARKERS[number % len(_MARKERS)],
@@ -50,8 +52,8 @@ def tradeoff(figure: Any, found: list[Line]) -> None:
                 axes.axhspan(full - NEAR, full, alpha=0.12, label=f"within {NEAR:.0f} points of full")
         axes.set(xlabel=label, xlim=(0, None), ylim=(0, 102))
         axes.grid(alpha=0.3)
-    left.set_ylabel("score")
-    right.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    columns[0].set_ylabel("score")
+    columns[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
 
 
 def by_chunks(figure: Any, answers: list[Answer]) -> None:
@@ -61,9 +63,9 @@ def by_chunks(figure: Any, answers: list[Answer]) -> None:
     counts = sorted({chunks for _, chunks in cells})
     tasks = [t for t in dict.fromkeys(task for task, _ in cells) if all((t, n) in cells for n in counts)]
     panels = figure.subplots(1, 3)
-    values: tuple[Callable[[list[Answer]], float], ...] = (
+    values: tuple[Callable[[list[Answer]], float | None], ...] = (
         score,
-        lambda one: statistics.median(a.ttft_ms for a in one),
+        ttft,
         lambda one: statistics.mean(a.flops for a in one) / 1e9,
     )
     for number, policy in enumerate(policies_of(cells) if tasks else ()):
@@ -71,8 +73,9 @@ def by_chunks(figure: Any, answers: list[Answer]) -> None:
         if not all(found):
             continue
         for axes, value in zip(panels, values, strict=True):
-            means = [statistics.mean(value(one) for one in part) for part in found]
-            axes.plot(counts, means, marker=_MARKERS[number % len(_MARKERS)], markersize=4, label=policy)
+            means = [mean_of(value(one) for one in part) for part in found]
+            if None not in means:
+                axes.plot(counts, means, marker=_MARKERS[number % len(_MARKERS)], markersize=4, label=policy)
     for axes, label in zip(
         panels, ("score", "time to first token (ms)", "GFLOP of the prefill"), strict=True
     ):

@@ -13,7 +13,19 @@ from typing import Any
 from mpic.errors import BadRequest
 from mpic.evals import plots
 from mpic.evals.answers import Answer, read_answers
-from mpic.evals.compare import NEAR, WORST, Line, cells_of, lines, losses, lost, policies_of, score
+from mpic.evals.compare import (
+    NEAR,
+    WORST,
+    Line,
+    cells_of,
+    lines,
+    losses,
+    lost,
+    mean_of,
+    policies_of,
+    score,
+    ttft,
+)
 from mpic.evals.judge import read_grades
 from mpic.evals.tasks import find
 
@@ -36,8 +48,8 @@ def summary_table(found: list[Line]) -> list[list[str]]:
                 f"{line.score:.1f}",
                 str(line.lost),
                 f"{line.worst_task} {line.worst.points:+.1f}",
-                f"{line.ttft_ms:.1f} ms",
-                f"{line.ttft_ratio:.2f} x",
+                "" if line.ttft_ms is None else f"{line.ttft_ms:.1f} ms",
+                "" if line.ttft_ratio is None else f"{line.ttft_ratio:.2f} x",
                 f"{line.flops_ratio:.2f} x",
                 f"{line.recomputed:.0f} %",
                 "" if line.kl is None else f"{line.kl:.3f}",
@@ -59,8 +71,8 @@ def cell_table(answers: Iterable[Answer], only: Sequence[str] = ()) -> list[list
         row = [task, str(chunks or ""), str(len(cell["full"])), find(task).metric]
         for policy in policies:
             mine = cell.get(policy)
-            ms = statistics.median(a.ttft_ms for a in mine) if mine else 0
-            row.append(f"{score(mine):.0f} ({ms:.0f})" if mine else "")
+            ms = ttft(mine) if mine else None
+            row.append((f"{score(mine):.0f}" if mine else "") + (f" ({ms:.0f})" if ms is not None else ""))
         rows.append(row)
     return rows
 
@@ -101,17 +113,17 @@ def count_table(answers: Iterable[Answer], what: str, only: Sequence[str] = ()) 
     for count in counts:
         row = [str(count)]
         for policy in policies:
-            found = [cells[task, count][policy] for task in tasks if policy in cells[task, count]]
-            row.append(form.format(statistics.mean(map(value, found))) if found else "")
+            found = mean_of(value(cells[task, count].get(policy, [])) for task in tasks)
+            row.append("" if found is None else form.format(found))
         rows.append(row)
     return rows
 
 
-_VALUES: dict[str, tuple[Callable[[Sequence[Answer]], float], str]] = {
-    "score": (score, "{:.1f}"),
-    "ttft": (lambda one: statistics.median(a.ttft_ms for a in one), "{:.1f}"),
-    "gflop": (lambda one: statistics.mean(a.flops for a in one) / 1e9, "{:.2f}"),
-    "computed": (lambda one: statistics.mean(a.computed for a in one), "{:.0f}"),
+_VALUES: dict[str, tuple[Callable[[Sequence[Answer]], float | None], str]] = {
+    "score": (lambda one: score(one) if one else None, "{:.1f}"),
+    "ttft": (ttft, "{:.1f}"),
+    "gflop": (lambda one: mean_of(a.flops / 1e9 for a in one), "{:.2f}"),
+    "computed": (lambda one: mean_of(a.computed for a in one), "{:.0f}"),
 }
 
 
@@ -123,10 +135,16 @@ def advice(found: list[Line]) -> str:
             f"No policy that reuses stays within {NEAR:.0f} points of `full` on average and {WORST:.0f} on every task "
             "here: use `prefix`, or look at the tasks that lose."
         )
-    best = min(near, key=lambda line: line.ttft_ms)
+    timed = all(line.ttft_ratio is not None for line in near)
+    best = max(near, key=lambda line: (line.ttft_ratio if timed else None) or line.flops_ratio)
+    sooner = (
+        f"first token {best.ttft_ratio:.2f} x sooner"
+        if timed
+        else f"{best.flops_ratio:.2f} x fewer operations"
+    )
     said = (
         f"Fastest policy within {NEAR:.0f} points of `full` on average and {WORST:.0f} on every task: "
-        f"**{best.policy}** ({best.lost} points lost, first token {best.ttft_ratio:.2f} x sooner)."
+        f"**{best.policy}** ({best.lost} points lost, {sooner})."
     )
     if best.questions < ENOUGH or best.lost.high > NEAR:
         said += f" {best.questions} questions are too few to be sure: ask more."
@@ -179,8 +197,9 @@ def _notes(skipped: list[Answer]) -> str:
     text = (
         "Scores are means over cells (a task with a number of chunks), each counting the same. Points lost are paired "
         "by question; in brackets a 95 % interval (bootstrap over questions): where it holds 0, the difference may be "
-        "chance. Chunks were resident; one request at a time. FLOPs are of the prefill, without compiling chunks and "
-        "encoding images. First token KL is that of the policy's distribution from that of `full`, in nats."
+        "chance. Chunks were resident; times are of requests asked one at a time. FLOPs are of the prefill, without "
+        "compiling chunks and encoding images. First token KL is that of the policy's distribution from that of "
+        "`full`, in nats."
     )
     if skipped:
         reasons = sorted({str(answer.skipped) for answer in skipped})

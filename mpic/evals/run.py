@@ -6,10 +6,13 @@ sample; all of them meet resident chunks, and none another's prefix cache. A lin
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +93,11 @@ class Evaluator:
             bar = progress.add_task("samples", total=total) if progress else None
             with (self.out / NAME).open("a", encoding="utf-8") as lines:
                 for name, options in cells:
-                    for sample in session.samples(name, options):
-                        if progress is not None:
-                            progress.update(bar, description=f"{name} {options.chunks or ''}")
-                        for answer in session.ask(name, options.chunks, sample, self.done):
+                    if progress is not None:
+                        progress.update(bar, description=f"{name} {options.chunks or ''}")
+                    ask = partial(session.ask, name, options.chunks, done=dict(self.done))
+                    for answers in _map(ask, session.samples(name, options), self.config.at_once):
+                        for answer in answers:
                             self.done[answer.key] = answer
                             lines.write(lines_of([answer]))
                         lines.flush()
@@ -104,6 +108,22 @@ class Evaluator:
         return list(self.done.values())
 
 
+def _map(
+    ask: Callable[[Sample], list[Answer]], samples: Iterable[Sample], at_once: int
+) -> Iterator[list[Answer]]:
+    """The samples' answers in order, so many samples in flight."""
+    if at_once == 1:
+        yield from map(ask, samples)
+        return
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(ask, sample) for sample in samples]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
 class _Session:
     """A loaded model that answers samples."""
 
@@ -111,12 +131,12 @@ class _Session:
         self.engine, self.template, self.config = engine, template, config
         self.flops = Flops(engine)
         self._warm: set[str] = set()
-        self._asked = self._requests = 0
+        self._asked, self._requests = itertools.count(), itertools.count(1)
 
     def samples(self, name: str, options: Options) -> Iterator[Sample]:
         return find(name).load(replace(options, splitter=splitter_of(self.template)))
 
-    def ask(self, name: str, chunks: int, sample: Sample, done: dict[Any, Answer]) -> Iterable[Answer]:
+    def ask(self, name: str, chunks: int, sample: Sample, done: dict[Any, Answer]) -> list[Answer]:
         """The sample's missing answers; the one of ``full`` comes first, as the others are compared with it."""
         policies = self.config.policies
         missing = [p for p in policies if (name, chunks, sample.id, p) not in done]
@@ -130,12 +150,11 @@ class _Session:
         except MPICError as error:
             for answer in answers.values():
                 answer.skipped = f"{error.code}: {error}"
-            return answers.values()
-        turn = self._asked % len(missing)
-        self._asked += 1
+            return list(answers.values())
+        turn = next(self._asked) % len(missing)
         for policy in (*missing[turn:], *missing[:turn]):
             self._answer(answers[policy], prompt, sample, find(name).metric, reference)
-        return answers.values()
+        return list(answers.values())
 
     def _compile(self, prompt: Prompt, policies: list[str]) -> None:
         sinks = {parse_policy(p).sink for p in policies if parse_policy(p).uses_chunks}
@@ -144,9 +163,12 @@ class _Session:
 
     def _submit(self, prompt: Prompt, policy: str, salt: str = "", **sampling: Any) -> Iterator[Delta]:
         """Every policy is a user of its own: what one computed is no prefix of another's."""
-        self._requests += 1
         request = GenerationRequest(
-            f"eval-{self._requests}", prompt, parse_policy(policy), Sampling(**sampling), f"{policy} {salt}"
+            f"eval-{next(self._requests)}",
+            prompt,
+            parse_policy(policy),
+            Sampling(**sampling),
+            f"{policy} {salt}",
         )
         return iter(self.engine.submit(request))
 
@@ -164,7 +186,8 @@ class _Session:
                 )
                 return
             answer.answer = text.strip()
-            answer.ttft_ms, answer.total_ms = round(ttft, 3), round(usage.total_ms, 3)
+            if self.config.at_once == 1:
+                answer.ttft_ms, answer.total_ms = round(ttft, 3), round(usage.total_ms, 3)
             answer.prompt_tokens, answer.computed = usage.prompt_tokens, usage.computed
             answer.pieces = len(prompt.chunks)
             answer.reused, answer.chunk_tokens = usage.reused, usage.reused + usage.recomputed

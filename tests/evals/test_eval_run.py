@@ -72,6 +72,21 @@ def test_a_run_goes_on_where_it_was_interrupted_and_asks_nothing_twice(finished)
     assert len(again) == len(answers)
 
 
+def test_several_questions_at_once_get_the_same_answers_in_the_same_order_and_no_times(finished, tmp_path):
+    folder, answers = finished
+    config = replace(load_eval_config(folder / "eval.toml"), at_once=3)
+    again = Evaluator(config, tmp_path / "out").run()
+    same = ("answer", "scores", "pieces", "chunk_tokens", "top1")
+    assert [a.key[:3] for a in again] == [a.key[:3] for a in answers]
+    before = {a.key: [getattr(a, name) for name in same] for a in answers}
+    assert {a.key: [getattr(a, name) for name in same] for a in again} == before
+    assert all(a.ttft_ms is None and a.skipped is None for a in again)
+    write_report(tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "fewer operations" in text or "No policy" in text
+    assert "TTFT" not in text.split("| policy")[1].split("\n")[0]
+
+
 def test_a_packed_run_is_read_and_goes_on(finished, tmp_path):
     folder, answers = finished
     out = tmp_path / "out"
@@ -237,6 +252,7 @@ def test_a_policy_counts_as_near_only_if_no_task_loses_more_than_five_points():
         ('policies = ["best"]\n[[task]]\nname = "world-image"', UnknownPolicy),
         ('question = 4\n[[task]]\nname = "world-image"', ConfigError),
         ('[[task]]\nnames = "world-image"', ConfigError),
+        ('at_once = 0\n[[task]]\nname = "world-image"', ConfigError),
         ('[[task]]\nname = "squad"\npath = "a.json"\n[[task]]\nname = "squad"\npath = "b.json"', ConfigError),
     ],
 )
