@@ -17,6 +17,7 @@ from mpic.data.generator.words import (
     draw_people,
 )
 
+_TRIES = 4  # at a question that differs from those asked, for each that is wanted
 SYSTEMS = (None, None, "You answer questions about images and documents.", "Please answer in a few words.")
 
 
@@ -246,62 +247,82 @@ class Generator:
 
     def task(self, name: str, count: int) -> Conversation:
         """One evaluation question of a task over `count` chunks."""
+        return self.branches(name, count, 1)[0]
+
+    def branches(self, name: str, count: int, size: int) -> list[Conversation]:
+        """Up to `size` different evaluation questions of a task, each a conversation over the same `count` chunks.
+
+        At least one; how many there can be depends on the task and on what was drawn.
+        """
         while True:
-            conversation = EVAL_TASKS[name](self, count)
-            if conversation is not None:
-                conversation.task = name
-                return conversation
+            conversations = EVAL_TASKS[name](self, count, size)
+            if conversations:
+                return [replace(c, task=name) for c in conversations]
 
     def single(
-        self, kinds: list[str], ask: Callable[[list[Item]], questions.Question | None], named: bool = False
-    ):
-        """A conversation of one question over chunks of these kinds, or None when it cannot be asked."""
+        self,
+        size: int,
+        kinds: list[str],
+        ask: Callable[[list[Item]], questions.Question | None],
+        named: bool = False,
+    ) -> list[Conversation]:
+        """Conversations of one question each over the same chunks of these kinds; none when none can be asked."""
         items = self.context_of(kinds, Mix(), named)
-        question = ask(items)
-        if question is None:
-            return None
-        kind, text, answer, _ = question
-        return Conversation([Turn([*(i.part for i in items), text], answer, kind=kind)])
+        asked: dict[str, Conversation] = {}
+        for _ in range(1 if size == 1 else _TRIES * size):
+            question = ask(items)
+            if question is not None:
+                kind, text, answer, key = question
+                turn = Turn([*(i.part for i in items), text], answer, kind=kind)
+                asked.setdefault(key, Conversation([turn]))
+            if len(asked) == size:
+                break
+        return list(asked.values())
 
-    def single_search(self, count: int, kind: str) -> Conversation:
-        """One question for the library over a context that does not have the answer."""
+    def single_search(self, size: int, count: int, kind: str) -> list[Conversation]:
+        """Questions for the library over a context that does not have the answer, one a conversation."""
         items = self.context(count, Mix())
-        turn = self.search(items, kind)
-        return Conversation([replace(turn, user=[*(i.part for i in items), *turn.user])])
+        asked: dict[str | None, Conversation] = {}
+        while len(asked) < size:
+            turn = self.search(items, kind)
+            turn = replace(turn, user=[*(i.part for i in items), *turn.user])
+            asked.setdefault(turn.query, Conversation([turn]))
+        return list(asked.values())
 
-    def word_level(self, count: int) -> Conversation | None:
-        """One comparison with both images inside the sentence (whatever `count` says)."""
+    def word_level(self) -> list[Conversation]:
+        """One comparison with both images inside the sentence, or none."""
         turn = self._word_level(self.context_of(["image", "image"], Mix(), self.rng.random() < 0.35))
-        return turn and Conversation([turn])
+        return [Conversation([turn])] if turn else []
 
 
 def _one(kind: str | None, question: str | None = None, named: bool = False):
-    def build(g: Generator, count: int) -> Conversation | None:
+    def build(g: Generator, count: int, size: int) -> list[Conversation]:
         kinds = [kind or g.rng.choice(Mix().kinds) for _ in range(count)]
         if kind is None and count > 1:
             kinds[:2] = g.rng.sample(["image", g.rng.choice(["card", "biography", "needle"])], 2)
-        return g.single(kinds, lambda items: g.about(g.rng.choice(items), question), named)
+        return g.single(size, kinds, lambda items: g.about(g.rng.choice(items), question), named)
 
     return build
 
 
-EVAL_TASKS: dict[str, Callable[[Generator, int], Conversation | None]] = {
+EVAL_TASKS: dict[str, Callable[[Generator, int, int], list[Conversation]]] = {
     "image": _one("image"),
     "image named": _one("image", named=True),
     "caption": _one("image", "caption"),
-    "compare": lambda g, n: g.single(["image"] * max(2, n), g.compare),
-    "word level": lambda g, n: g.word_level(n),
-    "few-shot": lambda g, n: g.few_shot(max(2, n)),
+    "compare": lambda g, n, size: g.single(size, ["image"] * max(2, n), g.compare),
+    "word level": lambda g, n, size: g.word_level(),  # always two chunks
+    "few-shot": lambda g, n, size: [g.few_shot(max(2, n))],
     "card": _one("card"),
     "card named": _one("card", named=True),
     "needle": _one("needle"),
     "biography": _one("biography"),
-    "two-hop": lambda g, n: g.single(["biography"] * max(2, n), g.hop),
-    "last person": lambda g, n: g.single(["biography"] * n, g.last),
+    "two-hop": lambda g, n, size: g.single(size, ["biography"] * max(2, n), g.hop),
+    "last person": lambda g, n, size: g.single(size, ["biography"] * n, g.last),
     "mixed": _one(None),
-    "search person": lambda g, n: g.single_search(n, "person"),
-    "search thing": lambda g, n: g.single_search(n, "thing"),
-    "search picture": lambda g, n: g.single_search(n, "picture"),
+    "search person": lambda g, n, size: g.single_search(size, n, "person"),
+    "search thing": lambda g, n, size: g.single_search(size, n, "thing"),
+    "search picture": lambda g, n, size: g.single_search(size, n, "picture"),
 }
+"""Questions of each task over `count` chunks, at most `size` of them; none when the drawn chunks allow none."""
 
 __all__ = ["EVAL_TASKS", "Generator", "Item", "Mix"]

@@ -1,15 +1,12 @@
-"""Conversations -> token batches, with the mask of the PIC-aware phase.
+"""Conversations -> packed batches, and what the model says of them.
 
-A sample may carry a head length k: then chunk tokens from the k-th on see only their own chunk, as they do
-when a chunk is compiled alone and linked with its first k tokens recomputed. The first k tokens then exist
-twice: the recomputed copy, which sees the whole prompt, and a *ghost*, the compiled copy, which only its own
-chunk sees. `mask` states who sees whom; it equals compile + re-rotate + link exactly (tested).
+A sample may carry a head length k: then it is computed as a link that recomputes the first k tokens of every chunk
+(`mpic.train.rows`); that equals compile + re-rotate + link exactly (tested).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,9 +14,9 @@ from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from mpic.data.generator import Conversation, segments
 from mpic.data.generator.conversation import SPECIAL
+from mpic.train.attention import Block, blocked
 from mpic.train.model import IMAGE_TOKENS, image_features
-
-GLOBAL, LOCAL, GHOST, PADDING = 0, 1, 2, 3  # what a row of the packed sequence is
+from mpic.train.rows import make_rows
 
 
 @dataclass
@@ -29,6 +26,7 @@ class Example:
     ids: list[int] = field(default_factory=list)
     target: list[bool] = field(default_factory=list)
     pixels: list[np.ndarray] = field(default_factory=list)
+    features: list[int] = field(default_factory=list)  # index into the image tokens of `pixels`, or -1
     chunks: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of every chunk
     answers: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of every piece to be said
 
@@ -55,10 +53,13 @@ class Encoder:
         for segment in segments(conversation):
             start = len(example.ids)
             if segment.kind == "image":
+                before = len(example.pixels) * IMAGE_TOKENS
                 example.pixels.append(segment.content)
                 example.ids += [self.image_id] * IMAGE_TOKENS
+                example.features += range(before, before + IMAGE_TOKENS)
             else:
                 example.ids += self.ids(segment.content)
+                example.features += [-1] * (len(example.ids) - start)
             span = (start, len(example.ids))
             example.target += [segment.target] * (span[1] - start)
             if segment.kind != "text":
@@ -70,133 +71,175 @@ class Encoder:
 
 @dataclass
 class Batch:
-    """Padded token ids; `source`, `role` and `chunk` [B, rows] describe the rows of a PIC batch (else None)."""
+    """Padded token ids [B, tokens], and the rows [rows] that the model runs over for them: packed, without padding."""
 
     ids: torch.Tensor
     target: torch.Tensor
-    pixels: torch.Tensor | None
-    source: torch.Tensor | None = None
-    role: torch.Tensor | None = None
-    chunk: torch.Tensor | None = None
-    position: torch.Tensor | None = None  # rotary positions of the rows where they differ from `source`
+    pixels: torch.Tensor | None  # images, in the order of `feature`
+    where: torch.Tensor  # [B, tokens]: the row of each token (0 for padding)
+    token: torch.Tensor  # [rows]: index into the flat `ids`
+    feature: torch.Tensor  # [rows]: index into the flat image tokens, or -1
+    position: torch.Tensor  # [rows]: rotary
+    blocks: list[Block]
 
     @property
     def tokens(self) -> int:
-        """Rows the model runs over, padding and ghosts included."""
-        return (self.ids if self.source is None else self.source).numel()
+        """Rows the model runs over."""
+        return len(self.token)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        return Batch(*(v if v is None else v.to(device) for v in vars(self).values()))
+        tensors = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        blocks = [b if b.bias is None else replace(b, bias=b.bias.to(device)) for b in self.blocks]
+        return replace(self, **tensors, blocks=blocks)
 
 
 def collate(examples: list[Example], heads: list[int | None] | None = None, shift: bool = True) -> Batch:
-    """Pads examples into a batch; `heads[i]` is the k of a PIC sample, None for ordinary causal attention.
+    """Puts examples into a batch; `heads[i]` is the k of a PIC sample, None for ordinary causal attention.
 
     Without `shift`, chunk tokens keep the positions they were compiled at (what linking must not do).
     """
+    return collate_branches([[e] for e in examples], heads or [None] * len(examples), shift)
+
+
+def collate_branches(groups: list[list[Example]], heads: list[int | None], shift: bool = True) -> Batch:
+    """The same for groups of examples that start alike: what they share is computed once. `heads[i]` is of group i."""
+    examples = [e for group in groups for e in group]
     length = max(len(e.ids) for e in examples)
     ids = torch.zeros(len(examples), length, dtype=torch.long)
     target = torch.zeros(len(examples), length, dtype=torch.bool)
     for row, e in enumerate(examples):
         ids[row, : len(e.ids)] = torch.tensor(e.ids)
         target[row, : len(e.ids)] = torch.tensor(e.target)
-    images = [p for e in examples for p in e.pixels]
-    batch = Batch(ids, target, torch.from_numpy(np.stack(images)) if images else None)
-    if heads and any(k is not None for k in heads):
-        _add_rows(batch, examples, heads, shift)
-    return batch
+    where = np.zeros((len(examples), length), np.int64)
+    token, feature, position = [], [], []
+    blocks: list[Block] = []
+    images: list[np.ndarray] = []
+    first = done = 0
+    for group, head in zip(groups, heads, strict=True):
+        shared = shared_tokens(group)
+        rows = make_rows([len(e.ids) for e in group], [e.chunks for e in group], shared, head, shift)
+        common = int((np.array(group[0].features[:shared]) >= 0).sum()) // IMAGE_TOKENS
+        offsets = []  # of an example's image tokens among the batch's
+        for number, e in enumerate(group):
+            offsets.append((len(images) - (common if number else 0)) * IMAGE_TOKENS)
+            images += e.pixels[common if number else 0 :]
+        features = [
+            np.where(f >= 0, f + o, -1)
+            for f, o in ((np.array(e.features), o) for e, o in zip(group, offsets, strict=True))
+        ]
+        feature.append(
+            np.array([features[e][t] for e, t in zip(rows.example, rows.token, strict=True)], np.int64)
+        )
+        token.append((done + rows.example) * length + rows.token)
+        position.append(rows.position)
+        blocks += rows.blocks(first)
+        told = np.flatnonzero(~rows.hidden)
+        where[done + rows.example[told], rows.token[told]] = first + told
+        where[done : done + len(group), :shared] = where[done, :shared]
+        first, done = first + len(rows.token), done + len(group)
+    return Batch(
+        ids,
+        target,
+        torch.from_numpy(np.stack(images)) if images else None,
+        torch.from_numpy(where),
+        *(torch.from_numpy(np.concatenate(x)) for x in (token, feature, position)),
+        blocks,
+    )
 
 
-def _add_rows(batch: Batch, examples: list[Example], heads: list[int | None], shift: bool) -> None:
-    rows, length = batch.ids.shape
-    ghosts = [
-        [(p, c) for c, (s, e) in enumerate(x.chunks, 1) for p in range(s, min(s + k, e))]
-        if k is not None
-        else []
-        for x, k in zip(examples, heads, strict=True)
-    ]
-    width = length + max(map(len, ghosts))
-    source = np.zeros((rows, width), np.int64)
-    role = np.full((rows, width), PADDING, np.int8)
-    chunk = np.zeros((rows, width), np.int16)
-    start_of = np.zeros((rows, width), np.int64)
-    source[:, :length] = np.arange(length)
-    for row, (x, k, ghost) in enumerate(zip(examples, heads, ghosts, strict=True)):
-        role[row, : len(x.ids)] = GLOBAL
-        for c, (start, end) in enumerate(x.chunks if k is not None else [], 1):
-            role[row, min(start + k, end) : end] = LOCAL
-            chunk[row, start:end] = c
-            start_of[row, min(start + k, end) : end] = start
-        for j, (position, c) in enumerate(ghost, length):
-            source[row, j], role[row, j], chunk[row, j] = position, GHOST, c
-            start_of[row, j] = x.chunks[c - 1][0]
-    batch.source, batch.role, batch.chunk = map(torch.from_numpy, (source, role, chunk))
-    batch.position = batch.source if shift else torch.from_numpy(source - start_of)
+def shared_tokens(group: list[Example]) -> int:
+    """How many tokens the examples of a group have in common before the first of them answers (0: a lone example)."""
+    if len(group) == 1:
+        return 0
+    first, *others = group
+    shared = min(e.answers[0][0] - 1 for e in group)
+    for e in others:
+        shared = next((i for i in range(shared) if e.ids[i] != first.ids[i]), shared)
+    spans = {span for e in group for span in e.chunks}
+    shared = min([shared, *(start for start, end in spans if start < shared < end)])
+    images = int((np.array(first.features[:shared]) >= 0).sum()) // IMAGE_TOKENS
+    if any(e.pixels[i] is not first.pixels[i] for e in others for i in range(images)):
+        raise ValueError("examples of a group must share their images")
+    return shared
 
 
-def mask(batch: Batch) -> torch.Tensor:
-    """[B, 1, rows, rows], True where a row sees another."""
-    assert batch.source is not None and batch.role is not None and batch.chunk is not None
-    source, role, chunk = batch.source, batch.role, batch.chunk
-    own = (role == LOCAL) | (role == GHOST)
-    seen_by_prompt = (role == GLOBAL) | (role == LOCAL)
-    prompt = (role == GLOBAL)[:, :, None] & seen_by_prompt[:, None, :]
-    local = own[:, :, None] & own[:, None, :] & (chunk[:, :, None] == chunk[:, None, :])
-    visible = (prompt | local) & (source[:, None, :] <= source[:, :, None])
-    visible |= torch.eye(source.shape[1], dtype=torch.bool, device=source.device)
-    return visible[:, None]
-
-
-def embed(model: LlavaForConditionalGeneration, batch: Batch, tune_vision: bool = False) -> torch.Tensor:
-    """Input embeddings [B, tokens, hidden], image features in place."""
-    embeds = model.model.language_model.embed_tokens(batch.ids)
+def embed_rows(
+    model: LlavaForConditionalGeneration,
+    batch: Batch,
+    tune_vision: bool = False,
+    features: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Input embeddings [rows, hidden], image features in place (computed unless given: [image tokens, hidden])."""
+    embeds = model.model.language_model.embed_tokens(batch.ids.reshape(-1)[batch.token])
     if batch.pixels is None:
         return embeds
-    with torch.set_grad_enabled(torch.is_grad_enabled() and tune_vision):
-        features = image_features(model, batch.pixels)
-    where = (batch.ids == model.config.image_token_id)[..., None].expand_as(embeds)
-    return embeds.masked_scatter(where, features.reshape(-1, features.shape[-1]).to(embeds.dtype))
+    if features is None:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and tune_vision):
+            features = image_features(model, batch.pixels).flatten(0, 1)
+    placed = features[batch.feature.clamp(min=0)].to(embeds.dtype)
+    return torch.where((batch.feature >= 0)[:, None], placed, embeds)
 
 
-def hidden_states(
-    model: LlavaForConditionalGeneration, batch: Batch, tune_vision: bool = False
+def embed(model: LlavaForConditionalGeneration, batch: Batch) -> torch.Tensor:
+    """Input embeddings [B, tokens, hidden], image features in place."""
+    return embed_rows(model, batch)[batch.where]
+
+
+def hidden_rows(
+    model: LlavaForConditionalGeneration,
+    batch: Batch,
+    tune_vision: bool = False,
+    features: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Last hidden states [B, tokens, hidden] under the batch's attention (ghost rows are dropped)."""
-    embeds = embed(model, batch, tune_vision)
-    if batch.source is None:
-        positions = torch.arange(embeds.shape[1], device=embeds.device)[None].expand(len(embeds), -1)
-        attention = None
-    else:
-        positions, attention = batch.position, mask(batch)
-        embeds = embeds.gather(1, batch.source[..., None].expand(-1, -1, embeds.shape[-1]))
-    out = model.model.language_model(
-        inputs_embeds=embeds, position_ids=positions, attention_mask=attention, use_cache=False
-    )
-    return out.last_hidden_state[:, : batch.ids.shape[1]]
+    """Last hidden states [rows, hidden]; `batch.where` finds a token's."""
+    embeds = embed_rows(model, batch, tune_vision, features)
+    with blocked(model):
+        out = model.model.language_model(
+            inputs_embeds=embeds[None],
+            position_ids=batch.position[None],
+            use_cache=False,
+            blocks=batch.blocks,
+        )
+    return out.last_hidden_state[0]
+
+
+def hidden_states(model: LlavaForConditionalGeneration, batch: Batch) -> torch.Tensor:
+    """Last hidden states [B, tokens, hidden] under the batch's attention."""
+    return hidden_rows(model, batch)[batch.where]
 
 
 def answer_loss(
     model: LlavaForConditionalGeneration, batch: Batch, tune_vision: bool = False
 ) -> torch.Tensor:
     """Cross-entropy of what the model has to say (answers, search calls, end of answer)."""
-    hidden = hidden_states(model, batch, tune_vision)[:, :-1]
+    hidden = hidden_rows(model, batch, tune_vision)
     wanted = batch.target[:, 1:]
-    logits = model.lm_head(hidden[wanted])
+    logits = model.lm_head(hidden[batch.where[:, :-1][wanted]])
     return torch.nn.functional.cross_entropy(logits.float(), batch.ids[:, 1:][wanted])
 
 
 @torch.no_grad()
+def first_choices(
+    model: LlavaForConditionalGeneration,
+    batch: Batch,
+    examples: list[Example],
+    features: torch.Tensor | None = None,
+) -> list[list[torch.Tensor]]:
+    """Per example and piece to be said: the model's first choice at each of its tokens, what comes before it given."""
+    spans = [(row, start, end) for row, e in enumerate(examples) for start, end in e.answers]
+    wanted = torch.cat([batch.where[row, start - 1 : end - 1] for row, start, end in spans])
+    hidden = hidden_rows(model, batch, features=features)
+    chosen = model.lm_head(hidden[wanted]).argmax(-1).cpu().split([end - start for _, start, end in spans])
+    pieces = iter(chosen)
+    return [[next(pieces) for _ in e.answers] for e in examples]
+
+
 def exact_answers(
-    model: LlavaForConditionalGeneration, batch: Batch, examples: Iterable[Example]
+    model: LlavaForConditionalGeneration, batch: Batch, examples: list[Example]
 ) -> list[list[bool]]:
     """Per example and piece to be said: is every token of it the model's first choice (as in greedy decoding)?"""
-    hidden = hidden_states(model, batch)
-    out = []
-    for row, example in enumerate(examples):
-        spans = []
-        for start, end in example.answers:
-            choice = model.lm_head(hidden[row, start - 1 : end - 1]).argmax(-1)
-            spans.append(bool((choice == batch.ids[row, start:end]).all()))
-        out.append(spans)
-    return out
+    return [
+        [chosen.tolist() == e.ids[start:end] for chosen, (start, end) in zip(pieces, e.answers, strict=True)]
+        for pieces, e in zip(first_choices(model, batch, examples), examples, strict=True)
+    ]

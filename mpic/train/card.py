@@ -48,7 +48,8 @@ vision tower is frozen after its stage. ![curves](curves.png)
 
 ## Scores
 
-Held-out sprites, names, handles, wordings and seeds; exact match of the whole answer, %; questions in column n.
+Held-out sprites, names, handles, wordings and seeds; exact match of the whole answer, %; n questions
+from so many conversations (those of a conversation are about the same chunks, each asked alone).
 `reuse` links chunks compiled alone, `mpic-k` recomputes the first k tokens of each chunk (LegoLink-k is the same here:
 no chunk starts at position 0), `no shift` leaves the chunks' keys at the positions they were compiled at.
 

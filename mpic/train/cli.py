@@ -82,11 +82,19 @@ def clip(
 @app.command()
 def score(
     folder: Annotated[Path, typer.Argument(help="a model that `mpic train mllm` wrote")],
-    size: Annotated[int, typer.Option(help="questions a cell")] = 200,
-    minutes: Annotated[float | None, typer.Option(help="stop between cells after this long")] = None,
+    size: Annotated[int, typer.Option(min=1, help="questions a cell")] = 200,
+    minutes: Annotated[float | None, typer.Option(help="begin no cell after this long")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="processes; 0: one a core, or one on a GPU")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="keep the cells that an interrupted run finished")
+    ] = False,
 ) -> None:
-    """Held-out exact match under full attention and under reuse: FOLDER/scores.json and scores.md."""
+    """Held-out exact match under full attention and under reuse: FOLDER/scores.json and scores.md.
+
+    Questions over the same images and documents are answered together, up to eight; the tables say how many
+    conversations the questions of a cell come from.
+    """
     from mpic.train.evaluate import evaluate, write_report
 
-    write_report(evaluate(folder, size, minutes=minutes), folder)
+    write_report(evaluate(folder, size, minutes=minutes, workers=workers, resume=resume), folder)
     typer.echo((folder / "scores.md").read_text())

@@ -1,16 +1,15 @@
-"""Held-out exact match of a demo model under full attention and under reuse, with a slow obvious oracle.
-
-The oracle runs the whole prompt with a mask (`mpic.train.batch.mask`) in which a chunk's reused tokens see their
-own chunk only; a test holds it equal to compile, re-rotate and link. LegoLink-k is MPIC-k here, since no chunk
-of these prompts starts at position 0.
-"""
+"""Held-out exact match of a demo model over every task, chunk count and link: a resumable run, and its report."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ import torch
 from tqdm import tqdm
 from transformers import LlavaForConditionalGeneration
 
-from mpic.data.generator import Generator
-from mpic.train.batch import Batch, Encoder, Example, collate, embed, hidden_states
+from mpic.config import ConfigError
+from mpic.train.batch import Encoder, Example, collate, embed
 from mpic.train.model import load_model
+from mpic.train.scoring import BRANCHES, LINKS, Link, questions, score_cell
 
 CELLS: dict[str, tuple[int, ...]] = {
     "image": (1, 2, 4, 8), "image named": (1, 2, 4, 8), "caption": (1, 2, 4, 8), "compare": (2, 4, 8),
@@ -29,65 +29,6 @@ CELLS: dict[str, tuple[int, ...]] = {
     "mixed": (2, 4, 8), "search person": (0, 1, 2, 4, 8), "search thing": (0, 1, 2, 4, 8),
     "search picture": (0, 1, 2, 4, 8),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Link:
-    """A way to link: the head length that is recomputed (None: everything) and whether chunk positions shift."""
-
-    name: str
-    head: int | None
-    shift: bool = True
-
-
-LINKS = (
-    Link("full", None),
-    Link("reuse", 0),
-    Link("mpic-4", 4),
-    Link("mpic-8", 8),
-    Link("mpic-16", 16),
-    Link("reuse, no shift", 0, shift=False),
-    Link("mpic-16, no shift", 16, shift=False),
-)
-
-
-@dataclass
-class Score:
-    """One question: is everything the model has to say exact, its first piece, and did it call the search."""
-
-    exact: bool
-    first: bool
-    searched: bool
-
-
-def score(
-    model: LlavaForConditionalGeneration, batch: Batch, examples: list[Example], search_id: int
-) -> list[Score]:
-    """Teacher-forced first choices, which for exact answers are what greedy decoding says."""
-    hidden = hidden_states(model, batch)
-    out = []
-    for row, example in enumerate(examples):
-        exact = []
-        for start, end in example.answers:
-            choice = model.lm_head(hidden[row, start - 1 : end - 1]).argmax(-1)
-            exact.append(bool((choice == batch.ids[row, start:end]).all()))
-        opening = model.lm_head(hidden[row, example.answers[0][0] - 1]).argmax()
-        out.append(Score(all(exact), exact[0], int(opening) == search_id))
-    return out
-
-
-def questions(encoder: Encoder, task: str, count: int, size: int, seed: int) -> list[Example]:
-    """`size` held-out questions of a cell, shortest first."""
-    generator = Generator(seed + count, "eval")
-    return sorted((encoder(generator.task(task, count)) for _ in range(size)), key=lambda e: len(e.ids))
-
-
-def recomputed_share(examples: list[Example], head: int | None) -> float:
-    """Share of chunk tokens that a link computes anew."""
-    lengths = [end - start for e in examples for start, end in e.chunks]
-    if not lengths or head is None:
-        return 1.0
-    return sum(min(head, n) for n in lengths) / sum(lengths)
 
 
 @torch.no_grad()
@@ -106,7 +47,65 @@ def first_token_share(model: LlavaForConditionalGeneration, examples: list[Examp
     return [round(float(s), 4) for s in shares / len(examples)]
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Run:
+    """What the figures of a run depend on: those of another are not mixed in."""
+
+    weights: str  # SHA-256
+    size: int
+    seed: int
+    links: tuple[str, ...]
+    branches: int = BRANCHES
+
+
+class Partial:
+    """Cells done so far, in a file beside the weights; replaced whole after every cell."""
+
+    def __init__(self, folder: Path, run: Run, resume: bool) -> None:
+        self.path, self.run = folder / "scores.part.json", json.loads(json.dumps(asdict(run)))
+        self.rows: list[dict[str, Any]] = []
+        self.seconds = 0.0
+        if resume and self.path.exists():
+            state = json.loads(self.path.read_text())
+            if state["run"] != self.run:
+                differs = [k for k, v in self.run.items() if state["run"].get(k) != v]
+                raise ConfigError(
+                    f"{self.path} is of a run with other {', '.join(differs)}; score without --resume",
+                    param="resume",
+                )
+            self.rows, self.seconds = state["rows"], state["seconds"]
+
+    def has(self, task: str, count: int) -> bool:
+        """Whether the cell is done."""
+        return any(r["task"] == task and r["chunks"] == count for r in self.rows)
+
+    def add(self, rows: list[dict[str, Any]], seconds: float) -> None:
+        """Keeps a cell."""
+        self.rows += rows
+        temporary = self.path.with_suffix(".tmp")
+        state = {"run": self.run, "seconds": round(self.seconds + seconds), "rows": self.rows}
+        temporary.write_text(json.dumps(state, indent=1))
+        temporary.replace(self.path)
+
+
+_loaded: tuple[LlavaForConditionalGeneration, Encoder]  # of a worker process
+
+
+def _load(folder: Path, threads: int) -> None:
+    global _loaded
+    if threads:
+        torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
+    model, tokenizer = load_model(folder)
+    if torch.cuda.is_available():
+        model = model.cuda()  # type: ignore[assignment]
+    _loaded = model, Encoder(tokenizer)
+
+
+def _cell(count: int, task: str, size: int, seed: int, links: tuple[Link, ...]) -> list[dict[str, Any]]:
+    return score_cell(*_loaded, task, count, size, seed, links)
+
+
 def evaluate(
     folder: Path,
     size: int = 200,
@@ -114,51 +113,62 @@ def evaluate(
     cells: dict[str, tuple[int, ...]] = CELLS,
     seed: int = 90_000,
     minutes: float | None = None,
-    progress: Callable[[Any], Any] = tqdm,
+    workers: int = 0,
+    resume: bool = False,
+    progress: Callable[..., Iterable[list[dict[str, Any]]]] = tqdm,
 ) -> dict[str, Any]:
     """Exact match of every cell and link, `size` questions each.
 
-    Computes in bf16. Stops between cells once `minutes` are spent; cells not reached are missing from the result.
+    Computes in bf16. Cells are spread over `workers` processes of one thread (0: one a core, up to four; on a GPU one).
+    Every cell that is done is kept in FOLDER/scores.part.json, where `resume` finds it. No cell is begun once `minutes`
+    are spent; cells not reached are missing from the result.
+
+    Raises:
+        ConfigError: to resume, but the file is of other weights or settings.
     """
-    model, tokenizer = load_model(folder)
-    if torch.cuda.is_available():
-        model = model.cuda()  # type: ignore[assignment]
-    bf16 = torch.autocast(model.device.type, dtype=torch.bfloat16)
-    encoder = Encoder(tokenizer)
-    search_id = tokenizer.convert_tokens_to_ids("<search>")
-    began, rows = time.monotonic(), []
-    todo = sorted((count, task) for task, counts in cells.items() for count in counts)
-    todo.sort(key=lambda cell: [8, 1, 4, 2, 0].index(cell[0]))
-    for count, task in progress(todo):
-        if minutes is not None and time.monotonic() - began > minutes * 60:
-            break
-        examples = questions(encoder, task, count, size, seed)
-        for link in links:
-            scores: list[Score] = []
-            for start in range(0, len(examples), 8):
-                part = examples[start : start + 8]
-                batch = collate(part, None if link.head is None else [link.head] * len(part), link.shift)
-                with bf16:
-                    scores += score(model, batch.to(model.device), part, search_id)
-            rows.append(
-                {
-                    "task": task,
-                    "chunks": count,
-                    "link": link.name,
-                    "questions": len(scores),
-                    "exact": round(sum(s.exact for s in scores) / len(scores), 4),
-                    "searched": round(sum(s.searched for s in scores) / len(scores), 4),
-                    "call_exact": round(sum(s.first for s in scores) / len(scores), 4),
-                    "recomputed": round(recomputed_share(examples, link.head), 4),
-                }
-            )
+    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    partial = Partial(folder, Run(weights, size, seed, tuple(link.name for link in links)), resume)
+    every = sorted((count, task) for task, counts in cells.items() for count in counts)
+    every.sort(key=lambda cell: [8, 1, 4, 2, 0].index(cell[0]))
+    todo = [(count, task) for count, task in every if not partial.has(task, count)]
+    workers = workers or (1 if torch.cuda.is_available() else min(4, os.cpu_count() or 1))
+    began = time.monotonic()
+
+    def jobs() -> Iterator[tuple[Any, ...]]:
+        for count, task in todo:
+            if minutes is not None and time.monotonic() - began > minutes * 60:
+                return
+            yield count, task, size, seed, links
+
+    for rows in progress(_spread(folder, jobs(), workers), total=len(todo)):
+        partial.add(rows, time.monotonic() - began)
+    _load(folder, 0)
+    model, encoder = _loaded
     probe = [e for task in ("image", "card", "biography") for e in questions(encoder, task, 4, 8, seed + 77)]
+    order = {cell: i for i, cell in enumerate(every)}
     return {
-        "rows": rows,
+        "rows": sorted(partial.rows, key=lambda r: order[r["chunks"], r["task"]]),
+        "unfinished": [[task, count] for count, task in every if not partial.has(task, count)],
         "first_token_share_by_layer": first_token_share(model, probe),
-        "seconds": round(time.monotonic() - began),
+        "seconds": round(partial.seconds + time.monotonic() - began),
         "seed": seed,
     }
+
+
+def _spread(folder: Path, jobs: Iterator[tuple[Any, ...]], workers: int) -> Iterator[list[dict[str, Any]]]:
+    """Rows of each job as it is done; with one worker, in this process."""
+    if workers == 1:
+        _load(folder, 0)
+        yield from (_cell(*job) for job in jobs)
+        return
+    spawn = torch.multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, spawn, _load, (folder, 1)) as pool:
+        running = {pool.submit(_cell, *job) for job in itertools.islice(jobs, workers)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                running |= {pool.submit(_cell, *job) for job in itertools.islice(jobs, 1)}
+                yield future.result()
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
@@ -195,12 +205,13 @@ def markdown(result: dict[str, Any]) -> str:
     rows = result["rows"]
     links = list(dict.fromkeys(r["link"] for r in rows))
     by = {(r["task"], r["chunks"], r["link"]): r for r in rows}
-    lines = [f"| task | chunks | n | {' | '.join(links)} |", "|---" * (len(links) + 3) + "|"]
+    lines = [f"| task | chunks | n | conversations | {' | '.join(links)} |", "|---" * (len(links) + 4) + "|"]
     for task, count in sorted({(r["task"], r["chunks"]) for r in rows}):
         cells = [by.get((task, count, link)) for link in links]
         figures = " | ".join(f"{100 * c['exact']:.1f}" if c else "" for c in cells)
         asked = "/".join(dict.fromkeys(str(c["questions"]) for c in cells if c))
-        lines.append(f"| {task} | {count} | {asked} | {figures} |")
+        told = "/".join(dict.fromkeys(str(c.get("conversations", c["questions"])) for c in cells if c))
+        lines.append(f"| {task} | {count} | {asked} | {told} | {figures} |")
     return "\n".join(lines)
 
 
@@ -227,6 +238,8 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def write_report(result: dict[str, Any], folder: Path) -> None:
-    """`scores.json` (rows and summary) and `scores.md` beside the weights."""
+    """`scores.json` (rows and summary) and `scores.md` beside the weights, in place of what a run kept for resuming."""
     (folder / "scores.json").write_text(json.dumps({"summary": summary(result), **result}, indent=1) + "\n")
     (folder / "scores.md").write_text(markdown(result) + "\n")
+    if not result["unfinished"]:
+        (folder / "scores.part.json").unlink(missing_ok=True)

@@ -5,12 +5,15 @@ import json
 import pytest
 import torch
 
+from mpic.config import ConfigError
+from mpic.data.generator import EVAL_TASKS, Generator
 from mpic.data.generator.tokenizer import build_tokenizer
+from mpic.train.batch import Encoder, collate, collate_branches, hidden_states, shared_tokens
 from mpic.train.card import write_card
-from mpic.train.evaluate import LINKS, evaluate, markdown, plot, summary, write_report
-from mpic.train.model import build_model, save_model
+from mpic.train.evaluate import CELLS, LINKS, evaluate, markdown, plot, summary, write_report
+from mpic.train.model import build_model, load_model, save_model
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # two that share a busy core wait for each other
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def result(folder):
     cells = {"card": (2,), "search thing": (0, 1)}
-    return evaluate(folder, 2, cells=cells, progress=lambda todo: todo)
+    return evaluate(folder, 2, cells=cells, workers=1, progress=lambda cells, total: cells)
 
 
 def test_every_cell_is_scored_under_every_link_with_its_recomputed_share(result):
@@ -35,7 +38,8 @@ def test_every_cell_is_scored_under_every_link_with_its_recomputed_share(result)
 
 
 def test_no_time_means_no_rows(folder):
-    assert evaluate(folder, 2, minutes=0, progress=lambda todo: todo)["rows"] == []
+    result = evaluate(folder, 2, minutes=0, progress=lambda cells, total: cells)
+    assert result["rows"] == [] and len(result["unfinished"]) == sum(map(len, CELLS.values()))
 
 
 def test_report_and_card_show_the_figures(result, folder, tmp_path):
@@ -52,6 +56,52 @@ def test_report_and_card_show_the_figures(result, folder, tmp_path):
         write_card(folder, tmp_path, pic, "two CPU cores", "mpic train mllm", "- Nothing.")
         text = (folder / "README.md").read_text()
         assert ("PIC-aware phase** (1 min)" in text) == pic
-        assert "structured" in text and "| card | 2 | 2 |" in text and str(folder) not in text
+        assert "structured" in text and "| card | 2 | 2 | 1 |" in text and str(folder) not in text
     plot({"default": result}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("link", LINKS, ids=lambda link: link.name)
+@pytest.mark.parametrize("task", ["mixed", "search picture", "caption"])
+def test_questions_that_share_a_context_are_answered_as_if_asked_alone(folder, task, link):
+    model, tokenizer = load_model(folder)
+    generator, encoder = Generator(3, "eval"), Encoder(tokenizer)
+    groups = [[encoder(c) for c in generator.branches(task, count, 4)] for count in (3, 5)]
+    together = collate_branches(groups, [link.head] * 2, link.shift)
+    alone = [(e, collate([e], [link.head], link.shift)) for group in groups for e in group]
+    assert len(alone) >= 6 and together.tokens < 0.6 * sum(batch.tokens for _, batch in alone)
+    with torch.no_grad():
+        shared = hidden_states(model, together)
+        for row, (example, batch) in enumerate(alone):
+            expected = hidden_states(model, batch)[0]
+            torch.testing.assert_close(shared[row, : len(example.ids)], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_part_that_is_shared_ends_before_anything_that_differs(folder):
+    encoder = Encoder(load_model(folder)[1])
+    for task in EVAL_TASKS:
+        group = [encoder(c) for c in Generator(5, "eval").branches(task, 4, 8)]
+        shared = shared_tokens(group)
+        assert len({tuple(e.ids[:shared]) for e in group}) == 1
+        assert all(shared < e.answers[0][0] for e in group)
+        if len(group) > 1:
+            assert shared >= group[0].chunks[3][1]
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_same_rows(folder):
+    cells = {"card": (2,), "search thing": (0, 1)}
+    watched = []
+
+    def stop_after_one(rows, total):
+        for row in rows:
+            yield row
+            watched.append(total)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(folder, 3, cells=cells, workers=1, progress=stop_after_one)
+    whole = evaluate(folder, 3, cells=cells, workers=2, resume=True, progress=lambda rows, total: rows)
+    again = evaluate(folder, 3, cells=cells, workers=1, progress=lambda rows, total: rows)
+    assert watched == [3] and whole["rows"] == again["rows"] and not whole["unfinished"]
+    with pytest.raises(ConfigError, match="size"):
+        evaluate(folder, 4, cells=cells, workers=1, resume=True, progress=lambda rows, total: rows)

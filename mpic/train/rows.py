@@ -1,0 +1,81 @@
+"""Which rows the model runs over for one conversation, or for several that share their context, and who sees whom.
+
+A head length k stands for a link that recomputes the first k tokens of every chunk: tokens beyond see only their own
+chunk, as they did when the chunk was compiled alone. The first k tokens then exist twice: the recomputed copy, which
+sees the whole prompt, and the compiled copy, which only its own chunk sees.
+
+Questions about the same chunks are *branches* of one context: a branch's rows see the context's rows and their own,
+and the positions of every branch go on from the context's end, so each is computed as if it were alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpic.train.attention import BLOCK, Block, make_block
+
+Span = tuple[int, int]
+
+
+@dataclass
+class Rows:
+    """Rows of one group; every array is [rows]."""
+
+    example: np.ndarray  # of the group: whose token it is (the first one's, for the context)
+    token: np.ndarray  # its place in that example
+    position: np.ndarray  # rotary position
+    chunk: np.ndarray  # a compiled row's chunk, counted from 1 over the group; 0: computed in the prompt
+    hidden: np.ndarray  # a compiled row that the prompt does not see, for its token is recomputed
+    branch: np.ndarray  # 0: context
+
+    def blocks(self, first: int) -> list[Block]:
+        """Blocks of attention; the group's rows are those from `first` on of the batch."""
+        compiled = int((self.chunk > 0).sum())  # these come first
+        out = []
+        for start, end in ((0, compiled), (compiled, len(self.token))):
+            count = math.ceil((end - start) / BLOCK)
+            for cut in range(count):
+                low = start + (end - start) * cut // count
+                high = start + (end - start) * (cut + 1) // count
+                out.append(make_block(self._visible(low, high), first + low, first))
+        return out
+
+    def _visible(self, low: int, high: int) -> np.ndarray:
+        """[high - low, keys from 0 on]"""
+        rows = slice(low, high)
+        keys = slice(0, high)  # rows see nothing that comes after them in this order
+        earlier = self.token[None, keys] <= self.token[rows, None]
+        if self.chunk[low]:
+            return (self.chunk[None, keys] == self.chunk[rows, None]) & earlier
+        branch = self.branch[None, keys]
+        return ~self.hidden[None, keys] & earlier & ((branch == 0) | (branch == self.branch[rows, None]))
+
+
+def make_rows(
+    lengths: list[int], chunks: list[list[Span]], shared: int, head: int | None, shift: bool
+) -> Rows:
+    """Rows of examples of these lengths and chunks whose first `shared` tokens are one context.
+
+    Without `shift`, chunk tokens keep the positions they were compiled at (what linking must not do).
+    """
+    compiled: list[tuple[int, int, int, int, int, int]] = []
+    computed: list[tuple[int, int, int, int, int, int]] = []
+    count = 0
+    pieces = [(0, 0, shared, 0)] if shared else []
+    pieces += [(i, shared, n, i + 1 if shared else 0) for i, n in enumerate(lengths)]
+    for example, start, end, branch in pieces:
+        reused = np.zeros(end - start, bool)
+        for low, high in chunks[example]:
+            if head is None or not start <= low < end or low + head >= high:
+                continue
+            count += 1
+            for token in range(low, high):
+                position = token if shift else token - low
+                compiled.append((example, token, position, count, token < low + head, branch))
+            reused[low + head - start : high - start] = True
+        computed += [(example, t, t, 0, 0, branch) for t in range(start, end) if not reused[t - start]]
+    columns = np.array(compiled + computed, np.int64).T
+    return Rows(*columns[:4], columns[4].astype(bool), columns[5])
