@@ -7,8 +7,8 @@ import torch
 
 from mpic.kernels.spans import Shift, SpanCall
 from mpic.kernels.triton.step import Geometry
+from mpic.kernels.triton.tiles import KV, Call
 from mpic.kernels.triton.tuning import Tiles
-from mpic.kernels.triton.worklist import KV, Call
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS = 2

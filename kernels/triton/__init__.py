@@ -1,5 +1,5 @@
 """Triton kernels of a step on CUDA, and their host side.
 
-``worklist`` and ``tuning`` need no Triton; ``step`` and the kernels do. Nothing imports them before the
+``tiles``, ``worklist`` and ``tuning`` need no Triton; ``step`` and the kernels do. Nothing imports them before the
 implementation ``triton`` is asked for, so machines without Triton (macOS) run everything else.
 """

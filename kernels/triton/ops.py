@@ -13,7 +13,7 @@ from mpic.kernels.spans import Shift
 from mpic.kernels.triton import copies
 from mpic.kernels.triton import deviation as kernels
 from mpic.kernels.triton.step import Geometry, dense, on, places_of, power, turns_of
-from mpic.kernels.triton.worklist import KV
+from mpic.kernels.triton.tiles import KV
 
 
 def load_chunk(

@@ -16,8 +16,9 @@ import triton
 
 from mpic.kernels.spans import Shift, SpanCall
 from mpic.kernels.triton import attention, copies
+from mpic.kernels.triton.tiles import KV, Call, Shape, power
 from mpic.kernels.triton.tuning import Tiles, tiles_for
-from mpic.kernels.triton.worklist import KV, Call, Shape, WorkList, build, power
+from mpic.kernels.triton.worklist import WorkList, build
 
 _ALIGNED = 16
 """Elements that every offset and stride is a multiple of, which the kernels promise to the compiler."""

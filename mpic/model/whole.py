@@ -14,7 +14,7 @@ from mpic.model.rotary import Rotary
 class TritonSteps:
     """Prepares steps for the Triton kernels.
 
-    ``programs`` and ``least`` say how finely tiles are cut along their keys (``mpic.kernels.triton.worklist.Shape``).
+    ``programs`` and ``least`` say how finely tiles are cut along their keys (``mpic.kernels.triton.tiles.Shape``).
 
     Args:
         heads: query heads.

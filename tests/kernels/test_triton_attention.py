@@ -13,7 +13,8 @@ from triton_kit import DEVICE, LAYERS, SMALL, Described, World, shift_of
 from mpic.kernels import reference
 from mpic.kernels.spans import SpanCall
 from mpic.kernels.triton.step import Geometry, Prepared, segment_attention
-from mpic.kernels.triton.worklist import Call, Shape, build
+from mpic.kernels.triton.tiles import Call, Shape
+from mpic.kernels.triton.worklist import build
 
 GENERATE = (Phase.explicit, Phase.generate)  # shrinking in the interpreter takes minutes
 BASES = [0, 0, 1, 511, 30_000]

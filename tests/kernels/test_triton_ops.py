@@ -11,7 +11,7 @@ from triton_kit import DEVICE, LAYERS, SMALL, World, shift_of
 from mpic.kernels import reference
 from mpic.kernels.triton import ops
 from mpic.kernels.triton.step import Geometry, Prepared
-from mpic.kernels.triton.worklist import Call
+from mpic.kernels.triton.tiles import Call
 
 GENERATE = (Phase.explicit, Phase.generate)  # shrinking in the interpreter takes minutes
 GEOMETRY = st.builds(
