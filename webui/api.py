@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp
 
@@ -17,6 +17,14 @@ from mpic.errors import Forbidden, MPICError, Unauthorized
 
 LOCAL = "http://127.0.0.1"  # a name the host guard always admits
 FOUND = 12  # references a search shows
+
+
+class Piece(NamedTuple):
+    """Something new of an answer: text, references that were found for it, or at the end what it cost."""
+
+    text: str = ""
+    citations: tuple[dict[str, Any], ...] = ()
+    usage: dict[str, Any] | None = None
 
 
 class API:
@@ -94,15 +102,24 @@ class API:
     # ---- chat
 
     async def ask(
-        self, messages: list[dict[str, Any]], policy: str, max_tokens: int
-    ) -> AsyncIterator[tuple[str, dict[str, Any] | None]]:
-        """Pieces of the answer as ``(text, None)``, at the end ``("", usage)``."""
+        self, messages: list[dict[str, Any]], policy: str, retrieval: str, max_tokens: int
+    ) -> AsyncIterator[Piece]:
+        """The answer as it comes.
+
+        Args:
+            policy: empty: the server's default.
+            retrieval: ``off``, ``always`` or ``auto``.
+        """
         options: dict[str, Any] = {"policy": policy} if policy else {}
+        if retrieval != "off":
+            options["retrieval"] = retrieval
         stream = await self._client.chat.completions.create(
             messages, stream=True, max_tokens=max_tokens, trace=True, **options
         )
         async with stream:
-            async for text in stream.texts():
-                yield text, None
+            async for chunk in stream:
+                found = chunk.choices[0].delta.annotations or ()
+                if chunk.text or found:
+                    yield Piece(chunk.text or "", tuple(one["reference_citation"] for one in found))
         if stream.usage is not None:
-            yield "", stream.usage.model_dump()
+            yield Piece(usage=stream.usage.model_dump())

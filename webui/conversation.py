@@ -17,6 +17,8 @@ class Run:
         policy: empty: the server's default.
         state: ``waiting`` for the first token, ``writing``, ``done``, ``stopped`` by a person, ``failed``.
         error: code and message.
+        retrieval: ``off``, ``always`` or ``auto``.
+        citations: of the references it was given, in order, each with the ``query`` that found it.
     """
 
     policy: str
@@ -24,6 +26,8 @@ class Run:
     usage: dict[str, Any] | None = None
     state: Literal["waiting", "writing", "done", "stopped", "failed"] = "waiting"
     error: tuple[str, str] | None = None
+    retrieval: str = "off"
+    citations: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def running(self) -> bool:
@@ -41,6 +45,23 @@ class Run:
     def name(self) -> str:
         """The policy as the server calls it, once it has said so."""
         return self.usage["mpic"]["policy"] if self.usage else self.policy
+
+    @property
+    def searches(self) -> list[dict[str, Any]] | None:
+        """``query``, ``error`` and ``citations`` of each search; None while nothing is known of any."""
+        rounds = self.usage["mpic"].get("retrieval") if self.usage else None
+        if rounds is None:
+            queries = dict.fromkeys(citation["query"] for citation in self.citations)
+            rounds = [{"query": query, "error": None} for query in queries]
+            if not rounds:
+                return None
+        left = list(self.citations)
+        searches = []
+        for one in rounds:
+            given = [c for c in left if c["query"] == one["query"]]
+            left = [c for c in left if c["query"] != one["query"]]  # the same words twice find the same
+            searches.append({"query": one["query"], "error": one["error"], "citations": given})
+        return searches
 
     @property
     def trace(self) -> dict[str, Any] | None:

@@ -53,6 +53,7 @@ class Desk:
         return (
             top.bar(visitor, health["model"]),
             gr.update(choices=choices, value=default),
+            gr.update(visible=shelf is not None),
             policies.line(default),
             library.panel(files),
             live.panel(health, metrics),
@@ -62,7 +63,8 @@ class Desk:
             self._shelf(shelf or [], request),
         )
 
-    async def poll(self, conversation: Conversation, request: gr.Request) -> tuple[Update, ...]:
+    async def look(self, request: gr.Request) -> tuple[Update, ...]:
+        """The library and the figures as they are now."""
         api = self._api(request)
         try:
             health, files, metrics = await api.health(), await api.files(), await api.metrics()
@@ -127,18 +129,28 @@ class Desk:
     # ---- chat
 
     async def ask(
-        self, text: str, policy: str | None, conversation: Conversation, request: gr.Request
+        self,
+        text: str,
+        policy: str | None,
+        retrieval: str | None,
+        conversation: Conversation,
+        request: gr.Request,
     ) -> AsyncIterator[tuple[Update, ...]]:
         """Answer what is in the box."""
         self._own(conversation, request)
         if conversation.running or not text.strip():
             yield _nothing()
             return
-        async for update in self._answer(text.strip(), policy, conversation, request):
+        async for update in self._answer(text.strip(), _run(policy, retrieval), conversation, request):
             yield update
 
     async def act(
-        self, policy: str, conversation: Conversation, event: gr.EventData, request: gr.Request
+        self,
+        policy: str | None,
+        retrieval: str | None,
+        conversation: Conversation,
+        event: gr.EventData,
+        request: gr.Request,
     ) -> AsyncIterator[tuple[Update, ...]]:
         """A button of the transcript: a sample question, or an answer once more without reuse."""
         self._own(conversation, request)
@@ -149,7 +161,7 @@ class Desk:
             sample = next((s for s in samples() if s.id == asked.get("sample")), None)
             if sample is None:
                 return
-            turn = Turn(sample.text, Run(policy or ""))
+            turn = Turn(sample.text, _run(policy, retrieval))
             conversation.turns.append(turn)
             try:
                 yield *_running(conversation), gr.skip()
@@ -162,7 +174,7 @@ class Desk:
                 turn.answer.end()
             conversation.turns.remove(turn)
             shown = library.panel(await self._api(request).files())
-            async for update in self._answer(sample.text, policy, conversation, request):
+            async for update in self._answer(sample.text, _run(policy, retrieval), conversation, request):
                 yield *update, shown
                 shown = gr.skip()
         elif asked.get("act") == "again":
@@ -179,10 +191,10 @@ class Desk:
         return fresh, welcome(), "", gr.skip(), gr.update(visible=True), gr.update(visible=False)
 
     async def _answer(
-        self, text: str, policy: str | None, conversation: Conversation, request: gr.Request
+        self, text: str, run: Run, conversation: Conversation, request: gr.Request
     ) -> AsyncIterator[tuple[Update, ...]]:
         api = self._api(request)
-        turn = Turn(text, Run(policy or ""))
+        turn = Turn(text, run)
         number = len(conversation.turns)
         conversation.turns.append(turn)
         try:
@@ -202,7 +214,7 @@ class Desk:
         if not 0 <= number < len(conversation.turns):
             return
         turn = conversation.turns[number]
-        run = turn.again = Run("full")
+        run = turn.again = Run("full", retrieval=turn.answer.retrieval)
         try:
             yield _running(conversation, whole=True)
             async for _ in self._write(run, conversation.messages(number), self._api(request)):
@@ -214,10 +226,12 @@ class Desk:
     async def _write(self, run: Run, messages: list[dict[str, Any]], api: API) -> AsyncIterator[None]:
         """Fills the run; yields now and then when there is something new to see. Ends the request when left early."""
         shown = 0.0
-        pieces = api.ask(messages, run.policy, MAX_TOKENS)
+        pieces = api.ask(messages, run.policy, run.retrieval, MAX_TOKENS)
         try:
-            async for text, usage in pieces:
-                run.state, run.text, run.usage = "writing", run.text + text, usage or run.usage
+            async for piece in pieces:
+                run.state = "writing" if piece.text else run.state
+                run.text, run.usage = run.text + piece.text, piece.usage or run.usage
+                run.citations += piece.citations
                 if time.monotonic() - shown > SHOW_SECONDS:
                     shown = time.monotonic()
                     yield
@@ -245,6 +259,11 @@ class Desk:
         conversation.owner = conversation.owner or request.username
         if conversation.owner != request.username:
             raise gr.Error("this page belongs to somebody else; reload it")
+
+
+def _run(policy: str | None, retrieval: str | None) -> Run:
+    """An answer to begin; None is what a picker says that was emptied."""
+    return Run(policy or "", retrieval=retrieval or "off")
 
 
 def _nothing() -> tuple[Update, ...]:

@@ -18,7 +18,6 @@ from mpic.webui.desk import Desk
 from mpic.webui.gate import EVENT_BYTES, ROOT
 from mpic.webui.samples import welcome
 
-POLL_SECONDS = 4.0
 SEND_EVENTS = "element.addEventListener('click', e => { const b = e.target.closest('[data-act]'); " + (
     "if (b && !b.disabled) trigger('click', {...b.dataset}); });"
 )
@@ -128,6 +127,17 @@ def build(app: ASGIApp) -> gr.Blocks:
                                 elem_id="m-policy",
                                 min_width=120,
                             )
+                            retrieval = gr.Dropdown(
+                                [(name, mode) for mode, (name, _) in policies.RETRIEVAL.items()],
+                                value="off",
+                                label="Reference library",
+                                show_label=False,
+                                container=False,
+                                filterable=False,
+                                visible=False,
+                                elem_id="m-retrieval",
+                                min_width=120,
+                            )
                             gr.HTML(
                                 '<button type="button" class="m-button" data-do="pick">Add files</button>',
                                 elem_id="m-attach",
@@ -148,29 +158,32 @@ def build(app: ASGIApp) -> gr.Blocks:
                 with gr.Tab("Policies", id="policies"):
                     guide = gr.HTML(elem_id="m-guide", apply_default_css=False, js_on_load="")
         refresh = gr.Button("refresh", elem_id="m-refresh", visible="hidden")
+        look = gr.Button("look", elem_id="m-look", visible="hidden")
         new = gr.Button("new", elem_id="m-new", visible="hidden")
 
         asking = [said, now, box, send, stop]
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         many: dict[str, Any] = {**quiet, "concurrency_limit": None}
-        opened = [top, policy, line, library, live, guide, said, kept, shelf]
+        opened = [top, policy, retrieval, line, library, live, guide, said, kept, shelf]
         page.load(desk.open, [conversation], opened, **many)
         finder.submit(desk.find, None, [shelf], **many)
         shelf.click(desk.shelve, None, [shelf], **many)
-        policy.change(lambda p: policies.line(p), [policy], [line], queue=True, **many)
+        chosen = [policy, retrieval]
+        gr.on([policy.change, retrieval.change], policies.line, chosen, [line], queue=True, **many)
         ask = gr.on(
             [send.click, box.submit],
             desk.ask,
-            [box, policy, conversation],
+            [box, *chosen, conversation],
             asking,
             **many,
         )
-        act = said.click(desk.act, [policy, conversation], [*asking, library], **many)
+        act = said.click(desk.act, [*chosen, conversation], [*asking, library], **many)
         stop.click(desk.stop, [conversation], asking, cancels=[ask, act], **many)
         new.click(desk.new, [conversation], [conversation, *asking], cancels=[ask, act], **many)
         library.click(desk.manage, [conversation], [library], **many)
         refresh.click(desk.files, [conversation], [library], **many)
-        gr.Timer(POLL_SECONDS).tick(desk.poll, [conversation], [library, live], **many)
+        for done in (look.click, ask.then, act.then):  # app.js says when the first is pressed
+            done(desk.look, None, [library, live], **many)
     page.queue(default_concurrency_limit=None, api_open=False)
     return page
 

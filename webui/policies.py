@@ -93,7 +93,18 @@ into a prompt. Recomputing more costs time and brings the answer closer to the o
 </article>"""
 
 
-def line(policy: str | None) -> str:
-    """What stands under the picker."""
-    known = explain(policy or "")
-    return f'<p class="m-note">{escape(known)}</p>' if known else ""
+RETRIEVAL = {
+    "off": ("No search", ""),
+    "always": (
+        "Always search",
+        "Your words are looked up in the reference library before the answer begins.",
+    ),
+    "auto": ("Search when needed", "The model looks things up in the reference library while it answers."),
+}
+"""``mpic.retrieval`` -> its name on the page, and what it does."""
+
+
+def line(policy: str | None, retrieval: str | None = None) -> str:
+    """What stands under the pickers."""
+    known = [explain(policy or ""), RETRIEVAL[retrieval or "off"][1]]
+    return f'<p class="m-note">{escape(" ".join(filter(None, known)))}</p>' if any(known) else ""

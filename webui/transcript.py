@@ -75,7 +75,41 @@ def _run(run: Run, other: Run | None, note: str) -> str:
         body = f'<div class="m-text{" m-writing" if run.running else ""}">{_markdown.render(run.text)}</div>'
     badge = f'<code class="m-badge">{escape(run.name)}</code>' if run.name else ""
     head = f'<div class="m-run-head">{badge}{f"<span>{note}</span>" if note else ""}{_stopped(run)}</div>'
-    return f'<div class="m-run">{head}{body}{_figures(run, other if both else None)}</div>'
+    return f'<div class="m-run">{head}{body}{_found(run)}{_figures(run, other if both else None)}</div>'
+
+
+def _found(run: Run) -> str:
+    """What was looked up for an answer, and the references it was given."""
+    if run.searches is None:
+        return ""
+    if not run.searches:
+        return '<p class="m-note">Nothing was looked up.</p>'
+    return "".join(
+        f'<div class="m-found"><span>Looked up “{escape(one["query"].strip())}”{_missed(one["error"])}</span>'
+        f"{''.join(map(_citation, one['citations']))}</div>"
+        for one in run.searches
+    )
+
+
+def _missed(error: str | None) -> str:
+    if error is None:
+        return ""
+    return (
+        ": nothing was found"
+        if error == "nothing_found"
+        else f" without success <code>{escape(error)}</code>"
+    )
+
+
+def _citation(citation: dict[str, Any]) -> str:
+    picture = '<span class="m-icon m-icon-document"></span>'
+    if citation["kind"] == "image":
+        source = f"/ui/thumbs/{escape(citation['reference_id'])}?v={int(citation['version'])}"
+        picture = f'<img src="{source}" alt="">'
+    tip = f"{citation['title']}, similarity {citation['score']:.2f}"
+    return (
+        f'<span class="m-chip m-cited" data-tip="{escape(tip)}">{picture}{escape(citation["title"])}</span>'
+    )
 
 
 def _stopped(run: Run) -> str:

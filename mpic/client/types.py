@@ -247,8 +247,11 @@ class ChatCompletion(Answer):
 
 
 class Delta(Answer):
+    """``annotations`` come as soon as references have been found, before the model reads them."""
+
     role: str | None = None
     content: str | None = None
+    annotations: tuple[dict[str, Any], ...] | None = None
 
 
 class ChunkChoice(Answer):

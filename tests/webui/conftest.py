@@ -35,7 +35,7 @@ def open_page(browser):
     def opened(url, expected=(), **options):
         context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
         contexts.append(context)
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(60_000)
         page = context.new_page()
         watched.append((Watched(page), expected))
         page.goto(url)

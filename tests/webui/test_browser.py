@@ -4,6 +4,10 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
+import httpx
+
+from mpic.data.generator import references as generated
+
 SAMPLES = Path(str(files("mpic.data"))) / "samples"
 BOX, SEND = "#m-box textarea", "#m-send"
 QUESTION = "Which has more shapes, IMAGE#BEACH or IMAGE#GARDEN?"
@@ -197,6 +201,62 @@ def test_the_words_of_people_and_models_are_never_markup(fake, open_page):
     page.wait_for_selector(".m-error, .m-facts")
     assert "<img src=x onerror=alert(1)> ${1+1} {{value}} `x`" in page.inner_text(".m-bubble")
     assert page.locator(".m-bubble img, .m-bubble b").count() == 0
+
+
+def test_what_is_only_in_the_reference_library_is_looked_up_and_cited(demo_url, open_page):
+    page = open_page(f"{demo_url}/ui/")
+    clear(page)
+    entries, queries = generated.load()
+    fact = next(e for e in entries if e["id"] == "fact-061")
+    question = next(q for q in queries if q["truth"] == fact["id"] and q["form"] == "question")
+    with httpx.Client(base_url=demo_url) as http:
+        made = http.post(
+            "/v1/references",
+            data={"id": "ref_fact", "title": fact["title"]},
+            files={"file": ("fact.txt", fact["text"].encode())},
+        )
+        assert made.status_code == 200
+        try:
+            ask(page, question["text"])
+            page.wait_for_selector(".m-facts")
+            assert question["answer"] not in page.inner_text("#m-turn-0 .m-text")  # it cannot know
+            page.click("#m-retrieval input")
+            page.get_by_role("option", name="Search when needed").click()
+            page.wait_for_selector('#m-policy-line:has-text("The model looks things up")')
+            page.click('[data-do="new"]')
+            page.wait_for_selector(".m-welcome")
+            ask(page, question["text"])
+            page.wait_for_selector(".m-cited")
+            page.wait_for_selector(".m-facts")
+            assert page.inner_text("#m-turn-0 .m-text").strip() == question["answer"]
+            assert page.inner_text(".m-cited").strip() == fact["title"]
+            assert fact["title"] in page.inner_text(".m-strip")
+        finally:
+            http.delete("/v1/references/ref_fact")
+
+
+def test_an_idle_page_asks_once_a_minute_and_a_hidden_one_not_at_all(fake, open_page):
+    page = open_page(f"{fake.url}/ui/")
+    page.clock.install()
+    page.reload()
+    page.wait_for_selector("#m-library .m-empty")
+    page.wait_for_selector("#m-live .m-live")
+    asked = []
+    page.on("request", lambda r: asked.append(r.url) if "/queue/join" in r.url else None)
+    fake.library.files.add("local", b"from another page", "other.txt", handle="OTHER")
+    page.clock.fast_forward(50_000)
+    page.wait_for_timeout(300)
+    assert asked == []
+    page.clock.fast_forward(15_000)
+    page.wait_for_selector('.m-file[data-handle="OTHER"]')
+    page.evaluate("Object.defineProperty(document, 'hidden', { value: true, configurable: true })")
+    seen = len(asked)
+    page.clock.fast_forward(600_000)
+    page.wait_for_timeout(300)
+    assert len(asked) == seen
+    page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait_for_timeout(300)
+    assert len(asked) > seen
 
 
 def test_an_admin_adds_finds_and_removes_references(demo_url, open_page):

@@ -227,13 +227,13 @@ async def test_pages_read_an_answer_as_it_is_written_and_leave_when_they_like(se
     """The transport of the pages streams: the first piece of an answer is there before the last is made."""
     server.engine.pause = 0.01
     api = API(server.app, None)
-    pieces = [p async for p in api.ask([{"role": "user", "content": "hi"}], "full", 8)]
-    assert len(pieces) > 5 and pieces[-1][1]["mpic"]["policy"] == "full"
+    pieces = [p async for p in api.ask([{"role": "user", "content": "hi"}], "full", "off", 8)]
+    assert len(pieces) > 5 and pieces[-1].usage["mpic"]["policy"] == "full"
     with pytest.raises(UnknownPolicy):
-        _ = [p async for p in api.ask([{"role": "user", "content": "hi"}], "fast", 8)]
+        _ = [p async for p in api.ask([{"role": "user", "content": "hi"}], "fast", "off", 8)]
 
     server.engine.pause = 0.2
-    running = api.ask([{"role": "user", "content": "hi"}], "", 8)
+    running = api.ask([{"role": "user", "content": "hi"}], "", "off", 8)
     await anext(running)
     assert server.engine.held
     await running.aclose()
@@ -299,8 +299,8 @@ async def test_the_page_opens_with_a_key_that_allows_one_request_at_a_time(serve
     visitor = SimpleNamespace(user="ada", role="user", key=key)
     request = SimpleNamespace(username="ada", request=SimpleNamespace(state=SimpleNamespace(visitor=visitor)))
     desk = Desk(server.app)
-    assert len(await desk.open(Conversation(), request)) == 9
-    assert "m-live" in (await desk.poll(Conversation(), request))[1]
+    assert len(await desk.open(Conversation(), request)) == 10
+    assert "m-live" in (await desk.look(request))[1]
 
 
 async def test_a_mistake_of_the_server_reaches_the_page_as_an_error_of_the_api(server, monkeypatch):

@@ -99,6 +99,29 @@ def finished(text, policy, ttft=8.0, state="device"):
     return Run(policy, text, {"mpic": {"policy": policy, "ms": {"ttft": ttft}, "trace": trace}}, "done")
 
 
+def test_an_answer_says_what_was_looked_up_and_which_references_it_was_given():
+    cited = {
+        "title": EVIL,
+        "kind": "image",
+        "reference_id": "ref_a",
+        "version": 2,
+        "score": 0.5,
+        "query": "q",
+    }
+    running = Run("full", "so far", retrieval="auto", citations=[cited])
+    html = transcript([Turn("q", running)])
+    assert "Looked up “q”" in html and "/ui/thumbs/ref_a?v=2" in html and "<script" not in html
+    rounds = [{"query": "q", "error": None}, {"query": "other", "error": "nothing_found"}]
+    rounds.append({"query": "third", "error": "bad_call"})
+    running.usage = {"mpic": {"policy": "full", "retrieval": rounds, "ms": {"ttft": 1.0}}}
+    html = transcript([Turn("q", running)])
+    assert html.count("m-cited") == 1 and "Looked up “other”: nothing was found" in html
+    assert "Looked up “third” without success <code>bad_call</code>" in html
+    running.usage["mpic"]["retrieval"] = []
+    assert "Nothing was looked up." in transcript([Turn("q", running)])
+    assert "looked up" not in transcript([Turn("q", Run("full", "no search"))])
+
+
 def test_milliseconds_saved_are_told_only_against_an_answer_without_reuse():
     turn = Turn("q", finished("yes", "mpic-16", 10.0))
     assert "sooner" not in transcript([turn])

@@ -138,7 +138,7 @@
 
   // ---- uploads: straight to the API's own route
 
-  const refresh = () => $('#m-refresh')?.click();
+  const refresh = () => { wait = SOON; $('#m-refresh')?.click(); };
   const stem = (name) => name.replace(/\.[^.]*$/, '').toUpperCase().replace(/[^A-Z0-9]+/g, '_').replace(/^_+|_+$/g, '').slice(0, 56) || 'FILE';
   const send = (file, handle, row) => new Promise((resolve) => {
     const form = new FormData(), request = new XMLHttpRequest();
@@ -205,6 +205,27 @@
   document.addEventListener('change', (e) => {
     if (e.target.id !== 'm-input') return;
     uploadAll([...e.target.files]).then(() => { e.target.value = ''; });
+  });
+
+  // ---- what is shown stays fresh: asked for often while something compiles, seldom otherwise, never by a hidden page.
+  // After an answer and after whatever the page does itself the server has told already.
+
+  const SOON = 1_000, LATE = 10_000, SELDOM = 60_000;
+  let wait = SOON, asked = 0, looked = Date.now(), compiling = false;
+  const look = () => { looked = Date.now(); $('#m-look')?.click(); };
+  setInterval(() => {
+    if (document.hidden) return;
+    const now = Date.now(), before = compiling;
+    compiling = Boolean($('#m-library .m-compiling'));
+    if (!compiling) wait = SOON;
+    if (compiling && now - asked >= wait) {
+      asked = now;
+      $('#m-refresh')?.click();
+      wait = Math.min(2 * wait, LATE);
+    } else if ((before && !compiling) || now - looked >= SELDOM) look();
+  }, 500);
+  document.addEventListener('visibilitychange', () => {
+    if (!document.hidden && Date.now() - looked >= LATE) look();
   });
 
   // ---- buttons of the page
