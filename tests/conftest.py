@@ -6,6 +6,9 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault(
+    "TORCH_COMPILE_DISABLE", "1"
+)  # vLLM compiles its sampler, which takes longer than a test
 
 import pytest
 import torch

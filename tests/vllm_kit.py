@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # compiling vLLM's sampler takes longer than a test
+    "TORCH_COMPILE_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; more than the tiny models need
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

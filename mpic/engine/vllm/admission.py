@@ -149,7 +149,10 @@ class Admission:
 
     def _folder(self, order: CompileOrder) -> str:
         for folder in self._folders:
-            inside = (folder / order.folder).resolve()
+            try:
+                inside = (folder / order.folder).resolve(strict=True)
+            except (OSError, RuntimeError):  # not there, or no name for a file
+                continue
             if inside.is_dir() and inside.is_relative_to(folder):
                 return str(inside)
         raise BadOrder(f"there is no folder {order.folder} to compile into")
@@ -284,6 +287,7 @@ class Admission:
 
     def fail(self, ticket: Ticket, code: str, message: str) -> None:
         """The request ends with the scheduler's next update."""
+        logger.warning("request %s ends: %s (%s)", ticket.request.request_id, message, code)
         ticket.fault = Fault(code, message)
         self._failed[ticket.request.request_id] = ticket
 

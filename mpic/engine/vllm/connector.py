@@ -26,7 +26,7 @@ from mpic.config import ConfigError
 from mpic.engine.vllm.admission import Admission, Ticket
 from mpic.engine.vllm.capture import Capture
 from mpic.engine.vllm.files import Expected, HostMemory
-from mpic.engine.vllm.layout import geometry
+from mpic.engine.vllm.layout import deepstack_layers, geometry
 from mpic.engine.vllm.steps import StepOrders, StepReport
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
-            expected = Expected(geometry(vllm_config), vllm_config.model_config.dtype)
+            model = vllm_config.model_config
+            hidden, deepstack = model.hf_text_config.hidden_size, deepstack_layers(model.hf_config)
+            expected = Expected(geometry(vllm_config), model.dtype, hidden, deepstack)
             self._host = HostMemory(
                 settings["folders"], settings["host_bytes"], settings["readers"], expected
             )

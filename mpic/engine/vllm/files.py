@@ -27,10 +27,19 @@ logger = init_logger(__name__)
 
 
 class Expected(NamedTuple):
-    """What a chunk's KV must be to fit the model: its geometry over all workers and its type."""
+    """What a chunk must be to fit the model.
+
+    Args:
+        shape: of its KV, over all workers.
+        dtype: of its KV.
+        hidden: width of an image's embeddings.
+        deepstack: layers of its DeepStack features.
+    """
 
     shape: KVShape
     dtype: torch.dtype
+    hidden: int
+    deepstack: int
 
 
 class HostChunk:
@@ -264,14 +273,31 @@ class HostMemory:
         try:
             if file.key.digest != chunk.key:
                 raise _Mismatch(f"{chunk.path} holds another chunk than was asked for")
-            if (file.shape, file.dtype) != self._expected:
+            if (file.shape, file.dtype) != self._expected[:2]:
                 raise _Mismatch(f"{chunk.path} is of another model: {file.shape}, {file.dtype}")
             if file.tokens != chunk.tokens:
                 raise _Mismatch(f"{chunk.path} has {file.tokens} tokens, not {chunk.tokens}")
+            self._check_embeddings(file)
         except _Mismatch:
             file.close()
             raise
         return file
+
+    def _check_embeddings(self, file: ChunkFile) -> None:
+        """In the forward, wrong ones would end the engine."""
+        inputs, n, expected = file.inputs, file.tokens, self._expected
+        wanted: list[tuple[int, ...] | None] = [None, None]
+        if file.key.chunk.kind == "image":
+            wanted[0] = (n, expected.hidden)
+            if expected.deepstack:
+                wanted[1] = (expected.deepstack, n, expected.hidden)
+        given = [None if t is None else tuple(t.shape) for t in (inputs.embeds, inputs.deepstack)]
+        if given != wanted:
+            raise _Mismatch(
+                f"{file.path.name} has embeddings of shape {given[0]} and {given[1]}, not {wanted}"
+            )
+        if inputs.positions.shape not in ((1, n), (3, n)):
+            raise _Mismatch(f"{file.path.name} has positions of shape {tuple(inputs.positions.shape)}")
 
     def _resolve(self, path: str) -> Path:
         for folder in self._folders:
