@@ -229,6 +229,8 @@ class Admission:
         ticket = self._tickets.get(request.request_id)
         if ticket is not None and ticket.fault is None:
             self._admitted[request.request_id] = external
+            if isinstance(ticket.order, LinkOrder):
+                self._salts[request.cache_salt] = ticket
 
     # a step
 
@@ -263,7 +265,6 @@ class Admission:
                 return
             self._unfinished[request] = ticket
             if isinstance(ticket.order, LinkOrder):
-                self._salts[ticket.request.cache_salt] = ticket
                 rows: Ranges = ranges_of(ticket.rows.tolist())
                 made.links[request] = LinkStart(length, before - external, rows, ticket.chunks)
         ticket.blocks = self.manager.get_block_ids(request)[0]

@@ -1,0 +1,131 @@
+"""Links under pressure: prompts cut into several steps, too few blocks, requests given up half way."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import vllm_kit as kit
+from engine_kit import ids, image_chunk, prompt_of, text_chunk
+from families import random_image
+from vllm_links import Linker, engine
+
+TOKENS = 30
+SMALL_STEP = 48
+BLOCKS = 26
+
+
+@pytest.fixture(scope="module", params=kit.quick_or_parity(("qwen3_vl",)))
+def linker(request, tmp_path_factory):
+    files = tmp_path_factory.mktemp("chunks")
+    options = {"max_num_batched_tokens": SMALL_STEP, "num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
+    options |= {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 20}
+    if request.param in kit.VISION:
+        options |= {"limit_mm_per_prompt": {"image": 1, "video": 0}}
+    with engine(kit.checkpoint(request.param), files, **options) as llm:
+        yield Linker(llm, request.param, files)
+
+
+@pytest.fixture
+def preempted(linker, monkeypatch):
+    """How often vLLM took a running request's blocks away."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    counted, preempt = [], Scheduler._preempt_request
+
+    def counting(self, request, *rest, **options):
+        counted.append(request.request_id)
+        return preempt(self, request, *rest, **options)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
+    return counted
+
+
+def core(linker):
+    return linker.llm.llm_engine.engine_core.engine_core
+
+
+def idle(linker) -> None:
+    """Nothing is held: no block, no chunk, no ticket."""
+    scheduler = core(linker).scheduler
+    admission, host = scheduler.connector._admission, scheduler.connector._host
+    assert (
+        not admission._tickets
+        and not admission._unfinished
+        and not admission._salts
+        and not admission._admitted
+    )
+    assert not host._held and not host._waiting and not any(chunk.pins for chunk in host._chunks.values())
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+
+
+def prompts(linker):
+    """Ten prompts over three chunks, each chunk at many places."""
+    picked = random.Random(0)
+    third = text_chunk(ids(9, 33))
+    if linker.name in kit.VISION:
+        third = image_chunk(random_image(2, 40, 40))
+    chunks = [text_chunk(ids(8, 70)), text_chunk(ids(7, 101)), third]
+    for i in range(10):
+        parts = [[1, *ids(20 + i, picked.randint(1, 30))]]
+        for chunk in picked.sample(chunks, picked.randint(1, 3)):
+            parts += [chunk, ids(40 + i, picked.randint(1, 12))]
+        yield prompt_of(*parts), picked.choice(["mpic-0", "mpic-3", "mpic-20", "random-30", "attnlink-8"])
+
+
+def test_a_link_cut_into_steps_equals_the_oracle(linker):
+    for prompt, policy in list(prompts(linker))[:3]:
+        told = linker.run(*zip(linker.link(prompt, "mpic-20")))
+        assert told[0].ids == linker.expected(prompt, "mpic-20")[0]
+        (answer,) = linker.run(*zip(linker.link(prompt, policy)))
+        expected, logprobs = linker.expected(prompt, policy)
+        assert answer.ids == expected
+        assert (answer.logprobs - logprobs).abs().max() < 1e-4
+    idle(linker)
+
+
+def test_preempted_links_answer_as_if_they_were_alone(linker, preempted):
+    asked = list(prompts(linker))
+    alone = [linker.reported(*zip(linker.link(*one)), tokens=TOKENS)[0].ids for one in asked]
+    assert not preempted
+    for salt in ("one", "one", "two"):  # the second time blocks of the first are found
+        batch = [*range(10), 3, 3, 7]
+        requests = [linker.link(*asked[i], salt=f"{salt}-{i}") for i in batch]
+        answers = linker.reported(*zip(*requests, strict=True), tokens=TOKENS)
+        assert [answer.ids for answer in answers] == [alone[i] for i in batch]
+    assert preempted
+    idle(linker)
+
+
+def test_an_aborted_link_leaves_nothing_half_written_in_the_prefix_cache(linker):
+    from vllm import SamplingParams
+
+    prompt, _ = next((p, k) for p, k in prompts(linker) if len(linker.order(p, k)[0]) > 2 * SMALL_STEP)
+    (alone,) = linker.run(*zip(linker.link(prompt, "random-60")))
+    request, params = linker.link(prompt, "random-60", salt="given up")
+    vllm = linker.llm.llm_engine
+    for steps in range(1, 4):
+        extra = {"kv_transfer_params": params}
+        vllm.add_request(f"aborted-{steps}", request, SamplingParams(max_tokens=4, extra_args=extra))
+        scheduler = core(linker).scheduler
+        while not scheduler.running:
+            vllm.step()
+        for _ in range(steps - 1):
+            vllm.step()
+        vllm.abort_request([f"aborted-{steps}"])
+        vllm.step()
+        (answer,) = linker.run([request], [params])
+        assert answer.ids == alone.ids
+        assert (answer.logprobs - alone.logprobs).abs().max() < 1e-4
+        core(linker).scheduler.reset_prefix_cache()
+    idle(linker)
+
+
+def test_two_links_with_one_salt_at_once_do_not_read_each_other_half_written(linker):
+    prompt, _ = next((p, k) for p, k in prompts(linker) if len(linker.order(p, k)[0]) > 2 * SMALL_STEP)
+    (alone,) = linker.run(*zip(linker.link(prompt, "random-60")))
+    twins = [linker.link(prompt, "random-60", salt="twins") for _ in range(3)]
+    for answer in linker.run(*zip(*twins, strict=True)):
+        assert answer.ids == alone.ids
+        assert (answer.logprobs - alone.logprobs).abs().max() < 1e-4
+    idle(linker)
