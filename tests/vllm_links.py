@@ -174,7 +174,7 @@ class Linker:
         return ids, torch.log_softmax(logits[0], -1)
 
 
-def without(order: LinkOrder, chunk: int, **fields: Any) -> LinkOrder:
+def replaced(order: LinkOrder, chunk: int, **fields: Any) -> LinkOrder:
     """An order with another ``ChunkRef`` in place of one."""
     refs = list(order.chunks)
     refs[chunk] = ChunkRef(**{**refs[chunk]._asdict(), **fields})
