@@ -26,9 +26,7 @@ def mount(app: FastAPI, config: Config) -> None:
     Call it last: the gate has to stand in front of every other middleware, because it turns uploads into requests of
     the API, which those then check.
     """
-    logging.getLogger("httpx").setLevel(
-        logging.WARNING
-    )  # it tells every request, and the page asks every few seconds
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request, and a page makes many
     state = app.state.mpic
     sessions = Sessions()
     pages = _Pages(app)

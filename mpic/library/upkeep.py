@@ -43,7 +43,6 @@ def size_of(library: Library) -> int:
     """Bytes that ``check`` reads."""
     row = library.catalog.one("""
         SELECT (SELECT COALESCE(SUM(bytes), 0) FROM files) + (SELECT COALESCE(SUM(bytes), 0) FROM refs)
-             + (SELECT COALESCE(SUM(bytes), 0) FROM retired_refs)
              + (SELECT COALESCE(SUM(bytes), 0) FROM chunks WHERE state = 'ready')""")
     return row[0]
 

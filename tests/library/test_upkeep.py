@@ -42,6 +42,16 @@ def import_(library, source):
 # check
 
 
+def test_progress_ends_at_the_whole_while_a_version_on_its_way_out_is_still_linked(library):
+    library.references.tokenize = lambda text: tuple(text.encode())
+    old = asyncio.run(library.references.add(b"old", "r.txt", title="R"))
+    held = library.references.chunk(old)
+    asyncio.run(library.references.replace(old.id, b"newer"))
+    done = []
+    assert check(library, progress=done.append) == [] and sum(done) == size_of(library) == len(b"newer")
+    assert held.token_ids == tuple(b"old")
+
+
 def test_a_whole_library_has_no_problems_and_all_of_it_is_read(library):
     fill(library)
     done = []
