@@ -1,6 +1,7 @@
 """Makes docs/screenshots from the running interface: a server on the demo model, a real browser, the bundled samples.
 
     make screenshots
+    python tools/screenshots.py chat searching    # only these
 
 Needs Chromium (tools/get_chromium.sh). The pictures show what was answered and measured in this run.
 """
@@ -8,6 +9,7 @@ Needs Chromium (tools/get_chromium.sh). The pictures show what was answered and 
 from __future__ import annotations
 
 import io
+import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,7 +33,7 @@ PHONE = {
 }
 
 
-def main() -> int:
+def main(wanted: list[str]) -> int:
     sys.path.insert(0, str(ROOT / "tests"))
     from browsing import find_browser, open_browser
 
@@ -46,7 +48,10 @@ def main() -> int:
     ):
 
         def shoot(name: str, act: Callable, **options) -> None:
+            if wanted and name not in wanted:
+                return
             context = browser.new_context(**{**DESKTOP, **options})
+            context.set_default_timeout(60_000)
             page = context.new_page()
             page.goto(f"{url}/ui/")
             page.wait_for_selector(".m-welcome, .m-turn")
@@ -67,6 +72,7 @@ def main() -> int:
         shoot("policies", lambda page: page.get_by_role("tab", name="Policies").click())
         shoot("phone", compare, **PHONE)
         shoot("phone-library", library, **PHONE, color_scheme="dark")
+        shoot("searching", searching)
     return 0
 
 
@@ -118,6 +124,20 @@ def differ(page) -> None:
     top(page)
 
 
+def searching(page) -> None:
+    facts = [json.loads(line) for line in (REFERENCES.parent / "references.jsonl").read_text().splitlines()]
+    for fact in facts[-16:]:
+        fields = {"id": f"ref_{fact['id']}", "title": fact["title"]}
+        file = {"name": "fact.txt", "mimeType": "text/plain", "buffer": fact["text"].encode()}
+        page.request.post(page.url.replace("/ui/", "/v1/references"), multipart={**fields, "file": file})
+    page.click("#m-retrieval input")
+    page.get_by_role("option", name="Search when needed").click()
+    page.wait_for_selector('#m-policy-line:has-text("The model looks things up")')
+    for number, question in enumerate(("What is the pet of Tina Wood?", "What code does the ladder have?")):
+        ask(page, question, number)
+    top(page)
+
+
 def references(page) -> None:
     page.get_by_role("tab", name="References").click()
     page.click(".m-new summary")
@@ -149,4 +169,4 @@ def _save(name: str, png: bytes) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
