@@ -1,0 +1,109 @@
+"""A plain vLLM server, started as docs/vllm.md says, takes link orders over HTTP as the example there sends them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import vllm_kit as kit
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 240
+
+
+def documented_command() -> str:
+    """The shell lines that start the server."""
+    text = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    (block,) = (b for b in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if "api_server" in b)
+    return block.strip()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """``(url, folder of chunk files)``."""
+    folder, log = tmp_path_factory.mktemp("chunks"), tmp_path_factory.mktemp("log") / "server.log"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    given = {
+        ".venv/bin/python": sys.executable,
+        "PATH": str(kit.checkpoint("llama")),
+        "8001": str(port),
+        "/tmp/mpic-chunks": str(folder),
+    }
+    command = documented_command()
+    for name, value in given.items():
+        assert name in command
+        command = command.replace(name, value)
+    command += " --host 127.0.0.1 --dtype float32 --enforce-eager --max-model-len 1024"
+    environment = {**os.environ, **kit.ENVIRONMENT, "VLLM_LOGGING_LEVEL": "WARNING"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            ["bash", "-c", command], cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_for(url, process, log)
+            yield url, folder
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(60)
+
+
+def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
+    limit = time.monotonic() + START_SECONDS
+    while time.monotonic() < limit:
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise AssertionError(f"the server did not start in {START_SECONDS} s:\n{log.read_text()[-3000:]}")
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("vllm_http", ROOT / "docs" / "examples" / "vllm_http.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_compiles_and_links_over_http(server, example, capsys):
+    url, folder = server
+    example.main(url, str(folder))
+    said = capsys.readouterr().out
+    assert said.count("'fallback': []") == said.count("'error': None") == len(example.QUESTIONS)
+    assert all(int(reused) > 200 for reused in re.findall(r"'reused': (\d+)", said))
+    assert [path.suffix for path in folder.iterdir()] == [".safetensors"]
+
+
+def test_a_bad_order_over_http_fails_alone(server, example):
+    url, _ = server
+    client = example.Server(url)
+    prompt = client.tokens("A prompt of thirty-three tokens.")
+    before = client.complete(prompt, 4)["choices"][0]["text"]
+    for order in ({"mpic": {"version": 1, "link": {"rows": "all"}}}, {"mpic": 7}):
+        with pytest.raises(httpx.HTTPStatusError, match="500"):
+            client.complete(prompt, 4, order)
+        assert client.complete(prompt, 4)["choices"][0]["text"] == before
+
+
+def test_an_order_for_all_tokens_equals_no_order_over_http(server, example):
+    url, _ = server
+    client = example.Server(url)
+    prompt = client.tokens("Everything of this is computed.")
+    order = {"length": len(prompt), "extent": len(prompt), "rows": [[0, len(prompt)]], "chunks": []}
+    linked = client.complete(prompt, 8, {"mpic": {"version": 1, "link": order}})
+    assert linked["choices"][0]["text"] == client.complete(prompt, 8)["choices"][0]["text"]
+    assert linked["kv_transfer_params"]["mpic"]["recomputed"] == len(prompt)
