@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
+
 import vllm_kit
 
 collect_ignore_glob = [] if vllm_kit.available() else ["test_*.py"]
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    if vllm_kit.available():
-        return None
-    return "vLLM is not installed: the tests in tests/vllm do not run (make setup-vllm)"
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if not vllm_kit.available():
+        terminalreporter.write_line("tests/vllm did not run: vLLM is not installed (make setup-vllm)")

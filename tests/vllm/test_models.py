@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import vllm_kit as kit
@@ -27,3 +30,11 @@ def test_vllm_answers_as_transformers_does(name):
     truth = kit.expected(name, answer.prompt, images)
     assert answer.ids == truth.ids
     torch.testing.assert_close(answer.logprobs, truth.logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parity
+def test_modules_that_want_torchvision_import_in_a_python_of_their_own(tmp_path):
+    """vLLM looks at a model's class in a subprocess; the mend of the set-up has to reach it."""
+    code = "from vllm.model_executor.models import llava, qwen2_vl, qwen3_vl"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
