@@ -35,7 +35,7 @@ test: setup-dev ## run the tests
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(ARGS)
 
 parity: setup-dev ## every vLLM test on every family, to be run when vLLM's version changes (20 minutes)
-	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/vllm --parity --timeout 1800 -o console_output_style=classic $(ARGS)
+	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/vllm --parity --timeout 1800 $(ARGS)
 
 fuzz: setup-dev ## schemathesis against a live server, many examples an operation (FUZZ=300)
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_schemathesis.py --fuzz $(FUZZ) --timeout 7200 $(ARGS)
