@@ -259,6 +259,22 @@ def test_an_idle_page_asks_once_a_minute_and_a_hidden_one_not_at_all(fake, open_
     assert len(asked) > seen
 
 
+def test_while_something_compiles_a_page_asks_soon_and_then_less_and_less_often(fake, open_page):
+    file = fake.library.files.add("local", b"takes its time", "slow.txt", handle="SLOW")
+    page = open_page(f"{fake.url}/ui/")
+    page.clock.install()
+    page.reload()
+    page.wait_for_selector('.m-file[data-handle="SLOW"] .m-compiling')
+    asked = []
+    page.on("request", lambda r: asked.append(r.url) if "/queue/join" in r.url else None)
+    page.clock.run_for(60_000)
+    page.wait_for_timeout(300)
+    assert 4 <= len(asked) <= 10
+    fake.library.files.set_state("local", file.id, "ready", tokens=3)
+    page.clock.run_for(11_000)
+    page.wait_for_selector('.m-file[data-handle="SLOW"] .m-ready')
+
+
 def test_an_admin_adds_finds_and_removes_references(demo_url, open_page):
     page = open_page(f"{demo_url}/ui/")
     page.get_by_role("tab", name="References").click()
