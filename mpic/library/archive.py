@@ -88,10 +88,10 @@ def restore(
     try:
         with tarfile.open(path, mode="r:") as tar:
             lines = _member(tar, MANIFEST).decode().splitlines()
-            if not lines or json.loads(lines[0]).get("format") != FORMAT:
+            if not lines or _object(lines[0]).get("format") != FORMAT:
                 raise BadRequest(f"{path} is an export of another version")
             for line in lines[1:]:
-                entry = json.loads(line)
+                entry = _object(line)
                 results.append(_restore_one(library, entry, tar))
                 progress(results[-1])
     except (tarfile.TarError, KeyError, ValueError) as error:
@@ -171,6 +171,14 @@ def _entries(library: Library, user: str | None) -> Iterator[tuple[dict[str, Any
             entry |= {"title": reference.title, "description": reference.description}
             entry |= {"metadata": reference.metadata}
             yield entry | {name: getattr(reference, name) for name in names}, reference.path
+
+
+def _object(line: str) -> dict[str, Any]:
+    """Raises ValueError."""
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError("a line of its manifest is no object")
+    return value
 
 
 def _put(tar: tarfile.TarFile, name: str, data: bytes) -> None:

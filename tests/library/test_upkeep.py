@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import io
 import json
 import os
 import tarfile
@@ -229,6 +230,16 @@ def test_what_an_interrupted_export_left_is_no_hindrance_and_a_lost_original_is_
     with pytest.raises(CorruptFile, match=file.id):
         export(library, tmp_path / "again.tar")
     library.files.delete("ann", file.id)
+
+
+@pytest.mark.parametrize("manifest", [b"[]", b"1", b'{"format": 1}\n[1]', b'{"format": 1}\n"file"', b"\xff"])
+def test_a_manifest_that_is_not_ours_is_refused(manifest, library, tmp_path):
+    with tarfile.open(tmp_path / "e.tar", "w") as tar:
+        info = tarfile.TarInfo("manifest.jsonl")
+        info.size = len(manifest)
+        tar.addfile(info, io.BytesIO(manifest))
+    with pytest.raises(BadRequest, match="not an export"):
+        restore(library, tmp_path / "e.tar")
 
 
 def test_an_export_is_durable_when_it_is_done_and_leaves_nothing_where_it_cannot_be(open_library, tmp_path):
