@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +24,9 @@ from mpic.evals.bench import (  # noqa: F401 - each registers itself
     restart,
     retrieval,
     serve,
+    serving,
     ttft,
+    ttft_vllm,
 )
 from mpic.evals.bench.frame import (
     BENCHES,
@@ -54,17 +58,25 @@ app = typer.Typer(
 def show() -> None:
     """Which benches there are, their headline numbers and what those should be."""
     table = Table("bench", "measures", "headline", "goal")
-    for entry in BENCHES.values():
+    for entry in (one for native in BENCHES.values() for one in (native, *native.others.values())):
         names, goals = list(entry.wants), list(entry.wants.values())
-        table.add_row(entry.name, entry.summary, "\n".join(names), "\n".join(goals))
+        name = entry.name if entry.engine == "native" else f"{entry.name} --engine {entry.engine}"
+        table.add_row(name, entry.summary, "\n".join(names), "\n".join(goals))
     Console().print(table, markup=False)
 
 
-def _command(entry: Bench) -> None:
+def _help(entry: Bench) -> str:
     goals = ", ".join(f"`{name}` {goal}" for name, goal in entry.wants.items())
+    return f"{entry.summary[0].upper()}{entry.summary[1:]}.\n\nHeadline: {goals}."
 
-    @app.command(entry.name, help=f"{entry.summary[0].upper()}{entry.summary[1:]}.\n\nHeadline: {goals}.")
+
+def _command(native: Bench) -> None:
+    others = [f"With `--engine {engine}`: {_help(other)}" for engine, other in native.others.items()]
+    engines = ", ".join(("native", *native.others))
+
+    @app.command(native.name, help="\n\n".join((_help(native), *others)))
     def run(
+        engine: Annotated[str, typer.Option(help="native, or vllm where the bench has it")] = "native",
         quick: Annotated[
             bool, typer.Option("--quick", help="same shape, smaller: under 45 s on two cores")
         ] = False,
@@ -76,6 +88,11 @@ def _command(entry: Bench) -> None:
         dtype: Annotated[str, typer.Option(help=f"auto (float32), {', '.join(DTYPES)}")] = "auto",
         threads: Annotated[int | None, typer.Option(min=1, help="of torch on the CPU")] = None,
     ) -> None:
+        entry = native.on(engine)
+        if entry is None:
+            raise typer.BadParameter(f"bench {native.name} measures {engines}, not '{engine}'")
+        if threads and engine == "vllm":
+            raise typer.BadParameter("vLLM chooses its threads itself: set VLLM_CPU_OMP_THREADS_BIND")
         if dtype != "auto" and dtype not in DTYPES:
             raise typer.BadParameter(f"unknown dtype '{dtype}'; one of auto, {', '.join(DTYPES)}")
         if threads:
@@ -83,6 +100,7 @@ def _command(entry: Bench) -> None:
         where = Where(choose_device(device), DTYPES.get(dtype, torch.float32))
         changes = {"repeats": repeats} if repeats and "repeats" in entry.settings.__dataclass_fields__ else {}
         settings = entry.configured(quick, **changes)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: what was started ends too
         errors = Console(stderr=True)
         errors.print(f"{entry.name}: {machine(where)}", markup=False, highlight=False)
         with Ticker(errors) as ticker:

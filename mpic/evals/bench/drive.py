@@ -15,7 +15,7 @@ import transformers as tf
 from PIL import Image
 from torch import nn
 
-from mpic.engine.base import GenerationRequest, Sampling, Usage
+from mpic.engine.base import Engine, GenerationRequest, Sampling, Usage
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.frame import BenchFailed, Where
 from mpic.kv.chunk import Chunk, ChunkKey
@@ -25,7 +25,7 @@ from mpic.model.selftest import self_test
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 
 PAGE = 16
-_IMAGE_TOKEN = 5
+IMAGE_TOKEN = 5
 _numbers = itertools.count()
 
 
@@ -102,14 +102,10 @@ class Pair:
     stock: nn.Module
 
 
-def make_pair(
+def random_model(
     decoder: Decoder, where: Where, tower: Tower | None = None, gain: float = 1.0, seed: int = 0
-) -> Pair:
-    """A random model, self-tested as every model is at load.
-
-    Args:
-        gain: multiplies the weights; more than 1 makes attention sharp, so that answers depend on what is linked.
-    """
+) -> nn.Module:
+    """A random Llama, or a random LLaVA when there is a tower; see ``make_pair``."""
     torch.manual_seed(seed)
     if tower is None:
         model: nn.Module = tf.LlamaForCausalLM(decoder.config())
@@ -117,7 +113,7 @@ def make_pair(
         config = tf.LlavaConfig(
             vision_config=tower.config(),
             text_config=decoder.config(),
-            image_token_id=_IMAGE_TOKEN,
+            image_token_id=IMAGE_TOKEN,
             vision_feature_layer=-1,
             tie_word_embeddings=True,
         )
@@ -130,6 +126,18 @@ def make_pair(
     model = model.to(where.device, where.dtype).eval().requires_grad_(False)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    return model
+
+
+def make_pair(
+    decoder: Decoder, where: Where, tower: Tower | None = None, gain: float = 1.0, seed: int = 0
+) -> Pair:
+    """A random model, self-tested as every model is at load.
+
+    Args:
+        gain: multiplies the weights; more than 1 makes attention sharp, so that answers depend on what is linked.
+    """
+    model = random_model(decoder, where, tower, gain, seed)
     stock = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     stock.set_attn_implementation("sdpa")
     loaded = LoadedModel(model, tower.processor() if tower else None, "random")
@@ -139,8 +147,13 @@ def make_pair(
 
 def describe(pair: Pair, decoder: Decoder) -> str:
     """The model in words, for the settings."""
-    millions = pair.loaded.info.details["parameters"] / 1e6
-    kind = "LLaVA" if pair.loaded.has_vision else "Llama"
+    return in_words(pair.stock, decoder)
+
+
+def in_words(model: nn.Module, decoder: Decoder) -> str:
+    """As ``describe``, of a model of ``random_model``."""
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    kind = "LLaVA" if isinstance(model, tf.LlavaForConditionalGeneration) else "Llama"
     shape = f"{decoder.layers} layers x {decoder.hidden}, {decoder.heads} heads"
     return f"random {kind}, {millions:.0f} M parameters, {shape}"
 
@@ -207,13 +220,13 @@ def engine_for(loaded: LoadedModel, tokens: int, **options: object) -> Iterator[
         engine.close()
 
 
-def compile_all(engine: NativeEngine, chunks: Sequence[Chunk], sink: int = 0) -> None:
+def compile_all(engine: Engine, chunks: Sequence[Chunk], sink: int = 0) -> None:
     """Make chunks resident."""
     for future in [engine.compile(chunk, sink) for chunk in chunks]:
         future.result()
 
 
-def first_token(engine: NativeEngine, request: GenerationRequest) -> tuple[float, Usage]:
+def first_token(engine: Engine, request: GenerationRequest) -> tuple[float, Usage]:
     """Milliseconds from submission to the first token as the caller sees it; the request is then read to its end.
 
     Ask for two tokens: what follows a request's end must not be counted to its first token.

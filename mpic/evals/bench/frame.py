@@ -70,7 +70,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Bench:
-    """An entry of the registry. ``wants`` says in words what each headline number should be."""
+    """An entry of the registry. ``wants`` says in words what each headline number should be; ``engine`` is the one it
+    measures, and ``others`` has the same bench on another engine."""
 
     name: str
     summary: str
@@ -78,6 +79,12 @@ class Bench:
     quick: dict[str, Any]
     wants: dict[str, str]
     run: Callable[[Any, Where, Ticker], Report]
+    engine: str = "native"
+    others: dict[str, Bench] = field(default_factory=dict)
+
+    def on(self, engine: str) -> Bench | None:
+        """The bench on an engine; None where there is none."""
+        return self if engine == self.engine else self.others.get(engine)
 
     def configured(self, quick: bool = False, **changes: Any) -> Any:
         """The bench's settings: full, or the quick ones, with changes on top."""
@@ -88,7 +95,12 @@ BENCHES: dict[str, Bench] = {}
 
 
 def bench(
-    name: str, summary: str, settings: type, quick: Mapping[str, Any], wants: Mapping[str, str]
+    name: str,
+    summary: str,
+    settings: type,
+    quick: Mapping[str, Any],
+    wants: Mapping[str, str],
+    engine: str = "native",
 ) -> Callable[[Callable[[Any, Where, Ticker], Report]], Callable[[Any, Where, Ticker], Report]]:
     """Register a bench.
 
@@ -96,13 +108,18 @@ def bench(
         settings: a frozen dataclass whose defaults are the full size.
         quick: the fields that ``--quick`` makes smaller; the shape of the experiment stays.
         wants: headline name -> the goal in words.
+        engine: what it measures; the native one is registered first.
     """
     unknown = set(quick) - {f.name for f in fields(settings)}
     if unknown:
         raise ValueError(f"bench {name}: no settings {sorted(unknown)}")
 
     def register(run: Callable[[Any, Where, Ticker], Report]) -> Callable[[Any, Where, Ticker], Report]:
-        BENCHES[name] = Bench(name, summary, settings, dict(quick), dict(wants), run)
+        made = Bench(name, summary, settings, dict(quick), dict(wants), run, engine)
+        if engine == "native":
+            BENCHES[name] = made
+        else:
+            BENCHES[name].others[engine] = made
         return run
 
     return register

@@ -47,10 +47,10 @@ class Settings:
     seed: int = 0
 
 
-class _Prompts:
+class Prompts:
     """Fresh text in every prompt: only what a column is meant to share can be found again."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Any) -> None:
         self._settings = settings
         self.ids = Ids(settings.decoder.vocabulary, settings.seed)
         self.system = self.ids.fresh(settings.system)
@@ -90,7 +90,7 @@ class _Prompts:
 def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
     """Measure every policy and the floor in the same rounds."""
     pair = make_pair(settings.decoder, where, settings.tower, seed=settings.seed)
-    prompts = _Prompts(settings)
+    prompts = Prompts(settings)
     image_tokens = settings.images * settings.tower.tokens
     text = settings.system + settings.text
     length = image_tokens + text
@@ -132,7 +132,7 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
 
 
 def _column(
-    engine: NativeEngine, prompts: _Prompts, policy: str, usages: dict[str, Usage], encode: bool = False
+    engine: NativeEngine, prompts: Prompts, policy: str, usages: dict[str, Usage], encode: bool = False
 ) -> Callable[[int], float]:
     prefix = policy == "prefix"
 

@@ -1,0 +1,142 @@
+"""The benches that run vLLM, at a tiny size; nothing here is timed. Where vLLM is not installed they say so."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from typer.testing import CliRunner
+
+from mpic.evals.bench import checkpoint, cli, serving, ttft_vllm
+from mpic.evals.bench.drive import Decoder, Tower, random_image, random_model
+from mpic.evals.bench.frame import BENCHES, Bench, BenchFailed, Where
+
+CPU = Where(torch.device("cpu"), torch.float32)
+TINY = Decoder(layers=2, hidden=128, heads=4, intermediate=64, vocabulary=300, context=2048)
+TOWER = Tower(layers=1, hidden=32, heads=2, size=56, patch=8)
+SETTINGS = {
+    "ttft": ttft_vllm.Settings(
+        decoder=TINY,
+        tower=TOWER,
+        images=3,
+        system=8,
+        text=24,
+        repeats=1,
+        vision_repeats=1,
+        decode_repeats=1,
+        answers=2,
+        tokens=12,
+        arrivals=2,
+        gap=0.02,
+        block=32,
+    ),
+    "serving": serving.Settings(
+        decoder=TINY, tower=TOWER, pool=3, linked=2, text=16, answer=2, backlog=0.1, seconds=0.2
+    ),
+}
+HEADLINES = {
+    "ttft": {
+        "prefix_over_mpic32",
+        "mpic32_over_floor",
+        "decode_idle_over_vllm",
+        "decode_while_linking_over_vllm",
+    },
+    "serving": {"mpic32_over_prefix", "p99_prefix_over_mpic32"},
+}
+needs_vllm = pytest.mark.skipif(
+    (importlib.util.find_spec("vllm") or type("None", (), {"origin": None})).origin is None,
+    reason="vLLM is not installed (make setup-vllm)",
+)
+
+
+@needs_vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name, engine",
+    [("ttft", "vllm"), ("serving", "native"), pytest.param("serving", "vllm", marks=pytest.mark.parity)],
+)
+def test_writes_machine_settings_rows_headline_and_a_plot(name, engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(Bench, "configured", lambda self, quick, **changes: SETTINGS[self.name])
+    path = tmp_path / f"{name}.json"
+    done = CliRunner().invoke(cli.app, [name, "--engine", engine, "--device", "cpu", "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    assert result["settings"]["engine"] == engine and result["rows"]
+    assert set(result["headline"]) == HEADLINES[name]
+    assert all(math.isfinite(v) and v > 0 for v in result["headline"].values())
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    if name == "ttft":
+        reused = {row["column"]: row["reused"] for row in result["rows"] if "column" in row}
+        assert reused == {
+            ttft_vllm.ALONE: 0,
+            ttft_vllm.FLOOR: 64,
+            ttft_vllm.HOST: 51,
+            ttft_vllm.PAGES: 51,
+            ttft_vllm.DISK: 51,
+        }
+
+
+@pytest.mark.parametrize("name", HEADLINES)
+def test_the_list_and_the_help_name_both_engines(name):
+    listed = CliRunner().invoke(cli.app, ["list"], env={"COLUMNS": "200"}).output
+    taught = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "200"}).output
+    assert f"{name} --engine vllm" in listed and "With --engine vllm" in taught
+    assert set(BENCHES[name].on("vllm").wants) == HEADLINES[name]
+
+
+def test_an_engine_that_a_bench_does_not_measure_is_refused_by_name():
+    done = CliRunner().invoke(cli.app, ["flat", "--engine", "vllm"])
+    assert done.exit_code == 2 and "native" in done.output
+
+
+def test_threads_are_refused_where_vllm_would_ignore_them():
+    done = CliRunner().invoke(cli.app, ["ttft", "--engine", "vllm", "--threads", "1"])
+    assert done.exit_code == 2 and "VLLM_CPU_OMP_THREADS_BIND" in done.output
+
+
+def test_a_saved_bench_model_loads_as_it_was_and_counts_one_token_a_word(tmp_path):
+    model = random_model(TINY, CPU, TOWER)
+    checkpoint.save(model, TINY, TOWER, tmp_path)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    ids = (17, 299, 10)
+    assert processor.tokenizer(checkpoint.words(ids), add_special_tokens=False)["input_ids"] == list(ids)
+    made = processor(images=random_image(0, TOWER.size), text="<image> w20", return_tensors="pt")
+    assert (made["input_ids"] == model.config.image_token_id).sum() == TOWER.tokens
+
+
+def test_tokens_a_second_are_counted_over_the_time_that_all_answers_share():
+    """One answer alone at the begin and another alone at the end count for nothing."""
+    first, second = [0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 9.0]
+    assert ttft_vllm.rate([first, second]) == 2.0
+    with pytest.raises(BenchFailed, match="same time"):
+        ttft_vllm.rate([[0.0, 1.0], [1.0, 2.0]])
+
+
+def test_serving_prompts_name_linked_images_and_have_the_text_they_promise(tmp_path):
+    settings = SETTINGS["serving"]
+    load = serving._Load(settings, "http://nowhere", tmp_path, tmp_path)
+    prompts = [load.prompt().split() for _ in range(20)]
+    for prompt in prompts:
+        handles = [word for word in prompt if word.startswith("IMAGE#")]
+        assert len(set(handles)) == len(handles) == settings.linked
+        assert len(prompt) - len(handles) == settings.text
+        assert not prompt[0].startswith("IMAGE#") and not prompt[-1].startswith("IMAGE#")
+    assert len({tuple(prompt[:4]) for prompt in prompts}) == len(prompts)
+    assert len({tuple(w for w in p if w.startswith("IMAGE#")) for p in prompts}) > 1
+
+
+@needs_vllm
+def test_a_request_that_the_generator_could_not_finish_fails_the_bench(tmp_path, monkeypatch):
+    load = serving._Load(SETTINGS["serving"], "http://127.0.0.1:9", tmp_path, tmp_path)
+    monkeypatch.setattr(
+        serving, "generate", lambda *_: {"failed": 1, "completed": 1, "errors": ["", "Bad Request"]}
+    )
+    with pytest.raises(BenchFailed, match="1 of 2 requests failed: Bad Request"):
+        load._send("prefix", 2, "inf", 1.0)
