@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 SOAK  ?= 50
 ENGINE := native
-BENCH ?= $(if $(filter vllm,$(ENGINE)),ttft,ttft flat pages decode load parallel)
+BENCH ?= $(if $(filter vllm,$(ENGINE)),ttft serving,ttft flat pages decode load parallel)
 FUZZ  ?= 300
 SOAK_SECONDS ?= 600
 ARGS  ?=

@@ -65,8 +65,9 @@ class HostChunk:
     def __reduce__(self) -> tuple:
         return _elsewhere, (self.file, self.path, self.key, self.tokens, self.sink)
 
-    def take(self, layers: range, heads: range) -> torch.Tensor:
-        """``[layers, 2, heads, n, head_dim]`` of its KV.
+    def take(self, layers: range, heads: range) -> Sequence[torch.Tensor]:
+        """For each layer ``[2, heads, n, head_dim]`` of its KV; in another process as pages of the file, which are read
+        when they are used.
 
         Raises:
             OSError, safetensors.SafetensorError: in another process, when the file is gone.
@@ -74,7 +75,7 @@ class HostChunk:
         if self.kv is not None:
             return self.kv[layers.start : layers.stop, :, heads.start : heads.stop]
         with safe_open(self.file, "pt") as file:
-            return torch.stack([file.get_slice(f"kv.{i:03d}")[:, heads.start : heads.stop] for i in layers])
+            return [file.get_tensor(f"kv.{i:03d}")[:, heads.start : heads.stop] for i in layers]
 
     def outcome(self, token_ids: np.ndarray) -> tuple[str, str, ChunkInputs | None]:
         """What became of it for a prompt that has ``token_ids [n]`` in its place.

@@ -53,11 +53,11 @@ class Turn:
         if not self.interleaved:
             part = slice(None, width // 2), slice(width // 2, width)
         a, b = (keys[..., half].float() for half in part)
-        out = torch.empty_like(keys)
-        out[..., part[0]] = a * cos - b * sin
-        out[..., part[1]] = b * cos + a * sin
+        out = torch.empty_like(keys, dtype=torch.float32)
+        torch.mul(a, cos, out=out[..., part[0]]).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=out[..., part[1]]).addcmul_(a, sin)
         out[..., width:] = keys[..., width:]
-        return out
+        return out.to(keys.dtype)
 
     def angles(
         self, deltas: Sequence[int], counts: Sequence[int]
@@ -95,14 +95,14 @@ class Piece(NamedTuple):
     """Tokens of a chunk that go into the paged cache.
 
     Args:
-        kv: ``[layers, 2, heads, n, head_dim]`` of this worker's layers and heads, in host memory.
+        kv: for each of this worker's layers ``[2, heads, n, head_dim]`` of its heads, in host memory.
         tokens: which of the n, a slice or ``[count]`` indices.
         count: how many.
         delta: positions that their keys move.
         slots: ``[count]`` where they go.
     """
 
-    kv: torch.Tensor
+    kv: Sequence[torch.Tensor]
     tokens: slice | torch.Tensor
     count: int
     delta: int
@@ -119,7 +119,7 @@ def place(paged: Paged, turn: Turn, pieces: Sequence[Piece]) -> None:
     for i, layer in enumerate(paged.layers):
         keys, values = (
             torch.cat(
-                [piece.kv[i, half, :, piece.tokens].to(device, non_blocking=True) for piece in pieces], 1
+                [piece.kv[i][half][:, piece.tokens].to(device, non_blocking=True) for piece in pieces], 1
             )
             for half in (0, 1)
         )

@@ -8,7 +8,6 @@ them and while prompts with images arrive.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -194,9 +193,7 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
 def _engines(
     settings: Settings, where: Where, model: str, library: Library
 ) -> Iterator[tuple[PlainVLLM, Any]]:
-    """vLLM alone and ours, started side by side, each with a thread on every core: left to itself, vLLM leaves one more
-    core to other processes when it has a connector."""
-    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    """vLLM alone and ours, started side by side."""
     cpu = prepare_environment()
     from mpic.engine.vllm.model import describe  # imports vLLM, which reads its environment then
 
