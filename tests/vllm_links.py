@@ -137,14 +137,18 @@ class Linker:
         return kit.generate(self.llm, prompts, tokens, params)
 
     def reported(
-        self, prompts: Sequence[dict[str, Any]], params: Sequence[dict[str, Any] | None], tokens: int = TOKENS
+        self,
+        prompts: Sequence[dict[str, Any]],
+        params: Sequence[dict[str, Any] | None],
+        tokens: int = TOKENS,
+        **settings: Any,
     ) -> list[Told]:
         """As ``run``, with what the connector said."""
         from vllm import SamplingParams
 
         given = [{"kv_transfer_params": each} if each is not None else None for each in params]
         sampling = [
-            SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
+            SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra, **settings)
             for extra in given
         ]
         done = self.llm.generate(list(prompts), sampling, use_tqdm=False)
