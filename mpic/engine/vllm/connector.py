@@ -9,7 +9,7 @@ Start vLLM with all three of its parts, and without asynchronous scheduling::
 
 Settings in ``kv_connector_extra_config``: ``folders`` (absolute; chunk files are read, and compiled chunks written,
 below them and nowhere else), ``host_bytes`` (of chunk KV kept in memory), ``patience`` (seconds a link waits for its
-files before what is late is computed), ``readers`` (threads).
+files before what is late is computed), ``readers`` (threads), ``parent`` (process id: vLLM ends when it is gone).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mpic.engine.vllm.admission import Admission, Ticket
 from mpic.engine.vllm.capture import Capture
 from mpic.engine.vllm.files import Expected, HostMemory
 from mpic.engine.vllm.layout import deepstack_layers, geometry
+from mpic.engine.vllm.parent import end_with
 from mpic.engine.vllm.steps import StepOrders, StepReport
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from mpic.engine.vllm.runner import LinkRunner
 
-DEFAULTS = {"host_bytes": 2 << 30, "patience": 5.0, "readers": 2}
+DEFAULTS = {"host_bytes": 2 << 30, "patience": 5.0, "readers": 2, "parent": 0}
 
 
 class MPICConnector(KVConnectorBase_V1, SupportsHMA):
@@ -52,6 +53,8 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
+            if settings["parent"]:
+                end_with(settings["parent"])
             model = vllm_config.model_config
             hidden, deepstack = model.hf_text_config.hidden_size, deepstack_layers(model.hf_config)
             expected = Expected(geometry(vllm_config), model.dtype, hidden, deepstack)
@@ -143,7 +146,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     for folder in settings["folders"]:
         if not folder.is_absolute() or not folder.is_dir():
             raise ConfigError(f"kv_connector_extra_config: {folder} is not an absolute folder that exists")
-    for name, kind in {"host_bytes": int, "patience": int | float, "readers": int}.items():
+    for name, kind in {"host_bytes": int, "patience": int | float, "readers": int, "parent": int}.items():
         value = settings[name]
         if not isinstance(value, kind) or isinstance(value, bool) or value < (name == "readers"):
             raise ConfigError(f"kv_connector_extra_config: {name} is {value!r}")

@@ -83,6 +83,7 @@ def prepare_environment() -> bool:
     for name, value in {
         "VLLM_NO_USAGE_STATS": "1",  # it reports to its makers otherwise
         "VLLM_LOGGING_LEVEL": level,
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # what a command prints is ours
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # ours is a mixin of the first
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
     }.items():
@@ -119,7 +120,7 @@ def engine_args(
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     given = _given(config.vllm_args, {f.name for f in dataclasses.fields(AsyncEngineArgs)})
-    extra: dict[str, Any] = {"folders": [str(folder)]}
+    extra: dict[str, Any] = {"folders": [str(folder)], "parent": os.getpid()}
     if host_bytes:
         extra["host_bytes"] = host_bytes
     if config.loaders:
