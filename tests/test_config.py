@@ -76,3 +76,17 @@ def test_library_section_mirrors_the_library_limits():
     for f in dataclasses.fields(LibraryConfig):
         if f.name != "data_dir":
             assert theirs[f.name] == f.default, f.name
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"engine": "vlm"}, "unknown engine 'vlm'; available: native, vllm"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size means nothing to engine = native"),
+        ({"vllm_args": "{}"}, "vllm_args means nothing to engine = native"),
+        ({"engine": "vllm", "pipeline_parallel_size": 0}, "pipeline_parallel_size must be at least 1"),
+    ],
+)
+def test_an_engine_is_one_of_two_and_takes_its_own_keys(flags, says):
+    with pytest.raises(ConfigError, match=says):
+        load_config(None, flags)

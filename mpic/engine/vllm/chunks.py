@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import shutil
 import time
 import uuid
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,11 +41,15 @@ class Shape(NamedTuple):
 
 
 class Held:
-    """A chunk file outside the store; it goes when nobody holds it any more."""
+    """A chunk file outside the store, for ``users`` who each drop it once; then it goes."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        weakref.finalize(self, path.unlink, missing_ok=True)
+    def __init__(self, path: Path, users: int) -> None:
+        self.path, self.users = path, users
+
+    def drop(self) -> None:
+        self.users -= 1
+        if self.users <= 0:
+            self.path.unlink(missing_ok=True)
 
 
 class Compiled(NamedTuple):
@@ -56,6 +58,14 @@ class Compiled(NamedTuple):
     shape: Shape
     held: Held | None = None
     unkept: MPICError | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """A compile under way, and how many wait for it."""
+
+    task: asyncio.Task[Compiled]
+    waiting: int = 0
 
 
 @dataclass(eq=False)
@@ -77,6 +87,12 @@ class Linked:
     def tokens(self) -> int:
         return len(self.ids)
 
+    def let_go(self) -> None:
+        """The request has ended, or the file is no good."""
+        if self.held is not None:
+            self.held.drop()
+        self.held = self.rendered = None
+
 
 class Chunks:
     """Methods run on the event loop unless they say otherwise.
@@ -87,7 +103,7 @@ class Chunks:
     def __init__(self, model: Described, store: ChunkStore, deletions: Deletions, talk: Talk) -> None:
         self._model, self._store, self._deletions, self._talk = model, store, deletions, talk
         self._shapes: OrderedDict[KVKey, Shape] = OrderedDict()
-        self._jobs: dict[KVKey, asyncio.Task[Compiled]] = {}
+        self._jobs: dict[KVKey, Job] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._spool = store.root / "spool"
         shutil.rmtree(self._spool, ignore_errors=True)  # what a crash has left
@@ -154,9 +170,10 @@ class Chunks:
         stored = await asyncio.to_thread(self._store.open, key)
         if stored is not None:
             return self._learn(key, stored.inputs).tokens
-        compiled = await self._job(chunk, key, None, arrived)
+        compiled = await self._compiled(chunk, key, None, arrived)
         if compiled.held is None:
             return compiled.shape.tokens
+        compiled.held.drop()
         if self._deletions.key_since(arrived, key):
             raise CompileFailed("the chunk was deleted before it was compiled")
         raise compiled.unkept or CompileFailed("the chunk was not kept by the store")
@@ -177,18 +194,25 @@ class Chunks:
 
         async def one_chunk(key: KVKey, users: list[Linked]) -> int:
             reason = users[0].reason or await asyncio.to_thread(self._store.missing_reason, key)
-            compiled = await self._job(users[0].chunk, key, users[0].rendered, arrived)
+            compiled = await self._compiled(users[0].chunk, key, users[0].rendered, arrived)
             for user in users:
                 user.reason, user.tier, user.rendered = reason, "compiled", None
                 user.stored, user.held = compiled.held is None, compiled.held
                 user.extent, user.ms = compiled.shape.extent, (time.monotonic() - began) * 1e3
-                if compiled.shape.tokens != user.tokens:
-                    raise CompileFailed(
-                        f"a chunk came out of vLLM with {compiled.shape.tokens} tokens, not {user.tokens}"
-                    )
+            if compiled.held is not None:
+                compiled.held.users += len(users) - 1
+            if compiled.shape.tokens != users[0].tokens:
+                raise CompileFailed(
+                    f"a chunk came out of vLLM with {compiled.shape.tokens} tokens, not {users[0].tokens}"
+                )
             return compiled.shape.tokens
 
-        return sum(await asyncio.gather(*(one_chunk(*item) for item in missing.items())))
+        compiles = (one_chunk(*item) for item in missing.items())
+        done = await asyncio.gather(*compiles, return_exceptions=True)  # none is left under way
+        for result in done:
+            if isinstance(result, BaseException):
+                raise result
+        return sum(done)
 
     def file(self, linked: Linked) -> tuple[str, str]:
         """Path and key digest of a chunk that is there, as orders have them."""
@@ -199,7 +223,8 @@ class Chunks:
         """vLLM could not use one of a request's files. What the store can no longer read whole, it moves aside, and it
         is compiled again."""
         if not await asyncio.to_thread(self._good, linked):
-            linked.stored, linked.held, linked.reason, linked.tier = False, None, code, "none"
+            linked.let_go()
+            linked.stored, linked.reason, linked.tier = False, code, "none"
 
     def _good(self, linked: Linked) -> bool:
         if linked.held is not None:
@@ -218,15 +243,26 @@ class Chunks:
             log.warning("chunk %s is damaged or gone: %s", linked.key.chunk, error)
         return False
 
-    def _job(
+    async def _compiled(
         self, chunk: Chunk, key: KVKey, rendered: Rendered | None, arrived: float
-    ) -> asyncio.Future[Compiled]:
-        """The compile of a chunk; the one that is under way if there is one. Nobody who waits for it can cancel it."""
+    ) -> Compiled:
+        """Wait for the compile of a chunk: the one that is under way if there is one. Nobody who waits can cancel it.
+        The caller is a user of ``held``."""
         job = self._jobs.get(key)
         if job is None:
-            job = self._jobs[key] = asyncio.create_task(self._compile(chunk, key, rendered, arrived))
-            job.add_done_callback(lambda done: self._jobs.pop(key))
-        return asyncio.shield(job)
+            task = asyncio.create_task(self._compile(chunk, key, rendered, arrived))
+            job = self._jobs[key] = Job(task)
+            task.add_done_callback(lambda done: self._jobs.pop(key))
+        job.waiting += 1
+        try:
+            return await asyncio.shield(job.task)
+        except asyncio.CancelledError:
+            job.waiting -= 1
+            if job.task.done() and not job.task.cancelled() and job.task.exception() is None:
+                held = job.task.result().held
+                if held is not None:
+                    held.drop()
+            raise
 
     async def _compile(self, chunk: Chunk, key: KVKey, rendered: Rendered | None, arrived: float) -> Compiled:
         sink = key.recipe.sink
@@ -248,7 +284,10 @@ class Chunks:
                 inputs, kv = await asyncio.to_thread(read_compiled, folder)
                 self.counters["tokens_compiled"] += len(inputs)
                 made = ChunkKV(key, inputs, kv)
-                held, unkept = await asyncio.to_thread(self._keep, made, arrived)
+                path, unkept = await asyncio.to_thread(self._keep, made, arrived)
+                held = Held(path, self._jobs[key].waiting) if path is not None else None
+                if held is not None and held.users == 0:
+                    held.drop()
                 return Compiled(self._learn(key, inputs), held, unkept)
         except MPICError:
             raise
@@ -258,7 +297,7 @@ class Chunks:
             self._deletions.end()
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    def _keep(self, made: ChunkKV, arrived: float) -> tuple[Held | None, MPICError | None]:
+    def _keep(self, made: ChunkKV, arrived: float) -> tuple[Path | None, MPICError | None]:
         """Store a chunk; one that the store does not keep lies in the spool for those who wait for it."""
         unkept = None
         if not self._deletions.key_since(arrived, made.key):
@@ -272,7 +311,7 @@ class Chunks:
                 unkept = error
         path = self._spool / f"{uuid.uuid4().hex}.safetensors"
         write(path, made)
-        return Held(path), unkept
+        return path, unkept
 
     async def _render(self, chunk: Chunk, key: KVKey) -> Rendered:
         """A chunk alone behind its sink, as vLLM takes it."""
@@ -284,7 +323,5 @@ class Chunks:
 
     async def close(self) -> None:
         """Wait for what is being written."""
-        for job in list(self._jobs.values()):
-            with contextlib.suppress(Exception):
-                await job
+        await asyncio.gather(*(job.task for job in self._jobs.values()), return_exceptions=True)
         shutil.rmtree(self._spool, ignore_errors=True)

@@ -94,6 +94,9 @@ class Running:
             if not isinstance(error, MPICError):
                 log.exception("a request failed")
             self._fail(error)
+        finally:
+            for one in self._prepared.linked:
+                one.let_go()
 
     def _fail(self, error: BaseException) -> None:
         self._engine.counters["failed"] += 1

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-SHUTDOWN_SECONDS = 20.0
-"""What vLLM's processes are given to end before they are killed."""
 
 
 class Rendered(NamedTuple):
@@ -151,7 +149,7 @@ class Talk:
 
     async def _shutdown(self) -> None:
         llm, self._llm = self._llm, None
-        llm.shutdown(timeout=SHUTDOWN_SECONDS)
+        llm.shutdown()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

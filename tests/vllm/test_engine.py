@@ -1,0 +1,420 @@
+"""The vLLM engine behind our contract, on the demo model and real samples: one engine for all tests of the module."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import time
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from mpic.config import EngineConfig, RetrievalConfig
+from mpic.engine import load_engine
+from mpic.engine.base import GenerationRequest, Sampling
+from mpic.errors import (
+    ContextLengthExceeded,
+    EmptyPrompt,
+    EngineStopped,
+    FileNotFound,
+    InvalidImage,
+    QueueFull,
+    StorageFull,
+    UnsupportedParameter,
+)
+from mpic.kv.chunk import Chunk, ChunkKey
+from mpic.library import Library
+from mpic.link import parse_policy
+from mpic.prompt import ChatTemplate, build_prompt
+from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
+from mpic.retriever import SearchHit
+from mpic.server.resolver import LibraryResolver
+from mpic.server.retrieval import AutoRetrieval, Searching, style_of
+from mpic.server.schemas import RetrievalOptions
+
+SAMPLES = Path(str(files("mpic.data") / "samples"))
+MANIFEST = json.loads((SAMPLES / "manifest.json").read_text(encoding="utf-8"))
+_ids = itertools.count()
+
+
+class Bench:
+    """The engine under test, the library both engines share, and ways to ask."""
+
+    def __init__(self, root: Path) -> None:
+        self.library = Library.open(root)
+        config = EngineConfig(
+            engine="vllm", pool_bytes=1 << 28, max_running=8, vllm_args='{"block_size": 32}'
+        )
+        self.engine, processor = load_engine(config, self.library.store)
+        self.processes = [p for p in psutil.Process().children(recursive=True)]
+        self.template = ChatTemplate(processor)
+        self.library.files.tokenize = self.template.tokenize_document
+        self.library.references.tokenize = self.template.tokenize_document
+        for entry in MANIFEST["files"]:
+            self.library.files.add("local", SAMPLES / entry["path"], entry["path"], entry["handle"])
+
+    def prompt(self, messages, **options) -> Prompt:
+        return build_prompt(messages, self.template, LibraryResolver(self.library, "local", 64), **options)
+
+    def text(self, text: str, owner: str = "local") -> Chunk:
+        ids = tuple(self.template.tokenizer.encode(text, add_special_tokens=False))
+        return Chunk(ChunkKey.of_text(text), owner, ids, label="doc")
+
+    def request(self, prompt, policy, tokens=24, user="local", trace=False, retrieval=None, **sampling):
+        sampling = Sampling(max_tokens=tokens, **sampling)
+        return GenerationRequest(
+            f"r{next(_ids)}", prompt, parse_policy(policy), sampling, user, trace, retrieval
+        )
+
+    def ask(self, prompt, policy, engine=None, **options):
+        return (engine or self.engine).submit(self.request(prompt, policy, **options)).result()
+
+    def file_of(self, chunk: Chunk, sink: int = 0) -> Path:
+        return self.library.store.path(self.engine.chunks.key(chunk, sink))
+
+    def counters(self) -> dict[str, int]:
+        return self.engine.stats()["counters"]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    made = Bench(tmp_path_factory.mktemp("library"))
+    yield made
+    made.engine.close()
+    made.library.close()
+
+
+@pytest.fixture(scope="module")
+def native(bench):
+    engine, _ = load_engine(EngineConfig(pool_bytes=1 << 28), bench.library.store)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(bench):
+    yield
+    if not bench.engine._stopping:
+        idle(bench)
+        bench.engine.check()
+
+
+def idle(bench: Bench) -> None:
+    limit = time.monotonic() + 10
+    while bench.engine._running and time.monotonic() < limit:
+        time.sleep(0.01)
+
+
+def of(bench: Bench, *parts) -> Prompt:
+    """Texts are the request's own, chunks are linked."""
+    encode = bench.template.tokenizer.encode
+    return Prompt(
+        tuple(
+            ChunkSegment(part)
+            if isinstance(part, Chunk)
+            else TextSegment(tuple(encode(part, add_special_tokens=False)))
+            for part in parts
+        )
+    )
+
+
+def whole(usage) -> bool:
+    return usage.prompt_tokens == usage.reused + usage.prefix_hit + usage.computed
+
+
+@pytest.mark.parametrize("policy", ["full", "mpic-16"])
+def test_both_engines_give_the_same_greedy_answers_to_the_demos_questions(bench, native, policy):
+    prompts = [bench.prompt(question["messages"]) for question in MANIFEST["questions"]]
+    streams = [bench.engine.submit(bench.request(p, policy, trace=True)) for p in prompts]
+    for question, prompt, stream in zip(MANIFEST["questions"], prompts, streams):
+        ours = stream.result()
+        theirs = bench.ask(prompt, policy, native, trace=True)
+        assert ours.token_ids == theirs.token_ids, question["id"]
+        assert ours.text == theirs.text and ours.finish_reason == theirs.finish_reason
+        a, b = ours.usage, theirs.usage
+        assert whole(a) and (a.prompt_tokens, a.reused, a.recomputed) == (
+            b.prompt_tokens,
+            b.reused,
+            b.recomputed,
+        )
+        assert [(c.key, c.tokens, c.reused, c.reason or "") for c in a.chunks if c.tier != "compiled"] == [
+            (c.key, c.tokens, c.reused, c.reason or "")
+            for c, mine in zip(b.chunks, a.chunks)
+            if mine.tier != "compiled"
+        ]
+        assert [s.end for s in a.trace[:-1]] == [s.start for s in a.trace[1:]]
+        assert a.trace[-1].end == a.prompt_tokens
+    # what vLLM compiled for the links, the native engine has read, and compiled nothing itself
+    if policy == "mpic-16":
+        assert native.stats()["counters"].get("tokens_compiled", 0) == 0
+        assert bench.counters()["tokens_compiled"] > 0
+
+
+def test_a_file_of_the_native_engine_is_linked_by_vllm(bench, native):
+    prompt = bench.prompt(
+        [{"role": "user", "content": "IMAGE#TOWER In image TOWER, which digit do you see?"}]
+    )
+    tokens = native.compile(prompt.chunks[0], 4).result(60)
+    before = bench.counters()["tokens_compiled"]
+    ours = bench.ask(prompt, "legolink-0", logprobs=3)
+    theirs = bench.ask(prompt, "legolink-0", native, logprobs=3)
+    assert bench.counters()["tokens_compiled"] == before
+    assert [(c.tier, c.reused) for c in ours.usage.chunks] == [("disk", tokens)]
+    assert ours.token_ids == theirs.token_ids
+    for a, b in zip(ours.logprobs, theirs.logprobs):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+        assert [t for t, _ in a.top] == [t for t, _ in b.top]
+
+
+@pytest.mark.parametrize("sink", [0, 4])
+def test_both_engines_compile_the_same(bench, native, sink):
+    prompt = bench.prompt([{"role": "user", "content": "IMAGE#MAP7 FILE#VERA What?"}])
+    for chunk in prompt.chunks:
+        key = bench.engine.chunks.key(chunk, sink)
+        found = []
+        for engine in (bench.engine, native):
+            bench.library.store.delete(key)
+            engine.forget(chunk)
+            assert engine.compile(chunk, sink).result(60) == len(bench.library.store.open(key).inputs)
+            stored = bench.library.store.open(key)
+            kv = torch.empty(5, 2, 8, len(stored.inputs), 64)
+            list(stored.read_layers(kv))
+            found.append((stored.inputs, kv))
+        (a, kv_a), (b, kv_b) = found
+        torch.testing.assert_close(kv_a, kv_b, atol=2e-4, rtol=1e-4)
+        assert torch.equal(a.token_ids, b.token_ids) and torch.equal(a.positions, b.positions)
+        assert a.extent == b.extent and (a.embeds is None) == (b.embeds is None)
+        if a.embeds is not None:
+            torch.testing.assert_close(a.embeds, b.embeds, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["prefix", "mpic-16"])
+def test_a_second_turn_finds_the_users_own_blocks_and_nobody_elses(bench, policy):
+    first = of(bench, "Some words to begin with", bench.text("A tale of a cat. " * 12), "and a question?")
+    answer = bench.ask(first, policy, ignore_eos=True)
+    assert answer.usage.prefix_hit == 0
+    said = TextSegment((*first.segments[-1].token_ids, *answer.token_ids, 40, 41))
+    second = Prompt((*first.segments[:-1], said))
+    again, other = bench.ask(second, policy), bench.ask(second, policy, user="another")
+    assert again.usage.prefix_hit > 0 and whole(again.usage)
+    assert other.usage.prefix_hit == 0
+    assert again.token_ids == other.token_ids
+    assert bench.ask(second, "full").usage.prefix_hit == 0
+
+
+def test_streams_end_by_abort_and_leave_nothing(bench):
+    stream = bench.engine.submit(bench.request(of(bench, "Tell me"), "full", tokens=1500, ignore_eos=True))
+    seen = 0
+    for delta in stream:
+        seen += len(delta.token_ids)
+        if seen >= 3:
+            stream.abort()
+            stream.abort()
+    assert delta.finish_reason == "abort" and delta.usage.completion_tokens < 1500
+    idle(bench)
+    assert bench.engine.stats()["running"] == 0
+
+
+def test_stop_strings_seeds_and_limits(bench):
+    prompt = of(bench, "Tell me")
+    free = bench.ask(prompt, "full", tokens=12, ignore_eos=True)
+    assert free.finish_reason == "length" and len(free.token_ids) == 12
+    stop = next(word for word in free.text.split() if len(word) > 1)
+    cut = bench.ask(prompt, "full", tokens=12, ignore_eos=True, stop=(stop,))
+    assert cut.finish_reason == "stop" and cut.text == free.text[: free.text.index(stop)]
+    hot = dict(tokens=12, temperature=1.5, top_p=0.9, top_k=50, ignore_eos=True)
+    one, two = (bench.ask(prompt, "full", seed=5, **hot).token_ids for _ in range(2))
+    assert one == two != bench.ask(prompt, "full", seed=6, **hot).token_ids
+
+
+def test_a_chunk_that_many_ask_for_is_compiled_once(bench):
+    chunk = bench.text("The lighthouse keeper has a boat and a goat. " * 9)
+    before = bench.counters()["tokens_compiled"]
+    asked = [
+        bench.engine.submit(bench.request(of(bench, f"Number {i}", chunk, "who?"), "mpic-16", tokens=2))
+        for i in range(6)
+    ]
+    done = bench.engine.compile(chunk)
+    uses = [stream.result().usage.chunks[0] for stream in asked]
+    assert done.result(60) == len(chunk.token_ids)
+    assert bench.counters()["tokens_compiled"] - before == len(chunk.token_ids)
+    assert {use.tier for use in uses} <= {"compiled", "disk"} and uses[0].tier == "compiled"
+
+
+def test_nothing_of_a_deleted_chunk_is_found_again(bench):
+    content = ("The gardener grows pears and plums. " * 12).encode()
+
+    def linked(policy):
+        chunk = bench.library.files.chunk("local", file)
+        answer = bench.ask(of(bench, "It says", chunk, "What grows?"), policy, tokens=2)
+        return answer.usage
+
+    file = bench.library.files.add("local", content, "garden.txt")
+    for policy in ("mpic-16", "prefix"):
+        linked(policy)
+        assert linked(policy).prefix_hit > 0
+    gone = bench.library.files.chunk("local", file)
+    removed = bench.library.files.delete("local", file.id)
+    bench.engine.forget(removed.chunk)
+    assert not bench.file_of(gone).exists()
+    with pytest.raises(FileNotFound):
+        bench.library.files.chunk("local", file.id)
+    file = bench.library.files.add("local", content, "garden.txt")
+    assert linked("prefix").prefix_hit == 0
+    usage = linked("mpic-16")
+    assert usage.prefix_hit == 0 and usage.chunks[0].tier == "compiled"
+
+
+def test_a_chunk_deleted_while_it_is_linked_is_not_brought_back(bench):
+    file = bench.library.files.add("local", b"The baker sells bread and rolls. " * 12, "baker.txt")
+    chunk = bench.library.files.chunk("local", file)
+    stream = bench.engine.submit(bench.request(of(bench, "It says", chunk, "What?"), "mpic-16"))
+    bench.engine.forget(bench.library.files.delete("local", file.id).chunk)
+    assert stream.result().finish_reason in ("stop", "length")
+    assert not bench.file_of(chunk).exists()
+
+
+def damage(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 3)
+        file.write(os.urandom(64))
+
+
+@pytest.mark.parametrize("handle, how", [("BEACH", Path.unlink), ("PARTY", damage)])
+def test_a_lost_image_is_compiled_again_for_the_request_that_meets_it(bench, handle, how):
+    prompt = bench.prompt([{"role": "user", "content": f"IMAGE#{handle} How many shapes do you see?"}])
+    [chunk] = prompt.chunks
+    bench.engine.compile(chunk, 4).result(60)
+    how(bench.file_of(chunk, 4))
+    met = bench.ask(prompt, "legolink-0")
+    [use] = met.usage.chunks
+    assert (use.tier, use.reason) == ("compiled", "missing" if how is Path.unlink else "corrupt")
+    assert whole(met.usage) and met.usage.compiled == use.tokens
+    after = bench.ask(prompt, "legolink-0", user="another")
+    assert after.usage.chunks[0].tier == "disk" and after.token_ids == met.token_ids
+
+
+@pytest.mark.parametrize("handle, how", [("VERA", Path.unlink), ("NICO", damage)])
+def test_a_lost_document_is_computed_in_place_and_the_usage_says_so(bench, handle, how):
+    prompt = bench.prompt([{"role": "user", "content": f"FILE#{handle} Where is it?"}])
+    [chunk] = prompt.chunks
+    bench.engine.compile(chunk, 4).result(60)
+    how(bench.file_of(chunk, 4))
+    met = bench.ask(prompt, "legolink-0", trace=True)
+    [use] = met.usage.chunks
+    assert (use.tier, use.reason) == ("none", "missing" if how is Path.unlink else "corrupt")
+    assert (use.reused, use.recomputed, met.usage.reused) == (0, use.tokens, 0) and whole(met.usage)
+    assert {span.state for span in met.usage.trace} == {"new", "recomputed"}
+    assert met.token_ids == bench.ask(prompt, "full").token_ids
+
+
+def test_a_full_store_costs_no_answer(bench, monkeypatch):
+    def full(chunk):
+        raise StorageFull("no room")
+
+    chunk = bench.text("The postman walks up the hill with a bag. " * 6)
+    expected = bench.ask(of(bench, "Read", chunk, "who?"), "mpic-1000")
+    monkeypatch.setattr(bench.library.store, "save", full)
+    answer = bench.ask(of(bench, "Read", chunk, "who?"), "reuse")
+    assert answer.usage.chunks[0].tier == "compiled" and answer.usage.reused == len(chunk.token_ids)
+    assert len(answer.token_ids) and len(expected.token_ids)
+    with pytest.raises(StorageFull):
+        bench.engine.compile(chunk).result(60)
+
+
+@pytest.mark.parametrize("policy", ["mpic-16", "prefix"])
+def test_the_model_searches_reads_and_answers_as_on_the_native_engine(bench, native, policy):
+    shelf = bench.library.references
+    reference = next((r for r in shelf.listing().references if r.title == "Ladder"), None) or asyncio.run(
+        shelf.add(b"The code of the ladder is 104.", "x.txt", title="Ladder")
+    )
+    retriever = SimpleNamespace(
+        library=bench.library, search=lambda query, *rest: [SearchHit(shelf.get(reference.id), 0.9)]
+    )
+    style = style_of(bench.template, RetrievalConfig())
+    prompt = bench.prompt([{"role": "user", "content": "What code does the ladder have?"}])
+    got = []
+    for engine in (bench.engine, native):
+        searching = Searching(retriever, RetrievalOptions(mode="auto"))
+        retrieval = AutoRetrieval(searching, bench.template, style)
+        stream = engine.submit(bench.request(prompt, policy, 32, trace=True, retrieval=retrieval))
+        deltas = list(stream)
+        got.append(("".join(d.text for d in deltas), deltas[-1].usage, deltas))
+    (ours, usage, deltas), (theirs, other, _) = got
+    assert ours == theirs and ours.strip() == "104"
+    [round], [expected] = usage.retrieval, other.retrieval
+    assert [c["reference_id"] for c in round.citations] == [reference.id] and round.error is None
+    assert (round.tokens, round.reused, round.at) == (expected.tokens, expected.reused, expected.at)
+    assert whole(usage) and usage.prompt_tokens == other.prompt_tokens
+    assert reference.id in [span.file_id for span in usage.trace]
+    cited = next(i for i, d in enumerate(deltas) if d.retrieval)
+    assert not any(d.text.strip() for d in deltas[:cited]) and round.link_ms > 0
+
+
+def test_what_cannot_be_is_refused_at_once_and_by_name(bench):
+    prompt = of(bench, "Tell me")
+    for policy, says in (("cacheblend-10", "engine = native"), ("reuse-2step", "two steps")):
+        with pytest.raises(UnsupportedParameter, match=says) as caught:
+            bench.ask(prompt, policy)
+        assert caught.value.param == "mpic.policy"
+    with pytest.raises(ContextLengthExceeded, match="context is 2048"):
+        bench.ask(prompt, "full", tokens=4000)
+    with pytest.raises(ContextLengthExceeded):
+        bench.ask(of(bench, bench.text("word " * 3000), "so?"), "mpic-16")
+    with pytest.raises(EmptyPrompt):
+        bench.ask(Prompt(()), "full")
+    with pytest.raises(UnsupportedParameter):
+        bench.ask(prompt, "full", top_p=0.0)
+
+    def broken() -> Image.Image:
+        raise InvalidImage("it has no pixels")
+
+    chunk = Chunk(ChunkKey("image", "0" * 64), "local", load_image=broken)
+    for policy in ("full", "mpic-16"):
+        with pytest.raises(InvalidImage, match="no pixels"):
+            bench.ask(of(bench, "See", chunk, "what?"), policy)
+
+
+def test_a_flood_is_refused_and_the_others_are_answered(bench, monkeypatch):
+    config = bench.engine._config
+    monkeypatch.setattr(bench.engine, "_config", config.__class__(max_running=2, max_waiting=1))
+    streams = [
+        bench.engine.submit(bench.request(of(bench, "Go"), "full", 200, ignore_eos=True)) for _ in range(3)
+    ]
+    with pytest.raises(QueueFull):
+        bench.ask(of(bench, "Go"), "full")
+    for stream in streams:
+        assert len(stream.result().token_ids) == 200
+
+
+def test_stats_and_info_say_what_runs(bench):
+    info, stats = bench.engine.info, bench.engine.stats()
+    assert info.details["engine"] == "vllm" and info.details["verified"] and info.dtype == "float32"
+    assert stats["pages"]["total"] > 0 and stats["pages"]["page_size"] == 32
+    assert stats["counters"]["generated"] > 0 and stats["counters"]["chunk_requests"] > 0
+    assert (bench.library.root / "models.json").exists()
+
+
+def test_closing_ends_what_runs_and_leaves_no_process(bench):
+    stream = bench.engine.submit(bench.request(of(bench, "Go"), "full", 1500, ignore_eos=True))
+    next(iter(stream))
+    bench.engine.close()
+    with pytest.raises(EngineStopped):
+        stream.result()
+    with pytest.raises(EngineStopped):
+        bench.ask(of(bench, "Go"), "full")
+    with pytest.raises(EngineStopped):
+        bench.engine.ready()
+    bench.engine.close()
+    _, alive = psutil.wait_procs(bench.processes, 10)
+    assert [
+        p for p in alive if p.status() != psutil.STATUS_ZOMBIE and "tracker" not in str(p.cmdline())
+    ] == []
+    assert not (bench.library.root / "spool").exists()

