@@ -93,8 +93,9 @@ def test_an_engine_that_a_bench_does_not_measure_is_refused_by_name():
     assert done.exit_code == 2 and "native" in done.output
 
 
-def test_threads_are_refused_where_vllm_would_ignore_them():
-    done = CliRunner().invoke(cli.app, ["ttft", "--engine", "vllm", "--threads", "1"])
+@pytest.mark.parametrize("name, engine", [("ttft", "vllm"), ("serving", "native"), ("serving", "vllm")])
+def test_threads_are_refused_where_another_process_would_ignore_them(name, engine):
+    done = CliRunner().invoke(cli.app, [name, "--engine", engine, "--threads", "1"])
     assert done.exit_code == 2 and "VLLM_CPU_OMP_THREADS_BIND" in done.output
 
 

@@ -91,8 +91,11 @@ def _command(native: Bench) -> None:
         entry = native.on(engine)
         if entry is None:
             raise typer.BadParameter(f"bench {native.name} measures {engines}, not '{engine}'")
-        if threads and engine == "vllm":
-            raise typer.BadParameter("vLLM chooses its threads itself: set VLLM_CPU_OMP_THREADS_BIND")
+        if threads and not entry.in_process:
+            raise typer.BadParameter(
+                f"what bench {native.name} measures runs in a process of its own, which reads OMP_NUM_THREADS; "
+                "vLLM reads VLLM_CPU_OMP_THREADS_BIND"
+            )
         if dtype != "auto" and dtype not in DTYPES:
             raise typer.BadParameter(f"unknown dtype '{dtype}'; one of auto, {', '.join(DTYPES)}")
         if threads:

@@ -71,7 +71,7 @@ class Report:
 @dataclass(frozen=True)
 class Bench:
     """An entry of the registry. ``wants`` says in words what each headline number should be; ``engine`` is the one it
-    measures, and ``others`` has the same bench on another engine."""
+    measures, in this process or (``in_process``) not; ``others`` has the same bench on another engine."""
 
     name: str
     summary: str
@@ -80,6 +80,7 @@ class Bench:
     wants: dict[str, str]
     run: Callable[[Any, Where, Ticker], Report]
     engine: str = "native"
+    in_process: bool = True
     others: dict[str, Bench] = field(default_factory=dict)
 
     def on(self, engine: str) -> Bench | None:
@@ -101,6 +102,7 @@ def bench(
     quick: Mapping[str, Any],
     wants: Mapping[str, str],
     engine: str = "native",
+    in_process: bool = True,
 ) -> Callable[[Callable[[Any, Where, Ticker], Report]], Callable[[Any, Where, Ticker], Report]]:
     """Register a bench.
 
@@ -109,13 +111,14 @@ def bench(
         quick: the fields that ``--quick`` makes smaller; the shape of the experiment stays.
         wants: headline name -> the goal in words.
         engine: what it measures; the native one is registered first.
+        in_process: whether it runs in this process, where threads can be set.
     """
     unknown = set(quick) - {f.name for f in fields(settings)}
     if unknown:
         raise ValueError(f"bench {name}: no settings {sorted(unknown)}")
 
     def register(run: Callable[[Any, Where, Ticker], Report]) -> Callable[[Any, Where, Ticker], Report]:
-        made = Bench(name, summary, settings, dict(quick), dict(wants), run, engine)
+        made = Bench(name, summary, settings, dict(quick), dict(wants), run, engine, in_process)
         if engine == "native":
             BENCHES[name] = made
         else:

@@ -77,13 +77,13 @@ QUICK = {
 WANTS = {"mpic32_over_prefix": "> 1", "p99_prefix_over_mpic32": "> 1"}
 
 
-@bench("serving", SUMMARY, Settings, QUICK, WANTS)
+@bench("serving", SUMMARY, Settings, QUICK, WANTS, in_process=False)
 def native(settings: Settings, where: Where, ticker: Ticker) -> Report:
     """On the native engine."""
     return _run("native", settings, where, ticker)
 
 
-@bench("serving", SUMMARY, Settings, QUICK, WANTS, engine="vllm")
+@bench("serving", SUMMARY, Settings, QUICK, WANTS, engine="vllm", in_process=False)
 def vllm(settings: Settings, where: Where, ticker: Ticker) -> Report:
     """On vLLM."""
     return _run("vllm", settings, where, ticker)

@@ -114,6 +114,7 @@ class Settings:
         "decode_while_linking_over_vllm": ">= 0.95",
     },
     engine="vllm",
+    in_process=False,
 )
 def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
     """First tokens, then decoding; the two engines in turns."""
