@@ -71,7 +71,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         q, k, v, *kept = ctx.saved_tensors
         dq = torch.empty_like(q)
-        dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+        summed = torch.promote_types(k.dtype, torch.float32)
+        dk, dv = (torch.zeros(x.shape, dtype=summed, device=x.device) for x in (k, v))
         for b, weights in zip(ctx.blocks, kept, strict=True):
             rows, keys = slice(b.start, b.end), slice(b.low, b.high)
             dv[:, keys] += torch.bmm(weights.transpose(1, 2), grad[:, rows])

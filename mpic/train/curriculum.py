@@ -40,8 +40,24 @@ def draw_example(generator: Generator, encoder: Encoder, progress: float, limit:
             return example
 
 
+def fill(examples: list[Example], tokens: int) -> list[list[Example]]:
+    """Groups of at most `tokens` tokens together, the longest first and each where it first fits."""
+    groups: list[list[Example]] = []
+    left: list[int] = []
+    for example in sorted(examples, key=lambda e: -len(e.ids)):
+        size = len(example.ids)
+        place = next((i for i, room in enumerate(left) if room >= size), None)
+        if place is None:
+            place = len(groups)
+            groups.append([])
+            left.append(tokens)
+        groups[place].append(example)
+        left[place] -= size
+    return groups
+
+
 class Batches:
-    """Endless batches of similar length under a token budget. `progress` may be set while iterating."""
+    """Endless batches that fill a token budget. `progress` may be set while iterating."""
 
     def __init__(self, seed: int, encoder: Encoder, tokens: int, pic_share: float = 0.0) -> None:
         self.generator = Generator(seed)
@@ -50,16 +66,19 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[list[Example], list[int | None] | None]]:
         rng: random.Random = self.generator.rng
+        limit = min(self.tokens, 2048)
+        pool: list[Example] = []
         while True:
-            limit = min(self.tokens, 2048)
-            pool = [draw_example(self.generator, self.encoder, self.progress, limit) for _ in range(_POOL)]
-            pool.sort(key=lambda e: len(e.ids))
-            groups: list[list[Example]] = [[]]
-            for example in pool:
-                if groups[-1] and len(example.ids) * (len(groups[-1]) + 1) > self.tokens:
-                    groups.append([])
-                groups[-1].append(example)
+            fresh = [draw_example(self.generator, self.encoder, self.progress, limit) for _ in range(_POOL)]
+            groups = fill(pool + fresh, self.tokens)
+            groups, short = [g for g in groups if _filled(g, self.tokens)], groups
+            pool = [e for g in short if not _filled(g, self.tokens) for e in g] if groups else []
+            groups = groups or short  # nothing fits together
             rng.shuffle(groups)
             for group in groups:
                 masked = rng.random() < self.pic_share
                 yield group, [rng.choice(PIC_HEADS) for _ in group] if masked else None
+
+
+def _filled(group: list[Example], tokens: int) -> bool:
+    return sum(len(e.ids) for e in group) >= 0.9 * tokens

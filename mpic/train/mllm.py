@@ -25,6 +25,7 @@ from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from mpic.data.generator import Generator
 from mpic.data.generator.tokenizer import build_tokenizer
+from mpic.train import checkpoint
 from mpic.train.batch import Encoder, answer_loss, collate, exact_answers
 from mpic.train.curriculum import Batches
 from mpic.train.curves import plot_curves
@@ -97,6 +98,7 @@ def train_mllm(settings: Settings) -> Path:
     settings.out.mkdir(parents=True, exist_ok=True)
     cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     world = settings.workers or (1 if cuda else max(1, min(4, os.cpu_count() or 1)))
+    checkpoint.check(settings.out, _stored(settings), world, settings.resume)
     if world == 1:
         _run(0, 1, settings, "", cuda)
     else:
@@ -133,8 +135,6 @@ def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool)
         resumed = state if state and state["stage"] == stage.name else None
         _run_stage(worker, stage, resumed)
         state = None
-        if worker.chief and stage.name != "vision":
-            save_model(model, tokenizer, settings.out / {"base": "plain"}.get(stage.name, stage.name))
     if world > 1:
         dist.destroy_process_group()
 
@@ -148,14 +148,17 @@ class Clock:
         self.seconds = settings.minutes * 60 * stage.share
         self.steps = max(1, round(settings.steps * stage.share)) if settings.steps else None
 
-    def progress(self) -> float:
-        """Of the steps or of the time, as the chief sees it."""
+    def tick(self, due: bool) -> tuple[float, bool]:
+        """How far the stage is, of its steps or of its time, and whether a checkpoint is due, as the chief sees both.
+
+        Workers that each looked at their own clock would now and then part, and wait for each other for ever.
+        """
         value = self.step / self.steps if self.steps else self.spent / self.seconds
-        if self.worker.world > 1:
-            shared = torch.tensor([value], dtype=torch.float64)
-            dist.broadcast(shared, 0)
-            value = float(shared)
-        return value
+        if self.worker.world == 1:
+            return value, due
+        shared = torch.tensor([value, due], dtype=torch.float64, device=self.worker.device)
+        dist.broadcast(shared, 0)
+        return float(shared[0]), bool(shared[1])
 
 
 def _batches(worker: Worker, stage: Stage, step: int) -> Iterator[Any]:
@@ -193,8 +196,17 @@ def _run_stage(worker: Worker, stage: Stage, resumed: dict[str, Any] | None) -> 
     drawn = _batches(worker, stage, clock.step)
     bar = tqdm(total=100, desc=stage.name, disable=settings.quiet or not worker.chief, unit="%")
     interval = 20 if settings.steps is None else max(1, min(20, settings.steps // 20))
-    warm, losses, tokens, marked, saved = 30, [], 0, time.monotonic(), time.monotonic()
-    while (progress := clock.progress()) < 1:
+    warm, losses, tokens, said = 30, [], 0, 0
+    marked = saved = time.monotonic()
+    while True:
+        progress, due = clock.tick(time.monotonic() - saved > settings.evaluate_every)
+        if progress >= 1:
+            break
+        if due:
+            _evaluate(worker, stage, clock)
+            _save_checkpoint(worker, stage, clock, optimizers)
+            saved = marked = time.monotonic()
+            losses, tokens, said = [], 0, 0
         began = time.monotonic()
         batches = getattr(worker.encoder, "progress", None)
         if stage.name == "base" and batches:
@@ -206,25 +218,28 @@ def _run_stage(worker: Worker, stage: Stage, resumed: dict[str, Any] | None) -> 
         optimizers.step(min(1.0, (clock.step + 1) / warm) * decay)
         clock.step += 1
         losses.append(loss.item())
-        tokens += 0 if vision else batch.tokens
+        if not vision:
+            tokens, said = tokens + batch.tokens, said + int(batch.target.sum())
         if worker.chief and clock.step % interval == 0:
-            rate = round(tokens * worker.world / (time.monotonic() - marked))
+            passed = (time.monotonic() - marked) / worker.world
             entry = {
                 "stage": stage.name,
                 "step": clock.step,
                 "seconds": round(clock.spent),
-                "tokens_per_s": rate,
+                "tokens_per_s": round(tokens / passed),
+                "answer_tokens_per_s": round(said / passed),
             }
             worker.log.append({**entry, "loss": round(sum(losses) / len(losses), 4)})
-            bar.set_postfix(loss=worker.log[-1]["loss"], step=clock.step, rate=rate)
+            bar.set_postfix(loss=worker.log[-1]["loss"], step=clock.step, tokens_per_s=entry["tokens_per_s"])
             bar.update(round(progress * 100) - bar.n)
-            losses, tokens, marked = [], 0, time.monotonic()
+            losses, tokens, said, marked = [], 0, 0, time.monotonic()
         clock.spent += time.monotonic() - began
-        if time.monotonic() - saved > settings.evaluate_every:
-            _evaluate(worker, stage, clock)
-            _save_checkpoint(worker, stage, clock, optimizers)
-            saved = marked = time.monotonic()
     _evaluate(worker, stage, clock)
+    if (
+        worker.chief and not vision
+    ):  # before the stage counts as finished, for then a resumed run passes it over
+        name = {"base": "plain"}.get(stage.name, stage.name)
+        save_model(worker.model, worker.tokenizer, settings.out / name)
     _save_checkpoint(worker, stage, clock, optimizers, finished=True)
     bar.close()
 
@@ -269,10 +284,6 @@ def _evaluate(worker: Worker, stage: Stage, clock: Clock) -> None:
         dist.barrier()
 
 
-def _checkpoint(worker: Worker) -> Path:
-    return worker.settings.out / f"checkpoint-{worker.rank}.pt"
-
-
 def _save_checkpoint(
     worker: Worker, stage: Stage, clock: Clock, optimizers: Optimizers, finished: bool = False
 ) -> None:
@@ -285,17 +296,18 @@ def _save_checkpoint(
         "model": worker.model.state_dict(),
         "optimizers": optimizers.state_dict(),
         "log": json.dumps(worker.log),
-        "settings": json.dumps(dataclasses.asdict(worker.settings), default=str),
     }
-    temporary = _checkpoint(worker).with_suffix(".tmp")
-    torch.save(state, temporary)
-    temporary.replace(_checkpoint(worker))
+    checkpoint.save(worker.settings.out, worker.rank, _stored(worker.settings), state)
 
 
 def _load_checkpoint(worker: Worker) -> dict[str, Any] | None:
-    if not worker.settings.resume or not _checkpoint(worker).exists():
+    if not worker.settings.resume:
         return None
-    state = torch.load(_checkpoint(worker), map_location=worker.device, weights_only=True)
+    state = checkpoint.load(worker.settings.out, worker.rank, worker.device)
     worker.model.load_state_dict(state["model"])
     worker.log.extend(json.loads(state["log"]))
     return state
+
+
+def _stored(settings: Settings) -> dict[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(settings), default=str))

@@ -18,7 +18,7 @@ def _orthogonalize(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
     x = x / (x.norm() + 1e-7)
     for _ in range(steps):
         gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
 
 

@@ -1,0 +1,76 @@
+"""Checkpoints of a run of several workers: whole or absent, whenever the run is killed.
+
+Every worker writes a file of its own (weights, and its share of the optimizers' state). `checkpoint.json` names the
+files of one step and is replaced only when all of them are there; then the files of the step before go.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpic.config import ConfigError
+
+INDEX = "checkpoint.json"
+SAME = (
+    "start",
+    "init",
+    "seed",
+    "tokens",
+)  # settings that a resumed run must share with the run it goes on with
+
+
+def check(out: Path, settings: dict[str, Any], world: int, resume: bool) -> None:
+    """Before the workers start.
+
+    Raises:
+        ConfigError: a checkpoint is there but not to be resumed, or of another run; or none is there to resume.
+    """
+    if not (out / INDEX).exists():
+        if resume:
+            raise ConfigError(f"nothing to resume in {out}: no {INDEX}", param="resume")
+        return
+    if not resume:
+        message = f"{out} holds the checkpoint of an earlier run: --resume goes on with it, another --out starts anew"
+        raise ConfigError(message, param="out")
+    index = json.loads((out / INDEX).read_text())
+    differs = [k for k in SAME if index["settings"][k] != settings[k]]
+    differs += ["workers"] if len(index["files"]) != world else []
+    if differs:
+        raise ConfigError(
+            f"the run in {out} has other settings than these: {', '.join(differs)}", param="resume"
+        )
+
+
+def save(out: Path, rank: int, settings: dict[str, Any], state: dict[str, Any]) -> None:
+    """Of every worker, at the same step. `state` has "stage", "step", "finished" (names of stages)."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    label = f"{state['stage']}-{state['step']}-{'end' if state['stage'] in state['finished'] else 'mid'}"
+    files = [f"checkpoint-{label}-{worker}.pt" for worker in range(world)]
+    temporary = (out / files[rank]).with_suffix(".tmp")
+    torch.save(state, temporary)
+    temporary.replace(out / files[rank])
+    _meet()
+    if rank == 0:
+        temporary = out / f"{INDEX}.tmp"
+        temporary.write_text(json.dumps({"files": files, "settings": settings}))
+        temporary.replace(out / INDEX)
+        for old in out.glob("checkpoint-*"):
+            if old.name not in files:
+                old.unlink()
+    _meet()
+
+
+def load(out: Path, rank: int, device: torch.device) -> dict[str, Any]:
+    """A worker's state, as it was saved."""
+    name = json.loads((out / INDEX).read_text())["files"][rank]
+    return torch.load(out / name, map_location=device, weights_only=True)
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()

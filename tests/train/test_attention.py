@@ -1,0 +1,59 @@
+"""Attention by blocks equals torch's own under the same mask, forwards and backwards."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpic.train.attention import attend, make_block
+from mpic.train.batch import Example
+from mpic.train.curriculum import fill
+from mpic.train.optim import _orthogonalize
+
+
+def _visible(rows, kind):
+    i = np.arange(rows)
+    causal = i[None] <= i[:, None]
+    if kind == "causal":
+        return causal
+    if kind == "islands":
+        return causal & (i[None] // 7 == i[:, None] // 7)
+    random = np.random.default_rng(0).random((rows, rows)) < 0.3
+    return random & causal | np.eye(rows, dtype=bool)
+
+
+@pytest.mark.parametrize("kind", ["causal", "islands", "random"])
+@pytest.mark.parametrize("size", [1, 8, 64])
+def test_values_and_gradients_are_those_of_masked_attention(kind, size):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 40, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    visible = _visible(40, kind)
+    blocks = [make_block(visible[i : i + size], i, 0) for i in range(0, 40, size)]
+    ours = attend(q, k, v, blocks, 0.25)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, torch.from_numpy(visible), scale=0.25)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    weight = torch.randn_like(ours)
+    for own, other in zip(
+        *(torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (ours, theirs)), strict=True
+    ):
+        torch.testing.assert_close(own, other, atol=1e-6, rtol=1e-6)
+
+
+def test_a_block_reads_only_the_keys_that_its_rows_see():
+    visible = _visible(40, "islands")
+    block = make_block(visible[14:21], 14, 0)
+    assert (block.start, block.end, block.low, block.high) == (14, 21, 14, 21)
+    assert make_block(np.ones((3, 5), bool), 10, 2).bias is None
+
+
+@pytest.mark.parametrize("shape", [(48, 24), (24, 48)])
+def test_orthogonalized_matrices_have_singular_values_near_one(shape):
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(_orthogonalize(torch.randn(shape)).float())
+    assert values.min() > 0.4 and values.max() < 1.4
+
+
+def test_groups_keep_every_example_and_the_budget():
+    examples = [Example(ids=[0] * n) for n in (900, 300, 300, 200, 800, 1000, 100)]
+    groups = fill(examples, 1000)
+    assert sorted(len(e.ids) for g in groups for e in g) == sorted(len(e.ids) for e in examples)
+    assert all(sum(len(e.ids) for e in g) <= 1000 for g in groups) and len(groups) == 4

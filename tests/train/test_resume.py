@@ -1,0 +1,100 @@
+"""A training run that is killed goes on where its last checkpoint was, and never with half of one."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from mpic.config import ConfigError
+from mpic.train import checkpoint, mllm
+from mpic.train.mllm import Settings, train_mllm
+from mpic.train.model import save_model
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setattr(mllm, "_WATCHED", (("image", 1),))
+    return Settings(tmp_path, steps=6, workers=1, tokens=256, quiet=True, device="cpu", watched=1)
+
+
+def _die_after(monkeypatch, saves):
+    whole = checkpoint.save
+
+    def save(*args):
+        whole(*args)
+        if not saves:
+            raise KeyboardInterrupt
+        saves.pop()
+
+    monkeypatch.setattr(checkpoint, "save", save)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_killed_run_takes_every_step_once_and_leaves_both_models(settings, monkeypatch, at):
+    often = dataclasses.replace(settings, evaluate_every=0.0)
+    with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
+        _die_after(dying, [None] * at)
+        train_mllm(often)
+    steps = []
+    stepping = mllm.Optimizers.step
+    monkeypatch.setattr(mllm.Optimizers, "step", lambda self, s: (steps.append(s), stepping(self, s)))
+    index = json.loads((settings.out / checkpoint.INDEX).read_text())
+    _, stage, step, _, _ = index["files"][0].replace(".", "-").split("-")[:5]
+    before = {"vision": 0, "base": 1, "pic": 5}[stage] + int(step)
+    train_mllm(dataclasses.replace(settings, resume=True))
+    assert before + len(steps) == 6
+    for name in ("plain", "pic"):
+        assert (settings.out / name / "model.safetensors").exists()
+
+
+def test_a_checkpoint_that_was_not_finished_is_not_seen(tmp_path, monkeypatch):
+    def state(step):
+        return {"stage": "base", "step": step, "finished": ["vision"], "model": {"w": torch.tensor([step])}}
+
+    checkpoint.save(tmp_path, 0, {}, state(1))
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="disk"):
+        broken.setattr(checkpoint, "_meet", lambda: (_ for _ in ()).throw(OSError("disk")))
+        checkpoint.save(tmp_path, 0, {}, state(2))
+    assert checkpoint.load(tmp_path, 0, torch.device("cpu"))["step"] == 1
+    checkpoint.save(tmp_path, 0, {}, state(3))
+    assert checkpoint.load(tmp_path, 0, torch.device("cpu"))["step"] == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-base-3-mid-0.pt", "checkpoint.json"]
+
+
+def test_a_run_is_not_resumed_as_another_one_nor_overwritten(tmp_path):
+    stored = {"start": None, "init": "structured", "seed": 0, "tokens": 256}
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        checkpoint.check(tmp_path, stored, 1, resume=True)
+    checkpoint.check(tmp_path, stored, 1, resume=False)
+    state = {"stage": "base", "step": 1, "finished": []}
+    checkpoint.save(tmp_path, 0, stored, state)
+    checkpoint.check(tmp_path, stored, 1, resume=True)
+    with pytest.raises(ConfigError, match="earlier run"):
+        checkpoint.check(tmp_path, stored, 1, resume=False)
+    with pytest.raises(ConfigError, match="seed, workers"):
+        checkpoint.check(tmp_path, {**stored, "seed": 1}, 2, resume=True)
+
+
+def test_a_run_from_a_finished_model_goes_on_from_its_own_weights(settings, tmp_path, monkeypatch):
+    tokenizer = mllm.build_tokenizer()
+    save_model(mllm.build_model(tokenizer), tokenizer, tmp_path / "start")
+    own = dataclasses.replace(settings, out=tmp_path / "run", start=tmp_path / "start", evaluate_every=0.0)
+    with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
+        _die_after(dying, [None])
+        train_mllm(own)
+    saved = checkpoint.load(own.out, 0, torch.device("cpu"))
+    seen = []
+    running = mllm._run_stage
+
+    def run_stage(worker, stage, resumed):
+        seen.append((stage.name, resumed and resumed["step"], worker.model.lm_head.weight.detach().clone()))
+        return running(worker, stage, resumed)
+
+    monkeypatch.setattr(mllm, "_run_stage", run_stage)
+    train_mllm(dataclasses.replace(own, resume=True))
+    (stage, step, weights), (last, fresh, _) = seen
+    assert (stage, step, last, fresh) == ("base", saved["step"], "pic", None)
+    assert torch.equal(weights, saved["model"]["lm_head.weight"])
