@@ -78,7 +78,10 @@ def _command(native: Bench) -> None:
     def run(
         engine: Annotated[str, typer.Option(help="native, or vllm where the bench has it")] = "native",
         quick: Annotated[
-            bool, typer.Option("--quick", help="same shape, smaller: under 45 s on two cores")
+            bool,
+            typer.Option(
+                "--quick", help="same shape, smaller: under 45 s on two cores; what starts vLLM takes longer"
+            ),
         ] = False,
         json_path: Annotated[
             Path | None, typer.Option("--json", help="write the result here and a plot beside it")

@@ -64,7 +64,7 @@ class Settings:
     images: int = 8
     system: int = 40
     text: int = 160
-    repeats: int = 5
+    repeats: int = 4
     vision_repeats: int = 2
     decode_repeats: int = 3
     answers: int = 4
@@ -182,7 +182,8 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
         ),
         ALONE: "a prompt of fresh text as long as the one with images, so that no vision encoder runs",
         FLOOR: f"the {settings.length - settings.cached} last tokens of such a prompt are computed",
-        "host memory": "the chunks' KV lies in the connector's memory and is copied into the cache's blocks",
+        "host memory": "the connector has the files in memory, verified; a worker in a process of its own maps them "
+        "from the page cache; keys are turned and copied into the cache's blocks in every column",
         "decoding": f"{settings.answers} answers of {settings.tokens} tokens at once; {settings.arrivals} prompts "
         f"arrive, one every {settings.gap} s; tokens/s of the answers from when all are being said until one ends",
         "headline": "median over rounds of the ratio within a round",
@@ -386,7 +387,7 @@ def _plot(
     left.barh(names, [first[n].median for n in names], label="vision encoding left out")
     extra = [max(0.0, vision[n].median - first[n].median) if n in vision else 0.0 for n in names]
     left.barh(names, extra, left=[first[n].median for n in names], label="vision encoding", alpha=0.5)
-    left.set(xscale="log", xlabel="time to first token (ms)")
+    left.set_xlabel("time to first token (ms)")
     left.legend(fontsize=8)
     right.barh([" | ".join(name) for name in decoding], [sample.median for sample in decoding.values()])
     right.set_xlabel("tokens/s of the running answers")
