@@ -142,7 +142,7 @@ def _flags(engine: str, settings: Settings, where: Where) -> list[str]:
     width = shape.hidden // shape.heads * (shape.kv_heads or shape.heads)
     per_token = shape.layers * 2 * width * where.dtype.itemsize
     length = settings.linked * settings.tower.tokens + 2 * settings.text + settings.answer + 256
-    tokens = shape.context + settings.room * length + settings.pool * settings.tower.tokens
+    tokens = max(settings.room * length + settings.pool * settings.tower.tokens, shape.context + 256)
     dtype = str(where.dtype).removeprefix("torch.")
     flags = {"engine": engine, "device": where.device.type, "dtype": dtype, "pool-bytes": tokens * per_token}
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))]

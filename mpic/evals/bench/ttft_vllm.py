@@ -210,10 +210,11 @@ def _engines(
 
 
 def _config(settings: Settings, where: Where, model: str) -> EngineConfig:
-    """Of both engines: room for what runs at once and for the floor's prefix, beside the model's context, for which
-    vLLM wants room anyway."""
-    tokens = settings.decoder.context + (settings.arrivals + 1) * (settings.length + settings.block)
+    """Of both engines: room for what runs at once and for the floor's prefix, and, as vLLM wants it, for one prompt as
+    long as the model's context."""
+    tokens = (settings.arrivals + 1) * (settings.length + settings.block)
     tokens += settings.answers * (settings.system + settings.tokens + settings.block)
+    tokens = max(tokens, settings.decoder.context + settings.block)
     return EngineConfig(
         engine="vllm",
         model=model,
