@@ -5,7 +5,8 @@ A Markdown file says where a table belongs::
     <!-- made: losses demo mpic-16 legolink-16 -->
     <!-- end -->
 
-and what stands between the two lines is written anew. Runs are folders beside the file (or paths from it).
+and what stands between the two lines is written anew. A run is a folder, by its path from the file; ``RUN:TASK`` is one
+task of it.
 
 ===================================================  ====================================================
 ``summary RUN [POLICIES]``                           a row a policy
@@ -63,9 +64,10 @@ def fill(path: Path) -> int:
 
 
 def _answers(folder: Path, run: str) -> list[Answer]:
-    answers = read_answers(folder / run)
+    name, _, task = run.partition(":")
+    answers = [answer for answer in read_answers(folder / name) if not task or answer.task == task]
     if not answers:
-        raise BadRequest(f"{folder / run} holds no answers")
+        raise BadRequest(f"{folder / name} holds no answers" + (f" to {task}" if task else ""))
     return answers
 
 

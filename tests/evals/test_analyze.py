@@ -65,3 +65,5 @@ def test_the_command_writes_its_figures_and_numbers(tmp_path):
     assert names >= {"attention-shares.png", "kv-distance.png", "attention-maps.png", "attention-error.png"}
     numbers = json.loads((tmp_path / "analysis.json").read_text())
     assert numbers["policies"] == ["full", "reuse"] and max(numbers["attention_error"]["full"]) < 1e-5
+    assert set(numbers["kv_distance"]) == {"keys", "values"}
+    assert all(len(part) == 5 for one in numbers["kv_distance"].values() for part in one.values())

@@ -91,6 +91,7 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
     )
     marks = [
         "losses run",
+        "losses run:world-card",
         "summary run mpic-16",
         "cells run",
         "counts score run",
@@ -114,7 +115,16 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mark", ["", "nothing run", "losses", "losses run", "counts speed run", "bench b.json other"]
+    "mark",
+    [
+        "",
+        "nothing run",
+        "losses",
+        "losses run",
+        "losses run:world-image",
+        "counts speed run",
+        "bench b.json other",
+    ],
 )
 def test_a_mark_that_cannot_be_filled_is_refused_and_changes_nothing(tmp_path, mark):
     (tmp_path / "b.json").write_text(

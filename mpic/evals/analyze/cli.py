@@ -79,7 +79,13 @@ def analyze(
         "attention_error": {
             one.policy: [round(float(v), 4) for v in measures.attention_error(one, full)] for one in linked
         },
-        "kv_distance": {name: [round(float(v), 4) for v in part.mean(1)] for name, part in far.items()},
+        "kv_distance": {
+            name: {
+                "first_16": [round(float(v), 4) for v in part[:, :16].mean(1)],
+                "rest": [round(float(v), 4) for v in part[:, 16:].mean(1)] if part.shape[1] > 16 else [],
+            }
+            for name, part in far.items()
+        },
     }
     (out / "analysis.json").write_text(json.dumps(numbers, indent=2) + "\n")
     console = Console()
