@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import vllm_kit as kit
 from engine_kit import ids, image_chunk, prompt_of, text_chunk
 from families import random_image
-from vllm_links import Linker, engine
+from oracle import Oracle
+from vllm_links import BOS, Linker, engine
+
+from mpic.model.loaded import LoadedModel
 
 FAMILIES = kit.quick_or_parity(("llama", "llava", "qwen2_5_vl", "qwen3_vl"))
 POLICIES = [
@@ -125,3 +130,23 @@ def test_a_later_turn_with_the_same_salt_finds_its_own_blocks(linker):
     again = [linker.link(second, "mpic-4", "conversation") for _ in range(3)]
     for answer in linker.run(*zip(*again, strict=True)):
         close(answer, linker.expected(second, "mpic-4"))
+
+
+@pytest.mark.parametrize("sink", [0, 4])
+def test_a_compiled_chunk_is_what_the_native_engine_compiles(linker, sink):
+    model, processor = kit.stock(linker.name)
+    loaded = LoadedModel(copy.deepcopy(model), processor, linker.name)
+    oracle = Oracle(model, loaded.mrope)
+    for chunk in chunks_of(linker.name):
+        given, kv = linker.compiled(chunk, sink)
+        own = (
+            loaded.image_inputs(chunk.load_image())
+            if chunk.token_ids is None
+            else loaded.text_inputs(chunk.token_ids)
+        )
+        assert torch.equal(given.token_ids, own.token_ids) and given.extent == own.extent
+        assert torch.equal(given.positions, own.positions) and given.positions.dtype == torch.int64
+        for name in ("embeds", "deepstack"):
+            torch.testing.assert_close(getattr(given, name), getattr(own, name), atol=1e-4, rtol=0)
+        for layer, (keys, values) in zip(kv, oracle.compile(own, sink, BOS), strict=True):
+            torch.testing.assert_close(layer, torch.stack([keys, values]), atol=1e-4, rtol=0)

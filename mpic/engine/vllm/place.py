@@ -47,7 +47,7 @@ class Turn:
                 raise ModelRefused("the model's layers have different rotary embeddings")
 
     def __call__(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """``keys [heads, n, head_dim]`` turned by the angles whose ``cos, sin [n, half]`` are given."""
+        """``keys [heads, n, head_dim]`` turned by the angles whose ``cos, sin [n or 1, half]`` are given."""
         width = 2 * cos.shape[1]
         part = slice(None, width, 2), slice(1, width, 2)
         if not self.interleaved:
@@ -62,12 +62,14 @@ class Turn:
     def angles(
         self, deltas: Sequence[int], counts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """cos and sin ``[n, half]`` for ``counts[i]`` tokens that move by ``deltas[i]`` each; None when none moves."""
+        """cos and sin ``[n, half]`` for ``counts[i]`` tokens that move by ``deltas[i]`` each; ``[1, half]`` when all
+        move alike; None when none moves."""
         if not any(deltas):
             return None
-        angle = torch.tensor(deltas, dtype=torch.float64)[:, None] * self.frequencies
-        repeats = torch.tensor(counts)
-        return tuple(f(angle).float().repeat_interleave(repeats, 0) for f in (torch.cos, torch.sin))
+        alike = len(set(deltas)) == 1
+        angle = torch.tensor(deltas[:1] if alike else deltas, dtype=torch.float64)[:, None] * self.frequencies
+        tables = angle.cos().float(), angle.sin().float()
+        return tables if alike else tuple(t.repeat_interleave(torch.tensor(counts), 0) for t in tables)
 
 
 def _frequencies(rotary: RotaryEmbeddingBase) -> torch.Tensor:
@@ -110,7 +112,19 @@ class Piece(NamedTuple):
 
 
 def place(paged: Paged, turn: Turn, pieces: Sequence[Piece]) -> None:
-    """Write pieces, of any requests, into the paged cache: per layer one rotation and one write for all of them."""
+    """Write pieces, of any requests, into the paged cache.
+
+    On a GPU all at once: per layer one rotation and one write. On a CPU one after the other, so that what is turned is
+    still in the processor's cache when it is written.
+    """
+    if paged.device.type == "cpu":
+        for piece in pieces:
+            _place(paged, turn, [piece])
+    elif pieces:
+        _place(paged, turn, pieces)
+
+
+def _place(paged: Paged, turn: Turn, pieces: Sequence[Piece]) -> None:
     device = paged.device
     slots = torch.cat([piece.slots for piece in pieces]).to(device)
     angles = turn.angles([piece.delta for piece in pieces], [piece.count for piece in pieces])
@@ -118,11 +132,13 @@ def place(paged: Paged, turn: Turn, pieces: Sequence[Piece]) -> None:
         angles = tuple(table.to(device, non_blocking=True) for table in angles)
     for i, layer in enumerate(paged.layers):
         keys, values = (
-            torch.cat(
-                [piece.kv[i][half][:, piece.tokens].to(device, non_blocking=True) for piece in pieces], 1
-            )
-            for half in (0, 1)
+            _together([piece.kv[i][half][:, piece.tokens] for piece in pieces], device) for half in (0, 1)
         )
         if angles is not None:
             keys = turn(keys, *angles)
         paged.write(layer, keys.transpose(0, 1), values.transpose(0, 1), slots)
+
+
+def _together(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    moved = [part.to(device, non_blocking=True) for part in parts]
+    return moved[0] if len(moved) == 1 else torch.cat(moved, 1)

@@ -1,0 +1,149 @@
+"""Chunk files in host memory: the budget, pins, turns."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from mpic.engine.vllm.files import Expected, HostMemory
+from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
+from mpic.kv.file import ChunkFile, write
+
+SHAPE = KVShape(2, 1, 4)
+TOKENS = 8
+BYTES = TOKENS * SHAPE.per_token * 4
+"""Of a chunk."""
+
+
+@pytest.fixture
+def wanted(tmp_path):
+    """Five chunks on disk, as they are asked for."""
+    found = []
+    for i in range(5):
+        key = KVKey("local", ChunkKey.of_text(str(i)), "model", Recipe("float32"))
+        inputs = ChunkInputs(torch.arange(TOKENS), torch.arange(TOKENS)[None], TOKENS)
+        write(tmp_path / f"{i}.kv", ChunkKV(key, inputs, torch.full((2, 2, 1, TOKENS, 4), float(i))))
+        found.append((f"{i}.kv", key.digest, TOKENS))
+    return found
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def memory(chunks: int) -> HostMemory:
+        made.append(HostMemory([tmp_path], chunks * BYTES, 2, Expected(SHAPE, torch.float32, 4, 0)))
+        return made[-1]
+
+    yield memory
+    for one in made:
+        one.close()
+
+
+def finish(memory: HostMemory, load) -> None:
+    for _ in range(1000):
+        if load.done:
+            return
+        memory.wait(0.01)
+    raise AssertionError("a load does not end")
+
+
+def test_what_is_read_stays_until_others_need_the_room(make, wanted, monkeypatch):
+    reads, read = [], ChunkFile.read_layers
+    monkeypatch.setattr(
+        ChunkFile, "read_layers", lambda self, to: reads.append(self.path.name) or read(self, to)
+    )
+    memory = make(3)
+    for i in (0, 1, 2, 0, 3, 0, 1):  # 1 was the least recently used when 3 came
+        load = memory.load([wanted[i]])
+        finish(memory, load)
+        assert load.chunks[0].state == "ready" and (load.chunks[0].kv == i).all()
+        memory.release(load)
+    assert reads == ["0.kv", "1.kv", "2.kv", "3.kv", "1.kv"]
+
+
+def test_loads_wait_their_turn_for_room_and_pinned_chunks_stay(make, wanted):
+    memory = make(2)
+    first, second = memory.load(wanted[:2]), memory.load(wanted[1:3])
+    third = memory.load(wanted[3:4])
+    finish(memory, first)
+    assert not second.started and not third.started
+    memory.release(first)
+    memory.release(first)
+    assert second.started and not third.started
+    finish(memory, second)
+    assert second.chunks[0] is first.chunks[1]
+    memory.release(second)
+    finish(memory, third)
+
+
+def test_a_load_larger_than_the_budget_has_its_turn_alone(make, wanted):
+    memory = make(2)
+    small, large, next_one = memory.load(wanted[:1]), memory.load(wanted), memory.load(wanted[:1])
+    finish(memory, small)
+    assert not large.started
+    memory.release(small)
+    finish(memory, large)
+    assert not next_one.done
+    memory.release(large)
+    finish(memory, next_one)
+
+
+def test_a_load_that_came_back_goes_first(make, wanted):
+    memory = make(1)
+    held, waits, back = (
+        memory.load(wanted[:1]),
+        memory.load(wanted[1:2]),
+        memory.load(wanted[2:3], first=True),
+    )
+    memory.release(held)
+    assert back.started and not waits.started
+    memory.release(waits)
+    memory.release(back)
+
+
+def test_a_file_that_could_not_be_read_is_tried_again(make, wanted, tmp_path):
+    memory = make(3)
+    good = (tmp_path / "0.kv").read_bytes()
+    (tmp_path / "0.kv").write_bytes(good[:-1])
+    load = memory.load(wanted[:2])
+    finish(memory, load)
+    assert [chunk.code for chunk in load.chunks] == ["corrupt", ""]
+    (tmp_path / "0.kv").write_bytes(good)
+    again = memory.load(wanted[:1])
+    finish(memory, again)
+    assert again.chunks[0].state == "ready"
+
+
+def test_one_chunk_is_read_once_for_all_that_wait_for_it(make, wanted, monkeypatch):
+    go, reads, read = threading.Event(), [], ChunkFile.read_layers
+
+    def slow(self, to):
+        reads.append(self.path.name)
+        assert go.wait(60)
+        return read(self, to)
+
+    monkeypatch.setattr(ChunkFile, "read_layers", slow)
+    memory = make(3)
+    loads = [memory.load([wanted[0], wanted[0]]), memory.load(wanted[:1])]
+    go.set()
+    for load in loads:
+        finish(memory, load)
+    assert reads == ["0.kv"] and loads[0].chunks[0] is loads[0].chunks[1] is loads[1].chunks[0]
+
+
+def test_another_process_reads_its_own_heads_and_layers(make, wanted, tmp_path):
+    import pickle
+
+    memory = make(1)
+    load = memory.load(wanted[3:4])
+    finish(memory, load)
+    there = pickle.loads(pickle.dumps(load.chunks[0]))
+    (layer,) = there.take(range(1, 2), range(1))
+    assert there.kv is None and torch.equal(layer, torch.full((2, 1, TOKENS, 4), 3.0))
+    assert torch.equal(there.given_inputs().token_ids, torch.arange(TOKENS))
+    (tmp_path / "3.kv").unlink()
+    with pytest.raises(OSError):
+        there.take(range(2), range(1))
