@@ -15,7 +15,7 @@ task of it.
 ``counts score|ttft|gflop|computed RUN [POLICIES]``  a row a number of chunks
 ``runs POLICIES: RUN ...``                           a row a run: score of ``full``, points lost
 ``same RUN A B``                                     to how many questions two policies gave the same answer
-``bench FILE [TABLES]``                              the tables of a result that ``mpic bench --json`` wrote
+``bench FILE [TABLES]``                              tables and plot of what ``mpic bench --json`` wrote
 ===================================================  ====================================================
 """
 
@@ -135,6 +135,8 @@ def _bench(folder: Path, file: str, *tables: str) -> str:
         table = [[column.replace("_", " ") for column in columns]]
         table += [[str(row.get(column, "")) for column in columns] for row in rows]
         blocks += [f"*{title}*", markdown_table(table)]
+    if path.with_suffix(".png").is_file():
+        blocks.insert(1, f"![{path.stem}]({Path(file).with_suffix('.png').as_posix()})")
     figures = ", ".join(
         f"{name.replace('_', ' ')} **{value:.2f}**" for name, value in result["headline"].items()
     )

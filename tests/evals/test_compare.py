@@ -89,6 +89,7 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
     (tmp_path / "b.json").write_text(
         json.dumps({**bench, "rows": [{"table": "t", "x": 1}, {"table": "u", "y": 2}]})
     )
+    (tmp_path / "b.png").touch()
     marks = [
         "losses run",
         "losses run:world-card",
@@ -109,6 +110,7 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
     assert text.startswith("Before\n") and text.endswith("After\n") and "old" not in text
     assert "| world-card | 4 | 100.0 | +25.0 [+0.0, +75.0] |" in text
     assert "same answer to 4 of 4 questions" in text
+    assert "![b](b.png)" in text
     assert "| y |" in text and "| x |" not in text and "**2.50**" in text
     assert "Not measured yet: `mpic bench later" in text
     assert fill(path) == len(marks) and path.read_text() == text
