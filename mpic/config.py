@@ -79,7 +79,7 @@ class EngineConfig:
         dtype: auto (the model's own on an accelerator, float32 on the CPU), float32, bfloat16 or float16.
         attention: auto, or the name of an implementation (CPU: cpu-stream, cpu-flash,
             reference; CUDA: cuda-flash or cuda-efficient, reference, triton; vllm: one of its backends).
-        pool_bytes: memory for the KV of running requests and resident chunks; 0 chooses by what is free.
+        pool_bytes: memory for the KV of running requests and resident chunks, a device; 0 chooses by what is free.
         step_tokens: most tokens computed in one forward; longer prefills are cut.
         max_running: most requests in one batch.
         loaders: threads that read compiled chunks from disk; 0 chooses by the machine's cores.
@@ -211,12 +211,12 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
             values[_section_of(name)][name] = value
     config = Config(**{name: _build(name, values[name]) for name in SECTIONS})
     parse_policy(config.engine.policy)
-    _check_engine(config.engine)
+    check_engine(config.engine)
     return config
 
 
-def _check_engine(config: EngineConfig) -> None:
-    """Refuse an engine that is none, and what only the other one understands."""
+def check_engine(config: EngineConfig) -> None:
+    """Refuse an engine that is none, and what only the other one understands. Raises ConfigError."""
     if config.engine not in ENGINES:
         raise ConfigError(f"unknown engine '{config.engine}'; available: {_listed(ENGINES)}", param="engine")
     if config.engine == "native":

@@ -25,6 +25,9 @@ def load_engine(
         ModelRefused: with what and why.
         ConfigError: an option that the engine cannot follow, or vLLM is not installed.
     """
+    from mpic.config import check_engine
+
+    check_engine(config)
     if config.engine == "vllm":
         return _load_vllm(config, store, host_bytes)
     from mpic.engine.native.engine import NativeEngine

@@ -282,6 +282,8 @@ class Chunks:
                 order = CompileOrder(str(folder.relative_to(self._store.root)), sink)
                 await self._talk.run(rendered, order)
                 inputs, kv = await asyncio.to_thread(read_compiled, folder)
+                if chunk.token_ids is None and (inputs.token_ids != self._model.image).any():
+                    raise CompileFailed("an image of this model is more than one token repeated")
                 self.counters["tokens_compiled"] += len(inputs)
                 made = ChunkKV(key, inputs, kv)
                 path, unkept = await asyncio.to_thread(self._keep, made, arrived)

@@ -155,8 +155,9 @@ def engine_args(
         # a core a worker for the scheduler's process; for a connector vLLM would leave as many again to its network
         workers = config.tensor_parallel_size * config.pipeline_parallel_size
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(workers))
-        free = int(psutil.virtual_memory().available * CPU_SHARE)
-        values["kv_cache_memory_bytes"] = min(free, CPU_CAP)
+        share = min(int(psutil.virtual_memory().available * CPU_SHARE), CPU_CAP)
+        workers = config.tensor_parallel_size * config.pipeline_parallel_size
+        values["kv_cache_memory_bytes"] = share // workers
     if config.pool_bytes:
         values["kv_cache_memory_bytes"] = config.pool_bytes
     if config.attention != "auto":
