@@ -42,6 +42,7 @@ class Mix:
     order: float = 0.3
     words: tuple[int, int] = documents.WORDS
     digits: bool = True
+    alike: float = 0.0  # share of conversations whose chunks are all of one kind
 
 
 class Generator:
@@ -60,7 +61,8 @@ class Generator:
     def context(self, count: int, mix: Mix) -> list[Item]:
         """`count` labelled chunks of the mix, in order."""
         rng = self.rng
-        kinds = [rng.choice(mix.kinds) for _ in range(count)]
+        alike = bool(mix.alike) and rng.random() < mix.alike
+        kinds = [rng.choice(mix.kinds)] * count if alike else [rng.choice(mix.kinds) for _ in range(count)]
         return self.context_of(kinds, mix, named=rng.random() < mix.named)
 
     def context_of(self, kinds: list[str], mix: Mix, named: bool) -> list[Item]:

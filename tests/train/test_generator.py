@@ -17,6 +17,7 @@ from mpic.data.generator import (
     words,
 )
 from mpic.data.generator.questions import WORDINGS
+from mpic.data.generator.tasks import Mix
 from mpic.data.generator.tokenizer import build_tokenizer
 
 
@@ -101,3 +102,19 @@ def test_every_task_is_answerable_at_every_size_and_documents_are_40_to_120_toke
             for part in turn.user:
                 if isinstance(part, Document):
                     assert 40 <= len(tokenizer(part.text, add_special_tokens=False).input_ids) <= 120
+
+
+def test_chunks_may_all_be_of_one_kind():
+    generator = Generator(6)
+    for _ in range(20):
+        assert (
+            len(
+                {
+                    type(i.about).__name__ + getattr(i.about, "kind", "")
+                    for i in generator.context(8, Mix(alike=1.0))
+                }
+            )
+            == 1
+        )
+    mixed = [{type(i.about).__name__ for i in generator.context(8, Mix())} for _ in range(20)]
+    assert sum(len(kinds) > 1 for kinds in mixed) > 15
