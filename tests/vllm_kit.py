@@ -283,7 +283,12 @@ def _answer(output: Any) -> Answer:
 
 @functools.cache
 def stock(name: str, seed: int = 0) -> tuple[nn.Module, Any]:
-    """The checkpoint in plain transformers, and its processor (None for text)."""
+    """The checkpoint in plain transformers, and its processor (None for text); one for all, for ``Oracle`` to change."""
+    return load_stock(name, seed)
+
+
+def load_stock(name: str, seed: int = 0) -> tuple[nn.Module, Any]:
+    """The same, untouched."""
     folder = checkpoint(name, seed)
     auto = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32).eval()
@@ -297,7 +302,7 @@ def expected(name: str, prompt: Sequence[int], images: Sequence[Image.Image] = (
     Args:
         prompt: ids with as many image tokens as the images have (``Answer.prompt``).
     """
-    model, processor = stock(name)
+    model, processor = load_stock(name)
     inputs: dict[str, torch.Tensor] = {"input_ids": torch.tensor([list(prompt)])}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if images:
