@@ -6,26 +6,31 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 CHILD = """
 import os, time
-from mpic.engine.vllm.parent import end_with
-end_with({})
+import signal
+from mpic.engine.vllm import parent
+parent.PATIENCE = 0.5
+{}
+parent.end_with({})
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 
 
-def started(parent: str) -> tuple[subprocess.Popen, psutil.Process]:
+def started(parent: str, first: str = "") -> tuple[subprocess.Popen, psutil.Process]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PARENT, CHILD.format(parent)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, CHILD.format(first, parent)], stdout=subprocess.PIPE, text=True
     )
     return process, psutil.Process(int(process.stdout.readline()))
 
 
-def test_it_ends_when_its_parent_is_killed():
-    parent, child = started("os.getppid()")
+@pytest.mark.parametrize("first", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"])
+def test_it_ends_when_its_parent_is_killed(first):
+    parent, child = started("os.getppid()", first)
     try:
         assert child.is_running()
         parent.kill()

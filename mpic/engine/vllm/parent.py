@@ -1,4 +1,4 @@
-"""The end of vLLM's engine process when the process that started it has been killed: nobody would ever end it."""
+"""The end of vLLM's processes when the one that started them has been killed: nobody would ever end them."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ What would give wrong answers is refused when the engine starts.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -13,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from mpic.engine.vllm.layout import Paged
+from mpic.engine.vllm.parent import end_with
 from mpic.engine.vllm.runner import LinkRunner
 from mpic.engine.vllm.scheduler import LinkScheduler
 from mpic.errors import ModelRefused
@@ -33,6 +35,8 @@ class LinkWorker(PlatformWorker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         refuse(vllm_config)
+        if vllm_config.kv_transfer_config.kv_connector_extra_config.get("parent"):
+            end_with(os.getppid())  # a worker that waits for another in a collective hears nothing else
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
