@@ -283,7 +283,7 @@ def _answer(output: Any) -> Answer:
 
 @functools.cache
 def stock(name: str, seed: int = 0) -> tuple[nn.Module, Any]:
-    """The checkpoint in plain transformers, and its processor (None for text); one for all, for ``Oracle`` to change."""
+    """The checkpoint in plain transformers, and its processor (None for text). One for all: ``Oracle`` changes it."""
     return load_stock(name, seed)
 
 
