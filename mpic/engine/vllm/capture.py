@@ -106,13 +106,18 @@ def _inputs(runner: Any, state: Any, skip: int, length: int) -> ChunkInputs:
     embeds = deepstack = None
     if state.mm_features:
         width = runner.model_config.hf_text_config.hidden_size
-        table = runner.get_model().get_language_model().embed_input_ids
         rows = torch.zeros(length - skip, _width(runner, state, width), dtype=runner.dtype)
-        rows[:, :width] = table(ids.to(runner.device)).cpu()
+        words = torch.ones(length - skip, dtype=torch.bool)
         for feature in state.mm_features:
             place, encoded = feature.mm_position, runner.encoder_cache[feature.identifier]
             index = torch.arange(place.offset, place.offset + place.length)
-            rows[(index if place.is_embed is None else index[place.is_embed]) - skip] = encoded.cpu()
+            index = (index if place.is_embed is None else index[place.is_embed]) - skip
+            rows[index], words[index] = encoded.cpu(), False
+        if words.any():
+            if runner.vllm_config.parallel_config.tensor_parallel_size > 1:
+                raise ValueError("the table of embeddings is shared out, and only one rank is asked")
+            table = runner.get_model().get_language_model().embed_input_ids
+            rows[words, :width] = table(ids[words].to(runner.device)).cpu()
         embeds = rows[:, :width]
         if rows.shape[1] > width:
             deepstack = rows[:, width:].view(length - skip, -1, width).transpose(0, 1)
