@@ -52,8 +52,9 @@ class Bench:
         config = EngineConfig(
             engine="vllm", pool_bytes=1 << 28, max_running=8, vllm_args='{"block_size": 32}'
         )
+        others = psutil.Process().children(recursive=True)
         self.engine, processor = load_engine(config, self.library.store)
-        self.processes = [p for p in psutil.Process().children(recursive=True)]
+        self.processes = [p for p in psutil.Process().children(recursive=True) if p not in others]
         self.template = ChatTemplate(processor)
         self.library.files.tokenize = self.template.tokenize_document
         self.library.references.tokenize = self.template.tokenize_document

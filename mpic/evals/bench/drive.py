@@ -233,9 +233,9 @@ def first_token(engine: Engine, request: GenerationRequest) -> tuple[float, Usag
     """
     began = time.perf_counter()
     stream = iter(engine.submit(request))
-    next(stream)
+    first = next(stream)
     elapsed = (time.perf_counter() - began) * 1e3
-    *_, last = stream
+    last = [first, *stream][-1]  # the first one, where a slow reader was handed all tokens at once
     return elapsed, last.usage
 
 
