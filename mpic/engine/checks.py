@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from mpic.engine.base import Sampling
-from mpic.errors import EmptyPrompt, MPICError, UnsupportedParameter
+from mpic.errors import ContextLengthExceeded, EmptyPrompt, MPICError, UnsupportedParameter
+from mpic.link.plan import LinkPlan, Policy
 from mpic.prompt.segments import Prompt, TextSegment
 
 
@@ -32,6 +33,36 @@ def check_sampling(sampling: Sampling) -> None:
     ):
         if not good:
             raise UnsupportedParameter(f"{name} must be {rule}, not {getattr(s, name)}", param=name)
+
+
+def check_context(length: int, asked: int | None, context: int) -> None:
+    """Whether a prompt and its answer fit a model.
+
+    Args:
+        length: tokens of the prompt.
+        asked: tokens of the answer, if a number was asked for; otherwise there must be room for one.
+        context: most tokens of both.
+
+    Raises:
+        ContextLengthExceeded: they do not.
+    """
+    if length >= context or (asked is not None and length + asked > context):
+        raise ContextLengthExceeded(
+            f"the prompt has {length} tokens{'' if asked is None else f' and {asked} were asked for'}; "
+            f"the model's context is {context}",
+            param="messages",
+            prompt_tokens=length,
+            context_length=context,
+        )
+
+
+def check_extends(plan: LinkPlan, shorter: LinkPlan, policy: Policy) -> None:
+    """Raises UnsupportedParameter: the plan of a request with references is not the one before with more behind it."""
+    if not plan.extends(shorter):
+        raise UnsupportedParameter(
+            f"policy {policy} chooses anew when a chunk is added: it cannot take references while decoding",
+            param="mpic.policy",
+        )
 
 
 def as_failure(error: BaseException) -> MPICError:

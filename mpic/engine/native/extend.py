@@ -21,11 +21,11 @@ import torch
 
 from mpic.engine import search
 from mpic.engine.base import Hit, RetrievalRound
+from mpic.engine.checks import check_extends
 from mpic.engine.deletions import Deletions
 from mpic.engine.native.lanes import LinkedChunk, Own, Piece, lay_out, mapped_chunks
 from mpic.engine.native.lanes import Sequence as Request
 from mpic.engine.native.prepare import Preparer
-from mpic.errors import UnsupportedParameter
 from mpic.link.plan import LinkPlan, make_plan
 from mpic.prompt.segments import ChunkSegment, Segment, TextSegment
 
@@ -133,11 +133,7 @@ class Extender:
         new = [copy(links[id(chunk)]) for chunk in chunks]  # one found twice is linked twice
         linked = [*request.linked, *new]
         plan = make_plan(self._preparer.shapes(segments, linked, policy), policy)
-        if not plan.extends(request.plan):
-            raise UnsupportedParameter(
-                f"policy {policy} chooses anew when a chunk is added: it cannot take references while decoding",
-                param="mpic.policy",
-            )
+        check_extends(plan, request.plan, policy)
         own = lay_out(segments, plan, linked, request.positions.shape[0], since)
         needed = mapped_chunks(plan, linked)
         left = self._preparer.room(plan, needed)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from mpic.engine.base import ChunkStore, GenerationRequest, StoredChunk
 from mpic.engine.calls import reader
-from mpic.engine.checks import check_prompt, check_sampling
+from mpic.engine.checks import check_context, check_prompt, check_sampling
 from mpic.engine.deletions import Deletions
 from mpic.engine.native import lanes
 from mpic.engine.native.lanes import LinkedChunk, build_sequence
@@ -124,14 +124,7 @@ class Preparer:
     def _max_tokens(self, request: GenerationRequest, length: int, sequence: lanes.Sequence) -> int:
         """The answer's limit, from the request, the context and the pool."""
         context, asked = self._model.context_length, request.sampling.max_tokens
-        if length >= context or (asked is not None and length + asked > context):
-            raise ContextLengthExceeded(
-                f"the prompt has {length} tokens{'' if asked is None else f' and {asked} were asked for'}; "
-                f"the model's context is {context}",
-                param="messages",
-                prompt_tokens=length,
-                context_length=context,
-            )
+        check_context(length, asked, context)
         for linked in sequence.needed:
             self._check_compiles(len(linked.inputs), linked.key.recipe.sink)
         chunk_pages = self._chunk_pages(sequence.needed)

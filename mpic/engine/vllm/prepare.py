@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpic.engine.base import GenerationRequest
-from mpic.engine.checks import check_prompt, check_sampling
+from mpic.engine.checks import check_context, check_prompt, check_sampling
 from mpic.engine.vllm.chunks import Chunks, Linked
 from mpic.engine.vllm.model import Described
 from mpic.engine.vllm.talk import Rendered, Talk
 from mpic.engine.vllm.wire import LinkOrder, order_of
-from mpic.errors import ContextLengthExceeded, UnsupportedParameter
+from mpic.errors import UnsupportedParameter
 from mpic.kv.chunk import Chunk
 from mpic.link.plan import DynamicPolicy, LinkPlan, Policy, Ranges, SegmentShape, make_plan
 from mpic.prompt.segments import Segment, TextSegment
@@ -93,14 +93,14 @@ class Preparer:
         """
         chunks = [segment.chunk for segment in segments if not isinstance(segment, TextSegment)]
         own = sum(len(segment) for segment in segments if isinstance(segment, TextSegment))
-        self._fits(own, None)  # before anything is encoded
+        check_context(own, None, self._talk.context)  # before anything is encoded
         plain = None
         if policy.exact or not policy.context:
             plain, linked = self._plain(segments, chunks if policy.context else [], chunks, salt)
         else:
             linked = [*known, *self._chunks.link(chunks[len(known) :], policy)]
         prepared = Prepared(segments, linked, self.plan(segments, linked, policy), plain)
-        self._fits(prepared.plan.length, asked)
+        check_context(prepared.plan.length, asked, self._talk.context)
         return prepared
 
     def _plain(
@@ -151,14 +151,3 @@ class Preparer:
     def room(self, prepared: Prepared) -> int:
         """Tokens that can be said after a prompt."""
         return self._talk.context - prepared.plan.length
-
-    def _fits(self, length: int, asked: int | None) -> None:
-        context = self._talk.context
-        if length >= context or (asked is not None and length + asked > context):
-            raise ContextLengthExceeded(
-                f"the prompt has {length} tokens{'' if asked is None else f' and {asked} were asked for'}; "
-                f"the model's context is {context}",
-                param="messages",
-                prompt_tokens=length,
-                context_length=context,
-            )

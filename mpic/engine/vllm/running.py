@@ -15,12 +15,12 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from mpic.engine import search
 from mpic.engine.base import Delta, GenerationRequest, Hit, RetrievalRound, TokenLogprob, Usage
 from mpic.engine.calls import hear, reader
-from mpic.engine.checks import as_failure
+from mpic.engine.checks import as_failure, check_extends
 from mpic.engine.stream import Stream
 from mpic.engine.trace import chunk_uses, trace
 from mpic.engine.vllm.prepare import Prepared
 from mpic.engine.vllm.talk import report_of
-from mpic.errors import EngineStopped, MPICError, UnsupportedParameter
+from mpic.errors import EngineStopped, MPICError
 from mpic.prompt.segments import Segment, TextSegment
 
 if TYPE_CHECKING:
@@ -321,11 +321,7 @@ class Running:
         said = TextSegment(tuple(self._said[self._before :]))
         segments = (*self._prepared.segments, said, *inserted)
         prepared = self._engine.preparer.prepare(segments, policy, self._salt, None, self._prepared.linked)
-        if not prepared.plan.extends(self._prepared.plan):
-            raise UnsupportedParameter(
-                f"policy {policy} chooses anew when a chunk is added: it cannot take references while decoding",
-                param="mpic.policy",
-            )
+        check_extends(prepared.plan, self._prepared.plan, policy)
         return prepared
 
 
