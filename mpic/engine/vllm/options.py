@@ -156,7 +156,6 @@ def engine_args(
         workers = config.tensor_parallel_size * config.pipeline_parallel_size
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(workers))
         share = min(int(psutil.virtual_memory().available * CPU_SHARE), CPU_CAP)
-        workers = config.tensor_parallel_size * config.pipeline_parallel_size
         values["kv_cache_memory_bytes"] = share // workers
     if config.pool_bytes:
         values["kv_cache_memory_bytes"] = config.pool_bytes

@@ -96,7 +96,7 @@ class Preparer:
         check_context(own, None, self._talk.context)  # before anything is encoded
         plain = None
         if policy.exact or not policy.context:
-            plain, linked = self._plain(segments, chunks if policy.context else [], chunks, salt)
+            plain, linked = self._plain(segments, policy.context, chunks, salt)
         else:
             linked = [*known, *self._chunks.link(chunks[len(known) :], policy)]
         prepared = Prepared(segments, linked, self.plan(segments, linked, policy), plain)
@@ -104,7 +104,7 @@ class Preparer:
         return prepared
 
     def _plain(
-        self, segments: Sequence[Segment], shown: Sequence[Chunk], chunks: Sequence[Chunk], salt: str
+        self, segments: Sequence[Segment], shown: bool, chunks: Sequence[Chunk], salt: str
     ) -> tuple[Rendered, list[Linked]]:
         parts: list[Sequence[int] | Chunk] = []
         for segment in segments:

@@ -162,9 +162,7 @@ class LinkRunner:
         for request, start in orders.links.items():
             try:
                 self._links[request] = Link(start, self.paged)
-            except (
-                Exception
-            ) as error:  # in another process a file can be gone by now; that ends this request only
+            except Exception as error:  # in another process a file can be gone; that ends this request only
                 self._fail(request, error)
         return super()._update_states(scheduler_output)
 

@@ -21,6 +21,7 @@ from mpic.engine.trace import chunk_uses, trace
 from mpic.engine.vllm.prepare import Prepared
 from mpic.engine.vllm.talk import report_of
 from mpic.errors import EngineStopped, MPICError
+from mpic.link.plan import LinkPlan
 from mpic.prompt.segments import Segment, TextSegment
 
 if TYPE_CHECKING:
@@ -43,9 +44,13 @@ class FileLost(Exception):
 
 @dataclass
 class Asked:
-    """One request to vLLM. Times on our clock; ``queued`` and ``scheduled`` on the scheduler's."""
+    """One request to vLLM.
 
-    began: float
+    Attributes:
+        first: when its first token came, by the monotonic clock; 0 before that.
+        last: its newest output.
+    """
+
     first: float = 0.0
     last: RequestOutput | None = None
 
@@ -124,7 +129,7 @@ class Running:
     async def _speak(self, again: bool = False) -> tuple[str | None, Delta, str | None]:
         """One request to vLLM. Without a reason, the model has made a call."""
         engine, prepared = self._engine, self._prepared
-        asked = Asked(time.monotonic())
+        asked = Asked()
         order = None
         if prepared.plain is None:
             self._usage.compiled += await engine.chunks.ensure(prepared.needed, self.arrived)
@@ -134,7 +139,6 @@ class Running:
         else:
             prompt = prepared.plain
         params = self._params(order.params() if order is not None else None)
-        asked.began = time.monotonic()
         said = len(self._said)
         reason = call = None
         last = Delta("")
@@ -160,7 +164,6 @@ class Running:
 
     def _params(self, order: dict[str, Any] | None) -> SamplingParams:
         s, seed = self.request.sampling, self.request.sampling.seed
-        policy = self.request.policy
         return SamplingParams(
             max_tokens=self._max_tokens - len(self._said),
             temperature=s.temperature,
@@ -172,7 +175,7 @@ class Running:
             ignore_eos=s.ignore_eos,
             stop_token_ids=[] if s.ignore_eos else sorted(self._engine.model.eos),
             detokenize=False,
-            skip_reading_prefix_cache=None if policy.prefix else True,
+            skip_reading_prefix_cache=None if self.request.policy.prefix else True,
             output_kind=RequestOutputKind.DELTA,
             extra_args={"kv_transfer_params": order} if order is not None else None,
         )
@@ -221,9 +224,6 @@ class Running:
         for number, code in report.get("fallback") or ():
             one = prepared.needed[number]
             one.tier, one.reason = "none", code
-        plan = self._as_computed()
-        hit = int(report.get("prefix_hit") or 0) if linked else int(output.num_cached_tokens or 0)
-        own = sum(max(0, min(hit, run.start + run.hi - run.lo) - run.start) for run in plan.runs)
         metrics = output.metrics
         if metrics is not None:
             usage.preemptions += metrics.num_preemptions
@@ -234,12 +234,14 @@ class Running:
             usage.load_ms = min(load, usage.ttft_ms)
             usage.queue_ms = min(max(0.0, waited - load), usage.ttft_ms - usage.load_ms)
             usage.link_ms = usage.ttft_ms - usage.load_ms - usage.queue_ms
-            usage.prefix_hit = own
+            hit = int(report.get("prefix_hit") or 0) if linked else int(output.num_cached_tokens or 0)
+            runs = self._as_computed().runs
+            usage.prefix_hit = sum(max(0, min(hit, run.start + run.hi - run.lo) - run.start) for run in runs)
         if self._resumed and asked.first:
             usage.retrieval[-1].link_ms = (asked.first - self._resumed) * 1e3
             self._resumed = 0.0
 
-    def _as_computed(self) -> Any:
+    def _as_computed(self) -> LinkPlan:
         """The plan with what fell back to computing as it was done."""
         prepared, plan = self._prepared, self._prepared.plan
         fallen = {i for i, one in enumerate(prepared.linked) if one.tier == "none" and plan.reused(i)}
@@ -268,8 +270,7 @@ class Running:
             for use, one in zip(chunk_uses(plan, prepared.linked), prepared.linked, strict=True)
         )
         if self.request.trace:
-            spans = trace(prepared.segments, plan, prepared.linked, usage.prefix_hit)
-            usage.trace = spans
+            usage.trace = trace(prepared.segments, plan, prepared.linked, usage.prefix_hit)
         self._engine.finished(usage, reason)
         self.stream.put(last._replace(finish_reason=reason, usage=usage))
 

@@ -59,15 +59,13 @@ class Gauges(StatLoggerBase):
     """What the scheduler said last."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self.running = self.waiting = self.preemptions = 0
+        self.preemptions = 0
         self.usage = 0.0
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         if scheduler_stats is not None:
-            self.running = scheduler_stats.num_running_reqs
-            self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.usage = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self.preemptions += iteration_stats.num_preempted_reqs

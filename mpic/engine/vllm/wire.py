@@ -64,11 +64,6 @@ class LinkOrder:
     rows: tuple[tuple[int, int], ...]
     chunks: tuple[ChunkRef, ...]
 
-    @property
-    def computed(self) -> int:
-        """Tokens that the request computes."""
-        return sum(hi - lo for lo, hi in self.rows)
-
     def params(self) -> dict[str, Any]:
         """The value of ``kv_transfer_params``."""
         return {FIELD: {"version": VERSION, "link": asdict(self)}}
