@@ -321,13 +321,15 @@ def test_a_full_store_costs_no_answer(bench, monkeypatch):
         raise StorageFull("no room")
 
     chunk = bench.text("The postman walks up the hill with a bag. " * 6)
-    expected = bench.ask(of(bench, "Read", chunk, "who?"), "mpic-1000")
+    prompt = of(bench, "Read", chunk, "who?")
     monkeypatch.setattr(bench.library.store, "save", full)
-    answer = bench.ask(of(bench, "Read", chunk, "who?"), "reuse")
+    answer = bench.ask(prompt, "reuse", ignore_eos=True)
     assert answer.usage.chunks[0].tier == "compiled" and answer.usage.reused == len(chunk.token_ids)
-    assert len(answer.token_ids) and len(expected.token_ids)
     with pytest.raises(StorageFull):
         bench.engine.compile(chunk).result(60)
+    monkeypatch.undo()
+    kept = bench.ask(prompt, "reuse", user="another", ignore_eos=True)
+    assert bench.file_of(chunk).exists() and answer.token_ids == kept.token_ids
 
 
 @pytest.mark.parametrize("policy", ["mpic-16", "prefix"])
