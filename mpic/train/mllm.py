@@ -140,10 +140,14 @@ def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool)
 
 
 class Clock:
-    """Progress of a stage in [0, 1], the same on every worker."""
+    """Progress of a stage in [0, 1], the same on every worker.
+
+    Attributes:
+        progress: as the last ``tick`` told it.
+    """
 
     def __init__(self, worker: Worker, stage: Stage, spent: float, step: int) -> None:
-        self.worker, self.spent, self.step = worker, spent, step
+        self.worker, self.spent, self.step, self.progress = worker, spent, step, 0.0
         settings = worker.settings
         self.seconds = settings.minutes * 60 * stage.share
         self.steps = max(1, round(settings.steps * stage.share)) if settings.steps else None
@@ -153,25 +157,25 @@ class Clock:
 
         Workers that each looked at their own clock would now and then part, and wait for each other for ever.
         """
-        value = self.step / self.steps if self.steps else self.spent / self.seconds
-        if self.worker.world == 1:
-            return value, due
-        shared = torch.tensor([value, due], dtype=torch.float64, device=self.worker.device)
-        dist.broadcast(shared, 0)
-        return float(shared[0]), bool(shared[1])
+        self.progress = self.step / self.steps if self.steps else self.spent / self.seconds
+        if self.worker.world > 1:
+            shared = torch.tensor([self.progress, due], dtype=torch.float64, device=self.worker.device)
+            dist.broadcast(shared, 0)
+            self.progress, due = float(shared[0]), bool(shared[1])
+        return self.progress, due
 
 
-def _batches(worker: Worker, stage: Stage, step: int) -> Iterator[Any]:
-    seed = worker.settings.seed * 1_000_003 + step * 101 + worker.rank
+def _batches(worker: Worker, stage: Stage, clock: Clock) -> Iterator[Any]:
+    seed = worker.settings.seed * 1_000_003 + clock.step * 101 + worker.rank
     if stage.name == "vision":
         rng, targets = random.Random(seed), Targets(worker.encoder)
         while True:
             yield draw_batch(targets, rng, 48, "train")
     batches = Batches(seed, worker.encoder, worker.settings.tokens, stage.pic_share)
-    batches.progress = 1.0 if stage.name == "pic" or worker.settings.start else 0.0
-    worker.encoder.progress = batches  # type: ignore[attr-defined]
-    for examples, heads in batches:
-        yield collate(examples, heads)
+    drawn = iter(batches)
+    while True:
+        batches.progress = 1.0 if stage.name == "pic" or worker.settings.start else clock.progress
+        yield collate(*next(drawn))
 
 
 def _loss(worker: Worker, stage: Stage, drawn: Any) -> torch.Tensor:
@@ -193,7 +197,7 @@ def _run_stage(worker: Worker, stage: Stage, resumed: dict[str, Any] | None) -> 
     if resumed:
         optimizers.load_state_dict(resumed["optimizers"])
         clock = Clock(worker, stage, resumed["spent"], resumed["step"])
-    drawn = _batches(worker, stage, clock.step)
+    drawn = _batches(worker, stage, clock)
     bar = tqdm(total=100, desc=stage.name, disable=settings.quiet or not worker.chief, unit="%")
     interval = 20 if settings.steps is None else max(1, min(20, settings.steps // 20))
     warm, losses, tokens, said = 30, [], 0, 0
@@ -208,9 +212,6 @@ def _run_stage(worker: Worker, stage: Stage, resumed: dict[str, Any] | None) -> 
             saved = marked = time.monotonic()
             losses, tokens, said = [], 0, 0
         began = time.monotonic()
-        batches = getattr(worker.encoder, "progress", None)
-        if stage.name == "base" and batches:
-            batches.progress = 1.0 if settings.start else progress
         batch = next(drawn)
         loss = _loss(worker, stage, batch)
         loss.backward()
@@ -235,9 +236,7 @@ def _run_stage(worker: Worker, stage: Stage, resumed: dict[str, Any] | None) -> 
             losses, tokens, said, marked = [], 0, 0, time.monotonic()
         clock.spent += time.monotonic() - began
     _evaluate(worker, stage, clock)
-    if (
-        worker.chief and not vision
-    ):  # before the stage counts as finished, for then a resumed run passes it over
+    if worker.chief and not vision:  # first: a resumed run passes a finished stage over
         name = {"base": "plain"}.get(stage.name, stage.name)
         save_model(worker.model, worker.tokenizer, settings.out / name)
     _save_checkpoint(worker, stage, clock, optimizers, finished=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpic.config import ConfigError
-from mpic.train import checkpoint, mllm
+from mpic.train import checkpoint, curriculum, mllm
 from mpic.train.mllm import Settings, train_mllm
 from mpic.train.model import save_model
 
@@ -48,6 +48,20 @@ def test_a_killed_run_takes_every_step_once_and_leaves_both_models(settings, mon
     assert before + len(steps) == 6
     for name in ("plain", "pic"):
         assert (settings.out / name / "model.safetensors").exists()
+
+
+def test_a_resumed_run_draws_conversations_of_where_it_was(settings, monkeypatch):
+    often = dataclasses.replace(settings, evaluate_every=0.0)
+    with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
+        _die_after(dying, [None] * 3)
+        train_mllm(often)
+    saved = checkpoint.load(settings.out, 0, torch.device("cpu"))
+    assert saved["stage"] == "base" and saved["step"] > 0
+    drawn = []
+    draw = curriculum.draw_example
+    monkeypatch.setattr(curriculum, "draw_example", lambda *args: (drawn.append(args[2]), draw(*args))[1])
+    train_mllm(dataclasses.replace(settings, resume=True))
+    assert drawn[0] == saved["step"] / 4 and drawn[-1] == 1.0
 
 
 def test_a_checkpoint_that_was_not_finished_is_not_seen(tmp_path, monkeypatch):
