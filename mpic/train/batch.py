@@ -103,7 +103,11 @@ def collate(examples: list[Example], heads: list[int | None] | None = None, shif
 
 
 def collate_branches(groups: list[list[Example]], heads: list[int | None], shift: bool = True) -> Batch:
-    """The same for groups of examples that start alike: what they share is computed once. `heads[i]` is of group i."""
+    """The same for groups of examples that start alike: what they share is computed once. `heads[i]` is of group i.
+
+    Raises:
+        ValueError: examples of a group have the same tokens for different images.
+    """
     examples = [e for group in groups for e in group]
     length = max(len(e.ids) for e in examples)
     ids = torch.zeros(len(examples), length, dtype=torch.long)
@@ -119,7 +123,7 @@ def collate_branches(groups: list[list[Example]], heads: list[int | None], shift
     for group, head in zip(groups, heads, strict=True):
         shared = shared_tokens(group)
         rows = make_rows([len(e.ids) for e in group], [e.chunks for e in group], shared, head, shift)
-        common = int((np.array(group[0].features[:shared]) >= 0).sum()) // IMAGE_TOKENS
+        common = _images(group[0], shared)
         offsets = []  # of an example's image tokens among the batch's
         for number, e in enumerate(group):
             offsets.append((len(images) - (common if number else 0)) * IMAGE_TOKENS)
@@ -149,7 +153,11 @@ def collate_branches(groups: list[list[Example]], heads: list[int | None], shift
 
 
 def shared_tokens(group: list[Example]) -> int:
-    """How many tokens the examples of a group have in common before the first of them answers (0: a lone example)."""
+    """How many tokens the examples of a group have in common before the first of them answers (0: a lone example).
+
+    Raises:
+        ValueError: the same tokens stand for different images.
+    """
     if len(group) == 1:
         return 0
     first, *others = group
@@ -158,10 +166,14 @@ def shared_tokens(group: list[Example]) -> int:
         shared = next((i for i in range(shared) if e.ids[i] != first.ids[i]), shared)
     spans = {span for e in group for span in e.chunks}
     shared = min([shared, *(start for start, end in spans if start < shared < end)])
-    images = int((np.array(first.features[:shared]) >= 0).sum()) // IMAGE_TOKENS
-    if any(e.pixels[i] is not first.pixels[i] for e in others for i in range(images)):
+    if any(e.pixels[i] is not first.pixels[i] for e in others for i in range(_images(first, shared))):
         raise ValueError("examples of a group must share their images")
     return shared
+
+
+def _images(example: Example, tokens: int) -> int:
+    """How many images are among an example's first so many tokens."""
+    return sum(f >= 0 for f in example.features[:tokens]) // IMAGE_TOKENS
 
 
 def embed_rows(
@@ -239,7 +251,9 @@ def exact_answers(
     model: LlavaForConditionalGeneration, batch: Batch, examples: list[Example]
 ) -> list[list[bool]]:
     """Per example and piece to be said: is every token of it the model's first choice (as in greedy decoding)?"""
-    return [
-        [chosen.tolist() == e.ids[start:end] for chosen, (start, end) in zip(pieces, e.answers, strict=True)]
-        for pieces, e in zip(first_choices(model, batch, examples), examples, strict=True)
-    ]
+    return list(map(exact_pieces, examples, first_choices(model, batch, examples)))
+
+
+def exact_pieces(example: Example, chosen: list[torch.Tensor]) -> list[bool]:
+    """Per piece to be said: are these the tokens of it?"""
+    return [c.tolist() == example.ids[s:e] for c, (s, e) in zip(chosen, example.answers, strict=True)]

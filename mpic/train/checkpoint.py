@@ -16,12 +16,8 @@ import torch.distributed as dist
 from mpic.config import ConfigError
 
 INDEX = "checkpoint.json"
-SAME = (
-    "start",
-    "init",
-    "seed",
-    "tokens",
-)  # settings that a resumed run must share with the run it goes on with
+SAME = ("start", "init", "seed", "tokens")
+"""Settings that a resumed run must share with the run it goes on with."""
 
 
 def check(out: Path, settings: dict[str, Any], world: int, resume: bool) -> None:

@@ -15,7 +15,15 @@ import torch
 from transformers import LlavaForConditionalGeneration
 
 from mpic.data.generator import Generator
-from mpic.train.batch import Batch, Encoder, Example, collate_branches, first_choices, shared_tokens
+from mpic.train.batch import (
+    Batch,
+    Encoder,
+    Example,
+    collate_branches,
+    exact_pieces,
+    first_choices,
+    shared_tokens,
+)
 from mpic.train.model import image_features
 
 BRANCHES = 8  # questions over the same chunks, where the task has so many
@@ -62,7 +70,7 @@ def score(
     """Teacher-forced first choices, which for exact answers are what greedy decoding says."""
     out = []
     for example, pieces in zip(examples, first_choices(model, batch, examples, features), strict=True):
-        exact = [p.tolist() == example.ids[s:e] for p, (s, e) in zip(pieces, example.answers, strict=True)]
+        exact = exact_pieces(example, pieces)
         out.append(Score(all(exact), exact[0], int(pieces[0][0]) == search_id))
     return out
 
