@@ -80,14 +80,15 @@ def _run(run: Run, other: Run | None, note: str) -> str:
 
 def _found(run: Run) -> str:
     """What was looked up for an answer, and the references it was given."""
-    if run.searches is None:
+    searches = run.searches
+    if searches is None:
         return ""
-    if not run.searches:
+    if not searches:
         return '<p class="m-note">Nothing was looked up.</p>'
     return "".join(
         f'<div class="m-found"><span>Looked up “{escape(one["query"].strip())}”{_missed(one["error"])}</span>'
         f"{''.join(map(_citation, one['citations']))}</div>"
-        for one in run.searches
+        for one in searches
     )
 
 
