@@ -94,9 +94,15 @@ def run(
         console.print(_uploads(uploaded))
         for policy in policies:
             with console.status(f"asking under {policy}"):
-                with running_server(Path(data_dir), model, *flags) as (url, _), MPIC(url) as client:
+                with running_server(Path(data_dir), model, *flags) as (url, seconds), MPIC(url) as client:
+                    began = time.monotonic()
                     for turn in PASSES:
                         asked += [ask(client, question, policy, turn) for question in questions]
+                    took = time.monotonic() - began
+            console.print(
+                f"{policy}: server restarted in {seconds:.1f} s, everything asked twice in {took:.1f} s",
+                highlight=False,
+            )
     for block in _answers(questions, asked, policies):
         console.print(block, highlight=False)
     console.print()

@@ -1,5 +1,6 @@
 """The demo command, on a tiny random model: what it counts, prints and returns."""
 
+import io
 import json
 from contextlib import contextmanager
 
@@ -77,6 +78,26 @@ def test_expected_answers_pass_it(samples):
     status, text, _ = run(folder, files, questions, ["mpic-16"])
     assert status == 0, text
     assert "mpic-16 gave every expected answer." in text
+
+
+def test_each_policy_is_reported_when_it_is_done_where_no_spinner_shows(samples, monkeypatch):
+    folder, files, questions, _ = samples
+    printed = io.StringIO()
+    console = Console(file=printed, width=100)
+    seen = []
+
+    def ask(client, question, policy, turn, plain=demo.ask):
+        seen.append(
+            (policy, [p for p in ("prefix", "mpic-16") if f"{p}: server restarted" in printed.getvalue()])
+        )
+        return plain(client, question, policy, turn)
+
+    monkeypatch.setattr(demo, "ask", ask)
+    (folder / "manifest.json").write_text(json.dumps({"files": files, "questions": questions}))
+    demo.run(("prefix", "mpic-16"), None, folder, None, console)
+    assert not console.is_terminal
+    assert seen == [("prefix", [])] * 4 + [("mpic-16", ["prefix"])] * 4
+    assert printed.getvalue().count("server restarted in 0.1 s, everything asked twice in") == 2
 
 
 @pytest.mark.parametrize(
