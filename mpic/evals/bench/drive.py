@@ -41,6 +41,11 @@ class Decoder:
     vocabulary: int = 32_000
     context: int = 32_768
 
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        width = self.hidden // self.heads * (self.kv_heads or self.heads)
+        return self.layers * 2 * width * dtype.itemsize
+
     def config(self) -> tf.LlamaConfig:
         return tf.LlamaConfig(
             vocab_size=self.vocabulary,

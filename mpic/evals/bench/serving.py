@@ -138,13 +138,13 @@ def _run(engine: str, settings: Settings, where: Where, ticker: Ticker) -> Repor
 
 
 def _flags(engine: str, settings: Settings, where: Where) -> list[str]:
-    shape = settings.decoder
-    width = shape.hidden // shape.heads * (shape.kv_heads or shape.heads)
-    per_token = shape.layers * 2 * width * where.dtype.itemsize
     length = settings.linked * settings.tower.tokens + 2 * settings.text + settings.answer + 256
-    tokens = max(settings.room * length + settings.pool * settings.tower.tokens, shape.context + 256)
+    tokens = max(
+        settings.room * length + settings.pool * settings.tower.tokens, settings.decoder.context + 256
+    )
     dtype = str(where.dtype).removeprefix("torch.")
-    flags = {"engine": engine, "device": where.device.type, "dtype": dtype, "pool-bytes": tokens * per_token}
+    pool = tokens * settings.decoder.token_bytes(where.dtype)
+    flags = {"engine": engine, "device": where.device.type, "dtype": dtype, "pool-bytes": pool}
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 

@@ -201,7 +201,7 @@ def _engines(
 
     config = _config(settings, where, model)
     described = describe(config, cpu)
-    host = int((settings.images + 0.5) * settings.tower.tokens * _token_bytes(settings, where))
+    host = int((settings.images + 0.5) * settings.tower.tokens * settings.decoder.token_bytes(where.dtype))
     with ExitStack() as engines, ThreadPoolExecutor(1) as starter:
         starting = starter.submit(PlainVLLM, config, described, cpu)
         starting.add_done_callback(lambda one: one.exception() or engines.callback(one.result().close))
@@ -220,15 +220,9 @@ def _config(settings: Settings, where: Where, model: str) -> EngineConfig:
         model=model,
         device=where.device.type,
         dtype=str(where.dtype).removeprefix("torch."),
-        pool_bytes=tokens * _token_bytes(settings, where),
+        pool_bytes=tokens * settings.decoder.token_bytes(where.dtype),
         vllm_args=f'{{"block_size": {settings.block}}}',
     )
-
-
-def _token_bytes(settings: Settings, where: Where) -> int:
-    shape = settings.decoder
-    width = shape.hidden // shape.heads * (shape.kv_heads or shape.heads)
-    return shape.layers * 2 * width * where.dtype.itemsize
 
 
 # ---- the two sides
