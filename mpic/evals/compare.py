@@ -140,6 +140,13 @@ def policies_of(cells: Cells) -> list[str]:
     return list(dict.fromkeys(policy for cell in cells.values() for policy in cell))
 
 
+def at_every_count(cells: Cells) -> tuple[list[int], list[str]]:
+    """The numbers of chunks, and the tasks that have every one of them: means over these compare like with like."""
+    counts = sorted({chunks for _, chunks in cells})
+    tasks = dict.fromkeys(task for task, _ in cells)
+    return counts, [task for task in tasks if all((task, count) in cells for count in counts)]
+
+
 def score(answers: Sequence[Answer]) -> float:
     """Mean of the task's metric, in points of 100."""
     return statistics.mean(_points(answer) for answer in answers)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpic.evals.answers import Answer
-from mpic.evals.compare import NEAR, Line, cells_of, mean_of, policies_of, score, ttft
+from mpic.evals.compare import NEAR, Line, at_every_count, cells_of, mean_of, policies_of, score, ttft
 
 _MARKERS = "osD^vPX*<>hdp"
 
@@ -60,8 +60,7 @@ def by_chunks(figure: Any, answers: list[Answer]) -> None:
     """Score, time and operations against the number of chunks: means over the tasks that have every number, so that
     lines compare like with like (MPIC, figure 10)."""
     cells = cells_of(answers)
-    counts = sorted({chunks for _, chunks in cells})
-    tasks = [t for t in dict.fromkeys(task for task, _ in cells) if all((t, n) in cells for n in counts)]
+    counts, tasks = at_every_count(cells)
     panels = figure.subplots(1, 3)
     values: tuple[Callable[[list[Answer]], float | None], ...] = (
         score,

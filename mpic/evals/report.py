@@ -17,6 +17,7 @@ from mpic.evals.compare import (
     NEAR,
     WORST,
     Line,
+    at_every_count,
     cells_of,
     lines,
     losses,
@@ -103,8 +104,7 @@ def count_table(answers: Iterable[Answer], what: str, only: Sequence[str] = ()) 
         what: ``score``, ``ttft`` (median, ms), ``gflop`` (of the prefill) or ``computed`` (tokens).
     """
     cells = cells_of(answers)
-    counts = sorted({chunks for _, chunks in cells})
-    tasks = [t for t in dict.fromkeys(task for task, _ in cells) if all((t, n) in cells for n in counts)]
+    counts, tasks = at_every_count(cells)
     if what not in _VALUES:
         raise BadRequest(f"{what!r} is not one of {', '.join(_VALUES)}")
     value, form = _VALUES[what]
@@ -151,7 +151,7 @@ def advice(found: list[Line]) -> str:
     return said
 
 
-def write_report(out: Path, title: str | None = None) -> list[Path]:
+def write_report(out: Path) -> list[Path]:
     """``report.md``, ``report.html`` and their plots beside the answers.
 
     Raises:
@@ -162,7 +162,7 @@ def write_report(out: Path, title: str | None = None) -> list[Path]:
     if not found:
         raise BadRequest(f"{out} holds no answers of `full` to compare with")
     skipped = [answer for answer in answers if answer.skipped]
-    title = title or _title(out)
+    title = _title(out)
     drawn: dict[str, Callable[[Any], None]] = {
         "score-ttft.png": lambda figure: plots.tradeoff(figure, found),
         "chunks.png": lambda figure: plots.by_chunks(figure, answers),
