@@ -14,9 +14,10 @@ FUZZ  ?= 300
 SOAK_SECONDS ?= 600
 ARGS  ?=
 
-# ENGINE=vllm on serve, demo and bench sets vLLM up first.
+# ENGINE=vllm on serve, demo and bench sets vLLM up first; results of its benches lie beside the native ones.
 override ENGINE_SETUP := $(if $(filter vllm,$(ENGINE)),setup-vllm)
 override ENGINE_FLAG := $(if $(filter-out native,$(ENGINE)),--engine $(ENGINE))
+override ENGINE_SUFFIX := $(if $(filter-out native,$(ENGINE)),-$(ENGINE))
 
 # What the set-up depends on; when one of these changes it runs again.
 INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py tools/setup_vllm.py)
@@ -35,7 +36,7 @@ test: setup-dev ## run the tests
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(ARGS)
 
 parity: setup-dev ## every vLLM test on every family, to be run when vLLM's version changes (20 minutes)
-	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/vllm --parity --timeout 1800 $(ARGS)
+	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/vllm tests/evals/test_bench_vllm.py --parity --timeout 1800 $(ARGS)
 
 fuzz: setup-dev ## schemathesis against a live server, many examples an operation (FUZZ=300)
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_schemathesis.py --fuzz $(FUZZ) --timeout 7200 $(ARGS)
@@ -47,12 +48,12 @@ soak: setup-dev ## kill -9 a server SOAK (50) times amid uploads; many more torn
 soak-load: setup-dev ## 64 streaming clients on the demo model for SOAK_SECONDS (600); fails on a leak
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_load.py -s --load-seconds $(SOAK_SECONDS) --timeout 7200 $(ARGS)
 
-demo: setup $(ENGINE_SETUP) ## start the server on the bundled model, upload the samples, ask, compare the answers
+demo: setup $(ENGINE_SETUP) ## start the server on the bundled model, upload the samples, ask, compare the answers (ENGINE=vllm: on vLLM)
 	@cd "$(ROOT)" && "$(BIN)/mpic" demo $(ENGINE_FLAG) $(ARGS)
 
-bench: setup $(ENGINE_SETUP) ## run the benches in BENCH ("ttft flat pages decode load parallel"); results go to var/bench
+bench: setup $(ENGINE_SETUP) ## run the benches in BENCH ("ttft flat pages decode load parallel"; of vLLM "ttft serving"); to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && for name in $(BENCH); do \
-	  "$(BIN)/mpic" bench $$name $(ENGINE_FLAG) --json var/bench/$$name.json $(ARGS) || exit 1; done
+	  "$(BIN)/mpic" bench $$name $(ENGINE_FLAG) --json var/bench/$$name$(ENGINE_SUFFIX).json $(ARGS) || exit 1; done
 
 bench-gpu: setup ## measure a CUDA GPU: kernels, first token, decoding, loads (under 8 minutes); to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && "$(BIN)/mpic" bench gpu --device cuda --dtype bfloat16 \

@@ -166,6 +166,11 @@ def test_make_installs_vllm_for_tests_and_for_its_engine_only():
         assert "--engine vllm" in chosen
 
 
+def test_make_bench_keeps_the_results_of_both_engines():
+    assert "/bench/$name.json" in commands("bench")
+    assert "/bench/$name-vllm.json" in commands("bench", "ENGINE=vllm")
+
+
 CUDA_BUILT = "raise OSError('Could not load this library: libthing.so')\n"
 
 
