@@ -133,7 +133,6 @@ def test_serving_prompts_name_linked_images_and_have_the_text_they_promise(tmp_p
     assert len({tuple(w for w in p if w.startswith("IMAGE#")) for p in prompts}) > 1
 
 
-@needs_vllm
 def test_a_request_that_the_generator_could_not_finish_fails_the_bench(tmp_path, monkeypatch):
     load = serving._Load(SETTINGS["serving"], "http://127.0.0.1:9", tmp_path, tmp_path)
     monkeypatch.setattr(
