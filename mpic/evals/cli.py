@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -20,6 +21,9 @@ app = typer.Typer(
     "Write a TOML file (`mpic eval example` prints one), `mpic eval run my.toml --out my-run`, and look at "
     "`my-run/report.html`. A run goes on where it was interrupted, and more policies or questions can be added to it.",
 )
+
+SHOWN = ("policy", "score", "lost", "TTFT, median", "TTFT, full over it", "FLOPs, full over it", "questions")
+"""Columns of the summary that a terminal of 80 characters has room for; the report has all of them."""
 
 EXAMPLE = """\
 # mpic eval run this.toml --out my-run
@@ -100,9 +104,12 @@ def report(out: Annotated[Path, typer.Argument(help="folder of a run")] = Path("
     written = reports.write_report(out)
     found = lines(read_answers(out), read_grades(out))
     head, *rows = reports.summary_table(found)
-    table = Table(*head)
+    shown = [i for i, name in enumerate(head) if name in SHOWN]
+    table = Table(box=SIMPLE)
+    for i in shown:
+        table.add_column(head[i], no_wrap=head[i] == "lost")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(row[i] for i in shown))
     console = Console()
     console.print(table, markup=False)
     console.print(reports.advice(found).replace("**", "").replace("`", ""), markup=False)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -226,16 +227,24 @@ def _limited(queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, An
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """Three tables, a column for each task."""
+    """Three tables of tasks and figures, the longer side down."""
     for name in ("recall", "answers", "searches"):
         rows = report[name]
-        titles = [f"{row['task']} {row.get('form', '')}".strip() for row in rows]
-        table = Table("", title=f"{name} ({report['model']}, {report['policy']})", title_justify="left")
-        for title in titles:
-            table.add_column(title, justify="right")
-        for key in rows[0]:
-            if key not in ("task", "form"):
-                table.add_row(key, *(_cell(row[key]) for row in rows))
+        keys = [key for key in rows[0] if key not in ("task", "form")]
+        lines = [["", *keys]]
+        for row in rows:
+            title = f"{row['task']} {row.get('form', '')}".strip()
+            lines.append([title, *(_cell(row[key]) for key in keys)])
+        if len(keys) > len(rows):
+            lines = [list(column) for column in zip(*lines)]
+        head, *rest = lines
+        table = Table(
+            title=f"{name} ({report['model']}, {report['policy']})", title_justify="left", box=SIMPLE
+        )
+        for i, text in enumerate(head):
+            table.add_column(text, justify="right" if i else "left", no_wrap=not i)
+        for line in rest:
+            table.add_row(*line)
         console.print(table, markup=False)
 
 
