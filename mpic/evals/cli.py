@@ -22,7 +22,7 @@ app = typer.Typer(
     "`my-run/report.html`. A run goes on where it was interrupted, and more policies or questions can be added to it.",
 )
 
-SHOWN = ("policy", "score", "lost", "TTFT, median", "TTFT, full over it", "FLOPs, full over it", "questions")
+SHOWN = ("policy", "score", "lost", "TTFT, median", "TTFT, full over it", "FLOPs, full over it")
 """Columns of the summary that a terminal of 80 characters has room for; the report has all of them."""
 
 EXAMPLE = """\
