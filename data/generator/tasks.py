@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,28 @@ from mpic.data.generator.words import (
 )
 
 _TRIES = 4  # at a question that differs from those asked, for each that is wanted
+# comparisons whose two images, {A} and {B}, stand inside the sentence
+WORD_LEVEL: dict[str, dict[Split, tuple[str, ...]]] = {
+    "more": {
+        "train": (
+            "Which has more shapes, {A} or {B} ?",
+            "Are there more shapes in {A} or in {B} ?",
+            "More shapes: {A} or {B} ?",
+            "In which do you see more shapes, {A} or {B} ?",
+        ),
+        "eval": ("Which shows more shapes, {A} or {B} ?",),
+    },
+    "same": {
+        "train": (
+            "Is the {x} in {A} the same colour as the {x} in {B} ?",
+            "Does the {x} in {A} have the same colour as the {x} in {B} ?",
+            "Are the {x} in {A} and the {x} in {B} of the same colour?",
+            "Is the colour of the {x} in {A} the same as in {B} ?",
+            "The {x} in {A} and the {x} in {B} have one colour?",
+        ),
+        "eval": ("Has the {x} in {A} the same colour as the {x} in {B} ?",),
+    },
+}
 SYSTEMS = (None, None, "You answer questions about images and documents.", "Please answer in a few words.")
 
 
@@ -161,7 +184,7 @@ class Generator:
         mix, rng = mix or Mix(), self.rng
         if count and rng.random() < 0.05:
             return self.few_shot(max(3, count))
-        pair = count == 2 and rng.random() < 0.2  # of images, for a comparison with both inside the sentence
+        pair = count == 2 and rng.random() < 0.3  # of images, for a comparison with both inside the sentence
         items = (
             self.context_of(["image"] * 2, mix, rng.random() < mix.named)
             if pair
@@ -225,14 +248,12 @@ class Generator:
         if question is None:
             return None
         kind, text, answer, _ = question
-        if kind == "more":
-            opening = "Which has more shapes," if self.split == "train" else "Which shows more shapes,"
-            return Turn([opening, a.part, "or", b.part, "?"], answer, kind="word more")
-        shape = next(s for s in text.replace("?", "").split() if any(s == o[2] for o in a.about.objects))  # type: ignore[union-attr]
-        opening = f"Is the {shape} in" if self.split == "train" else f"Has the {shape} in"
-        return Turn(
-            [opening, a.part, f"the same colour as the {shape} in", b.part, "?"], answer, kind="word same"
-        )
+        slots = {"A": a.part, "B": b.part}
+        if kind == "same":  # the shape that is asked about
+            shapes = {s for _, _, s in a.about.objects}  # type: ignore[union-attr]
+            slots["x"] = next(w for w in text.replace("?", "").split() if w in shapes)
+        wording = rng.choice(WORD_LEVEL[kind][self.split])
+        return Turn(_fill(wording, slots), answer, kind=f"word {kind}")
 
     def few_shot(self, count: int) -> Conversation:
         """Images each followed by its colour (or its shape); the last one is left to the model."""
@@ -295,6 +316,18 @@ class Generator:
         """One comparison with both images inside the sentence, or none."""
         turn = self._word_level(self.context_of(["image", "image"], Mix(), self.rng.random() < 0.35))
         return [Conversation([turn])] if turn else []
+
+
+def _fill(wording: str, slots: dict[str, Part]) -> list[Part]:
+    """The parts of a turn: the wording with its words filled in, cut where its chunks stand."""
+    pieces: list[Part] = []
+    for piece in re.split(r"\{(\w)\}", wording):
+        part = slots.get(piece, piece)
+        if isinstance(part, str) and pieces and isinstance(pieces[-1], str):
+            pieces[-1] += part
+        else:
+            pieces.append(part)
+    return [p.strip() if isinstance(p, str) else p for p in pieces]
 
 
 def _one(kind: str | None, question: str | None = None, named: bool = False):

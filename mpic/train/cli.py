@@ -98,3 +98,20 @@ def score(
 
     write_report(evaluate(folder, size, minutes=minutes, workers=workers, resume=resume), folder)
     typer.echo((folder / "scores.md").read_text())
+
+
+@app.command()
+def card(
+    folder: Annotated[Path, typer.Argument(help="a model that `mpic train score` has scored")],
+    run: Annotated[Path, typer.Option(help="--out of the run that trained it")],
+    command: Annotated[str, typer.Option(help="the command that trained it")],
+    machine: Annotated[str, typer.Option(help="what it was trained on")],
+    notes: Annotated[Path, typer.Option(help="Markdown for the section `What to know`")],
+    plain: Annotated[bool, typer.Option("--plain", help="it had no PIC-aware phase")] = False,
+    continued: Annotated[str, typer.Option(help="what the run went on from, if --start was given")] = "",
+) -> None:
+    """Write a model's card, FOLDER/README.md, from its scores and the log of its run."""
+    from mpic.train.card import write_card
+
+    write_card(folder, run, not plain, machine, command, notes.read_text().strip(), continued)
+    typer.echo(f"{folder / 'README.md'} is written")

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -52,7 +53,11 @@ STAGES = (
     Stage("base", 0.72, 0.01, 2e-3, 0.5),
     Stage("pic", 0.225, 0.006, 1.2e-3, 0.8, pic_share=0.5),
 )
-CONTINUED = (Stage("base", 0.75, 0.007, 1.4e-3, 0.7), Stage("pic", 0.25, 0.005, 1e-3, 0.8, pic_share=0.5))
+CONTINUED = (
+    Stage("vision", 0.05, 0.01, 1e-3, 0.5),
+    Stage("base", 0.70, 0.007, 1.4e-3, 0.7),
+    Stage("pic", 0.25, 0.005, 1e-3, 0.8, pic_share=0.5),
+)
 """Stages of a run that starts from a finished `plain` model: all of its conversations are of the full mix."""
 
 
@@ -111,6 +116,8 @@ def train_mllm(settings: Settings) -> Path:
 def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool) -> None:
     torch.manual_seed(settings.seed)
     if world > 1:
+        # torch interrupts workers whose parent dies: those of a run in the background have inherited not to hear it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
         dist.init_process_group(
             "nccl" if cuda else "gloo", init_method=rendezvous, rank=rank, world_size=world

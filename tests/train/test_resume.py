@@ -2,7 +2,12 @@
 
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 import torch
 
@@ -48,6 +53,41 @@ def test_a_killed_run_takes_every_step_once_and_leaves_both_models(settings, mon
     assert before + len(steps) == 6
     for name in ("plain", "pic"):
         assert (settings.out / name / "model.safetensors").exists()
+
+
+def test_workers_of_a_run_in_the_background_end_when_it_is_killed(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "mpic.cli",
+        "train",
+        "mllm",
+        "--workers",
+        "2",
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+    ]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what runs in the background
+    try:
+        run = subprocess.Popen(command, **quiet)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    try:
+        workers = []
+        while not (len(workers) == 2 and all(w.cpu_times().user > 5 for w in workers)):
+            assert run.poll() is None
+            workers = [c for c in psutil.Process(run.pid).children() if "spawn_main" in " ".join(c.cmdline())]
+            time.sleep(0.2)
+    finally:
+        run.kill()
+        run.wait()
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    for worker in alive:
+        worker.kill()
+    assert not alive
 
 
 def test_a_resumed_run_draws_conversations_of_where_it_was(settings, monkeypatch):
