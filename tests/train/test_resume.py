@@ -137,7 +137,7 @@ def test_a_run_from_a_finished_model_goes_on_from_its_own_weights(settings, tmp_
     save_model(mllm.build_model(tokenizer), tokenizer, tmp_path / "start")
     own = dataclasses.replace(settings, out=tmp_path / "run", start=tmp_path / "start", evaluate_every=0.0)
     with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
-        _die_after(dying, [None])
+        _die_after(dying, [None] * 3)
         train_mllm(own)
     saved = checkpoint.load(own.out, 0, torch.device("cpu"))
     seen = []
