@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -56,6 +57,11 @@ class LinkWorker(PlatformWorker):
             raise ModelRefused("its attention backend sorts decodes in front of prefills")
         backends = {group.backend.get_name() for group in runner.attn_groups[0]}
         context = self.compilation_config.static_forward_context
+        if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
+            # vLLM makes these while it warms up, which its CPU worker skips when it does not compile
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
         runner.enable_links(Paged(self.vllm_config, context, block, backends))
         connector.attach(runner)
 

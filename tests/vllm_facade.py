@@ -1,0 +1,92 @@
+"""The vLLM engine behind our contract, with a library of the bundled samples and ways to ask it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mpic.config import EngineConfig
+from mpic.engine import load_engine
+from mpic.engine.base import GenerationRequest, Sampling
+from mpic.kv.chunk import Chunk, ChunkKey
+from mpic.library import Library
+from mpic.link import parse_policy
+from mpic.prompt import ChatTemplate, build_prompt
+from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
+from mpic.server.resolver import LibraryResolver
+
+SAMPLES = Path(str(files("mpic.data") / "samples"))
+MANIFEST = json.loads((SAMPLES / "manifest.json").read_text(encoding="utf-8"))
+_ids = itertools.count()
+
+
+class Bench:
+    """The engine under test, the library both engines share, and ways to ask."""
+
+    def __init__(self, root: Path, **config: Any) -> None:
+        self.library = Library.open(root)
+        settings = {"pool_bytes": 1 << 28, "max_running": 8, "vllm_args": '{"block_size": 32}'}
+        config = EngineConfig(engine="vllm", **{**settings, **config})
+        others = psutil.Process().children(recursive=True)
+        self.engine, processor = load_engine(config, self.library.store)
+        self.processes = [p for p in psutil.Process().children(recursive=True) if p not in others]
+        self.template = ChatTemplate(processor)
+        self.library.files.tokenize = self.template.tokenize_document
+        self.library.references.tokenize = self.template.tokenize_document
+        for entry in MANIFEST["files"]:
+            self.library.files.add("local", SAMPLES / entry["path"], entry["path"], entry["handle"])
+
+    def prompt(self, messages, **options) -> Prompt:
+        return build_prompt(messages, self.template, LibraryResolver(self.library, "local", 64), **options)
+
+    def text(self, text: str, owner: str = "local") -> Chunk:
+        ids = tuple(self.template.tokenizer.encode(text, add_special_tokens=False))
+        return Chunk(ChunkKey.of_text(text), owner, ids, label="doc")
+
+    def request(self, prompt, policy, tokens=24, user="local", trace=False, retrieval=None, **sampling):
+        sampling = Sampling(max_tokens=tokens, **sampling)
+        return GenerationRequest(
+            f"r{next(_ids)}", prompt, parse_policy(policy), sampling, user, trace, retrieval
+        )
+
+    def ask(self, prompt, policy, engine=None, **options):
+        return (engine or self.engine).submit(self.request(prompt, policy, **options)).result()
+
+    def file_of(self, chunk: Chunk, sink: int = 0) -> Path:
+        return self.library.store.path(self.engine.chunks.key(chunk, sink))
+
+    def native(self) -> Any:
+        """A native engine on the same library."""
+        return load_engine(EngineConfig(pool_bytes=1 << 28), self.library.store)[0]
+
+    def counters(self) -> dict[str, int]:
+        return self.engine.stats()["counters"]
+
+
+def idle(bench: Bench) -> None:
+    limit = time.monotonic() + 10
+    while bench.engine._running and time.monotonic() < limit:
+        time.sleep(0.01)
+
+
+def of(bench: Bench, *parts) -> Prompt:
+    """Texts are the request's own, chunks are linked."""
+    encode = bench.template.tokenizer.encode
+    return Prompt(
+        tuple(
+            ChunkSegment(part)
+            if isinstance(part, Chunk)
+            else TextSegment(tuple(encode(part, add_special_tokens=False)))
+            for part in parts
+        )
+    )
+
+
+def whole(usage) -> bool:
+    return usage.prompt_tokens == usage.reused + usage.prefix_hit + usage.computed
