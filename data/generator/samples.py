@@ -26,6 +26,7 @@ from mpic.data.generator import documents, questions
 from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn
 from mpic.data.generator.documents import Fact
 from mpic.data.generator.images import POSITIONS, Scene, render
+from mpic.data.generator.wordings import WORDINGS
 
 FOLDER = Path(__file__).parents[1] / "samples"
 SEED = 20
@@ -91,7 +92,7 @@ class Samples:
     def _ask(self, kind: str, taught: bool = False, **slots: str) -> str:
         """A held-out wording, or (`taught`) the first one that training has."""
         held_out = questions.ask(self.rng, "eval", kind, **slots)
-        return questions.WORDINGS[kind][0][0].format(**slots) if taught else held_out
+        return WORDINGS[kind]["train"][0].format(**slots) if taught else held_out
 
     # one turn each: (text, answer)
 

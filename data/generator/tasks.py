@@ -11,6 +11,7 @@ from mpic.data.generator import documents, questions
 from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn, number_word
 from mpic.data.generator.documents import Fact
 from mpic.data.generator.images import Scene, draw_scene, render
+from mpic.data.generator.wordings import Asking, draw
 from mpic.data.generator.words import (
     OBJECTS,
     Split,
@@ -19,28 +20,6 @@ from mpic.data.generator.words import (
 )
 
 _TRIES = 4  # at a question that differs from those asked, for each that is wanted
-# comparisons whose two images, {A} and {B}, stand inside the sentence
-WORD_LEVEL: dict[str, dict[Split, tuple[str, ...]]] = {
-    "more": {
-        "train": (
-            "Which has more shapes, {A} or {B} ?",
-            "Are there more shapes in {A} or in {B} ?",
-            "More shapes: {A} or {B} ?",
-            "In which do you see more shapes, {A} or {B} ?",
-        ),
-        "eval": ("Which shows more shapes, {A} or {B} ?",),
-    },
-    "same": {
-        "train": (
-            "Is the {x} in {A} the same colour as the {x} in {B} ?",
-            "Does the {x} in {A} have the same colour as the {x} in {B} ?",
-            "Are the {x} in {A} and the {x} in {B} of the same colour?",
-            "Is the colour of the {x} in {A} the same as in {B} ?",
-            "The {x} in {A} and the {x} in {B} have one colour?",
-        ),
-        "eval": ("Has the {x} in {A} the same colour as the {x} in {B} ?",),
-    },
-}
 SYSTEMS = (None, None, "You answer questions about images and documents.", "Please answer in a few words.")
 
 
@@ -71,9 +50,10 @@ class Mix:
 class Generator:
     """Conversations from a seed. The same seed and split give the same conversations."""
 
-    def __init__(self, seed: int, split: Split = "train") -> None:
+    def __init__(self, seed: int, split: Split = "train", asking: Asking | None = None) -> None:
         self.rng = random.Random(f"{split}-{seed}")
         self.split: Split = split
+        self.asking: Asking = asking or split
 
     # chunks
 
@@ -121,15 +101,15 @@ class Generator:
     def about(self, item: Item, kind: str | None = None) -> questions.Question:
         """A question about one chunk."""
         if isinstance(item.about, Scene):
-            return questions.about_image(self.rng, self.split, item.about, item.label, kind)
-        return questions.about_document(self.rng, self.split, item.about, item.label)
+            return questions.about_image(self.rng, self.asking, item.about, item.label, kind)
+        return questions.about_document(self.rng, self.asking, item.about, item.label)
 
     def compare(self, items: list[Item], kind: str | None = None) -> questions.Question | None:
         """A comparison of two of the images, if there are two that can be compared."""
         scenes = [(i.label, i.about) for i in items if isinstance(i.about, Scene)]
         if len(scenes) < 2:
             return None
-        return questions.compare(self.rng, self.split, *self.rng.sample(scenes, 2), kind=kind)
+        return questions.compare(self.rng, self.asking, *self.rng.sample(scenes, 2), kind=kind)
 
     def hop(self, items: list[Item]) -> questions.Question | None:
         """A two-hop question, if someone's friend has a biography here too."""
@@ -138,7 +118,7 @@ class Generator:
         if not having:
             return None
         person = self.rng.choice(having)
-        return questions.two_hop(self.rng, self.split, person, people[person.facts["friend"]])
+        return questions.two_hop(self.rng, self.asking, person, people[person.facts["friend"]])
 
     def last(self, items: list[Item]) -> questions.Question | None:
         """A question about the person who comes last, told by order alone."""
@@ -146,12 +126,12 @@ class Generator:
         if not people:
             return None
         key = self.rng.choice(("city", "job"))
-        text = questions.ask(self.rng, self.split, f"last {key}")
+        text = questions.ask(self.rng, self.asking, f"last {key}")
         return questions.Question(f"last {key}", text, people[-1].facts[key], f"last {key}")
 
     def search(self, items: list[Item], kind: str | None = None) -> Turn:
         """A question that only the library can answer."""
-        rng, split = self.rng, self.split
+        rng, split, asking = self.rng, self.split, self.asking
         kind = kind or rng.choice(("person", "person", "thing", "picture"))
         if kind == "picture":
             scene = draw_scene(rng, rng.randint(2, 4), digits=False)
@@ -160,19 +140,19 @@ class Generator:
             reference: Image | Document = self.image(scene)
             query = f"picture with a {wanted}"
             if rng.random() < 0.5:
-                text = questions.ask(rng, split, "library colour", x=wanted, y=other)
+                text = questions.ask(rng, asking, "library colour", x=wanted, y=other)
             else:
-                text, answer = questions.ask(rng, split, "library", x=wanted), str(len(scene.objects))
+                text, answer = questions.ask(rng, asking, "library", x=wanted), str(len(scene.objects))
             return Turn([text], answer, query, reference, "search picture")
         if kind == "thing":
             present = {key for i in items if isinstance(i.about, Fact) for key in i.about.facts}
             subject = rng.choice([o for o in OBJECTS if o not in present])
-            attribute, text = "code", questions.ask(rng, split, "needle", x=subject)
+            attribute, text = "code", questions.ask(rng, asking, "needle", x=subject)
         else:
             present = {i.about.subject for i in items if isinstance(i.about, Fact)}
             subject = next(p for p in iter(lambda: draw_people(rng, 1, split)[0], None) if p not in present)
             attribute = rng.choice(questions.ATTRIBUTES)
-            text = questions.ask(rng, split, attribute, x=subject)
+            text = questions.ask(rng, asking, attribute, x=subject)
         value = documents.draw_value(rng, attribute)
         reference = Document(documents.reference_fact(attribute, subject, value))
         return Turn([text], value, f"{attribute} of {subject}", reference, f"search {kind}")
@@ -243,7 +223,7 @@ class Generator:
             self.split == "train"
         ):  # most pairs cannot be asked about one colour: try that harder, then the other
             kinds = ["same"] * 4 + ["more"] if rng.random() < 0.7 else ["more"]
-        tried = (questions.compare(rng, self.split, *scenes, kind=kind) for kind in kinds)  # type: ignore[arg-type]
+        tried = (questions.compare(rng, self.asking, *scenes, kind=kind) for kind in kinds)  # type: ignore[arg-type]
         question = next((q for q in tried if q), None)
         if question is None:
             return None
@@ -252,8 +232,7 @@ class Generator:
         if kind == "same":  # the shape that is asked about
             shapes = {s for _, _, s in a.about.objects}  # type: ignore[union-attr]
             slots["x"] = next(w for w in text.replace("?", "").split() if w in shapes)
-        wording = rng.choice(WORD_LEVEL[kind][self.split])
-        return Turn(_fill(wording, slots), answer, kind=f"word {kind}")
+        return Turn(_fill(draw(rng, self.asking, f"word {kind}"), slots), answer, kind=f"word {kind}")
 
     def few_shot(self, count: int) -> Conversation:
         """Images each followed by its colour (or its shape); the last one is left to the model."""

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from mpic.data.generator import words
 from mpic.data.generator.conversation import CHAT_TEMPLATE, SPECIAL, segments
 from mpic.data.generator.documents import SENTENCE
-from mpic.data.generator.questions import WORDINGS
 from mpic.data.generator.tasks import SYSTEMS, Generator
+from mpic.data.generator.wordings import WORDINGS
 
 STORED = Path(__file__).parent / "tokenizer.json"
 _SYLLABLE = "[BCDFGHJKLMNPQRSTVWXYZ][AEIOU](?![a-z])"
@@ -35,7 +35,7 @@ def _corpus() -> Iterator[str]:
         SENTENCE.values(),
         [" ASSISTANT: USER: ASSISTANT: USER:"],
     ]
-    lists += [held for pair in WORDINGS.values() for held in pair]
+    lists += [kind[asking] for kind in WORDINGS.values() for asking in ("train", "eval")]
     lists += [["yes no and so first second nothing show shows Does picture of with city job pet code Card"]]
     for texts in lists:
         for text in texts:

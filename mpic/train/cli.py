@@ -88,16 +88,22 @@ def score(
     resume: Annotated[
         bool, typer.Option("--resume", help="keep the cells that an interrupted run finished")
     ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="ask in the wordings that were written last (scores-fresh.*)")
+    ] = False,
 ) -> None:
     """Held-out exact match under full attention and under reuse: FOLDER/scores.json and scores.md.
 
     Questions over the same images and documents are answered together, up to eight; the tables say how many
     conversations the questions of a cell come from.
     """
-    from mpic.train.evaluate import evaluate, write_report
+    from mpic.data.generator.wordings import Asking
+    from mpic.train.evaluate import evaluate, markdown, write_report
 
-    write_report(evaluate(folder, size, minutes=minutes, workers=workers, resume=resume), folder)
-    typer.echo((folder / "scores.md").read_text())
+    asking: Asking = "fresh" if fresh else "eval"
+    result = evaluate(folder, size, minutes=minutes, workers=workers, resume=resume, asking=asking)
+    write_report(result, folder)
+    typer.echo(markdown(result))
 
 
 @app.command()

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import LlavaForConditionalGeneration
 
 from mpic.config import ConfigError
+from mpic.data.generator.wordings import Asking
 from mpic.train.batch import Encoder, Example, collate, embed
 from mpic.train.model import load_model
 from mpic.train.scoring import BRANCHES, LINKS, Link, questions, score_cell
@@ -55,6 +56,7 @@ class Run:
     size: int
     seed: int
     links: tuple[str, ...]
+    asking: str = "eval"
     branches: int = BRANCHES
 
 
@@ -102,8 +104,10 @@ def _load(folder: Path, threads: int) -> None:
     _loaded = model, Encoder(tokenizer)
 
 
-def _cell(count: int, task: str, size: int, seed: int, links: tuple[Link, ...]) -> list[dict[str, Any]]:
-    return score_cell(*_loaded, task, count, size, seed, links)
+def _cell(
+    count: int, task: str, size: int, seed: int, links: tuple[Link, ...], asking: Asking
+) -> list[dict[str, Any]]:
+    return score_cell(*_loaded, task, count, size, seed, links, asking)
 
 
 def evaluate(
@@ -115,19 +119,20 @@ def evaluate(
     minutes: float | None = None,
     workers: int = 0,
     resume: bool = False,
+    asking: Asking = "eval",
     progress: Callable[..., Iterable[list[dict[str, Any]]]] = tqdm,
 ) -> dict[str, Any]:
     """Exact match of every cell and link, `size` questions each.
 
     Computes in bf16. Cells are spread over `workers` processes of one thread (0: one a core, up to four; on a GPU one).
     Every cell that is done is kept in FOLDER/scores.part.json, where `resume` finds it. No cell is begun once `minutes`
-    are spent; cells not reached are missing from the result.
+    are spent; cells not reached are missing from the result. `asking` names held-out wordings of `wordings.toml`.
 
     Raises:
         ConfigError: to resume, but the file is of other weights or settings.
     """
     weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    partial = Partial(folder, Run(weights, size, seed, tuple(link.name for link in links)), resume)
+    partial = Partial(folder, Run(weights, size, seed, tuple(link.name for link in links), asking), resume)
     every = sorted((count, task) for task, counts in cells.items() for count in counts)
     every.sort(key=lambda cell: [8, 1, 4, 2, 0].index(cell[0]))
     todo = [(count, task) for count, task in every if not partial.has(task, count)]
@@ -138,7 +143,7 @@ def evaluate(
         for count, task in todo:
             if minutes is not None and time.monotonic() - began > minutes * 60:
                 return
-            yield count, task, size, seed, links
+            yield count, task, size, seed, links, asking
 
     for rows in progress(_spread(folder, jobs(), workers), total=len(todo)):
         partial.add(rows, time.monotonic() - began)
@@ -152,6 +157,7 @@ def evaluate(
         "first_token_share_by_layer": first_token_share(model, probe),
         "seconds": round(partial.seconds + time.monotonic() - began),
         "seed": seed,
+        "wordings": asking,
     }
 
 
@@ -238,8 +244,12 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def write_report(result: dict[str, Any], folder: Path) -> None:
-    """`scores.json` (rows and summary) and `scores.md` beside the weights, in place of what a run kept for resuming."""
-    (folder / "scores.json").write_text(json.dumps({"summary": summary(result), **result}, indent=1) + "\n")
-    (folder / "scores.md").write_text(markdown(result) + "\n")
+    """`scores.json` (rows and summary) and `scores.md` beside the weights, in place of what a run kept for resuming.
+
+    For the wordings `fresh` they are `scores-fresh.json` and `scores-fresh.md`.
+    """
+    stem = "scores" if result["wordings"] == "eval" else f"scores-{result['wordings']}"
+    (folder / f"{stem}.json").write_text(json.dumps({"summary": summary(result), **result}, indent=1) + "\n")
+    (folder / f"{stem}.md").write_text(markdown(result) + "\n")
     if not result["unfinished"]:
         (folder / "scores.part.json").unlink(missing_ok=True)

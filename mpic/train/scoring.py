@@ -15,6 +15,7 @@ import torch
 from transformers import LlavaForConditionalGeneration
 
 from mpic.data.generator import Generator
+from mpic.data.generator.wordings import Asking
 from mpic.train.batch import (
     Batch,
     Encoder,
@@ -81,9 +82,11 @@ def questions(encoder: Encoder, task: str, count: int, size: int, seed: int) -> 
     return [encoder(generator.task(task, count)) for _ in range(size)]
 
 
-def conversations(encoder: Encoder, task: str, count: int, size: int, seed: int) -> list[list[Example]]:
+def conversations(
+    encoder: Encoder, task: str, count: int, size: int, seed: int, asking: Asking = "eval"
+) -> list[list[Example]]:
     """`size` held-out questions of a cell, those over the same chunks together."""
-    generator, out, left = Generator(seed + count, "eval"), [], size
+    generator, out, left = Generator(seed + count, "eval", asking), [], size
     while left:
         out.append([encoder(c) for c in generator.branches(task, count, min(BRANCHES, left))])
         left -= len(out[-1])
@@ -121,9 +124,10 @@ def score_cell(
     size: int,
     seed: int,
     links: tuple[Link, ...] = LINKS,
+    asking: Asking = "eval",
 ) -> list[dict[str, Any]]:
     """One row a link: shares of `size` questions of a task over `count` chunks."""
-    groups = conversations(encoder, task, count, size, seed)
+    groups = conversations(encoder, task, count, size, seed, asking)
     examples = [e for group in groups for e in group]
     search_id = encoder.tokenizer.convert_tokens_to_ids("<search>")
     scores: dict[str, list[Score]] = {link.name: [] for link in links}
