@@ -284,7 +284,7 @@ def test_an_admin_adds_finds_and_removes_references(demo_url, open_page):
         page.set_input_files('.m-addref [name="file"]', SAMPLES / f"{name}.png")
         page.fill('.m-addref [name="title"]', f"The {name}")
         page.click(".m-addref button")
-        page.wait_for_selector(f'.m-reference:has-text("The {name}")')
+        page.wait_for_selector(f'.m-reference[data-state="ready"]:has-text("The {name}")')
     page.set_input_files('.m-find [name="picture"]', SAMPLES / "tower.png")
     page.wait_for_selector(".m-score")
     assert page.locator(".m-reference b").first.inner_text() == "The tower"

@@ -1,9 +1,22 @@
 // `element` and `trigger` come from Gradio: this component's root, and its events.
 const SIDE = 384;  // pixels; an embedder sees fewer
+const WAIT = 1000;  // ms
 const say = (text, bad) => {
   const place = element.querySelector('.m-said');
   place.className = 'm-said' + (bad ? ' m-error' : ' m-note');
   place.textContent = text;
+};
+// the whole shelf, `more` times more and while something on it is being compiled; until something else is asked for
+let again;
+const ask = (what) => {
+  clearTimeout(again);
+  trigger('submit', what);
+};
+const all = (more) => {
+  ask({});
+  again = setTimeout(() => {
+    if (more || document.querySelector('#m-references [data-state="compiling"]')) all(more && more - 1);
+  }, WAIT);
 };
 const small = async (file) => {
   const image = await createImageBitmap(file), scale = Math.min(1, SIDE / Math.max(image.width, image.height));
@@ -16,7 +29,7 @@ element.addEventListener('submit', async (event) => {
   event.preventDefault();
   const form = event.target, fields = new FormData(form);
   say('');
-  if (form.matches('.m-find')) return trigger('submit', { query: fields.get('query') });
+  if (form.matches('.m-find')) return ask({ query: fields.get('query') });
   for (const name of ['title', 'description']) if (!fields.get(name)) fields.delete(name);
   say('adding …');
   const response = await fetch('/ui/v1/references', { method: 'POST', body: fields });
@@ -24,9 +37,9 @@ element.addEventListener('submit', async (event) => {
   if (!response.ok) return say(body.error ? `${body.error.message} [${body.error.code}]` : `the server answered ${response.status}`, true);
   say(`added: ${body.title}`);
   form.reset();
-  trigger('submit', {});
+  all(2);
 });
-element.addEventListener('reset', (event) => { if (event.target.matches('.m-find')) trigger('submit', {}); });
+element.addEventListener('reset', (event) => { if (event.target.matches('.m-find')) all(0); });
 element.addEventListener('keydown', (event) => {
   if ((event.key === 'Enter' || event.key === ' ') && event.target.matches('label')) {
     event.preventDefault();
@@ -36,7 +49,7 @@ element.addEventListener('keydown', (event) => {
 element.addEventListener('change', async (event) => {
   if (event.target.name !== 'picture' || !event.target.files.length) return;
   try {
-    trigger('submit', { image: await small(event.target.files[0]) });
+    ask({ image: await small(event.target.files[0]) });
     say('');
   } catch {
     say('this browser cannot read that image', true);
