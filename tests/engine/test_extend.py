@@ -372,7 +372,7 @@ def test_a_request_that_cannot_be_extended_fails_alone_and_frees_everything(make
     def broken(*_):
         raise ValueError("no")
 
-    monkeypatch.setattr("mpic.engine.native.engine.apply", broken)
+    monkeypatch.setattr("mpic.engine.native.answers.apply", broken)
     with pytest.raises(MPICError, match="no"):
         ask(engine, prompt, "mpic-5", SAID + 2, Lookup(call, document)).result()
     engine.check()

@@ -173,13 +173,13 @@ def test_policies_of_two_passes_answer_as_over_resident_chunks(policy, stored):
 
 def test_loads_compile_and_link_share_one_step(stored):
     engine, store = stored("llama", [STORED])
-    start = engine.scheduler._load
+    start = engine.scheduler.room._load
 
     def started(linked, order):
         start(linked, order)
         until(lambda: linked.resident.gate.ready > 0)
 
-    engine.scheduler._load = started  # the first layer is there before the step is put together
+    engine.scheduler.room._load = started  # the first layer is there before the step is put together
     stream = submit(engine, prompt_of(ids(1, 6), STORED, MISSING, ids(3, 4)), tokens=1)
     beside(engine)
     store.allow(99)
@@ -330,7 +330,7 @@ def test_a_chunk_deleted_during_a_load_that_then_fails_still_serves_who_came_bef
     link = submit(engine, prompt)
     beside(engine)
     engine.deletions.mark(STORED)
-    engine._post(lambda: engine.scheduler.forget(STORED.owner, STORED.key))
+    engine._post(lambda: engine.scheduler.room.forget(STORED.owner, STORED.key))
     store.allow(99)
     agrees("llama", prompt, "mpic-4", link)
     until(lambda: not engine.device.chunks)

@@ -170,7 +170,7 @@ class ChunkTraffic:
                     other.tier, other.reason = "compiled", reason
         linked.tier, linked.reason = "compiled", reason
         if resident.refs > 1:  # beside this load, somebody waits for it
-            self.scheduler.start_job(resident)
+            self.scheduler.room.start_job(resident)
         else:
             self.device.drop(resident)
 

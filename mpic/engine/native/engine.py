@@ -13,25 +13,23 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mpic.engine.base import ChunkStore, Delta, Engine, GenerationRequest, RetrievalRound
-from mpic.engine.calls import hear
+from mpic.engine.base import ChunkStore, Engine, GenerationRequest
 from mpic.engine.checks import as_failure
 from mpic.engine.deletions import Deletions
+from mpic.engine.native.answers import Answers
 from mpic.engine.native.chunks import ChunkTraffic
 from mpic.engine.native.decide import Decider
-from mpic.engine.native.extend import Extender, Outcome, apply
 from mpic.engine.native.lanes import CompileLane, LinkedChunk, Sequence
 from mpic.engine.native.loader import loaders_for
 from mpic.engine.native.prepare import Preparer
+from mpic.engine.native.room import Room
 from mpic.engine.native.runner import Runner, Slice
 from mpic.engine.native.scheduler import CompileRequest, Scheduler
 from mpic.engine.stream import Stream
-from mpic.engine.trace import chunk_uses, trace
 from mpic.errors import CompileFailed, EngineStopped, MPICError, QueueFull
 from mpic.kv.chunk import Chunk
 from mpic.kv.device import DeviceCache
@@ -74,14 +72,15 @@ class NativeEngine(Engine):
         self.device = DeviceCache(self.pool)
         self.deletions = Deletions()
         self.traffic = ChunkTraffic(self.device, store, self.deletions, self._post, loaders or loaders_for())
-        self.scheduler = Scheduler(
-            self.device, budget, model.bos_id, self.traffic.start_load, self.deletions, max_running
-        )
+        room = Room(self.device, model.bos_id, self.traffic.start_load, self.deletions)
+        self.scheduler = Scheduler(room, budget, max_running)
         self.traffic.scheduler = self.scheduler
         self.runner = Runner(model, self.pool)
         self.decider = Decider(self.runner)
         self.preparer = Preparer(model, store, self.device, self.deletions)
-        self.extender = Extender(self.preparer, self.deletions, self._post, self._found)
+        self.answers = Answers(
+            self.scheduler, self.preparer, self.deletions, self._post, model.eos_ids, self._moved
+        )
         self._check_when_idle = check_when_idle
         self._max_waiting = max_waiting
         self._arriving = 0  # submitted, not yet seen by the engine's thread; changed under _wake
@@ -90,7 +89,6 @@ class NativeEngine(Engine):
         self._wake = threading.Condition()
         self._stopping = False
         self._progress = True
-        self._sequences: set[Sequence] = set()
         self._preparing = ThreadPoolExecutor(1, "mpic-prepare")
         self._thread = threading.Thread(target=self._loop, name="mpic-engine", daemon=True)
         self._thread.start()
@@ -104,7 +102,7 @@ class NativeEngine(Engine):
         try:
             stream = Stream(request.id)
             sequence = self.preparer.sequence(request, stream, arrived)
-            stream.on_abort = lambda: self._post(lambda: self._abort(sequence), quiet=True)
+            stream.on_abort = lambda: self._post(lambda: self.answers.abort(sequence), quiet=True)
             self._post(lambda: self._arrive(sequence))
         except BaseException:
             self.deletions.end()
@@ -115,7 +113,7 @@ class NativeEngine(Engine):
     def _take_place(self) -> None:
         """Before anything is prepared, so that a flood costs nothing."""
         with self._wake:
-            waiting = self._arriving + len(self._sequences) - len(self.scheduler.running)
+            waiting = self._arriving + len(self.answers.under_way) - len(self.scheduler.running)
             if self._max_waiting is not None and waiting >= self._max_waiting + self._room():
                 raise QueueFull(
                     f"{waiting} requests are waiting for their turn, and no more may", waiting=waiting
@@ -160,7 +158,7 @@ class NativeEngine(Engine):
         done = threading.Event()
 
         def drop() -> None:
-            self.scheduler.forget(chunk.owner, chunk.key)
+            self.scheduler.room.forget(chunk.owner, chunk.key)
             done.set()
 
         self.deletions.mark(chunk)
@@ -207,7 +205,8 @@ class NativeEngine(Engine):
                     self.device.counters,
                     self.scheduler.counters,
                     self.traffic.counters,
-                    self.extender.counters,
+                    self.answers.counters,
+                    self.answers.extender.counters,
                 )
                 for name, count in dict(owner).items()
             },
@@ -241,7 +240,7 @@ class NativeEngine(Engine):
         self.traffic.stop_waiting()
         self._thread.join()
         self._preparing.shutdown(wait=True)
-        self.extender.close()
+        self.answers.extender.close()
         self.traffic.close()
         self._handle_messages()
 
@@ -269,8 +268,8 @@ class NativeEngine(Engine):
                 log.exception("a step failed")
                 self._fail_running(error)
         stopped = EngineStopped("the engine was stopped")
-        for sequence in list(self._sequences):
-            self._end(sequence, stopped)
+        for sequence in list(self.answers.under_way):
+            self.answers.fail(sequence, stopped)
         for request in self.scheduler.waiting:
             request.future.set_exception(stopped)
         self.scheduler.waiting.clear()
@@ -288,48 +287,23 @@ class NativeEngine(Engine):
                 log.exception("a message to the engine failed")
 
     def _arrive(self, sequence: Sequence) -> None:
-        self._sequences.add(sequence)
+        self.answers.under_way.add(sequence)
         self._leave_place()
         if self._stopping:
-            self._end(sequence, EngineStopped("the engine was stopped"))
+            self.answers.fail(sequence, EngineStopped("the engine was stopped"))
         else:
             self.scheduler.add(sequence)
-
-    def _abort(self, sequence: Sequence) -> None:
-        if sequence in self._sequences:
-            self._finish(sequence, "abort")
 
     def _prefetch(self, linked: LinkedChunk | None, arrived: float) -> None:
         try:
             if linked is not None and not self._stopping:
-                self.scheduler.prefetch(linked, arrived)
+                self.scheduler.room.prefetch(linked, arrived)
         finally:
             self.deletions.end()
 
-    def _found(self, sequence: Sequence, outcome: Outcome | Exception) -> None:
-        """A search has ended; its request may have been cancelled meanwhile."""
-        if sequence not in self._sequences:
-            return
-        try:
-            self._extend(sequence, outcome)
-        except Exception as error:  # of this request alone
-            log.exception("a request could not be extended")
-            self._end(sequence, as_failure(error))
-
-    def _extend(self, sequence: Sequence, outcome: Outcome | Exception) -> None:
-        if isinstance(outcome, Exception):
-            raise outcome
-        self.extender.count(outcome.round)
-        sequence.usage.retrieval += (outcome.round,)
-        if outcome.extension is None:
-            text = sequence.detokenizer.finish() + (outcome.says or "")
-            reason = "length" if outcome.says is None else "stop"
-            self._finish(sequence, reason, Delta(text, retrieval=replace(outcome.round)))
-            return
-        sequence.stream.put(Delta("", retrieval=replace(outcome.round)))
-        apply(sequence, outcome.extension)
-        sequence.resumed = time.monotonic()
-        self.scheduler.resume(sequence, outcome.extension.found)
+    def _moved(self) -> None:
+        """Something was given back: a step may find more to do than the last one."""
+        self._progress = True
 
     def _work_left(self) -> bool:
         """Whether a step could do something now (waiting for a loader is not work)."""
@@ -361,7 +335,7 @@ class NativeEngine(Engine):
                 self.scheduler.decided(sequence)
             except Exception as error:  # of this request alone: nothing has been written
                 log.exception("a dynamic policy failed")
-                self._end(sequence, as_failure(error))
+                self.answers.fail(sequence, as_failure(error))
         return bool(waiting)
 
     def _commit(self, slices: list[Slice], logits: torch.Tensor, waits: Waits) -> None:
@@ -379,11 +353,7 @@ class NativeEngine(Engine):
                 if piece.hi == len(piece.lane):
                     self.traffic.compiled(piece.lane)
             elif piece.wants_logits:
-                try:
-                    self._take_token(piece.lane, logits[row], now)
-                except Exception as error:  # of this request alone
-                    log.exception("a token could not be taken")
-                    self._end(piece.lane, as_failure(error))
+                self.answers.take(piece.lane, logits[row], now)
                 row += 1
 
     @staticmethod
@@ -393,92 +363,13 @@ class NativeEngine(Engine):
         sequence.ready = max((sequence.ready, *(gate.ended for gate in gates)))
         return not gates & waits.void
 
-    def _take_token(self, sequence: Sequence, logits: torch.Tensor, now: float) -> None:
-        token, logprob = sequence.sampler(logits)
-        usage = sequence.usage
-        if not sequence.first_token:
-            sequence.first_token = now
-            usage.ttft_ms = (now - sequence.arrived) * 1e3
-            usage.queue_ms = (sequence.admitted - sequence.arrived) * 1e3
-            usage.load_ms = (max(sequence.ready, sequence.admitted) - sequence.admitted) * 1e3
-            usage.link_ms = max(0.0, usage.ttft_ms - usage.queue_ms - usage.load_ms)
-        if sequence.resumed:
-            usage.retrieval[-1].link_ms = (now - sequence.resumed) * 1e3
-            sequence.resumed = 0.0
-        sequence.append(token)
-        usage.completion_tokens += 1
-        self._counters["generated"] += 1
-        ends = token in self.model.eos_ids and not sequence.request.sampling.ignore_eos
-        text, call, over = hear(sequence.detokenizer, token, ends)
-        reason = "stop" if over else None
-        if reason is None and sequence.generated >= sequence.max_tokens:
-            reason = "length"
-        if reason is None and call is not None:
-            reason = self._search(sequence, call)
-        logprobs = (logprob,) if logprob is not None else ()
-        if reason is None:
-            sequence.stream.put(Delta(text, (token,), logprobs))
-        else:
-            text += sequence.detokenizer.finish()
-            reason = "stop" if sequence.detokenizer.stopped else reason
-            self._finish(sequence, reason, Delta(text, (token,), logprobs))
-
-    def _search(self, sequence: Sequence, call: str) -> str | None:
-        """Pause a request that has made a call, or say why it ends."""
-        usage = sequence.usage
-        if len(usage.retrieval) >= sequence.request.retrieval.rounds:
-            usage.retrieval += (RetrievalRound(call, at=usage.completion_tokens, error="rounds"),)
-            return "stop"
-        self.extender.begin(sequence, call)
-        return None
-
-    def _finish(self, sequence: Sequence, reason: str, last: Delta | None = None) -> None:
-        """The end of a request that was not an error; its own tokens enter the prefix cache."""
-        usage = sequence.usage
-        usage.total_ms = (time.monotonic() - sequence.arrived) * 1e3
-        usage.chunks = chunk_uses(sequence.plan, sequence.linked)
-        compiled = {one.key: len(one.inputs) for one in sequence.linked if one.tier == "compiled"}
-        usage.compiled = sum(compiled.values())
-        usage.computed = sequence.prompt_own + sequence.inserted - usage.prefix_hit
-        if sequence.request.trace:
-            usage.trace = trace(sequence.segments, sequence.plan, sequence.linked, usage.prefix_hit)
-        usage.attended = sequence.plan.pairs(usage.prefix_hit, sequence.request.policy.two_step)
-        if sequence.first_token:
-            for name in ("reused", "recomputed", "prefix_hit", "computed"):
-                self._counters[f"tokens_{name}"] += getattr(usage, name)
-            self._counters["tokens_requested"] += usage.prompt_tokens
-        in_running = sequence in self.scheduler.running
-        if in_running and sequence.request.policy.prefix and reason != "abort":
-            self.scheduler.remember(sequence)
-        last = last or Delta("")
-        self._release(sequence)
-        self._counters[f"finished_{reason}"] += 1
-        sequence.stream.put(last._replace(finish_reason=reason, usage=usage))
-
-    def _end(self, sequence: Sequence, error: BaseException) -> None:
-        self._release(sequence)
-        self._counters["failed"] += 1
-        sequence.stream.put(error)
-
-    def _release(self, sequence: Sequence) -> None:
-        if sequence in self._sequences:
-            self._sequences.remove(sequence)
-            self.deletions.end()
-        if sequence in self.scheduler.running:
-            self.scheduler.release(sequence)
-        elif sequence in self.scheduler.waiting:
-            self.scheduler.waiting.remove(sequence)
-        elif sequence in self.scheduler.parked:
-            self.scheduler.parked.remove(sequence)
-        self._progress = True
-
     def _fail_running(self, error: Exception) -> None:
         """Nothing that a failed step half wrote may be reused: every request and job on the device fails."""
         failure = as_failure(error)
         if not self.scheduler.running and not self.scheduler.jobs and self.scheduler.waiting:
             self._refuse(self.scheduler.waiting[0], failure)  # it could not even be admitted
         for sequence in list(self.scheduler.running):
-            self._end(sequence, failure)
+            self.answers.fail(sequence, failure)
         for resident in list(self.scheduler.jobs):
             del self.scheduler.jobs[resident]
             self.device.release(resident)
@@ -497,7 +388,7 @@ class NativeEngine(Engine):
     def _refuse(self, item: Sequence | CompileRequest, error: MPICError) -> None:
         """Take something out of the line and tell it why."""
         if isinstance(item, Sequence):
-            self._end(item, error)
+            self.answers.fail(item, error)
         else:
             self.scheduler.waiting.remove(item)
             item.future.set_exception(error)
