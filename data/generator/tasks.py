@@ -64,8 +64,10 @@ class Generator:
     def context(self, count: int, mix: Mix) -> list[Item]:
         """`count` labelled chunks of the mix, in order."""
         rng = self.rng
-        alike = bool(mix.alike) and rng.random() < mix.alike
-        kinds = [rng.choice(mix.kinds)] * count if alike else [rng.choice(mix.kinds) for _ in range(count)]
+        if mix.alike and rng.random() < mix.alike:
+            kinds = [rng.choice(sorted(set(mix.kinds)))] * count
+        else:
+            kinds = [rng.choice(mix.kinds) for _ in range(count)]
         return self.context_of(kinds, mix, named=rng.random() < mix.named)
 
     def context_of(self, kinds: list[str], mix: Mix, named: bool) -> list[Item]:
@@ -164,7 +166,7 @@ class Generator:
         mix, rng = mix or Mix(), self.rng
         if count and rng.random() < 0.05:
             return self.few_shot(max(3, count))
-        pair = count == 2 and rng.random() < 0.3  # of images, for a comparison with both inside the sentence
+        pair = count == 2 and rng.random() < 0.5  # of images, for a comparison with both inside the sentence
         items = (
             self.context_of(["image"] * 2, mix, rng.random() < mix.named)
             if pair
@@ -180,11 +182,13 @@ class Generator:
             if attempt == 0 and rng.random() < mix.order:
                 question = self.last(items)
             elif roll < mix.search + mix.compare:
-                question = self.compare(items)
+                # few pairs can be asked about one colour: look at some, and then at what else can be asked
+                wanted = ["same"] * 6 + ["more"] if rng.random() < 0.5 else ["more"]
+                question = next((q for kind in wanted if (q := self.compare(items, kind))), None)
             elif roll < mix.search + mix.compare + mix.hop:
                 question = self.hop(items)
             if question is None:
-                captioned = rng.random() < 0.12
+                captioned = rng.random() < 0.2
                 item = rng.choice(items)
                 question = self.about(
                     item, "caption" if captioned and isinstance(item.about, Scene) else None
