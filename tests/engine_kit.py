@@ -99,6 +99,14 @@ def expected_of(name: str, prompt, policy_text: str) -> tuple[list[int], torch.T
     return answer, torch.log_softmax(logits, -1)
 
 
+def until(condition) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen")
+
+
 class MemoryStore:
     """A ``ChunkStore`` in a dictionary. ``damage(key)`` makes the next read of a chunk fail its checksum; ``delay``
     (seconds) slows reading."""

@@ -9,6 +9,7 @@ from PIL import Image
 
 from mpic.durable import Files
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, Recipe
+from mpic.kv.file import encode
 from mpic.library import Library
 
 MODEL = "a1" * 32
@@ -31,6 +32,14 @@ def make_chunk(key=None, n=5, layers=3, heads=2, dim=4, image=False, positions=1
         deepstack=torch.randn(2, n, 7, generator=g).to(dtype) if image else None,
     )
     return ChunkKV(key, inputs, torch.randn(layers, 2, heads, n, dim, generator=g).to(dtype))
+
+
+def chunks(count, **options):
+    return [make_chunk(text_key(f"text {i}", **options), seed=i) for i in range(count)]
+
+
+def size_of(chunk):
+    return sum(map(len, encode(chunk)))
 
 
 def same_inputs(a, b):

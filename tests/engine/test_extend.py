@@ -7,109 +7,15 @@ import threading
 import time
 
 import pytest
-import torch
-from engine_kit import (
-    MemoryStore,
-    family,
-    ids,
-    image_chunk,
-    logits_of,
-    prompt_of,
-    select,
-    text_chunk,
-)
-from families import VISION_FAMILIES, random_image
-from oracle import Oracle
+from engine_kit import MemoryStore, ids, logits_of, prompt_of
+from extend_kit import NAMES, POLICIES, SAID, Lookup, ask, chunks_of, from_the_start, oracle_of, spell
 
-from mpic.engine.base import Found, GenerationRequest, Hit, Retrieval, Sampling
-from mpic.errors import FileNotFound, MPICError, UnsupportedParameter
-from mpic.kv.chunk import Chunk
-from mpic.link import parse_policy
-from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
-
-NAMES = ["llama", "phi3", "llava", "qwen2_vl", "qwen3_vl"]
-POLICIES = [
-    "full",
-    "prefix",
-    "reuse",
-    "mpic-5",
-    "mpic-64",
-    "legolink-4",
-    "legolink-0",
-    "attnlink-6",
-    "random-30",
-]
-SAID = 3
-"""Tokens of the call: the answer's first three. The last of them closes it."""
-
-
-class Words:
-    """A tokenizer that spells every id in brackets."""
-
-    def decode(self, ids, **options) -> str:
-        return "".join(f"[{i}]" for i in ids)
+from mpic.engine.base import Hit
 
 
 @pytest.fixture(autouse=True)
 def spelled(monkeypatch):
-    for name in NAMES:
-        monkeypatch.setattr(family(name).loaded, "tokenizer", Words())
-
-
-class Lookup(Retrieval):
-    """Finds the given chunks and puts text around each; ``gate`` holds the search until it is set."""
-
-    def __init__(self, call: list[int], *chunks: Chunk, rounds: int = 1, error: Exception | None = None):
-        self.opens = "".join(f"[{i}]" for i in call[:-1])
-        self.closes = f"[{call[-1]}]"
-        self.chunks, self.rounds, self.error = chunks, rounds, error
-        self.gate, self.searching = threading.Event(), threading.Event()
-        self.gate.set()
-        self.calls: list[str] = []
-
-    def search(self, call: str) -> Found:
-        self.calls.append(call)
-        self.searching.set()
-        assert self.gate.wait(20)
-        if self.error is not None:
-            raise self.error
-        return Found("what?", tuple(Hit(c, {"id": c.label}) for c in self.chunks))
-
-    def insert(self, hits, number):
-        parts: list = []
-        for i, hit in enumerate(hits):
-            parts += [TextSegment((20 + number + i, 21)), ChunkSegment(hit.chunk)]
-        return (*parts, TextSegment((40, 41, 42) if hits else (50, 51)))
-
-
-def ask(engine, prompt, policy: str, tokens: int, retrieval=None, **sampling):
-    settings = Sampling(max_tokens=tokens, ignore_eos=True, logprobs=300, **sampling)
-    return engine.submit(GenerationRequest("r", prompt, parse_policy(policy), settings, retrieval=retrieval))
-
-
-def from_the_start(prompt: Prompt, said: list[int], inserted) -> Prompt:
-    return Prompt((*prompt.segments, TextSegment(tuple(said)), *inserted))
-
-
-def oracle_of(name: str, prompt: Prompt, policy_text: str, tokens: int):
-    fam, policy = family(name), parse_policy(policy_text)
-    made = [
-        fam.loaded.text_inputs(c.token_ids)
-        if c.token_ids is not None
-        else fam.loaded.image_inputs(c.load_image())
-        for c in prompt.chunks
-    ]
-    oracle = Oracle(fam.stock, fam.loaded.mrope)
-    answer, logits = oracle.generate(
-        prompt, made, policy, select(prompt, made, policy), tokens, fam.loaded.bos_id
-    )
-    return answer, torch.log_softmax(logits, -1)
-
-
-def chunks_of(name: str):
-    image = image_chunk(random_image(1)) if name in VISION_FAMILIES else text_chunk(ids(8, 17))
-    other = image_chunk(random_image(2, 32, 48)) if name in VISION_FAMILIES else text_chunk(ids(9, 12))
-    return image, text_chunk(ids(7, 21)), other
+    spell(monkeypatch)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -266,135 +172,6 @@ def test_several_rounds_up_to_the_limit_and_a_call_beyond_ends_the_answer(make_e
     assert oracle_of("llama", two, "reuse", 1)[0] == [int(answer.token_ids[2])]
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(None, "nothing_found"), (FileNotFound("gone"), "file_not_found"), (OSError(), "internal_error")],
-)
-def test_a_search_that_finds_nothing_or_fails_goes_on_with_the_text_for_that(error, code, make_engine):
-    engine = make_engine()
-    a, _, _ = chunks_of("llama")
-    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
-    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
-    lookup = Lookup(call, error=error)
-    answer = ask(engine, prompt, "reuse", SAID + 4, lookup).result()
-    whole = from_the_start(prompt, call, lookup.insert([], 1))
-    assert list(answer.token_ids[SAID:]) == oracle_of("llama", whole, "reuse", 4)[0]
-    assert [r.error for r in answer.usage.retrieval] == [code]
-
-
-def test_a_model_that_cannot_go_on_without_a_reference_ends_its_answer_and_says_so(make_engine):
-    engine = make_engine()
-    a, _, _ = chunks_of("llama")
-    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
-    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
-    lookup = Lookup(call)
-    lookup.nothing = "Nothing was found."
-    *_, last = ask(engine, prompt, "reuse", SAID + 4, lookup)
-    assert (last.text, last.finish_reason, last.token_ids) == ("Nothing was found.", "stop", ())
-    assert last.retrieval.error == last.usage.retrieval[0].error == "nothing_found"
-    engine.check()
-
-
-def test_a_reference_that_cannot_be_read_is_left_out_and_the_others_are_linked(make_engine):
-    engine = make_engine("llava")
-    a, document, _ = chunks_of("llava")
-
-    def gone():
-        raise FileNotFound("deleted meanwhile")
-
-    lost = Chunk(image_chunk(random_image(77)).key, "local", load_image=gone, label="lost")
-    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
-    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
-    lookup = Lookup(call, lost, document)
-    answer = ask(engine, prompt, "reuse", SAID + 4, lookup).result()
-    whole = from_the_start(prompt, call, lookup.insert([Hit(document, {})], 1))
-    assert list(answer.token_ids[SAID:]) == oracle_of("llava", whole, "reuse", 4)[0]
-    assert [c["id"] for c in answer.usage.retrieval[0].citations] == [document.label]
-
-
-def test_references_that_do_not_fit_the_pool_are_dropped_from_the_end(make_engine):
-    a, document, _ = chunks_of("llama")
-    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
-    call, _ = logits_of(ask(make_engine(), prompt, "reuse", SAID), SAID)
-    big = text_chunk(ids(30, 150))
-    engine = make_engine(pages=20)
-    answer = ask(engine, prompt, "reuse", 8, Lookup(call, document, big)).result()
-    (round,) = answer.usage.retrieval
-    assert [c["id"] for c in round.citations] == [document.label] and round.error is None
-    answer = ask(engine, prompt, "reuse", 8, Lookup(call, big)).result()
-    assert answer.usage.retrieval[0].error == "pool_too_small" and len(answer.token_ids) == 8
-    engine.check()
-
-
-def searching(engine):
-    """A request that waits for its search: its prompt, its look-up and its stream."""
-    a, _, b = chunks_of("llama")
-    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
-    call, _ = logits_of(ask(engine, prompt, "full", SAID), SAID)
-    lookup = Lookup(call, b)
-    lookup.gate.clear()
-    stream = ask(engine, prompt, "full", 9, lookup)
-    assert lookup.searching.wait(20)
-    return prompt, lookup, stream
-
-
-def test_cancelling_while_searching_frees_everything(make_engine):
-    engine = make_engine()
-    prompt, lookup, stream = searching(engine)
-    stream.abort()
-    assert stream.result().finish_reason == "abort"
-    assert engine.pool.free_pages == engine.pool.pages - sum(
-        r.extent.pages for r in engine.device.chunks.values()
-    )
-    lookup.gate.set()
-    ask(engine, prompt, "full", 2).result()
-    engine.check()
-
-
-def test_closing_the_engine_while_a_request_searches_fails_it(make_engine):
-    engine = make_engine()
-    _, lookup, stream = searching(engine)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
-    with pytest.raises(Exception, match="stopped"):
-        stream.result()
-    lookup.gate.set()
-    closing.join(20)
-    assert not closing.is_alive()
-
-
-def test_a_request_that_cannot_be_extended_fails_alone_and_frees_everything(make_engine, monkeypatch):
-    engine = make_engine()
-    a, document, _ = chunks_of("llama")
-    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
-    call, _ = logits_of(ask(engine, prompt, "mpic-5", SAID), SAID)
-
-    def broken(*_):
-        raise ValueError("no")
-
-    monkeypatch.setattr("mpic.engine.native.answers.apply", broken)
-    with pytest.raises(MPICError, match="no"):
-        ask(engine, prompt, "mpic-5", SAID + 2, Lookup(call, document)).result()
-    engine.check()
-    assert ask(engine, prompt, "full", 2).result().finish_reason == "length"
-
-
-def test_a_reference_deleted_while_it_is_linked_is_seen_by_nobody_else(make_engine):
-    engine = make_engine()
-    a, _, b = chunks_of("llama")
-    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
-    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
-    lookup = Lookup(call, b)
-    lookup.gate.clear()
-    stream = ask(engine, prompt, "reuse", 8, lookup)
-    assert lookup.searching.wait(20)
-    engine.forget(b)
-    lookup.gate.set()
-    assert len(stream.result().token_ids) == 8
-    assert all(key.chunk != b.key for key in engine.device.chunks)
-    engine.check()
-
-
 def test_a_stored_reference_is_read_and_a_missing_one_compiled_while_it_is_linked(make_engine):
     store = MemoryStore()
     a, document, b = chunks_of("llama")
@@ -428,30 +205,6 @@ def test_prefetch_brings_a_stored_chunk_to_the_device_and_says_nothing_of_others
     engine.check()
 
 
-def test_a_chunk_deleted_while_its_prefetch_is_prepared_does_not_come_back(make_engine, monkeypatch):
-    store = MemoryStore()
-    document = chunks_of("llama")[1]
-    make_engine(store=store).compile(document).result()
-    engine = make_engine(store=store)
-    stored = engine.preparer.stored
-
-    def deleted_meanwhile(chunk, key):
-        found = stored(chunk, key)
-        engine.forget(chunk)
-        return found
-
-    monkeypatch.setattr(engine.preparer, "stored", deleted_meanwhile)
-    engine.prefetch(document)
-    engine.check()
-    assert not engine.device.chunks
-
-
-@pytest.mark.parametrize("policy", ["reuse-2step", "cacheblend-15"])
-def test_a_policy_that_looks_at_the_whole_prompt_is_refused_with_retrieval(policy, make_engine):
-    with pytest.raises(UnsupportedParameter, match=policy):
-        ask(make_engine(), prompt_of(ids(1, 4)), policy, 4, Lookup([1, 2]))
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_random_batches_of_requests_that_search_equal_the_oracle(seed, make_engine):
     rng = random.Random(seed)
@@ -473,44 +226,4 @@ def test_random_batches_of_requests_that_search_equal_the_oracle(seed, make_engi
         expected_ids, expected = oracle_of(name, whole, policy, 4)
         assert got_ids[len(call) :] == expected_ids
         assert (got[len(call) :] - expected).abs().max() < 1e-4
-    engine.check()
-
-
-@pytest.mark.parametrize("trouble", ["slow", "damaged"])
-def test_a_slow_or_damaged_stored_reference_is_linked_as_a_resident_one(trouble, make_engine):
-    store = MemoryStore(delay=0.05 if trouble == "slow" else 0.0)
-    a, document, b = chunks_of("llama")
-    maker = make_engine(store=store)
-    for chunk in (document, b):
-        maker.compile(chunk).result()
-    engine = make_engine(store=store)
-    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
-    call, _ = logits_of(ask(engine, prompt, "mpic-5", SAID), SAID)
-    if trouble == "damaged":
-        store.damage(engine.preparer.key(b, 0))
-    lookup = Lookup(call, b, document)
-    got_ids, got = logits_of(ask(engine, prompt, "mpic-5", SAID + 4, lookup), SAID + 4)
-    whole = from_the_start(prompt, call, lookup.insert([Hit(c, {}) for c in (b, document)], 1))
-    expected_ids, expected = oracle_of("llama", whole, "mpic-5", 4)
-    assert got_ids[SAID:] == expected_ids
-    assert (got[SAID:] - expected).abs().max() < 1e-4
-    engine.check()
-
-
-@pytest.mark.parametrize("policy", ["prefix", "mpic-5"])
-def test_a_prefix_that_another_request_splits_during_the_search_stays_mapped_as_a_whole(policy, make_engine):
-    engine = make_engine()
-    a, _, b = chunks_of("llama")
-    text = ids(1, 30)
-    prompt = prompt_of(text, a, ids(4, 4))
-    call, _ = logits_of(ask(engine, prompt, policy, SAID), SAID)  # its own tokens are one node from now on
-    expected, logits = logits_of(ask(make_engine(), prompt, policy, SAID + 4, Lookup(call, b)), SAID + 4)
-    lookup = Lookup(call, b)
-    lookup.gate.clear()
-    paused = ask(engine, prompt, policy, SAID + 4, lookup)
-    assert lookup.searching.wait(20)
-    ask(engine, prompt_of([*text[:20], 7, 8, 9]), policy, 1).result()
-    lookup.gate.set()
-    got, got_logits = logits_of(paused, SAID + 4)
-    assert got == expected and (got_logits - logits).abs().max() < 1e-4
     engine.check()

@@ -1,30 +1,23 @@
-"""The static library: uploads, handles, expiry, and what one user can see of another."""
+"""The static library: uploads, handles, pages, and what one user can see of another."""
 
-import asyncio
 import io
 import threading
-import time
 
 import numpy as np
 import pytest
-from library_tools import FullDisk, Upload, encoded, everything, make_chunk, picture, text_key
+from library_tools import encoded, everything, make_chunk, picture, text_key
 
 from mpic.errors import (
     BadRequest,
-    CorruptFile,
     FileNotFound,
     HandleTaken,
-    IntegrityError,
     InvalidImage,
     InvalidText,
     InvalidUpload,
-    StorageFull,
     TooLarge,
-    Unavailable,
     UnknownHandle,
 )
 from mpic.kv.chunk import ChunkKey
-from mpic.library import Library
 
 
 def test_an_image_comes_back_as_its_user_knows_it(library, clock):
@@ -200,6 +193,18 @@ def test_states_are_recorded_and_survive(open_library):
     assert library.files.pending() == [waiting]
 
 
+def test_metadata_is_kept_and_checked(open_library):
+    library = open_library()
+    file = library.files.add("ann", b"text", "f", metadata={"page": 3, "draft": True, "by": "Bö"})
+    library.close()
+    library = open_library()
+    assert library.files.get("ann", file.id).metadata == {"page": 3, "draft": True, "by": "Bö"}
+    assert library.files.get("ann", library.files.add("ann", b"text", "f").id).metadata == {}
+    for bad in ({"a": None}, {"a": {}}, {1: "a"}, {"a": float("inf")}, {"a": 1 << 64}):
+        with pytest.raises(BadRequest, match="metadata"):
+            library.files.add("ann", b"text", "f", metadata=bad)
+
+
 # Isolation: the same user hits, another does not
 
 
@@ -242,197 +247,3 @@ def test_equal_content_is_stored_once_a_user(library):
     names = everything(library.root)
     assert len([n for n in names if n.startswith("kv/")]) == 2
     assert len([n for n in names if n.startswith("files/")]) == 3
-
-
-# Deletion and expiry
-
-
-def test_deleting_removes_everything_of_it(library):
-    file = library.files.add("ann", b"some text", "f", handle="H")
-    for key in (text_key(), text_key(sink=4), text_key(model="b2" * 32)):
-        library.store.save(make_chunk(key))
-    removed = library.files.delete("ann", file.id)
-    assert removed.file == file and removed.chunk.key == file.key and removed.chunk.owner == "ann"
-    assert not everything(library.root)
-    assert library.store.open(text_key()) is None
-    assert library.store.missing_reason(text_key()) == "new"
-    with pytest.raises(FileNotFound):
-        library.files.delete("ann", file.id)
-    with pytest.raises(UnknownHandle):
-        library.files.by_handle("ann", "H")
-    library.files.add("ann", b"some text", "f", handle="H")
-
-
-def test_the_compiled_chunk_stays_while_another_file_holds_its_content(library):
-    a, b = (library.files.add("ann", b"some text", name) for name in "ab")
-    library.files.add("bob", b"some text", "c")
-    for owner in ("ann", "bob"):
-        library.store.save(make_chunk(text_key(owner=owner)))
-    assert library.files.delete("ann", a.id).chunk is None
-    assert library.store.open(text_key())
-    assert library.files.delete("ann", b.id).chunk is not None
-    assert library.store.open(text_key()) is None
-    assert library.store.open(text_key(owner="bob"))
-
-
-def test_what_has_expired_is_invisible_at_once_and_collected_later(library, clock):
-    file = library.files.add("ann", b"some text", "f", handle="H", expires_after=10)
-    kept = library.files.add("ann", b"kept", "f", expires_after=11)
-    library.store.save(make_chunk())
-    clock.now += 9.5
-    assert library.files.get("ann", file.id) and library.files.collect_expired() == []
-    clock.now += 0.5
-    for call in (library.files.get, library.files.content, library.files.chunk, library.files.delete):
-        with pytest.raises(FileNotFound):
-            call("ann", file.id)
-    with pytest.raises(UnknownHandle):
-        library.files.by_handle("ann", "H")
-    assert library.files.page("ann").files == library.files.pending() == [kept]
-    again = library.files.add("ann", b"another", "f", handle="h")
-    (removed,) = library.files.collect_expired()
-    assert removed.file.id == file.id and removed.chunk.key == file.key
-    assert library.store.open(text_key()) is None
-    assert library.store.missing_reason(text_key()) == "expired"
-    assert library.files.by_handle("ann", "H") == again
-    assert len(everything(library.root)) == 2
-
-
-# Damage, full disks, restarts
-
-
-def test_a_damaged_original_is_not_served(open_library):
-    library = open_library(check=False)
-    image, text = library.files.add("ann", encoded(), "i"), library.files.add("ann", b"text", "t")
-    image.path.write_bytes(encoded(picture(1)))
-    text.path.unlink()
-    for file in (image, text):
-        with pytest.raises(CorruptFile):
-            library.files.content("ann", file.id)
-    with pytest.raises(CorruptFile):
-        library.files.chunk("ann", image).load_image()
-    with pytest.raises(IntegrityError):
-        library.check()
-    library.close()
-    library = open_library(check=False)
-    assert library.recovered["lost_files"] == 1
-    assert library.files.get("ann", text.id).state == "failed"
-
-
-def test_a_full_disk_fails_the_upload_and_nothing_else(open_library):
-    disk = FullDisk()
-    library = open_library(files=disk)
-    old = library.files.add("ann", b"old text", "f", handle="OLD")
-    disk.left = 100
-    with pytest.raises(StorageFull):
-        library.files.add("ann", b"x" * 200, "f", handle="NEW")
-    assert library.files.page("ann").files == [old]
-    assert library.files.content("ann", old.id) == b"old text"
-    assert len(everything(library.root)) == 1
-    disk.left = None
-    library.files.add("ann", b"x" * 200, "f", handle="NEW")
-
-
-def test_everything_is_there_after_a_restart(open_library):
-    library = open_library()
-    files = [
-        library.files.add(
-            "ann", encoded(picture(i)), f"{i}.png", handle=f"H{i}", expires_after=i * 100 or None
-        )
-        for i in range(4)
-    ]
-    library.close()
-    library = open_library()
-    assert library.recovered == {"missing_chunks": 0, "lost_files": 0, "orphans": 0}
-    assert library.files.page("ann", order="asc").files == files
-    for i, file in enumerate(files):
-        assert np.array_equal(library.files.chunk("ann", file).load_image(), picture(i))
-
-
-def test_one_process_at_a_time(open_library):
-    library = open_library()
-    with pytest.raises(Unavailable):
-        Library.open(library.root)
-    library.close()
-    library.close()
-    open_library()
-
-
-# Async
-
-
-async def test_async_uploads_and_downloads(library):
-    data = b"word " * 500_000
-    file = await library.files.upload("ann", Upload(data), "t.txt", handle="H")
-    assert file == library.files.by_handle("ann", "H") and file.bytes == len(data)
-    assert await library.files.download("ann", file.id) == data
-
-
-async def test_the_event_loop_is_not_blocked_by_a_slow_disk(open_library):
-    class Slow(FullDisk):
-        def write(self, fd, data):
-            time.sleep(0.3)
-            return super().write(fd, data)
-
-        def sync(self, fd):
-            time.sleep(0.3)
-            super().sync(fd)
-
-    library = open_library(files=Slow())
-    worst, done = 0.0, False
-
-    async def heartbeat():
-        nonlocal worst
-        while not done:
-            before = time.perf_counter()
-            await asyncio.sleep(0.01)
-            worst = max(worst, time.perf_counter() - before)
-
-    beat = asyncio.create_task(heartbeat())
-    await library.files.upload("ann", Upload(b"text"), "t")
-    done = True
-    await beat
-    assert worst < 0.2
-
-
-async def test_a_client_that_goes_away_leaves_nothing(library):
-    reached = asyncio.Event()
-
-    async def before():
-        if reached.is_set():
-            await asyncio.sleep(60)
-        reached.set()
-
-    task = asyncio.create_task(library.files.upload("ann", Upload(b"x" * 3_000_000, before), "t", handle="H"))
-    await reached.wait()
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    for _ in range(100):
-        if not everything(library.root):
-            break
-        await asyncio.sleep(0.02)
-    assert not everything(library.root) and not library.files.page("ann").files
-    await library.files.upload("ann", Upload(b"text"), "t", handle="H")
-
-
-async def test_refusals_come_before_the_first_byte(library):
-    await library.files.upload("ann", Upload(b"text"), "t", handle="H")
-
-    async def never():
-        pytest.fail("read")
-
-    with pytest.raises(HandleTaken):
-        await library.files.upload("ann", Upload(b"text", never), "t", handle="h")
-
-
-def test_metadata_is_kept_and_checked(open_library):
-    library = open_library()
-    file = library.files.add("ann", b"text", "f", metadata={"page": 3, "draft": True, "by": "Bö"})
-    library.close()
-    library = open_library()
-    assert library.files.get("ann", file.id).metadata == {"page": 3, "draft": True, "by": "Bö"}
-    assert library.files.get("ann", library.files.add("ann", b"text", "f").id).metadata == {}
-    for bad in ({"a": None}, {"a": {}}, {1: "a"}, {"a": float("inf")}, {"a": 1 << 64}):
-        with pytest.raises(BadRequest, match="metadata"):
-            library.files.add("ann", b"text", "f", metadata=bad)

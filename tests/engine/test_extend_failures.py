@@ -1,0 +1,212 @@
+"""Retrieval while decoding when searches fail, references are lost or deleted, and requests end or cross meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from engine_kit import MemoryStore, ids, image_chunk, logits_of, prompt_of, text_chunk
+from extend_kit import SAID, Lookup, ask, chunks_of, from_the_start, oracle_of, spell
+from families import random_image
+
+from mpic.engine.base import Hit
+from mpic.errors import FileNotFound, MPICError, UnsupportedParameter
+from mpic.kv.chunk import Chunk
+
+
+@pytest.fixture(autouse=True)
+def spelled(monkeypatch):
+    spell(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(None, "nothing_found"), (FileNotFound("gone"), "file_not_found"), (OSError(), "internal_error")],
+)
+def test_a_search_that_finds_nothing_or_fails_goes_on_with_the_text_for_that(error, code, make_engine):
+    engine = make_engine()
+    a, _, _ = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
+    lookup = Lookup(call, error=error)
+    answer = ask(engine, prompt, "reuse", SAID + 4, lookup).result()
+    whole = from_the_start(prompt, call, lookup.insert([], 1))
+    assert list(answer.token_ids[SAID:]) == oracle_of("llama", whole, "reuse", 4)[0]
+    assert [r.error for r in answer.usage.retrieval] == [code]
+
+
+def test_a_model_that_cannot_go_on_without_a_reference_ends_its_answer_and_says_so(make_engine):
+    engine = make_engine()
+    a, _, _ = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
+    lookup = Lookup(call)
+    lookup.nothing = "Nothing was found."
+    *_, last = ask(engine, prompt, "reuse", SAID + 4, lookup)
+    assert (last.text, last.finish_reason, last.token_ids) == ("Nothing was found.", "stop", ())
+    assert last.retrieval.error == last.usage.retrieval[0].error == "nothing_found"
+    engine.check()
+
+
+def test_a_reference_that_cannot_be_read_is_left_out_and_the_others_are_linked(make_engine):
+    engine = make_engine("llava")
+    a, document, _ = chunks_of("llava")
+
+    def gone():
+        raise FileNotFound("deleted meanwhile")
+
+    lost = Chunk(image_chunk(random_image(77)).key, "local", load_image=gone, label="lost")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
+    lookup = Lookup(call, lost, document)
+    answer = ask(engine, prompt, "reuse", SAID + 4, lookup).result()
+    whole = from_the_start(prompt, call, lookup.insert([Hit(document, {})], 1))
+    assert list(answer.token_ids[SAID:]) == oracle_of("llava", whole, "reuse", 4)[0]
+    assert [c["id"] for c in answer.usage.retrieval[0].citations] == [document.label]
+
+
+def test_references_that_do_not_fit_the_pool_are_dropped_from_the_end(make_engine):
+    a, document, _ = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(make_engine(), prompt, "reuse", SAID), SAID)
+    big = text_chunk(ids(30, 150))
+    engine = make_engine(pages=20)
+    answer = ask(engine, prompt, "reuse", 8, Lookup(call, document, big)).result()
+    (round,) = answer.usage.retrieval
+    assert [c["id"] for c in round.citations] == [document.label] and round.error is None
+    answer = ask(engine, prompt, "reuse", 8, Lookup(call, big)).result()
+    assert answer.usage.retrieval[0].error == "pool_too_small" and len(answer.token_ids) == 8
+    engine.check()
+
+
+def searching(engine):
+    """A request that waits for its search: its prompt, its look-up and its stream."""
+    a, _, b = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "full", SAID), SAID)
+    lookup = Lookup(call, b)
+    lookup.gate.clear()
+    stream = ask(engine, prompt, "full", 9, lookup)
+    assert lookup.searching.wait(20)
+    return prompt, lookup, stream
+
+
+def test_cancelling_while_searching_frees_everything(make_engine):
+    engine = make_engine()
+    prompt, lookup, stream = searching(engine)
+    stream.abort()
+    assert stream.result().finish_reason == "abort"
+    assert engine.pool.free_pages == engine.pool.pages - sum(
+        r.extent.pages for r in engine.device.chunks.values()
+    )
+    lookup.gate.set()
+    ask(engine, prompt, "full", 2).result()
+    engine.check()
+
+
+def test_closing_the_engine_while_a_request_searches_fails_it(make_engine):
+    engine = make_engine()
+    _, lookup, stream = searching(engine)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    with pytest.raises(Exception, match="stopped"):
+        stream.result()
+    lookup.gate.set()
+    closing.join(20)
+    assert not closing.is_alive()
+
+
+def test_a_request_that_cannot_be_extended_fails_alone_and_frees_everything(make_engine, monkeypatch):
+    engine = make_engine()
+    a, document, _ = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "mpic-5", SAID), SAID)
+
+    def broken(*_):
+        raise ValueError("no")
+
+    monkeypatch.setattr("mpic.engine.native.answers.apply", broken)
+    with pytest.raises(MPICError, match="no"):
+        ask(engine, prompt, "mpic-5", SAID + 2, Lookup(call, document)).result()
+    engine.check()
+    assert ask(engine, prompt, "full", 2).result().finish_reason == "length"
+
+
+def test_a_reference_deleted_while_it_is_linked_is_seen_by_nobody_else(make_engine):
+    engine = make_engine()
+    a, _, b = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
+    lookup = Lookup(call, b)
+    lookup.gate.clear()
+    stream = ask(engine, prompt, "reuse", 8, lookup)
+    assert lookup.searching.wait(20)
+    engine.forget(b)
+    lookup.gate.set()
+    assert len(stream.result().token_ids) == 8
+    assert all(key.chunk != b.key for key in engine.device.chunks)
+    engine.check()
+
+
+def test_a_chunk_deleted_while_its_prefetch_is_prepared_does_not_come_back(make_engine, monkeypatch):
+    store = MemoryStore()
+    document = chunks_of("llama")[1]
+    make_engine(store=store).compile(document).result()
+    engine = make_engine(store=store)
+    stored = engine.preparer.stored
+
+    def deleted_meanwhile(chunk, key):
+        found = stored(chunk, key)
+        engine.forget(chunk)
+        return found
+
+    monkeypatch.setattr(engine.preparer, "stored", deleted_meanwhile)
+    engine.prefetch(document)
+    engine.check()
+    assert not engine.device.chunks
+
+
+@pytest.mark.parametrize("policy", ["reuse-2step", "cacheblend-15"])
+def test_a_policy_that_looks_at_the_whole_prompt_is_refused_with_retrieval(policy, make_engine):
+    with pytest.raises(UnsupportedParameter, match=policy):
+        ask(make_engine(), prompt_of(ids(1, 4)), policy, 4, Lookup([1, 2]))
+
+
+@pytest.mark.parametrize("trouble", ["slow", "damaged"])
+def test_a_slow_or_damaged_stored_reference_is_linked_as_a_resident_one(trouble, make_engine):
+    store = MemoryStore(delay=0.05 if trouble == "slow" else 0.0)
+    a, document, b = chunks_of("llama")
+    maker = make_engine(store=store)
+    for chunk in (document, b):
+        maker.compile(chunk).result()
+    engine = make_engine(store=store)
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, "mpic-5", SAID), SAID)
+    if trouble == "damaged":
+        store.damage(engine.preparer.key(b, 0))
+    lookup = Lookup(call, b, document)
+    got_ids, got = logits_of(ask(engine, prompt, "mpic-5", SAID + 4, lookup), SAID + 4)
+    whole = from_the_start(prompt, call, lookup.insert([Hit(c, {}) for c in (b, document)], 1))
+    expected_ids, expected = oracle_of("llama", whole, "mpic-5", 4)
+    assert got_ids[SAID:] == expected_ids
+    assert (got[SAID:] - expected).abs().max() < 1e-4
+    engine.check()
+
+
+@pytest.mark.parametrize("policy", ["prefix", "mpic-5"])
+def test_a_prefix_that_another_request_splits_during_the_search_stays_mapped_as_a_whole(policy, make_engine):
+    engine = make_engine()
+    a, _, b = chunks_of("llama")
+    text = ids(1, 30)
+    prompt = prompt_of(text, a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, policy, SAID), SAID)  # its own tokens are one node from now on
+    expected, logits = logits_of(ask(make_engine(), prompt, policy, SAID + 4, Lookup(call, b)), SAID + 4)
+    lookup = Lookup(call, b)
+    lookup.gate.clear()
+    paused = ask(engine, prompt, policy, SAID + 4, lookup)
+    assert lookup.searching.wait(20)
+    ask(engine, prompt_of([*text[:20], 7, 8, 9]), policy, 1).result()
+    lookup.gate.set()
+    got, got_logits = logits_of(paused, SAID + 4)
+    assert got == expected and (got_logits - logits).abs().max() < 1e-4
+    engine.check()

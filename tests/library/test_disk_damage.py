@@ -1,0 +1,167 @@
+"""The disk tier when files are bad or gone, the disk is full or the process is killed: what is whole is still found."""
+
+import pytest
+import torch
+from library_tools import FullDisk, chunks, everything, kill, make_chunk, read, text_key
+
+from mpic.durable import Files
+from mpic.errors import CorruptFile, IntegrityError, NotFound, StorageFull
+from mpic.kv.chunk import ChunkKV
+
+
+def flip(path, at):
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def test_what_was_found_and_is_gone_or_bad_when_it_is_read_says_so(library):
+    gone, bad = chunks(2)
+    for chunk in (gone, bad):
+        library.store.save(chunk)
+    found = library.store.find([gone.key, bad.key])
+    library.store.path(gone.key).unlink()
+    flip(library.store.path(bad.key), 4100)
+    with pytest.raises(NotFound):
+        read(found[gone.key], gone.kv)
+    with pytest.raises(CorruptFile):
+        read(found[bad.key], bad.kv)
+    assert library.store.find([gone.key, bad.key]) == {}
+    assert library.store.missing_reason(bad.key) == "corrupt"
+
+
+@pytest.mark.parametrize("at", [0, 50, 4096, -1])
+def test_a_bad_file_is_moved_aside_counted_and_compiled_again(library, at):
+    chunk = make_chunk(image=True)
+    library.store.save(chunk)
+    flip(library.store.path(chunk.key), at)
+    stored = library.store.open(chunk.key)
+    if stored is not None:
+        with pytest.raises(CorruptFile):
+            read(stored, chunk.kv)
+    assert library.store.open(chunk.key) is None
+    assert library.store.missing_reason(chunk.key) == "corrupt"
+    assert library.store.stats()["corrupt"] == 1
+    (aside,) = everything(library.root)
+    assert aside.startswith(f"quarantine/{chunk.key.digest}.safetensors@")
+    library.store.save(chunk)
+    assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
+
+
+def test_a_file_of_another_model_is_moved_aside(library):
+    ours, theirs = make_chunk(), make_chunk(text_key(model="b2" * 32))
+    library.store.save(ours)
+    library.store.save(theirs)
+    library.store.path(ours.key).write_bytes(library.store.path(theirs.key).read_bytes())
+    assert library.store.open(ours.key) is None
+    assert library.store.missing_reason(ours.key) == "corrupt"
+    assert library.store.open(theirs.key)
+
+
+def test_the_quarantine_is_bounded_and_keeps_the_newest(open_library, clock):
+    library = open_library(quarantine_files=2)
+    for chunk in chunks(4):
+        clock.now += 1
+        library.store.save(chunk)
+        flip(library.store.path(chunk.key), 0)
+        assert library.store.open(chunk.key) is None
+    aside = everything(library.root)
+    assert {float(name.split("@")[1]) for name in aside} == {clock.now, clock.now - 1}
+
+
+def test_a_deleted_chunk_leaves_the_quarantine_too(library):
+    chunk, other = chunks(2)
+    for c in (chunk, other):
+        library.store.save(c)
+        flip(library.store.path(c.key), 0)
+        assert library.store.open(c.key) is None
+    library.store.delete(chunk.key)
+    (left,) = everything(library.root)
+    assert other.key.digest in left
+
+
+def test_a_file_that_vanished_is_compiled_again(library):
+    chunk = make_chunk()
+    library.store.save(chunk)
+    library.store.path(chunk.key).unlink()
+    assert library.store.open(chunk.key) is None
+    assert library.store.missing_reason(chunk.key) == "corrupt"
+    library.store.save(chunk)
+    assert library.store.open(chunk.key)
+
+
+def test_a_failure_to_open_is_not_held_against_the_file(open_library):
+    class TooMany(Files):
+        broken = False
+
+        def open(self, path):
+            if self.broken:
+                raise OSError(24, "too many open files")
+            return super().open(path)
+
+    files = TooMany()
+    library = open_library(files=files)
+    chunk = make_chunk()
+    library.store.save(chunk)
+    files.broken = True
+    assert library.store.open(chunk.key) is None
+    assert library.store.stats()["unreadable"] == 1
+    files.broken = False
+    assert library.store.open(chunk.key)
+
+
+def test_starting_up_makes_files_and_rows_agree(open_library):
+    library = open_library(check=False)
+    gone, cut, good = chunks(3)
+    for chunk in (gone, cut, good):
+        library.store.save(chunk)
+    library.store.path(gone.key).unlink()
+    with library.store.path(cut.key).open("r+b") as file:
+        file.truncate(100)
+    folder = library.store.path(good.key).parent
+    (folder / ".x.tmp").write_bytes(b"half")
+    (folder / f"{'0' * 64}.safetensors").write_bytes(b"nobody's")
+    with pytest.raises(IntegrityError):
+        library.check()
+    library.close()
+    library = open_library()
+    assert library.recovered == {"missing_chunks": 2, "lost_files": 0, "orphans": 3}
+    library.check()
+    assert library.store.open(good.key)
+    assert library.store.missing_reason(gone.key) == library.store.missing_reason(cut.key) == "corrupt"
+    assert len(everything(library.root)) == 1
+
+
+def test_a_full_disk_fails_the_save_and_nothing_else(open_library):
+    disk = FullDisk()
+    library = open_library(files=disk)
+    old, new = chunks(2)
+    library.store.save(old)
+    disk.left = 5000
+    with pytest.raises(StorageFull):
+        library.store.save(new)
+    assert library.store.open(new.key) is None
+    assert torch.equal(read(library.store.open(old.key), old.kv), old.kv)
+    assert len(everything(library.root)) == 1
+    disk.left = None
+    library.store.save(new)
+    assert torch.equal(read(library.store.open(new.key), new.kv), new.kv)
+
+
+def test_a_killed_process_loses_no_saved_chunk(open_library):
+    library = open_library()
+    kept = chunks(3)
+    for chunk in kept:
+        library.store.save(chunk)
+    kill(library)
+    library = open_library()
+    for chunk in kept:
+        assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
+
+
+def test_a_chunk_that_contradicts_itself_leaves_the_store_working(library):
+    good = make_chunk()
+    with pytest.raises(ValueError):
+        library.store.save(ChunkKV(good.key, good.inputs, good.kv.double()))
+    library.store.save(good)
+    assert library.store.open(good.key)

@@ -1,0 +1,127 @@
+"""The disk tier when saves, deletions and readers cross: nothing deleted comes back, nothing wrong is read."""
+
+import threading
+
+import pytest
+import torch
+from library_tools import chunks, everything, make_chunk, read, size_of, text_key
+
+from mpic.durable import Files
+from mpic.library.store.deleted import Deleted
+
+
+class Gate(Files):
+    """Renames wait for permission, once ``closed``."""
+
+    def __init__(self):
+        super().__init__()
+        self.closed = False
+        self.reached = threading.Event()
+        self.go = threading.Event()
+
+    def rename(self, source, target):
+        if self.closed:
+            self.reached.set()
+            assert self.go.wait(20)
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("how", ["one", "content"])
+def test_a_chunk_deleted_while_it_is_saved_does_not_come_back(open_library, how):
+    gate = Gate()
+    library = open_library(files=gate)
+    file = library.files.add("ann", b"some text", "t.txt")
+    chunk = make_chunk(text_key("some text"))
+    gate.closed = True
+    saving = threading.Thread(target=library.store.save, args=(chunk,))
+    saving.start()
+    assert gate.reached.wait(20)
+    if how == "one":
+        library.store.delete(chunk.key)
+    else:
+        library.files.delete("ann", file.id)
+    gate.go.set()
+    saving.join()
+    assert library.store.open(chunk.key) is None
+    assert not any(name.startswith("kv/") for name in everything(library.root))
+    library.store.save(chunk)
+    assert library.store.open(chunk.key)
+
+
+def test_a_chunk_deleted_before_it_is_saved_does_not_come_back(library):
+    """A request opens (and misses) a chunk, compiles it, and saves it in the background: too late."""
+    chunk = make_chunk(text_key("some text"))
+    file = library.files.add("ann", b"some text", "t.txt")
+    assert library.store.open(chunk.key) is None
+    library.files.delete("ann", file.id)
+    library.store.save(chunk)
+    assert not everything(library.root)
+    library.store.save(make_chunk(text_key("some text", owner="bob")))
+    assert library.store.open(chunk.key) is None  # a new request for the same content
+    library.store.save(chunk)
+    assert library.store.open(chunk.key)
+
+
+def test_of_many_deletions_a_bounded_number_is_remembered_and_nothing_deleted_comes_back(library):
+    deleted = library.store._deleted = Deleted(capacity=4)
+    late = [make_chunk(text_key(f"text {i}")) for i in range(12)]
+    files = [library.files.add("ann", f"text {i}".encode(), "t.txt") for i in range(12)]
+    assert not library.store.find([chunk.key for chunk in late])
+    for file in files:
+        library.files.delete("ann", file.id)
+    assert len(deleted) <= 8
+    for chunk in late:
+        library.store.save(chunk)
+    assert not everything(library.root)
+    assert (
+        library.store.open(late[0].key) is None
+    )  # the oldest deletion, and a new request for the same content
+    library.store.save(late[0])
+    assert library.store.open(late[0].key)
+
+
+def test_a_deletion_that_is_forgotten_refuses_who_asked_too_long_ago_and_nobody_else():
+    deleted = Deleted(capacity=2)
+    a, b, c, d = (text_key(name) for name in "abcd")
+    assert deleted.allows(a)  # nothing was ever deleted
+    deleted.add("ann", b.chunk)
+    deleted.ask([a, b, c])
+    assert deleted.allows(a) and deleted.allows(b)
+    for name in "xyz":
+        deleted.add("ann", text_key(name).chunk)
+    assert deleted.allows(b) and deleted.allows(c)
+    assert not deleted.allows(a) and not deleted.allows(d) and not deleted.allows(text_key("x"))
+    deleted.ask([a])
+    assert deleted.allows(a) and len(deleted) <= 4
+
+
+def test_many_threads_on_a_small_budget(open_library):
+    known = chunks(8)
+    library = open_library(disk_bytes=6 * size_of(known[0]))
+    failures, wrong = [], []
+
+    def work(seed):
+        g = torch.Generator().manual_seed(seed)
+        try:
+            for _ in range(25):
+                chunk = known[int(torch.randint(8, (1,), generator=g))]
+                stored = library.store.open(chunk.key)
+                if stored is None:
+                    library.store.missing_reason(chunk.key)
+                    library.store.save(chunk)
+                elif not torch.equal(read(stored, chunk.kv), chunk.kv):
+                    wrong.append(chunk.key)
+                if int(torch.randint(6, (1,), generator=g)) == 0:
+                    library.store.delete(chunk.key)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and not wrong
+    library.check()
+    assert len(everything(library.root)) == library.store.stats()["chunks"]
+    assert library.store.stats()["corrupt"] == 0
