@@ -27,7 +27,11 @@ _STEPS: tuple[tuple[float, tuple[int, ...], Mix], ...] = (
     (0.14, (1, 2, 2, 3), Mix(named=0.2, search=0.05, compare=0.05, hop=0.0, words=(20, 60))),
     (0.30, (1, 2, 2, 3, 3, 4), Mix(named=0.3, search=0.1, compare=0.12, hop=0.15)),
     # chunks of one kind are what the model mixes up: codes of several needles, facts of several cards, who comes last
-    (1.01, (0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8, 10), Mix(search=0.08, compare=0.22, order=0.4, alike=0.4)),
+    (
+        1.01,
+        (0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8, 10),
+        Mix(search=0.08, compare=0.22, order=0.4, alike=0.4),
+    ),
 )
 
 
