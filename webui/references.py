@@ -50,6 +50,6 @@ def _card(reference: dict[str, Any], admin: bool) -> str:
     )
     about = escape(reference["description"] or "")
     return (
-        f'<li class="m-reference" data-id="{id}" data-state="{reference["state"]}">{picture}<span><b>{title}</b>'
+        f'<li class="m-reference" data-id="{id}" data-state="{escape(reference["state"])}">{picture}<span><b>{title}</b>'
         f"<small>{escape(' · '.join(facts))}</small><small>{about}</small></span>{like}{remove}</li>"
     )
