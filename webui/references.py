@@ -30,7 +30,7 @@ def failed(message: str, code: str) -> str:
 
 
 def _card(reference: dict[str, Any], admin: bool) -> str:
-    id, title = escape(reference["id"]), escape(reference["title"])
+    id, title, state = (escape(reference[name]) for name in ("id", "title", "state"))
     picture = (
         f'<img src="/ui/thumbs/{id}?v={reference["version"]}" alt="" loading="lazy">'
         if reference["kind"] == "image"
@@ -50,6 +50,6 @@ def _card(reference: dict[str, Any], admin: bool) -> str:
     )
     about = escape(reference["description"] or "")
     return (
-        f'<li class="m-reference" data-id="{id}" data-state="{escape(reference["state"])}">{picture}<span><b>{title}</b>'
+        f'<li class="m-reference" data-id="{id}" data-state="{state}">{picture}<span><b>{title}</b>'
         f"<small>{escape(' · '.join(facts))}</small><small>{about}</small></span>{like}{remove}</li>"
     )
