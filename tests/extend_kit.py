@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import torch
-from engine_kit import family, ids, image_chunk, select, text_chunk
+from engine_kit import family, ids, image_chunk, logits_of, prompt_of, select, text_chunk
 from families import VISION_FAMILIES, random_image
 from oracle import Oracle
 
@@ -71,6 +71,18 @@ class Lookup(Retrieval):
 def ask(engine, prompt, policy: str, tokens: int, retrieval=None, **sampling):
     settings = Sampling(max_tokens=tokens, ignore_eos=True, logprobs=300, **sampling)
     return engine.submit(GenerationRequest("r", prompt, parse_policy(policy), settings, retrieval=retrieval))
+
+
+def searching(engine, policy: str, tokens: int):
+    """A request that waits for its search: its prompt, its look-up (let go with ``gate.set()``) and its stream."""
+    a, _, b = chunks_of("llama")
+    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
+    call, _ = logits_of(ask(engine, prompt, policy, SAID), SAID)
+    lookup = Lookup(call, b)
+    lookup.gate.clear()
+    stream = ask(engine, prompt, policy, tokens, lookup)
+    assert lookup.searching.wait(20)
+    return prompt, lookup, stream
 
 
 def from_the_start(prompt: Prompt, said: list[int], inserted) -> Prompt:

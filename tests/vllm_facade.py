@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from mpic.config import EngineConfig
 from mpic.engine import load_engine
 from mpic.engine.base import GenerationRequest, Sampling
-from mpic.kv.chunk import Chunk, ChunkKey
+from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey
 from mpic.library import Library
 from mpic.link import parse_policy
 from mpic.prompt import ChatTemplate, build_prompt
@@ -42,6 +43,13 @@ class Bench:
         for entry in MANIFEST["files"]:
             self.library.files.add("local", SAMPLES / entry["path"], entry["path"], entry["handle"])
 
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+        self.library.close()
+
     def prompt(self, messages, **options) -> Prompt:
         return build_prompt(messages, self.template, LibraryResolver(self.library, "local", 64), **options)
 
@@ -65,8 +73,30 @@ class Bench:
         """A native engine on the same library."""
         return load_engine(EngineConfig(pool_bytes=1 << 28), self.library.store)[0]
 
+    def compiled(self, engine: Any, chunk: Chunk, sink: int) -> tuple[ChunkInputs, torch.Tensor]:
+        """What an engine writes of a chunk that is in no file yet: inputs, KV [layers, 2, heads, tokens, head_dim]."""
+        key = self.engine.chunks.key(chunk, sink)
+        self.library.store.delete(key)
+        engine.forget(chunk)
+        assert engine.compile(chunk, sink).result(60) == len(self.library.store.open(key).inputs)
+        stored = self.library.store.open(key)
+        kv = torch.empty(5, 2, 8, len(stored.inputs), 64)
+        list(stored.read_layers(kv))
+        return stored.inputs, kv
+
     def counters(self) -> dict[str, int]:
         return self.engine.stats()["counters"]
+
+
+def compile_the_same(bench: Bench, native: Any, sink: int) -> None:
+    """Both engines write the same of an image and of a text."""
+    for chunk in bench.prompt([{"role": "user", "content": "IMAGE#MAP7 FILE#VERA What?"}]).chunks:
+        (a, kv_a), (b, kv_b) = (bench.compiled(engine, chunk, sink) for engine in (bench.engine, native))
+        torch.testing.assert_close(kv_a, kv_b, atol=2e-4, rtol=1e-4)
+        assert torch.equal(a.token_ids, b.token_ids) and torch.equal(a.positions, b.positions)
+        assert a.extent == b.extent and (a.embeds is None) == (b.embeds is None)
+        if a.embeds is not None:
+            torch.testing.assert_close(a.embeds, b.embeds, atol=2e-4, rtol=1e-4)
 
 
 def idle(bench: Bench) -> None:

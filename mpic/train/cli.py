@@ -24,7 +24,10 @@ def mllm(
     tokens: Annotated[int, typer.Option(help="tokens a step and worker")] = 2048,
     init: Annotated[str, typer.Option(help="structured or plain initial weights")] = "structured",
     start: Annotated[
-        Path | None, typer.Option(help="go on from this finished `plain` model; give another --seed")
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="go on from this finished `plain` model; give another --seed"
+        ),
     ] = None,
     device: Device = "auto",
     seed: Seed = 0,
@@ -54,7 +57,10 @@ def clip(
     precision: Annotated[str, typer.Option(help="fp32, or bf16 (automatic mixed precision)")] = "fp32",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: as many as torch likes")] = 0,
     start: Annotated[
-        Path | None, typer.Option(help="go on from this finished model; give another --seed")
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="go on from this finished model; give another --seed"
+        ),
     ] = None,
     device: Device = "auto",
     seed: Seed = 0,
@@ -81,7 +87,9 @@ def clip(
 
 @app.command()
 def score(
-    folder: Annotated[Path, typer.Argument(help="a model that `mpic train mllm` wrote")],
+    folder: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="a model that `mpic train mllm` wrote")
+    ],
     size: Annotated[int, typer.Option(min=1, help="questions a cell")] = 200,
     minutes: Annotated[float | None, typer.Option(help="begin no cell after this long")] = None,
     workers: Annotated[int, typer.Option(min=0, help="processes; 0: one a core, or one on a GPU")] = 0,
@@ -108,11 +116,15 @@ def score(
 
 @app.command()
 def card(
-    folder: Annotated[Path, typer.Argument(help="a model that `mpic train score` has scored")],
-    run: Annotated[Path, typer.Option(help="--out of the run that trained it")],
+    folder: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="a model that `mpic train score` has scored")
+    ],
+    run: Annotated[Path, typer.Option(exists=True, file_okay=False, help="--out of the run that trained it")],
     command: Annotated[str, typer.Option(help="the command that trained it")],
     machine: Annotated[str, typer.Option(help="what it was trained on")],
-    notes: Annotated[Path, typer.Option(help="Markdown for the section `What to know`")],
+    notes: Annotated[
+        Path, typer.Option(exists=True, dir_okay=False, help="Markdown for the section `What to know`")
+    ],
     plain: Annotated[bool, typer.Option("--plain", help="it had no PIC-aware phase")] = False,
     continued: Annotated[str, typer.Option(help="what the run went on from, if --start was given")] = "",
 ) -> None:

@@ -60,11 +60,16 @@ class Run:
     branches: int = BRANCHES
 
 
+def _stem(asking: str) -> str:
+    """Of the files that hold the scores."""
+    return "scores" if asking == "eval" else f"scores-{asking}"
+
+
 class Partial:
     """Cells done so far, in a file beside the weights; replaced whole after every cell."""
 
     def __init__(self, folder: Path, run: Run, resume: bool) -> None:
-        self.path, self.run = folder / "scores.part.json", json.loads(json.dumps(asdict(run)))
+        self.path, self.run = folder / f"{_stem(run.asking)}.part.json", json.loads(json.dumps(asdict(run)))
         self.rows: list[dict[str, Any]] = []
         self.seconds = 0.0
         if resume and self.path.exists():
@@ -126,12 +131,16 @@ def evaluate(
 
     Computes in bf16. Cells are spread over `workers` processes of one thread (0: one a core, up to four; on a GPU one).
     Every cell that is done is kept in FOLDER/scores.part.json, where `resume` finds it. No cell is begun once `minutes`
-    are spent; cells not reached are missing from the result. `asking` names held-out wordings of `wordings.toml`.
+    are spent; cells not reached are missing from the result. `asking` names held-out wordings of `wordings.toml`; files
+    of another set than `eval` carry its name.
 
     Raises:
-        ConfigError: to resume, but the file is of other weights or settings.
+        ConfigError: no model there; or to resume, but the file is of other weights or settings.
     """
-    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    try:
+        weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"no model to score: {error}", param="folder") from error
     partial = Partial(folder, Run(weights, size, seed, tuple(link.name for link in links), asking), resume)
     every = sorted((count, task) for task, counts in cells.items() for count in counts)
     every.sort(key=lambda cell: [8, 1, 4, 2, 0].index(cell[0]))
@@ -244,12 +253,9 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def write_report(result: dict[str, Any], folder: Path) -> None:
-    """`scores.json` (rows and summary) and `scores.md` beside the weights, in place of what a run kept for resuming.
-
-    For the wordings `fresh` they are `scores-fresh.json` and `scores-fresh.md`.
-    """
-    stem = "scores" if result["wordings"] == "eval" else f"scores-{result['wordings']}"
+    """`scores.json` (rows and summary) and `scores.md` beside the weights, in place of what a run kept for resuming."""
+    stem = _stem(result["wordings"])
     (folder / f"{stem}.json").write_text(json.dumps({"summary": summary(result), **result}, indent=1) + "\n")
     (folder / f"{stem}.md").write_text(markdown(result) + "\n")
     if not result["unfinished"]:
-        (folder / "scores.part.json").unlink(missing_ok=True)
+        (folder / f"{stem}.part.json").unlink(missing_ok=True)

@@ -8,7 +8,18 @@ import time
 
 import pytest
 from engine_kit import MemoryStore, ids, logits_of, prompt_of
-from extend_kit import NAMES, POLICIES, SAID, Lookup, ask, chunks_of, from_the_start, oracle_of, spell
+from extend_kit import (
+    NAMES,
+    POLICIES,
+    SAID,
+    Lookup,
+    ask,
+    chunks_of,
+    from_the_start,
+    oracle_of,
+    searching,
+    spell,
+)
 
 from mpic.engine.base import Hit
 
@@ -77,13 +88,8 @@ def test_only_the_new_own_tokens_are_computed(make_engine):
 
 def test_other_requests_go_on_while_one_searches(make_engine):
     engine = make_engine()
-    a, document, b = chunks_of("llama")
-    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
-    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
-    lookup = Lookup(call, b)
-    lookup.gate.clear()
-    paused = ask(engine, prompt, "reuse", SAID + 2, lookup)
-    assert lookup.searching.wait(20)
+    _, document, _ = chunks_of("llama")
+    _, lookup, paused = searching(engine, "reuse", SAID + 2)
     other, _ = logits_of(ask(engine, prompt_of(ids(5, 9), document, ids(6, 3)), "reuse", 30), 30)
     assert len(other) == 30 and engine.stats()["searching"] == 1
     lookup.gate.set()

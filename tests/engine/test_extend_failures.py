@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from engine_kit import MemoryStore, ids, image_chunk, logits_of, prompt_of, text_chunk
-from extend_kit import SAID, Lookup, ask, chunks_of, from_the_start, oracle_of, spell
+from extend_kit import SAID, Lookup, ask, chunks_of, from_the_start, oracle_of, searching, spell
 from families import random_image
 
 from mpic.engine.base import Hit
@@ -79,21 +79,9 @@ def test_references_that_do_not_fit_the_pool_are_dropped_from_the_end(make_engin
     engine.check()
 
 
-def searching(engine):
-    """A request that waits for its search: its prompt, its look-up and its stream."""
-    a, _, b = chunks_of("llama")
-    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
-    call, _ = logits_of(ask(engine, prompt, "full", SAID), SAID)
-    lookup = Lookup(call, b)
-    lookup.gate.clear()
-    stream = ask(engine, prompt, "full", 9, lookup)
-    assert lookup.searching.wait(20)
-    return prompt, lookup, stream
-
-
 def test_cancelling_while_searching_frees_everything(make_engine):
     engine = make_engine()
-    prompt, lookup, stream = searching(engine)
+    prompt, lookup, stream = searching(engine, "full", 9)
     stream.abort()
     assert stream.result().finish_reason == "abort"
     assert engine.pool.free_pages == engine.pool.pages - sum(
@@ -106,7 +94,7 @@ def test_cancelling_while_searching_frees_everything(make_engine):
 
 def test_closing_the_engine_while_a_request_searches_fails_it(make_engine):
     engine = make_engine()
-    _, lookup, stream = searching(engine)
+    _, lookup, stream = searching(engine, "full", 9)
     closing = threading.Thread(target=engine.close)
     closing.start()
     with pytest.raises(Exception, match="stopped"):
@@ -134,13 +122,8 @@ def test_a_request_that_cannot_be_extended_fails_alone_and_frees_everything(make
 
 def test_a_reference_deleted_while_it_is_linked_is_seen_by_nobody_else(make_engine):
     engine = make_engine()
-    a, _, b = chunks_of("llama")
-    prompt = prompt_of(ids(1, 6), a, ids(4, 4))
-    call, _ = logits_of(ask(engine, prompt, "reuse", SAID), SAID)
-    lookup = Lookup(call, b)
-    lookup.gate.clear()
-    stream = ask(engine, prompt, "reuse", 8, lookup)
-    assert lookup.searching.wait(20)
+    _, lookup, stream = searching(engine, "reuse", 8)
+    (b,) = lookup.chunks
     engine.forget(b)
     lookup.gate.set()
     assert len(stream.result().token_ids) == 8

@@ -61,6 +61,25 @@ def test_report_and_card_show_the_figures(result, folder, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+def test_the_wordings_written_last_are_scored_beside_the_others(folder):
+    card = {"card": (2,)}
+    evaluate(folder, 2, cells=card, workers=1, progress=lambda cells, total: cells)  # kept, for resuming
+    fresh = evaluate(folder, 2, cells=card, workers=1, asking="fresh", progress=lambda cells, total: cells)
+    write_report(fresh, folder)
+    assert json.loads((folder / "scores-fresh.json").read_text())["wordings"] == "fresh"
+    assert (folder / "scores.part.json").exists() and not (folder / "scores-fresh.part.json").exists()
+    (asked,), (again,) = (
+        {turn.user[-1] for c in Generator(1, "eval", asking).branches("two-hop", 4, 1) for turn in c.turns}
+        for asking in ("eval", "fresh")
+    )
+    assert asked != again
+
+
+def test_a_folder_without_a_model_is_said_to_be_one(tmp_path):
+    with pytest.raises(ConfigError, match="no model to score"):
+        evaluate(tmp_path, 2)
+
+
 @pytest.mark.parametrize("link", LINKS, ids=lambda link: link.name)
 @pytest.mark.parametrize("task", ["mixed", "search picture", "caption"])
 def test_questions_that_share_a_context_are_answered_as_if_asked_alone(folder, task, link):

@@ -9,23 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_kit import ids
-from vllm_faults import BOTH, DOCUMENT, IMAGE, PATIENCE, TEXT, refused, serves_the_next, small_linker, told
+from vllm_faults import BOTH, DOCUMENT, IMAGE, PATIENCE, TEXT, refused, told
 from vllm_links import MODEL
 
 from mpic.kv.chunk import ChunkKV, KVKey, Recipe
 from mpic.kv.file import ChunkFile, write
 
-
-@pytest.fixture(scope="module")
-def linker(tmp_path_factory):
-    with small_linker(tmp_path_factory.mktemp("chunks")) as linker:
-        yield linker
-
-
-@pytest.fixture(autouse=True)
-def next_is_served(linker):
-    yield
-    serves_the_next(linker)
+pytestmark = pytest.mark.usefixtures("next_is_served")
 
 
 def copy(linker, chunk) -> tuple:

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
 from PIL import Image
-from vllm_facade import MANIFEST, Bench, idle, of, whole
+from vllm_facade import MANIFEST, compile_the_same, idle, of, whole
 
 from mpic.config import RetrievalConfig
 from mpic.errors import (
@@ -29,21 +28,6 @@ from mpic.prompt.segments import Prompt, TextSegment
 from mpic.retriever import SearchHit
 from mpic.server.retrieval import AutoRetrieval, Searching, style_of
 from mpic.server.schemas import RetrievalOptions
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    made = Bench(tmp_path_factory.mktemp("library"))
-    yield made
-    made.engine.close()
-    made.library.close()
-
-
-@pytest.fixture(scope="module")
-def native(bench):
-    engine = bench.native()
-    yield engine
-    engine.close()
 
 
 @pytest.fixture(autouse=True)
@@ -100,24 +84,7 @@ def test_a_file_of_the_native_engine_is_linked_by_vllm(bench, native):
 
 @pytest.mark.parametrize("sink", [0, 4])
 def test_both_engines_compile_the_same(bench, native, sink):
-    prompt = bench.prompt([{"role": "user", "content": "IMAGE#MAP7 FILE#VERA What?"}])
-    for chunk in prompt.chunks:
-        key = bench.engine.chunks.key(chunk, sink)
-        found = []
-        for engine in (bench.engine, native):
-            bench.library.store.delete(key)
-            engine.forget(chunk)
-            assert engine.compile(chunk, sink).result(60) == len(bench.library.store.open(key).inputs)
-            stored = bench.library.store.open(key)
-            kv = torch.empty(5, 2, 8, len(stored.inputs), 64)
-            list(stored.read_layers(kv))
-            found.append((stored.inputs, kv))
-        (a, kv_a), (b, kv_b) = found
-        torch.testing.assert_close(kv_a, kv_b, atol=2e-4, rtol=1e-4)
-        assert torch.equal(a.token_ids, b.token_ids) and torch.equal(a.positions, b.positions)
-        assert a.extent == b.extent and (a.embeds is None) == (b.embeds is None)
-        if a.embeds is not None:
-            torch.testing.assert_close(a.embeds, b.embeds, atol=2e-4, rtol=1e-4)
+    compile_the_same(bench, native, sink)
 
 
 @pytest.mark.parametrize("policy", ["prefix", "mpic-16"])

@@ -6,22 +6,12 @@ import pytest
 import vllm_kit as kit
 from engine_kit import ids
 from families import random_image
-from vllm_faults import BOTH, TEXT, refused, serves_the_next, small_linker, told
+from vllm_faults import BOTH, TEXT, refused, told
 from vllm_links import replaced
 
 from mpic.engine.vllm.wire import CompileOrder
 
-
-@pytest.fixture(scope="module")
-def linker(tmp_path_factory):
-    with small_linker(tmp_path_factory.mktemp("chunks")) as linker:
-        yield linker
-
-
-@pytest.fixture(autouse=True)
-def next_is_served(linker):
-    yield
-    serves_the_next(linker)
+pytestmark = pytest.mark.usefixtures("next_is_served")
 
 
 def change_link(**fields):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from vllm_facade import MANIFEST, Bench
+from vllm_facade import MANIFEST, Bench, compile_the_same
 
 pytestmark = pytest.mark.parity
 
@@ -12,19 +11,9 @@ pytestmark = pytest.mark.parity
 @pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["tensor", "pipeline"])
 def bench(request, tmp_path_factory):
     tensor, pipeline = request.param
-    made = Bench(
-        tmp_path_factory.mktemp("library"), tensor_parallel_size=tensor, pipeline_parallel_size=pipeline
-    )
-    yield made
-    made.engine.close()
-    made.library.close()
-
-
-@pytest.fixture(scope="module")
-def native(bench):
-    engine = bench.native()
-    yield engine
-    engine.close()
+    ranks = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    with Bench(tmp_path_factory.mktemp("library"), **ranks) as made:
+        yield made
 
 
 @pytest.mark.parametrize("policy", ["full", "legolink-4", "mpic-16"])
@@ -42,16 +31,4 @@ def test_two_workers_give_the_native_engines_answers(bench, native, policy):
 
 @pytest.mark.parametrize("sink", [0, 4])
 def test_two_workers_compile_the_native_engines_files(bench, native, sink):
-    prompt = bench.prompt([{"role": "user", "content": "IMAGE#MAP7 FILE#VERA What?"}])
-    for chunk in prompt.chunks:
-        key = bench.engine.chunks.key(chunk, sink)
-        found = []
-        for engine in (bench.engine, native):
-            bench.library.store.delete(key)
-            engine.forget(chunk)
-            engine.compile(chunk, sink).result(60)
-            stored = bench.library.store.open(key)
-            kv = torch.empty(5, 2, 8, len(stored.inputs), 64)
-            list(stored.read_layers(kv))
-            found.append(kv)
-        torch.testing.assert_close(*found, atol=2e-4, rtol=1e-4)
+    compile_the_same(bench, native, sink)

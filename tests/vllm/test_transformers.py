@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from PIL import Image as PILImage
 from transformers import AutoProcessor, LlavaForConditionalGeneration
-from vllm_facade import Bench
 
 from mpic.config import bundled_model
 from mpic.data.generator import EVAL_TASKS, Generator, Image, messages
@@ -14,14 +12,6 @@ from mpic.evals.tasks.world import messages_of
 
 QUESTIONS = 50
 TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    made = Bench(tmp_path_factory.mktemp("library"))
-    yield made
-    made.engine.close()
-    made.library.close()
 
 
 def test_fifty_held_out_questions_get_the_same_greedy_answers(bench):

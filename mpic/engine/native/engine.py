@@ -114,13 +114,13 @@ class NativeEngine(Engine):
         """Before anything is prepared, so that a flood costs nothing."""
         with self._wake:
             waiting = self._arriving + len(self.answers.under_way) - len(self.scheduler.running)
-            if self._max_waiting is not None and waiting >= self._max_waiting + self._room():
+            if self._max_waiting is not None and waiting >= self._max_waiting + self._free_places():
                 raise QueueFull(
                     f"{waiting} requests are waiting for their turn, and no more may", waiting=waiting
                 )
             self._arriving += 1
 
-    def _room(self) -> int:
+    def _free_places(self) -> int:
         """Requests that could run at once if there were pages: while nothing waits, the line is not what fills."""
         return (
             0 if self.scheduler.waiting else max(0, self.scheduler.max_running - len(self.scheduler.running))
