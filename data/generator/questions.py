@@ -20,6 +20,7 @@ class Question(NamedTuple):
     text: str
     answer: str
     key: str
+    shape: str = ""  # whose colours are compared
 
 
 def ask(rng: random.Random, asking: Asking, kind: str, **slots: str) -> str:
@@ -89,7 +90,9 @@ def compare(
             return None  # chance makes few pairs of one colour; about half of those asked about should be
         verdict = "yes" if first == second else "no"
         text = ask(rng, asking, "same", L=label_a, M=label_b, x=shape)
-        return Question("same", text, f"{first} and {second}, so {verdict}", f"{shape} {label_a} {label_b}")
+        return Question(
+            "same", text, f"{first} and {second}, so {verdict}", f"{shape} {label_a} {label_b}", shape
+        )
     first, second = str(len(scene_a.objects)), str(len(scene_b.objects))
     if kind == "more" and first != second:
         verdict = "first" if first > second else "second"

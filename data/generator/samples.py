@@ -92,7 +92,7 @@ class Samples:
     def _ask(self, kind: str, taught: bool = False, **slots: str) -> str:
         """A held-out wording, or (`taught`) the first one that training has."""
         held_out = questions.ask(self.rng, "eval", kind, **slots)
-        return WORDINGS[kind]["train"][0].format(**slots) if taught else held_out
+        return WORDINGS["train"][kind][0].format(**slots) if taught else held_out
 
     # one turn each: (text, answer)
 

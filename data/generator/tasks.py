@@ -134,7 +134,7 @@ class Generator:
     def search(self, items: list[Item], kind: str | None = None) -> Turn:
         """A question that only the library can answer."""
         rng, split, asking = self.rng, self.split, self.asking
-        kind = kind or rng.choice(("person", "person", "thing", "picture"))
+        kind = kind or rng.choice(("person", "thing", "picture"))
         if kind == "picture":
             scene = draw_scene(rng, rng.randint(2, 4), digits=False)
             (_, colour, shape), (_, answer, other) = rng.sample(scene.objects, 2)
@@ -231,12 +231,9 @@ class Generator:
         question = next((q for q in tried if q), None)
         if question is None:
             return None
-        kind, text, answer, _ = question
-        slots = {"A": a.part, "B": b.part}
-        if kind == "same":  # the shape that is asked about
-            shapes = {s for _, _, s in a.about.objects}  # type: ignore[union-attr]
-            slots["x"] = next(w for w in text.replace("?", "").split() if w in shapes)
-        return Turn(_fill(draw(rng, self.asking, f"word {kind}"), slots), answer, kind=f"word {kind}")
+        slots: dict[str, Part] = {"A": a.part, "B": b.part, "x": question.shape}
+        wording = draw(rng, self.asking, f"word {question.kind}")
+        return Turn(_fill(wording, slots), question.answer, kind=f"word {question.kind}")
 
     def few_shot(self, count: int) -> Conversation:
         """Images each followed by its colour (or its shape); the last one is left to the model."""
@@ -278,9 +275,8 @@ class Generator:
         for _ in range(1 if size == 1 else _TRIES * size):
             question = ask(items)
             if question is not None:
-                kind, text, answer, key = question
-                turn = Turn([*(i.part for i in items), text], answer, kind=kind)
-                asked.setdefault(key, Conversation([turn]))
+                turn = Turn([*(i.part for i in items), question.text], question.answer, kind=question.kind)
+                asked.setdefault(question.key, Conversation([turn]))
             if len(asked) == size:
                 break
         return list(asked.values())

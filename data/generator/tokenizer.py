@@ -35,7 +35,7 @@ def _corpus() -> Iterator[str]:
         SENTENCE.values(),
         [" ASSISTANT: USER: ASSISTANT: USER:"],
     ]
-    lists += [kind[asking] for kind in WORDINGS.values() for asking in ("train", "eval")]
+    lists += [kind for asking in ("train", "eval") for kind in WORDINGS[asking].values()]
     lists += [["yes no and so first second nothing show shows Does picture of with city job pet code Card"]]
     for texts in lists:
         for text in texts:

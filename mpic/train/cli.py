@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -96,20 +96,20 @@ def score(
     resume: Annotated[
         bool, typer.Option("--resume", help="keep the cells that an interrupted run finished")
     ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="ask in the wordings that were written last (scores-fresh.*)")
-    ] = False,
+    wordings: Annotated[
+        Literal["eval", "fresh", "free", "train"],
+        typer.Option(help="list of wordings to ask in; other lists than `eval` are scored in scores-LIST.*"),
+    ] = "eval",
 ) -> None:
     """Held-out exact match under full attention and under reuse: FOLDER/scores.json and scores.md.
 
     Questions over the same images and documents are answered together, up to eight; the tables say how many
-    conversations the questions of a cell come from.
+    conversations the questions of a cell come from. Sprites, names and handles are held out in any case. The wordings
+    are too, unless `--wordings train`: what they cost is the difference.
     """
-    from mpic.data.generator.wordings import Asking
     from mpic.train.evaluate import evaluate, markdown, write_report
 
-    asking: Asking = "fresh" if fresh else "eval"
-    result = evaluate(folder, size, minutes=minutes, workers=workers, resume=resume, asking=asking)
+    result = evaluate(folder, size, minutes=minutes, workers=workers, resume=resume, asking=wordings)
     write_report(result, folder)
     typer.echo(markdown(result))
 

@@ -30,7 +30,7 @@ _STEPS: tuple[tuple[float, tuple[int, ...], Mix], ...] = (
     (
         1.01,
         (0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8, 10),
-        Mix(search=0.08, compare=0.22, order=0.4, alike=0.4),
+        Mix(search=0.1, compare=0.22, order=0.4, alike=0.4),
     ),
 )
 

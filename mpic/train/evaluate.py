@@ -131,8 +131,8 @@ def evaluate(
 
     Computes in bf16. Cells are spread over `workers` processes of one thread (0: one a core, up to four; on a GPU one).
     Every cell that is done is kept in FOLDER/scores.part.json, where `resume` finds it. No cell is begun once `minutes`
-    are spent; cells not reached are missing from the result. `asking` names held-out wordings of `wordings.toml`; files
-    of another set than `eval` carry its name.
+    are spent; cells not reached are missing from the result. `asking` names a list of wordings; files of another
+    list than `eval` carry its name.
 
     Raises:
         ConfigError: no model there; or to resume, but the file is of other weights or settings.
