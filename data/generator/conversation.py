@@ -52,12 +52,12 @@ Part = str | Image | Document
 
 @dataclass
 class Turn:
-    """One question and its answer; with `query`, the answer needs a reference from the library."""
+    """One question and its answer; with `query`, the answer needs the library: one of these references, best first."""
 
     user: list[Part]
     answer: str
     query: str | None = None
-    reference: Image | Document | None = None
+    references: list[Image | Document] = field(default_factory=list)
     kind: str = ""
 
 
@@ -115,9 +115,9 @@ def _pieces(conversation: Conversation) -> Iterator[Segment]:
         yield Segment("text", " ASSISTANT:")
         if turn.query is not None:
             yield Segment("text", f"{SPECIAL['search']} {turn.query}{SPECIAL['end']}", True)
-            if turn.reference is not None:
-                yield from _chunk(turn.reference, labels.next("reference", None))
-        if turn.query is None or turn.reference is not None:
+            for reference in turn.references:
+                yield from _chunk(reference, labels.next("reference", None))
+        if turn.query is None or turn.references:
             yield Segment("text", f" {turn.answer}{SPECIAL['eos']}", True)
 
 
@@ -158,7 +158,6 @@ def messages(conversation: Conversation) -> list[dict[str, Any]]:
         answer: list[dict[str, Any]] = []
         if turn.query is not None:
             answer.append({"type": "search", "text": turn.query})
-        if turn.reference is not None:
-            answer += _content([turn.reference])
+        answer += _content([*turn.references])
         out.append({"role": "assistant", "content": [*answer, {"type": "text", "text": turn.answer}]})
     return out

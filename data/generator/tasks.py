@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from mpic.data.generator import documents, questions
@@ -20,6 +20,7 @@ from mpic.data.generator.words import (
 )
 
 _TRIES = 4  # at a question that differs from those asked, for each that is wanted
+_OTHERS = (0, 0, 0, 0, 1, 2, 3, 4)  # references that a search of a training conversation finds besides
 SYSTEMS = (None, None, "You answer questions about images and documents.", "Please answer in a few words.")
 
 
@@ -131,21 +132,21 @@ class Generator:
         text = questions.ask(self.rng, self.asking, f"last {key}")
         return questions.Question(f"last {key}", text, people[-1].facts[key], f"last {key}")
 
-    def search(self, items: list[Item], kind: str | None = None) -> Turn:
-        """A question that only the library can answer."""
+    def search(self, items: list[Item], kind: str | None = None, others: int = 0) -> Turn:
+        """A question that only the library can answer, which finds so many other references too."""
         rng, split, asking = self.rng, self.split, self.asking
         kind = kind or rng.choice(("person", "thing", "picture"))
         if kind == "picture":
             scene = draw_scene(rng, rng.randint(2, 4), digits=False)
             (_, colour, shape), (_, answer, other) = rng.sample(scene.objects, 2)
             wanted = f"{colour} {shape}"
-            reference: Image | Document = self.image(scene)
+            found = [self.image(s) for s in (scene, *self._without((colour, shape), others))]
             query = f"picture with a {wanted}"
             if rng.random() < 0.5:
                 text = questions.ask(rng, asking, "library colour", x=wanted, y=other)
             else:
                 text, answer = questions.ask(rng, asking, "library", x=wanted), str(len(scene.objects))
-            return Turn([text], answer, query, reference, "search picture")
+            return Turn([text], answer, query, self._ranked(found), "search picture")
         if kind == "thing":
             present = {key for i in items if isinstance(i.about, Fact) for key in i.about.facts}
             subject = rng.choice([o for o in OBJECTS if o not in present])
@@ -156,8 +157,36 @@ class Generator:
             attribute = rng.choice(questions.ATTRIBUTES)
             text = questions.ask(rng, asking, attribute, x=subject)
         value = documents.draw_value(rng, attribute)
-        reference = Document(documents.reference_fact(attribute, subject, value))
-        return Turn([text], value, f"{attribute} of {subject}", reference, f"search {kind}")
+        facts = [(attribute, subject, value)]
+        if others:
+            facts += self._near(attribute, subject, present)[:others]
+        found = [Document(documents.reference_fact(*fact)) for fact in facts]
+        return Turn([text], value, f"{attribute} of {subject}", self._ranked(found), f"search {kind}")
+
+    def _near(self, attribute: str, subject: str, present: set[str]) -> list[tuple[str, str, str]]:
+        """Facts that are like the one looked for: the same of others, and (of people) others of the same."""
+        rng = self.rng
+        if attribute == "code":
+            near = [(attribute, o) for o in OBJECTS if o != subject]
+        else:
+            near = [(a, subject) for a in questions.ATTRIBUTES if a != attribute]
+            people = draw_people(rng, 4, self.split)
+            near += [(attribute, p) for p in people if p not in {*present, subject}]
+        rng.shuffle(near)
+        return [(a, s, documents.draw_value(rng, a)) for a, s in near]
+
+    def _without(self, wanted: tuple[str, str], count: int) -> Iterator[Scene]:
+        """Scenes without an object."""
+        while count > 0:
+            scene = draw_scene(self.rng, self.rng.randint(2, 4), digits=False)
+            if wanted not in {(c, s) for _, c, s in scene.objects}:
+                count -= 1
+                yield scene
+
+    def _ranked(self, found: list[Image | Document]) -> list[Image | Document]:
+        """References as a search ranks them: the right one, which comes first here, is mostly the best."""
+        place = self.rng.randrange(len(found)) if len(found) > 1 and self.rng.random() < 0.4 else 0
+        return [*found[1 : place + 1], found[0], *found[place + 1 :]]
 
     # conversations
 
@@ -176,7 +205,7 @@ class Generator:
         for attempt in range(turns):
             roll, question = rng.random(), None
             if not items or roll < mix.search:
-                turn = self.search(items)
+                turn = self.search(items, others=rng.choice(_OTHERS))
                 asked.setdefault(turn.query or "", turn)
                 continue
             if attempt == 0 and rng.random() < mix.order:

@@ -35,7 +35,7 @@ def test_the_demo_model_is_given_references_as_it_was_trained(demo):
     assert (style.opens, style.closes, style.tool) == ("<search>", "</search>", False)
     assert style.query(" code of lamp") == "code of lamp" and style.query("  ") is None
     got = style.spell(demo, [("a", CHUNK)], 1)
-    turn = Turn(["?"], "123", query="code of lamp", reference=Document("x"))
+    turn = Turn(["?"], "123", query="code of lamp", references=[Document("x")])
     (before, _, after) = [s for s in segments(Conversation([turn])) if not s.target][1:]
     ids = [tuple(demo.tokenizer(s.content, add_special_tokens=False)["input_ids"]) for s in (before, after)]
     assert [got[0].token_ids, got[2].token_ids] == ids

@@ -16,6 +16,7 @@ from mpic.data.generator import (
     segments,
     words,
 )
+from mpic.data.generator.documents import reference_fact
 from mpic.data.generator.tasks import Mix
 from mpic.data.generator.tokenizer import build_tokenizer
 
@@ -81,7 +82,7 @@ def test_chunks_are_named_before_and_after_and_counted_per_kind():
     pixels = np.zeros((64, 64, 3), np.uint8)
     turns = [
         Turn([Image(pixels), Document("Text."), Image(pixels, "LUMA7"), "Why?"], "yes"),
-        Turn([Image(pixels), "And?"], "7", "code of lamp", Document("The code of the lamp is 7.")),
+        Turn([Image(pixels), "And?"], "7", "code of lamp", [Document("The code of the lamp is 7.")]),
     ]
     assert _spelled(Conversation(turns, system="Be short.")) == (
         "<s> Be short. USER: image one:<image> end of image one. document one:Text. end of document one."
@@ -116,3 +117,17 @@ def test_chunks_may_all_be_of_one_kind():
         )
     mixed = [{type(i.about).__name__ for i in generator.context(8, Mix())} for _ in range(20)]
     assert sum(len(kinds) > 1 for kinds in mixed) > 15
+
+
+def test_a_search_may_find_references_besides_and_only_one_of_them_answers():
+    generator = Generator(5)
+    for kind in ("person", "thing"):
+        for _ in range(50):
+            turn = generator.search([], kind, others=4)
+            texts = [reference.text for reference in turn.references]
+            attribute, subject = turn.query.split(" of ")
+            right = reference_fact(attribute, subject, turn.answer)
+            assert texts.count(right) == 1 and len(set(texts)) == len(texts) > 2
+            assert len([t for t in texts if subject in t and turn.answer in t]) == 1
+    counts = {len(generator.search([], "picture", others=n).references) for n in (0, 3)}
+    assert counts == {1, 4}
