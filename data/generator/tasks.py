@@ -24,6 +24,10 @@ _OTHERS = (0, 0, 0, 0, 1, 2, 3, 4)  # references that a search of a training con
 SYSTEMS = (None, None, "You answer questions about images and documents.", "Please answer in a few words.")
 
 
+Library = dict[tuple[str, str], str]
+"""Facts that searches have found: (attribute, subject) -> value."""
+
+
 @dataclass(frozen=True)
 class Item:
     """A chunk of a conversation with what is known about it."""
@@ -132,8 +136,13 @@ class Generator:
         text = questions.ask(self.rng, self.asking, f"last {key}")
         return questions.Question(f"last {key}", text, people[-1].facts[key], f"last {key}")
 
-    def search(self, items: list[Item], kind: str | None = None, others: int = 0) -> Turn:
-        """A question that only the library can answer, which finds so many other references too."""
+    def search(
+        self, items: list[Item], kind: str | None = None, others: int = 0, library: Library | None = None
+    ) -> Turn:
+        """A question that only the library can answer, which finds so many other references too.
+
+        `library` is what it has said before; searches add to it.
+        """
         rng, split, asking = self.rng, self.split, self.asking
         kind = kind or rng.choice(("person", "thing", "picture"))
         if kind == "picture":
@@ -156,24 +165,24 @@ class Generator:
             subject = next(p for p in iter(lambda: draw_people(rng, 1, split)[0], None) if p not in present)
             attribute = rng.choice(questions.ATTRIBUTES)
             text = questions.ask(rng, asking, attribute, x=subject)
-        value = documents.draw_value(rng, attribute)
-        facts = [(attribute, subject, value)]
+        library, facts = {} if library is None else library, [(attribute, subject)]
         if others:
             facts += self._near(attribute, subject, present)[:others]
-        found = [Document(documents.reference_fact(*fact)) for fact in facts]
-        return Turn([text], value, f"{attribute} of {subject}", self._ranked(found), f"search {kind}")
+        values = [library.setdefault(fact, documents.draw_value(rng, fact[0])) for fact in facts]
+        found = [Document(documents.reference_fact(*f, v)) for f, v in zip(facts, values, strict=True)]
+        return Turn([text], values[0], f"{attribute} of {subject}", self._ranked(found), f"search {kind}")
 
-    def _near(self, attribute: str, subject: str, present: set[str]) -> list[tuple[str, str, str]]:
-        """Facts that are like the one looked for: the same of others, and (of people) others of the same."""
+    def _near(self, attribute: str, subject: str, present: set[str]) -> list[tuple[str, str]]:
+        """What is like what is looked for and not in the context: the same of others, of people also other facts."""
         rng = self.rng
         if attribute == "code":
-            near = [(attribute, o) for o in OBJECTS if o != subject]
+            near = [(attribute, o) for o in OBJECTS if o not in {*present, subject}]
         else:
             near = [(a, subject) for a in questions.ATTRIBUTES if a != attribute]
             people = draw_people(rng, 4, self.split)
             near += [(attribute, p) for p in people if p not in {*present, subject}]
         rng.shuffle(near)
-        return [(a, s, documents.draw_value(rng, a)) for a, s in near]
+        return near
 
     def _without(self, wanted: tuple[str, str], count: int) -> Iterator[Scene]:
         """Scenes without an object."""
@@ -202,10 +211,11 @@ class Generator:
             else self.context(count, mix)
         )
         asked: dict[str, Turn] = {}
+        library: Library = {}
         for attempt in range(turns):
             roll, question = rng.random(), None
             if not items or roll < mix.search:
-                turn = self.search(items, others=rng.choice(_OTHERS))
+                turn = self.search(items, None, rng.choice(_OTHERS), library)
                 asked.setdefault(turn.query or "", turn)
                 continue
             if attempt == 0 and rng.random() < mix.order:

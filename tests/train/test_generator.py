@@ -131,3 +131,14 @@ def test_a_search_may_find_references_besides_and_only_one_of_them_answers():
             assert len([t for t in texts if subject in t and turn.answer in t]) == 1
     counts = {len(generator.search([], "picture", others=n).references) for n in (0, 3)}
     assert counts == {1, 4}
+
+
+def test_references_never_contradict_each_other_nor_the_documents_of_the_prompt():
+    generator, library = Generator(6), {}
+    needles = generator.context_of(["needle"] * 8, Mix(), named=False)
+    told = {f"The code of the {thing} is" for item in needles for thing in item.about.facts}
+    for _ in range(60):
+        for reference in generator.search(needles, "thing", 4, library).references:
+            code = reference.text.rstrip(".").split()[-1]
+            assert not any(reference.text.startswith(sentence) for sentence in told)
+            assert library["code", reference.text.split()[4]] == code
