@@ -147,9 +147,10 @@ class Delta(NamedTuple):
 class ChunkUse:
     """What happened to one linked chunk, in prompt order.
 
-    ``tier`` is where its KV came from: ``device`` (resident pages), ``disk``, ``compiled`` (computed in this request)
-    or ``none`` (the policy recomputes all of it). ``reason`` says why tokens were recomputed or the chunk compiled:
-    ``policy``, ``new``, ``recipe``, ``evicted``, ``expired``, ``model_changed``, ``corrupt``; None when nothing was.
+    ``tier`` is where its KV came from: ``device`` (resident pages), ``host``, ``disk``, a remote tier's name,
+    ``compiled`` (computed in this request) or ``none`` (the policy recomputes all of it). ``reason`` says why tokens
+    were recomputed or the chunk compiled: ``policy``, ``new``, ``recipe``, ``evicted``, ``expired``, ``model_changed``,
+    ``corrupt``; None when nothing was.
     """
 
     key: str

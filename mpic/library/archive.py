@@ -29,8 +29,8 @@ Progress = Callable[[int], None]
 
 
 def size_of(library: Library, user: str | None = None) -> int:
-    """Bytes of originals that ``export`` writes."""
-    return sum(row.bytes for row in library.usage() if row.tier == "original" and user in (None, row.owner))
+    """Bytes that ``export`` tells ``progress`` of in all: of every original it reads."""
+    return sum(entry["bytes"] for entry, _ in _entries(library, user))
 
 
 def export(
@@ -78,7 +78,8 @@ def restore(
     library: Library, path: Path, progress: Callable[[Result], None] = lambda result: None
 ) -> list[Result]:
     """Put an export into a library. A file whose owner has one of the same content and handle already, and a reference
-    that is there, are left as they are, so it can be run again. Ids of files are new.
+    that is there as it was, are left as they are, so it can be run again; a reference that differs is replaced. Ids of
+    files are new.
 
     Raises:
         BadRequest: not an export of this program.

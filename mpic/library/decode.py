@@ -42,7 +42,9 @@ FOREIGN = {
     b"\x7fELF": "program",
     b"OggS": "Ogg audio or video",
     b"fLaC": "FLAC audio",
-    b"ID3": "MP3 audio",
+    b"ID3\x02": "MP3 audio",
+    b"ID3\x03": "MP3 audio",
+    b"ID3\x04": "MP3 audio",
     b"\x1aE\xdf\xa3": "Matroska or WebM video",
 }
 BRANDS = {b"avif": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF"}

@@ -15,9 +15,9 @@ Every part but ``text`` may have a ``name``: its label in this conversation; a h
 
 Handles are matched at word level, anywhere in a text: ``compare the tower in IMAGE#EIFFEL2025 with IMAGE#LOUVRE.``.
 A name is ``[A-Za-z0-9_.-]{1,64}``; the longest name that exists wins, after taking trailing ``.`` and ``-`` off one
-by one, so a full stop ends the sentence unless someone named a file with one. The first mention in a conversation
-links the chunk in place; later ones become its label (``image EIFFEL2025``, ``document REPORT``), as plain text: the
-content is in context already.
+by one, so a full stop ends the sentence unless someone named a file with one. The case of names is ignored. The first
+mention in a conversation links the chunk in place; later ones become its label (``image EIFFEL2025``, ``document
+REPORT``), as plain text: the content is in context already.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def parse_messages(messages: Any, resolver: Resolver) -> list[Message]:
 
 
 class _Parser:
-    """Parses one conversation; remembers the handles it has linked."""
+    """Parses one conversation; remembers the handles it has linked, case-folded."""
 
     def __init__(self, resolver: Resolver) -> None:
         self.resolver = resolver
@@ -193,7 +193,7 @@ class _Parser:
             handle_kind: HandleKind = "file" if kind == "file" else "image"
             handle = _string(part, "handle", param)
             chunk = _blame(f"{param}.handle", self.resolver.by_handle, handle_kind, handle)
-            self.linked.setdefault((handle_kind, handle), _label(chunk, name or handle))
+            self.linked.setdefault((handle_kind, handle.casefold()), _label(chunk, name or handle))
             return chunk, handle
         if "file_data" in part:
             raise BadRequest(
@@ -233,7 +233,7 @@ class _Parser:
             plain += text[at : match.start()]
             at = match.start(2) + len(name)
             if chunk is None:
-                plain += self.linked[kind, name]
+                plain += self.linked[kind, name.casefold()]
                 continue
             if plain:
                 items.append(Text(plain, part))
@@ -251,18 +251,19 @@ class _Parser:
             return None, None
         names = [written[:n] for n in range(len(written), len(shortest) - 1, -1) if n <= 64]
         for name in names:
-            if (kind, name) in self.linked:
+            if (kind, name.casefold()) in self.linked:
                 return name, None
             try:
-                chunk = self.resolver.by_handle(kind, name)
+                chunk = _blame(param, self.resolver.by_handle, kind, name)
             except UnknownHandle as error:
                 unknown = error
                 continue
-            self.linked[kind, name] = _label(chunk, name)
+            self.linked[kind, name.casefold()] = _label(chunk, name)
             return name, chunk
         if not names:
-            unknown = UnknownHandle(f"{kind.upper()}#{shortest[:64]}...: a handle has at most 64 characters")
-        unknown.param = unknown.param or param
+            unknown = UnknownHandle(
+                f"{kind.upper()}#{shortest[:64]}...: a handle has at most 64 characters", param=param
+            )
         raise unknown
 
 

@@ -157,7 +157,10 @@ class ChatTemplate:
         folded: list[Message] = []
         waiting: Message | None = None
         for message in messages:
-            if waiting and message.role in ("system", "user"):
+            if message.role not in ("system", "user"):
+                folded.append(message)
+                continue
+            if waiting:
                 items = (*waiting.content, Text("\n\n", None), *message.content)
                 message = replace(message, content=items)
             waiting = message if message.role == "system" else None

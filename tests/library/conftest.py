@@ -25,6 +25,8 @@ def open_library(tmp_path, clock):
         if library._lock is not None:
             if check:
                 library.check()
+                disk = library.store.stats()
+                assert disk["bytes"] <= disk["budget"]
             library.close()
 
 

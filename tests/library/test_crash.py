@@ -149,6 +149,7 @@ def examine(life, root, changes, mode, seed):
         for thing, values in allowed.items():
             assert any(here.get(thing) is v or here.get(thing) == v for v in values), f"{thing} {where}"
         stats = library.stats()
+        assert stats["disk"]["bytes"] <= LIMITS.disk_bytes, where
         lost = (
             stats["recovered"]["lost_files"],
             stats["recovered"]["missing_chunks"],

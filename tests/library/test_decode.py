@@ -154,6 +154,9 @@ def test_formats_off_the_list_are_refused_even_if_pillow_knows_them(format):
         (b"\0\0\0\x20ftypisom", "MP4"),
         (b"RIFF\0\0\0\0WAVEfmt ", "WAV"),
         (b"II*\0", "TIFF"),
+        (b"ID3\x02\0", "MP3"),
+        (b"ID3\x03\0", "MP3"),
+        (b"ID3\x04\0", "MP3"),
     ],
 )
 def test_known_others_are_refused_by_name(head, name):
@@ -162,7 +165,15 @@ def test_known_others_are_refused_by_name(head, name):
 
 
 @pytest.mark.parametrize(
-    "text", ["BMW builds cars, and they have headers too", "RIFF", "GIF is a format", "ftyp", "%PD"]
+    "text",
+    [
+        "BMW builds cars, and they have headers too",
+        "RIFF",
+        "GIF is a format",
+        "ftyp",
+        "%PD",
+        "ID3 tags are data",
+    ],
 )
 def test_text_that_starts_like_something_else_is_text(text):
     assert sniff(text.encode()[:32]) == "text"

@@ -144,6 +144,22 @@ def test_a_chunk_larger_than_the_budget_evicts_nothing(open_library):
     assert everything(library.root) == {str(library.store.path(small.key).relative_to(library.root))}
 
 
+def test_a_library_reopened_with_a_smaller_budget_is_whole_and_makes_room_at_the_next_save(
+    open_library, clock
+):
+    a, b, c = chunks(3)
+    library = open_library(disk_bytes=2 * size_of(a))
+    for chunk in (a, b):
+        clock.now += 1
+        library.store.save(chunk)
+    library.close()
+    library = open_library(disk_bytes=size_of(a))
+    library.check()
+    assert library.store.open(a.key) and library.store.open(b.key)
+    library.store.save(c)
+    assert library.store.stats()["bytes"] == size_of(c) and library.store.open(c.key)
+
+
 def test_reasons_are_forgotten_in_the_end(open_library, clock):
     a, b = chunks(2)
     library = open_library(disk_bytes=size_of(a), tombstone_seconds=100)

@@ -181,6 +181,17 @@ def test_an_export_comes_back_whole_in_another_library(library, tmp_path, clock)
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("user", [None, "ann"])
+def test_progress_of_an_export_ends_at_the_whole_without_what_is_not_exported(library, tmp_path, clock, user):
+    fill(library)
+    library.caches.create("ann", [Part("some text", 0, 9)])
+    library.files.add("ann", b"gone soon", "b.txt", expires_after=5)
+    clock.now += 10
+    done = []
+    export(library, tmp_path / "e.tar", user, done.append)
+    assert sum(done) == export_size(library, user)
+
+
 def test_one_users_export_holds_nothing_of_others(library, tmp_path):
     fill(library)
     assert export(library, tmp_path / "ann.tar", user="ann") == 1

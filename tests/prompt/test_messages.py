@@ -7,7 +7,15 @@ from chat_models import DictResolver
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpic.errors import BadRequest, EmptyPrompt, FileNotFound, InvalidImage, MPICError, UnknownHandle
+from mpic.errors import (
+    BadRequest,
+    CorruptFile,
+    EmptyPrompt,
+    FileNotFound,
+    InvalidImage,
+    MPICError,
+    UnknownHandle,
+)
 from mpic.prompt.messages import Ref, Text, parse_messages
 
 PNG = "data:image/png;base64," + base64.b64encode(b"\x89PNG and so on").decode()
@@ -80,6 +88,37 @@ def test_a_handle_part_counts_as_the_first_mention():
         "@REPORT",
         "sum up document REPORT",
     ]
+
+
+def test_a_handle_in_another_case_is_the_same_and_is_linked_once():
+    class AnyCase(DictResolver):
+        """Looks handles up as the library does."""
+
+        def by_handle(self, kind, name):
+            return super().by_handle(kind, name.upper())
+
+    found = AnyCase(lambda text: tuple(text.encode()), ("EIFFEL",), {"REPORT": "profit rose"})
+    parts = [
+        {"type": "text", "text": "IMAGE#Eiffel, so IMAGE#eiffel."},
+        {"type": "file", "handle": "report"},
+        {"type": "text", "text": "FILE#REPORT"},
+    ]
+    assert content(parts, found=found) == [
+        "@Eiffel",
+        ", so image Eiffel.",
+        "@report",
+        "document report",
+    ]
+
+
+def test_any_error_of_a_mention_names_the_field():
+    class Damaged(DictResolver):
+        def by_handle(self, kind, name):
+            raise CorruptFile(f"the original of {name} is damaged")
+
+    with pytest.raises(CorruptFile) as caught:
+        content("see IMAGE#EIFFEL", found=Damaged(lambda text: ()))
+    assert caught.value.param == "messages[0].content"
 
 
 @pytest.mark.parametrize("handle", ["NOBODY", "NOBODY.", "x" * 65, "x" * 64 + ".-"])

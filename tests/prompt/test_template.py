@@ -278,6 +278,16 @@ def test_a_system_message_goes_before_the_user_where_there_is_no_place_for_it():
     assert show(pieces("no-system", messages[:1])).startswith("<s><start_of_turn>user\nBe kind.<end_of_turn>")
 
 
+def test_a_system_message_waits_for_the_user_when_others_speak_in_between():
+    def said(role, content):
+        return {"role": role, "content": content}
+
+    start = [said("user", "Hi"), said("system", "Be kind."), said("assistant", "Hello!")]
+    shown = show(pieces("no-system", [*start, said("user", "Well?")]))
+    assert "model\nHello!<end_of_turn>\n<start_of_turn>user\nBe kind.\n\nWell?<end_of_turn>" in shown
+    assert "<start_of_turn>user\nBe kind.<end_of_turn>" in show(pieces("no-system", start))
+
+
 def test_chunks_never_touch():
     content = [{"type": "image", "image": name} for name in ("EIFFEL", "LOUVRE", "ORSAY")]
     tokenizer = byte_level("<image>", bos="<s>")

@@ -62,15 +62,17 @@ class Compiled(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """A compile under way, and how many wait for it."""
+    """A compile under way, when the caller who began it arrived, and how many wait for it."""
 
     task: asyncio.Task[Compiled]
+    arrived: float
     waiting: int = 0
 
 
 @dataclass(eq=False)
 class Linked:
-    """One chunk of a request. ``stored`` or ``held``, its file is there, as far as is known."""
+    """One chunk of a request. ``stored`` or ``held``, its file is there, as far as is known. ``counted``: the counters
+    have it."""
 
     chunk: Chunk
     key: KVKey
@@ -82,6 +84,7 @@ class Linked:
     tier: str = "none"
     reason: str | None = None
     ms: float = 0.0
+    counted: bool = False
 
     @property
     def tokens(self) -> int:
@@ -183,11 +186,13 @@ class Chunks:
         missing: dict[KVKey, list[Linked]] = {}
         for one in linked:
             hit = one.stored or one.held is not None
-            self.counters["chunk_requests"] += 1
-            self.counters["chunk_hits"] += hit
             if one.tier == "none":
                 one.tier = "disk" if hit else "compiled"
-            self.counters[f"chunks_from_{one.tier}"] += 1
+            if not one.counted:  # a retry and every round of retrieval come here again
+                one.counted = True
+                self.counters["chunk_requests"] += 1
+                self.counters["chunk_hits"] += hit
+                self.counters[f"chunks_from_{one.tier}"] += 1
             if not hit:
                 missing.setdefault(one.key, []).append(one)
         began = time.monotonic()
@@ -246,12 +251,14 @@ class Chunks:
     async def _compiled(
         self, chunk: Chunk, key: KVKey, rendered: Rendered | None, arrived: float
     ) -> Compiled:
-        """Wait for the compile of a chunk: the one that is under way if there is one. Nobody who waits can cancel it.
-        The caller is a user of ``held``."""
-        job = self._jobs.get(key)
+        """Wait for the compile of a chunk: the one that is under way, unless a deletion lies between it and this
+        caller. Nobody who waits can cancel it. The caller is a user of ``held``."""
+        # what a job computes that began before the deletion is neither stored nor for who came after it
+        while (job := self._jobs.get(key)) is not None and self._overtaken(job, key, arrived):
+            await asyncio.wait([job.task])
         if job is None:
             task = asyncio.create_task(self._compile(chunk, key, rendered, arrived))
-            job = self._jobs[key] = Job(task)
+            job = self._jobs[key] = Job(task, arrived)
             task.add_done_callback(lambda done: self._jobs.pop(key))
         job.waiting += 1
         try:
@@ -263,6 +270,10 @@ class Chunks:
                 if held is not None:
                     held.drop()
             raise
+
+    def _overtaken(self, job: Job, key: KVKey, arrived: float) -> bool:
+        """Whether the chunk was deleted after the job's caller arrived and before this one did."""
+        return self._deletions.key_since(job.arrived, key) and not self._deletions.key_since(arrived, key)
 
     async def _compile(self, chunk: Chunk, key: KVKey, rendered: Rendered | None, arrived: float) -> Compiled:
         sink = key.recipe.sink

@@ -258,14 +258,16 @@ class VLLMEngine(Engine):
         task = asyncio.create_task(running.run())
         self._running[running] = task
         self._leave_place()
-        task.add_done_callback(lambda done: self._ended(running))
+        task.add_done_callback(lambda done: self._ended(running, done))
         if self._stopping:
             running.stopping = EngineStopped("the engine was stopped")
             task.cancel()
 
-    def _ended(self, running: Running) -> None:
+    def _ended(self, running: Running, done: asyncio.Task[None]) -> None:
         del self._running[running]
         self.deletions.end()
+        if done.cancelled():  # before its first step: from then on it ends by itself
+            running.cancelled()
 
     def _abort(self, running: Running) -> None:
         task = self._running.get(running)

@@ -91,10 +91,7 @@ class Running:
             reason, last = await self._answer()
             self._end(reason, last)
         except asyncio.CancelledError:
-            if self.stopping is not None:
-                self._fail(self.stopping)
-            else:
-                self._end("abort", Delta(""))
+            self.cancelled()
         except Exception as error:  # of this request alone
             if not isinstance(error, MPICError):
                 log.exception("a request failed")
@@ -102,6 +99,13 @@ class Running:
         finally:
             for one in self._prepared.linked:
                 one.let_go()
+
+    def cancelled(self) -> None:
+        """End the stream: the engine is being stopped, or the reader wants no more."""
+        if self.stopping is not None:
+            self._fail(self.stopping)
+        else:
+            self._end("abort", Delta(""))
 
     def _fail(self, error: BaseException) -> None:
         self._engine.counters["failed"] += 1
