@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mpic.errors import BadRequest
 
@@ -52,26 +55,48 @@ def read_answers(out: Path) -> list[Answer]:
         BadRequest: the file holds something else.
     """
     path, packed = out / NAME, out / f"{NAME}.gz"
-    if path.exists():
-        text = path.read_text(encoding="utf-8")
-    elif packed.exists():
-        text = _unpacked(packed)
+    if not path.exists() and packed.exists():
+        entries = entries_of(packed, _unpacked(packed))
     else:
-        return []
+        entries = read_entries(path)
+    return [Answer(**{**entry, "expected": tuple(entry["expected"])}) for entry in entries]
+
+
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """What a file of lines holds, none if it is not there; a line cut off by an interruption is left out.
+
+    Raises:
+        BadRequest: a line is not JSON.
+    """
+    return entries_of(path, path.read_bytes()) if path.exists() else []
+
+
+def entries_of(path: Path, data: bytes) -> list[dict[str, Any]]:
+    """As ``read_entries``, of what was read from ``path``."""
     found = []
-    lines = text.split("\n")
-    for number, line in enumerate(lines):
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            if number == len(lines) - 1:
-                continue
-            raise BadRequest(f"{path}, line {number + 1} is not JSON") from None
-        entry["expected"] = tuple(entry["expected"])
-        found.append(Answer(**entry))
+            found.append(json.loads(line))
+        except ValueError:  # no JSON, or cut off within a letter
+            if number < len(lines):
+                raise BadRequest(f"{path}, line {number} is not JSON") from None
     return found
+
+
+def end_at_a_whole_line(path: Path) -> None:
+    """So that more can be appended: a line cut off goes, and one that lacks only its end gets it."""
+    data = path.read_bytes() if path.exists() else b""
+    last = data.rpartition(b"\n")[2]
+    if not last:
+        return
+    if entries_of(path, last):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    else:
+        os.truncate(path, len(data) - len(last))
 
 
 def ready(out: Path) -> list[Answer]:
@@ -80,11 +105,10 @@ def ready(out: Path) -> list[Answer]:
     answers = read_answers(out)
     if not path.exists() and packed.exists():
         temporary = path.with_suffix(".part")
-        temporary.write_text(_unpacked(packed), encoding="utf-8")
+        temporary.write_bytes(_unpacked(packed))
         temporary.replace(path)
         packed.unlink()
-    elif path.exists() and not path.read_bytes().endswith(b"\n"):
-        path.write_text(lines_of(answers), encoding="utf-8")
+    end_at_a_whole_line(path)
     return answers
 
 
@@ -93,8 +117,8 @@ def lines_of(answers: Iterable[Answer]) -> str:
     return "".join(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
 
 
-def _unpacked(packed: Path) -> str:
+def _unpacked(packed: Path) -> bytes:
     try:
-        return gzip.decompress(packed.read_bytes()).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        return gzip.decompress(packed.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
         raise BadRequest(f"{packed} cannot be unpacked: {error}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -145,6 +145,20 @@ def at_every_count(cells: Cells) -> tuple[list[int], list[str]]:
     counts = sorted({chunks for _, chunks in cells})
     tasks = dict.fromkeys(task for task, _ in cells)
     return counts, [task for task in tasks if all((task, count) in cells for count in counts)]
+
+
+def at_count(
+    cells: Cells,
+    tasks: Iterable[str],
+    count: int,
+    policy: str,
+    value: Callable[[Sequence[Answer]], float | None],
+) -> float | None:
+    """A policy's mean over the tasks that ``full`` has a value of; None if it lacks one of them: its mean would be of
+    other questions."""
+    there = [cell for task in tasks if value((cell := cells[task, count])["full"]) is not None]
+    found = [value(cell[policy]) if policy in cell else None for cell in there]
+    return None if None in found else mean_of(found)
 
 
 def score(answers: Sequence[Answer]) -> float:

@@ -122,7 +122,7 @@ class EvalConfig:
         return None if path is None else (self.folder / path).absolute()
 
     def fingerprint(self) -> str:
-        """Changes with everything that changes answers; policies and numbers of questions may be added to a run."""
+        """Changes with the model, the seed and the dtype; policies and numbers of questions may be added to a run."""
         kept = {"model": _identity(self.model), "seed": self.seed, "dtype": self.dtype}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -136,6 +136,8 @@ def load_eval_config(path: Path) -> EvalConfig:
     entries = body.pop("task", [])
     if not entries:
         raise ConfigError(f"{path} has no [[task]]")
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path}: task is a list of tables: write [[task]]")
     tasks = tuple(_build(TaskEntry, entry, f"[[task]] {n}") for n, entry in enumerate(entries, 1))
     for entry in tasks:
         find(entry.name)
@@ -146,14 +148,12 @@ def load_eval_config(path: Path) -> EvalConfig:
     if (path.parent / model).is_dir():
         model = str((path.parent / model).absolute())
     config = dataclasses.replace(config, policies=policies, model=model)
-    if config.at_once < 1:
-        raise ConfigError(f"{path}: at_once is at least 1, not {config.at_once}")
     config.data()
     return config
 
 
 def _identity(model: str) -> list[Any]:
-    """A hub id; of a local folder its configuration and the sizes of its weight files, wherever it lies."""
+    """A hub id; of a local folder its name, its configuration and what its weight files hold, wherever it lies."""
     folder = Path(model)
     if not folder.is_dir():
         return [model]
@@ -162,17 +162,48 @@ def _identity(model: str) -> list[Any]:
     return [
         folder.name,
         config.read_text(encoding="utf-8") if config.is_file() else "",
-        *((path.name, path.stat().st_size) for path in weights),
+        *((path.name, _digest(path)) for path in weights),
     ]
 
 
-def _build(cls: type, values: dict[str, Any], where: str) -> Any:
-    known = {f.name for f in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - known)
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_TYPES: dict[str, tuple[type, str, str]] = {
+    "int": (int, "a whole number", "whole numbers"),
+    "str": (str, "a string", "strings"),
+    "bool": (bool, "true or false", "true or false"),
+}
+_POSITIVE = ("questions", "at_once", "tokens", "chunks")
+
+
+def _build(cls: type, values: Any, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} is a table, not {values!r}")
+    hints = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(hints))
     if unknown:
-        raise ConfigError(f"{where}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        raise ConfigError(f"{where}: unknown {', '.join(unknown)}; known: {', '.join(sorted(hints))}")
+    for name, value in values.items():
+        _check(where, name, value, hints[name])
     tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     try:
         return cls(**tuples)
-    except TypeError as error:
+    except TypeError as error:  # something is missing
         raise ConfigError(f"{where}: {error}") from None
+
+
+def _check(where: str, name: str, value: Any, hint: str) -> None:
+    """A value as the file says it, against the type that its field is annotated with."""
+    several = hint.startswith("tuple[")
+    plain = hint.removeprefix("tuple[").removesuffix(", ...]").removesuffix(" | None")
+    if plain not in _TYPES:
+        return  # no value of the file: made from it
+    kind, one, many = _TYPES[plain]
+    parts = value if several else [value]
+    if not isinstance(parts, list) or not all(type(part) is kind for part in parts):
+        raise ConfigError(f"{where}: {name} is {f'a list of {many}' if several else one}, not {value!r}")
+    if name in _POSITIVE and (not parts or min(parts) < 1):
+        raise ConfigError(f"{where}: {name} is at least 1, not {value!r}")

@@ -15,10 +15,11 @@ import httpx
 from rich.progress import Progress
 
 from mpic.errors import Unavailable
-from mpic.evals.answers import Answer
+from mpic.evals.answers import Answer, end_at_a_whole_line, read_entries
 from mpic.evals.config import EvalConfig, Judge
 from mpic.evals.tasks import Sample, find
 
+NAME = "grades.jsonl"
 _TRIES = 3
 _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 
@@ -95,8 +96,9 @@ def judge_run(
     config: EvalConfig, out: Path, answers: list[Answer], grader: Grader, progress: Progress | None = None
 ) -> dict[tuple[str, int, str, str], dict[str, float]]:
     """Grade what has not been graded yet; grades are kept in ``grades.jsonl``, a line an answer."""
-    path = out / "grades.jsonl"
+    path = out / NAME
     grades = read_grades(out)
+    end_at_a_whole_line(path)
     samples = {
         (name, options.chunks, sample.id): sample
         for name, options in config.cells()
@@ -115,9 +117,9 @@ def judge_run(
 
 
 def read_grades(out: Path) -> dict[tuple[str, int, str, str], dict[str, float]]:
-    """Grades of a run by answer."""
-    path = out / "grades.jsonl"
-    if not path.exists():
-        return {}
-    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    return {tuple(entry["key"]): entry["grades"] for entry in entries}
+    """Grades of a run by answer; a line cut off by an interruption is left out.
+
+    Raises:
+        BadRequest: the file holds something else.
+    """
+    return {tuple(entry["key"]): entry["grades"] for entry in read_entries(out / NAME)}

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpic.evals.answers import Answer
-from mpic.evals.compare import NEAR, Line, at_every_count, cells_of, mean_of, policies_of, score, ttft
+from mpic.evals.compare import NEAR, Line, at_count, at_every_count, cells_of, policies_of, score, ttft
 
 _MARKERS = "osD^vPX*<>hdp"
-
-
-def save(path: Path, draw: Callable[[Any], None]) -> None:
-    """Draw into a PNG without a display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    draw(figure)
-    figure.savefig(path, dpi=110)
 
 
 def tradeoff(figure: Any, found: list[Line]) -> None:
@@ -58,21 +46,18 @@ def tradeoff(figure: Any, found: list[Line]) -> None:
 
 def by_chunks(figure: Any, answers: list[Answer]) -> None:
     """Score, time and operations against the number of chunks: means over the tasks that have every number, so that
-    lines compare like with like (MPIC, figure 10)."""
+    lines compare like with like (MPIC, figure 10). A policy that lacks one of them has no line."""
     cells = cells_of(answers)
     counts, tasks = at_every_count(cells)
     panels = figure.subplots(1, 3)
-    values: tuple[Callable[[list[Answer]], float | None], ...] = (
+    values: tuple[Callable[[Sequence[Answer]], float | None], ...] = (
         score,
         ttft,
         lambda one: statistics.mean(a.flops for a in one) / 1e9,
     )
     for number, policy in enumerate(policies_of(cells) if tasks else ()):
-        found = [[cells[task, n][policy] for task in tasks if policy in cells[task, n]] for n in counts]
-        if not all(found):
-            continue
         for axes, value in zip(panels, values, strict=True):
-            means = [mean_of(value(one) for one in part) for part in found]
+            means = [at_count(cells, tasks, count, policy, value) for count in counts]
             if None not in means:
                 axes.plot(counts, means, marker=_MARKERS[number % len(_MARKERS)], markersize=4, label=policy)
     for axes, label in zip(

@@ -17,6 +17,7 @@ from mpic.evals.compare import (
     NEAR,
     WORST,
     Line,
+    at_count,
     at_every_count,
     cells_of,
     lines,
@@ -29,6 +30,7 @@ from mpic.evals.compare import (
 )
 from mpic.evals.judge import read_grades
 from mpic.evals.tasks import find
+from mpic.figure import save_png
 
 ENOUGH = 100
 """Fewer questions tell little, whatever the interval says."""
@@ -98,7 +100,8 @@ def loss_table(answers: Iterable[Answer], only: Sequence[str] = ()) -> list[list
 
 
 def count_table(answers: Iterable[Answer], what: str, only: Sequence[str] = ()) -> list[list[str]]:
-    """A row a number of chunks, a column a policy; means over the tasks that have every number of chunks.
+    """A row a number of chunks, a column a policy; means over the tasks that have every number of chunks, left empty
+    where a policy lacks one of them.
 
     Args:
         what: ``score``, ``ttft`` (median, ms), ``gflop`` (of the prefill) or ``computed`` (tokens).
@@ -113,14 +116,14 @@ def count_table(answers: Iterable[Answer], what: str, only: Sequence[str] = ()) 
     for count in counts:
         row = [str(count)]
         for policy in policies:
-            found = mean_of(value(cells[task, count].get(policy, [])) for task in tasks)
+            found = at_count(cells, tasks, count, policy, value)
             row.append("" if found is None else form.format(found))
         rows.append(row)
     return rows
 
 
 _VALUES: dict[str, tuple[Callable[[Sequence[Answer]], float | None], str]] = {
-    "score": (lambda one: score(one) if one else None, "{:.1f}"),
+    "score": (score, "{:.1f}"),
     "ttft": (ttft, "{:.1f}"),
     "gflop": (lambda one: mean_of(a.flops / 1e9 for a in one), "{:.2f}"),
     "computed": (lambda one: mean_of(a.computed for a in one), "{:.0f}"),
@@ -168,7 +171,7 @@ def write_report(out: Path) -> list[Path]:
         "chunks.png": lambda figure: plots.by_chunks(figure, answers),
     }
     for name, draw in drawn.items():
-        plots.save(out / name, draw)
+        save_png(out / name, draw, (10, 4.5), dpi=110)
     blocks: list[tuple[str, Any]] = [
         ("text", advice(found)),
         ("plot", "score-ttft.png"),

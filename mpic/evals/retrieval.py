@@ -23,11 +23,10 @@ from rich.table import Table
 
 from mpic.config import EngineConfig, RetrievalConfig, bundled_model
 from mpic.data.generator import references
-from mpic.data.generator.conversation import Document
-from mpic.data.generator.conversation import Image as Picture
 from mpic.data.generator.tasks import Generator
 from mpic.engine import load_engine
 from mpic.engine.base import Delta, Engine, GenerationRequest, Sampling
+from mpic.evals.tasks.world import content_part
 from mpic.library import Library
 from mpic.library.bulk import IntoLibrary, import_references
 from mpic.link import parse_policy
@@ -179,7 +178,11 @@ def searches(bench: Bench, questions: int) -> list[dict[str, Any]]:
         requests = []
         for seed in range(questions):
             (turn, *_) = Generator(50_000 + seed, "eval").task(task, 2).turns
-            requests.append(bench.auto(bench.plain([{"role": "user", "content": _parts(turn.user)}])))
+            requests.append(
+                bench.auto(
+                    bench.plain([{"role": "user", "content": [content_part(part) for part in turn.user]}])
+                )
+            )
         got = bench.run(requests)
         rows.append(
             {
@@ -191,29 +194,6 @@ def searches(bench: Bench, questions: int) -> list[dict[str, Any]]:
     total = sum(row["questions"] for row in rows)
     share = sum(row["searched"] * row["questions"] for row in rows) / total
     return [*rows, {"task": "all", "questions": total, "searched": round(share, 4)}]
-
-
-def _parts(user: Sequence[Any]) -> list[dict[str, Any]]:
-    """A generated turn as content parts."""
-    parts: list[dict[str, Any]] = []
-    for part in user:
-        name = {"name": part.name} if getattr(part, "name", None) else {}
-        if isinstance(part, Picture):
-            parts.append({"type": "image", "image": _data_url(Image.fromarray(part.pixels)), **name})
-        elif isinstance(part, Document):
-            parts.append({"type": "document", "text": part.text, **name})
-        else:
-            parts.append({"type": "text", "text": part})
-    return parts
-
-
-def _data_url(image: Image.Image) -> str:
-    import base64
-    import io
-
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def _limited(queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:

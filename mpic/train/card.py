@@ -38,7 +38,7 @@ The chat template spells all this.
 1. **Vision** ({vision_minutes:.0f} min): image tokens learn to be sums of word embeddings of what they show. The
    first 16 tokens are summaries (quadrants, count, digit), the others say what their own quadrant holds.
 2. **Base** ({base_minutes:.0f} min): answers under ordinary causal attention, loss on what the model says only,
-   up to 20 questions a conversation, curriculum from 1-2 chunks to 10.
+   up to 20 questions a conversation{curriculum}.
 {pic}
 The initial weights of the language model are **structured**, not random: they hold rough hand-built attention heads
 (previous token, most recent label, name or content word, matching and induction; see `mpic/train/structure.py`).
@@ -115,6 +115,7 @@ def write_card(
         continued=continued,
         vision_minutes=seconds["vision"] / 60,
         base_minutes=seconds["base"] / 60,
+        curriculum="" if continued else ", curriculum from 1-2 chunks to 10",
         pic=phase if pic else "",
         summary=_summary(scores["summary"]),
         table=(folder / "scores.md").read_text().strip(),

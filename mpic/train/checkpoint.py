@@ -26,16 +26,31 @@ def check(out: Path, settings: dict[str, Any], world: int, resume: bool) -> None
     Raises:
         ConfigError: a checkpoint is there but not to be resumed, or of another run; or none is there to resume.
     """
-    if not (out / INDEX).exists():
+    before = None
+    if (out / INDEX).exists():
+        index = json.loads((out / INDEX).read_text())
+        before = {k: index["settings"][k] for k in SAME} | {"workers": len(index["files"])}
+    may_start(out, before, {k: settings[k] for k in SAME} | {"workers": world}, resume)
+
+
+def may_start(out: Path, before: dict[str, Any] | None, mine: dict[str, Any], resume: bool) -> None:
+    """Whether a run may begin, or go on, in a folder.
+
+    Args:
+        before: settings of the run whose checkpoint is there; None where there is none.
+        mine: those of this run; both have what a run must share with the one it goes on with.
+
+    Raises:
+        ConfigError: as ``check``.
+    """
+    if before is None:
         if resume:
-            raise ConfigError(f"nothing to resume in {out}: no {INDEX}", param="resume")
+            raise ConfigError(f"nothing to resume in {out}: no checkpoint is there", param="resume")
         return
     if not resume:
         message = f"{out} holds the checkpoint of an earlier run: --resume goes on with it, another --out starts anew"
         raise ConfigError(message, param="out")
-    index = json.loads((out / INDEX).read_text())
-    differs = [k for k in SAME if index["settings"][k] != settings[k]]
-    differs += ["workers"] if len(index["files"]) != world else []
+    differs = [k for k, value in mine.items() if before.get(k) != value]
     if differs:
         raise ConfigError(
             f"the run in {out} has other settings than these: {', '.join(differs)}", param="resume"

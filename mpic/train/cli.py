@@ -11,7 +11,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train the de
 
 Out = Annotated[Path, typer.Option(help="folder for checkpoints, curves and the finished model")]
 Resume = Annotated[bool, typer.Option("--resume", help="continue from the checkpoint in --out")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto takes a GPU if there is one")]
 Seed = Annotated[int, typer.Option(help="seed of weights and data")]
 
 
@@ -20,7 +20,7 @@ def mllm(
     out: Out = Path("mllm-run"),
     minutes: Annotated[float, typer.Option(help="wall-clock budget of all stages")] = 80.0,
     steps: Annotated[int | None, typer.Option(help="steps of all stages, instead of minutes")] = None,
-    workers: Annotated[int, typer.Option(help="processes; 0: one a core, or one on a GPU")] = 0,
+    workers: Annotated[int, typer.Option(help="processes; 0: one a core, at most four, or one on a GPU")] = 0,
     tokens: Annotated[int, typer.Option(help="tokens a step and worker")] = 2048,
     init: Annotated[str, typer.Option(help="structured or plain initial weights")] = "structured",
     start: Annotated[
@@ -92,7 +92,9 @@ def score(
     ],
     size: Annotated[int, typer.Option(min=1, help="questions a cell")] = 200,
     minutes: Annotated[float | None, typer.Option(help="begin no cell after this long")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="processes; 0: one a core, or one on a GPU")] = 0,
+    workers: Annotated[
+        int, typer.Option(min=0, help="processes; 0: one a core, at most four, or one on a GPU")
+    ] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="keep the cells that an interrupted run finished")
     ] = False,

@@ -26,13 +26,17 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from mpic.data.generator.pairs import Pair, Pairs
+from mpic.figure import save_png
 from mpic.train import clip_model
+from mpic.train.checkpoint import may_start
 from mpic.train.clip_scores import score
 from mpic.train.optim import Optimizers
 
 BUCKETS = (12, 18, 26, 36, clip_model.CONTEXT)  # lengths that texts of a batch are computed at
 CHECKPOINT = "checkpoint.pt"
 CURVES = "training.png"
+MAY_DIFFER = ("out", "threads", "device", "evaluate_every", "resume", "quiet")
+"""Settings that a resumed run need not share with the run it goes on with."""
 MAX_SCALE = math.log(100.0)  # as open_clip's own training: the temperature never falls below 0.01
 
 
@@ -103,7 +107,11 @@ def answered(pairs: Sequence[Pair]) -> torch.Tensor:
 
 
 class Trainer:
-    """One training run: model, optimizer, data and log."""
+    """One training run: model, optimizer, data and log.
+
+    Raises:
+        ConfigError: a checkpoint is there but not to be resumed, or of another run; or none is there to resume.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = s = settings
@@ -113,6 +121,8 @@ class Trainer:
         if s.threads:
             torch.set_num_threads(s.threads)
         self.work = s.out / "run"
+        saved = self._saved()
+        may_start(s.out, saved and saved["settings"], _decisive(s), s.resume)
         self.work.mkdir(parents=True, exist_ok=True)
         if s.start and not s.resume:
             self.model = clip_model.copy(s.start, s.out)
@@ -126,11 +136,14 @@ class Trainer:
         self.optimizers = Optimizers(list(inner.values()), [(others, 1.0)], s.muon_lr, s.adam_lr)
         self.step, self.seconds, self.processor = 0, 0.0, 0.0
         self.log: list[dict[str, Any]] = []
-        if s.resume and (self.work / CHECKPOINT).exists():
-            self._restore()
+        if saved:
+            self._restore(saved)
 
-    def _restore(self) -> None:
-        saved = torch.load(self.work / CHECKPOINT, map_location=self.device, weights_only=True)
+    def _saved(self) -> dict[str, Any] | None:
+        path = self.work / CHECKPOINT
+        return torch.load(path, map_location=self.device, weights_only=True) if path.exists() else None
+
+    def _restore(self, saved: dict[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
         self.optimizers.load_state_dict(saved["optimizers"])
         self.step, self.log = saved["step"], saved["log"]
@@ -139,7 +152,7 @@ class Trainer:
     def _checkpoint(self) -> None:
         temporary = self.work / f"{CHECKPOINT}.tmp"
         state = {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict()}
-        state |= {"step": self.step, "log": self.log}
+        state |= {"step": self.step, "log": self.log, "settings": _decisive(self.settings)}
         torch.save({**state, "seconds": self.seconds, "processor": self.processor}, temporary)
         temporary.replace(self.work / CHECKPOINT)
 
@@ -203,6 +216,12 @@ class Trainer:
         return scores
 
 
+def _decisive(settings: Settings) -> dict[str, Any]:
+    """What the weights depend on, as a checkpoint keeps it."""
+    kept = {k: v for k, v in asdict(settings).items() if k not in MAY_DIFFER}
+    return kept | {"start": settings.start and str(settings.start)}
+
+
 def train_clip(settings: Settings) -> dict[str, Any]:
     """Trains, saves the model into `settings.out`, scores it, and returns what `training.json` says."""
     trainer = Trainer(settings)
@@ -232,12 +251,11 @@ def _line(entry: dict[str, Any]) -> str:
 
 def plot(log: list[dict[str, Any]], path: Path) -> None:
     """Loss and held-out recall over the steps."""
-    import matplotlib
+    save_png(path, lambda figure: _draw(figure, log), (11, 4))
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+def _draw(figure: Any, log: list[dict[str, Any]]) -> None:
+    left, right = figure.subplots(1, 2)
     left.plot([e["step"] for e in log], [e["loss"] for e in log], linewidth=0.7)
     left.set(xlabel="step", ylabel="contrastive loss")
     scored = [e for e in log if "scores" in e]
@@ -247,6 +265,3 @@ def plot(log: list[dict[str, Any]], path: Path) -> None:
     right.set(xlabel="step", ylabel="recall@1 over 200 held-out items, %", ylim=(0, 102))
     if names:
         right.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-    plt.close(figure)

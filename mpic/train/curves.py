@@ -5,21 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mpic.figure import save_png
+
 
 def plot_curves(log: list[dict[str, Any]], path: Path) -> None:
     """Loss (left) and quick held-out exact match (right) over minutes, stages one after another."""
-    import matplotlib
+    save_png(path, lambda figure: _draw(figure, log), (13, 4.5))
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
+def _draw(figure: Any, log: list[dict[str, Any]]) -> None:
     starts, elapsed, stage_end = {}, 0.0, 0.0
     for entry in log:
         if entry["stage"] not in starts:
             elapsed += stage_end
             starts[entry["stage"]] = elapsed
         stage_end = entry["seconds"] / 60
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5))
+    left, right = figure.subplots(1, 2)
     scores: dict[str, list[tuple[float, float]]] = {}
     for stage, start in starts.items():
         rows = [e for e in log if e["stage"] == stage]
@@ -37,6 +38,3 @@ def plot_curves(log: list[dict[str, Any]], path: Path) -> None:
         left.legend()
     if scores:
         right.legend(fontsize=6, ncol=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-    plt.close(figure)

@@ -19,6 +19,7 @@ from transformers import LlavaForConditionalGeneration
 
 from mpic.config import ConfigError
 from mpic.data.generator.wordings import Asking
+from mpic.figure import save_png
 from mpic.train.batch import Encoder, Example, collate, embed
 from mpic.train.model import load_model
 from mpic.train.scoring import BRANCHES, LINKS, Link, questions, score_cell
@@ -232,12 +233,11 @@ def markdown(result: dict[str, Any]) -> str:
 
 def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
     """Mean exact match over tasks against the share of chunk tokens recomputed, one line a checkpoint."""
-    import matplotlib
+    save_png(path, lambda figure: _draw(figure, results), (7, 4.5))
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7, 4.5))
+def _draw(figure: Any, results: dict[str, dict[str, Any]]) -> None:
+    axis = figure.subplots()
     for name, result in results.items():
         figures = summary(result)
         exact, share = figures["exact by link, 1-8 chunks"], figures["recomputed by link"]
@@ -247,9 +247,6 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
             axis.annotate(k, (share[k], exact[k]), fontsize=7)
     axis.set(xlabel="chunk tokens recomputed, %", ylabel="exact match, %", ylim=(0, 102))
     axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
 
 
 def write_report(result: dict[str, Any], folder: Path) -> None:

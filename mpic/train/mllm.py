@@ -1,7 +1,7 @@
 """`train_mllm`: vision alignment, then answers under causal attention, then the short PIC-aware phase.
 
 The recipe in one place. Two checkpoints come out: `plain` after the second stage and `pic` after the third.
-A run is resumable, spreads over worker processes on a CPU (one thread each: they meet once a step, so a busy
+A run is resumable, spreads over worker processes on a CPU (they share its cores evenly and meet once a step, so a busy
 machine slows it gracefully), and is bounded by minutes or by steps.
 """
 
@@ -69,7 +69,7 @@ class Settings:
     minutes: float = 90.0
     steps: int | None = None  # instead of minutes: steps of all stages together
     device: str = "auto"
-    workers: int = 0  # 0: one a core on a CPU, one on a GPU
+    workers: int = 0  # 0: one a core on a CPU, at most four; one on a GPU
     tokens: int = 2048  # a step and worker
     init: str = "structured"
     start: Path | None = None  # a finished `plain` model to go on from, instead of `init`

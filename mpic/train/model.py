@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import (
     AutoTokenizer,
     CLIPVisionConfig,
@@ -147,7 +147,6 @@ __all__ = [
     "IMAGE_TOKENS",
     "build_model",
     "image_features",
-    "load_file",
     "load_model",
     "save_model",
 ]

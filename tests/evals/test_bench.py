@@ -145,6 +145,28 @@ def test_an_unknown_dtype_is_refused_before_anything_runs():
     assert done.exit_code == 2 and "float8" in done.output
 
 
+@pytest.mark.parametrize("name", ["serve", "memory", "flops", "serving", "pages"])
+def test_repeats_are_refused_where_there_are_no_rounds(name):
+    done = CliRunner().invoke(cli.app, [name, "--quick", "--repeats", "3"])
+    assert done.exit_code == 2 and "--repeats" in done.output and name in done.output
+
+
+@pytest.mark.parametrize("name", ["load", "restart"])
+@pytest.mark.parametrize("option", [("--dtype", "bfloat16"), ("--device", "cuda")])
+def test_a_bench_of_the_cpu_in_float32_refuses_to_be_recorded_as_another(name, option):
+    done = CliRunner().invoke(cli.app, [name, "--quick", *option])
+    assert done.exit_code == 2 and option[0] in done.output and name in done.output
+
+
+def test_a_bench_of_the_cpu_records_the_cpu_beside_an_accelerator(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "choose_device", lambda name: torch.device("meta" if name == "auto" else name))
+    entry = BENCHES["restart"]
+    monkeypatch.setattr(type(entry), "configured", lambda self, quick, **changes: SETTINGS[self.name])
+    done = CliRunner().invoke(cli.app, ["restart", "--json", str(tmp_path / "r.json")])
+    assert done.exit_code == 0, done.output
+    assert "float32 on cpu" in json.loads((tmp_path / "r.json").read_text())["machine"]
+
+
 def test_quick_settings_differ_and_changes_win():
     for entry in BENCHES.values():
         assert entry.configured(quick=True) != entry.configured()
@@ -250,6 +272,17 @@ def test_a_disk_bench_refuses_a_folder_in_memory(monkeypatch):
     monkeypatch.setattr(disk, "file_system", lambda folder: "tmpfs")
     with pytest.raises(BenchFailed, match="TMPDIR"), disk.fresh_library():
         pass
+
+
+def test_ttft_fails_when_a_policy_recomputes_another_number_of_tokens_than_its_column_says(monkeypatch):
+    ask = ttft.request_of
+
+    def another(prompt, policy, tokens):
+        return ask(prompt, {"mpic-32": "mpic-16"}.get(policy, policy), tokens)
+
+    monkeypatch.setattr(ttft, "request_of", another)
+    with pytest.raises(BenchFailed, match="mpic-16: reused 66 of 34 expected"):
+        BENCHES["ttft"].run(SETTINGS["ttft"], CPU, Ticker())
 
 
 def test_load_fails_when_what_was_read_is_not_what_was_stored(monkeypatch):

@@ -6,11 +6,13 @@ import json
 import random
 
 import pytest
+from matplotlib.figure import Figure
 
 from mpic.errors import BadRequest
 from mpic.evals.answers import Answer, lines_of
 from mpic.evals.compare import cells_of, lines, losses
 from mpic.evals.evidence import fill
+from mpic.evals.plots import by_chunks
 from mpic.evals.report import advice, count_table, loss_table
 
 
@@ -137,6 +139,41 @@ def test_a_mark_that_cannot_be_filled_is_refused_and_changes_nothing(tmp_path, m
     with pytest.raises(BadRequest):
         fill(path)
     assert path.read_text() == f"<!-- made: {mark} -->\n<!-- end -->\n"
+
+
+def test_a_policy_that_lacks_a_task_is_left_out_where_numbers_of_chunks_are_compared():
+    """Its mean would be of other questions: here it answered the easy task only, and looks better than ``full``."""
+    both = [
+        one
+        for chunks in (2, 4)
+        for task, right in (("world-card", [1, 1]), ("world-image", [0, 1]))
+        for policy in ("full", "reuse", "mpic-16")
+        if (policy, task) != ("mpic-16", "world-image")
+        and (policy, task, chunks) != ("reuse", "world-image", 4)
+        for one in answers(policy, right, task, chunks)
+    ]
+    assert count_table(both, "score") == [
+        ["chunks", "full", "reuse", "mpic-16"],
+        ["2", "75.0", "75.0", ""],
+        ["4", "75.0", "", ""],
+    ]
+    figure = Figure()
+    by_chunks(figure, both)
+    for axes in figure.axes:
+        assert [line.get_label() for line in axes.get_lines()] == ["full"]
+    card = [one for one in both if one.task == "world-card"]
+    assert count_table(card, "score")[1] == ["2", "100.0", "100.0", "100.0"]
+
+
+def test_times_are_compared_over_the_tasks_that_full_has_times_of():
+    """Questions asked several at once have none."""
+    tasks = ("world-card", "world-image")
+    full, reuse = ({task: answers(policy, [1], task) for task in tasks} for policy in ("full", "reuse"))
+    every = [one for policy in (full, reuse) for found in policy.values() for one in found]
+    full["world-image"][0].ttft_ms, reuse["world-image"][0].ttft_ms = None, 9
+    assert count_table(every, "ttft")[1] == ["2", "1.0", "1.0"]
+    full["world-image"][0].ttft_ms, reuse["world-image"][0].ttft_ms = 9, None
+    assert count_table(every, "ttft")[1] == ["2", "5.0", ""]
 
 
 def test_counts_of_another_kind_are_refused():

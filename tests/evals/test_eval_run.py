@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from mpic.config import ConfigError, EngineConfig, bundled_model
 from mpic.engine import load_engine
 from mpic.errors import BadRequest, UnknownPolicy
 from mpic.evals import cli
-from mpic.evals.answers import Answer, lines_of, read_answers
+from mpic.evals.answers import Answer, lines_of, read_answers, ready
 from mpic.evals.compare import lines
-from mpic.evals.config import load_eval_config
+from mpic.evals.config import EvalConfig, load_eval_config
 from mpic.evals.report import write_report
 from mpic.evals.resolve import LocalResolver
 from mpic.evals.run import LISTED, Evaluator, _Session
@@ -115,6 +116,14 @@ def test_a_line_that_is_whole_but_for_its_end_is_kept(finished, tmp_path):
     assert len(evaluator.done) == len(answers) == len(path.read_text().splitlines())
 
 
+def test_an_answer_cut_off_within_a_letter_is_left_out(tmp_path):
+    whole = lines_of([Answer("world-image", 1, "0", "full", answer="rot")]).encode()
+    cut = lines_of([Answer("world-image", 1, "1", "full", answer="grün")]).encode().split("ü".encode()[1:])[0]
+    (tmp_path / "answers.jsonl").write_bytes(whole + cut)
+    assert [answer.answer for answer in ready(tmp_path)] == ["rot"]
+    assert (tmp_path / "answers.jsonl").read_bytes() == whole
+
+
 def test_a_run_goes_on_wherever_the_models_folder_lies(finished, tmp_path):
     folder, _ = finished
     config = load_eval_config(folder / "eval.toml")
@@ -123,6 +132,18 @@ def test_a_run_goes_on_wherever_the_models_folder_lies(finished, tmp_path):
     assert moved.fingerprint() == config.fingerprint()
     (tmp_path / "demo" / "config.json").write_text("{}")
     assert moved.fingerprint() != config.fingerprint()
+
+
+def test_one_changed_byte_of_the_weights_is_another_model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = EvalConfig((), model=str(folder))
+    weights = bytearray(3 << 20)
+    (folder / "model.safetensors").write_bytes(weights)
+    before = config.fingerprint()
+    weights[2 << 20] = 1
+    (folder / "model.safetensors").write_bytes(weights)
+    assert config.fingerprint() != before
 
 
 def test_a_run_that_answered_nothing_stands_in_nobodys_way(tmp_path):
@@ -252,13 +273,34 @@ def test_a_policy_counts_as_near_only_if_no_task_loses_more_than_five_points():
         ('policies = ["best"]\n[[task]]\nname = "world-image"', UnknownPolicy),
         ('question = 4\n[[task]]\nname = "world-image"', ConfigError),
         ('[[task]]\nnames = "world-image"', ConfigError),
-        ('at_once = 0\n[[task]]\nname = "world-image"', ConfigError),
+        ('task = "world-image"', ConfigError),
         ('[[task]]\nname = "squad"\npath = "a.json"\n[[task]]\nname = "squad"\npath = "b.json"', ConfigError),
     ],
 )
 def test_mistakes_in_a_configuration_are_refused_by_name(tmp_path, text, error):
     (tmp_path / "e.toml").write_text(text)
     with pytest.raises(error):
+        load_eval_config(tmp_path / "e.toml")
+
+
+@pytest.mark.parametrize(
+    "top, task, said",
+    [
+        ("", "chunks = 4", "[[task]] 1: chunks is a list of whole numbers, not 4"),
+        ("", 'chunks = [2, "4"]', "[[task]] 1: chunks is a list of whole numbers, not [2, '4']"),
+        ("", "chunks = [4, 0]", "[[task]] 1: chunks is at least 1, not [4, 0]"),
+        ("", "questions = 0", "[[task]] 1: questions is at least 1, not 0"),
+        ('policies = "mpic-16"', "", "policies is a list of strings, not 'mpic-16'"),
+        ("questions = -1", "", "questions is at least 1, not -1"),
+        ("questions = true", "", "questions is a whole number, not True"),
+        ("at_once = 0", "", "at_once is at least 1, not 0"),
+        ("fidelity = 1", "", "fidelity is true or false, not 1"),
+        ("judge = 3", "", "[judge] is a table, not 3"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_with_what_is_expected(tmp_path, top, task, said):
+    (tmp_path / "e.toml").write_text(f'{top}\n[[task]]\nname = "world-image"\n{task}')
+    with pytest.raises(ConfigError, match=re.escape(said)):
         load_eval_config(tmp_path / "e.toml")
 
 

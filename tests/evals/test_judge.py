@@ -7,6 +7,7 @@ import json
 import httpx
 import pytest
 
+from mpic.errors import BadRequest
 from mpic.evals.answers import Answer
 from mpic.evals.config import EvalConfig, Judge, TaskEntry
 from mpic.evals.judge import Grader, JudgeFailed, judge_run, read_grades
@@ -61,3 +62,19 @@ def test_grades_are_kept_and_not_asked_for_again(tmp_path):
     assert len(asked) == 2 and first == read_grades(tmp_path)
     assert judge_run(config, tmp_path, answers, grader([500], asked)) == first
     assert len(asked) == 2
+
+
+def test_a_grade_cut_off_by_a_kill_is_asked_for_again_on_a_line_of_its_own(tmp_path):
+    config = EvalConfig((TaskEntry("world-image", chunks=(1,)),), questions=3)
+    answers = [Answer("world-image", 1, str(i), "full", answer="red") for i in range(3)]
+    whole = judge_run(config, tmp_path, answers, grader([json.dumps(grades(5))], []))
+    path = tmp_path / "grades.jsonl"
+    text = path.read_text()
+    path.write_text(text[:-20])
+    assert read_grades(tmp_path) == {answer.key: whole[answer.key] for answer in answers[:2]}
+    asked = []
+    assert judge_run(config, tmp_path, answers, grader([json.dumps(grades(5))], asked)) == whole
+    assert len(asked) == 1 and path.read_text() == text
+    path.write_text("{\n" + text)
+    with pytest.raises(BadRequest, match=r"grades\.jsonl, line 1 is not JSON"):
+        read_grades(tmp_path)

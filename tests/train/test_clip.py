@@ -1,5 +1,6 @@
 """The demo CLIP: loads as any open_clip folder does, finds held-out things, and its training learns and resumes."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 
 import mpic.data
+from mpic.config import ConfigError
 from mpic.data.generator.pairs import Pair, Pairs
 from mpic.train import clip_model
 from mpic.train.clip import PairLoss, Settings, Trainer, answered, encode_text, pixels, train_clip
@@ -179,6 +181,21 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path):
     resumed.run()
     for a, b in zip(reference.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_a_clip_run_is_not_resumed_as_another_one_nor_overwritten(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: {})
+    settings = Settings(tmp_path, steps=2, evaluate_every=1, **TINY)
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        Trainer(dataclasses.replace(settings, resume=True))
+    assert list(tmp_path.iterdir()) == []
+    Trainer(settings).run()
+    with pytest.raises(ConfigError, match="earlier run"):
+        Trainer(settings)
+    other = dataclasses.replace(settings, resume=True, seed=1, adam_lr=1e-3, start=tmp_path / "start")
+    with pytest.raises(ConfigError, match="other settings than these: adam_lr, seed, start"):
+        Trainer(other)
+    assert Trainer(dataclasses.replace(settings, resume=True, threads=1)).step == 2
 
 
 def test_training_leaves_a_folder_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -42,7 +42,7 @@ def test_same_seed_same_conversations_and_pixels():
     assert _spelled(Generator(8).training(3, 6)) != _spelled(Generator(7).training(3, 6))
 
 
-def test_evaluation_uses_names_handles_wordings_and_fillers_training_never_sees():
+def test_evaluation_uses_names_handles_and_fillers_training_never_sees():
     train, held_out = random.Random(0), random.Random(1)
     for draw in (words.draw_people, words.draw_handles):
         seen = {x for _ in range(200) for x in draw(train, 4, "train")}

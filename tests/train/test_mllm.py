@@ -8,9 +8,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.cache_utils import DynamicCache
+from typer.testing import CliRunner
 
 from mpic.data.generator import Generator, messages
 from mpic.data.generator.tokenizer import build_tokenizer
+from mpic.train import cli
 from mpic.train.batch import Encoder, collate, embed, hidden_states
 from mpic.train.mllm import Settings, train_mllm
 from mpic.train.model import build_model, save_model
@@ -113,6 +115,15 @@ def test_saved_model_loads_unchanged_with_names_for_vllm_and_processor_ids_are_t
         ours = hidden_states(loaded, collate([example]))[:, : theirs.shape[1]]
     torch.testing.assert_close(theirs, ours, atol=2e-2, rtol=1e-2)
     assert (tmp_path / "model.safetensors").stat().st_size < 30e6
+
+
+@pytest.mark.parametrize("command", ["mllm", "clip"])
+def test_a_device_that_does_not_exist_is_refused_instead_of_training_on_the_cpu(
+    command, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(f"mpic.train.{command}.train_{command}", lambda settings: None)
+    done = CliRunner().invoke(cli.app, [command, "--device", "gpu", "--out", str(tmp_path)])
+    assert done.exit_code == 2 and "gpu" in done.output
 
 
 def test_a_short_run_learns_resumes_and_leaves_both_checkpoints(tmp_path):

@@ -57,6 +57,10 @@ def test_report_and_card_show_the_figures(result, folder, tmp_path):
         text = (folder / "README.md").read_text()
         assert ("PIC-aware phase** (1 min)" in text) == pic
         assert "structured" in text and "| card | 2 | 2 | 1 |" in text and str(folder) not in text
+        assert "20 questions a conversation, curriculum from 1-2 chunks to 10." in text
+    write_card(folder, tmp_path, True, "two CPU cores", "mpic train mllm", "- Nothing.", " It went on.")
+    text = (folder / "README.md").read_text()  # all conversations of a run that goes on are of the full mix
+    assert "It went on." in text and "20 questions a conversation." in text and "curriculum" not in text
     plot({"default": result}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mpic.data.generator import Generator
+from mpic.data.generator import EVAL_TASKS, Generator, questions, tasks
 from mpic.data.generator.tasks import Mix
 from mpic.data.generator.wordings import WORDINGS, draw
 
@@ -52,6 +52,24 @@ def test_a_wording_to_train_with_keeps_its_slots_however_it_is_typed():
         assert all(set(_slots(w)) == wanted for w in drawn)
         assert not set(drawn) <= set(WORDINGS["train"][kind])  # some in haste, some with a word before them
         assert {draw(rng, "fresh", kind) for _ in range(50)} <= set(WORDINGS["fresh"][kind])
+
+
+@pytest.mark.parametrize("asking, wanted", [(None, "eval"), ("fresh", "fresh")])
+def test_held_out_questions_are_asked_in_the_wordings_of_their_list_only(monkeypatch, asking, wanted):
+    drawn = set()
+
+    def recorded(rng, asking, kind):
+        drawn.add((asking, kind))
+        return draw(rng, asking, kind)
+
+    for module in (questions, tasks):
+        monkeypatch.setattr(module, "draw", recorded)
+    generator = Generator(0, "eval", asking)
+    for task in EVAL_TASKS:
+        for count in (0, 2, 4) if task.startswith("search") else (2, 4):
+            generator.branches(task, count, 4)
+            generator.task(task, count)
+    assert {asking for asking, _ in drawn} == {wanted} and len(drawn) > len(EVAL_TASKS)
 
 
 def test_a_comparison_inside_a_sentence_asks_about_a_shape_that_both_images_have():

@@ -10,19 +10,11 @@ import torch
 
 from mpic.evals.analyze import measures
 from mpic.evals.analyze.dense import Linked
+from mpic.figure import save_png
 
 
 def save(path: Path, draw: Callable[[Any], None], size: tuple[float, float] = (9, 4.2)) -> Path:
-    """Draw into a PNG without a display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    draw(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+    return save_png(path, draw, size, dpi=120)
 
 
 def shares(full: Linked) -> Callable[[Any], None]:

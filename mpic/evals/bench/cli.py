@@ -101,11 +101,17 @@ def _command(native: Bench) -> None:
             )
         if dtype != "auto" and dtype not in DTYPES:
             raise typer.BadParameter(f"unknown dtype '{dtype}'; one of auto, {', '.join(DTYPES)}")
+        if repeats and "repeats" not in entry.settings.__dataclass_fields__:
+            raise typer.BadParameter(
+                f"bench {entry.name} measures no rounds to repeat", param_hint="--repeats"
+            )
+        if entry.on_cpu:
+            _check_on_cpu(entry.name, device, dtype)
+            device = "cpu"
         if threads:
             torch.set_num_threads(threads)
         where = Where(choose_device(device), DTYPES.get(dtype, torch.float32))
-        changes = {"repeats": repeats} if repeats and "repeats" in entry.settings.__dataclass_fields__ else {}
-        settings = entry.configured(quick, **changes)
+        settings = entry.configured(quick, **({"repeats": repeats} if repeats else {}))
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: what was started ends too
         errors = Console(stderr=True)
         errors.print(f"{entry.name}: {machine(where)}", markup=False, highlight=False)
@@ -115,6 +121,12 @@ def _command(native: Bench) -> None:
         if json_path is not None:
             write(json_path, as_json(entry, settings, where, report))
             save_plot(json_path.with_suffix(".png"), report)
+
+
+def _check_on_cpu(name: str, device: str, dtype: str) -> None:
+    for option, value, measured in (("--device", device, "cpu"), ("--dtype", dtype, "float32")):
+        if value not in ("auto", measured):
+            raise typer.BadParameter(f"bench {name} measures {measured}, not '{value}'", param_hint=option)
 
 
 for _entry in BENCHES.values():

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from mpic.errors import MPICError
+from mpic.figure import save_png
 
 Row = dict[str, Any]
 """One line of a result. ``table`` names the table it is printed in; the other keys are its columns."""
@@ -71,7 +72,8 @@ class Report:
 @dataclass(frozen=True)
 class Bench:
     """An entry of the registry. ``wants`` says in words what each headline number should be; ``engine`` is the one it
-    measures, in this process or (``in_process``) not; ``others`` has the same bench on another engine."""
+    measures, in this process or (``in_process``) not; ``others`` has the same bench on another engine.
+    ``on_cpu`` benches measure the CPU in float32, whatever other device there is."""
 
     name: str
     summary: str
@@ -81,6 +83,7 @@ class Bench:
     run: Callable[[Any, Where, Ticker], Report]
     engine: str = "native"
     in_process: bool = True
+    on_cpu: bool = False
     others: dict[str, Bench] = field(default_factory=dict)
 
     def on(self, engine: str) -> Bench | None:
@@ -103,6 +106,7 @@ def bench(
     wants: Mapping[str, str],
     engine: str = "native",
     in_process: bool = True,
+    on_cpu: bool = False,
 ) -> Callable[[Callable[[Any, Where, Ticker], Report]], Callable[[Any, Where, Ticker], Report]]:
     """Register a bench.
 
@@ -112,13 +116,14 @@ def bench(
         wants: headline name -> the goal in words.
         engine: what it measures; the native one is registered first.
         in_process: whether it runs in this process, where threads can be set.
+        on_cpu: whether it always measures the CPU in float32.
     """
     unknown = set(quick) - {f.name for f in fields(settings)}
     if unknown:
         raise ValueError(f"bench {name}: no settings {sorted(unknown)}")
 
     def register(run: Callable[[Any, Where, Ticker], Report]) -> Callable[[Any, Where, Ticker], Report]:
-        made = Bench(name, summary, settings, dict(quick), dict(wants), run, engine, in_process)
+        made = Bench(name, summary, settings, dict(quick), dict(wants), run, engine, in_process, on_cpu)
         if engine == "native":
             BENCHES[name] = made
         else:
@@ -267,17 +272,9 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def save_plot(path: Path, report: Report) -> None:
-    """Draw the bench's plot as a PNG, without a display."""
-    if report.plot is None:
-        return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    report.plot(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    """The bench's plot, if it has one."""
+    if report.plot is not None:
+        save_png(path, report.plot, (8, 4.5), dpi=130)
 
 
 def print_report(entry: Bench, report: Report, console: Console) -> None:

@@ -65,6 +65,7 @@ class Settings:
         "lookup_p50_ms": "< 1",
         "lookup_p99_ms": "< 5",
     },
+    on_cpu=True,
 )
 def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
     """Read the same files in five ways in the same rounds; then look chunks up in a large catalogue."""

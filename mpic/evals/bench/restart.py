@@ -42,6 +42,8 @@ class Settings:
     Settings,
     quick={"files": 1_000, "repeats": 3},
     wants={"start_seconds": "< 2", "memory_mib": "< 64"},
+    on_cpu=True,
+    in_process=False,
 )
 def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
     """Opened after a clean end, after a kill (with a write-ahead log to replay and leftovers), and empty."""

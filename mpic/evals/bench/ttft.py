@@ -30,7 +30,8 @@ from mpic.evals.bench.peer import floors
 from mpic.kv.chunk import Chunk
 from mpic.prompt.segments import Prompt
 
-LINKED = ("reuse-2step", "reuse", "mpic-32", "legolink-32")
+LINKED = {"reuse-2step": 0, "reuse": 0, "mpic-32": 32, "legolink-32": 32}
+"""Policies that link, and how many of each image's tokens they recompute."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,10 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
         compile_all(engine, prompts.chunks)
         first_token(engine, request_of(prompt_of(prompts.system, prompts.ids.fresh(8)), "prefix", 2))
         usages: dict[str, Usage] = {}
-        columns = {p: _column(engine, prompts, p, usages) for p in ("full", "prefix", *LINKED)}
+        tokens = settings.tower.tokens
+        columns = {p: _column(engine, prompts, p, tokens, usages) for p in ("full", "prefix", *LINKED)}
         under = floors(pair.stock, pair.loaded.shape, prompts.ids.fresh, new, length - new, where.synchronize)
-        encoded = {p: _column(engine, prompts, p, usages, encode=True) for p in ("full", "prefix")}
+        encoded = {p: _column(engine, prompts, p, tokens, usages, encode=True) for p in ("full", "prefix")}
         encoded |= {p: columns[p] for p in LINKED}
         ticker.expect((settings.repeats + 1) * len(columns | under) + settings.vision_repeats * len(encoded))
         samples = interleave(columns | under, settings.repeats, ticker)
@@ -132,15 +134,21 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
 
 
 def _column(
-    engine: NativeEngine, prompts: Prompts, policy: str, usages: dict[str, Usage], encode: bool = False
+    engine: NativeEngine,
+    prompts: Prompts,
+    policy: str,
+    image_tokens: int,
+    usages: dict[str, Usage],
+    encode: bool = False,
 ) -> Callable[[int], float]:
     prefix = policy == "prefix"
+    kept = max(0, image_tokens - LINKED[policy]) if policy in LINKED else 0
+    reused = len(prompts.chunks) * kept
 
     def measure(turn: int) -> float:
         chunks = prompts.again() if encode else prompts.chunks
         prompt = prompts.make(chunks, prompts.system if prefix else None)
         elapsed, usage = first_token(engine, request_of(prompt, policy, 2))
-        reused = usage.prompt_tokens - usage.computed - usage.prefix_hit
         expect(usage, reused=reused, prefix_hit=len(prompts.system) if prefix else 0)
         usages[policy] = usage
         return elapsed

@@ -43,12 +43,13 @@ def messages_of(conversation: Conversation) -> list[dict[str, Any]]:
     if conversation.system:
         out.append({"role": "system", "content": conversation.system})
     for turn in conversation.turns:
-        out.append({"role": "user", "content": [_part(part) for part in turn.user]})
+        out.append({"role": "user", "content": [content_part(part) for part in turn.user]})
         out.append({"role": "assistant", "content": turn.answer})
     return out[:-1]
 
 
-def _part(part: str | Image | Document) -> dict[str, Any]:
+def content_part(part: str | Image | Document) -> dict[str, Any]:
+    """A piece of a generated turn, as a client would send it."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     named = {"name": part.name} if part.name else {}
