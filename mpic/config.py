@@ -180,6 +180,7 @@ class Config:
 
 
 ENGINES = ("native", "vllm")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 SECTIONS = {
     "server": ServerConfig,
     "engine": EngineConfig,
@@ -210,9 +211,20 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
         if value is not None:
             values[_section_of(name)][name] = value
     config = Config(**{name: _build(name, values[name]) for name in SECTIONS})
+    check_server(config.server)
     parse_policy(config.engine.policy)
     check_engine(config.engine)
     return config
+
+
+def check_server(config: ServerConfig) -> None:
+    """Refuse a port or a log level that is none. Raises ConfigError."""
+    if config.port > 65535:
+        raise ConfigError(f"[server] port must be at most 65535, not {config.port}", param="port")
+    if config.log_level not in LOG_LEVELS:
+        raise ConfigError(
+            f"unknown log_level '{config.log_level}'; available: {_listed(LOG_LEVELS)}", param="log_level"
+        )
 
 
 def check_engine(config: EngineConfig) -> None:

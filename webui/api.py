@@ -13,10 +13,11 @@ from starlette.types import ASGIApp
 
 from mpic import AsyncMPIC
 from mpic.client.inprocess import AsyncInProcess
-from mpic.errors import Forbidden, MPICError, Unauthorized
+from mpic.errors import Forbidden, Unauthorized
 
 LOCAL = "http://127.0.0.1"  # a name the host guard always admits
 FOUND = 12  # references a search shows
+SHELF = 1_000  # references shown that nobody searched for
 
 
 class Piece(NamedTuple):
@@ -63,14 +64,10 @@ class API:
 
     # ---- references
 
-    async def references(self) -> list[dict[str, Any]] | None:
-        """Newest first; None where the server has no reference library."""
-        try:
-            return [found.model_dump() for found in (await self._client.references.list()).data]
-        except MPICError as exc:
-            if exc.code == "not_found":
-                return None
-            raise
+    async def references(self) -> tuple[list[dict[str, Any]], bool]:
+        """The newest first, and whether there are more than these."""
+        page = await self._client.references.list(limit=SHELF)
+        return [found.model_dump() for found in page.data], page.has_more
 
     async def reference(self, id: str) -> dict[str, Any]:
         return (await self._client.references.retrieve(id)).model_dump()

@@ -10,6 +10,7 @@ from typing import Any
 import gradio as gr
 from starlette.types import ASGIApp
 
+from mpic.client.base import pauses
 from mpic.errors import MPICError
 from mpic.webui import library, live, policies, references, top
 from mpic.webui.api import API
@@ -46,21 +47,20 @@ class Desk:
         api = self._api(request)
         # one after the other: the visitor's key may allow one request at a time
         health, files = await api.health(), await api.files()
-        metrics, shelf = await api.metrics(), await api.references()
+        metrics, shelf = await api.metrics(), await self._whole_shelf(api, request)
         visitor = request.request.state.visitor
         default, forms = health["policy"], health["policies"]
         choices = policies.offered(forms, default)
         return (
             top.bar(visitor, health["model"]),
             gr.update(choices=choices, value=default),
-            gr.update(visible=shelf is not None),
             policies.line(default),
             library.panel(files),
             live.panel(health, metrics),
             policies.page(forms, default),
             welcome() if not conversation.turns else transcript(conversation.turns),
-            gr.update(visible=shelf is not None and visitor.role == "admin"),
-            self._shelf(shelf or [], request),
+            gr.update(visible=visitor.role == "admin"),
+            shelf,
         )
 
     async def look(self, request: gr.Request) -> tuple[Update, ...]:
@@ -75,7 +75,7 @@ class Desk:
     # ---- the library
 
     async def files(self, conversation: Conversation, request: gr.Request) -> Update:
-        return library.panel(await self._api(request).files())
+        return await _library(self._api(request))
 
     async def manage(self, conversation: Conversation, event: gr.EventData, request: gr.Request) -> Update:
         """A button of the library panel."""
@@ -88,7 +88,7 @@ class Desk:
                 await api.extend(str(asked["id"]), max(0, round(left)) + DAY)
         except MPICError as exc:
             gr.Warning(f"{exc.message} [{exc.code}]", title="That did not work")
-        return library.panel(await api.files())
+        return await _library(api)
 
     # ---- the references
 
@@ -96,9 +96,9 @@ class Desk:
         """What was searched for; all of them when it was nothing."""
         api, asked = self._api(request), event._data or {}
         query, image = asked.get("query"), asked.get("image")
+        if not query and not image:
+            return await self._whole_shelf(api, request)
         try:
-            if not query and not image:
-                return self._shelf(await api.references() or [], request)
             found = await api.search(query, image)
         except MPICError as exc:
             return references.failed(exc.message, exc.code)
@@ -113,18 +113,24 @@ class Desk:
                 await api.remove(str(asked["id"]))
         except MPICError as exc:
             gr.Warning(f"{exc.message} [{exc.code}]", title="That did not work")
-        return self._shelf(await api.references() or [], request)
+        return await self._whole_shelf(api, request)
+
+    async def _whole_shelf(self, api: API, request: gr.Request) -> str:
+        try:
+            found, more = await api.references()
+        except MPICError as exc:
+            return references.failed(exc.message, exc.code)
+        return self._shelf(found, request, references.whole(len(found), more))
 
     def _shelf(
         self,
         found: list[dict[str, Any]],
         request: gr.Request,
-        note: str | None = None,
+        note: str,
         empty: str = references.EMPTY,
     ) -> str:
         admin = request.request.state.visitor.role == "admin"
-        noun = "reference" if len(found) == 1 else "references"
-        return references.shelf(found, admin, note or f"{len(found)} {noun}, newest first", empty)
+        return references.shelf(found, admin, note, empty)
 
     # ---- chat
 
@@ -173,7 +179,7 @@ class Desk:
             finally:
                 turn.answer.end()
             conversation.turns.remove(turn)
-            shown = library.panel(await self._api(request).files())
+            shown = await _library(self._api(request))
             async for update in self._answer(sample.text, _run(policy, retrieval), conversation, request):
                 yield *update, shown
                 shown = gr.skip()
@@ -244,21 +250,31 @@ class Desk:
     async def _upload(self, paths: dict[str, Any], request: gr.Request) -> None:
         """Upload what is not there yet, and wait until all of it is compiled."""
         api = self._api(request)
-        there = {f["handle"] for f in await api.files()}
+        wanted = {handle.upper() for handle in paths}  # handles ignore case
+        there = {(f["handle"] or "").upper() for f in await api.files()}
         for handle, path in paths.items():
-            if handle not in there:
+            if handle.upper() not in there:
                 await api.upload(path, handle)
         until = time.monotonic() + COMPILE_SECONDS
-        while time.monotonic() < until:
-            if all(f["state"] != "compiling" for f in await api.files() if f["handle"] in paths):
+        for pause in pauses():
+            used = [f for f in await api.files() if (f["handle"] or "").upper() in wanted]
+            if all(f["state"] != "compiling" for f in used) or time.monotonic() > until:
                 return
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(pause)
 
     def _own(self, conversation: Conversation, request: gr.Request) -> None:
         """The gate binds a page to its user; this holds even if it did not."""
         conversation.owner = conversation.owner or request.username
         if conversation.owner != request.username:
             raise gr.Error("this page belongs to somebody else; reload it")
+
+
+async def _library(api: API) -> Update:
+    """The library as it is now; when the API refuses, as it was: the page asks again."""
+    try:
+        return library.panel(await api.files())
+    except MPICError:
+        return gr.skip()
 
 
 def _run(policy: str | None, retrieval: str | None) -> Run:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import re
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, Response
 from PIL import Image, ImageOps
 from starlette.concurrency import run_in_threadpool
 
-from mpic.errors import NotFound
+from mpic.errors import NotFound, TooManyAtOnce
 from mpic.webui.api import API
 from mpic.webui.gate import ROOT
 from mpic.webui.plots import plot
 from mpic.webui.sessions import Visitor
 
+T = TypeVar("T")
 SIDE = 192  # pixels; shown at up to 96, and screens have two for one
 KEPT = 2_000
+PAUSES = (0.25, 0.5, 1.0)  # seconds before asking once more
 FILE_ID = re.compile(r"file-[A-Za-z0-9]{1,64}|ref_[A-Za-z0-9_.-]{1,124}")
 
 
 def router(app: FastAPI) -> APIRouter:
     routes = APIRouter(prefix=ROOT, include_in_schema=False)
-    kept: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
+    kept: OrderedDict[tuple[str, str, str], bytes] = OrderedDict()
+    turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @routes.get("/thumbs/{id}")
     async def thumb(id: str, request: Request) -> Response:
@@ -33,14 +39,16 @@ def router(app: FastAPI) -> APIRouter:
         if not FILE_ID.fullmatch(id):
             raise NotFound(f"no picture {id!r}")
         api = API(app, visitor.key)
+        turn = turns[visitor.user]
         if id.startswith("ref"):
-            key = (visitor.user, id, (await api.reference(id))["version"])
+            key = (visitor.user, id, (await _in_turn(turn, api.reference, id))["sha256"])
             read = api.reference_content
         else:
-            key = (visitor.user, (await api.file(id))["id"], 1)  # still there, and the visitor's
+            file = await _in_turn(turn, api.file, id)  # still there, and the visitor's
+            key = (visitor.user, file["id"], "")
             read = api.content
         if key not in kept:
-            kept[key] = await run_in_threadpool(shrink, await read(id))
+            kept[key] = await run_in_threadpool(shrink, await _in_turn(turn, read, id))
             while len(kept) > KEPT:
                 kept.popitem(last=False)
         headers = {"Cache-Control": "private, max-age=600", "Vary": "Cookie"}
@@ -54,6 +62,19 @@ def router(app: FastAPI) -> APIRouter:
         return FileResponse(path, media_type="image/png")
 
     return routes
+
+
+async def _in_turn(turn: asyncio.Lock, read: Callable[[str], Awaitable[T]], id: str) -> T:
+    """Read one after the other: a page asks for many pictures at once, and the visitor's key may allow one request at
+    a time. Waits a little where something else of the visitor's is under way."""
+    for pause in PAUSES:
+        try:
+            async with turn:
+                return await read(id)
+        except TooManyAtOnce:
+            await asyncio.sleep(pause)
+    async with turn:
+        return await read(id)
 
 
 def shrink(data: bytes) -> bytes:

@@ -134,7 +134,6 @@ def build(app: ASGIApp) -> gr.Blocks:
                                 show_label=False,
                                 container=False,
                                 filterable=False,
-                                visible=False,
                                 elem_id="m-retrieval",
                                 min_width=120,
                             )
@@ -164,7 +163,7 @@ def build(app: ASGIApp) -> gr.Blocks:
         asking = [said, now, box, send, stop]
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         many: dict[str, Any] = {**quiet, "concurrency_limit": None}
-        opened = [top, policy, retrieval, line, library, live, guide, said, kept, shelf]
+        opened = [top, policy, line, library, live, guide, said, kept, shelf]
         page.load(desk.open, [conversation], opened, **many)
         finder.submit(desk.find, None, [shelf], **many)
         shelf.click(desk.shelve, None, [shelf], **many)

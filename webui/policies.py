@@ -18,10 +18,7 @@ EXPLAINED = {
     "block-N": "Recomputes the first N pages (of 16 tokens) of every piece.",
     "random-R": "Recomputes R percent of every piece, blindly. A control.",
     "cacheblend-R": "Recomputes the R percent of tokens whose cache differs most.",
-    "a3-R": "Recomputes the R percent of tokens the question attends to most.",
-    "nocache": "Stores and finds nothing.",
-    "packet": "Recomputes nothing; trained tokens stand around every piece.",
-    "auto": "Chooses a policy by the prompt.",
+    "nocache": "Leaves images and documents out of the prompt. A control.",
 }
 """Form of a policy -> one line. Forms without a line are shown without one."""
 
@@ -32,7 +29,6 @@ OFFERED = {
     "block-N": ("block-1",),
     "random-R": ("random-15",),
     "cacheblend-R": ("cacheblend-15",),
-    "a3-R": ("a3-15",),
 }
 """Concrete policies to offer for a form; any other number can be typed."""
 

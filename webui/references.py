@@ -25,6 +25,13 @@ def shelf(references: list[dict[str, Any]], admin: bool, note: str = "", empty: 
     return f'<p class="m-note">{escape(note)}</p><ul class="m-shelf">{cards}</ul>'
 
 
+def whole(shown: int, more: bool) -> str:
+    """The note over references that nobody searched for."""
+    if more:
+        return f"the newest {shown:,} references; a search finds the others"
+    return f"{shown:,} {'reference' if shown == 1 else 'references'}, newest first"
+
+
 def failed(message: str, code: str) -> str:
     return f'<div class="m-error" role="alert">{escape(message)} <code>{escape(code)}</code></div>'
 
@@ -32,7 +39,7 @@ def failed(message: str, code: str) -> str:
 def _card(reference: dict[str, Any], admin: bool) -> str:
     id, title, state = (escape(reference[name]) for name in ("id", "title", "state"))
     picture = (
-        f'<img src="/ui/thumbs/{id}?v={reference["version"]}" alt="" loading="lazy">'
+        f'<img src="/ui/thumbs/{id}?v={reference["sha256"][:16]}" alt="" loading="lazy">'
         if reference["kind"] == "image"
         else '<span class="m-icon m-icon-document"></span>'
     )

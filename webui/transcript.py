@@ -41,15 +41,16 @@ def said(text: str, files: dict[str, dict[str, Any]]) -> str:
     Args:
         files: by handle.
     """
+    known = {handle.upper(): file for handle, file in files.items()}  # handles ignore case
     out, at = [], 0
     for match in HANDLE.finditer(text):
         name = match[2]
         while (
-            name and name not in files and name[-1] in ".-"
+            name and name.upper() not in known and name[-1] in ".-"
         ):  # as the API does: a full stop ends the sentence
             name = name[:-1]
         out.append(escape(text[at : match.start()]))
-        out.append(chip(f"{match[1]}#{name or match[2]}", files.get(name)))
+        out.append(chip(f"{match[1]}#{name or match[2]}", known.get(name.upper())))
         at = match.start() + len(match[1]) + 1 + len(name or match[2])
     return "".join([*out, escape(text[at:])])
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
 
-from mpic.cli.common import DEFAULT_URL, Key, Url, connect, noun, out
+from mpic.cli.common import DEFAULT_URL, Key, Url, connect, noun, out, read_json
 from mpic.cli.talk import Conversation, ask_once, converse
 
 app = noun()
@@ -45,7 +44,9 @@ def chat(
     if as_json and message is None:
         raise typer.BadParameter("--json needs --message")
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    options["retrieval"] = json.loads(retrieval) if retrieval and retrieval.startswith("{") else retrieval
+    options["retrieval"] = (
+        read_json(retrieval, "--retrieval") if retrieval and retrieval.startswith("{") else retrieval
+    )
     with connect(url, api_key) as client:
         talk = Conversation(client, {k: v for k, v in options.items() if v is not None}, policy, system)
         if message is None:

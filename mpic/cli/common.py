@@ -54,6 +54,14 @@ def print_json(value: Any) -> None:
     print(json.dumps(plain(value), indent=2, ensure_ascii=False))
 
 
+def read_json(text: str, option: str) -> Any:
+    """What an option says in JSON. Raises typer.BadParameter."""
+    try:
+        return json.loads(text)
+    except ValueError as exc:
+        raise typer.BadParameter(f"not JSON: {exc}", param_hint=option) from exc
+
+
 def plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")

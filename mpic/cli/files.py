@@ -84,7 +84,10 @@ def content(
             raise typer.BadParameter("binary content belongs in a file: -o PATH")
         sys.stdout.buffer.write(data)
     else:
-        output.write_bytes(data)
+        try:
+            output.write_bytes(data)
+        except OSError as exc:
+            raise typer.BadParameter(f"{output}: {exc.strerror}", param_hint="--output") from exc
 
 
 @app.command()
@@ -121,12 +124,12 @@ def delete(
 
 
 def find(client: MPIC, name: str) -> File:
-    """An upload by id or handle (``IMAGE#NAME`` too). Raises FileNotFound."""
+    """An upload by id or handle (``IMAGE#NAME`` too; handles ignore case). Raises FileNotFound."""
     if name.startswith("file-"):
         return client.files.retrieve(name)
     handle = name.removeprefix("IMAGE#").removeprefix("FILE#")
     for file in client.files.list(limit=1000):
-        if file.handle == handle:
+        if file.handle and file.handle.upper() == handle.upper():
             return file
     raise FileNotFound(f"no upload is called {name!r}; `mpic files list` shows what there is")
 

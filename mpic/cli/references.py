@@ -23,6 +23,7 @@ from mpic.cli.common import (
     print_fields,
     print_json,
     print_table,
+    read_json,
 )
 from mpic.errors import MPICError, ReferenceNotFound, Unavailable
 
@@ -135,7 +136,7 @@ def search(
     as_json: Json = False,
 ) -> None:
     """Find references by text, by image, or by both."""
-    wanted = None if filter is None else _json(filter, "--filter")
+    wanted = None if filter is None else read_json(filter, "--filter")
     with connect(url, api_key) as client:
         found = client.references.search(text, image=image, top_k=top_k, min_score=min_score, filter=wanted)
     if as_json:
@@ -289,13 +290,6 @@ def _scalar(text: str) -> str | int | float | bool:
     except ValueError:
         return text
     return value if isinstance(value, int | float | bool) else text
-
-
-def _json(text: str, option: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint=option) from error
 
 
 def _show(found: Sequence[Reference], as_json: bool) -> None:

@@ -34,13 +34,18 @@ class AsyncListing(Generic[T]):
         return self._client.send(self._follow(self._after)).__await__()
 
     async def __aiter__(self) -> AsyncIterator[T]:
-        page = await self
-        while True:
-            for item in page.data:
+        page: Page[T] | None = await self
+        while page is not None:
+            items = page.data
+            # before its items are given away: who deletes them deletes the last one too
+            page = await self._next(page)
+            for item in items:
                 yield item
-            if not page.has_more or page.last_id is None:
-                return
-            page = await self._client.send(self._follow(page.last_id))
+
+    async def _next(self, page: Page[T]) -> Page[T] | None:
+        if not page.has_more or page.last_id is None:
+            return None
+        return await self._client.send(self._follow(page.last_id))
 
 
 class Resource:

@@ -132,9 +132,10 @@ def chat(
 ) -> Call[types.ChatCompletion]:
     """An answer may be computed twice without harm, so it is repeatable."""
     fields: dict[str, Any] = dict(options)
-    trace, extra = fields.pop("trace", None), fields.pop("extra_body", None) or {}
+    trace, extra = fields.pop("trace", None), dict(fields.pop("extra_body", None) or {})
     ours = given(policy=fields.pop("policy", None), retrieval=fields.pop("retrieval", None), trace=trace)
     ours |= fields.pop("mpic", None) or {}
+    ours |= extra.pop("mpic", None) or {}
     unknown = sorted(set(fields) - set(ChatOptions.__annotations__))
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; fields the SDK does not know go in extra_body")

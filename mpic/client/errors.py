@@ -62,13 +62,17 @@ def from_response(response: httpx.Response) -> MPICError:
         return error
 
 
-def from_body(body: dict[str, Any], status: int) -> MPICError:
-    """The error of an OpenAI-shaped body's ``error`` object."""
+def from_body(body: dict[str, Any], status: int | None) -> MPICError:
+    """The error of an OpenAI-shaped body's ``error`` object.
+
+    Args:
+        status: of the answer; None inside a stream, whose answer began well: the error keeps its class's own.
+    """
     code = body["code"]
-    cls = BY_CODE.get(code) or BY_STATUS.get(status, MPICError)
+    cls = BY_CODE.get(code) or BY_STATUS.get(status or 0, MPICError)
     error = cls(body["message"], param=body.get("param"))
     error.details = body.get("details") or {}
-    error.code, error.status = code, status
+    error.code, error.status = code, status or cls.status
     return error
 
 

@@ -36,12 +36,17 @@ class Listing(Generic[T]):
         return self._first.has_more
 
     def __iter__(self) -> Iterator[T]:
-        page = self._first
-        while True:
-            yield from page.data
-            if not page.has_more or page.last_id is None:
-                return
-            page = self._client.send(self._follow(page.last_id))
+        page: Page[T] | None = self._first
+        while page is not None:
+            items = page.data
+            # before its items are given away: who deletes them deletes the last one too
+            page = self._next(page)
+            yield from items
+
+    def _next(self, page: Page[T]) -> Page[T] | None:
+        if not page.has_more or page.last_id is None:
+            return None
+        return self._client.send(self._follow(page.last_id))
 
 
 class Resource:

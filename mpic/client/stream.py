@@ -32,7 +32,7 @@ class _Frames:
         try:
             frame = json.loads(data)
             if "error" in frame:
-                raise from_body(frame["error"], self.response.status_code)
+                raise from_body(frame["error"], None)
             chunk = ChatCompletionChunk.model_validate(frame)
         except (ValueError, KeyError, TypeError) as exc:
             raise BadResponse(f"not a frame of a chat completion: {data[:200]}") from exc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -9,11 +10,26 @@ from typing import Any, Protocol
 from mpic.engine.base import Delta, RetrievalRound, TokenLogprob, Usage
 from mpic.server.tools import CallReader
 
+PART = "\ufffd"
+"""What decoding makes of bytes that are part of a character."""
+
+
+def _alphabet() -> dict[str, int]:
+    """The characters byte-level BPE (GPT-2's) writes bytes as: the visible ones of Latin-1 stand for themselves."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTES = _alphabet()
+
 
 class Tokens(Protocol):
     """What is needed of a tokenizer to show log-probabilities."""
 
     def decode(self, ids: list[int], **options: Any) -> str: ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
 
 
 class Answer:
@@ -165,7 +181,15 @@ class Answer:
 
     def _token(self, id: int, logprob: float) -> dict[str, Any]:
         text = self.tokens.decode([id], skip_special_tokens=False)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        true = list(text.encode()) if PART not in text else self._bytes(id)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": true}
+
+    def _bytes(self, id: int) -> list[int] | None:
+        """What a token stands for that is no text by itself; None where its name does not tell."""
+        name = self.tokens.convert_ids_to_tokens(id)
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece
+            return [int(byte[1], 16)]
+        return [BYTES[c] for c in name] if BYTES.keys() >= set(name) else None  # byte-level BPE
 
 
 def annotations(rounds: Sequence[RetrievalRound]) -> list[dict[str, Any]]:

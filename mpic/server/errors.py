@@ -27,6 +27,9 @@ from mpic.errors import (
 from mpic.server.schemas import UNSUPPORTED
 
 log = logging.getLogger("mpic.server")
+CHAT = "/v1/chat/completions"
+INSIDE = (("image_url", "detail"), ("file", "file_data"), ("stream_options", "include_obfuscation"))
+"""Names of ``UNSUPPORTED`` that are not fields of the request itself, with what holds them."""
 
 
 def install(app: FastAPI) -> None:
@@ -103,16 +106,20 @@ def _allowed(request: Request) -> str:
 
 async def _validation_error(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, RequestValidationError)
-    return response(from_validation(exc.errors(), exc.body))
+    return response(from_validation(exc.errors(), exc.body, request.url.path == CHAT))
 
 
-def from_validation(errors: Sequence[Any], body: Any = None) -> MPICError:
-    """What is wrong with a request's shape, named: a parameter we lack before all others, the deepest place next."""
-    first = max(errors, key=lambda e: (_unsupported(e) is not None, len(e["loc"])))
-    name, kind, message = _unsupported(first), first["type"], first["msg"].removeprefix("Value error, ")
+def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
+    """What is wrong with a request's shape, named: a parameter we lack before all others, the deepest place next.
+
+    Args:
+        chat: it is a chat completion, of whose fields ``UNSUPPORTED`` says why we lack them.
+    """
+    first = max(errors, key=lambda e: (_unsupported(e, chat) is not None, len(e["loc"])))
+    name, kind, message = _unsupported(first, chat), first["type"], first["msg"].removeprefix("Value error, ")
     path = _path(first["loc"], body, name)
     if name is not None:
-        why = UNSUPPORTED.get(name)
+        why = UNSUPPORTED.get(name) if chat and name == _known(first["loc"]) else ""
         return UnsupportedParameter(
             f"{path} is not supported by this server" + (f": {why}" if why else ""), param=path
         )
@@ -128,11 +135,19 @@ def from_validation(errors: Sequence[Any], body: Any = None) -> MPICError:
     return BadRequest(f"{path}: {message}" if path else message, param=path)
 
 
-def _unsupported(error: Any) -> str | None:
+def _unsupported(error: Any, chat: bool) -> str | None:
     """The name of the parameter we lack, if that is what the error is about."""
     if error["type"] == "extra_forbidden":
         return str(error["loc"][-1])
-    return next((part for part in error["loc"] if part in UNSUPPORTED), None)
+    return _known(error["loc"]) if chat else None
+
+
+def _known(loc: Sequence[int | str]) -> str | None:
+    """The parameter in ``UNSUPPORTED`` that a place in a chat completion belongs to. Other things (metadata of
+    references in a filter, say) may be called so too."""
+    if tuple(loc[-2:]) in INSIDE:
+        return str(loc[-1])
+    return str(loc[1]) if len(loc) > 1 and loc[1] in UNSUPPORTED else None
 
 
 def _path(loc: Sequence[int | str], body: Any, stop: str | None) -> str | None:

@@ -13,11 +13,12 @@ from mpic.keys import KeyStore
 from mpic.server import errors
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+UPLOADS = re.compile("POST /v1/(files|references)/?|PUT /v1/references/[^/]+/?")
 MULTIPART_SLACK = 1 << 20  # boundaries and the other form fields
 
 
 def is_loopback(host: str) -> bool:
-    """Whether binding to ``host`` keeps the server on this machine."""
+    """Whether ``host`` is this machine and nothing else: ``localhost``, or an address such as 127.0.0.1."""
     if host == "localhost":
         return True
     try:
@@ -67,9 +68,11 @@ class HostGuard:
         return None
 
     def _may(self, name: str | None, with_keys: bool) -> bool:
-        if name is None or name in LOCAL_NAMES:
-            return name is not None
-        return with_keys and (name in self.names or "*" in self.names or _is_address(name))
+        if name is None:
+            return False
+        return is_loopback(name) or (
+            with_keys and (name in self.names or "*" in self.names or _is_address(name))
+        )
 
 
 def _is_address(name: str) -> bool:
@@ -90,7 +93,8 @@ class BodyLimit:
     """Refuses bodies over a size, by Content-Length before reading and by count while reading.
 
     Args:
-        uploads: limit of ``POST /v1/files``; every other route has the limit ``other``.
+        uploads: largest file of an upload (``UPLOADS``), whose form may be a little larger.
+        other: limit of every other request.
     """
 
     def __init__(self, app: ASGIApp, uploads: int, other: int) -> None:
@@ -102,7 +106,7 @@ class BodyLimit:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         limit = self.other
-        if scope["path"].rstrip("/") == "/v1/files":
+        if UPLOADS.fullmatch(f"{scope['method']} {scope['path']}"):
             limit = self.uploads + MULTIPART_SLACK
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > limit:

@@ -17,9 +17,11 @@ class Exact(BaseModel):
 
 
 class TopLogprob(Exact):
-    token: str
+    token: str = Field(description="as text; U+FFFD where it is part of a character")
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None = Field(
+        description="joined, those of a text's tokens are the text; null: not known"
+    )
 
 
 class TokenLogprob(TopLogprob):
@@ -106,7 +108,9 @@ class ChunkUsed(Exact):
     tokens: int
     reused: int
     recomputed: int
-    tier: str = Field(description="where its KV came from: device, disk, compiled; none: all recomputed")
+    tier: str = Field(
+        description="where its KV came from: device, host, disk, a remote tier's name, compiled; none: all recomputed"
+    )
     reason: str | None = Field(
         description="why not all was reused: policy, new, recipe, evicted, expired, model_changed, corrupt"
     )
@@ -154,7 +158,9 @@ class RetrievalRound(Exact):
     reused: int = Field(description="of those, linked without computing them")
     search_ms: float
     link_ms: float = Field(description="from the references to the next token")
-    error: str | None = Field(description="why nothing was given: nothing_found, rounds, or an error's code")
+    error: str | None = Field(
+        description="why nothing was given: nothing_found, rounds, bad_call, or an error's code"
+    )
 
 
 class MPICUsage(Exact):

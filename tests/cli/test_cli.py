@@ -75,6 +75,18 @@ def test_mistakes_are_one_line(mpic, tmp_path):
     assert status == 1 and "no API keys" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("flag", "value"), [("--port", "70000"), ("--log-level", "verbose")])
+def test_a_port_or_log_level_that_is_none_is_one_line(mpic, flag, value):
+    status, out, err = mpic("serve", flag, value)
+    assert status == 1 and out == "" and err.count("\n") == 1
+    assert value in err and "[config_error]" in err
+
+
+def test_options_of_a_search_that_are_not_json_are_a_wrong_command_line(mpic):
+    status, _, err = mpic("chat", "-m", "hi", "--retrieval", '{"mode"', "--url", "http://127.0.0.1:9")
+    assert status == 2 and "not JSON" in err and "--retrieval" in err
+
+
 def test_a_server_that_is_not_there(mpic):
     status, _, err = mpic("files", "list", "--url", "http://127.0.0.1:9")
     assert status == 1 and "[unreachable]" in err and "mpic serve" in err and err.count("\n") == 1

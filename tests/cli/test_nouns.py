@@ -47,6 +47,15 @@ def test_one_file(mpic, image, tmp_path):
     assert mpic("files", "show", "NOBODY", fails=True).code == "file_not_found"
 
 
+def test_handles_ignore_case(mpic, image):
+    for name in ("cli_red", "IMAGE#Cli_Red"):
+        assert image.id in mpic("files", "show", name)
+
+
+def test_content_that_cannot_be_written_is_a_wrong_command_line(mpic, image, tmp_path):
+    assert mpic("files", "content", "CLI_RED", "-o", tmp_path / "no" / "x", fails=True).code == 2
+
+
 def test_caches_from_files_to_deletion(mpic, tmp_path):
     text = tmp_path / "manual.txt"
     text.write_text("First sentence. Second sentence.")

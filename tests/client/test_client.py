@@ -10,6 +10,7 @@ import pytest
 from server_helpers import POOL_PAGES, png
 
 import mpic
+from mpic.client import calls
 
 SMALL = {"pool_bytes": POOL_PAGES * 12_288, "log_level": "warning"}
 LONG = {"max_tokens": 400, "mpic": {"ignore_eos": True}}
@@ -73,6 +74,12 @@ def test_a_listing_is_one_page_or_all_of_it(client):
     assert [f.id for f in client.files.list(limit=2, after=ids[2])][:2] == [ids[1], ids[0]]
     for id in ids:
         client.files.delete(id)
+
+
+def test_what_is_listed_may_be_deleted_meanwhile(client):
+    ids = [client.files.create(f"text {i}".encode()).id for i in range(5)]
+    deleted = [client.files.delete(f.id).id for f in client.files.list(limit=2) if f.id in ids]
+    assert deleted == ids[::-1]
 
 
 def test_a_chat_says_what_it_reused(client, image):
@@ -196,7 +203,7 @@ def test_what_is_served(client):
 def test_both_clients_have_the_same_calls():
     """Two files written by hand, one interface: the same names, arguments and defaults."""
 
-    def calls(client):
+    def nouns(client):
         found = {}
         for name, noun in {"": client, "completions": client.chat.completions, **vars(client)}.items():
             if name == "" or type(noun).__module__.startswith("mpic.client"):
@@ -206,8 +213,15 @@ def test_both_clients_have_the_same_calls():
                         found[f"{name}.{call}"] = [(p.name, p.kind, p.default) for p in parameters]
         return found
 
-    both = calls(mpic.MPIC()), calls(mpic.AsyncMPIC())
+    both = nouns(mpic.MPIC()), nouns(mpic.AsyncMPIC())
     assert both[0] == both[1] and len(both[0]) > 25
+
+
+def test_options_of_ours_in_extra_body_join_the_others():
+    extra = {"mpic": {"ignore_eos": True}, "verbosity": "low"}
+    body = calls.chat([], False, {"policy": "full", "trace": True, "extra_body": extra}).json
+    assert body["mpic"] == {"policy": "full", "trace": True, "ignore_eos": True}
+    assert body["verbosity"] == "low" and extra["mpic"] == {"ignore_eos": True}
 
 
 def test_an_empty_id_never_means_everything(client):

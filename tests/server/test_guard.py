@@ -23,7 +23,7 @@ async def show(request: Request, exc: Exception):
 
 
 def client(url="http://127.0.0.1:8000"):
-    routes = [Route("/v1/files", echo, methods=["POST"]), Route("/", echo, methods=["GET", "POST"])]
+    routes = [Route("/{path:path}", echo, methods=["GET", "POST", "PUT"])]
     app = Starlette(routes=routes, exception_handlers={MPICError: show})
     app.add_middleware(BodyLimit, uploads=1000, other=100)
     app.add_middleware(HostGuard)
@@ -31,7 +31,14 @@ def client(url="http://127.0.0.1:8000"):
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8000", "http://LOCALHOST"]
+    "url",
+    [
+        "http://127.0.0.1:8000",
+        "http://127.0.0.2:8000",
+        "http://localhost:1",
+        "http://[::1]:8000",
+        "http://LOCALHOST",
+    ],
 )
 async def test_this_machine_may_call(url):
     async with client(url) as http:
@@ -43,6 +50,8 @@ async def test_this_machine_may_call(url):
     [
         {"host": "evil.example"},
         {"host": "127.0.0.1.evil.example"},
+        {"host": "127.0.0.2.evil.example"},
+        {"host": "192.168.0.1"},
         {"host": "localhost@evil.example"},
         {"host": "localhost#.evil.example:80"},
         {"host": "[::1"},
@@ -71,6 +80,21 @@ async def test_a_local_page_may_call():
 async def test_body_limits(path, size, status):
     async with client() as http:
         answer = await http.post(path, content=b"x" * size)
+    assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/references", 200),
+        ("PUT", "/v1/references/ref_a", 200),
+        ("POST", "/v1/references/search", 413),
+        ("POST", "/v1/references/reindex", 413),
+    ],
+)
+async def test_references_are_uploaded_under_the_limit_of_uploads(method, path, status):
+    async with client() as http:
+        answer = await http.request(method, path, content=b"x" * 1000)
     assert answer.status_code == status
 
 

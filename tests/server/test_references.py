@@ -233,3 +233,13 @@ async def test_searches_for_what_cannot_be_are_refused(server, body):
     await add(server, metadata='{"year": 3}')
     answer = await server.http.post("/v1/references/search", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")
+
+
+async def test_names_of_unsupported_chat_parameters_are_ordinary_names_elsewhere(server):
+    """``user`` and ``metadata`` are fields of chat completions that are refused by name."""
+    searched = await server.http.post("/v1/references/search", json={"query": "x", "filter": {"user": None}})
+    files = {"file": ("a.txt", b"a"), "metadata": ("m.json", b"{}")}
+    added = await server.http.post("/v1/references", files=files)
+    for answer, param in ((searched, "filter.user"), (added, "metadata")):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "bad_request", param)

@@ -13,7 +13,7 @@ def refusal(fields):
     body = {**ASK, **fields}
     with pytest.raises(pydantic.ValidationError) as caught:
         ChatRequest.model_validate(body)
-    return from_validation([{**e, "loc": ("body", *e["loc"])} for e in caught.value.errors()], body)
+    return from_validation([{**e, "loc": ("body", *e["loc"])} for e in caught.value.errors()], body, True)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,12 @@ def test_values_that_change_nothing_are_accepted():
         ({"mpic": {"polcy": "reuse"}}, "unsupported_parameter", "mpic.polcy"),
         ({"mpic": {"top_k": -1}}, "bad_request", "mpic.top_k"),
         ({"mpic": "reuse"}, "bad_request", "mpic"),
+        ({"mpic": {"retrieval": {"filter": {"user": None}}}}, "bad_request", "mpic.retrieval.filter.user"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "unsupported_parameter",
+            "stream_options.include_obfuscation",
+        ),
     ],
 )
 def test_bad_values(fields, code, param):

@@ -203,6 +203,17 @@ def test_the_words_of_people_and_models_are_never_markup(fake, open_page):
     assert page.locator(".m-bubble img, .m-bubble b").count() == 0
 
 
+def test_handles_ignore_case_and_taking_one_out_of_the_question_leaves_longer_names(fake, open_page):
+    for name in ("CAT", "CAT_2"):
+        fake.library.files.add("local", name.encode(), f"{name}.txt", handle=name)
+    page = open_page(f"{fake.url}/ui/")
+    page.wait_for_selector('.m-file[data-handle="CAT_2"]')
+    page.fill(BOX, "FILE#CAT_2 or FILE#cat. Or FILE#Cat- please")
+    assert page.locator("#m-chips .m-chip").count() == 2 and page.locator(".m-unknown").count() == 0
+    page.click('[aria-label="take cat out of the question"]')
+    assert page.input_value(BOX) == "FILE#CAT_2 or . Or - please"
+
+
 def test_what_is_only_in_the_reference_library_is_looked_up_and_cited(demo_url, open_page):
     page = open_page(f"{demo_url}/ui/")
     clear(page)

@@ -1,7 +1,5 @@
 """Who gets what at the door of the web interface. No browser here: plain requests, an engine that computes nothing."""
 
-from types import SimpleNamespace
-
 import httpx
 import pytest
 from fake_engine import FakeEngine
@@ -14,8 +12,6 @@ from mpic.keys import KeyLimits
 from mpic.library import Library, Limits
 from mpic.server import create_app
 from mpic.webui.api import API
-from mpic.webui.conversation import Conversation
-from mpic.webui.desk import Desk
 from mpic.webui.sessions import Sessions
 
 LIMIT = 200_000
@@ -292,15 +288,6 @@ async def test_only_our_own_way_in_and_out_is_open(server, log_in, method, path)
     ada = await log_in("ada")
     assert (await server.http.request(method, path)).status_code == 401
     assert (await server.http.request(method, path, headers=ada)).status_code == 404
-
-
-async def test_the_page_opens_with_a_key_that_allows_one_request_at_a_time(server):
-    key, _ = server.keys.create("ada", limits=KeyLimits(concurrent=1))
-    visitor = SimpleNamespace(user="ada", role="user", key=key)
-    request = SimpleNamespace(username="ada", request=SimpleNamespace(state=SimpleNamespace(visitor=visitor)))
-    desk = Desk(server.app)
-    assert len(await desk.open(Conversation(), request)) == 10
-    assert "m-live" in (await desk.look(request))[1]
 
 
 async def test_a_mistake_of_the_server_reaches_the_page_as_an_error_of_the_api(server, monkeypatch):

@@ -136,7 +136,7 @@ def test_milliseconds_saved_are_told_only_against_an_answer_without_reuse():
 def test_nothing_a_person_writes_becomes_markup():
     file = {"id": "file-1", "handle": EVIL, "kind": "image", "filename": EVIL, "bytes": 1, "tokens": 1}
     file |= {"expires_at": None, "state": "failed", "status_details": EVIL, "tiers": [EVIL]}
-    reference = {"id": "ref_1", "title": EVIL, "description": EVIL, "kind": "text", "bytes": 1, "version": 1}
+    reference = {"id": "ref_1", "title": EVIL, "description": EVIL, "kind": "text", "bytes": 1}
     reference |= {"tokens": 1, "state": EVIL}
     failed = Run(EVIL)
     failed.fail(EVIL, EVIL)
@@ -153,6 +153,12 @@ def test_nothing_a_person_writes_becomes_markup():
     ):
         assert "<script" not in html
         assert not re.search(r"\"'&(?!\w+;)", html)
+
+
+def test_handles_in_a_question_ignore_case():
+    file = {"id": "file-1", "handle": "Cat.v2", "kind": "image"}
+    html = said("IMAGE#cat.V2. and IMAGE#CAT", {"Cat.v2": file})
+    assert html.count("/ui/thumbs/file-1") == 1 and "</span>. and" in html
 
 
 def test_markdown_of_a_model_loads_no_pictures_and_runs_nothing():
@@ -190,6 +196,12 @@ def test_every_policy_the_server_has_is_explained_and_offered():
     assert not [name for name in offered if re.search(r"-[KNR]$", name)]
     assert policies.explain("mpic-48") == "Recomputes the first 48 tokens of every image and document."
     assert policies.explain("something") == policies.explain("mpic-x") == ""
+
+
+def test_only_policies_that_are_built_are_explained_or_offered():
+    built = set(policy_names())
+    assert set(policies.EXPLAINED) <= built and set(policies.OFFERED) <= built
+    assert "out of the prompt" in policies.explain("nocache")
 
 
 def test_the_samples_and_the_plots_that_are_shown_exist():

@@ -43,17 +43,22 @@
   // ---- chips: which uploads the question names
 
   const HANDLE = /(?<![A-Za-z0-9_])(IMAGE|FILE)#([A-Za-z0-9_.\-]+)/g;
+  const fold = (name) => name.toUpperCase();  // handles ignore case
+  // as the API does: a full stop or hyphen behind a name ends the sentence, unless there is a file called so
+  const nameIn = (word, known) => {
+    while (word && !known.has(fold(word)) && /[.-]$/.test(word)) word = word.slice(0, -1);
+    return word;
+  };
   const showChips = () => {
     const shelf = $('#m-chips'), area = box();
     if (!shelf || !area) return;
-    const known = new Map(library().map((f) => [f.handle, f]));
+    const known = new Map(library().map((f) => [fold(f.handle), f]));
     const seen = new Set(), chips = [];
     for (const match of area.value.matchAll(HANDLE)) {
-      let name = match[2];
-      while (name && !known.has(name) && /[.-]$/.test(name)) name = name.slice(0, -1);
-      if (!name || seen.has(name)) continue;
-      seen.add(name);
-      const file = known.get(name);
+      const name = nameIn(match[2], known);
+      if (!name || seen.has(fold(name))) continue;
+      seen.add(fold(name));
+      const file = known.get(fold(name));
       const typing = !file && area.selectionStart === match.index + match[0].length;
       if (typing) continue;
       const chip = element('span', { className: 'm-chip' + (file ? '' : ' m-unknown') });
@@ -63,7 +68,11 @@
       const remove = element('button', { type: 'button', textContent: '×' });
       remove.setAttribute('aria-label', `take ${name} out of the question`);
       remove.onclick = () => {
-        const text = area.value.split(match[1] + '#' + name).join('').replace(/ {2,}/g, ' ').trimStart();
+        const left = area.value.replace(HANDLE, (mention, kind, word) => {
+          const other = nameIn(word, known);
+          return kind === match[1] && fold(other) === fold(name) ? word.slice(other.length) : mention;
+        });
+        const text = left.replace(/ {2,}/g, ' ').trimStart();
         write(area, text, text.length);
       };
       chip.append(remove);
@@ -116,10 +125,10 @@
     const match = /(?:^|[^A-Za-z0-9_])((IMAGE|FILE)#([A-Za-z0-9_.\-]*))$/i.exec(area.value.slice(0, area.selectionStart));
     if (!match) return close();
     from = area.selectionStart - match[1].length;
-    const kind = match[2].toUpperCase(), typed = match[3].toUpperCase();
-    choices = library().filter((f) => (kind === 'IMAGE') === f.image && f.handle.toUpperCase().includes(typed));
-    choices.sort((a, b) => b.handle.toUpperCase().startsWith(typed) - a.handle.toUpperCase().startsWith(typed));
-    if (!choices.length || (choices.length === 1 && choices[0].handle === match[3])) return close();
+    const kind = match[2].toUpperCase(), typed = fold(match[3]);
+    choices = library().filter((f) => (kind === 'IMAGE') === f.image && fold(f.handle).includes(typed));
+    choices.sort((a, b) => fold(b.handle).startsWith(typed) - fold(a.handle).startsWith(typed));
+    if (!choices.length || (choices.length === 1 && fold(choices[0].handle) === typed)) return close();
     chosen = 0;
     draw();
   };
@@ -160,7 +169,7 @@
       element('progress', { max: 1, value: 0 }));
     $('#m-uploads').append(row);
     const base = stem(file.name || 'PASTED');
-    const taken = new Set(library().map((f) => f.handle));
+    const taken = new Set(library().map((f) => fold(f.handle)));
     for (let n = 1; ; n++) {
       const handle = n === 1 ? base : `${base}_${n}`;
       if (taken.has(handle)) continue;

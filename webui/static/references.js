@@ -1,22 +1,27 @@
 // `element` and `trigger` come from Gradio: this component's root, and its events.
 const SIDE = 384;  // pixels; an embedder sees fewer
-const WAIT = 1000;  // ms
+const SOON = 1000, LATE = 10000;  // ms
 const say = (text, bad) => {
   const place = element.querySelector('.m-said');
   place.className = 'm-said' + (bad ? ' m-error' : ' m-note');
   place.textContent = text;
 };
-// the whole shelf, `more` times more and while something on it is being compiled; until something else is asked for
+// the whole shelf, `more` times more and while something on it is being compiled, less and less often and never by a
+// hidden page; until something else is asked for
 let again;
 const ask = (what) => {
   clearTimeout(again);
   trigger('submit', what);
 };
-const all = (more) => {
+const all = (more, wait = SOON) => {
   ask({});
-  again = setTimeout(() => {
-    if (more || document.querySelector('#m-references [data-state="compiling"]')) all(more && more - 1);
-  }, WAIT);
+  const later = () => {
+    if (document.hidden) again = setTimeout(later, wait);
+    else if (more || document.querySelector('#m-references [data-state="compiling"]')) {
+      all(more && more - 1, Math.min(2 * wait, LATE));
+    }
+  };
+  again = setTimeout(later, wait);
 };
 const small = async (file) => {
   const image = await createImageBitmap(file), scale = Math.min(1, SIDE / Math.max(image.width, image.height));

@@ -159,7 +159,7 @@ def get_thumbnail(reference_id: str, state: StateDep, user: CurrentUser) -> Resp
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
-    headers = {"X-Content-Type-Options": "nosniff", "ETag": f'"{reference.version}"'}
+    headers = {"X-Content-Type-Options": "nosniff", "ETag": f'"{reference.sha256}"'}
     return Response(buffer.getvalue(), media_type="image/png", headers=headers)
 
 
