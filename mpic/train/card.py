@@ -112,7 +112,7 @@ def write_card(
         machine=machine,
         steps=steps,
         tokens=tokens,
-        continued=continued,
+        continued=f" {continued}" if continued else "",
         vision_minutes=seconds["vision"] / 60,
         base_minutes=seconds["base"] / 60,
         curriculum="" if continued else ", curriculum from 1-2 chunks to 10",
