@@ -7,7 +7,8 @@ backend's ``K^T [head_dim, tokens]`` followed by ``V [tokens, head_dim]`` (``v1/
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -34,19 +35,67 @@ def deepstack_layers(config: Any) -> int:
     return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
+class Ranks(NamedTuple):
+    """Where a worker stands among the others.
+
+    Args:
+        tensor: its rank of ``tensors`` that share every layer.
+        pipeline: its rank among those that share the layers out.
+    """
+
+    tensor: int
+    tensors: int
+    pipeline: int
+
+
 class Paged:
     """The part of the paged KV cache that this worker holds.
+
+    Args:
+        attention: vLLM's attention layers by the number of their decoder layer.
+        block: tokens of a block.
+        total_heads: KV heads of the model over all workers.
 
     Attributes:
         layers: numbers of the decoder layers it holds.
         heads: numbers of the KV heads it holds.
         block: tokens of a block.
+        on_cpu: whether the layout inside a block is the CPU backend's.
 
     Raises:
         ModelRefused: a layout, backend or division that is not known.
     """
 
-    def __init__(self, config: VllmConfig, context: dict[str, Any], block: int, backends: set[str]) -> None:
+    def __init__(
+        self, attention: Mapping[int, Any], block: int, total_heads: int, ranks: Ranks, on_cpu: bool
+    ) -> None:
+        self.layers = range(min(attention), max(attention) + 1)
+        if sorted(attention) != list(self.layers):
+            raise ModelRefused("some of its layers have no attention of the usual kind")
+        self._attention = [attention[layer] for layer in self.layers]
+        self.block, self.on_cpu = block, on_cpu
+        first = self._attention[0]
+        self.device = first.kv_cache.device
+        mine, low = first.num_kv_heads, ranks.tensor * total_heads // ranks.tensors
+        self.heads = range(low, low + mine)
+        self.rank = f"{ranks.tensor}-{ranks.pipeline}"
+        for layer in self._attention:
+            if layer.num_kv_heads != mine or layer.kv_cache.shape[:3:2] != first.kv_cache.shape[:3:2]:
+                raise ModelRefused("its layers differ in heads or blocks")
+        if first.kv_cache.shape[2] != block:
+            raise ModelRefused("the attention backend cuts blocks into smaller ones")
+
+    @classmethod
+    def of(cls, config: VllmConfig, context: dict[str, Any], block: int, backends: set[str]) -> Paged:
+        """The cache of a worker whose memory is allocated.
+
+        Args:
+            context: vLLM's layers by name (``static_forward_context``).
+            backends: names of the attention backends in use.
+
+        Raises:
+            ModelRefused: a layout, backend or division that is not known.
+        """
         found = {
             extract_layer_index(name): layer
             for name, layer in context.items()
@@ -54,57 +103,63 @@ class Paged:
             and isinstance(layer.kv_cache, torch.Tensor)
             and layer.kv_cache.numel()
         }
-        self.layers = range(min(found), max(found) + 1)
-        if sorted(found) != list(self.layers):
-            raise ModelRefused("some of its layers have no attention of the usual kind")
-        self._attention = [found[layer] for layer in self.layers]
-        self.block, self.device = block, self._attention[0].kv_cache.device
-        total, mine = geometry(config).kv_heads, self._attention[0].num_kv_heads
-        ranks = config.parallel_config.tensor_parallel_size
-        first = get_tensor_model_parallel_rank() * total // ranks
-        self.heads = range(first, first + mine)
-        self.rank = f"{get_tensor_model_parallel_rank()}-{get_pp_group().rank_in_group}"
-        for layer in self._attention:
-            if (
-                layer.num_kv_heads != mine
-                or layer.kv_cache.shape[:3:2] != self._attention[0].kv_cache.shape[:3:2]
-            ):
-                raise ModelRefused("its layers differ in heads or blocks")
-        if self._attention[0].kv_cache.shape[2] != block:
-            raise ModelRefused("the attention backend cuts blocks into smaller ones")
-        if self.device.type == "cpu":
-            kinds = {getattr(layer, "isa", None) for layer in self._attention}
+        on_cpu = all(layer.kv_cache.device.type == "cpu" for layer in found.values())
+        if on_cpu:
+            kinds = {getattr(layer, "isa", None) for layer in found.values()}
             if not kinds <= set(CPU_LAYOUTS):
                 raise ModelRefused(
                     f"KV layout {kinds} of this CPU is not known; known: {', '.join(CPU_LAYOUTS)}"
                 )
         elif not backends <= set(GPU_BACKENDS):
             raise ModelRefused(f"attention backend {backends} is not supported; supported: {GPU_BACKENDS}")
+        ranks = Ranks(
+            get_tensor_model_parallel_rank(),
+            config.parallel_config.tensor_parallel_size,
+            get_pp_group().rank_in_group,
+        )
+        return cls(found, block, geometry(config).kv_heads, ranks, on_cpu)
 
     def slots(self, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Slots ``[n]`` of the sequence indices ``positions [n]`` of a request with these blocks."""
         return blocks[positions // self.block] * self.block + positions % self.block
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Put ``keys, values [n, heads, head_dim]`` of a decoder layer into slots ``[n]``."""
+        """Put ``keys, values [n, heads, head_dim]`` of a decoder layer into slots ``[n]``.
+
+        The GPU backends' kernels read ``token * stride(0) + head * head_dim + i`` and look at no other stride, so what
+        they get must be contiguous within a token.
+        """
         attention = self._attention[layer - self.layers.start]
+        if not self.on_cpu:
+            keys, values = keys.contiguous(), values.contiguous()
         attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
 
     def read(self, blocks: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
-        """KV ``[layers, 2, heads, hi - lo, head_dim]`` of the sequence indices from ``lo`` to ``hi`` of a request."""
+        """KV ``[layers, 2, heads, hi - lo, head_dim]`` of the sequence indices from ``lo`` to ``hi`` of a request.
+
+        It is copied to host memory layer by layer, so that the device never holds a second copy of the whole.
+        """
         first, last = lo // self.block, -(-hi // self.block)
         within = slice(lo - first * self.block, hi - first * self.block)
         blocks = blocks[first:last].to(self.device)
-        kv = []
-        for attention in self._attention:
-            pages = attention.kv_cache[blocks]
-            count, heads, size, width = pages.shape
-            if self.device.type == "cpu":
-                halves = pages.reshape(count, heads, 2, size * width // 2)
-                keys = halves[:, :, 0].view(count, heads, width // 2, size).permute(1, 0, 3, 2)
-                values = halves[:, :, 1].view(count, heads, size, width // 2).permute(1, 0, 2, 3)
-            else:
-                keys, values = (half.permute(1, 0, 2, 3) for half in pages.chunk(2, -1))
-            pair = [half.reshape(heads, count * size, width // 2)[:, within] for half in (keys, values)]
-            kv.append(torch.stack(pair))
-        return torch.stack(kv).cpu()
+        cache = self._attention[0].kv_cache
+        shape = (len(self.layers), 2, len(self.heads), hi - lo, cache.shape[-1] // 2)
+        kv = torch.empty(shape, dtype=cache.dtype, pin_memory=self.device.type == "cuda")
+        for i, attention in enumerate(self._attention):
+            for half, part in enumerate(self._halves(attention.kv_cache[blocks])):
+                kv[i, half].copy_(part[:, within], non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return kv
+
+    def _halves(self, pages: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Keys, then values ``[heads, tokens, head_dim]``, of ``pages [blocks, heads, block, 2 * head_dim]``."""
+        count, heads, size, width = pages.shape
+        if self.on_cpu:
+            halves = pages.reshape(count, heads, 2, size * width // 2)
+            keys = halves[:, :, 0].view(count, heads, width // 2, size).permute(1, 0, 3, 2)
+            values = halves[:, :, 1].view(count, heads, size, width // 2).permute(1, 0, 2, 3)
+        else:
+            keys, values = (half.permute(1, 0, 2, 3) for half in pages.chunk(2, -1))
+        for half in (keys, values):
+            yield half.reshape(heads, count * size, width // 2)

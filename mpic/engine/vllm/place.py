@@ -8,7 +8,7 @@ was compiled behind); with M-RoPE all three positions of a token move by the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -24,6 +24,14 @@ _SCALED = {
     "DynamicNTKAlphaRotaryEmbedding": "dynamic NTK",
     "Phi3LongRoPEScaledRotaryEmbedding": "LongRoPE",
 }
+
+
+TRANSFER_BYTES = 128 << 20
+"""Most bytes of keys and values that one copy to a GPU takes, so that a long chunk needs little memory beside the
+cache."""
+
+Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin, each ``[1, half]`` fp32."""
 
 
 class Turn:
@@ -47,7 +55,7 @@ class Turn:
                 raise ModelRefused("the model's layers have different rotary embeddings")
 
     def __call__(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """``keys [heads, n, head_dim]`` turned by the angles whose ``cos, sin [n or 1, half]`` are given."""
+        """``keys [..., heads, n, head_dim]`` turned by the angles whose ``cos, sin [1, half]`` are given."""
         width = 2 * cos.shape[1]
         part = slice(None, width, 2), slice(1, width, 2)
         if not self.interleaved:
@@ -59,17 +67,12 @@ class Turn:
         out[..., width:] = keys[..., width:]
         return out.to(keys.dtype)
 
-    def angles(
-        self, deltas: Sequence[int], counts: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """cos and sin ``[n, half]`` for ``counts[i]`` tokens that move by ``deltas[i]`` each; ``[1, half]`` when all
-        move alike; None when none moves."""
-        if not any(deltas):
+    def angles(self, delta: int) -> Angles | None:
+        """cos and sin ``[1, half]`` of a move by ``delta`` positions; None for no move."""
+        if not delta:
             return None
-        alike = len(set(deltas)) == 1
-        angle = torch.tensor(deltas[:1] if alike else deltas, dtype=torch.float64)[:, None] * self.frequencies
-        tables = angle.cos().float(), angle.sin().float()
-        return tables if alike else tuple(t.repeat_interleave(torch.tensor(counts), 0) for t in tables)
+        angle = delta * self.frequencies[None]
+        return angle.cos().float(), angle.sin().float()
 
 
 def _frequencies(rotary: RotaryEmbeddingBase) -> torch.Tensor:
@@ -114,31 +117,57 @@ class Piece(NamedTuple):
 def place(paged: Paged, turn: Turn, pieces: Sequence[Piece]) -> None:
     """Write pieces, of any requests, into the paged cache.
 
-    On a GPU all at once: per layer one rotation and one write. On a CPU one after the other, so that what is turned is
-    still in the processor's cache when it is written.
+    On a GPU a piece crosses the bus in few large copies and is rotated and written there. On a CPU layers are handled
+    one after the other, so that a rotated key is still in the processor's cache when it is written.
     """
-    if paged.device.type == "cpu":
-        for piece in pieces:
-            _place(paged, turn, [piece])
-    elif pieces:
-        _place(paged, turn, pieces)
+    for piece in pieces:
+        angles = turn.angles(piece.delta)
+        if paged.on_cpu:
+            _place_from_host(paged, turn, piece, angles)
+        else:
+            _place_on_device(paged, turn, piece, angles)
 
 
-def _place(paged: Paged, turn: Turn, pieces: Sequence[Piece]) -> None:
-    device = paged.device
-    slots = torch.cat([piece.slots for piece in pieces]).to(device)
-    angles = turn.angles([piece.delta for piece in pieces], [piece.count for piece in pieces])
-    if angles is not None:
-        angles = tuple(table.to(device, non_blocking=True) for table in angles)
+def _place_from_host(paged: Paged, turn: Turn, piece: Piece, angles: Angles | None) -> None:
     for i, layer in enumerate(paged.layers):
-        keys, values = (
-            _together([piece.kv[i][half][:, piece.tokens] for piece in pieces], device) for half in (0, 1)
-        )
+        keys, values = (piece.kv[i][half][:, piece.tokens] for half in (0, 1))
         if angles is not None:
             keys = turn(keys, *angles)
-        paged.write(layer, keys.transpose(0, 1), values.transpose(0, 1), slots)
+        paged.write(layer, keys.transpose(0, 1), values.transpose(0, 1), piece.slots)
 
 
-def _together(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    moved = [part.to(device, non_blocking=True) for part in parts]
-    return moved[0] if len(moved) == 1 else torch.cat(moved, 1)
+def _place_on_device(paged: Paged, turn: Turn, piece: Piece, angles: Angles | None) -> None:
+    device = paged.device
+    slots = piece.slots.to(device, non_blocking=True)
+    if angles is not None:
+        angles = tuple(table.to(device, non_blocking=True) for table in angles)
+    _, heads, _, width = piece.kv[0].shape
+    layer_bytes = 2 * heads * piece.count * width * piece.kv[0].element_size()
+    group = max(1, TRANSFER_BYTES // layer_bytes)
+    for first in range(0, len(paged.layers), group):
+        layers = range(first, min(first + group, len(paged.layers)))
+        keys, values = upload(piece, layers, device).unbind(1)
+        if angles is not None:
+            keys = turn(keys, *angles)
+        for i, layer in enumerate(layers):
+            paged.write(paged.layers[layer], keys[i].transpose(0, 1), values[i].transpose(0, 1), slots)
+
+
+def upload(piece: Piece, layers: range, device: torch.device) -> torch.Tensor:
+    """Copy some layers of a piece to the device in one transfer from page-locked memory.
+
+    A whole chunk lies contiguous in page-locked host memory already and is copied from there. A part of one, or a chunk
+    that this process maps from its file, is gathered first: a strided transfer would go through pageable memory.
+
+    Returns:
+        ``[layers, 2, heads, count, head_dim]`` on ``device``; the copy may still be under way on the current stream.
+    """
+    kv = piece.kv[layers.start : layers.stop]
+    if isinstance(kv, torch.Tensor) and kv.is_contiguous() and piece.count == kv.shape[3]:
+        return kv.to(device, non_blocking=True)
+    two, heads, _, width = kv[0].shape
+    shape = (len(kv), two, heads, piece.count, width)
+    gathered = torch.empty(shape, dtype=kv[0].dtype, pin_memory=device.type == "cuda")
+    for i, layer in enumerate(kv):
+        gathered[i] = layer[:, :, piece.tokens]
+    return gathered.to(device, non_blocking=True)

@@ -62,7 +62,7 @@ class LinkWorker(PlatformWorker):
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
-        runner.enable_links(Paged(self.vllm_config, context, block, backends))
+        runner.enable_links(Paged.of(self.vllm_config, context, block, backends))
         connector.attach(runner)
 
 

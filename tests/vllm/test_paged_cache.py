@@ -1,0 +1,127 @@
+"""Chunks into and out of the paged cache as a GPU has it, with a kernel that addresses memory as CUDA's does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_addressing import GPUAttention
+from torch import nn
+
+from mpic.engine.vllm import place as placing
+from mpic.engine.vllm.layout import Paged, Ranks
+from mpic.engine.vllm.place import Piece, Turn, place
+
+LAYERS, HEADS, BLOCK, WIDTH, TOKENS = 3, 4, 16, 32, 41
+
+
+ALONE = Ranks(0, 1, 0)
+
+
+def paged(ranks: Ranks = ALONE) -> Paged:
+    heads = HEADS // ranks.tensors
+    layers = {i: GPUAttention(8, heads, BLOCK, WIDTH, torch.float32) for i in range(LAYERS)}
+    return Paged(layers, BLOCK, HEADS, ranks, on_cpu=False)
+
+
+@pytest.fixture(scope="module")
+def rotary():
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    with set_current_vllm_config(VllmConfig()):
+        parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+        return get_rope(WIDTH, 512, is_neox_style=True, rope_parameters=parameters, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def turn(rotary):
+    return Turn(nn.ModuleList([rotary]))
+
+
+def rotated(rotary, keys: torch.Tensor, first: int) -> torch.Tensor:
+    """``keys [layers, heads, n, width]`` at the positions from ``first`` on, by vLLM's own rotary."""
+    layers, heads, n, width = keys.shape
+    rows = keys.permute(2, 0, 1, 3).reshape(n, -1)
+    positions = torch.arange(first, first + n)
+    query, _ = rotary.forward_native(positions, rows.clone(), rows.clone())
+    return query.view(n, layers, heads, width).permute(1, 2, 0, 3)
+
+
+def chunk(seed: int, n: int = TOKENS, heads: int = HEADS) -> torch.Tensor:
+    return torch.randn(LAYERS, 2, heads, n, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["in host memory", "mapped from its file"])
+@pytest.mark.parametrize("tokens", [slice(0, TOKENS), slice(7, 30), torch.tensor([0, 3, 4, 20, 40])], ids=str)
+def test_a_placed_chunk_is_read_back_with_its_keys_at_their_new_positions(turn, rotary, tokens, mapped):
+    raw, cache, base = chunk(1), paged(), 100
+    kv = raw.clone()
+    kv[:, 0] = rotated(rotary, raw[:, 0], 0)
+    indices = torch.arange(TOKENS)[tokens]
+    blocks = torch.tensor([5, 2, 7])
+    piece = Piece(list(kv) if mapped else kv, tokens, len(indices), base, cache.slots(blocks, indices))
+    place(cache, turn, [piece])
+    found = cache.read(blocks, 0, TOKENS)
+    torch.testing.assert_close(found[:, 0][:, :, indices], rotated(rotary, raw[:, 0], base)[:, :, indices])
+    torch.testing.assert_close(found[:, 1][:, :, indices], raw[:, 1][:, :, indices])
+    rest = torch.ones(TOKENS, dtype=torch.bool)
+    rest[indices] = False
+    assert found[..., rest, :].isnan().all(), "a slot that no token was given stays as it was"
+
+
+def test_pieces_of_several_requests_are_placed_each_with_its_own_rotation(turn, rotary):
+    cache, first, second = paged(), chunk(1), chunk(2, 20)
+    blocks = torch.tensor([1, 3, 4]), torch.tensor([6, 5])
+    pieces = [
+        Piece(kv, slice(0, n), n, base, cache.slots(own, torch.arange(n)))
+        for kv, n, base, own in ((first, TOKENS, 0, blocks[0]), (second, 20, 9, blocks[1]))
+    ]
+    place(cache, turn, pieces)
+    torch.testing.assert_close(cache.read(blocks[0], 0, TOKENS), first)
+    torch.testing.assert_close(cache.read(blocks[1], 0, 20)[:, 1], second[:, 1])
+    torch.testing.assert_close(cache.read(blocks[1], 0, 20)[:, 0], turn(second[:, 0], *turn.angles(9)))
+
+
+def test_a_worker_of_several_holds_its_own_heads(turn):
+    whole, cache = chunk(3), paged(ranks=Ranks(1, 2, 0))
+    assert cache.heads == range(2, 4) and cache.rank == "1-0"
+    mine = whole[:, :, cache.heads.start : cache.heads.stop]
+    blocks = torch.tensor([2, 1, 3])
+    place(cache, turn, [Piece(mine, slice(0, TOKENS), TOKENS, 0, cache.slots(blocks, torch.arange(TOKENS)))])
+    torch.testing.assert_close(cache.read(blocks, 0, TOKENS), mine)
+
+
+def test_a_chunk_crosses_to_the_device_in_copies_of_bounded_size(turn, monkeypatch):
+    cache, kv = paged(), chunk(4)
+    copies = []
+    upload = placing.upload
+
+    def counted(piece, layers, device):
+        copies.append(upload(piece, layers, device))
+        return copies[-1]
+
+    monkeypatch.setattr(placing, "upload", counted)
+    blocks = torch.tensor([1, 2, 3])
+    piece = Piece(kv, slice(0, TOKENS), TOKENS, 0, cache.slots(blocks, torch.arange(TOKENS)))
+    place(cache, turn, [piece])
+    assert len(copies) == 1, "one copy for all layers"
+    monkeypatch.setattr(placing, "TRANSFER_BYTES", 2 * kv[0].nbytes)
+    copies.clear()
+    place(cache, turn, [piece])
+    assert [len(copy) for copy in copies] == [2, 1]
+    torch.testing.assert_close(cache.read(blocks, 0, TOKENS), kv)
+    monkeypatch.setattr(placing, "TRANSFER_BYTES", 1)
+    place(cache, turn, [piece])
+    torch.testing.assert_close(cache.read(blocks, 0, TOKENS), kv)
+
+
+def test_the_kernel_of_these_tests_sees_a_transposed_view(turn):
+    """What the kernel is given must be contiguous within a token: with a view, every head but the first is wrong."""
+    cache, kv = paged(), chunk(5)
+    attention = cache._attention[0]
+    slots = torch.arange(TOKENS) + BLOCK
+    attention.impl.do_kv_cache_update(
+        attention, kv[0, 0].transpose(0, 1), kv[0, 1].transpose(0, 1), attention.kv_cache, slots
+    )
+    found = cache.read(torch.tensor([1, 2, 3]), 0, TOKENS)[0]
+    assert not torch.equal(found[:, 1:], kv[0][:, 1:])
