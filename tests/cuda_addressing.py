@@ -39,13 +39,27 @@ def reshape_and_cache_flash(
 
 
 class GPUAttention:
-    """Stands for vLLM's attention layer on a GPU: the backends' cache layout, and their kernel for writing."""
+    """Stands for vLLM's attention layer on a GPU: the backends' cache layout, and their kernels in plain Python."""
 
     def __init__(self, blocks: int, heads: int, block: int, head_dim: int, dtype: torch.dtype) -> None:
-        self.num_kv_heads = heads
+        self.num_kv_heads, self.num_heads = heads, 2 * heads
         self.kv_cache = torch.full((blocks, heads, block, 2 * head_dim), float("nan"), dtype=dtype)
-        self.impl = SimpleNamespace(do_kv_cache_update=self._update)
+        self.impl = SimpleNamespace(do_kv_cache_update=_update, forward=_forward, scale=head_dim**-0.5)
 
-    def _update(self, layer, key, value, kv_cache, slots) -> None:
-        key_cache, value_cache = kv_cache.transpose(1, 2).chunk(2, -1)
-        reshape_and_cache_flash(key, value, key_cache, value_cache, slots)
+
+def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Caches ``[blocks, block, heads, head_dim]`` of keys and of values."""
+    return kv_cache.transpose(1, 2).chunk(2, -1)
+
+
+def _update(layer, key, value, kv_cache, slots) -> None:
+    reshape_and_cache_flash(key, value, *_halves(kv_cache), slots)
+
+
+def _forward(layer, query, key, value, kv_cache, metadata, output) -> None:
+    """One row of one query: ``metadata`` has its ``blocks`` and its length ``end``."""
+    keys, values = (half[metadata.blocks].flatten(0, 1)[: metadata.end] for half in _halves(kv_cache))
+    group = layer.num_heads // layer.num_kv_heads
+    keys, values = (half.repeat_interleave(group, 1) for half in (keys, values))
+    weights = torch.softmax(torch.einsum("hd,nhd->hn", query[0], keys) * layer.impl.scale, -1)
+    output[0] = torch.einsum("hn,nhd->hd", weights, values)

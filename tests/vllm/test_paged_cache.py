@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from cuda_addressing import GPUAttention
@@ -10,6 +12,8 @@ from torch import nn
 from mpic.engine.vllm import place as placing
 from mpic.engine.vllm.layout import Paged, Ranks
 from mpic.engine.vllm.place import Piece, Turn, place
+from mpic.engine.vllm.selftest import self_test
+from mpic.errors import ModelRefused
 
 LAYERS, HEADS, BLOCK, WIDTH, TOKENS = 3, 4, 16, 32, 41
 
@@ -118,10 +122,64 @@ def test_a_chunk_crosses_to_the_device_in_copies_of_bounded_size(turn, monkeypat
 def test_the_kernel_of_these_tests_sees_a_transposed_view(turn):
     """What the kernel is given must be contiguous within a token: with a view, every head but the first is wrong."""
     cache, kv = paged(), chunk(5)
-    attention = cache._attention[0]
+    attention = cache.attention[0]
     slots = torch.arange(TOKENS) + BLOCK
     attention.impl.do_kv_cache_update(
         attention, kv[0, 0].transpose(0, 1), kv[0, 1].transpose(0, 1), attention.kv_cache, slots
     )
     found = cache.read(torch.tensor([1, 2, 3]), 0, TOKENS)[0]
     assert not torch.equal(found[:, 1:], kv[0][:, 1:])
+
+
+@pytest.fixture
+def runner(turn, rotary):
+    """What the self-test asks of a model runner, on the fake GPU."""
+
+    def metadata(owners, queries, ends, blocks, slots, positions):
+        return SimpleNamespace(blocks=blocks[0].long(), end=int(ends[0]))
+
+    model = nn.ModuleList([rotary])
+    return SimpleNamespace(
+        paged=paged(),
+        turn=turn,
+        device=torch.device("cpu"),
+        language_model=model,
+        attention_metadata=metadata,
+    )
+
+
+def test_an_engine_whose_cache_path_is_right_passes_its_self_test_and_starts_empty(runner):
+    self_test(runner)
+    assert all(not layer.kv_cache.any() for layer in runner.paged.attention)
+
+
+def test_an_engine_whose_kernel_gets_strided_views_is_refused(runner, monkeypatch):
+    def strided(layer, keys, values, slots):
+        attention = runner.paged.attention[layer]
+        attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
+
+    monkeypatch.setattr(runner.paged, "write", strided)
+    with pytest.raises(ModelRefused, match="come back from the paged cache changed"):
+        self_test(runner)
+
+
+def test_an_engine_that_turns_keys_the_wrong_way_is_refused(runner):
+    turn = runner.turn
+    runner.turn = lambda keys, cos, sin: turn(keys, cos, -sin)
+    runner.turn.angles = turn.angles
+    with pytest.raises(ModelRefused, match="not what vLLM's rotary gives"):
+        self_test(runner)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_an_engine_whose_backend_reads_another_layout_is_refused(runner, layer):
+    attention = runner.paged.attention[layer]
+    forward = attention.impl.forward
+
+    def swapped(layer, query, key, value, kv_cache, metadata, output):
+        values, keys = kv_cache.chunk(2, -1)
+        forward(layer, query, key, value, torch.cat([keys, values], -1), metadata, output)
+
+    attention.impl.forward = swapped
+    with pytest.raises(ModelRefused, match="backend does not see"):
+        self_test(runner)

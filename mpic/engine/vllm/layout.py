@@ -58,6 +58,7 @@ class Paged:
 
     Attributes:
         layers: numbers of the decoder layers it holds.
+        attention: their attention layers, in the same order.
         heads: numbers of the KV heads it holds.
         block: tokens of a block.
         on_cpu: whether the layout inside a block is the CPU backend's.
@@ -72,14 +73,14 @@ class Paged:
         self.layers = range(min(attention), max(attention) + 1)
         if sorted(attention) != list(self.layers):
             raise ModelRefused("some of its layers have no attention of the usual kind")
-        self._attention = [attention[layer] for layer in self.layers]
+        self.attention = [attention[layer] for layer in self.layers]
         self.block, self.on_cpu = block, on_cpu
-        first = self._attention[0]
+        first = self.attention[0]
         self.device = first.kv_cache.device
         mine, low = first.num_kv_heads, ranks.tensor * total_heads // ranks.tensors
         self.heads = range(low, low + mine)
         self.rank = f"{ranks.tensor}-{ranks.pipeline}"
-        for layer in self._attention:
+        for layer in self.attention:
             if layer.num_kv_heads != mine or layer.kv_cache.shape[:3:2] != first.kv_cache.shape[:3:2]:
                 raise ModelRefused("its layers differ in heads or blocks")
         if first.kv_cache.shape[2] != block:
@@ -129,7 +130,7 @@ class Paged:
         The GPU backends' kernels read ``token * stride(0) + head * head_dim + i`` and look at no other stride, so what
         they get must be contiguous within a token.
         """
-        attention = self._attention[layer - self.layers.start]
+        attention = self.attention[layer - self.layers.start]
         if not self.on_cpu:
             keys, values = keys.contiguous(), values.contiguous()
         attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
@@ -142,10 +143,10 @@ class Paged:
         first, last = lo // self.block, -(-hi // self.block)
         within = slice(lo - first * self.block, hi - first * self.block)
         blocks = blocks[first:last].to(self.device)
-        cache = self._attention[0].kv_cache
+        cache = self.attention[0].kv_cache
         shape = (len(self.layers), 2, len(self.heads), hi - lo, cache.shape[-1] // 2)
         kv = torch.empty(shape, dtype=cache.dtype, pin_memory=self.device.type == "cuda")
-        for i, attention in enumerate(self._attention):
+        for i, attention in enumerate(self.attention):
             for half, part in enumerate(self._halves(attention.kv_cache[blocks])):
                 kv[i, half].copy_(part[:, within], non_blocking=True)
         if self.device.type == "cuda":

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -146,9 +147,13 @@ class LinkRunner:
         Raises:
             ModelRefused: the model's rotary embedding.
         """
-        model = self.get_model()
-        self._turn = Turn(model.get_language_model() if hasattr(model, "get_language_model") else model)
+        self.turn = Turn(self.language_model)
         self.paged, self._links, self.report = paged, {}, StepReport()
+
+    @property
+    def language_model(self) -> nn.Module:
+        model = self.get_model()
+        return model.get_language_model() if hasattr(model, "get_language_model") else model
 
     # state
 
@@ -229,7 +234,7 @@ class LinkRunner:
             return
         begin = time.perf_counter()
         try:
-            place(self.paged, self._turn, [piece for _, piece in pieces])
+            place(self.paged, self.turn, [piece for _, piece in pieces])
         except Exception as error:  # it would end the engine; so it ends these requests
             for request in {request for request, _ in pieces}:
                 self._fail(request, error)
@@ -264,11 +269,36 @@ class LinkRunner:
         if step is None:
             return super()._build_attention_metadata(**options)
         (group,), (slots,) = self.attn_groups[0], options["slot_mappings"].values()
-        owners = torch.from_numpy(step.owners).to(self.device)
-        starts = torch.from_numpy(np.concatenate([[0], np.cumsum(step.queries)]).astype(np.int32))
-        ends, total = torch.from_numpy(step.ends), options["num_tokens"]
-        blocks = self.input_batch.block_table[0].get_device_tensor(self.input_batch.num_reqs)
-        metadata = self._row_builder.build(
+        metadata = self.attention_metadata(
+            torch.from_numpy(step.owners),
+            torch.from_numpy(step.queries),
+            torch.from_numpy(step.ends),
+            self.input_batch.block_table[0].get_device_tensor(self.input_batch.num_reqs),
+            slots,
+            self.positions[: options["num_tokens"]],
+        )
+        return dict.fromkeys(group.layer_names, metadata), None
+
+    def attention_metadata(
+        self,
+        owners: torch.Tensor,
+        queries: torch.Tensor,
+        ends: torch.Tensor,
+        blocks: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> Any:
+        """The attention backend's metadata for rows of any requests.
+
+        Args:
+            owners: ``[rows]`` which row of ``blocks`` is the request's, on the CPU.
+            queries: ``[rows]`` int32, how many tokens each row computes, on the CPU.
+            ends: ``[rows]`` int32, the sequence index at which each row ends, on the CPU.
+            blocks: ``[requests, most blocks]`` int32, on the device.
+            slots, positions: ``[tokens]`` of all rows' computed tokens, on the device.
+        """
+        starts = torch.cat([torch.zeros(1, dtype=torch.int32), queries.cumsum(0, dtype=torch.int32)])
+        return self._row_builder.build(
             0,
             CommonAttentionMetadata(
                 query_start_loc=starts.to(self.device),
@@ -276,17 +306,16 @@ class LinkRunner:
                 seq_lens=ends.to(self.device),
                 seq_lens_cpu_upper_bound=ends,
                 num_reqs=len(ends),
-                num_actual_tokens=total,
-                max_query_len=int(step.queries.max()),
-                max_seq_len=int(step.ends.max()),
-                block_table_tensor=blocks[owners],
+                num_actual_tokens=len(positions),
+                max_query_len=int(queries.max()),
+                max_seq_len=int(ends.max()),
+                block_table_tensor=blocks[owners.to(self.device)],
                 slot_mapping=slots,
                 causal=True,
-                positions=self.positions[:total],
+                positions=positions,
                 is_prefilling=torch.ones(len(ends), dtype=torch.bool),
             ),
         )
-        return dict.fromkeys(group.layer_names, metadata), None
 
     @cached_property
     def _row_builder(self) -> Any:

@@ -18,6 +18,7 @@ from mpic.engine.vllm.layout import Paged
 from mpic.engine.vllm.parent import end_with
 from mpic.engine.vllm.runner import LinkRunner
 from mpic.engine.vllm.scheduler import LinkScheduler
+from mpic.engine.vllm.selftest import self_test
 from mpic.errors import ModelRefused
 from mpic.model.refusals import refuse_unsupported
 
@@ -63,6 +64,7 @@ class LinkWorker(PlatformWorker):
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
         runner.enable_links(Paged.of(self.vllm_config, context, block, backends))
+        self_test(runner)
         connector.attach(runner)
 
 
