@@ -13,17 +13,20 @@ from PIL import Image
 from vllm_facade import MANIFEST, compile_the_same, idle, of, whole
 
 from mpic.config import RetrievalConfig
+from mpic.engine.vllm.linktest import OWNER, link_test
 from mpic.errors import (
     ContextLengthExceeded,
     EmptyPrompt,
     EngineStopped,
     FileNotFound,
     InvalidImage,
+    ModelRefused,
     QueueFull,
     StorageFull,
     UnsupportedParameter,
 )
-from mpic.kv.chunk import Chunk, ChunkKey
+from mpic.kv.chunk import Chunk, ChunkKey, ChunkKV
+from mpic.kv.file import write
 from mpic.prompt.segments import Prompt, TextSegment
 from mpic.retriever import SearchHit
 from mpic.server.retrieval import AutoRetrieval, Searching, style_of
@@ -64,6 +67,24 @@ def test_both_engines_give_the_same_greedy_answers_to_the_demos_questions(bench,
     if policy == "mpic-16":
         assert native.stats()["counters"].get("tokens_compiled", 0) == 0
         assert bench.counters()["tokens_compiled"] > 0
+
+
+def test_an_engine_whose_links_differ_from_a_plain_prefill_is_refused(bench, monkeypatch):
+    link_test(bench.engine)
+
+    def damaged(path, made, *args):
+        write(path, ChunkKV(made.key, made.inputs, made.kv * 1.5), *args)
+
+    monkeypatch.setattr("mpic.engine.vllm.chunks.write", damaged)
+    with pytest.raises(ModelRefused, match="does not give what a plain prefill gives"):
+        link_test(bench.engine)
+
+
+def test_the_chunk_of_the_self_test_is_kept_nowhere(bench):
+    link_test(bench.engine)
+    idle(bench)
+    assert not bench.library.catalog.read("SELECT * FROM chunks WHERE owner = ?", OWNER)
+    assert not list((bench.library.root / "spool").iterdir())
 
 
 def test_a_file_of_the_native_engine_is_linked_by_vllm(bench, native):

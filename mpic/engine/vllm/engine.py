@@ -23,6 +23,7 @@ from mpic.engine.deletions import Deletions
 from mpic.engine.stream import Stream
 from mpic.engine.vllm import wire
 from mpic.engine.vllm.chunks import Chunks
+from mpic.engine.vllm.linktest import link_test
 from mpic.engine.vllm.model import VERIFIED, Described, describe
 from mpic.engine.vllm.options import check_device, engine_args
 from mpic.engine.vllm.prepare import Preparer
@@ -90,6 +91,13 @@ class VLLMEngine(Engine):
             raise
         self.preparer = Preparer(self.model, self.chunks, self.talk)
         self.info = _info(config, self.model, self.talk, cpu)
+        try:
+            link_test(self)
+        except BaseException:
+            self.close()
+            raise
+        for counters in (self.counters, self.chunks.counters):
+            counters.clear()  # they count what users have asked
 
     def _check_processor(self) -> None:
         """Images must look the same to both engines, or a chunk would not be what a plain prefill computes."""
@@ -102,10 +110,16 @@ class VLLMEngine(Engine):
 
     # ---- called from any thread
 
-    def submit(self, request: GenerationRequest) -> Stream:
-        """See ``Engine.submit``; raises QueueFull when ``max_waiting`` requests wait already."""
+    def submit(self, request: GenerationRequest, passing: Chunk | None = None) -> Stream:
+        """See ``Engine.submit``; raises QueueFull when ``max_waiting`` requests wait already.
+
+        Args:
+            passing: a chunk that is compiled for this request and kept nowhere.
+        """
         self._take_place()
         arrived = self.deletions.begin()
+        if passing is not None:
+            self.deletions.mark(passing)
         try:
             self.preparer.check(request)
             stream = Stream(request.id)
