@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 
 import pytest
@@ -33,8 +34,9 @@ def wanted(tmp_path):
 def make(tmp_path):
     made = []
 
-    def memory(chunks: int) -> HostMemory:
-        made.append(HostMemory([tmp_path], chunks * BYTES, 2, Expected(SHAPE, torch.float32, 4, 0)))
+    def memory(chunks: int, **options) -> HostMemory:
+        expected = Expected(SHAPE, torch.float32, 4, 0)
+        made.append(HostMemory([tmp_path], chunks * BYTES, 2, expected, **options))
         return made[-1]
 
     yield memory
@@ -147,3 +149,24 @@ def test_another_process_reads_its_own_heads_and_layers(make, wanted, tmp_path):
     (tmp_path / "3.kv").unlink()
     with pytest.raises(OSError):
         there.take(range(2), range(1))
+
+
+def test_without_workers_in_this_process_no_kv_is_kept_and_a_damaged_file_is_still_found(
+    make, wanted, tmp_path
+):
+    memory = make(3, keep_kv=False)
+    data = bytearray((tmp_path / "1.kv").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "1.kv").write_bytes(data)
+    load = memory.load(wanted[:2])
+    finish(memory, load)
+    assert [chunk.state for chunk in load.chunks] == ["ready", "failed"]
+    assert load.chunks[0].kv is None and load.chunks[1].code == "corrupt"
+    there = pickle.loads(pickle.dumps(load.chunks[0])).take(range(2), range(1))
+    assert all((layer == 0).all() and layer.shape == (2, 1, TOKENS, 4) for layer in there)
+
+
+def test_without_workers_in_this_process_the_budget_counts_what_is_kept(make, wanted):
+    memory = make(1, keep_kv=False)  # room for the KV of one chunk, and for the embeddings of four
+    loads = [memory.load([one]) for one in wanted]
+    assert [load.started for load in loads] == [True, True, True, True, False]

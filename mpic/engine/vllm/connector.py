@@ -58,8 +58,9 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
             model = vllm_config.model_config
             hidden, deepstack = model.hf_text_config.hidden_size, deepstack_layers(model.hf_config)
             expected = Expected(geometry(vllm_config), model.dtype, hidden, deepstack)
+            in_process = vllm_config.parallel_config.distributed_executor_backend == "uni"
             self._host = HostMemory(
-                settings["folders"], settings["host_bytes"], settings["readers"], expected
+                settings["folders"], settings["host_bytes"], settings["readers"], expected, in_process
             )
             self._admission = Admission(vllm_config, self._host, settings["folders"], settings["patience"])
         else:

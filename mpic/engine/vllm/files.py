@@ -145,14 +145,18 @@ class HostMemory:
 
     Args:
         folders: absolute; nothing outside of them is ever opened.
-        budget: bytes of KV.
+        budget: bytes of KV; of embeddings where the KV is not kept.
         readers: threads.
+        keep_kv: whether the workers run in this process. Workers in other processes map the files themselves, so what
+            is read here only proves that a file is sound: it is dropped, and its memory is not page-locked.
     """
 
-    def __init__(self, folders: Sequence[Path], budget: int, readers: int, expected: Expected) -> None:
+    def __init__(
+        self, folders: Sequence[Path], budget: int, readers: int, expected: Expected, keep_kv: bool = True
+    ) -> None:
         self._folders = [folder.resolve() for folder in folders]
-        self._budget, self._expected = budget, expected
-        self._pinned_memory = torch.cuda.is_available()
+        self._budget, self._expected, self._keep_kv = budget, expected, keep_kv
+        self._pinned_memory = keep_kv and torch.cuda.is_available()
         self._changed = threading.Condition()
         self._chunks: OrderedDict[tuple[str, str], HostChunk] = OrderedDict()
         self._waiting: deque[Load] = deque()
@@ -199,7 +203,9 @@ class HostMemory:
         return found
 
     def _bytes(self, chunk: HostChunk) -> int:
-        return chunk.tokens * self._expected.shape.per_token * self._expected.dtype.itemsize
+        expected = self._expected
+        width = expected.shape.per_token if self._keep_kv else expected.hidden * (1 + expected.deepstack)
+        return chunk.tokens * width * expected.dtype.itemsize
 
     def _start(self) -> None:
         while self._waiting:
@@ -248,7 +254,7 @@ class HostMemory:
             for _ in file.read_layers(kv):
                 pass
             file.close()
-            chunk.kv = kv
+            chunk.kv = kv if self._keep_kv else None
             state, code, reason = "ready", "", ""
         except FileNotFoundError:
             state, code, reason = "failed", "missing", f"{chunk.path} is not there"

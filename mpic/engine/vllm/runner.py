@@ -187,6 +187,12 @@ class LinkRunner:
 
     # a step
 
+    def execute_model(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().execute_model(*args, **options)
+        finally:
+            self._step = None  # what vLLM runs between steps (warm-up, idle ranks) has no links
+
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         if self._links:
