@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import shutil
 
 import pytest
+import vllm_kit  # noqa: F401 - sets the environment before vLLM is imported
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 from mpic.config import ConfigError, EngineConfig, bundled_model
 from mpic.engine import load_engine
 from mpic.engine.vllm import model as models
 from mpic.engine.vllm import wire
 from mpic.engine.vllm.model import describe
-from mpic.engine.vllm.options import check_device, engine_args
+from mpic.engine.vllm.options import ALLOWED, OURS, REFUSED, check_device, engine_args
 from mpic.errors import ModelRefused
 from mpic.model.load import load_model
 
@@ -73,12 +76,23 @@ def test_a_cpu_is_given_a_bounded_share_of_memory_and_a_gpu_what_vllm_chooses(de
         ({"vllm_args": '{"speculative_config": {}}'}, "drafts have no chunks"),
         ({"vllm_args": '{"quantization": "fp8"}'}, "give a model that is quantized"),
         ({"vllm_args": '{"blok_size": 4}'}, "did you mean block_size"),
+        ({"vllm_args": '{"data_parallel_size": 2}'}, "replicas are not tested"),
+        (
+            {"vllm_args": '{"kv_sharing_fast_prefill": true}'},
+            "not known to be right with links; allowed: block_size",
+        ),
         ({"attention": "cpu-stream"}, "not one of vLLM's: auto, CPU_ATTN"),
     ],
 )
 def test_what_vllm_would_not_do_right_is_refused_by_name(described, tmp_path, config, says):
     with pytest.raises(ConfigError, match=says):
         args(described, tmp_path, **config)
+
+
+def test_every_argument_that_is_allowed_is_one_of_this_version_of_vllm_and_has_no_other_role():
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert known >= ALLOWED
+    assert not ALLOWED & (OURS.keys() | REFUSED.keys())
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,26 @@ OURS = {
 }
 """Arguments of vLLM's that have a key of their own."""
 
+ALLOWED = frozenset(
+    {
+        *("block_size", "max_model_len", "num_gpu_blocks_override", "gpu_memory_utilization"),
+        *("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_scheduled_tokens"),
+        *("enforce_eager", "compilation_config", "optimization_level", "cudagraph_capture_sizes"),
+        *("max_cudagraph_capture_size", "disable_cascade_attn", "disable_custom_all_reduce"),
+        *("distributed_executor_backend", "distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
+        *("nnodes", "node_rank", "master_addr", "master_port", "device_ids", "ray_workers_use_nsight"),
+        *("numa_bind", "numa_bind_cpus", "numa_bind_nodes", "cpu_offload_gb", "max_parallel_loading_workers"),
+        *("safetensors_load_strategy", "safetensors_prefetch_block_size", "safetensors_prefetch_num_threads"),
+        *("download_dir", "hf_token", "use_tqdm_on_load", "seed", "renderer_num_workers", "shutdown_timeout"),
+        *("mm_encoder_tp_mode", "mm_encoder_attn_backend", "skip_mm_profiling", "fail_on_environ_validation"),
+        *("otlp_traces_endpoint", "collect_detailed_traces", "enable_log_requests", "log_level"),
+        *("logging_config", "log_config_file", "show_hidden_metrics_for_version", "kv_cache_metrics"),
+        *("kv_cache_metrics_sample", "cudagraph_metrics", "enable_layerwise_nvtx_tracing", "profiler_config"),
+        *("jit_monitor_mode", "jit_monitor_verbose"),
+    }
+)
+"""Arguments that say where and how fast vLLM computes, and change nothing about what a chunk or a link is."""
+
 REFUSED = {
     "tokenizer": "the chunks' recipe has the model's own",
     "hf_overrides": "compiled chunks are keyed by the model's own configuration",
@@ -61,7 +81,10 @@ REFUSED = {
     "limit_mm_per_prompt": "max_chunks limits images",
     "max_logprobs": "requests are checked by the server",
     "runner": "the engine generates",
+    "data_parallel_size": "several replicas are not tested; start one server each",
 }
+"""Arguments that people may want, and why they cannot have them. Every other one is refused too: what vLLM adds is not
+known to be right with links before somebody has looked at it."""
 
 
 def prepare_environment() -> bool:
@@ -185,10 +208,16 @@ def _given(text: str, known: set[str]) -> Mapping[str, Any]:
             )
         if name in REFUSED:
             raise ConfigError(f"vllm_args: {name} is not for MPIC: {REFUSED[name]}", param="vllm_args")
+        if name in ALLOWED & known:
+            continue
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"vllm_args: vLLM has no engine argument {name!r}{hint}", param="vllm_args")
+        raise ConfigError(
+            f"vllm_args: {name} is not known to be right with links; allowed: {', '.join(sorted(ALLOWED & known))}",
+            param="vllm_args",
+        )
     return given
 
 
