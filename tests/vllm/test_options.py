@@ -10,6 +10,8 @@ import shutil
 import pytest
 import vllm_kit  # noqa: F401 - sets the environment before vLLM is imported
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 from mpic.config import ConfigError, EngineConfig, bundled_model
 from mpic.engine import load_engine
@@ -65,6 +67,28 @@ def test_keys_become_vllms_arguments(described, tmp_path):
 def test_a_cpu_is_given_a_bounded_share_of_memory_and_a_gpu_what_vllm_chooses(described, tmp_path):
     assert 0 < args(described, tmp_path).kv_cache_memory_bytes <= 8 << 30
     assert args(described, tmp_path, cpu=False).kv_cache_memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "dtype", "backend"),
+    [
+        ((8, 0), True, "bfloat16", "FLASH_ATTN"),
+        ((10, 0), True, "float16", "FLASH_ATTN"),
+        ((9, 0), True, "float32", "TRITON_ATTN"),
+        ((7, 5), True, "float16", "TRITON_ATTN"),
+        ((9, 4), False, "bfloat16", "TRITON_ATTN"),
+        (None, False, "bfloat16", "TRITON_ATTN"),
+    ],
+)
+def test_on_a_gpu_the_attention_backend_is_one_whose_layout_is_known(
+    described, tmp_path, monkeypatch, capability, cuda, dtype, backend
+):
+    found = DeviceCapability(*capability) if capability else None
+    monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda cls: found))
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: cuda)
+    model = dataclasses.replace(described, dtype=dtype)
+    assert args(model, tmp_path, cpu=False).attention_backend == backend
+    assert args(model, tmp_path, cpu=False, attention="flex_attention").attention_backend == "FLEX_ATTENTION"
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,8 @@ def engine_args(
         values["kv_cache_memory_bytes"] = config.pool_bytes
     if config.attention != "auto":
         values["attention_backend"] = _attention(config.attention, cpu)
+    elif not cpu:
+        values["attention_backend"] = _default_attention(model.dtype)
     values |= given
     if values.get("enforce_eager"):
         # a piece of vLLM's sampler is compiled all the same, which takes seconds and, on a CPU, a C++ compiler
@@ -219,6 +221,18 @@ def _given(text: str, known: set[str]) -> Mapping[str, Any]:
             param="vllm_args",
         )
     return given
+
+
+def _default_attention(dtype: str) -> str:
+    """The backend on a GPU when nobody chooses.
+
+    vLLM's own choice may be one whose cache layout is not known here, such as FlashInfer on Blackwell.
+    """
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    flash = current_platform.is_cuda() and capability is not None and capability >= (8, 0)
+    return "FLASH_ATTN" if flash and dtype != "float32" else "TRITON_ATTN"
 
 
 def _attention(name: str, cpu: bool) -> str:

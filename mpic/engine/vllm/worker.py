@@ -84,6 +84,9 @@ def refuse(config: VllmConfig) -> None:
         "context parallelism is not supported": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "micro-batches are not supported": bool(parallel.use_ubatching),
+        "data parallelism is not tested": parallel.data_parallel_size > 1,
+        "images that attend to themselves in both directions are not supported": bool(model.is_mm_prefix_lm),
+        "its attention windows (R-SWA) are not supported": model.rswa_window is not None,
         "KV in another type than the model's is not supported": config.cache_config.cache_dtype
         not in ("auto", str(model.dtype).removeprefix("torch.")),
         "only models that generate are supported": model.runner_type != "generate",
