@@ -47,7 +47,8 @@ def make(app: ASGIApp) -> FastAPI:
         head='<meta name="color-scheme" content="light dark"><meta name="referrer" content="same-origin">',
     )
     root.add_middleware(_Tidy)
-    root.add_middleware(Known, values={id: len(fn.inputs) for id, fn in page.fns.items()})
+    here = {id: len(event.inputs) for id, event in page.fns.items() if event.fn is not None}
+    root.add_middleware(Known, values=here)
     return root
 
 

@@ -1,0 +1,82 @@
+"""What a process opens: a record of files and addresses, and a server in a process of its own that keeps one.
+
+As a program: ``python watched.py DATA PROBES LOG`` serves the whole application over an engine that computes nothing.
+Whatever it opens under PROBES or at one of ``DEVICES``, and every address it connects to or looks up, is a line of LOG,
+and is refused: a server with a mistake neither hangs on a FIFO nor fills its memory from ``/dev/zero``. It prints one
+line of JSON: its ``url``, the ``keys`` of its users, and ``readers``, the page's handlers to which Gradio gives what a
+click adds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+DEVICES = ("/dev/zero", "/dev/stdin")
+ADDRESSES = ("socket.connect", "socket.getaddrinfo")
+
+_watching: list[Callable[[str, str], None]] = []
+
+
+def _hook(event: str, args: tuple) -> None:
+    if _watching and (event == "open" or event in ADDRESSES):
+        what = os.fsdecode(args[0]) if isinstance(args[0], (str, bytes)) else repr(args[:2])
+        for tell in tuple(_watching):
+            tell(event, what)
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[list[str]]:
+    """The files under a folder that this process opens meanwhile, and the addresses it looks for."""
+    seen: list[str] = []
+
+    def tell(event: str, what: str) -> None:
+        if event in ADDRESSES or what.startswith(str(folder)):
+            seen.append(what)
+
+    if not hasattr(sys, "_watched"):  # a hook cannot be taken away; without anybody watching it does nothing
+        sys._watched = True
+        sys.addaudithook(_hook)
+    _watching.append(tell)
+    try:
+        yield seen
+    finally:
+        _watching.remove(tell)
+
+
+def main(data: Path, probes: Path, log: Path) -> None:
+    from browsing import serving
+    from fake_engine import FakeEngine
+    from gradio.helpers import special_args
+    from server_helpers import chat_template
+
+    from mpic.config import Config
+    from mpic.library import Library
+    from mpic.server import create_app
+    from mpic.webui.page import build
+
+    app = create_app(FakeEngine(), Library.open(data), chat_template(), Config())
+    names = ("root", "ada", "bob")
+    keys = {n: app.state.mpic.keys.create(n, "admin" if n == "root" else "user")[0] for n in names}
+    record = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def refuse(event: str, what: str) -> None:
+        if event in ADDRESSES or what.startswith((str(probes), *DEVICES)):
+            os.write(record, f"{event} {what}\n".encode())
+            raise PermissionError(f"{event} {what}")
+
+    handlers = {id: event.fn for id, event in build(app).fns.items() if event.fn is not None}
+    readers = [id for id, fn in handlers.items() if special_args(fn)[2] is not None]
+    with serving(app) as url:
+        _watching.append(refuse)
+        sys.addaudithook(_hook)
+        print(json.dumps({"url": url, "keys": keys, "readers": readers}), flush=True)
+        sys.stdin.read()  # until the test closes it
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
