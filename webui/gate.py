@@ -34,7 +34,7 @@ API = (f"{ROOT}/v1/files", f"{ROOT}/v1/references")  # POST: the API's own uploa
 SESSION_HASH = re.compile(r"[A-Za-z0-9]{1,64}")
 
 PAGES = re.compile(
-    r"/|/config|/theme\.css|/assets/[^?]*|/static/[^?]*|/favicon\.ico|/manifest\.json"
+    r"/|/config|/theme\.css|/(?:assets|static)/[ -~]{1,240}|/favicon\.ico|/manifest\.json"
     r"|/gradio_api/(?:info|startup-events|theme\.css)|/thumbs/[A-Za-z0-9_.-]+|/plots/[A-Za-z0-9_-]+\.png"
 )
 EVENTS = re.compile(r"/gradio_api/(?P<name>queue/join|cancel)/?")

@@ -120,8 +120,10 @@ class Served:
     async def unharmed(self):
         """Meanwhile nothing is opened and nothing goes wrong, and then the server still answers."""
         before = self.left()
-        yield
-        assert [now[len(then) :] for then, now in zip(before, self.left(), strict=True)] == [[], [], []]
+        try:
+            yield
+        finally:
+            assert [now[len(then) :] for then, now in zip(before, self.left(), strict=True)] == [[], [], []]
         async with httpx.AsyncClient(base_url=self.url, timeout=SECONDS) as http:
             headers = {"authorization": f"Bearer {self.keys['ada']}"}
             assert (await http.get("/health", headers=headers)).status_code == 200
@@ -130,6 +132,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     with Served(tmp_path_factory.mktemp("served")).running() as served:
+        assert served.left()[0] == [f"open {served.probes}/control"]  # what is opened is recorded
         reference = {"files": {"file": ("r.png", SECRET)}, "data": {"title": "a square"}}
         headers = {"authorization": f"Bearer {served.keys['root']}"}
         added = httpx.post(f"{served.url}/v1/references", headers=headers, timeout=SECONDS, **reference)
