@@ -1,19 +1,23 @@
 """The REST API as the pages use it: through the SDK, in this process, with the key of who is looking.
 
 Answers are plain dictionaries in the API's own shapes; refusals are the ``MPICError`` of the tree they came from.
+
+What the pages pass on came over the network. The client is therefore one that opens no files of this machine: an upload
+is bytes and an image is a data URL, whatever a handler is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp
 
 from mpic import AsyncMPIC
 from mpic.client.inprocess import AsyncInProcess
+from mpic.client.sources import image_data_url
 from mpic.errors import Forbidden, Unauthorized
+from mpic.webui.events import EVENT_BYTES
 
 LOCAL = "http://127.0.0.1"  # a name the host guard always admits
 FOUND = 12  # references a search shows
@@ -37,7 +41,9 @@ class API:
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._client = AsyncMPIC(LOCAL, key or "", transport=AsyncInProcess(app), max_retries=0)
+        self._client = AsyncMPIC(
+            LOCAL, key or "", transport=AsyncInProcess(app), max_retries=0, local_files=False
+        )
 
     # ---- files
 
@@ -48,8 +54,8 @@ class API:
     async def file(self, id: str) -> dict[str, Any]:
         return (await self._client.files.retrieve(id)).model_dump()
 
-    async def upload(self, path: Path, handle: str) -> dict[str, Any]:
-        return (await self._client.files.create(path, handle)).model_dump()
+    async def upload(self, name: str, data: bytes, handle: str) -> dict[str, Any]:
+        return (await self._client.files.create((name, data), handle)).model_dump()
 
     async def content(self, id: str) -> bytes:
         """The original of a file."""
@@ -77,8 +83,13 @@ class API:
         return await self._client.references.content(id)
 
     async def search(self, query: str | None, image: str | None) -> list[dict[str, Any]]:
-        """References like a text or an image (a data URL), best first."""
-        hits = await self._client.references.search(query or None, image=image or None, top_k=FOUND)
+        """References like a text or an image, best first.
+
+        Raises:
+            InvalidImage: the image is not a data URL of an image.
+        """
+        url = image_data_url(image, EVENT_BYTES) if image else None
+        hits = await self._client.references.search(query or None, image=url, top_k=FOUND)
         return [hit.model_dump() for hit in hits]
 
     async def remove(self, id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -15,7 +16,8 @@ from mpic.errors import MPICError
 from mpic.webui import library, live, policies, references, top
 from mpic.webui.api import API
 from mpic.webui.conversation import Conversation, Run, Turn
-from mpic.webui.samples import samples, welcome
+from mpic.webui.events import OnFile, OnReference, OnTranscript, Search
+from mpic.webui.samples import Sample, samples, welcome
 from mpic.webui.transcript import transcript
 
 MAX_TOKENS = 512
@@ -79,40 +81,41 @@ class Desk:
 
     async def manage(self, conversation: Conversation, event: gr.EventData, request: gr.Request) -> Update:
         """A button of the library panel."""
-        api, asked = self._api(request), event._data
+        api = self._api(request)
         try:
-            if asked.get("act") == "delete":
-                await api.delete(str(asked["id"]))
-            elif asked.get("act") == "extend":
-                left = (await api.file(str(asked["id"])))["expires_at"] - time.time()
-                await api.extend(str(asked["id"]), max(0, round(left)) + DAY)
+            asked = OnFile.of(event._data)
+            if asked.act == "delete":
+                await api.delete(asked.id)
+            else:
+                end = (await api.file(asked.id))["expires_at"]
+                if end is not None:
+                    await api.extend(asked.id, max(0, round(end - time.time())) + DAY)
         except MPICError as exc:
-            gr.Warning(f"{exc.message} [{exc.code}]", title="That did not work")
+            _warn(exc)
         return await _library(api)
 
     # ---- the references
 
     async def find(self, event: gr.EventData, request: gr.Request) -> Update:
         """What was searched for; all of them when it was nothing."""
-        api, asked = self._api(request), event._data or {}
-        query, image = asked.get("query"), asked.get("image")
-        if not query and not image:
-            return await self._whole_shelf(api, request)
+        api = self._api(request)
         try:
-            found = await api.search(query, image)
+            asked = Search.of(event._data)
+            if asked.nothing:
+                return await self._whole_shelf(api, request)
+            found = await api.search(asked.query, asked.image)
         except MPICError as exc:
             return references.failed(exc.message, exc.code)
-        like = f"most like “{query}”" if query else "most like this image"
+        like = f"most like “{asked.query}”" if asked.query else "most like this image"
         return self._shelf(found, request, like, references.MISSED)
 
     async def shelve(self, event: gr.EventData, request: gr.Request) -> Update:
         """A button of the shelf."""
-        api, asked = self._api(request), event._data
+        api = self._api(request)
         try:
-            if asked.get("act") == "remove":
-                await api.remove(str(asked["id"]))
+            await api.remove(OnReference.of(event._data).id)
         except MPICError as exc:
-            gr.Warning(f"{exc.message} [{exc.code}]", title="That did not work")
+            _warn(exc)
         return await self._whole_shelf(api, request)
 
     async def _whole_shelf(self, api: API, request: gr.Request) -> str:
@@ -136,7 +139,7 @@ class Desk:
 
     async def ask(
         self,
-        text: str,
+        text: str | None,
         policy: str | None,
         retrieval: str | None,
         conversation: Conversation,
@@ -144,10 +147,11 @@ class Desk:
     ) -> AsyncIterator[tuple[Update, ...]]:
         """Answer what is in the box."""
         self._own(conversation, request)
-        if conversation.running or not text.strip():
+        text = (text or "").strip()
+        if conversation.running or not text:
             yield _nothing()
             return
-        async for update in self._answer(text.strip(), _run(policy, retrieval), conversation, request):
+        async for update in self._answer(text, _run(policy, retrieval), conversation, request):
             yield update
 
     async def act(
@@ -160,32 +164,46 @@ class Desk:
     ) -> AsyncIterator[tuple[Update, ...]]:
         """A button of the transcript: a sample question, or an answer once more without reuse."""
         self._own(conversation, request)
-        asked = event._data
         if conversation.running:
             return
-        if asked.get("act") == "sample":
-            sample = next((s for s in samples() if s.id == asked.get("sample")), None)
-            if sample is None:
-                return
-            turn = Turn(sample.text, _run(policy, retrieval))
-            conversation.turns.append(turn)
-            try:
-                yield *_running(conversation), gr.skip()
-                await self._upload(sample.paths, request)
-            except MPICError as exc:
-                turn.answer.fail(exc.code, exc.message)
-                yield *_ended(conversation, ""), gr.skip()
-                return
-            finally:
-                turn.answer.end()
-            conversation.turns.remove(turn)
-            shown = await _library(self._api(request))
-            async for update in self._answer(sample.text, _run(policy, retrieval), conversation, request):
-                yield *update, shown
-                shown = gr.skip()
-        elif asked.get("act") == "again":
-            async for update in self._again(int(asked.get("turn", -1)), conversation, request):
+        try:
+            asked = OnTranscript.of(event._data)
+        except MPICError as exc:
+            _warn(exc)
+            return
+        if asked.act == "again" and asked.turn is not None:
+            async for update in self._again(asked.turn, conversation, request):
                 yield *update, gr.skip()
+        sample = next((s for s in samples() if s.id == asked.sample), None)
+        if asked.act == "sample" and sample is not None:
+            async for update in self._sample(sample, policy, retrieval, conversation, request):
+                yield update
+
+    async def _sample(
+        self,
+        sample: Sample,
+        policy: str | None,
+        retrieval: str | None,
+        conversation: Conversation,
+        request: gr.Request,
+    ) -> AsyncIterator[tuple[Update, ...]]:
+        """Upload what a sample question is about, then ask it."""
+        turn = Turn(sample.text, _run(policy, retrieval))
+        conversation.turns.append(turn)
+        try:
+            yield *_running(conversation), gr.skip()
+            await self._upload(sample.paths, request)
+        except MPICError as exc:
+            turn.answer.fail(exc.code, exc.message)
+            yield *_ended(conversation, ""), gr.skip()
+            return
+        finally:
+            turn.answer.end()
+        conversation.turns.remove(turn)
+        shown = await _library(self._api(request))
+        async for update in self._answer(sample.text, _run(policy, retrieval), conversation, request):
+            yield *update, shown
+            shown = gr.skip()
 
     async def stop(self, conversation: Conversation) -> tuple[Update, ...]:
         conversation.end()
@@ -247,14 +265,14 @@ class Desk:
         finally:
             await pieces.aclose()
 
-    async def _upload(self, paths: dict[str, Any], request: gr.Request) -> None:
+    async def _upload(self, paths: dict[str, Path], request: gr.Request) -> None:
         """Upload what is not there yet, and wait until all of it is compiled."""
         api = self._api(request)
         wanted = {handle.upper() for handle in paths}  # handles ignore case
         there = {(f["handle"] or "").upper() for f in await api.files()}
         for handle, path in paths.items():
             if handle.upper() not in there:
-                await api.upload(path, handle)
+                await api.upload(path.name, await asyncio.to_thread(path.read_bytes), handle)
         until = time.monotonic() + COMPILE_SECONDS
         for pause in pauses():
             used = [f for f in await api.files() if (f["handle"] or "").upper() in wanted]
@@ -275,6 +293,11 @@ async def _library(api: API) -> Update:
         return library.panel(await api.files())
     except MPICError:
         return gr.skip()
+
+
+def _warn(error: MPICError) -> None:
+    """Says on the page why nothing was done."""
+    gr.Warning(f"{error.message} [{error.code}]", title="That did not work")
 
 
 def _run(policy: str | None, retrieval: str | None) -> Run:

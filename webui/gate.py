@@ -2,7 +2,8 @@
 
 Gradio serves its upload, file, proxy and developer routes to whoever asks. None of them is needed here, so the gate
 lets through a short list of paths and nothing else; uploads go to ``POST /v1/files`` itself, so that sizes, validators,
-quotas and ownership are the API's own. No file of a user ever reaches a folder of Gradio's.
+quotas and ownership are the API's own. No file of a user ever reaches a folder of Gradio's. Events pass only in the
+shapes of ``events.py``, because Gradio opens what looks like a file in an event.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpic.errors import Forbidden, MPICError, NotFound, TooLarge, Unauthorized
 from mpic.server import errors
+from mpic.webui import events
+from mpic.webui.events import EVENT_BYTES
 from mpic.webui.sessions import COOKIE, Sessions, Visitor
 
 if TYPE_CHECKING:
@@ -28,14 +31,15 @@ ROOT = "/ui"
 LOGIN = f"{ROOT}/login"
 OPEN = {("GET", "/login"), ("POST", "/login"), ("POST", "/logout")}
 API = (f"{ROOT}/v1/files", f"{ROOT}/v1/references")  # POST: the API's own uploads
-EVENT_BYTES = 1 << 20  # an event of the page: text and a few settings
 SESSION_HASH = re.compile(r"[A-Za-z0-9]{1,64}")
 
 PAGES = re.compile(
-    r"/|/config|/theme\.css|/assets/[^?]*|/static/[^?]*|/favicon\.ico|/manifest\.json"
+    r"/|/config|/theme\.css|/(?:assets|static)/[ -~]{1,240}|/favicon\.ico|/manifest\.json"
     r"|/gradio_api/(?:info|startup-events|theme\.css)|/thumbs/[A-Za-z0-9_.-]+|/plots/[A-Za-z0-9_-]+\.png"
 )
-EVENTS = re.compile(r"/gradio_api/(?:queue/join|cancel)/?")
+EVENTS = re.compile(r"/gradio_api/(?P<name>queue/join|cancel)/?")
+SAVED_PAGE = "deep_link"  # a parameter that makes Gradio open a file of this name
+SHAPES: dict[str, type[events.Body]] = {"queue/join": events.Event, "cancel": events.Cancel}
 NOTHING = re.compile(r"/gradio_api/reset/?")  # Gradio's page calls it, and it does nothing
 STREAMS = re.compile(r"/gradio_api/(?:queue/data|heartbeat/(?P<page>[A-Za-z0-9]{1,64}))")
 
@@ -126,17 +130,17 @@ class Gate:
             _to_api(scope, visitor)
             return receive
         if scope["method"] in ("GET", "HEAD"):
-            if PAGES.fullmatch(path):
+            if PAGES.fullmatch(path) and SAVED_PAGE not in QueryParams(scope["query_string"]):
                 return receive
             if match := STREAMS.fullmatch(path):
                 named = QueryParams(scope["query_string"]).getlist("session_hash")
                 # of several, Gradio would take one and the gate perhaps another
                 self._own(match["page"] or (named[0] if len(named) == 1 else ""), visitor)
                 return receive
-        elif scope["method"] == "POST" and EVENTS.fullmatch(path):
+        elif scope["method"] == "POST" and (match := EVENTS.fullmatch(path)):
             body = await _whole(receive)
             self._own(_session_hash(body), visitor)
-            return _again(body)
+            return _as_read(scope, events.read(body, SHAPES[match["name"]]))
         elif scope["method"] == "POST" and NOTHING.fullmatch(path):
             return _again(await _whole(receive))
         raise NotFound(f"no such route: {scope['method']} {scope['path']}")
@@ -203,6 +207,15 @@ async def _whole(receive: Receive) -> bytes:
             )
         if not message.get("more_body"):
             return body
+
+
+def _as_read(scope: Scope, event: events.Body) -> Receive:
+    """Turns the request into what was read of it, so that Gradio cannot read it otherwise."""
+    body = event.model_dump_json().encode()
+    scope["state"]["event"] = event
+    headers = MutableHeaders(scope=scope)
+    headers["content-type"], headers["content-length"] = "application/json", str(len(body))
+    return _again(body)
 
 
 def _again(body: bytes) -> Receive:

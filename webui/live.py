@@ -21,20 +21,22 @@ def panel(health: Mapping[str, Any], metrics: str | None) -> str:
     """The panel.
 
     Args:
-        health: ``/health``.
+        health: ``/health``; its counters of the engine are there for admins only.
         metrics: ``/metrics``; None where the visitor may not read them.
     """
     engine = health.get("engine", {})
     rows = []
     if not health.get("ready"):
         rows.append(_row("server", '<b class="m-bad">not ready</b>'))
-    if "running" in engine:
+    elif "running" not in engine:
+        rows.append(_row("server", "ready"))
+    else:
         waiting = f", {engine['waiting']} waiting" if engine.get("waiting") else ""
         rows.append(_row("requests", f"{engine['running']} running{waiting}"))
     if metrics is not None:
         rows += _figures(Figures(metrics))
     body = "".join(rows)
-    note = '<p class="m-note">Times, tiers and evictions are for admins.</p>' if metrics is None else ""
+    note = '<p class="m-note">What the server counts is for admins.</p>' if metrics is None else ""
     return f'<dl class="m-live">{body}</dl>{note}'
 
 

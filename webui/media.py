@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 
 from mpic.errors import NotFound, TooManyAtOnce
 from mpic.webui.api import API
+from mpic.webui.events import FILE, REFERENCE
 from mpic.webui.gate import ROOT
 from mpic.webui.plots import plot
 from mpic.webui.sessions import Visitor
@@ -25,7 +26,7 @@ T = TypeVar("T")
 SIDE = 192  # pixels; shown at up to 96, and screens have two for one
 KEPT = 2_000
 PAUSES = (0.25, 0.5, 1.0)  # seconds before asking once more
-FILE_ID = re.compile(r"file-[A-Za-z0-9]{1,64}|ref_[A-Za-z0-9_.-]{1,124}")
+FILE_ID = re.compile(f"{FILE}|{REFERENCE}")
 
 
 def router(app: FastAPI) -> APIRouter:

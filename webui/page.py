@@ -15,7 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mpic.webui import policies
 from mpic.webui.conversation import Conversation
 from mpic.webui.desk import Desk
-from mpic.webui.gate import EVENT_BYTES, ROOT
+from mpic.webui.events import EVENT_BYTES, Known
+from mpic.webui.gate import ROOT
 from mpic.webui.samples import welcome
 
 SEND_EVENTS = "element.addEventListener('click', e => { const b = e.target.closest('[data-act]'); " + (
@@ -26,14 +27,15 @@ SEND_EVENTS = "element.addEventListener('click', e => { const b = e.target.close
 def make(app: ASGIApp) -> FastAPI:
     """The application that serves the page at ``/ui``."""
     root = FastAPI(openapi_url=None)
+    page = build(app)
     gr.mount_gradio_app(
         root,
-        build(app),
+        page,
         path=ROOT,
         auth_dependency=_user,
         footer_links=[],
         run_history=False,
-        show_error=True,
+        show_error=False,  # the text of an exception that nobody expected is for the log; ours are said by the handlers
         max_file_size=EVENT_BYTES,  # nothing is uploaded through Gradio; the gate closes that route
         ssr_mode=False,
         enable_monitoring=False,
@@ -45,6 +47,8 @@ def make(app: ASGIApp) -> FastAPI:
         head='<meta name="color-scheme" content="light dark"><meta name="referrer" content="same-origin">',
     )
     root.add_middleware(_Tidy)
+    here = {id: len(event.inputs) for id, event in page.fns.items() if event.fn is not None}
+    root.add_middleware(Known, values=here)
     return root
 
 
@@ -161,7 +165,8 @@ def build(app: ASGIApp) -> gr.Blocks:
         new = gr.Button("new", elem_id="m-new", visible="hidden")
 
         asking = [said, now, box, send, stop]
-        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        # preprocess: the gate has checked the values, and the handlers and the API say what is wrong with them
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "preprocess": False}
         many: dict[str, Any] = {**quiet, "concurrency_limit": None}
         opened = [top, policy, line, library, live, guide, said, kept, shelf]
         page.load(desk.open, [conversation], opened, **many)

@@ -53,7 +53,7 @@ def explain(policy: str) -> str:
         return EXPLAINED[policy]
     stem, _, number = policy.rpartition("-")
     for form, line in EXPLAINED.items():
-        if form[:-2] == stem and form[-1] in "KNR" and number.isdecimal():
+        if form[:-2] == stem and form[-1] in "KNR" and number.isdecimal() and len(number) < 10:
             return line.replace(f" {form[-1]} ", f" {int(number)} ")
     return ""
 
@@ -102,5 +102,5 @@ RETRIEVAL = {
 
 def line(policy: str | None, retrieval: str | None = None) -> str:
     """What stands under the pickers."""
-    known = [explain(policy or ""), RETRIEVAL[retrieval or "off"][1]]
+    known = [explain(policy or ""), RETRIEVAL.get(retrieval or "off", ("", ""))[1]]
     return f'<p class="m-note">{escape(" ".join(filter(None, known)))}</p>' if any(known) else ""

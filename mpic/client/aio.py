@@ -14,6 +14,7 @@ from mpic.client.base import DEFAULT_URL
 from mpic.client.calls import Call
 from mpic.client.errors import from_response, from_transport
 from mpic.client.retry import Retry
+from mpic.client.sources import Sources
 
 T = TypeVar("T")
 
@@ -29,6 +30,8 @@ class AsyncMPIC:
         timeout: seconds for each step of a request (connect, read, write), or an httpx.Timeout.
         max_retries: how often a refused or broken request is sent again; an int, or a ``Retry``.
         transport: in place of the network, e.g. ``AsyncInProcess(app)``.
+        local_files: whether a text may name a file of this machine that is sent. With False uploads are bytes or
+            binary files, images are data URLs, and nothing is opened: for a program that passes on others' words.
     """
 
     def __init__(
@@ -39,9 +42,11 @@ class AsyncMPIC:
         timeout: float | httpx.Timeout | None = None,
         max_retries: int | Retry = 2,
         transport: httpx.AsyncBaseTransport | None = None,
+        local_files: bool = True,
     ) -> None:
         self._http = httpx.AsyncClient(**base.settings(base_url, api_key, timeout), transport=transport)
         self._retry = max_retries if isinstance(max_retries, Retry) else Retry(max_retries)
+        self.sources = Sources(local_files)
         self.chat = Chat(self)
         self.files = Files(self)
         self.caches = Caches(self)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overlo
 
 from mpic.client import base, calls, types
 from mpic.client.calls import Call, ChatOptions, Page
-from mpic.client.sources import Progress, Source, data_url_of
+from mpic.client.sources import Progress, Source
 from mpic.client.stream import AsyncStream
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ class Files(Resource):
             InvalidUpload, TooLarge, HandleTaken, StorageFull, ...: refused.
             CompileFailed, TimedOut: with ``wait``.
         """
-        made = await self._client.send(calls.file_create(file, handle, expires_in, purpose, progress))
+        upload = self._client.sources.upload(file, progress)
+        made = await self._client.send(calls.file_create(upload, handle, expires_in, purpose))
         return await self.wait(made.id, WAIT if wait is True else wait) if wait else made
 
     def list(
@@ -187,8 +188,9 @@ class References(Resource):
         wait: bool | float = False,
         progress: Progress | None = None,
     ) -> types.Reference:
+        upload = self._client.sources.upload(file, progress)
         made = await self._client.send(
-            calls.reference_write(id, file, title, description, metadata, progress, replace=False)
+            calls.reference_write(id, upload, title, description, metadata, replace=False)
         )
         return await self.wait(made.id, WAIT if wait is True else wait) if wait else made
 
@@ -204,8 +206,9 @@ class References(Resource):
         progress: Progress | None = None,
     ) -> types.Reference:
         """Its next version; what is left out stays as it was."""
+        upload = self._client.sources.upload(file, progress)
         made = await self._client.send(
-            calls.reference_write(id, file, title, description, metadata, progress, replace=True)
+            calls.reference_write(id, upload, title, description, metadata, replace=True)
         )
         return await self.wait(made.id, WAIT if wait is True else wait) if wait else made
 
@@ -245,9 +248,8 @@ class References(Resource):
             image: a path, or a data URL.
             filter: metadata keys -> a value, values, or comparisons (``{"year": {"gte": 2020}}``).
         """
-        return await self._client.send(
-            calls.reference_search(query, data_url_of(image), top_k, min_score, filter)
-        )
+        url = await asyncio.to_thread(self._client.sources.image, image)  # it may have to be read
+        return await self._client.send(calls.reference_search(query, url, top_k, min_score, filter))
 
     async def index(self) -> types.ReferenceIndex:
         """As ``MPIC.references.index``."""

@@ -13,7 +13,7 @@ import httpx
 
 from mpic.client import types
 from mpic.client.errors import BadResponse
-from mpic.client.sources import Progress, Source, Upload
+from mpic.client.sources import Upload
 
 T = TypeVar("T")
 
@@ -150,16 +150,15 @@ def chat(
 
 
 def file_create(
-    file: Source,
+    file: Upload,
     handle: str | None,
     expires_in: int | None,
     purpose: str,
-    progress: Progress | None,
 ) -> Call[types.File]:
     form = {"purpose": purpose, **given(handle=handle)}
     if expires_in is not None:
         form |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(expires_in)}
-    return Call("POST", at("files"), one(types.File), form=form, upload=Upload(file, progress))
+    return Call("POST", at("files"), one(types.File), form=form, upload=file)
 
 
 def listing(noun: str, model: type[T], **params: Any) -> Call[Page[T]]:
@@ -211,11 +210,10 @@ def cache_retrieve(id: str) -> Call[types.Cache | types.CacheChunk]:
 
 def reference_write(
     id: str | None,
-    file: Source,
+    file: Upload,
     title: str | None,
     description: str | None,
     metadata: Mapping[str, Any] | None,
-    progress: Progress | None,
     replace: bool,
 ) -> Call[types.Reference]:
     form = given(title=title, description=description)
@@ -225,7 +223,7 @@ def reference_write(
         form["id"] = id
     path = at("references", id) if replace and id is not None else at("references")
     method = "PUT" if replace else "POST"
-    return Call(method, path, one(types.Reference), form=form, upload=Upload(file, progress))
+    return Call(method, path, one(types.Reference), form=form, upload=file)
 
 
 def reference_search(
@@ -235,6 +233,7 @@ def reference_search(
     min_score: float | None,
     filter: Mapping[str, Any] | None,
 ) -> Call[tuple[types.ReferenceHit, ...]]:
+    """``image`` is a data URL."""
     body = given(query=query, image=image, top_k=top_k, min_score=min_score, filter=filter)
 
     def parse(found: Any) -> tuple[types.ReferenceHit, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overlo
 
 from mpic.client import base, calls, types
 from mpic.client.calls import Call, ChatOptions, Page
-from mpic.client.sources import Progress, Source, data_url_of
+from mpic.client.sources import Progress, Source
 from mpic.client.stream import Stream
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class Files(Resource):
             InvalidUpload, TooLarge, HandleTaken, StorageFull, ...: refused.
             CompileFailed, TimedOut: with ``wait``.
         """
-        made = self._client.send(calls.file_create(file, handle, expires_in, purpose, progress))
+        upload = self._client.sources.upload(file, progress)
+        made = self._client.send(calls.file_create(upload, handle, expires_in, purpose))
         return self.wait(made.id, WAIT if wait is True else wait) if wait else made
 
     def list(
@@ -188,8 +189,9 @@ class References(Resource):
         wait: bool | float = False,
         progress: Progress | None = None,
     ) -> types.Reference:
+        upload = self._client.sources.upload(file, progress)
         made = self._client.send(
-            calls.reference_write(id, file, title, description, metadata, progress, replace=False)
+            calls.reference_write(id, upload, title, description, metadata, replace=False)
         )
         return self.wait(made.id, WAIT if wait is True else wait) if wait else made
 
@@ -205,8 +207,9 @@ class References(Resource):
         progress: Progress | None = None,
     ) -> types.Reference:
         """Its next version; what is left out stays as it was."""
+        upload = self._client.sources.upload(file, progress)
         made = self._client.send(
-            calls.reference_write(id, file, title, description, metadata, progress, replace=True)
+            calls.reference_write(id, upload, title, description, metadata, replace=True)
         )
         return self.wait(made.id, WAIT if wait is True else wait) if wait else made
 
@@ -246,7 +249,8 @@ class References(Resource):
             image: a path, or a data URL.
             filter: metadata keys -> a value, values, or comparisons (``{"year": {"gte": 2020}}``).
         """
-        return self._client.send(calls.reference_search(query, data_url_of(image), top_k, min_score, filter))
+        url = self._client.sources.image(image)
+        return self._client.send(calls.reference_search(query, url, top_k, min_score, filter))
 
     def index(self) -> types.ReferenceIndex:
         """How many references can be found, and what is still to be embedded; for administrators."""

@@ -1,4 +1,9 @@
-"""What can be uploaded, and how it is read: from the disk piece by piece, from the start for each attempt."""
+"""What can be sent as a file, and how it is read: from the disk piece by piece, from the start for each attempt.
+
+Here, and nowhere else in the SDK, a text may be a path. That is a convenience for the program that uses the SDK. A
+program that passes on the words of others makes its client with ``local_files=False``: no word is then taken for a
+path.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,14 @@ import base64
 import io
 import mimetypes
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from mpic.errors import BadRequest, InvalidImage, TooLarge
 
 Progress = Callable[[int, int], None]
 """Called with the bytes sent so far and their number in all."""
@@ -18,47 +26,38 @@ Progress = Callable[[int, int], None]
 Source = str | os.PathLike[str] | bytes | IO[bytes] | tuple[str, bytes | IO[bytes]]
 """A path, bytes, a binary file, or (name, bytes or binary file)."""
 
+IMAGE_URL = re.compile(r"data:image/(?:png|jpeg|webp|bmp|gif);base64,")
+"""How a data URL of an image begins. Whether a GIF is taken is for the server to say, as whether it is an image."""
+
 
 @dataclass(frozen=True)
 class Upload:
     """One file of a form.
 
     Args:
+        content: what is sent; a ``Path`` is opened for each attempt.
         replayable: whether it can be read again from the start, so that a refused upload can be repeated.
     """
 
-    source: Source
+    name: str
+    content: Path | bytes | IO[bytes]
     progress: Progress | None = None
 
     @property
-    def _parts(self) -> tuple[str, Any]:
-        source = self.source
-        if isinstance(source, tuple):
-            return source
-        if isinstance(source, bytes):
-            return "upload", source
-        if isinstance(source, (str, os.PathLike)):
-            return Path(source).name, Path(source)
-        name = getattr(source, "name", None)
-        return Path(name).name if isinstance(name, str) else "upload", source
-
-    @property
     def replayable(self) -> bool:
-        content = self._parts[1]
-        return isinstance(content, (bytes, Path)) or content.seekable()
+        return isinstance(self.content, (bytes, Path)) or self.content.seekable()
 
     @contextmanager
     def opened(self) -> Iterator[tuple[str, Any, str]]:
         """(name, bytes or file, MIME type), as httpx wants it."""
-        name, content = self._parts
+        name, content = self.name, self.content
         kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
         if isinstance(content, Path):
             with content.open("rb") as file:
                 yield name, self._counted(file, os.fstat(file.fileno()).st_size), kind
         elif isinstance(content, bytes):
-            if self.progress:
-                content = self._counted(io.BytesIO(content), len(content))
-            yield name, content, kind
+            counted = self._counted(io.BytesIO(content), len(content)) if self.progress else content
+            yield name, counted, kind
         else:
             size = content.seek(0, os.SEEK_END) if content.seekable() else 0
             if content.seekable():
@@ -88,6 +87,47 @@ class _Counted:
         return getattr(self._file, name)
 
 
+@dataclass(frozen=True)
+class Sources:
+    """From what a caller names to what is sent.
+
+    Args:
+        local_files: whether a text (or a ``Path``) names a file of this machine. If not, it is refused and nothing is
+            opened.
+    """
+
+    local_files: bool = True
+
+    def upload(self, source: Source, progress: Progress | None = None) -> Upload:
+        """One file of a form. Raises BadRequest: a path, where none may be opened."""
+        if isinstance(source, tuple):
+            name, content = source
+        elif isinstance(source, bytes):
+            name, content = "upload", source
+        elif isinstance(source, (str, os.PathLike)):
+            name, content = Path(source).name, Path(source)
+        else:
+            named = getattr(source, "name", None)
+            name, content = Path(named).name if isinstance(named, str) else "upload", source
+        if not self.local_files and not (isinstance(content, bytes) or hasattr(content, "read")):
+            raise BadRequest(
+                "this client opens no files: give it bytes or (name, bytes), not a path", param="file"
+            )
+        return Upload(name, content, progress)
+
+    def image(self, image: str | os.PathLike[str] | None) -> str | None:
+        """A data URL as it is, or the image at a path as one.
+
+        Raises:
+            InvalidImage: anything but a data URL of an image, where no path may be opened.
+        """
+        if image is None:
+            return None
+        if not self.local_files:
+            return image_data_url(image)
+        return image if isinstance(image, str) and image.startswith("data:") else data_url(image)
+
+
 def data_url(source: str | os.PathLike[str]) -> str:
     """The file at a path as a data URL."""
     path = Path(source)
@@ -95,8 +135,21 @@ def data_url(source: str | os.PathLike[str]) -> str:
     return f"data:{mime};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def data_url_of(image: str | os.PathLike[str] | None) -> str | None:
-    """A data URL as it is; anything else is a path."""
-    if image is None or (isinstance(image, str) and image.startswith("data:")):
-        return image
-    return data_url(image)
+def image_data_url(value: Any, most: int | None = None) -> str:
+    """The value itself if it is a data URL of an image. Nothing else is looked at, least of all opened.
+
+    Args:
+        most: characters the URL may have.
+
+    Raises:
+        InvalidImage: it is anything else.
+        TooLarge: it is longer.
+    """
+    if not isinstance(value, str) or not IMAGE_URL.match(value):
+        raise InvalidImage(
+            "an image must be a data URL (data:image/png;base64,...); paths and addresses are not opened",
+            param="image",
+        )
+    if most is not None and len(value) > most:
+        raise TooLarge(f"the data URL has more than {most:,} characters", param="image", limit_bytes=most)
+    return value

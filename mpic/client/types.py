@@ -288,13 +288,17 @@ class Model(Answer):
 
 
 class Health(Answer):
-    """Whether it answers, what runs, pages by state, and the policies on offer. ``ready`` False is an answer too."""
+    """Whether it answers, what runs, and the policies on offer. ``ready`` False is an answer too.
+
+    ``engine`` has the engine's counters where the key is an admin's or none is needed, and is empty for others. When
+    the engine is not ready it has ``error``.
+    """
 
     status: str
     live: bool
     ready: bool
     version: str
     model: dict[str, Any]
-    engine: dict[str, Any]
+    engine: dict[str, Any] = {}
     policy: str
     policies: tuple[str, ...]

@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from mpic.config import Config, ServerConfig
+from mpic.errors import EngineStopped
 from mpic.keys import KeyLimits
 from mpic.server.auth import Authenticate, Pace
 from mpic.server.guard import HostGuard
@@ -52,6 +53,27 @@ async def test_with_keys_every_route_needs_one(server, path, headers):
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "unauthorized"
     assert answer.headers["www-authenticate"] == "Bearer"
+
+
+async def test_what_the_engine_counts_is_for_admins(server):
+    counted = {"running": 0, "pages": {"own": 0, "free": 400}}
+    assert (await server.http.get("/health")).json()["engine"] == counted  # without keys everybody is one
+    keys = {role: bearer(keys_of(server).create(role, role)[0]) for role in ("user", "admin")}
+    of = {role: (await server.http.get("/health", headers=key)).json() for role, key in keys.items()}
+    assert of["admin"].pop("engine") == counted and of["user"].pop("engine") == {}
+    assert of["user"] == of["admin"] and of["user"]["ready"]
+    assert (await server.http.get("/metrics", headers=keys["user"])).json()["error"]["code"] == "forbidden"
+    assert (await server.http.get("/metrics", headers=keys["admin"])).status_code == 200
+
+
+async def test_a_user_is_told_why_the_engine_is_not_ready(server, monkeypatch):
+    def stopped():
+        raise EngineStopped("stopped")
+
+    monkeypatch.setattr(server.engine, "ready", stopped)
+    key = bearer(keys_of(server).create("alice")[0])
+    answer = await server.http.get("/health", headers=key)
+    assert (answer.status_code, answer.json()["engine"]) == (503, {"error": "engine_stopped"})
 
 
 @pytest.mark.parametrize("path", OPEN)

@@ -5,6 +5,10 @@ import base64
 import httpx
 import pytest
 from server_helpers import png
+from typer.testing import CliRunner
+
+from mpic import MPIC, cli
+from mpic.errors import Forbidden
 
 IMAGE = png("purple")
 TEXT = b"the very same words, sent by both"
@@ -64,6 +68,20 @@ def hers(two):
         "text": ann.upload(TEXT, "words.txt", handle="WORDS"),
         "cache": ann.cache(text="her cached text", name="c"),
     }
+
+
+def test_neither_sees_what_the_engine_does_for_others_and_their_programs_work_all_the_same(keyed):
+    url, keys = keyed
+    secret = keys.create("carl")[0]
+    with MPIC(url, secret) as client:
+        health = client.health()
+        assert health.ready and health.policies and health.engine == {}
+        with pytest.raises(Forbidden):
+            client.metrics()
+    for command, words in (("models", "ready"), ("chat", "policy")):
+        arguments = [command, "--url", url, "--api-key", secret]
+        result = CliRunner().invoke(cli.app, arguments, input="/quit\n")
+        assert result.exit_code == 0 and words in result.stdout, result.output
 
 
 def test_nothing_of_hers_is_seen_or_listed(two, hers):

@@ -34,7 +34,10 @@ async def test_the_page_opens_with_a_key_that_allows_one_request_at_a_time(serve
     request, _ = visit(key, "user")
     desk = Desk(server.app)
     assert len(await desk.open(Conversation(), request)) == 9
-    assert "m-live" in (await desk.look(request))[1]
+    figures = (await desk.look(request))[1]
+    assert "ready" in figures and "running" not in figures  # what the engine counts is for admins
+    key, _ = server.keys.create("root", "admin")
+    assert "0 running" in (await desk.look(visit(key)[0]))[1]
 
 
 async def test_the_shelf_shows_and_counts_every_reference_or_says_that_there_are_more(server, monkeypatch):
@@ -103,6 +106,49 @@ async def test_pictures_are_shown_to_a_key_that_allows_one_request_at_a_time(ser
     await asyncio.sleep(0.05)
     shown = await asyncio.gather(*(server.http.get(f"/ui/thumbs/{id}", headers=cookie) for id in ids))
     assert [one.status_code for one in shown] == [200] * 5 and (await answer).status_code == 200
+
+
+ODD = [
+    5,
+    "text",
+    [],
+    ["act"],
+    {"act": 1},
+    {"act": "again"},
+    {"act": "again", "turn": 1.5},
+    {"act": ["delete"]},
+]
+ODD += [
+    {"act": "delete"},
+    {"act": "delete", "id": 7},
+    {"act": "extend", "id": ["file-x"]},
+    {"query": {"a": 1}},
+]
+ODD += [{"act": "remove", "id": "file-x"}, {"image": ["data:image/png;base64,"]}, {"image": "/etc/hostname"}]
+
+
+async def test_event_data_of_another_shape_is_refused_in_words(server):
+    """Also where no gate stands in front of the handlers."""
+    desk, talk = Desk(server.app), Conversation()
+    for data in ODD:
+        request, event = visit(event=data)
+        found = await desk.find(event, request)
+        searched = not isinstance(data, dict) or {"query", "image"} & set(data)
+        assert "m-error" in found or not searched, data
+        with pytest.warns(UserWarning, match=r"\[bad_request\]"):  # Gradio's, outside of an event
+            await desk.manage(talk, event, request)
+        with pytest.warns(UserWarning, match=r"\[bad_request\]"):
+            assert [update async for update in desk.act("full", "off", talk, event, request)] == []
+        with pytest.warns(UserWarning, match=r"\[bad_request\]"):
+            await desk.shelve(event, request)
+    assert talk.turns == []
+
+
+async def test_a_file_that_never_expires_is_not_made_to_expire(server):
+    id = (await server.uploaded())["id"]
+    request, event = visit(event={"act": "extend", "id": id})
+    assert id in await Desk(server.app).manage(Conversation(), event, request)
+    assert server.library.files.get("local", id).expires_at is None
 
 
 async def test_a_reference_added_again_under_its_id_has_a_thumbnail_of_its_own(server):

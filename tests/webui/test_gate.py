@@ -1,13 +1,19 @@
 """Who gets what at the door of the web interface. No browser here: plain requests, an engine that computes nothing."""
 
+import contextlib
+import inspect
+from itertools import product
+from urllib.parse import unquote
+
 import httpx
 import pytest
 from fake_engine import FakeEngine
 from server_helpers import chat_template, png, running
+from watched import opened
 
 from mpic.client.inprocess import AsyncInProcess
 from mpic.config import Config, LibraryConfig
-from mpic.errors import BadRequest, MPICError, UnknownPolicy
+from mpic.errors import BadRequest, InvalidImage, MPICError, TooLarge, UnknownPolicy
 from mpic.keys import KeyLimits
 from mpic.library import Library, Limits
 from mpic.server import create_app
@@ -173,6 +179,70 @@ async def test_an_event_of_the_page_is_small(server):
     assert code(answer) == "too_large"
 
 
+async def test_gradio_reads_no_page_that_was_saved_in_a_file(server):
+    for page in ("/ui/", "/ui/config"):
+        assert (await server.http.get(f"{page}?__theme=dark")).status_code == 200
+        assert (await server.http.get(f"{page}?deep_link=abc")).status_code == 404
+        assert (await server.http.get(f"{page}?a=b&deep%5Flink=abc")).status_code == 404
+
+
+OUTSIDE = [
+    *("../../../pyproject.toml", "..%2f..%2f..%2fpyproject.toml", "%2e%2e/%2e%2e/pyproject.toml"),
+    *("%2fetc%2fhostname", "..\\..\\pyproject.toml", "a/../../../../../../etc/hostname", "%00", "n" * 5000),
+]
+
+
+async def test_names_of_pictures_and_scripts_do_not_lead_out_of_their_folders(server):
+    """As they come from the network: a client would tidy them up."""
+    scope = {"type": "http", "method": "GET", "query_string": b"", "headers": [(b"host", b"127.0.0.1")]}
+    scope |= {
+        "root_path": "",
+        "scheme": "http",
+        "http_version": "1.1",
+        "client": ("127.0.0.1", 1),
+        "server": None,
+    }
+    said = []
+
+    async def send(message):
+        said.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    for folder, path in product(("static", "assets", "thumbs", "plots"), OUTSIDE):
+        said.clear()
+        raw = f"/ui/{folder}/{path}"
+        await server.app({**scope, "path": unquote(raw), "raw_path": raw.encode()}, receive, send)
+        assert said[0]["status"] in (403, 404), raw
+
+
+async def test_the_apis_client_of_the_pages_opens_no_file_whatever_it_is_told(server, tmp_path_factory):
+    """Every call the pages can make, with a path in each place for a text."""
+    folder = tmp_path_factory.mktemp("probes")
+    path = folder / "red.png"
+    path.write_bytes(png())
+    api = API(server.app, None)
+    calls = [(name, call) for name, call in inspect.getmembers(api, inspect.ismethod) if name[0] != "_"]
+    given = {
+        "data": png(),
+        "seconds": 10,
+        "messages": [{"role": "user", "content": str(path)}],
+        "max_tokens": 2,
+    }
+    with opened(folder) as seen:
+        for _, call in calls:
+            words = {n: given.get(n, str(path)) for n in inspect.signature(call).parameters}
+            with contextlib.suppress(MPICError):
+                result = call(**words)
+                _ = [piece async for piece in result] if inspect.isasyncgen(result) else await result
+    assert seen == [] and len(calls) > 12
+    with pytest.raises(InvalidImage, match="data URL"):
+        await api.search(None, str(path))
+    with pytest.raises(TooLarge):
+        await api.search(None, "data:image/png;base64," + "A" * (1 << 20))
+
+
 async def test_the_cookie_is_for_this_site_only_and_no_script_reads_it(server):
     key, _ = server.keys.create("ann")
     answer = await server.http.post("/ui/login", data={"key": f" {key} "})
@@ -248,10 +318,9 @@ async def test_an_open_page_does_not_hold_a_stopping_server_up(server):
         assert [p async for p in pieces if p] == []
 
 
-async def test_a_file_gets_another_life(server, log_in, tmp_path):
+async def test_a_file_gets_another_life(server, log_in):
     api = API(server.app, None)
-    (tmp_path / "red.png").write_bytes(png())
-    id = (await api.upload(tmp_path / "red.png", "RED"))["id"]
+    id = (await api.upload("red.png", png(), "RED"))["id"]
     before = (await api.file(id))["created_at"]
     await api.extend(id, 100)
     assert before + 99 <= (await api.file(id))["expires_at"] <= before + 110
@@ -263,7 +332,7 @@ async def test_a_file_gets_another_life(server, log_in, tmp_path):
 
 async def test_a_page_named_twice_is_nobodys(server, log_in):
     ada, bob = await log_in("ada"), await log_in("bob")
-    body = {"session_hash": "adaspage", "fn_index": 0, "data": []}
+    body = {"session_hash": "adaspage", "fn_index": 0, "data": [None]}
     assert (await server.http.post("/ui/gradio_api/queue/join", json=body, headers=ada)).status_code == 200
     for query in (
         "session_hash=bobspage&session_hash=adaspage",

@@ -195,7 +195,13 @@ def test_every_policy_the_server_has_is_explained_and_offered():
     assert offered[0] == "legolink-16" and len(set(offered)) == len(offered)
     assert not [name for name in offered if re.search(r"-[KNR]$", name)]
     assert policies.explain("mpic-48") == "Recomputes the first 48 tokens of every image and document."
-    assert policies.explain("something") == policies.explain("mpic-x") == ""
+    assert (
+        policies.explain("something")
+        == policies.explain("mpic-x")
+        == policies.explain("mpic-" + "9" * 5000)
+        == ""
+    )
+    assert policies.line("something", "sometimes") == ""
 
 
 def test_only_policies_that_are_built_are_explained_or_offered():

@@ -12,17 +12,22 @@ from starlette.concurrency import run_in_threadpool
 from mpic import __version__
 from mpic.errors import MPICError
 from mpic.link import policy_names
+from mpic.server.auth import CurrentUser
 from mpic.server.state import StateDep
 
 router = APIRouter(prefix="/health", tags=["health"])
 
 
 @router.get("")
-async def health(state: StateDep) -> JSONResponse:
-    """Readiness, the model, the attention implementation, pages by state, queue, and the policies on offer."""
+async def health(state: StateDep, user: CurrentUser) -> JSONResponse:
+    """Readiness, the model, the attention implementation and the policies on offer. `engine` holds the engine's
+    counters (queue, pages by state) for admins, and nothing for other users, whom they would tell what others do; when
+    the engine is not ready it holds `error`, for everybody."""
+    stats: dict[str, Any] = {}
     try:
         state.engine.ready()
-        stats: dict[str, Any] = await run_in_threadpool(state.engine.stats)
+        if user.role == "admin":
+            stats = await run_in_threadpool(state.engine.stats)
         ready = True
     except MPICError as exc:
         stats, ready = {"error": exc.code}, False
