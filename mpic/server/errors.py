@@ -13,11 +13,13 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
+from mpic import memory
 from mpic.errors import (
     BadRequest,
     MethodNotAllowed,
     MPICError,
     NotFound,
+    OutOfMemory,
     RateLimited,
     TooLarge,
     Unauthorized,
@@ -47,6 +49,8 @@ def as_mpic_error(exc: BaseException) -> MPICError:
             log.error("%s: %s", exc.code, exc.message, exc_info=exc)
         return exc
     log.error("unexpected %s", type(exc).__name__, exc_info=exc)
+    if memory.is_exhaustion(exc):
+        return OutOfMemory("the server has not enough memory for this request now")
     return MPICError("the server made a mistake; its log says more")
 
 
@@ -60,7 +64,7 @@ def _headers(error: MPICError) -> dict[str, str]:
     """What the status asks for."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
-    if isinstance(error, RateLimited):
+    if isinstance(error, RateLimited | OutOfMemory):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
     return {}
 
