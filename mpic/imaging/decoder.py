@@ -14,7 +14,7 @@ from PIL import Image
 from mpic import memory
 from mpic.imaging import pixels
 from mpic.imaging.budget import Budget
-from mpic.imaging.claims import SMALL_PIXELS, Claim, MiB, read_claim
+from mpic.imaging.claims import Claim, MiB, read_claim
 from mpic.imaging.pixels import Identity, Rules
 from mpic.imaging.processes import CPU_SECONDS, Processes
 
@@ -69,27 +69,28 @@ class Decoder:
         claim = read_claim(data)
         if claim.format in ("PNG", "JPEG", "WEBP") and claim.pixels > rules.pixels:
             raise pixels.too_large(claim.width, claim.height, rules)
-        if claim.small(len(data)):
-            try:
-                return self._here(do, data, rules, budget // 4, claim, options)
-            except pixels.Contradiction:
-                claim = Claim()
-        return self._away(do, data, rules, budget - budget // 4, claim, options)
+        try:
+            where = self._here if claim.small(len(data)) else self._away
+            return where(do, data, rules._replace(believed=claim.pixels), budget, claim, options)
+        except pixels.Contradiction:
+            return self._away(do, data, rules, budget, Claim(), options)
 
     def _here(self, do: str, data: bytes, rules: Rules, budget: int, claim: Claim, options: dict) -> Any:
         needed = claim.bytes_needed(len(data), rules.pixels) + RESULT * claim.pixels
         task = getattr(pixels, do)
-        with self.here.taken(needed, budget, patient=True), memory.set_aside(needed, "decoding the image"):
-            return task(data, rules._replace(believed=SMALL_PIXELS), **options)
+        with (
+            self.here.taken(needed, budget // 4, patient=True),
+            memory.set_aside(needed, "decoding the image"),
+        ):
+            return task(data, rules, **options)
 
     def _away(self, do: str, data: bytes, rules: Rules, budget: int, claim: Claim, options: dict) -> Any:
         needed = claim.bytes_needed(len(data), rules.pixels)
         result = RESULT * (claim.pixels or rules.pixels) if do == "decode" else 0
         order = {"do": do, "rules": rules, "options": options, "seconds": CPU_SECONDS}
         order["memory"] = needed + needed // 2 + MARGIN
-        patient = do == "decode"
         with (
-            self.away.taken(needed + result, budget, patient),
+            self.away.taken(needed + result, budget - budget // 4, patient=do == "decode"),
             memory.set_aside(result, "the decoded image"),
             self.processes.one() as worker,
         ):

@@ -55,7 +55,8 @@ class Rules(NamedTuple):
         pixels: most of one image.
         aspect: longest side over shortest side.
         gif: take a GIF's first frame; otherwise GIF is refused.
-        believed: what the file has claimed to have at most; 0: nothing. One that has more is a ``Contradiction``.
+        believed: pixels that memory has been set aside for; 0: any number. An image that has more is a
+            ``Contradiction``.
     """
 
     pixels: int
@@ -65,7 +66,7 @@ class Rules(NamedTuple):
 
 
 class Contradiction(Exception):
-    """The file's first bytes claimed fewer pixels than Pillow finds."""
+    """Pillow finds more pixels in a file than its first bytes claimed."""
 
 
 class Identity(NamedTuple):
@@ -157,6 +158,7 @@ def opened(data: bytes, rules: Rules, draft: int = 0) -> Iterator[Upright]:
         AnimatedImage: more than one frame.
         UnsupportedType: GIF, unless the rules allow it.
         OutOfMemory: there is not enough for it now.
+        Contradiction: it has more pixels than were believed.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:

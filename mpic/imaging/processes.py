@@ -21,6 +21,7 @@ from PIL import Image
 
 from mpic import errors, memory
 from mpic.errors import ImageTooCostly, InvalidImage, MPICError, OutOfMemory, Unavailable
+from mpic.imaging.pixels import Contradiction
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,12 @@ REFUSALS = {
 
 
 class Reply:
-    """What a worker says; ``image`` is what it sent strip by strip."""
+    """What a worker says.
+
+    Attributes:
+        result: of what was asked for.
+        image: what came strip by strip.
+    """
 
     def __init__(self) -> None:
         self.result: Any = None
@@ -64,6 +70,8 @@ class Reply:
         if kind == b"s":
             self.image = Image.new("RGB", tuple(json.loads(bytes(body))))
             return False
+        if kind == b"c":
+            raise Contradiction
         if kind == b"e":
             code, text = json.loads(bytes(body))
             raise REFUSALS[code](text, param=None if code == OutOfMemory.code else "file")
@@ -117,7 +125,7 @@ class Worker:
             return reply
         except (EOFError, ConnectionError) as error:
             raise self._end() from error
-        except MPICError:
+        except (MPICError, Contradiction):
             raise
         except BaseException:  # the next answer would be this one's rest
             self.close()

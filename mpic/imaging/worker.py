@@ -1,8 +1,9 @@
 """What runs in a decoding process: one image after the other, each within the memory and the time it is given.
 
 A message from the server's process is an order (JSON) and then the file. A message to it begins with a letter: ``s``
-the size of an image (JSON), ``p`` a strip of its pixels (RGB), then, once, ``r`` the result (JSON), ``b`` the result
-(bytes) or ``e`` an error (JSON). Nothing that comes back is ever unpickled: what a decoder was made to say is data.
+the size of an image (JSON) and ``p`` strips of its pixels (RGB), and, once, at the end, ``r`` the result (JSON), ``b``
+the result (bytes), ``e`` an error (JSON) or ``c`` (a contradiction). Nothing that comes back is ever unpickled: what a
+decoder was made to say is data.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def main(fd: int) -> None:
             try:
                 _bound(order["memory"], order["seconds"])
                 _answer(talk, order, data)
+            except pixels.Contradiction:
+                talk.send_bytes(b"c")
             except MPICError as error:
                 talk.send_bytes(b"e" + json.dumps([error.code, error.message]).encode())
             finally:

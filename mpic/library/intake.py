@@ -19,7 +19,7 @@ ID_ALPHABET = string.ascii_letters + string.digits
 PIECE = 1 << 20
 """Bytes read from a client at a time."""
 
-ACCEPTING = ThreadPoolExecutor(32, "mpic-accept")
+ACCEPTING = ThreadPoolExecutor(24, "mpic-accept")
 """Threads on which uploads are checked and committed. Large images wait there to be decoded, fewer of them at a time
 than there are threads, so that other uploads and everything else go on."""
 

@@ -80,8 +80,9 @@ async def _unexpected(request: Request, exc: Exception) -> JSONResponse:
 async def _http_error(request: Request, exc: Exception) -> JSONResponse:
     """Starlette's own errors: unknown routes, wrong methods, bodies that do not parse."""
     assert isinstance(exc, HTTPException)
-    if isinstance(exc.__cause__, MPICError):  # raised while FastAPI was reading the body
-        return response(as_mpic_error(exc.__cause__))
+    cause = exc.__cause__  # raised while FastAPI was reading the body, it says
+    if cause is not None and (isinstance(cause, MPICError) or memory.is_exhaustion(cause)):
+        return response(as_mpic_error(cause))
     where = f"{request.method} {request.url.path}"
     error: MPICError
     match exc.status_code:
