@@ -117,6 +117,7 @@ class LibraryConfig:
         text_bytes: largest text document, in bytes of UTF-8.
         image_pixels: most pixels of an image; checked before it is decoded.
         image_aspect: longest side of an image over its shortest.
+        decode_bytes: memory that decoding images may take at a time, all together.
         gif: accept GIF and take its first frame; otherwise GIF is refused.
         user_files: most files of one user; 0: no quota.
         user_bytes: most bytes of one user's originals; 0: no quota.
@@ -132,6 +133,7 @@ class LibraryConfig:
     text_bytes: int = 8 * MiB
     image_pixels: int = 40_000_000
     image_aspect: float = 200.0
+    decode_bytes: int = 1 * GiB
     gif: bool = False
     user_files: int = 0
     user_bytes: int = 0

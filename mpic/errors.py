@@ -34,15 +34,18 @@ MPICError                         500  internal_error
 │   ├── EmbedderMismatch          409  embedder_mismatch
 │   └── ModelMismatch             409  model_mismatch
 ├── TooLarge                      413  too_large
-│   └── ImageTooLarge             413  image_too_large
+│   ├── ImageTooLarge             413  image_too_large
+│   └── ImageTooCostly            413  image_too_costly
 ├── RateLimited                   429  rate_limited
 │   ├── QueueFull                 429  queue_full
+│   ├── DecoderBusy               429  decoder_busy
 │   └── TooManyAtOnce             429  too_many_concurrent
 ├── CompileFailed                 500  compile_failed
 ├── EmbeddingFailed               500  embedding_failed    (of a reference: told by the state of the index)
 ├── StorageFull                   507  storage_full
 ├── Unavailable                   503  unavailable
 │   ├── EmbedderUnavailable       503  embedder_unavailable
+│   ├── OutOfMemory               503  out_of_memory
 │   └── EngineStopped             503  engine_stopped
 ├── CorruptFile                   500  corrupt_file      (handled inside: recompiled, counted)
 ├── IntegrityError                500  integrity_error   (an invariant of ours is broken)
@@ -215,6 +218,12 @@ class ImageTooLarge(TooLarge):
     code = "image_too_large"
 
 
+class ImageTooCostly(TooLarge):
+    """An image whose file takes far more time to decode than its size explains."""
+
+    code = "image_too_costly"
+
+
 class RateLimited(MPICError):
     """Too much for now.
 
@@ -233,6 +242,12 @@ class RateLimited(MPICError):
 
 class QueueFull(RateLimited):
     code = "queue_full"
+
+
+class DecoderBusy(RateLimited):
+    """Too many large images are waiting to be decoded."""
+
+    code = "decoder_busy"
 
 
 class TooManyAtOnce(RateLimited):
@@ -261,6 +276,13 @@ class Unavailable(MPICError):
 
 class EmbedderUnavailable(Unavailable):
     code = "embedder_unavailable"
+
+
+class OutOfMemory(Unavailable):
+    """The server has not enough memory for a request now; it may have later."""
+
+    code = "out_of_memory"
+    retry_after = 5.0
 
 
 class EngineStopped(Unavailable):

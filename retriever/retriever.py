@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +21,7 @@ from mpic.errors import (
     MPICError,
     ReferenceNotFound,
 )
+from mpic.imaging.budget import Budget
 from mpic.library.records import Change, Reference
 from mpic.retriever.batch import Failures, embed_each
 from mpic.retriever.embedder import Embedder
@@ -32,15 +33,22 @@ if TYPE_CHECKING:
 MAX_TOP_K = 100
 MAX_GUESSES = 4
 BATCH = 64
+BATCH_PIXELS = 4 << 20
+"""Images are embedded as soon as those that have been decoded have this many together."""
+SEARCHES_WAITING = 16
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Query:
-    """What to look for: text, images, or both (then in the middle between them)."""
+    """What to look for: text, images, or both (then in the middle between them).
+
+    Args:
+        images: each an image, or what decodes one when it is called. One is decoded at a time, and let go of.
+    """
 
     text: str = ""
-    images: tuple[Image.Image, ...] = ()
+    images: tuple[Image.Image | Callable[[], Image.Image], ...] = ()
 
 
 class SearchHit(NamedTuple):
@@ -66,6 +74,7 @@ class Retriever:
         self._failed = Failures()
         self._vectors: Vectors | None = None
         self._opening = threading.Lock()
+        self._pictures = Budget(places=1, most_waiting=SEARCHES_WAITING)
         self._changes: OrderedDict[str, Change] = OrderedDict()
         self._work = threading.Condition()
         self._busy = self._stopping = self._catching_up = False
@@ -97,6 +106,8 @@ class Retriever:
             EmbedderUnavailable: the embedder has no weights.
             EmbedderMismatch: the library was embedded by another one.
             EmbeddingFailed: it makes no vector of the query.
+            DecoderBusy: too many searches with images are waiting.
+            Others: whatever decoding an image of the query raises.
         """
         if not query.text.strip() and not query.images:
             raise EmptyQuery("a search needs a text or an image", param="query")
@@ -112,9 +123,11 @@ class Retriever:
             )
         among = vectors.rows.matching(filter) if filter else None
         self.counters["searches"] += 1
-        if len(vectors) == 0 or (among is not None and len(among) == 0):
+        nothing = len(vectors) == 0 or (among is not None and len(among) == 0)
+        if nothing and not query.images:
             return []
-        return self._best(self._vector(query), top_k, min_score, among)
+        vector = self._vector(query)  # an image that cannot be decoded is refused whatever there is to find
+        return [] if nothing else self._best(vector, top_k, min_score, among)
 
     def _best(
         self, vector: np.ndarray, top_k: int, min_score: float | None, among: np.ndarray | None
@@ -147,11 +160,15 @@ class Retriever:
         if query.text.strip():
             parts.append(self.embedder.texts([query.text]))
         if query.images:
-            parts.append(self.embedder.images(query.images))
+            with self._pictures.taken(0, 0):
+                parts += [self._embedded(image) for image in query.images]
         mean = np.concatenate(parts).mean(0)
         if not np.isfinite(mean).all():
             raise EmbeddingFailed("the query has no vector: the embedder's is not finite")
         return mean / max(float(np.linalg.norm(mean)), 1e-9)
+
+    def _embedded(self, image: Image.Image | Callable[[], Image.Image]) -> np.ndarray:
+        return self.embedder.images([image if isinstance(image, Image.Image) else image()])
 
     def soon(self, work: Callable[..., None], *args: Any) -> None:
         """Run something that searches, on a thread of the retriever's; dropped when it is already busy."""
@@ -296,19 +313,39 @@ class Retriever:
         opened = self._opened()
         embedded: list[tuple[Reference, np.ndarray]] = []
         for kind in ("image", "text"):
-            read = [(r, c) for r in references if r.kind == kind and (c := self._content(r)) is not None]
-            vectors = embed_each(self.embedder, kind, [content for _, content in read]) if read else []
-            for (reference, _), vector in zip(read, vectors, strict=True):
-                if isinstance(vector, EmbeddingFailed):
-                    self._fail(reference, vector)
-                else:
-                    embedded.append((reference, vector))
+            for read in self._read([r for r in references if r.kind == kind]):
+                vectors = embed_each(self.embedder, kind, [content for _, content in read])
+                those = [reference for reference, _ in read]
+                read.clear()  # large images go before the next are decoded
+                for reference, vector in zip(those, vectors, strict=True):
+                    if isinstance(vector, EmbeddingFailed):
+                        self._fail(reference, vector)
+                    else:
+                        embedded.append((reference, vector))
         if embedded:
             vectors = np.stack([vector for _, vector in embedded])
             kept = [reference for reference, _ in embedded]
             self.counters["embedded"] += opened.put(kept, vectors)
             self._failed.forget(reference.id for reference in kept)
         self.problem = None
+
+    def _read(self, references: Sequence[Reference]) -> Iterator[list[tuple[Reference, Any]]]:
+        """What can be read of them, in batches of few large images or many small ones. The caller empties a batch
+        before it takes the next."""
+        batch: list[tuple[Reference, Any]] = []
+        pixels = 0
+        for reference in references:
+            content = self._content(reference)
+            if content is None:
+                continue
+            batch.append((reference, content))
+            pixels += content.width * content.height if isinstance(content, Image.Image) else 0
+            del content
+            if pixels >= BATCH_PIXELS:
+                yield batch
+                batch, pixels = [], 0
+        if batch:
+            yield batch
 
     def _content(self, reference: Reference) -> Any:
         """Text or image of a version, or None when it is gone or cannot be read."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable
@@ -12,10 +11,10 @@ from typing import TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, Response
-from PIL import Image, ImageOps
 from starlette.concurrency import run_in_threadpool
 
-from mpic.errors import NotFound, TooManyAtOnce
+from mpic.errors import InvalidUpload, NotFound, TooLarge, TooManyAtOnce
+from mpic.library import Limits, thumbnail
 from mpic.webui.api import API
 from mpic.webui.events import FILE, REFERENCE
 from mpic.webui.gate import ROOT
@@ -39,7 +38,7 @@ def router(app: FastAPI) -> APIRouter:
         visitor: Visitor = request.state.visitor
         if not FILE_ID.fullmatch(id):
             raise NotFound(f"no picture {id!r}")
-        api = API(app, visitor.key)
+        api, limits = API(app, visitor.key), app.state.mpic.library.limits
         turn = turns[visitor.user]
         if id.startswith("ref"):
             key = (visitor.user, id, (await _in_turn(turn, api.reference, id))["sha256"])
@@ -49,7 +48,9 @@ def router(app: FastAPI) -> APIRouter:
             key = (visitor.user, file["id"], "")
             read = api.content
         if key not in kept:
-            kept[key] = await run_in_threadpool(shrink, await _in_turn(turn, read, id))
+            data = await _in_turn(turn, read, id)
+            async with turn:
+                kept[key] = await run_in_threadpool(shrink, data, limits)
             while len(kept) > KEPT:
                 kept.popitem(last=False)
         headers = {"Cache-Control": "private, max-age=600", "Vary": "Cookie"}
@@ -78,17 +79,9 @@ async def _in_turn(turn: asyncio.Lock, read: Callable[[str], Awaitable[T]], id: 
         return await read(id)
 
 
-def shrink(data: bytes) -> bytes:
-    """A small PNG of an image that the library has already checked and accepted. Raises NotFound for other files."""
+def shrink(data: bytes, limits: Limits | None = None) -> bytes:
+    """A small PNG of an image; a tiny one is shown as the pixels it is made of. Raises NotFound for other files."""
     try:
-        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "BMP", "GIF")) as image:
-            image.draft("RGB", (SIDE, SIDE))
-            small = ImageOps.exif_transpose(image).convert("RGBA")
-    except OSError:
+        return thumbnail(data, limits, side=SIDE, least=SIDE // 2, transparent=True)
+    except (InvalidUpload, TooLarge):
         raise NotFound("not an image") from None
-    if max(small.size) < SIDE // 2:  # a tiny image is shown as the pixels it is made of
-        small = ImageOps.contain(small, (SIDE // 2, SIDE // 2), Image.Resampling.NEAREST)
-    small.thumbnail((SIDE, SIDE))
-    out = io.BytesIO()
-    small.save(out, "PNG")
-    return out.getvalue()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from mpic import memory
 from mpic.engine.base import Sampling
-from mpic.errors import ContextLengthExceeded, EmptyPrompt, MPICError, UnsupportedParameter
+from mpic.errors import ContextLengthExceeded, EmptyPrompt, MPICError, OutOfMemory, UnsupportedParameter
 from mpic.link.plan import LinkPlan, Policy
 from mpic.prompt.segments import Prompt, TextSegment
 
@@ -67,4 +68,8 @@ def check_extends(plan: LinkPlan, shorter: LinkPlan, policy: Policy) -> None:
 
 def as_failure(error: BaseException) -> MPICError:
     """An error of the tree for whatever went wrong inside."""
-    return error if isinstance(error, MPICError) else MPICError(f"{type(error).__name__}: {error}")
+    if isinstance(error, MPICError):
+        return error
+    if memory.is_exhaustion(error):
+        return OutOfMemory("the server has not enough memory for this request now")
+    return MPICError(f"{type(error).__name__}: {error}")

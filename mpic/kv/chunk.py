@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 import torch
 from PIL import Image
 
+from mpic.imaging.pixels import PixelDigest
+
 Kind = Literal["text", "image"]
 
 
@@ -41,8 +43,14 @@ class ChunkKey:
 
     @classmethod
     def of_image(cls, image: Image.Image) -> ChunkKey:
-        """Key of a decoded RGB image (EXIF orientation already applied): its size and pixels, not its file."""
-        return cls("image", digest("image", f"{image.mode}:{image.width}x{image.height}", image.tobytes()))
+        """Key of a decoded RGB image (EXIF orientation already applied): its size and pixels, not its file.
+
+        Raises:
+            ValueError: it is not RGB.
+        """
+        if image.mode != "RGB":
+            raise ValueError(f"an image's key is of its RGB pixels, not of {image.mode}")
+        return cls("image", PixelDigest.of(image))
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.digest[:12]}"

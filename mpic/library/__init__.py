@@ -23,7 +23,7 @@ from mpic.durable import Files
 from mpic.errors import BadRequest, Unavailable
 from mpic.library.caches import Cache, CacheChunk, CacheLibrary
 from mpic.library.catalog import Catalog
-from mpic.library.decode import decode_image, decode_text
+from mpic.library.decode import decode_image, decode_text, thumbnail
 from mpic.library.dynamic import DynamicLibrary
 from mpic.library.limits import Limits
 from mpic.library.originals import Originals
@@ -69,6 +69,7 @@ __all__ = [
     "Usage",
     "decode_image",
     "decode_text",
+    "thumbnail",
 ]
 
 

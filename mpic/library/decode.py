@@ -5,25 +5,16 @@ Uploads and inline (data URL) images pass through the same functions.
 
 from __future__ import annotations
 
-import io
-import warnings
 from typing import Literal
 
-from PIL import Image, ImageOps
+from PIL import Image
 
-from mpic.errors import (
-    AnimatedImage,
-    EmptyUpload,
-    ImageTooLarge,
-    InvalidImage,
-    InvalidText,
-    InvalidUpload,
-    TooLarge,
-    UnsupportedType,
-)
+from mpic.errors import EmptyUpload, InvalidText, TooLarge, UnsupportedType
+from mpic.imaging.decoder import decoder
+from mpic.imaging.pixels import Rules
+from mpic.kv.chunk import ChunkKey
 from mpic.library.limits import Limits
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 SIGNATURES = {b"\x89PNG": "PNG", b"\xff\xd8": "JPEG", b"GIF8": "GIF"}
 
 FOREIGN = {
@@ -50,10 +41,6 @@ FOREIGN = {
 BRANDS = {b"avif": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF"}
 RIFF = {b"WAVE": "WAV audio", b"AVI ": "AVI video"}
 BMP_HEADERS = frozenset({12, 40, 52, 56, 64, 108, 124})
-
-warnings.filterwarnings(
-    "error", category=Image.DecompressionBombWarning
-)  # wherever in the process an image is opened
 
 
 def sniff(head: bytes) -> Literal["image", "text"]:
@@ -82,28 +69,44 @@ def sniff(head: bytes) -> Literal["image", "text"]:
 def decode_image(data: bytes, limits: Limits | None = None) -> Image.Image:
     """Decode one still image: upright (EXIF orientation applied), RGB, transparency laid over white.
 
+    A large one is decoded in another process, few at a time; let go of it before you take the next.
+
     Args:
         data: the bytes of a PNG, JPEG, WebP, BMP or (if the limits allow it: its first frame) GIF.
 
     Raises:
         ImageTooLarge: more pixels than the limits allow; known from the header, before anything is decoded.
+        ImageTooCostly: its decoding does not end.
         InvalidImage: not an image, truncated, damaged, of no size, or absurdly narrow.
         AnimatedImage: more than one frame.
         UnsupportedType: GIF, unless the limits allow it.
+        OutOfMemory: there is not enough for it now.
     """
     limits = limits or Limits()
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _admit(image, limits)
-            image.load()
-            return _to_rgb(ImageOps.exif_transpose(image))
-    except (InvalidUpload, TooLarge):
-        raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ImageTooLarge(f"the image has more than {limits.image_pixels} pixels", param="file") from error
-    except Exception as error:  # a decoder fed with hostile bytes raises nearly anything
-        what = type(error).__name__
-        raise InvalidImage(f"the image cannot be decoded ({what}: {error})"[:300], param="file") from error
+    return decoder().decode(data, _rules(limits), limits.decode_bytes)
+
+
+def image_key(data: bytes, limits: Limits | None = None) -> ChunkKey:
+    """``ChunkKey.of_image(decode_image(data, limits))``, without the image ever being in this process if it is large.
+
+    Raises:
+        As ``decode_image``; DecoderBusy: too many large images are waiting.
+    """
+    limits = limits or Limits()
+    return ChunkKey("image", decoder().identify(data, _rules(limits), limits.decode_bytes).digest)
+
+
+def thumbnail(
+    data: bytes, limits: Limits | None = None, *, side: int, least: int = 0, transparent: bool = False
+) -> bytes:
+    """A small PNG of an image; see ``mpic.imaging.pixels.thumbnail``. Raises as ``image_key``."""
+    limits = limits or Limits()
+    options = {"side": side, "least": least, "transparent": transparent}
+    return decoder().thumbnail(data, _rules(limits), limits.decode_bytes, **options)
+
+
+def _rules(limits: Limits) -> Rules:
+    return Rules(limits.image_pixels, limits.image_aspect, limits.gif)
 
 
 def decode_text(data: bytes, limits: Limits | None = None) -> str:
@@ -129,33 +132,3 @@ def decode_text(data: bytes, limits: Limits | None = None) -> str:
     if not text.strip():
         raise InvalidText("the text is nothing but white space", param="file")
     return text
-
-
-def _admit(image: Image.Image, limits: Limits) -> None:
-    """Everything that can be refused from the header."""
-    width, height = image.size
-    if width < 1 or height < 1:
-        raise InvalidImage(f"the image has {width}x{height} pixels", param="file")
-    if width * height > limits.image_pixels:
-        raise ImageTooLarge(
-            f"the image has {width}x{height} pixels, the limit is {limits.image_pixels} in all", param="file"
-        )
-    if max(width, height) > limits.image_aspect * min(width, height):
-        raise InvalidImage(f"an image of {width}x{height} pixels is too narrow", param="file")
-    if image.format == "GIF":
-        if not limits.gif:
-            raise UnsupportedType("GIF is not accepted; send PNG, JPEG, WebP or BMP", param="file")
-    elif image.format != "MPO" and getattr(
-        image, "is_animated", False
-    ):  # MPO: a photo and its depth or thumbnail
-        raise AnimatedImage("animated images are not accepted; send one frame", param="file")
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # 16 bits a pixel, in the low half of mode I
-        return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
-    if image.has_transparency_data:
-        layer = image.convert("RGBA")
-        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, layer).convert("RGB")
-    return image.convert("RGB")

@@ -7,16 +7,21 @@ import math
 import secrets
 import string
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from mpic.errors import BadRequest
 from mpic.kv.chunk import ChunkKey
-from mpic.library.decode import decode_image, decode_text, sniff
+from mpic.library.decode import decode_text, image_key, sniff
 from mpic.library.limits import Limits
 from mpic.library.records import Scalar
 
 ID_ALPHABET = string.ascii_letters + string.digits
 PIECE = 1 << 20
 """Bytes read from a client at a time."""
+
+ACCEPTING = ThreadPoolExecutor(24, "mpic-accept")
+"""Threads on which uploads are checked and committed. Large images wait there to be decoded, fewer of them at a time
+than there are threads, so that other uploads and everything else go on."""
 
 LONGEST_LIFE = 10 * 366 * 86_400
 METADATA_KEYS, METADATA_KEY_CHARS, METADATA_VALUE_CHARS = 32, 64, 1024
@@ -30,7 +35,7 @@ def new_id(prefix: str) -> str:
 def identify(data: bytes, limits: Limits) -> ChunkKey:
     """What an upload is, found by decoding it. Raises InvalidUpload, InvalidImage, InvalidText, TooLarge."""
     if sniff(data[:32]) == "image":
-        return ChunkKey.of_image(decode_image(data, limits))
+        return image_key(data, limits)
     return ChunkKey.of_text(decode_text(data, limits))
 
 

@@ -16,6 +16,8 @@ class Limits:
         text_bytes: largest text, in bytes of UTF-8.
         image_pixels: most pixels of an image; checked before it is decoded. At most Pillow's own bomb limit.
         image_aspect: longest side over shortest side.
+        decode_bytes: memory that decoding images may take at a time, over all libraries of a process; an image that
+            needs more by itself is decoded alone.
         gif: accept GIF and take its first frame; otherwise GIF is refused.
         filename_chars: longer names are cut.
         user_files: most files of one user; 0: no quota. A user's own quota (``Library.set_quota``) comes first.
@@ -33,6 +35,7 @@ class Limits:
     text_bytes: int = 8 << 20
     image_pixels: int = 40_000_000
     image_aspect: float = 200.0
+    decode_bytes: int = 1 << 30
     gif: bool = False
     filename_chars: int = 255
     user_files: int = 0
@@ -49,7 +52,14 @@ class Limits:
         bomb = Image.MAX_IMAGE_PIXELS or 0
         if not 0 < self.image_pixels <= bomb:
             raise ValueError(f"image_pixels must lie between 1 and {bomb}, not {self.image_pixels}")
-        for name in ("upload_bytes", "text_bytes", "filename_chars", "disk_bytes", "quarantine_files"):
+        for name in (
+            "upload_bytes",
+            "text_bytes",
+            "decode_bytes",
+            "filename_chars",
+            "disk_bytes",
+            "quarantine_files",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("user_files", "user_bytes", "user_disk_bytes", "host_bytes", "user_host_bytes"):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from aiofiles.os import wrap
 
 from mpic.errors import BadRequest, ReferenceExists, ReferenceNotFound
-from mpic.library.intake import PIECE, check_metadata, clean_name, identify, is_text, new_id
+from mpic.library.intake import ACCEPTING, PIECE, check_metadata, clean_name, identify, is_text, new_id
 from mpic.library.limits import Limits
 from mpic.library.originals import Incoming, Originals
 from mpic.library.records import SHARED, AsyncReader, Reference, Scalar
@@ -131,7 +131,7 @@ class ReferenceIntake:
             else:
                 while piece := await source.read(PIECE):
                     await wrap(incoming.write)(piece)
-            return await wrap(self._accept)(id, incoming, commit, what)
+            return await wrap(self._accept)(id, incoming, commit, what, executor=ACCEPTING)
         finally:  # not awaited, so that cancellation cannot prevent it
             asyncio.get_running_loop().run_in_executor(None, incoming.discard)
 

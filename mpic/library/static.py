@@ -17,8 +17,8 @@ from mpic.durable import Files
 from mpic.errors import BadRequest, CorruptFile, FileNotFound, IntegrityError, InvalidText, UnknownHandle
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog import Catalog
-from mpic.library.decode import decode_image, decode_text
-from mpic.library.intake import PIECE, check_life, check_metadata, clean_name, identify, new_id
+from mpic.library.decode import decode_image, decode_text, image_key
+from mpic.library.intake import ACCEPTING, PIECE, check_life, check_metadata, clean_name, identify, new_id
 from mpic.library.limits import Limits
 from mpic.library.originals import Incoming, Originals
 from mpic.library.records import (
@@ -115,7 +115,9 @@ class StaticLibrary:
         try:
             while piece := await source.read(PIECE):
                 await wrap(incoming.write)(piece)
-            return await wrap(self._accept)(incoming, user, filename, handle, expires_after, metadata)
+            return await wrap(self._accept)(
+                incoming, user, filename, handle, expires_after, metadata, executor=ACCEPTING
+            )
         finally:  # not awaited, so that cancellation cannot prevent it
             asyncio.get_running_loop().run_in_executor(None, incoming.discard)
 
@@ -192,10 +194,10 @@ class StaticLibrary:
         """An image that came inside a request (data URL): checked like an upload, owned by the user, not a file.
 
         Raises:
-            InvalidImage, TooLarge: as ``decode_image``.
+            InvalidImage, TooLarge, DecoderBusy: as ``image_key``.
         """
-        image = decode_image(data, self._limits)
-        return Chunk(ChunkKey.of_image(image), user, load_image=lambda: image, label=label)
+        load = partial(decode_image, data, self._limits)
+        return Chunk(image_key(data, self._limits), user, load_image=load, label=label)
 
     def inline_text(self, user: str, text: str, label: str | None = None) -> Chunk:
         """A document that came inside a request: checked like an upload, owned by the user, not a file.

@@ -20,12 +20,15 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from mpic import memory
 from mpic.errors import ModelRefused
 
 MARKUP = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
+BYTES_PER_BYTE = 450
+"""Memory that the tokenizers library takes for each byte of a text: 150 to 410 were seen."""
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -94,11 +97,11 @@ class GuardedTokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a client's text standing alone, nothing added."""
-        return tuple(self._twin.encode(text, add_special_tokens=False).ids)
+        return tuple(self._encoded(text).ids)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """For each id of ``encode`` the characters of the text it stands for."""
-        return self._twin.encode(text, add_special_tokens=False).offsets
+        return self._encoded(text).offsets
 
     def encode_pieces(self, pieces: Iterable[Trusted | str | Cut]) -> list[tuple[int, ...]]:
         """Ids before, between and after the cuts: one more tuple than there are cuts, any of them may be empty.
@@ -113,7 +116,7 @@ class GuardedTokenizer:
             else:
                 spelt.append(piece)
         runs: list[list[int]] = [[]]
-        for token in self._twin.encode("".join(spelt), add_special_tokens=False).ids:
+        for token in self._encoded("".join(spelt)).ids:
             if token in self._cut_ids:
                 runs.append([])
             else:
@@ -121,6 +124,12 @@ class GuardedTokenizer:
         if tuple(runs[0][: len(self.prefix)]) != self.prefix:
             runs[0][:0] = self.prefix
         return [tuple(run) for run in runs]
+
+    def _encoded(self, text: str) -> Encoding:
+        """Raises OutOfMemory: the tokenizer, which ends the process when it gets no memory, might get none."""
+        size = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+        with memory.set_aside(BYTES_PER_BYTE * size, "tokenizing the text"):
+            return self._twin.encode(text, add_special_tokens=False)
 
     def is_plain(self, text: str) -> bool:
         """Whether a text is so harmless that it may stand in template text: words and light punctuation."""

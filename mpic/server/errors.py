@@ -13,11 +13,13 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
+from mpic import memory
 from mpic.errors import (
     BadRequest,
     MethodNotAllowed,
     MPICError,
     NotFound,
+    OutOfMemory,
     RateLimited,
     TooLarge,
     Unauthorized,
@@ -47,6 +49,8 @@ def as_mpic_error(exc: BaseException) -> MPICError:
             log.error("%s: %s", exc.code, exc.message, exc_info=exc)
         return exc
     log.error("unexpected %s", type(exc).__name__, exc_info=exc)
+    if memory.is_exhaustion(exc):
+        return OutOfMemory("the server has not enough memory for this request now")
     return MPICError("the server made a mistake; its log says more")
 
 
@@ -60,7 +64,7 @@ def _headers(error: MPICError) -> dict[str, str]:
     """What the status asks for."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
-    if isinstance(error, RateLimited):
+    if isinstance(error, RateLimited | OutOfMemory):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
     return {}
 
@@ -76,8 +80,9 @@ async def _unexpected(request: Request, exc: Exception) -> JSONResponse:
 async def _http_error(request: Request, exc: Exception) -> JSONResponse:
     """Starlette's own errors: unknown routes, wrong methods, bodies that do not parse."""
     assert isinstance(exc, HTTPException)
-    if isinstance(exc.__cause__, MPICError):  # raised while FastAPI was reading the body
-        return response(as_mpic_error(exc.__cause__))
+    cause = exc.__cause__  # raised while FastAPI was reading the body, it says
+    if cause is not None and (isinstance(cause, MPICError) or memory.is_exhaustion(cause)):
+        return response(as_mpic_error(cause))
     where = f"{request.method} {request.url.path}"
     error: MPICError
     match exc.status_code:

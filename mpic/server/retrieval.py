@@ -99,7 +99,7 @@ def query_of(messages: Sequence[Mapping[str, Any]], resolver: LibraryResolver) -
     items = [item for message in parse_messages(last, resolver) for item in message.content] if last else []
     texts = [item.text for item in items if isinstance(item, Text)]
     loaders = [item.chunk.load_image for item in items if isinstance(item, Ref)]
-    return Query("\n".join(texts), tuple(load() for load in loaders if load is not None))
+    return Query("\n".join(texts), tuple(load for load in loaders if load is not None))
 
 
 def with_references(messages: Sequence[dict[str, Any]], hits: Sequence[SearchHit]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from mpic import memory
 from mpic.config import Config, ConfigError, LibraryConfig
 from mpic.keys import KeyStore
 from mpic.server.guard import is_loopback
@@ -85,6 +86,7 @@ def build(config: Config) -> FastAPI:
     from mpic.prompt import ChatTemplate
     from mpic.server.app import create_app
 
+    memory.few_arenas()
     transformers.utils.logging.disable_progress_bar()
     limits = limits_of(config.library)
     host, host_bytes = "none", 0

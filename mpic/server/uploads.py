@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
-from mpic.errors import EngineStopped, FileNotFound, MPICError, ReferenceNotFound
+from mpic.errors import EngineStopped, FileNotFound, MPICError, OutOfMemory, ReferenceNotFound
 from mpic.link import parse_policy
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 AT_ONCE = 32  # compilations handed to the engine at a time; it batches them
 EXPIRY_SECONDS = 30.0
+PAUSES = (2.0, 10.0, 30.0)
+"""Seconds before a compilation for which there was not enough memory is tried again."""
 log = logging.getLogger("mpic.server")
 
 
@@ -69,11 +71,29 @@ class Uploads:
         task.add_done_callback(self._tasks.discard)
 
     async def _compile(self, id: str, chunk_of: Callable[[], Chunk], set_state: Callable[..., None]) -> None:
+        for pause in PAUSES:
+            try:
+                return await self._compile_once(id, chunk_of, set_state)
+            except OutOfMemory as error:
+                log.warning("compiling %s is tried again in %g s: %s", id, pause, error)
+            await asyncio.sleep(pause)  # while others may compile
+        try:
+            await self._compile_once(id, chunk_of, set_state)
+        except OutOfMemory as error:
+            log.error("compiling %s failed: %s", id, error)
+            await run_in_threadpool(set_state, "failed", None, error.message)
+
+    async def _compile_once(
+        self, id: str, chunk_of: Callable[[], Chunk], set_state: Callable[..., None]
+    ) -> None:
+        """Raises OutOfMemory; everything else that goes wrong becomes the file's state."""
         async with self._gate:
             try:
                 chunk = await run_in_threadpool(chunk_of)
                 future = await run_in_threadpool(self.engine.compile, chunk, self.sink)
                 tokens = await asyncio.wrap_future(future)
+            except OutOfMemory:
+                raise
             except (EngineStopped, FileNotFound, ReferenceNotFound):  # next start; deleted meanwhile
                 return
             except Exception as exc:

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from mpic import memory
 from mpic.engine.base import ChunkStore, GenerationRequest, StoredChunk
 from mpic.engine.calls import reader
 from mpic.engine.checks import check_context, check_prompt, check_sampling
@@ -29,6 +30,7 @@ from mpic.errors import (
     UnsupportedModality,
     UnsupportedParameter,
 )
+from mpic.imaging.claims import LARGE_PIXELS
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, KVKey, Recipe
 from mpic.kv.device import DeviceCache
 from mpic.link.plan import DynamicPolicy, LinkPlan, Policy, SegmentShape, make_plan
@@ -251,8 +253,14 @@ class Preparer:
             return self._model.text_inputs(chunk.token_ids)
         if chunk.load_image is None:
             raise UnsupportedModality(f"chunk {chunk.key} has neither tokens nor an image")
-        with self._encoder:
-            return self._model.image_inputs(chunk.load_image())
+        with self._encoder, memory.as_errors():  # one at a time: a large image takes hundreds of megabytes
+            image = chunk.load_image()
+            large = image.width * image.height > LARGE_PIXELS
+            inputs = self._model.image_inputs(image)
+            del image
+            if large:
+                memory.give_back()
+            return inputs
 
     def _remembered(self, chunk: Chunk) -> ChunkInputs | None:
         with self._lock:

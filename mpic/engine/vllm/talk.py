@@ -20,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from mpic import memory
 from mpic.config import ConfigError
 from mpic.engine.vllm.wire import FIELD, Order
 from mpic.errors import (
@@ -32,6 +33,7 @@ from mpic.errors import (
     StorageFull,
     UnsupportedModality,
 )
+from mpic.imaging.claims import LARGE_PIXELS
 from mpic.kv.chunk import Chunk, digest
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+RENDERED_AT_ONCE = 2
+"""Prompts with images, which are all decoded in this process while a prompt is rendered."""
 
 
 class Rendered(NamedTuple):
@@ -90,6 +94,7 @@ class Talk:
 
     def __init__(self, args: AsyncEngineArgs, image: int | None) -> None:
         self._image = image
+        self._pictures = asyncio.Semaphore(RENDERED_AT_ONCE)
         self.gauges: list[Gauges] = []
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="mpic-vllm", daemon=True)
@@ -186,19 +191,24 @@ class Talk:
             names.append(digest("image", salt, part.owner, part.key.digest))
         if not loaders:
             return Rendered(ids, (), tokens_input(ids, cache_salt=salt))
-        images = [await asyncio.to_thread(load) for load in loaders]
-        prompt = {
-            "prompt_token_ids": ids,
-            "multi_modal_data": {"image": images},
-            "multi_modal_uuids": {"image": names},
-            "cache_salt": salt,
-        }
-        renderer = self._llm.renderer
-        with _as_ours(InvalidImage):
-            [made] = await renderer.render_cmpl_async(
-                [parse_model_prompt(self._llm.model_config, prompt)],
-                replace(renderer.default_cmpl_tok_params, max_total_tokens=None),  # we say it better
-            )
+        async with self._pictures:
+            images = [await asyncio.to_thread(load) for load in loaders]
+            prompt = {
+                "prompt_token_ids": ids,
+                "multi_modal_data": {"image": images},
+                "multi_modal_uuids": {"image": names},
+                "cache_salt": salt,
+            }
+            renderer = self._llm.renderer
+            with _as_ours(InvalidImage), memory.as_errors():
+                [made] = await renderer.render_cmpl_async(
+                    [parse_model_prompt(self._llm.model_config, prompt)],
+                    replace(renderer.default_cmpl_tok_params, max_total_tokens=None),  # we say it better
+                )
+            large = max(image.width * image.height for image in images) > LARGE_PIXELS
+            del images, prompt
+            if large:
+                await asyncio.to_thread(memory.give_back)
         places = made["mm_placeholders"]["image"]
         return Rendered(made["prompt_token_ids"], tuple((p.offset, p.length) for p in places), made)
 

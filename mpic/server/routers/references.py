@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-import io
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -11,8 +12,8 @@ from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from PIL import Image
 from starlette.concurrency import run_in_threadpool
 
-from mpic.errors import BadRequest, NotFound
-from mpic.library import Reference, decode_image
+from mpic.errors import BadRequest, InvalidUpload, NotFound, TooLarge
+from mpic.library import Reference, decode_image, thumbnail
 from mpic.retriever import Query as Wanted
 from mpic.server.auth import AdminUser, CurrentUser
 from mpic.server.body import JSONRoute, parse
@@ -111,7 +112,11 @@ def search(body: ReferenceSearch, state: StateDep, user: CurrentUser) -> Referen
     """References most like a text or an image, best first."""
     images = (_picture(body.image, state),) if body.image is not None else ()
     wanted = Wanted(body.query or "", images)
-    hits = state.retriever.search(wanted, body.top_k, body.min_score, body.filter)
+    try:
+        hits = state.retriever.search(wanted, body.top_k, body.min_score, body.filter)
+    except (InvalidUpload, TooLarge) as error:  # of the image: what was not accepted
+        error.param = "image"
+        raise
     return ReferencesFound(data=[ReferenceFound(**_fields(h.reference), score=h.score) for h in hits])
 
 
@@ -155,12 +160,9 @@ def get_thumbnail(reference_id: str, state: StateDep, user: CurrentUser) -> Resp
     reference = state.library.references.get(reference_id)
     if reference.kind != "image":
         raise NotFound(f"{reference_id} is a text, it has no thumbnail", id=reference_id)
-    image = state.library.references.image(reference)
-    image.thumbnail((THUMBNAIL, THUMBNAIL))
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
+    picture = thumbnail(state.library.references.content(reference), state.library.limits, side=THUMBNAIL)
     headers = {"X-Content-Type-Options": "nosniff", "ETag": f'"{reference.sha256}"'}
-    return Response(buffer.getvalue(), media_type="image/png", headers=headers)
+    return Response(picture, media_type="image/png", headers=headers)
 
 
 @router.delete("/{reference_id}")
@@ -207,11 +209,11 @@ def _metadata(text: str | None) -> dict[str, Any] | None:
     return value
 
 
-def _picture(url: str, state: State) -> Image.Image:
+def _picture(url: str, state: State) -> Callable[[], Image.Image]:
     head, comma, data = url.partition(",")
     if not comma or not head.startswith("data:") or not head.endswith(";base64"):
         raise BadRequest("image must be a data URL in base64", param="image")
     try:
-        return decode_image(base64.b64decode(data, validate=True), state.library.limits)
+        return partial(decode_image, base64.b64decode(data, validate=True), state.library.limits)
     except ValueError as error:  # also of letters beyond ASCII
         raise BadRequest(f"image is not base64: {error}", param="image") from error

@@ -1,0 +1,139 @@
+"""What the first bytes of an image claim, read before a decoder sees the file: enough to know what decoding will cost.
+
+Nothing here decides what is accepted, except that a claim of too many pixels is believed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MiB = 1 << 20
+SMALL_PIXELS = 2 << 20
+SMALL_BYTES = 4 * MiB
+"""An image of at most so many pixels and bytes is decoded in the server's own process."""
+LARGE_PIXELS = 4 << 20
+"""What the C library keeps of an image this large, once it is freed, is worth giving back to the system."""
+MANY_PIECES = 1000
+"""Chunks of a PNG, segments of a JPEG: readers walk them in Python."""
+MANY_SCANS = 32
+"""Each scan of a JPEG goes over the whole image, however few bytes it has."""
+
+PER_PIXEL = {"PNG": 4, "JPEG": 4, "WEBP": 16, "BMP": 4, "GIF": 6}
+"""Bytes that Pillow takes for a pixel while it decodes: its own four, and what the format's library holds beside."""
+SLACK = 16 * MiB
+
+
+class Claim(NamedTuple):
+    """What a file says of itself.
+
+    Args:
+        format: Pillow's name, or "" for what is none of ours.
+        width, height: in pixels; 0 where they could not be read.
+        per_pixel: bytes of memory that decoding takes for each pixel.
+        odd: it may take far more work than an image of its size should.
+    """
+
+    format: str = ""
+    width: int = 0
+    height: int = 0
+    per_pixel: int = max(PER_PIXEL.values())
+    odd: bool = False
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height
+
+    @property
+    def known(self) -> bool:
+        return self.pixels > 0
+
+    def small(self, size: int) -> bool:
+        """Whether a file of ``size`` bytes is decoded as quickly here as it is sent elsewhere."""
+        return self.known and not self.odd and self.pixels <= SMALL_PIXELS and size <= SMALL_BYTES
+
+    def bytes_needed(self, size: int, most_pixels: int) -> int:
+        """Memory that decoding a file of ``size`` bytes takes.
+
+        Args:
+            most_pixels: what a file is taken to have that does not tell, or that will be refused for having more.
+        """
+        pixels = min(self.pixels, most_pixels) if self.known else most_pixels
+        return pixels * self.per_pixel + 3 * size + SLACK
+
+
+def read_claim(data: bytes) -> Claim:
+    """What a file claims; an empty claim when it cannot be told."""
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return _png(data)
+    if data.startswith(b"\xff\xd8"):
+        return _jpeg(data)
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return _webp(data)
+    if data.startswith(b"BM"):
+        return _bmp(data)
+    return Claim()
+
+
+def _png(data: bytes) -> Claim:
+    if len(data) < 33 or data[12:16] != b"IHDR":
+        return Claim()
+    width, height = _big(data, 16, 4), _big(data, 20, 4)
+    at, odd = 8, True
+    for _ in range(MANY_PIECES):
+        kind = data[at + 4 : at + 8]
+        if kind in (b"zTXt", b"iTXt") or (kind == b"IHDR" and at > 8):
+            break  # compressed text is unpacked before the pixels are looked at
+        at += 12 + _big(data, at, 4)
+        if kind == b"IEND" or at >= len(data):
+            odd = False
+            break
+    return Claim("PNG", width, height, PER_PIXEL["PNG"], odd)
+
+
+def _jpeg(data: bytes) -> Claim:
+    at = 2
+    for _ in range(MANY_PIECES):
+        if data[at : at + 1] != b"\xff":
+            break
+        marker = data[at + 1 : at + 2]
+        if marker == b"\xff":  # a byte of padding
+            at += 1
+        elif b"\xc0" <= marker <= b"\xcf" and marker not in b"\xc4\xc8\xcc":
+            height, width, components = _big(data, at + 5, 2), _big(data, at + 7, 2), _big(data, at + 9, 1)
+            scans = data.count(b"\xff\xda")
+            whole = scans > 1 or marker not in b"\xc0\xc1"  # all coefficients are held until the last scan
+            per_pixel = PER_PIXEL["JPEG"] + (2 * min(components, 4) if whole else 0)
+            return Claim("JPEG", width, height, per_pixel, scans > MANY_SCANS)
+        else:
+            at += 2 + _big(data, at + 2, 2)
+    return Claim()
+
+
+def _webp(data: bytes) -> Claim:
+    kind = data[12:16]
+    if kind == b"VP8X":
+        size = 1 + _little(data, 24, 3), 1 + _little(data, 27, 3)
+    elif kind == b"VP8L" and data[20:21] == b"\x2f":
+        bits = _little(data, 21, 4)
+        size = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    elif kind == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":
+        size = _little(data, 26, 2) & 0x3FFF, _little(data, 28, 2) & 0x3FFF
+    else:
+        return Claim()
+    return Claim("WEBP", *size, PER_PIXEL["WEBP"])
+
+
+def _bmp(data: bytes) -> Claim:
+    if _little(data, 14, 4) == 12:
+        return Claim("BMP", _little(data, 18, 2), _little(data, 20, 2), PER_PIXEL["BMP"])
+    height = int.from_bytes(data[22:26], "little", signed=True)  # negative: from top to bottom
+    compressed = _little(data, 30, 4) in (1, 2)  # run lengths, which are read in Python
+    return Claim("BMP", _little(data, 18, 4), abs(height), PER_PIXEL["BMP"], compressed)
+
+
+def _big(data: bytes, at: int, size: int) -> int:
+    return int.from_bytes(data[at : at + size], "big")
+
+
+def _little(data: bytes, at: int, size: int) -> int:
+    return int.from_bytes(data[at : at + size], "little")

@@ -1,0 +1,266 @@
+"""Decoding with Pillow: what is accepted, and an image's pixels as the library knows them, a strip at a time.
+
+The pixels are upright (EXIF orientation applied), RGB, with transparency laid over white. A strip is turned and
+converted alone, so that beside Pillow's own copy of the image there is never a second one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from PIL import ExifTags, Image
+
+from mpic.errors import (
+    AnimatedImage,
+    ImageTooLarge,
+    InvalidImage,
+    InvalidUpload,
+    OutOfMemory,
+    TooLarge,
+    UnsupportedType,
+)
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+STRIP_PIXELS = 1 << 18
+Turn = Image.Transpose
+TURNS = {
+    2: Turn.FLIP_LEFT_RIGHT,
+    3: Turn.ROTATE_180,
+    4: Turn.FLIP_TOP_BOTTOM,
+    5: Turn.TRANSPOSE,
+    6: Turn.ROTATE_270,
+    7: Turn.TRANSVERSE,
+    8: Turn.ROTATE_90,
+}
+"""What sets an image upright, by its EXIF orientation."""
+SIDEWAYS = (Turn.TRANSPOSE, Turn.ROTATE_270, Turn.TRANSVERSE, Turn.ROTATE_90)
+FROM_RIGHT = (Turn.TRANSVERSE, Turn.ROTATE_90)
+"""Their first rows are the last columns."""
+FROM_BELOW = (Turn.ROTATE_180, Turn.FLIP_TOP_BOTTOM)
+
+warnings.filterwarnings(
+    "error", category=Image.DecompressionBombWarning
+)  # wherever in the process it is opened
+
+
+class Rules(NamedTuple):
+    """What is accepted.
+
+    Args:
+        pixels: most of one image.
+        aspect: longest side over shortest side.
+        gif: take a GIF's first frame; otherwise GIF is refused.
+        believed: pixels that memory has been set aside for; 0: any number. An image that has more is a
+            ``Contradiction``.
+    """
+
+    pixels: int
+    aspect: float
+    gif: bool
+    believed: int = 0
+
+
+class Contradiction(Exception):
+    """Pillow finds more pixels in a file than its first bytes claimed."""
+
+
+class Identity(NamedTuple):
+    """An image's size in pixels, and the digest of its pixels (``PixelDigest``)."""
+
+    width: int
+    height: int
+    digest: str
+
+
+class PixelDigest:
+    """SHA-256 of an image's size and pixels, from strips: what ``mpic.kv.chunk.digest`` gives for the parts ``image``,
+    ``RGB:<width>x<height>`` and all bytes of the pixels. Compiled chunks are found by it, so it never changes."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self._hash = hashlib.sha256()
+        for part in (b"image", f"RGB:{width}x{height}".encode()):
+            self._hash.update(len(part).to_bytes(8, "little") + part)
+        self._hash.update((3 * width * height).to_bytes(8, "little"))
+
+    @classmethod
+    def of(cls, image: Image.Image) -> str:
+        """The digest of an RGB image."""
+        found, (width, height) = cls(*image.size), image.size
+        rows = max(1, STRIP_PIXELS // max(width, 1))
+        for top in range(0, height, rows):
+            found.update(image.crop((0, top, width, min(top + rows, height))).tobytes())
+        return found.hexdigest()
+
+    def update(self, pixels: bytes) -> None:
+        """The next rows from the top, three bytes a pixel."""
+        self._hash.update(pixels)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
+class Upright:
+    """A decoded image that is looked at in strips.
+
+    Attributes:
+        size: width and height once it is upright.
+    """
+
+    def __init__(self, image: Image.Image) -> None:
+        self._image = image
+        self._turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+        width, height = image.size
+        self.size = (height, width) if self._turn in SIDEWAYS else (width, height)
+
+    def strips(self, mode: str = "RGB", multiple: int = 1) -> Iterator[Image.Image]:
+        """The image from top to bottom.
+
+        Args:
+            mode: RGB, or RGBA to keep transparency.
+            multiple: of which every strip's height is, but for the last one's.
+        """
+        width, height = self.size
+        rows = max(1, STRIP_PIXELS // width // multiple) * multiple
+        for top in range(0, height, rows):
+            strip = self._image.crop(self._source(top, min(top + rows, height)))
+            if self._turn is not None:
+                strip = strip.transpose(self._turn)
+            yield _to_rgb(strip) if mode == "RGB" else strip.convert(mode)
+
+    def _source(self, top: int, bottom: int) -> tuple[int, int, int, int]:
+        """Where in the image, as it is stored, rows of the upright one lie."""
+        width, height = self._image.size
+        if self._turn in SIDEWAYS:
+            if self._turn in FROM_RIGHT:
+                top, bottom = width - bottom, width - top
+            return top, 0, bottom, height
+        if self._turn in FROM_BELOW:
+            top, bottom = height - bottom, height - top
+        return 0, top, width, bottom
+
+
+@contextmanager
+def opened(data: bytes, rules: Rules, draft: int = 0) -> Iterator[Upright]:
+    """One still image, decoded.
+
+    Args:
+        data: the bytes of a PNG, JPEG, WebP, BMP or (if the rules allow it: its first frame) GIF.
+        draft: a side in pixels that is enough: a JPEG is then decoded to no more than it takes to show that.
+
+    Raises:
+        ImageTooLarge: more pixels than the rules allow; known from the header, before anything is decoded.
+        InvalidImage: not an image, truncated, damaged, of no size, or absurdly narrow.
+        AnimatedImage: more than one frame.
+        UnsupportedType: GIF, unless the rules allow it.
+        OutOfMemory: there is not enough for it now.
+        Contradiction: it has more pixels than were believed.
+    """
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _admit(image, rules)
+            if draft:
+                image.draft(None, (draft, draft))
+            image.load()
+            yield Upright(image)
+    except (InvalidUpload, TooLarge, OutOfMemory, Contradiction):
+        raise
+    except MemoryError as error:
+        raise OutOfMemory("the server has not enough memory to decode the image now") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageTooLarge(f"the image has more than {rules.pixels} pixels", param="file") from error
+    except Exception as error:  # a decoder fed with hostile bytes raises nearly anything
+        if "out of memory" in str(error):  # as Pillow's codecs say it
+            raise OutOfMemory("the server has not enough memory to decode the image now") from error
+        what = type(error).__name__
+        raise InvalidImage(f"the image cannot be decoded ({what}: {error})"[:300], param="file") from error
+
+
+def identify(data: bytes, rules: Rules) -> Identity:
+    """Size and digest of an image. Raises as ``opened``."""
+    with opened(data, rules) as upright:
+        found = PixelDigest(*upright.size)
+        for strip in upright.strips():
+            found.update(strip.tobytes())
+        return Identity(*upright.size, found.hexdigest())
+
+
+def decode(data: bytes, rules: Rules) -> Image.Image:
+    """The image itself. Raises as ``opened``."""
+    with opened(data, rules) as upright:
+        image, top = Image.new("RGB", upright.size), 0
+        for strip in upright.strips():
+            image.paste(strip, (0, top))
+            top += strip.height
+        return image
+
+
+def thumbnail(data: bytes, rules: Rules, side: int, least: int = 0, transparent: bool = False) -> bytes:
+    """A small PNG of an image.
+
+    Args:
+        side: longest side of the result in pixels.
+        least: an image of shorter sides is shown larger, as the pixels it is made of.
+        transparent: keep transparency; otherwise white lies below.
+
+    Raises:
+        As ``opened``.
+    """
+    mode = "RGBA" if transparent else "RGB"
+    with opened(data, rules, draft=2 * side) as upright:
+        width, height = upright.size
+        by = max(1, min(max(width, height) // (2 * side), width, height))
+        small = Image.new(mode, (-(-width // by), -(-height // by)))
+        top = 0
+        for strip in upright.strips(mode, by):
+            strip = strip.reduce(by)
+            small.paste(strip, (0, top))
+            top += strip.height
+    if max(width, height) < least:
+        scale = least / max(width, height)
+        size = (max(1, round(width * scale)), max(1, round(height * scale)))
+        small = small.resize(size, Image.Resampling.NEAREST)
+    small.thumbnail((side, side))
+    out = io.BytesIO()
+    small.save(out, "PNG")
+    return out.getvalue()
+
+
+def _admit(image: Image.Image, rules: Rules) -> None:
+    """Everything that can be refused from the header."""
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise InvalidImage(f"the image has {width}x{height} pixels", param="file")
+    if width * height > rules.pixels:
+        raise too_large(width, height, rules)
+    if 0 < rules.believed < width * height:
+        raise Contradiction
+    if max(width, height) > rules.aspect * min(width, height):
+        raise InvalidImage(f"an image of {width}x{height} pixels is too narrow", param="file")
+    if image.format == "GIF":
+        if not rules.gif:
+            raise UnsupportedType("GIF is not accepted; send PNG, JPEG, WebP or BMP", param="file")
+    elif image.format != "MPO" and getattr(
+        image, "is_animated", False
+    ):  # MPO: a photo and its depth or thumbnail
+        raise AnimatedImage("animated images are not accepted; send one frame", param="file")
+
+
+def too_large(width: int, height: int, rules: Rules) -> ImageTooLarge:
+    return ImageTooLarge(
+        f"the image has {width}x{height} pixels, the limit is {rules.pixels} in all", param="file"
+    )
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits a pixel, in the low half of mode I
+        return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, layer).convert("RGB")
+    return image.convert("RGB")

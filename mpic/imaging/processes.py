@@ -1,0 +1,224 @@
+"""Decoding processes, seen from the server's: started when they are wanted, ended when they are idle, replaced when
+they die."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from PIL import Image
+
+from mpic import errors, memory
+from mpic.errors import ImageTooCostly, InvalidImage, MPICError, OutOfMemory, Unavailable
+from mpic.imaging.pixels import Contradiction
+
+log = logging.getLogger(__name__)
+
+CPU_SECONDS = 30
+"""Computing time of one image; a large progressive JPEG takes two."""
+WALL_SECONDS = 180.0
+IDLE_SECONDS = 30.0
+LONGEST_MESSAGE = 64 << 20
+BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from mpic.imaging.worker import main; main(int(sys.argv[2]))"
+)
+REFUSALS = {
+    c.code: c
+    for c in (
+        errors.AnimatedImage,
+        errors.ImageTooLarge,
+        errors.InvalidImage,
+        errors.OutOfMemory,
+        errors.UnsupportedType,
+    )
+}
+
+
+class Reply:
+    """What a worker says.
+
+    Attributes:
+        result: of what was asked for.
+        image: what came strip by strip.
+    """
+
+    def __init__(self) -> None:
+        self.result: Any = None
+        self.image: Image.Image | None = None
+        self._top = 0
+
+    def take(self, message: bytes) -> bool:
+        """One message; whether it was the last. Raises what the worker refused the image with."""
+        kind, body = message[:1], memoryview(message)[1:]
+        if kind == b"p":
+            strip = Image.frombuffer("RGB", (self.image.width, len(body) // 3 // self.image.width), body)
+            self.image.paste(strip, (0, self._top))
+            self._top += strip.height
+            return False
+        if kind == b"s":
+            self.image = Image.new("RGB", tuple(json.loads(bytes(body))))
+            return False
+        if kind == b"c":
+            raise Contradiction
+        if kind == b"e":
+            code, text = json.loads(bytes(body))
+            raise REFUSALS[code](text, param=None if code == OutOfMemory.code else "file")
+        self.result = bytes(body) if kind == b"b" else json.loads(bytes(body))
+        return True
+
+
+class Worker:
+    """One process. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", BOOT, path, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+            except OSError as error:
+                ours.close()
+                raise OutOfMemory(f"a process to decode the image cannot be started: {error}") from error
+        self._talk = Connection(ours.detach())
+        self._late = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def run(self, order: dict[str, Any], data: bytes) -> Reply:
+        """Have one image decoded.
+
+        Raises:
+            MPICError: what the image is refused with, or became of the worker. Unless it is alive afterwards, it must
+                not be used again.
+        """
+        watch = threading.Timer(WALL_SECONDS, self._give_up)
+        watch.daemon = True
+        watch.start()
+        reply = Reply()
+        try:
+            self._talk.send_bytes(json.dumps(order).encode())
+            self._talk.send_bytes(data)
+            while not reply.take(self._talk.recv_bytes(LONGEST_MESSAGE)):
+                pass
+            return reply
+        except (EOFError, ConnectionError) as error:
+            raise self._end() from error
+        except (MPICError, Contradiction):
+            raise
+        except BaseException:  # the next answer would be this one's rest
+            self.close()
+            raise
+        finally:
+            watch.cancel()
+
+    def _give_up(self) -> None:
+        self._late = True
+        self._process.kill()
+
+    def _end(self) -> MPICError:
+        """The error for a worker that has died."""
+        self._talk.close()
+        self._process.kill()  # or it has only closed its socket
+        code = self._process.wait()
+        log.warning("a process that decoded an image has ended with %s", code)
+        if self._late:
+            return Unavailable(f"the image was not decoded within {WALL_SECONDS:g} s")
+        if code == -signal.SIGXCPU:
+            return ImageTooCostly(
+                f"the image takes more than {CPU_SECONDS} s of computing to decode", param="file"
+            )
+        if code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE, -signal.SIGABRT):
+            return InvalidImage("the image cannot be decoded (the decoder crashed)", param="file")
+        return OutOfMemory("the process that decoded the image was ended, probably for want of memory")
+
+    def close(self) -> None:
+        """End the process."""
+        self._talk.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Processes:
+    """Workers that wait for work. Thread-safe. How many there are at a time is the caller's affair.
+
+    Attributes:
+        started: how many have been.
+    """
+
+    def __init__(self) -> None:
+        self.started = 0
+        self._idle: list[Worker] = []
+        self._lock = threading.Lock()
+        self._reaper: threading.Timer | None = None
+        atexit.register(self.close)
+
+    @contextmanager
+    def one(self) -> Iterator[Worker]:
+        """A worker of the caller's own. Raises OutOfMemory: none can be started."""
+        worker = self._take()
+        try:
+            yield worker
+        finally:
+            self._put(worker)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers that wait."""
+        with self._lock:
+            return [worker.pid for worker in self._idle]
+
+    def close(self) -> None:
+        """End those that wait."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+            if self._reaper is not None:
+                self._reaper.cancel()
+                self._reaper = None
+        for worker in idle:
+            worker.close()
+
+    def _take(self) -> Worker:
+        with self._lock:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.alive:
+                    return worker
+                worker.close()
+            self.started += 1
+        with memory.as_errors():
+            return Worker()
+
+    def _put(self, worker: Worker) -> None:
+        if not worker.alive:
+            with suppress(OSError):
+                worker.close()
+            return
+        with self._lock:
+            self._idle.append(worker)
+            if self._reaper is not None:
+                self._reaper.cancel()
+            self._reaper = threading.Timer(IDLE_SECONDS, self.close)
+            self._reaper.daemon = True
+            self._reaper.start()

@@ -1,0 +1,88 @@
+"""What runs in a decoding process: one image after the other, each within the memory and the time it is given.
+
+A message from the server's process is an order (JSON) and then the file. A message to it begins with a letter: ``s``
+the size of an image (JSON) and ``p`` strips of its pixels (RGB), and, once, at the end, ``r`` the result (JSON), ``b``
+the result (bytes), ``e`` an error (JSON) or ``c`` (a contradiction). Nothing that comes back is ever unpickled: what a
+decoder was made to say is data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mpic.errors import MPICError, OutOfMemory
+from mpic.imaging import pixels
+
+
+def main(fd: int) -> None:
+    """Serve the socket ``fd`` until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    talk = Connection(fd)
+    with suppress(EOFError, ConnectionError):
+        while True:
+            order, data = json.loads(talk.recv_bytes()), talk.recv_bytes()
+            try:
+                _bound(order["memory"], order["seconds"])
+                _answer(talk, order, data)
+            except pixels.Contradiction:
+                talk.send_bytes(b"c")
+            except MPICError as error:
+                talk.send_bytes(b"e" + json.dumps([error.code, error.message]).encode())
+            finally:
+                del data
+                _tidy()
+
+
+def _answer(talk: Connection, order: dict[str, Any], data: bytes) -> None:
+    rules = pixels.Rules(*order["rules"])
+    if order["do"] == "identify":
+        talk.send_bytes(b"r" + json.dumps(pixels.identify(data, rules)).encode())
+    elif order["do"] == "thumbnail":
+        talk.send_bytes(b"b" + pixels.thumbnail(data, rules, **order["options"]))
+    else:
+        with pixels.opened(data, rules) as upright:
+            talk.send_bytes(b"s" + json.dumps(upright.size).encode())
+            for strip in upright.strips():
+                talk.send_bytes(b"p" + strip.tobytes())
+        talk.send_bytes(b"rnull")
+
+
+def _bound(memory: int, seconds: int) -> None:
+    """Let this process take ``memory`` bytes and ``seconds`` of computing time more than it has taken.
+
+    Raises:
+        OutOfMemory: a limit that the server itself was started with leaves less.
+    """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    spent = int(used.ru_utime + used.ru_stime) + 1
+    with suppress(ValueError):  # a hard limit that is lower holds
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + seconds, hard))
+    wanted = _address_space() + memory
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise OutOfMemory("the server has not enough memory to decode the image now")
+    with suppress(OSError, ValueError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+
+
+def _address_space() -> int:
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _tidy() -> None:
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

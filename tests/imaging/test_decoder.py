@@ -1,0 +1,254 @@
+"""Where and when images are decoded: counted in bytes, places and processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from odd_images import flat_png, many_scans, photo, saved
+
+from mpic.errors import DecoderBusy, ImageTooCostly, ImageTooLarge, OutOfMemory
+from mpic.imaging import decoder as decoder_module
+from mpic.imaging import processes
+from mpic.imaging.budget import Budget
+from mpic.imaging.claims import read_claim
+from mpic.imaging.decoder import Decoder
+from mpic.imaging.pixels import Rules
+
+RULES = Rules(40_000_000, 200.0, False)
+BUDGET = 1 << 30
+LARGE = [flat_png(1700, 20 * seed) for seed in range(6)]  # 2.9 million pixels
+
+
+@pytest.fixture
+def decoder():
+    made = Decoder(workers=2)
+    yield made
+    made.processes.close()
+
+
+def wait_for(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come to that")
+
+
+def test_a_small_image_is_decoded_here_and_starts_no_process(decoder):
+    assert decoder.identify(saved(photo(), "PNG"), RULES, BUDGET)[:2] == (61, 43)
+    assert decoder.processes.started == 0 and decoder.here.most_running == 1 and decoder.here.bytes == 0
+
+
+def test_a_large_image_is_decoded_in_a_process_that_serves_the_next_too(decoder):
+    first = decoder.identify(LARGE[0], RULES, BUDGET)
+    [pid] = decoder.processes.pids
+    assert decoder.decode(LARGE[0], RULES, BUDGET).size == (first.width, first.height) == (1700, 1700)
+    assert decoder.processes.pids == [pid] and decoder.processes.started == 1
+    assert decoder.here.most_running == 0
+
+
+def test_too_many_pixels_are_refused_without_a_process(decoder):
+    with pytest.raises(ImageTooLarge, match="1700x1700"):
+        decoder.identify(LARGE[0], RULES._replace(pixels=1_000_000), BUDGET)
+    assert decoder.processes.started == 0
+
+
+def test_images_that_come_together_stay_within_bytes_and_places(decoder):
+    needed = max(read_claim(data).bytes_needed(len(data), RULES.pixels) for data in LARGE)
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(lambda data: decoder.identify(data, RULES, BUDGET), LARGE))
+    assert len({one.digest for one in found}) == 6
+    assert decoder.away.most_running == 2 and needed < decoder.away.most_bytes <= 2 * needed
+    assert decoder.processes.started == 2
+    tight = Decoder(workers=4)
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(lambda data: tight.identify(data, RULES, needed * 4 // 3 + 10), LARGE))
+    assert tight.away.most_running == 1 and tight.away.most_bytes <= needed + 10
+    tight.processes.close()
+
+
+def test_an_image_larger_than_the_budget_is_decoded_alone(decoder):
+    assert decoder.identify(LARGE[0], RULES, 1000).width == 1700
+    assert decoder.away.most_bytes == 750
+
+
+def test_who_comes_first_is_served_first_and_small_ones_do_not_overtake_for_ever():
+    budget, order = Budget(places=2, most_waiting=9), []
+
+    def take(name, size, hold):
+        with budget.taken(size, 100):
+            order.append(name)
+            hold.wait(20)
+
+    holds = [threading.Event() for _ in range(3)]
+    threads = [threading.Thread(target=take, args=(i, size, holds[i])) for i, size in enumerate((60, 90, 10))]
+    for i, thread in enumerate(threads):
+        thread.start()
+        wait_for(lambda i=i: len(order) + budget.waiting == i + 1)
+    assert order == [0]  # the third would fit beside the first, but the second came before
+    for i, hold in enumerate(holds):
+        hold.set()
+        threads[i].join(20)
+    assert order == [0, 1, 2] and budget.bytes == budget.running == 0
+
+
+def test_when_too_many_wait_more_are_refused_but_not_the_engines_own():
+    budget, release = Budget(places=1, most_waiting=2), threading.Event()
+
+    def hold(patient=False):
+        with budget.taken(1, 10, patient):
+            release.wait(20)
+
+    threads = [threading.Thread(target=hold) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: budget.waiting == 2)
+    with pytest.raises(DecoderBusy) as refused:
+        hold()
+    assert refused.value.status == 429 and refused.value.retry_after > 0
+    threads.append(threading.Thread(target=hold, args=(True,)))
+    threads[-1].start()
+    wait_for(lambda: budget.waiting == 3)
+    release.set()
+    for thread in threads:
+        thread.join(20)
+    assert budget.running == 0
+
+
+def test_a_process_that_is_killed_is_a_passing_error_and_replaced(decoder, monkeypatch):
+    decoder.identify(LARGE[0], RULES, BUDGET)
+    [pid] = decoder.processes.pids
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    assert decoder.identify(LARGE[0], RULES, BUDGET).width == 1700  # it was idle: nobody notices
+    [pid] = decoder.processes.pids
+    real = processes.Worker.run
+
+    def killed(self, order, data):
+        os.kill(self.pid, signal.SIGKILL)
+        return real(self, order, data)
+
+    monkeypatch.setattr(processes.Worker, "run", killed)
+    with pytest.raises(OutOfMemory) as error:
+        decoder.identify(LARGE[0], RULES, BUDGET)
+    assert (error.value.status, error.value.code) == (503, "out_of_memory")
+    monkeypatch.undo()
+    assert decoder.identify(LARGE[0], RULES, BUDGET).width == 1700
+    assert decoder.away.running == 0 and not psutil.pid_exists(pid)
+
+
+def test_an_image_whose_decoding_does_not_end_is_refused_by_its_own_code(decoder, monkeypatch):
+    monkeypatch.setattr(decoder_module, "CPU_SECONDS", 0)
+    endless = many_scans((2500, 1000), 20_000)
+    began = time.process_time()
+    with pytest.raises(ImageTooCostly) as error:
+        decoder.identify(endless, RULES, BUDGET)
+    assert (error.value.status, error.value.code) == (413, "image_too_costly")
+    assert time.process_time() - began < 1  # of this process
+    monkeypatch.undo()
+    assert decoder.identify(LARGE[0], RULES, BUDGET).width == 1700
+
+
+def test_a_process_that_hangs_is_ended(decoder, monkeypatch):
+    monkeypatch.setattr(processes, "WALL_SECONDS", 0.5)
+    real = processes.Worker.run
+
+    def stopped(self, order, data):
+        os.kill(self.pid, signal.SIGSTOP)
+        return real(self, order, data)
+
+    monkeypatch.setattr(processes.Worker, "run", stopped)
+    with pytest.raises(Exception, match="within") as error:
+        decoder.identify(LARGE[0], RULES, BUDGET)
+    assert error.value.status == 503 and decoder.processes.pids == []
+
+
+def test_a_decoder_that_takes_more_memory_than_was_set_aside_ends_its_own_image_only(decoder, monkeypatch):
+    monkeypatch.setattr(decoder_module, "MARGIN", -(60 << 20))
+    with pytest.raises(OutOfMemory):
+        decoder.identify(flat_png(3000), RULES, BUDGET)
+    monkeypatch.undo()
+    assert decoder.identify(flat_png(3000), RULES, BUDGET).width == 3000
+
+
+def test_idle_processes_end(decoder, monkeypatch):
+    monkeypatch.setattr(processes, "IDLE_SECONDS", 0.1)
+    decoder.identify(LARGE[0], RULES, BUDGET)
+    wait_for(lambda: decoder.processes.pids == [])
+    assert not [p for p in psutil.Process().children() if "mpic.imaging.worker" in " ".join(p.cmdline())]
+
+
+def run(script, *args):
+    """A script as a process of its own, with what it printed."""
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path):
+    path = tmp_path / "large.png"
+    path.write_bytes(LARGE[0])
+    script = """
+        import os, signal, sys
+        from mpic.imaging.decoder import decoder
+        from mpic.imaging.pixels import Rules
+        decoder().identify(open(sys.argv[1], "rb").read(), Rules(40_000_000, 200.0, False), 1 << 30)
+        print(decoder().processes.pids[0], flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = run(script, path)
+    assert done.returncode == -signal.SIGKILL
+    wait_for(
+        lambda: (
+            not psutil.pid_exists(int(done.stdout)) or psutil.Process(int(done.stdout)).status() == "zombie"
+        )
+    )
+
+
+def test_eight_large_images_at_once_take_the_memory_of_two_and_it_is_given_back(tmp_path):
+    """Measured with wide margins: all at once and in one piece they would take 900 MB."""
+    path = tmp_path / "large.png"
+    path.write_bytes(flat_png(2600))  # 7 million pixels, 27 MB in Pillow
+    script = """
+        import sys, threading, time, psutil
+        from concurrent.futures import ThreadPoolExecutor
+        from mpic.imaging.decoder import Decoder
+        from mpic.imaging.pixels import Rules
+        data, rules = open(sys.argv[1], "rb").read(), Rules(40_000_000, 200.0, False)
+        me, decoder, peak, done = psutil.Process(), Decoder(workers=2), 0, threading.Event()
+
+        def total():
+            found = me.memory_info().rss
+            for child in me.children():
+                try:
+                    found += child.memory_info().rss
+                except psutil.Error:
+                    pass
+            return found
+
+        def watch():
+            global peak
+            while not done.is_set():
+                peak = max(peak, total())
+                time.sleep(0.005)
+
+        decoder.identify(data, rules, 1 << 30)
+        before = total()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda i: decoder.identify(data, rules, 1 << 30), range(8)))
+        done.set()
+        watcher.join()
+        decoder.processes.close()
+        print((peak - before) >> 20, (me.memory_info().rss - before) >> 20)
+    """
+    done = run(script, path)
+    peak, later = map(int, done.stdout.split())
+    assert peak < 200 and later < 30, done.stderr

@@ -1,0 +1,171 @@
+"""Every path gives the pixels, the key and the refusal that decoding an image at once gives."""
+
+import io
+
+import numpy as np
+import pytest
+from odd_images import FILES, flat_png, photo, saved
+from PIL import Image, ImageOps
+
+from mpic.errors import AnimatedImage, ImageTooLarge, InvalidImage, MPICError, UnsupportedType
+from mpic.imaging import claims, pixels
+from mpic.imaging.decoder import Decoder
+from mpic.imaging.pixels import PixelDigest, Rules
+from mpic.kv.chunk import ChunkKey, digest
+from mpic.library import Limits, decode_image
+from mpic.library.decode import image_key
+
+RULES = Rules(40_000_000, 200.0, True)
+BUDGET = 1 << 30
+
+
+def at_once(data, rules=RULES):
+    """What decoding is, in one piece and without regard to memory: the truth that strips are compared with."""
+    try:
+        with Image.open(io.BytesIO(data), formats=pixels.FORMATS) as image:
+            width, height = image.size
+            if width < 1 or height < 1:
+                raise InvalidImage("")
+            if width * height > rules.pixels:
+                raise ImageTooLarge("")
+            if max(width, height) > rules.aspect * min(width, height):
+                raise InvalidImage("")
+            if image.format == "GIF" and not rules.gif:
+                raise UnsupportedType("")
+            if image.format not in ("GIF", "MPO") and getattr(image, "is_animated", False):
+                raise AnimatedImage("")
+            image.load()
+            image = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I"):
+                return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
+            if image.has_transparency_data:
+                layer = image.convert("RGBA")
+                white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+                return Image.alpha_composite(white, layer).convert("RGB")
+            return image.convert("RGB")
+    except MPICError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageTooLarge("") from error
+    except Exception as error:
+        raise InvalidImage("") from error
+
+
+def outcome(decode, data, rules=RULES):
+    """Size and pixels of an image, or the code it is refused with."""
+    try:
+        image = decode(data, rules)
+    except MPICError as error:
+        return error.code
+    assert image.mode == "RGB"
+    return image.size, image.tobytes()
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    made = Decoder(workers=1)
+    yield made
+    made.processes.close()
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Strips of a few rows each, so that small pictures have many."""
+    monkeypatch.setattr(pixels, "STRIP_PIXELS", 200)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_strips_give_what_decoding_at_once_gives(name, few_rows):
+    assert outcome(pixels.decode, FILES[name]) == outcome(at_once, FILES[name])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_worker_gives_what_decoding_at_once_gives(name, decoder, monkeypatch):
+    monkeypatch.setattr(claims.Claim, "small", lambda self, size: False)
+    data = FILES[name]
+    expected = outcome(at_once, data)
+    assert outcome(lambda data, rules: decoder.decode(data, rules, BUDGET), data) == expected
+    try:
+        found = decoder.identify(data, RULES, BUDGET)
+    except MPICError as error:
+        assert error.code == expected and error.param == "file"
+    else:
+        image = Image.frombytes("RGB", *expected)
+        assert (found.width, found.height) == image.size and found.digest == ChunkKey.of_image(image).digest
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_path_a_request_takes_gives_what_decoding_at_once_gives(name):
+    data, limits = FILES[name], Limits(gif=True)
+    expected = outcome(at_once, data)
+    assert outcome(lambda data, rules: decode_image(data, limits), data) == expected
+    if not isinstance(expected, str):
+        assert image_key(data, limits) == ChunkKey.of_image(Image.frombytes("RGB", *expected))
+
+
+def test_keys_of_images_never_change():
+    """Compiled chunks of existing libraries are found by these."""
+    gradient = Image.fromarray(
+        np.arange(300 * 200 * 3, dtype=np.uint32).reshape(200, 300, 3).astype(np.uint8)
+    )
+    assert ChunkKey.of_image(gradient).digest == (
+        "0f6b22761cca7d8c53ed214da491bee3dff71017bc8f8969634cd82314478b27"
+    )
+    assert image_key(saved(photo(), "PNG")).digest == (
+        "46c7b842aeccc1fb33366d435688aa9ecefb9a770c470d42d149ddb44ba91fa3"
+    )
+    assert image_key(flat_png(1700)).digest == (
+        "4ba8cf8290e04e152a65a00555a75e65f25ed7700a89482dfcb89a1ada3fa420"
+    )
+
+
+def test_a_key_is_the_digest_of_size_and_pixels():
+    image = photo((700, 500))
+    assert ChunkKey.of_image(image).digest == digest("image", "RGB:700x500", image.tobytes())
+    assert PixelDigest.of(image) == ChunkKey.of_image(image).digest
+    with pytest.raises(ValueError, match="RGB"):
+        ChunkKey.of_image(image.convert("L"))
+
+
+@pytest.mark.parametrize("transparent", [False, True])
+@pytest.mark.parametrize("name", ["png RGBA", "jpeg turned 6", "jpeg CMYK", "png P with alpha", "bmp RGB"])
+def test_thumbnails_look_like_the_image(name, transparent):
+    whole = at_once(FILES[name])
+    small = Image.open(io.BytesIO(pixels.thumbnail(FILES[name], RULES, 16, transparent=transparent)))
+    assert max(small.size) == 16 and small.mode == ("RGBA" if transparent else "RGB")
+    white = Image.new("RGBA", small.size, "white")
+    seen = Image.alpha_composite(white, small.convert("RGBA")).convert("RGB")
+    expected = whole.resize(small.size, Image.Resampling.BOX)
+    assert np.abs(np.asarray(seen, float) - np.asarray(expected, float)).mean() < 12
+
+
+def test_a_thumbnail_of_a_tiny_image_is_shown_larger_only_when_asked():
+    data = saved(Image.new("RGB", (4, 2), "red"), "PNG")
+    assert Image.open(io.BytesIO(pixels.thumbnail(data, RULES, 16))).size == (4, 2)
+    assert Image.open(io.BytesIO(pixels.thumbnail(data, RULES, 16, least=8))).size == (8, 4)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in FILES if n.split()[0] in ("png", "jpeg", "webp", "bmp", "one", "wider")]
+)
+def test_the_claim_of_an_honest_file_is_its_size(name):
+    with Image.open(io.BytesIO(FILES[name])) as image:
+        claim = claims.read_claim(FILES[name])
+        assert (claim.width, claim.height) == image.size
+        assert claim.format == image.format.replace("MPO", "JPEG")
+
+
+def test_files_that_cost_more_than_their_size_says_are_not_decoded_in_the_servers_process():
+    for name in (
+        "zTXt bomb",
+        "iTXt bomb",
+        "many iTXt",
+        "many pieces",
+        "many pieces behind",
+        "many scans",
+        "two headers",
+    ):
+        assert not claims.read_claim(FILES[name]).small(len(FILES[name])), name
+    assert not claims.read_claim(FILES["BMP in run lengths"]).small(2000)
+    for name in ("png RGBA", "jpeg", "jpeg progressive", "webp", "bmp RGB"):
+        assert claims.read_claim(FILES[name]).small(len(FILES[name])), name

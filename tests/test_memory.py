@@ -1,0 +1,119 @@
+"""Memory that cannot be had ends requests, not the process."""
+
+import errno
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from mpic import memory
+from mpic.errors import OutOfMemory
+
+MiB = 1 << 20
+
+
+def test_what_is_set_aside_is_not_promised_twice(monkeypatch):
+    monkeypatch.setattr(memory, "room", lambda: memory.FLOOR + 100 * MiB)
+    with memory.set_aside(60 * MiB, "the first"):
+        with pytest.raises(OutOfMemory, match="the second needs 60 MiB") as refused:
+            with memory.set_aside(60 * MiB, "the second"):
+                pass
+        with memory.set_aside(40 * MiB, "a smaller one"):
+            pass
+    with memory.set_aside(100 * MiB, "all of it"):
+        pass
+    assert (refused.value.status, refused.value.code) == (503, "out_of_memory")
+    assert refused.value.retry_after > 0
+
+
+def test_what_has_failed_is_no_longer_set_aside(monkeypatch):
+    monkeypatch.setattr(memory, "room", lambda: memory.FLOOR + 100 * MiB)
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            with memory.set_aside(60 * MiB, "it"):
+                raise KeyError
+
+
+def test_every_way_of_saying_that_memory_is_exhausted_becomes_one_error():
+    def too_much():
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    def no_memory():
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    def no_thread():
+        raise RuntimeError("can't start new thread")
+
+    for fail in (too_much, no_memory, no_thread, lambda: bytearray(1 << 60)):
+        with pytest.raises(OutOfMemory), memory.as_errors():
+            fail()
+    for other in (ValueError("x"), RuntimeError("shapes do not match"), FileNotFoundError(2, "gone")):
+        with pytest.raises(type(other)), memory.as_errors():
+            raise other
+
+
+def test_a_text_too_long_for_the_address_space_is_refused_and_the_process_lives_on():
+    """The tokenizers library ends the process when an allocation fails."""
+    script = """
+        import resource
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from mpic import memory
+        from mpic.errors import OutOfMemory
+        from mpic.prompt.tokens import GuardedTokenizer
+
+        class Stock:
+            alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+            backend_tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+            backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            all_special_tokens, unk_token_id = [], None
+
+            def __call__(self, text, add_special_tokens):
+                return {"input_ids": self.backend_tokenizer.encode(text).ids}
+
+        guarded = GuardedTokenizer(Stock())
+        limit = memory._address_space() + (400 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        try:
+            guarded.encode("word number 1, " * 330_000)
+        except OutOfMemory as error:
+            print("refused:", error)
+        print(len(guarded.encode("word number 1, " * 100)))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.startswith("refused: tokenizing the text needs") and done.stdout.endswith("1500\n")
+
+
+def test_where_the_address_space_is_limited_threads_do_not_reserve_it():
+    """Each of many threads would have 64 MiB reserved for itself, which nobody gets back."""
+    script = """
+        import resource, sys, threading
+        from mpic import memory
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+        if sys.argv[1] == "few":
+            memory.few_arenas()
+        before = memory._address_space()
+        together = threading.Barrier(9)
+
+        def work():
+            kept = bytearray(50_000)
+            together.wait()
+            together.wait()
+
+        for _ in range(8):
+            threading.Thread(target=work).start()
+        together.wait()
+        print((memory._address_space() - before) >> 20)
+        together.wait()
+    """
+    taken = {}
+    for how in ("few", "many"):
+        command = [sys.executable, "-c", textwrap.dedent(script), how]
+        taken[how] = int(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
+    if not sys.platform.startswith("linux") or taken["many"] < 300:
+        pytest.skip("this C library reserves nothing for threads")
+    assert taken["few"] < taken["many"] / 2
