@@ -59,9 +59,9 @@ class ServerConfig:
         max_chunks: most images, files and handles in one request.
         max_header_bytes: largest header of a request, its address and cookies included.
         header_seconds: time a client has to send the header of a request.
-        body_seconds: time a client has to send a body, extended by what min_bytes_per_second allows.
-        send_seconds: time a client has to read an answer that waits for it, extended in the same way.
-        min_bytes_per_second: slowest pace at which bodies may come and answers may be read.
+        body_seconds: time by which a body may fall behind min_bytes_per_second.
+        send_seconds: time by which the reader of an answer may fall behind min_bytes_per_second.
+        min_bytes_per_second: slowest pace at which bodies are sent and answers are read.
         keep_alive_seconds: time an idle connection is kept for the client's next request.
         max_connections: most open connections; fewer where the process may not open enough files.
         max_connections_per_address: most of them from one IPv4 address or one IPv6 /64 network.

@@ -1,16 +1,19 @@
 """uvicorn's HTTP/1.1 protocol with limits on what a client may cost before anybody knows who it is.
 
-uvicorn waits for a header, a body and the reader of an answer as long as they like, and keeps whatever header it is
-sent. Here each of them has a size or a deadline. All deadlines have one form: so many seconds of waiting *for the
-client*, and one more for every ``min_bytes_per_second`` bytes that it has moved. Time in which the server itself is
-busy, or does not read because the application is slow, is not counted.
+uvicorn waits for a header, a body and the reader of an answer as long as they take, and keeps whatever header it is
+sent. Here each of them has a size or a deadline. A header has to be there in a fixed time. A body that arrives and an
+answer that is read have a slowest accepted pace, ``min_bytes_per_second``, and may fall behind it by a fixed time. Time
+in which the server itself is busy, or does not read because the application is slow, is not counted.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import socket
 import struct
+import sys
+import termios
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -52,17 +55,17 @@ class HTTPConnection(HttpToolsProtocol):
         self._answered = False  # in state body: the answer went out before the body was complete
         self._header_bytes = 0  # of what has been parsed
         self._raw_bytes = 0  # of what has been read in this state, the piece aside in which it began
-        self._body_bytes = 0
-        self._unsent = self._drained = 0
-        self._stalled = 0.0
+        self._body_bytes = self._body_seen = 0  # so far, and at the last tick
+        self._unread = 0  # bytes of answers that the client had not got at the last tick
+        self._drained = 0  # what has surely left since then
+        self._behind = 0.0  # seconds that the reader is behind the slowest accepted pace
 
     # ---- what the registry asks
 
     def has_key(self) -> bool:
-        if (
-            not self._known and self.scope is not None
-        ):  # Authenticate and the gate of /ui leave their mark in the scope
-            self._known = not {"user", "visitor"}.isdisjoint(self.scope["state"])
+        if not self._known and self.scope is not None:
+            marks = {"user", "visitor"}  # of Authenticate and of the gate of /ui
+            self._known = not marks.isdisjoint(self.scope["state"])
         return self._known
 
     def is_answering(self) -> bool:
@@ -95,8 +98,9 @@ class HTTPConnection(HttpToolsProtocol):
                 if self._waited > limits.header_seconds:
                     self._give_up("unread_body")
             case "body" if not (self.flow.read_paused or self.cycle.waiting_for_100_continue):
-                self._waited += seconds
-                if self._waited > limits.body_seconds + self._body_bytes / limits.min_bytes_per_second:
+                arrived, self._body_seen = self._body_bytes - self._body_seen, self._body_bytes
+                self._waited = max(0.0, self._waited + seconds - arrived / limits.min_bytes_per_second)
+                if self._waited > limits.body_seconds:
                     self._late("body", limits.body_seconds)
             case "refused":
                 self._waited += seconds
@@ -105,14 +109,22 @@ class HTTPConnection(HttpToolsProtocol):
 
     def _stalls(self, seconds: float) -> bool:
         """Whether an answer has been waiting for its reader for too long."""
-        unsent = self.transport.get_write_buffer_size()
-        self._drained += max(0, self._unsent - unsent)
-        self._unsent = unsent
-        if not unsent:
-            self._stalled, self._drained = 0.0, 0
+        before, self._unread = self._unread, self._left_to_read()
+        read, self._drained = self._drained + max(0, before - self._unread), 0
+        if not self._unread:
+            self._behind = 0.0
             return False
-        self._stalled += seconds
-        return self._stalled > self.limits.send_seconds + self._drained / self.limits.min_bytes_per_second
+        self._behind = max(0.0, self._behind + seconds - read / self.limits.min_bytes_per_second)
+        return self._behind > self.limits.send_seconds
+
+    def _left_to_read(self) -> int:
+        """Bytes that wait for the client here, and then those in the kernel too: it asks for more only when it has got
+        rid of a third of what it holds, which can be megabytes, and until then no progress could be seen."""
+        unsent = self.transport.get_write_buffer_size()
+        if not unsent:
+            return 0
+        queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return unsent + int.from_bytes(queued, sys.byteorder)
 
     # ---- what the transport tells
 
@@ -160,7 +172,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.has_key()  # of the request before, whose scope is about to be replaced
         super().on_message_begin()
         self._enter("header")
-        self._header_bytes = self._body_bytes = 0
+        self._header_bytes = self._body_bytes = self._body_seen = 0
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -202,17 +214,12 @@ class HTTPConnection(HttpToolsProtocol):
 
     def _malformed(self) -> None:
         """Refuse what cannot be, or must not be, parsed on."""
-        error = self._error
-        if error is None and self._raw_bytes > self._allowed():
-            error = (
-                InvalidHTTP("the body has too much chunk framing")
-                if self._state == "body"
-                else self._too_large()
-            )
-        error = error or InvalidHTTP("this is no valid HTTP/1.1 request")
-        self.registry.closed[
-            "headers_too_large" if isinstance(error, HeadersTooLarge) else "invalid_http"
-        ] += 1
+        error = self._error or InvalidHTTP("this is no valid HTTP/1.1 request")
+        if self._error is None and self._raw_bytes > self._allowed():
+            in_body = self._state == "body"
+            error = InvalidHTTP("the body has too much chunk framing") if in_body else self._too_large()
+        reason = "headers_too_large" if isinstance(error, HeadersTooLarge) else "invalid_http"
+        self.registry.closed[reason] += 1
         self._refuse(error)
 
     def _too_large(self) -> HeadersTooLarge:
@@ -227,9 +234,7 @@ class HTTPConnection(HttpToolsProtocol):
 
     def _give_up(self, reason: str) -> None:
         self.registry.closed[reason] += 1
-        at_once = struct.pack(
-            "ii", 1, 0
-        )  # what the kernel still holds for this client is not waited for either
+        at_once = struct.pack("ii", 1, 0)  # the kernel need not wait for the client either
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
         self.transport.abort()
 
@@ -261,9 +266,8 @@ class HTTPConnection(HttpToolsProtocol):
 
     def _words(self, error: MPICError) -> bytes:
         body = json.dumps(error.body()).encode()
-        head = (
-            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
-        )
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        head += "content-type: application/json\r\n"
         head += f"content-length: {len(body)}\r\nconnection: close\r\n"
         for name, value in self.server_state.default_headers:
             head += f"{name.decode('latin-1')}: {value.decode('latin-1')}\r\n"
