@@ -19,6 +19,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -56,6 +57,18 @@ class ServerConfig:
         port: 0 lets the system choose.
         max_body_bytes: largest JSON body (data URLs count).
         max_chunks: most images, files and handles in one request.
+        max_header_bytes: largest header of a request, its address and cookies included.
+        header_seconds: time a client has to send the header of a request.
+        body_seconds: time by which a body may fall behind min_bytes_per_second.
+        send_seconds: time by which the reader of an answer may fall behind min_bytes_per_second.
+        min_bytes_per_second: slowest pace at which bodies are sent and answers are read.
+        keep_alive_seconds: time an idle connection is kept for the client's next request.
+        max_connections: most open connections; fewer where the process may not open enough files.
+        max_connections_per_address: most of them from one IPv4 address or one IPv6 /64 network.
+        trusted_proxies: addresses or networks of reverse proxies, comma-separated; they are exempt from
+            max_connections_per_address, and X-Forwarded-For and X-Forwarded-Proto are believed from them alone.
+        grace_seconds: time running answers have to finish when the server is told to stop.
+        closing_seconds: time the engine and the library have to close after that, before the process ends by force.
         log_level: debug, info, warning or error.
     """
 
@@ -64,6 +77,17 @@ class ServerConfig:
     port: int = 8000
     max_body_bytes: int = 64 * MiB
     max_chunks: int = 256
+    max_header_bytes: int = 32 << 10
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    send_seconds: float = 30.0
+    min_bytes_per_second: int = 1024
+    keep_alive_seconds: float = 5.0
+    max_connections: int = 2048
+    max_connections_per_address: int = 512
+    trusted_proxies: str = "127.0.0.1, ::1"
+    grace_seconds: float = 10.0
+    closing_seconds: float = 5.0
     log_level: str = "info"
 
 
@@ -219,14 +243,34 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
     return config
 
 
+AT_LEAST = {"max_header_bytes": 1024, "min_bytes_per_second": 1, "max_connections": 4}
+AT_LEAST |= {"max_connections_per_address": 1, "closing_seconds": 0.1, "keep_alive_seconds": 0.1}
+AT_LEAST |= {"header_seconds": 0.1, "body_seconds": 0.1, "send_seconds": 0.1}
+
+
 def check_server(config: ServerConfig) -> None:
-    """Refuse a port or a log level that is none. Raises ConfigError."""
+    """Refuse values of the [server] section with which no server can work. Raises ConfigError."""
     if config.port > 65535:
         raise ConfigError(f"[server] port must be at most 65535, not {config.port}", param="port")
     if config.log_level not in LOG_LEVELS:
         raise ConfigError(
             f"unknown log_level '{config.log_level}'; available: {_listed(LOG_LEVELS)}", param="log_level"
         )
+    for name, least in AT_LEAST.items():
+        if getattr(config, name) < least:
+            raise ConfigError(f"[server] {name} must be at least {least}", param=name)
+    proxies(config)
+
+
+def proxies(config: ServerConfig) -> list[IPv4Network | IPv6Network]:
+    """The networks named by ``trusted_proxies``; one address is a network of its own. Raises ConfigError."""
+    try:
+        return [ip_network(name.strip()) for name in config.trusted_proxies.split(",") if name.strip()]
+    except ValueError as exc:
+        raise ConfigError(
+            f"[server] trusted_proxies holds addresses or networks, comma-separated: {exc}",
+            param="trusted_proxies",
+        ) from None
 
 
 def check_engine(config: EngineConfig) -> None:

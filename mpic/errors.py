@@ -17,6 +17,7 @@ MPICError                         500  internal_error
 │   │       └── EmptyUpload       400  empty_upload
 │   ├── UnsupportedModality       400  unsupported_modality
 │   ├── ConfigError               400  config_error         (mpic.config; at start, never over HTTP)
+│   ├── InvalidHTTP               400  invalid_http
 │   └── MethodNotAllowed          405  method_not_allowed
 ├── Unauthorized                  401  unauthorized
 ├── Forbidden                     403  forbidden
@@ -33,9 +34,11 @@ MPICError                         500  internal_error
 │   ├── ReferenceExists           409  reference_exists
 │   ├── EmbedderMismatch          409  embedder_mismatch
 │   └── ModelMismatch             409  model_mismatch
+├── RequestTimeout                408  request_timeout
 ├── TooLarge                      413  too_large
 │   ├── ImageTooLarge             413  image_too_large
 │   └── ImageTooCostly            413  image_too_costly
+├── HeadersTooLarge               431  headers_too_large
 ├── RateLimited                   429  rate_limited
 │   ├── QueueFull                 429  queue_full
 │   ├── DecoderBusy               429  decoder_busy
@@ -46,6 +49,7 @@ MPICError                         500  internal_error
 ├── Unavailable                   503  unavailable
 │   ├── EmbedderUnavailable       503  embedder_unavailable
 │   ├── OutOfMemory               503  out_of_memory
+│   ├── TooManyConnections        503  too_many_connections
 │   └── EngineStopped             503  engine_stopped
 ├── CorruptFile                   500  corrupt_file      (handled inside: recompiled, counted)
 ├── IntegrityError                500  integrity_error   (an invariant of ours is broken)
@@ -152,6 +156,12 @@ class MethodNotAllowed(BadRequest):
     status, code = 405, "method_not_allowed"
 
 
+class InvalidHTTP(BadRequest):
+    """What arrived is no HTTP request, or one whose form costs more than its content."""
+
+    code = "invalid_http"
+
+
 class Unauthorized(MPICError):
     status, code = 401, "unauthorized"
 
@@ -208,6 +218,12 @@ class ModelMismatch(Conflict):
     code = "model_mismatch"
 
 
+class RequestTimeout(MPICError):
+    """The client took longer to send its request than the server waits."""
+
+    status, code = 408, "request_timeout"
+
+
 class TooLarge(MPICError):
     status, code = 413, "too_large"
 
@@ -222,6 +238,10 @@ class ImageTooCostly(TooLarge):
     """An image whose file takes far more time to decode than its size explains."""
 
     code = "image_too_costly"
+
+
+class HeadersTooLarge(MPICError):
+    status, code = 431, "headers_too_large"
 
 
 class RateLimited(MPICError):
@@ -283,6 +303,12 @@ class OutOfMemory(Unavailable):
 
     code = "out_of_memory"
     retry_after = 5.0
+
+
+class TooManyConnections(Unavailable):
+    """The server has as many connections open as it may, or the client's address has."""
+
+    code = "too_many_connections"
 
 
 class EngineStopped(Unavailable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 COOKIE = "mpic_session"
+COOKIE_VALUE = re.compile(rb"[A-Za-z0-9_-]{1,128}")
 LIFETIME_SECONDS = 12 * 3600
 MOST = 10_000  # sessions, and pages bound to their users
 

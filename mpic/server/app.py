@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse
-from starlette.concurrency import run_in_threadpool
 
 from mpic import __version__, webui
 from mpic.config import Config
@@ -17,13 +17,14 @@ from mpic.keys import KeyStore
 from mpic.retriever import Embedder, Retriever
 from mpic.server import docs, errors
 from mpic.server.auth import Authenticate
-from mpic.server.guard import BodyLimit, HostGuard, is_loopback
+from mpic.server.guard import BodyLimit, HostGuard, OneCookie, is_loopback
 from mpic.server.metrics import Counted, Metrics
 from mpic.server.quotas import Quotas
 from mpic.server.replies import ErrorBody
 from mpic.server.routers import caches, chat, files, health, metrics, models, references
 from mpic.server.state import State
 from mpic.server.uploads import Uploads
+from mpic.webui.sessions import COOKIE, COOKIE_VALUE
 
 if TYPE_CHECKING:
     from mpic.engine.base import Engine
@@ -76,6 +77,7 @@ def create_app(
     app.add_middleware(HostGuard, keys=keys, names=config.server.hosts)
     app.add_middleware(Counted, metrics=measured)
     webui.mount(app, config)
+    app.add_middleware(OneCookie, name=COOKIE, value=COOKIE_VALUE)  # in front of the web interface, too
     return app
 
 
@@ -93,8 +95,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.uploads = Uploads(state)
     await app.state.uploads.start()
     yield
-    await run_in_threadpool(state.engine.close)  # first, so that no compilation is cancelled under its hands
-    await app.state.uploads.stop()
-    await run_in_threadpool(state.retriever.close)
-    await run_in_threadpool(state.library.close)
-    state.keys.close()
+    async with AsyncExitStack() as closing:  # from the last line to the first, also when one of them fails
+        closing.callback(state.keys.close)
+        closing.push_async_callback(_aside, state.library.close)
+        closing.push_async_callback(_aside, state.retriever.close)
+        closing.push_async_callback(app.state.uploads.stop)
+        closing.push_async_callback(
+            _aside, state.engine.close
+        )  # first: no compilation is cancelled under its hands
+
+
+async def _aside(close: Callable[[], None]) -> None:
+    """Run ``close`` on a thread that is there even when blocked requests hold all the others."""
+    await to_thread.run_sync(close, limiter=CapacityLimiter(1))

@@ -1,9 +1,11 @@
-"""What is checked before a route sees a request: Host, Origin, size. Plain ASGI, so that streaming stays streaming."""
+"""What is checked before a route sees a request: Host, Origin, cookies, size. Plain ASGI, so that streaming stays
+streaming."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterable, Iterator
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,6 +17,8 @@ from mpic.server import errors
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 UPLOADS = re.compile("POST /v1/(files|references)/?|PUT /v1/references/[^/]+/?")
 MULTIPART_SLACK = 1 << 20  # boundaries and the other form fields
+OPEN_BYTES = 64 << 10
+"""Largest body of a request that needs no key, which is a login: a form without files."""
 
 
 def is_loopback(host: str) -> bool:
@@ -89,18 +93,53 @@ def _name(host: str) -> str | None:
     return match and (match[1] or match[2])
 
 
+class OneCookie:
+    """Leaves one cookie of a request and drops the others, which no route needs.
+
+    Python takes time quadratic in the length of a cookie's value to undo its quoting, and FastAPI reads the cookies of
+    every request, with or without a key: one header of 60 KB would hold everybody up for seconds.
+
+    Args:
+        name: of the cookie that is left.
+        value: what its value looks like; it needs no quoting.
+    """
+
+    def __init__(self, app: ASGIApp, name: str, value: re.Pattern[bytes]) -> None:
+        self.app = app
+        self.prefix = f"{name}=".encode()
+        self.value = value
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and any(name == b"cookie" for name, _ in scope["headers"]):
+            scope["headers"] = [*self._kept(scope["headers"])]
+        await self.app(scope, receive, send)
+
+    def _kept(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+        for name, value in headers:
+            if name != b"cookie":
+                yield name, value
+                continue
+            for one in value.split(b";"):
+                one = one.strip()
+                if one.startswith(self.prefix) and self.value.fullmatch(one, len(self.prefix)):
+                    yield name, one
+                    break
+
+
 class BodyLimit:
     """Refuses bodies over a size, by Content-Length before reading and by count while reading.
 
     Args:
         uploads: largest file of an upload (``UPLOADS``), whose form may be a little larger.
         other: limit of every other request.
+        open: limit of requests of which nobody knows whose they are.
     """
 
-    def __init__(self, app: ASGIApp, uploads: int, other: int) -> None:
+    def __init__(self, app: ASGIApp, uploads: int, other: int, open: int = OPEN_BYTES) -> None:
         self.app = app
         self.uploads = uploads
         self.other = other
+        self.open = open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,6 +147,8 @@ class BodyLimit:
         limit = self.other
         if UPLOADS.fullmatch(f"{scope['method']} {scope['path']}"):
             limit = self.uploads + MULTIPART_SLACK
+        if {"user", "visitor"}.isdisjoint(scope.get("state", ())):
+            limit = min(limit, self.open)
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > limit:
             return await errors.response(_too_large(limit))(scope, receive, send)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
 import socket
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from mpic import memory
-from mpic.config import Config, ConfigError, LibraryConfig
+from mpic.config import Config, ConfigError, LibraryConfig, ServerConfig, proxies
 from mpic.keys import KeyStore
+from mpic.server import descriptors
+from mpic.server.connections import Connections
 from mpic.server.guard import is_loopback
+from mpic.server.protocol import HTTPConnection
+from mpic.server.stop import Watchdog
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
     from mpic.library import Limits
     from mpic.server.state import State
 
-GRACE_SECONDS = 10  # running answers may finish when the server is told to stop
+BACKLOG = 1024  # connections that wait to be accepted
 log = logging.getLogger("mpic.server")
 
 
@@ -39,17 +46,31 @@ def serve(config: Config, as_json: bool = False) -> None:
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     with closing(KeyStore(Path(config.library.data_dir))) as keys:
         has_keys = keys.exist()
+    limit = descriptors.raise_limit()
     with bind(config.server.host, config.server.port, has_keys) as sock:
         app = build(config)
-        settings = uvicorn.Config(
-            app,
-            log_level=config.server.log_level,
-            access_log=config.server.log_level == "debug",
-            timeout_graceful_shutdown=GRACE_SECONDS,
-            server_header=False,
-        )
+        connections = Connections(config.server, descriptors.room(limit, config.server.max_connections))
+        app.state.mpic.metrics.registry.register(connections)
+        settings = uvicorn_config(app, config.server, connections)
         with suppress(KeyboardInterrupt):  # Ctrl-C has stopped it; there is nothing more to say
-            _Server(settings, url_of(sock), as_json).run(sockets=[sock])
+            _Server(settings, connections, url_of(sock), as_json).run(sockets=[sock])
+
+
+def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections) -> uvicorn.Config:
+    """How uvicorn serves the application: with our own protocol, without websockets, and with forwarded addresses
+    believed from trusted proxies alone."""
+    return uvicorn.Config(
+        app,
+        http=partial(HTTPConnection, connections),  # type: ignore[arg-type]
+        ws="none",
+        backlog=BACKLOG,
+        log_level=config.log_level,
+        access_log=config.log_level == "debug",
+        timeout_keep_alive=config.keep_alive_seconds,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=config.grace_seconds,  # type: ignore[arg-type]
+        forwarded_allow_ips=[str(network) for network in proxies(config)],
+        server_header=False,
+    )
 
 
 def bind(host: str, port: int, has_keys: bool = False) -> socket.socket:
@@ -113,22 +134,39 @@ def limits_of(config: LibraryConfig) -> Limits:
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens, once it does."""
+    """Says where it listens, once it does, and ends in its time, whatever a thread does."""
 
-    def __init__(self, config: uvicorn.Config, url: str, as_json: bool) -> None:
+    def __init__(self, config: uvicorn.Config, connections: Connections, url: str, as_json: bool) -> None:
         super().__init__(config)
+        self.connections = connections
         self.url = url
         self.as_json = as_json
+        self._loop: asyncio.AbstractEventLoop | None = None
+        limits = connections.config
+        self.watchdog = Watchdog(limits.grace_seconds, limits.closing_seconds)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.should_exit:
             return
+        self.connections.watch()
         print(json.dumps({"url": self.url}) if self.as_json else self._welcome(), flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins the end; a second one, of either kind, ends the grace of running answers."""
+        self.watchdog.signalled()
+        if self.should_exit and self._loop is not None:
+            self.force_exit = True
+            self._loop.call_soon_threadsafe(self.connections.drop)
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.config.app.state.leaving.set()  # open pages of the web interface would hold it up  # type: ignore[union-attr]
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn then leaves the application as it is
+            await self.lifespan.shutdown()
+        self.watchdog.closed()
 
     def _welcome(self) -> str:
         state: State = self.config.app.state.mpic  # type: ignore[union-attr]
@@ -138,6 +176,8 @@ class _Server(uvicorn.Server):
             f"  model    {info.name}, {info.dtype} on {info.device}, attention {info.attention}\n"
             f"  policy   {config.engine.policy}\n"
             f"  library  {config.library.data_dir}\n"
+            f"  clients  at most {self.connections.most:,} connections, "
+            f"{config.server.max_connections_per_address:,} of one address\n"
             f"  docs     {self.url}/docs"
         )
 

@@ -25,7 +25,7 @@ async def show(request: Request, exc: Exception):
 def client(url="http://127.0.0.1:8000"):
     routes = [Route("/{path:path}", echo, methods=["GET", "POST", "PUT"])]
     app = Starlette(routes=routes, exception_handlers={MPICError: show})
-    app.add_middleware(BodyLimit, uploads=1000, other=100)
+    app.add_middleware(BodyLimit, uploads=1000, other=100, open=1 << 30)
     app.add_middleware(HostGuard)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url)
 

@@ -1,0 +1,274 @@
+"""uvicorn's HTTP/1.1 protocol with limits on what a client may cost before anybody knows who it is.
+
+uvicorn waits for a header, a body and the reader of an answer as long as they take, and keeps whatever header it is
+sent. Here each of them has a size or a deadline. A header has to be there in a fixed time. A body that arrives and an
+answer that is read have a slowest accepted pace, ``min_bytes_per_second``, and may fall behind it by a fixed time. Time
+in which the server itself is busy, or does not read because the application is slow, is not counted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+import struct
+import sys
+import termios
+from http import HTTPStatus
+from typing import Any, Literal
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mpic.errors import HeadersTooLarge, InvalidHTTP, MPICError, RequestTimeout, TooManyConnections
+from mpic.server.connections import Connections, addresses
+
+FIELD_BYTES = 32
+"""What a header field counts beside its name and value, as in HTTP/2."""
+FORM_BYTES = 8
+"""Bytes of chunk sizes and the like that are accepted for each byte of a body, beside one header's worth."""
+PIPELINED = 16
+"""Requests that may wait on one connection behind the one that is being answered."""
+DRAINED = 48 << 10
+"""What has left the write buffer, at least, when it goes from its high-water mark to its low one."""
+LINGER_SECONDS = 1.0
+"""Time in which the rest of a refused request is thrown away, so that the client gets to read why."""
+
+
+class HTTPConnection(HttpToolsProtocol):
+    """One connection of a client.
+
+    Args:
+        registry: counts it, and has the configuration.
+        uvicorn: what uvicorn makes its protocols with.
+    """
+
+    def __init__(self, registry: Connections, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self.registry = registry
+        self.limits = registry.config
+        self.host = self.network = ""
+        self._state: Literal["header", "body", "complete", "refused"] = "header"
+        self._error: MPICError | None = None  # why the parser was made to stop
+        self._known = False
+        self._waited = 0.0  # seconds the client has been waited for in this state
+        self._answered = False  # in state body: the answer went out before the body was complete
+        self._header_bytes = 0  # of what has been parsed
+        self._raw_bytes = 0  # of what has been read in this state, the piece aside in which it began
+        self._body_bytes = self._body_seen = 0  # so far, and at the last tick
+        self._unread = 0  # bytes of answers that the client had not got at the last tick
+        self._drained = 0  # what has surely left since then
+        self._behind = 0.0  # seconds that the reader is behind the slowest accepted pace
+
+    # ---- what the registry asks
+
+    def has_key(self) -> bool:
+        if not self._known and self.scope is not None:
+            marks = {"user", "visitor"}  # of Authenticate and of the gate of /ui
+            self._known = not marks.isdisjoint(self.scope["state"])
+        return self._known
+
+    def is_answering(self) -> bool:
+        return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
+
+    def give_way(self, error: TooManyConnections) -> None:
+        self._refuse(error, linger=False)
+
+    def drop(self) -> None:
+        self.transport.abort()
+
+    def tick(self, seconds: float) -> None:
+        limits = self.limits
+        if self._stalls(seconds):
+            return self._give_up("send_timeout")
+        match self._state:
+            case "header" if not self.is_answering():
+                self._waited += seconds
+                if self._waited > limits.header_seconds:
+                    self._late("header", limits.header_seconds)
+            case "complete" if self.is_answering():
+                self._waited = 0.0
+            case "complete":
+                self._waited += seconds
+                if self._waited > limits.keep_alive_seconds:
+                    self.transport.close()
+            case "body" if self.cycle.response_complete:
+                self._waited = self._waited + seconds if self._answered else 0.0
+                self._answered = True
+                if self._waited > limits.header_seconds:
+                    self._give_up("unread_body")
+            case "body" if not (self.flow.read_paused or self.cycle.waiting_for_100_continue):
+                arrived, self._body_seen = self._body_bytes - self._body_seen, self._body_bytes
+                self._waited = max(0.0, self._waited + seconds - arrived / limits.min_bytes_per_second)
+                if self._waited > limits.body_seconds:
+                    self._late("body", limits.body_seconds)
+            case "refused":
+                self._waited += seconds
+                if self._waited > LINGER_SECONDS:
+                    self.transport.abort()
+
+    def _stalls(self, seconds: float) -> bool:
+        """Whether an answer has been waiting for its reader for too long."""
+        before, self._unread = self._unread, self._left_to_read()
+        read, self._drained = self._drained + max(0, before - self._unread), 0
+        if not self._unread:
+            self._behind = 0.0
+            return False
+        self._behind = max(0.0, self._behind + seconds - read / self.limits.min_bytes_per_second)
+        return self._behind > self.limits.send_seconds
+
+    def _left_to_read(self) -> int:
+        """Bytes that wait for the client here, and then those in the kernel too: it asks for more only when it has got
+        rid of a third of what it holds, which can be megabytes, and until then no progress could be seen."""
+        unsent = self.transport.get_write_buffer_size()
+        if not unsent:
+            return 0
+        queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return unsent + int.from_bytes(queued, sys.byteorder)
+
+    # ---- what the transport tells
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        host, port = self.client or ("", 0)
+        self.host, self.network = addresses(host)
+        self.client = (self.host, port)
+        error = self.registry.admit(self)
+        if error is not None:
+            self._refuse(error, linger=False)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self.registry.leave(self)
+
+    def resume_writing(self) -> None:
+        self._drained += DRAINED
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if self._state == "refused":
+            return
+        if self._raw_bytes > self._allowed():
+            return self._malformed()
+        self._unset_keepalive_if_required()
+        self._raw_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            return  # whoever asks for another protocol is answered in this one
+        except httptools.HttpParserError:
+            self._malformed()
+
+    def _allowed(self) -> int:
+        """How many bytes may have been read in the present state."""
+        if self._state == "body":
+            return self.limits.max_header_bytes + (1 + FORM_BYTES) * self._body_bytes
+        return self.limits.max_header_bytes
+
+    # ---- what the parser tells
+
+    def on_message_begin(self) -> None:
+        self.has_key()  # of the request before, whose scope is about to be replaced
+        super().on_message_begin()
+        self._enter("header")
+        self._header_bytes = self._body_bytes = self._body_seen = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A field of the header, or of the trailer behind a body in chunks."""
+        self._count(len(name) + len(value) + FIELD_BYTES)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._enter("body")
+        if len(self.pipeline) > PIPELINED:
+            self._stop(InvalidHTTP(f"more than {PIPELINED} requests wait on one connection"))
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._enter("complete")
+
+    def _enter(self, state: Literal["header", "body", "complete"]) -> None:
+        self._state, self._waited, self._answered, self._raw_bytes = state, 0.0, False, 0
+
+    def _count(self, length: int) -> None:
+        self._header_bytes += length
+        if self._header_bytes > self.limits.max_header_bytes:
+            self._stop(self._too_large())
+
+    def _stop(self, error: MPICError) -> None:
+        """Make the parser leave the rest of its input alone."""
+        self._error = error
+        raise error
+
+    # ---- ends
+
+    def _malformed(self) -> None:
+        """Refuse what cannot be, or must not be, parsed on."""
+        error = self._error or InvalidHTTP("this is no valid HTTP/1.1 request")
+        if self._error is None and self._raw_bytes > self._allowed():
+            in_body = self._state == "body"
+            error = InvalidHTTP("the body has too much chunk framing") if in_body else self._too_large()
+        reason = "headers_too_large" if isinstance(error, HeadersTooLarge) else "invalid_http"
+        self.registry.closed[reason] += 1
+        self._refuse(error)
+
+    def _too_large(self) -> HeadersTooLarge:
+        most = self.limits.max_header_bytes
+        return HeadersTooLarge(f"the header of the request is larger than {most:,} bytes", limit_bytes=most)
+
+    def _late(self, what: str, seconds: float) -> None:
+        self.registry.closed[f"{what}_timeout"] += 1
+        if self.scope is None and not self._raw_bytes:  # browsers open connections that they may never use
+            return self.transport.close()
+        self._refuse(RequestTimeout(f"the {what} of the request did not arrive in {seconds:g} s"))
+
+    def _give_up(self, reason: str) -> None:
+        self.registry.closed[reason] += 1
+        at_once = struct.pack("ii", 1, 0)  # the kernel need not wait for the client either
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+        self.transport.abort()
+
+    def _refuse(self, error: MPICError, linger: bool = True) -> None:
+        """End the connection, with a word about why where the client cannot take it for something else."""
+        speaks = self._may_speak()
+        self._state, self._waited = "refused", 0.0
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # what the application still sends goes nowhere
+            self.cycle.message_event.set()
+        if not speaks:
+            return self.transport.abort()
+        self.transport.write(self._words(error))
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # its reader is slow, and must not keep the connection open with this
+        elif linger:
+            self.flow.resume_reading()
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def _may_speak(self) -> bool:
+        """Whether the next bytes on the wire would be taken for the answer to the request that is refused."""
+        if self.transport.is_closing() or self.transport.get_write_buffer_size():
+            return False
+        if self._state == "body":
+            return not self.pipeline and not self.cycle.response_started
+        return self._state == "header" and not self.is_answering()
+
+    def _words(self, error: MPICError) -> bytes:
+        body = json.dumps(error.body()).encode()
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        head += "content-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nconnection: close\r\n"
+        for name, value in self.server_state.default_headers:
+            head += f"{name.decode('latin-1')}: {value.decode('latin-1')}\r\n"
+        return f"{head}\r\n".encode("latin-1") + body
