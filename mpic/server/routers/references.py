@@ -9,10 +9,9 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from PIL import Image
-from starlette.concurrency import run_in_threadpool
 
 from mpic.errors import BadRequest, NotFound
-from mpic.library import Reference, decode_image
+from mpic.library import SHARED, Reference, decode_image
 from mpic.retriever import Query as Wanted
 from mpic.server.auth import AdminUser, CurrentUser
 from mpic.server.body import JSONRoute, parse
@@ -107,8 +106,14 @@ def list_references(
 
 
 @router.post("/search")
-def search(body: ReferenceSearch, state: StateDep, user: CurrentUser) -> ReferencesFound:
+async def search(
+    body: ReferenceSearch, request: Request, state: StateDep, user: CurrentUser
+) -> ReferencesFound:
     """References most like a text or an image, best first."""
+    return await state.rooms.small.run(request, _search, body, state)
+
+
+def _search(body: ReferenceSearch, state: State) -> ReferencesFound:
     images = (_picture(body.image, state),) if body.image is not None else ()
     wanted = Wanted(body.query or "", images)
     hits = state.retriever.search(wanted, body.top_k, body.min_score, body.filter)
@@ -174,7 +179,7 @@ def delete_reference(reference_id: str, state: StateDep, user: AdminUser) -> Ref
 
 async def _added(request: Request, state: State, reference: Reference) -> ReferenceObject:
     request.app.state.uploads.compile_reference(reference)
-    await run_in_threadpool(state.retriever.flush, 10.0)
+    await state.rooms.small.call(SHARED, state.retriever.flush, 10.0)
     return _show(reference)
 
 
