@@ -65,7 +65,7 @@ class Bounds:
 
     values: int = 1 << 18
     text: int | None = None
-    depth: int = 200
+    depth: int = 500
 
 
 class Long(NamedTuple):

@@ -343,6 +343,8 @@ def _object(arguments: str, param: str) -> Any:
     try:
         value = bounded_json.read(arguments.encode(), bounded_json.Bounds())
     except bounded_json.TooMuch as error:
+        if error.what == "depth":
+            return arguments
         raise BadRequest(f"the arguments of a call have {error}", param=param) from error
     except (ValueError, RecursionError):  # half of a surrogate pair among them
         return arguments

@@ -155,8 +155,12 @@ def get_content(reference_id: str, state: StateDep, user: CurrentUser) -> Respon
 
 
 @router.get("/{reference_id}/thumbnail", response_class=Response)
-def get_thumbnail(reference_id: str, state: StateDep, user: CurrentUser) -> Response:
+async def get_thumbnail(reference_id: str, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """A small PNG of an image."""
+    return await state.rooms.small.run(request, _thumbnail, reference_id, state)
+
+
+def _thumbnail(reference_id: str, state: State) -> Response:
     reference = state.library.references.get(reference_id)
     if reference.kind != "image":
         raise NotFound(f"{reference_id} is a text, it has no thumbnail", id=reference_id)
