@@ -56,6 +56,7 @@ class ServerConfig:
         hosts: names clients may call the server by when there are API keys, comma-separated; * allows any.
         port: 0 lets the system choose.
         max_body_bytes: largest JSON body (data URLs count).
+        max_body_values: most objects, lists, strings, numbers and so on in one JSON body.
         max_chunks: most images, files and handles in one request.
         max_header_bytes: largest header of a request, its address and cookies included.
         header_seconds: time a client has to send the header of a request.
@@ -76,6 +77,7 @@ class ServerConfig:
     hosts: str = ""
     port: int = 8000
     max_body_bytes: int = 64 * MiB
+    max_body_values: int = 1 << 17
     max_chunks: int = 256
     max_header_bytes: int = 32 << 10
     header_seconds: float = 10.0

@@ -14,6 +14,11 @@ from PIL import Image
 from mpic.errors import EmbedderUnavailable
 
 BATCH = 64
+CONTEXT = 77
+"""Tokens that a CLIP reads, of a tokenizer that does not say."""
+HEAD, TOKEN_CHARS = 1 << 16, 64
+"""Most characters of a text that are looked at, and most that a token is taken to stand for: the tokenizers of
+open_clip go through a whole text, for minutes if it is a book, before they leave out what is beyond the context."""
 
 
 class EmbedderName(NamedTuple):
@@ -59,7 +64,9 @@ class Embedder:
             EmbedderUnavailable: there are no weights.
         """
         model, _, tokenize, name = self._loaded()
-        return self._run(texts, name, lambda part: model.encode_text(tokenize(list(part)).to(self.device)))
+        most = TOKEN_CHARS * (getattr(tokenize, "context_length", None) or CONTEXT)
+        seen = [beginning(text, most) for text in texts]
+        return self._run(seen, name, lambda part: model.encode_text(tokenize(list(part)).to(self.device)))
 
     def images(self, images: Sequence[Image.Image]) -> np.ndarray:
         """``[n, dimension]`` fp32, rows of length 1. Raises EmbedderUnavailable."""
@@ -115,3 +122,10 @@ class Embedder:
         architecture = Path(self.model).name if local else self.model
         dimension = int(model.encode_text(tokenize(["a"]).to(self.device)).shape[-1])
         return model, preprocess, tokenize, EmbedderName(architecture, weights.hexdigest(), dimension)
+
+
+def beginning(text: str, most: int) -> str:
+    """The first ``most`` characters of a text, of a longer one without its superfluous white space."""
+    if len(text) <= most:
+        return text
+    return " ".join(text.lstrip()[:HEAD].split())[:most]

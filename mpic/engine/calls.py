@@ -39,8 +39,8 @@ class CallReader(Detokenizer):
             return text
         text += self._held
         self._said = self._recent[at + len(self._opens) :]
-        self._ids, self._start, self._read, self._held = [], 0, 0, ""
-        self._recent, self.stopped = "", False
+        self._restart()
+        self._recent = ""
         self._close()
         return text
 

@@ -43,7 +43,8 @@ def splitter_of(template: ChatTemplate) -> Callable[[str, str, int], list[str]]:
     """KVSplit by the model's own tokens: ``(text, mode, tokens) -> pieces``."""
 
     def split(text: str, mode: str, tokens: int) -> list[str]:
-        found = split_text(text, Split(cast(Mode, mode), tokens), template.document_spans)
+        split = Split(cast(Mode, mode), tokens)
+        found = split_text(text, split, template.document_spans, template.counter())
         return [text[piece.start : piece.end] for piece in found]
 
     return split

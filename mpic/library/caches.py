@@ -27,6 +27,8 @@ from mpic.library.static import StaticLibrary
 
 GROUP, CHUNK = "group-", "cache-"
 MOST_CHUNKS = 1024
+LISTED = 4096
+"""A page of a listing ends with the cache that fills up so many chunks, however many caches were asked for."""
 
 
 class Part(NamedTuple):
@@ -175,7 +177,8 @@ class CacheLibrary:
     def page(
         self, user: str, *, after: str | None = None, limit: int = 100, order: str = "desc"
     ) -> CachePage:
-        """The user's caches by age, newest first (``order`` is ``asc | desc``).
+        """The user's caches by age, newest first (``order`` is ``asc | desc``); fewer than ``limit`` when they have
+        many chunks.
 
         Args:
             after: id of the last cache of the previous page. Raises CacheNotFound when it is gone.
@@ -193,7 +196,14 @@ class CacheLibrary:
             after=after,
             limit=limit + 1,
         )
-        return CachePage([self._show(user, row) for row in rows[:limit]], len(rows) > limit)
+        shown: list[Cache] = []
+        chunks = 0
+        for row in rows[:limit]:
+            if chunks >= LISTED:
+                break
+            shown.append(self._show(user, row))
+            chunks += len(shown[-1].chunks)
+        return CachePage(shown, len(rows) > len(shown))
 
     def extend(self, user: str, cache_id: str, ttl: int | None) -> Cache:
         """Let a cache live for so many seconds from now (None: for ever). Raises CacheNotFound, BadRequest."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mpic.cancel import checkpoint
 from mpic.errors import BadRequest, UnsupportedModality, UnsupportedParameter
 from mpic.prompt.marks import Marks
 from mpic.prompt.messages import Message, Ref, Text
@@ -35,6 +36,7 @@ class Draft:
 
     def message(self, message: Message) -> dict[str, Any]:
         """The message as the template gets it."""
+        checkpoint()
         message = self._without_reasoning(message)
         shape = "user" if message.role == "tool" else message.role
         as_parts, as_string = shape in self.abilities.parts, shape in self.abilities.strings
@@ -142,16 +144,19 @@ class Draft:
             raise BadRequest("the model's chat template cuts texts short", param="messages")
         pieces: list[Piece] = []
         atoms: list[Atom] = []
+        said: set[int] = set()
         images = iter(self.images)
         for number, text in cut:
+            checkpoint()
             if number is None:
                 for piece in self._placeholders(text, images):
                     pieces.append(piece)
                     atoms += [piece] if isinstance(piece, Ref) else []
                 continue
             value = self.marks.values[number]
-            if isinstance(value, Ref) or number not in atoms:  # a template may say a text twice, not a chunk
+            if isinstance(value, Ref) or number not in said:  # a template may say a text twice, not a chunk
                 atoms.append(number)
+                said.add(number)
             if isinstance(value, str):
                 pieces.append(text)
             elif value.chunk.kind == "image":
@@ -159,7 +164,8 @@ class Draft:
                 pieces += [Trusted(before), value, Trusted(after)]
             else:
                 pieces.append(value)
-        self._check(atoms, self.marks.reveal(rendered))
+        self._check(atoms)
+        self._check_calls(rendered)
         return _apart([piece for piece in pieces if piece != ""])
 
     def _placeholders(self, text: str, images: Iterator[Ref]) -> Iterator[Trusted | Ref]:
@@ -178,7 +184,7 @@ class Draft:
             yield ref
             yield Trusted(other)
 
-    def _check(self, atoms: Sequence[Atom], text: str) -> None:
+    def _check(self, atoms: Sequence[Atom]) -> None:
         """Every message's texts and chunks must be there, in its order."""
         owner = {atom: i for i, (_, expected) in enumerate(self.expected) for atom in expected}
         found: list[list[Atom]] = [[] for _ in self.expected]
@@ -189,7 +195,15 @@ class Draft:
             if expected != got:
                 what = "changes the order of" if set(expected) == set(got) else "leaves out part of"
                 raise BadRequest(f"the model's chat template {what} this message", param=message.param)
+
+    def _check_calls(self, rendered: str) -> None:
+        """The names of all called functions must be there. Each name is looked for once."""
+        text = self.marks.reveal(rendered) if self.calls else ""
+        first: dict[str, str] = {}
         for name, param in self.calls:
+            first.setdefault(name, param)
+        for name, param in first.items():
+            checkpoint()
             if name not in text:
                 raise UnsupportedParameter("the model's chat template does not print tool calls", param=param)
 

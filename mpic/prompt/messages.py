@@ -22,20 +22,23 @@ REPORT``), as plain text: the content is in context already.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from mpic.errors import BadRequest, EmptyPrompt, InvalidImage, MPICError, UnknownHandle
+from mpic import bounded_json
+from mpic.cancel import checkpoint
+from mpic.errors import BadRequest, EmptyPrompt, MPICError, UnknownHandle
 from mpic.kv.chunk import Chunk
+from mpic.prompt.data_url import decode_data_url
 
 HandleKind = Literal["image", "file"]
 
 HANDLE = re.compile(r"(?<![A-Za-z0-9_])(IMAGE|FILE)#([A-Za-z0-9_.\-]+)")
+HANDLE_CHARS = 64
+HANDLE_KINDS = ("IMAGE", "FILE")
+WORD = re.compile(r"\S")
 T = TypeVar("T")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 PART_TYPES = ("text", "image_url", "image", "file", "document", "cache")
@@ -126,6 +129,7 @@ class _Parser:
         self.linked: dict[tuple[HandleKind, str], str] = {}
 
     def message(self, message: Any, param: str) -> Message:
+        checkpoint()
         if not isinstance(message, Mapping):
             raise BadRequest("a message must be an object with role and content", param=param)
         role = message.get("role")
@@ -142,7 +146,7 @@ class _Parser:
             items = [item for i, p in enumerate(content) for item in self._part(p, role, i, f"{where}[{i}]")]
         else:
             raise BadRequest("content must be a string or a list of parts", param=where)
-        blank = all(isinstance(item, Text) and not item.text.strip() for item in items)
+        blank = all(isinstance(item, Text) and not WORD.search(item.text) for item in items)
         if blank and role in ("user", "system"):
             raise EmptyPrompt(f"the {role} message has no content", param=where)
         return Message(role, tuple(items), not isinstance(content, list | tuple), param, fields)
@@ -205,14 +209,7 @@ class _Parser:
 
     def _image_url(self, url: str, param: str) -> Chunk:
         if url.startswith("data:"):
-            head, comma, body = url.partition(",")
-            if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
-                raise InvalidImage("a data URL must read data:image/...;base64,...", param=param)
-            try:
-                data = base64.b64decode("".join(body.split()), validate=True)
-            except (binascii.Error, ValueError) as error:
-                raise InvalidImage(f"the data URL is not base64: {error}", param=param) from error
-            return _blame(param, self.resolver.inline_image, data)
+            return _blame(param, self.resolver.inline_image, decode_data_url(url, param))
         if ":" in url or "/" in url:
             raise BadRequest(
                 "image URLs are not fetched: upload the image and use its file id, or send a data URL",
@@ -225,7 +222,7 @@ class _Parser:
         items: list[Text | Ref] = []
         plain = ""  # text since the last reference
         at = 0
-        for match in HANDLE.finditer(text) if role in ("user", "system") else ():
+        for match in find_handles(text) if role in ("user", "system") else ():
             kind: HandleKind = "image" if match[1] == "IMAGE" else "file"
             name, chunk = self._mention(kind, match[2], param)
             if name is None:
@@ -249,7 +246,8 @@ class _Parser:
         shortest = written.rstrip(".-")
         if not shortest:
             return None, None
-        names = [written[:n] for n in range(len(written), len(shortest) - 1, -1) if n <= 64]
+        longest = min(len(written), HANDLE_CHARS)
+        names = [written[:n] for n in range(longest, len(shortest) - 1, -1)]
         for name in names:
             if (kind, name.casefold()) in self.linked:
                 return name, None
@@ -262,9 +260,24 @@ class _Parser:
             return name, chunk
         if not names:
             unknown = UnknownHandle(
-                f"{kind.upper()}#{shortest[:64]}...: a handle has at most 64 characters", param=param
+                f"{kind.upper()}#{shortest[:HANDLE_CHARS]}...: a handle has at most {HANDLE_CHARS} characters",
+                param=param,
             )
         raise unknown
+
+
+def find_handles(text: str) -> Iterator[re.Match[str]]:
+    """The handles in a text, left to right. Text without any is passed over quickly."""
+    at = 0
+    while (mark := text.find("#", at)) >= 0:
+        checkpoint()
+        start = next(
+            (mark - n for n in (5, 4) if n <= mark - at and text[mark - n : mark] in HANDLE_KINDS), None
+        )
+        match = None if start is None else HANDLE.match(text, start)
+        if match:
+            yield match
+        at = match.end() if match else mark + 1
 
 
 def _label(chunk: Chunk, name: str) -> str:
@@ -320,11 +333,19 @@ def _tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
             raise BadRequest("a tool call must have a function with a name", param=f"{param}[{i}].function")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            try:
-                value = json.loads(arguments)
-                json.dumps(value, ensure_ascii=False).encode()  # an escape can spell half of a surrogate pair
-            except (ValueError, RecursionError):
-                value = arguments
-            arguments = value if isinstance(value, dict) else arguments
+            arguments = _object(arguments, f"{param}[{i}].function.arguments")
         parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
+
+
+def _object(arguments: str, param: str) -> Any:
+    """The object that the arguments of a call are in JSON; what is no such object stays as it is."""
+    try:
+        value = bounded_json.read(arguments.encode(), bounded_json.Bounds())
+    except bounded_json.TooMuch as error:
+        if error.what == "depth":
+            return arguments
+        raise BadRequest(f"the arguments of a call have {error}", param=param) from error
+    except (ValueError, RecursionError):  # half of a surrogate pair among them
+        return arguments
+    return value if isinstance(value, dict) else arguments

@@ -11,24 +11,33 @@
 Pieces cover the text from start to end: without overlap, joining them gives the text back exactly; with it, each piece
 begins up to ``overlap`` tokens before the end of the one before. No piece is blank. Sentence and word boundaries are
 Unicode's (UAX 29), found by ``semantic-text-splitter``.
+
+A book takes seconds. Other threads run meanwhile: the splitter spends its time in counting tokens, piece by piece, and
+a piece that is too long is only counted as far as is needed to know that.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, NamedTuple, get_args
 
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
+from mpic.cancel import checkpoint
 from mpic.errors import BadRequest
 
 Mode = Literal["none", "fixed", "sentence", "paragraph", "section"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-TokenSpans = Callable[[str], Sequence[tuple[int, int]]]
+TokenSpans = Callable[[str], Iterable[tuple[int, int]]]
 """Text -> for each of its tokens the characters ``[start, end)`` it stands for."""
-WORD = re.compile(r"\S")
+Count = Callable[[str, int], int]
+"""Text, a number -> how many tokens it has, or anything above the number if they are more."""
+WORD, SPACE = re.compile(r"\S"), re.compile(r"\s")
+SLICE = 1 << 16
+"""Characters that are worked on before other threads get their turn."""
 
 
 @dataclass(frozen=True)
@@ -70,56 +79,111 @@ class Piece(NamedTuple):
     end: int
 
 
-def split_text(text: str, split: Split, token_spans: TokenSpans) -> list[Piece]:
-    """The pieces of a text, in order. A blank text is one piece."""
-    if split.mode == "none" or not text.strip():
+class TooManyPieces(BadRequest):
+    """A text would be cut into more pieces than are wanted."""
+
+
+def split_text(
+    text: str, split: Split, token_spans: TokenSpans, count: Count | None = None, most: int | None = None
+) -> list[Piece]:
+    """The pieces of a text, in order. A blank text is one piece.
+
+    Args:
+        count: how many tokens a text has; by default as many as ``token_spans`` gives.
+        most: pieces that are wanted at most. That there would be far more is found out before the text is cut.
+
+    Raises:
+        TooManyPieces: there are more.
+    """
+    if split.mode == "none" or not WORD.search(text):
         return [Piece(0, len(text))]
-    pieces = (
-        _fixed(text, split, token_spans) if split.mode == "fixed" else _semantic(text, split, token_spans)
-    )
-    return _tidy(text, pieces)
+    if most is not None and _at_least(text, split, token_spans, most):
+        raise TooManyPieces(f"more than {most} pieces")
+    if split.mode == "fixed":
+        pieces = _tidy(text, _fixed(text, split, token_spans))
+    else:
+        count = count or (lambda piece, most: sum(1 for _ in token_spans(piece)))
+        pieces = _tidy(text, _semantic(text, split, count))
+    kept = list(pieces if most is None else islice(pieces, most + 1))
+    if most is not None and len(kept) > most:
+        raise TooManyPieces(f"more than {most} pieces")
+    return kept
 
 
-def _fixed(text: str, split: Split, token_spans: TokenSpans) -> list[Piece]:
+def _at_least(text: str, split: Split, token_spans: TokenSpans, most: int) -> bool:
+    """Whether the pieces are certainly more than ``most``: cutting a text into far too many takes minutes. A piece
+    alone may have a few tokens less than in the text, so only twice as many are certain."""
+    each = split.tokens - split.overlap if split.mode == "fixed" else split.tokens
+    enough = 2 * (most + 1) * each + split.overlap
+    if len(text) < enough:  # tokens that begin at different characters are counted
+        return False
+    begun, last = 0, -1
+    for start, end in token_spans(text):
+        if start != last and WORD.search(text, start, end):
+            begun, last = begun + 1, start
+            if begun >= enough:
+                return True
+    return False
+
+
+def _fixed(text: str, split: Split, token_spans: TokenSpans) -> Iterator[Piece]:
     """A token may be part of a character (bytes) or share it with the next: cuts go between characters."""
-    starts = [start for start, _ in token_spans(text)]
-    pieces = []
+    starts: list[int] = []  # of the tokens from ``known`` on
+    known = 0
+    spans = iter(token_spans(text))
     first = at = 0  # the token a piece begins with, and its first character
     while at < len(text):
+        checkpoint()
         following = first + split.tokens
-        end = max(starts[following], at + 1) if following < len(starts) else len(text)
-        pieces.append(Piece(at, end))
+        starts += (start for start, _ in islice(spans, max(0, following + 1 - known - len(starts))))
+        more = following < known + len(starts)
+        end = max(starts[following - known], at + 1) if more else len(text)
+        yield Piece(at, end)
         if end == len(text):
-            break
+            return
         first = following - split.overlap
-        at = max(starts[first], at + 1) if split.overlap else end
-    return pieces
+        at = max(starts[first - known], at + 1) if split.overlap else end
+        del starts[: first - known]
+        known = first
 
 
-def _semantic(text: str, split: Split, token_spans: TokenSpans) -> list[Piece]:
-    def count(piece: str) -> int:
-        return len(token_spans(piece))
+def _semantic(text: str, split: Split, count: Count) -> Iterator[Piece]:
+    def counted(piece: str) -> int:
+        checkpoint()
+        return count(piece, split.tokens)
 
     kind = MarkdownSplitter if split.mode == "section" else TextSplitter
-    splitter = kind.from_callback(count, split.tokens, overlap=split.overlap, trim=False)
+    splitter = kind.from_callback(counted, split.tokens, overlap=split.overlap, trim=False)
     if split.mode == "sentence":  # line breaks would count for more than ends of sentences
-        text = re.sub(r"\s", " ", text)
-    return [Piece(start, start + len(piece)) for start, piece in splitter.chunk_indices(text)]
+        text = _on_one_line(text)
+    for start, piece in splitter.chunk_indices(text):
+        yield Piece(start, start + len(piece))
 
 
-def _tidy(text: str, pieces: list[Piece]) -> list[Piece]:
+def _on_one_line(text: str) -> str:
+    """The text with a space in place of every other white space, replaced in slices."""
+    parts = []
+    for at in range(0, len(text), SLICE):
+        checkpoint()
+        parts.append(SPACE.sub(" ", text[at : at + SLICE]))
+    return "".join(parts)
+
+
+def _tidy(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
     """White space alone joins the piece before it, or the one after it at the start. A piece within the one before it
     (where a token is less than a character) goes."""
-    kept: list[Piece] = []
-    blank_before = False  # is kept[-1] blank? Looking again would cost its length each time
+    last: Piece | None = None
+    blank_before = False  # is the last one blank? Looking again would cost its length each time
     for piece in pieces:
-        if kept and piece.end <= kept[-1].end:
+        if last is not None and piece.end <= last.end:
             continue
         blank = WORD.search(text, piece.start, piece.end) is None
-        if kept and (blank_before or blank):
-            kept[-1] = Piece(kept[-1].start, piece.end)
+        if last is not None and (blank_before or blank):
+            last = Piece(last.start, piece.end)
             blank_before = blank_before and blank
         else:
-            kept.append(piece)
-            blank_before = blank
-    return kept
+            if last is not None:
+                yield last
+            last, blank_before = piece, blank
+    if last is not None:
+        yield last

@@ -21,12 +21,14 @@ What a prompt looks like, decided here:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mpic.errors import BadRequest, UnsupportedParameter
 from mpic.kv.chunk import Chunk
+from mpic.prompt.bounds import Limit
 from mpic.prompt.draft import Draft
 from mpic.prompt.messages import Message, Ref, Text
 from mpic.prompt.probes import TEMPLATE_ERRORS, Abilities, probe
@@ -53,6 +55,8 @@ class ChatTemplate:
     Attributes:
         image_token: the placeholder that stands for an image in rendered text; None for a text model.
         abilities: what the template can do (``mpic.prompt.probes``).
+        context: most tokens the model takes, if that is known (``within``). What is longer is refused, most of it
+            before it is tokenized.
 
     Raises:
         ModelRefused: the tokenizer or the template cannot be used safely.
@@ -64,6 +68,18 @@ class ChatTemplate:
         self._source = getattr(processor, "chat_template", None) or self.tokenizer.chat_template or PLAIN
         self._guard = GuardedTokenizer(self.tokenizer, self.image_token)
         self.abilities: Abilities = probe(self._render, self.image_token)
+        self.context: int | None = None
+
+    def within(self, context: int) -> ChatTemplate:
+        """The same template for a model that takes at most ``context`` tokens."""
+        bounded = copy.copy(self)
+        bounded.context = context
+        return bounded
+
+    @property
+    def longest_token(self) -> int | None:
+        """Most bytes of client text that one token can stand for; None: any number."""
+        return self._guard.longest
 
     @property
     def calls(self) -> str | None:
@@ -74,12 +90,20 @@ class ChatTemplate:
         return self.abilities.calls if shown else None
 
     def tokenize_document(self, text: str) -> tuple[int, ...]:
-        """Ids of a chunk's text: alone, nothing added, control strings in it taken as text."""
-        return self._guard.encode(text)
+        """Ids of a chunk's text: alone, nothing added, control strings in it taken as text.
 
-    def document_spans(self, text: str) -> list[tuple[int, int]]:
-        """For each id of ``tokenize_document`` the characters it stands for (see ``mpic.prompt.split``)."""
+        Raises:
+            ContextLengthExceeded: there are more than ``context``.
+        """
+        return self._guard.encode(text, self._limit(self.context, "the text"))
+
+    def document_spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """For each id of a text, of whatever length, the characters it stands for (see ``mpic.prompt.split``)."""
         return self._guard.spans(text)
+
+    def counter(self) -> Callable[[str, int], int]:
+        """A function that counts the ids of texts, see ``mpic.prompt.split.Count``."""
+        return self._guard.counter()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None) -> Prompt:
         """The segments of a conversation, ready for the model's answer.
@@ -88,10 +112,13 @@ class ChatTemplate:
             BadRequest: the template does not accept the conversation, or would leave part of it out.
             UnsupportedModality: an image for a text model.
             UnsupportedParameter: tools or tool calls for a template that does not print them.
+            ContextLengthExceeded: the texts alone leave no room in ``context`` for an answer.
         """
         pieces = self.pieces(messages, tools)
+        room = None if self.context is None else self.context - 1
         runs = self._guard.encode_pieces(
-            Cut(piece.chunk.kind == "image") if isinstance(piece, Ref) else piece for piece in pieces
+            (Cut(piece.chunk.kind == "image") if isinstance(piece, Ref) else piece for piece in pieces),
+            self._limit(room, "the prompt", "messages"),
         )
         segments: list[Segment] = [TextSegment(runs[0])] if runs[0] else []
         for ref, run in zip((p for p in pieces if isinstance(p, Ref)), runs[1:]):
@@ -110,6 +137,11 @@ class ChatTemplate:
             if run:
                 segments.append(TextSegment(run))
         return tuple(segments)
+
+    def _limit(self, tokens: int | None, what: str, param: str | None = None) -> Limit | None:
+        if tokens is None or self.context is None:
+            return None
+        return Limit(tokens, self.context, what, param)
 
     def is_control(self, token: str) -> bool:
         """Whether a string is a control token of the model."""

@@ -10,6 +10,10 @@ text of a client can reach a control id by any route; that holds for BPE, Unigra
 The twin has two more control tokens, the *cuts*, which stand for chunks: text on either side is tokenized as it would
 be beside an image placeholder (SentencePiece-like tokenizers treat the start of a text differently), and the ids are
 split there.
+
+A long text costs the thread that tokenizes it seconds, but nobody else: what cannot fit a ``Limit`` by its length is
+not tokenized, the rest is tokenized in slices (``mpic.prompt.slices``) until it is too long, and ``encode_batch_fast``
+and ``encode_batch`` let other threads run meanwhile, which ``encode`` does not.
 """
 
 from __future__ import annotations
@@ -17,19 +21,25 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from mpic import memory
+from mpic.cancel import checkpoint
 from mpic.errors import ModelRefused
+from mpic.prompt.bounds import SLICE, Limit, least_tokens, longest_token
+from mpic.prompt.slices import Slicer, shifted
 
 MARKUP = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
 BYTES_PER_BYTE = 450
 """Memory that the tokenizers library takes for each byte of a text: 150 to 410 were seen."""
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+COUNTED, REMEMBERED = 4096, 1024
+"""Characters of a slice of which the number of tokens is remembered, and how many such slices are."""
 
 
 class Trusted(str):
@@ -57,6 +67,7 @@ class GuardedTokenizer:
             ones that look like markup (``<think>``, ``[INST]``); other added tokens (runs of spaces, domain words) and
             the bytes of SentencePiece (``<0x0A>``) are ordinary text.
         prefix: ids that the tokenizer puts in front of every text (BOS), or empty.
+        longest: most bytes of client text that one token can stand for; None: any number.
 
     Raises:
         ModelRefused: there is no such backend, or the twin does not do what is said above.
@@ -79,7 +90,8 @@ class GuardedTokenizer:
         ]
         nonce = secrets.token_hex(16)
         self._spelling = {t["content"]: f"x{nonce}{i:06d}x" for i, t in enumerate(added)}
-        self._twin = Tokenizer.from_str(json.dumps(_respell(state, self._spelling)))
+        respelt = _respell(state, self._spelling)
+        self._twin = Tokenizer.from_str(json.dumps(respelt))
         self._control = re.compile(
             "|".join(map(re.escape, sorted(self._spelling, key=len, reverse=True))) or "(?!)"
         )
@@ -92,44 +104,109 @@ class GuardedTokenizer:
             self._twin.add_special_tokens([AddedToken(spelling, normalized=False, special=True, **strip)])
             self._cuts[image] = spelling
         self._cut_ids = {self._twin.token_to_id(spelling) for spelling in self._cuts.values()}
+        names = frozenset(self._spelling.values())
+        self.longest = longest_token(respelt, names)
+        self._slicer = Slicer(self._twin, respelt, names)
         self._verify(stock, tokenizer)
         self.prefix = _prefix(tokenizer)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a client's text standing alone, nothing added."""
-        return tuple(self._encoded(text).ids)
+    def encode(self, text: str, limit: Limit | None = None) -> tuple[int, ...]:
+        """Ids of a client's text standing alone, nothing added.
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+        Raises:
+            ContextLengthExceeded: the text has more tokens than ``limit`` allows.
+        """
+        self._check(limit, [text])
+        ids: list[int] = []
+        for part in self._slicer.slices(text, SLICE):
+            ids += self._ids(part.text)
+            if limit is not None:
+                limit.check(len(ids))
+        return tuple(ids)
+
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
         """For each id of ``encode`` the characters of the text it stands for."""
-        return self._encoded(text).offsets
+        drops = self._slicer.drops_space
+        for part in self._slicer.slices(text, SLICE):
+            encoding = self._encoded(part.text, self._twin.encode_batch)
+            yield from shifted(_offsets(encoding), part.start, drops and part.start > 0)
 
-    def encode_pieces(self, pieces: Iterable[Trusted | str | Cut]) -> list[tuple[int, ...]]:
+    def counter(self) -> Callable[[str, int], int]:
+        """A function that tells how many ids ``encode`` gives a text, or, if they are more than a number, something
+        above that. It remembers parts of texts: a splitter asks again and again for texts that begin alike."""
+        remembered = lru_cache(maxsize=REMEMBERED)(self._length)
+
+        def count(text: str, most: int) -> int:
+            found = least_tokens([text], self.longest, most)
+            if found > most:
+                return found
+            found = 0
+            for part in self._slicer.slices(text, COUNTED):
+                found += remembered(part.text)
+                if found > most:
+                    break
+            return found
+
+        return count
+
+    def encode_pieces(
+        self, pieces: Iterable[Trusted | str | Cut], limit: Limit | None = None
+    ) -> list[tuple[int, ...]]:
         """Ids before, between and after the cuts: one more tuple than there are cuts, any of them may be empty.
 
-        The first starts with ``prefix``, once."""
-        spelt = []
-        for piece in pieces:
-            if isinstance(piece, Cut):
-                spelt.append(self._cuts[piece.image])
-            elif isinstance(piece, Trusted):
-                spelt.append(self._control.sub(lambda match: self._spelling[match[0]], piece))
-            else:
-                spelt.append(piece)
+        The first starts with ``prefix``, once.
+
+        Raises:
+            ContextLengthExceeded: there are more ids than ``limit`` allows.
+        """
+        pieces = list(pieces)
+        self._check(limit, [piece for piece in pieces if type(piece) is str])
         runs: list[list[int]] = [[]]
-        for token in self._encoded("".join(spelt)).ids:
-            if token in self._cut_ids:
-                runs.append([])
-            else:
-                runs[-1].append(token)
+        count = 0
+        for text in self._slicer.joined(map(self._spelt, pieces), SLICE):
+            for token in self._ids(text):
+                if token in self._cut_ids:
+                    runs.append([])
+                else:
+                    runs[-1].append(token)
+                    count += 1
+            if limit is not None:
+                limit.check(count)
         if tuple(runs[0][: len(self.prefix)]) != self.prefix:
             runs[0][:0] = self.prefix
         return [tuple(run) for run in runs]
 
-    def _encoded(self, text: str) -> Encoding:
-        """Raises OutOfMemory: the tokenizer, which ends the process when it gets no memory, might get none."""
+    def _spelt(self, piece: Trusted | str | Cut) -> tuple[str, bool]:
+        """A piece as the twin reads it, and whether it is text that may be cut into slices."""
+        if isinstance(piece, Cut):
+            return self._cuts[piece.image], False
+        if isinstance(piece, Trusted):
+            return self._control.sub(lambda match: self._spelling[match[0]], piece), False
+        return piece, True
+
+    def _check(self, limit: Limit | None, texts: list[str]) -> None:
+        """Refuse what is too long whatever its tokens are. White space at the ends may become part of a control token
+        beside it, so it does not count."""
+        if limit is not None and least_tokens(texts, self.longest, limit.tokens) > limit.tokens:
+            limit.check(least_tokens([text.strip() for text in texts], self.longest, limit.tokens))
+
+    def _length(self, text: str) -> int:
+        return len(self._encoded(text, self._twin.encode_batch_fast))
+
+    def _ids(self, text: str) -> list[int]:
+        return self._encoded(text, self._twin.encode_batch_fast).ids
+
+    def _encoded(self, text: str, encode: Callable[..., list[Encoding]]) -> Encoding:
+        """Tokenize while other threads run: of the library's methods, those for batches let them.
+
+        Raises:
+            OutOfMemory: the tokenizer, which ends the process when it gets no memory, might get none.
+        """
+        checkpoint()
         size = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
         with memory.set_aside(BYTES_PER_BYTE * size, "tokenizing the text"):
-            return self._twin.encode(text, add_special_tokens=False)
+            [encoding] = encode([text], add_special_tokens=False)
+        return encoding
 
     def is_plain(self, text: str) -> bool:
         """Whether a text is so harmless that it may stand in template text: words and light punctuation."""
@@ -146,6 +223,13 @@ class GuardedTokenizer:
                 )
             if leaked := (self.control - {unknown}).intersection(self.encode(text)):
                 raise ModelRefused(f"the text {text!r} still gives the control tokens {sorted(leaked)}")
+
+
+def _offsets(encoding: Encoding) -> list[tuple[int, int]]:
+    """``encoding.offsets``; of many tokens one by one, because no other thread runs while all are made at once."""
+    if len(encoding) <= SLICE:
+        return encoding.offsets
+    return [encoding.token_to_chars(i) for i in range(len(encoding))]
 
 
 def _respell(state: dict[str, Any], spelling: dict[str, str]) -> dict[str, Any]:

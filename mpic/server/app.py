@@ -47,6 +47,7 @@ def create_app(
 ) -> FastAPI:
     """The application over running parts. It closes engine and library when it shuts down."""
     config = config or Config()
+    template = template.within(engine.info.context_length)
     library.files.tokenize = library.references.tokenize = template.tokenize_document
     app = FastAPI(
         title="MPIC",

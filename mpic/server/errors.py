@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
@@ -27,9 +27,11 @@ from mpic.errors import (
     UnsupportedParameter,
 )
 from mpic.server.schemas import UNSUPPORTED
+from mpic.server.sse import ClientGone
 
 log = logging.getLogger("mpic.server")
 CHAT = "/v1/chat/completions"
+CLIENT_CLOSED = 499  # nobody reads it; it shows in the access log
 INSIDE = (("image_url", "detail"), ("file", "file_data"), ("stream_options", "include_obfuscation"))
 """Names of ``UNSUPPORTED`` that are not fields of the request itself, with what holds them."""
 
@@ -39,6 +41,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(MPICError, _mpic_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -77,12 +80,18 @@ async def _unexpected(request: Request, exc: Exception) -> JSONResponse:
     return response(as_mpic_error(exc))
 
 
-async def _http_error(request: Request, exc: Exception) -> JSONResponse:
+async def _client_gone(request: Request, exc: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
+
+
+async def _http_error(request: Request, exc: Exception) -> Response:
     """Starlette's own errors: unknown routes, wrong methods, bodies that do not parse."""
     assert isinstance(exc, HTTPException)
     cause = exc.__cause__  # raised while FastAPI was reading the body, it says
     if cause is not None and (isinstance(cause, MPICError) or memory.is_exhaustion(cause)):
         return response(as_mpic_error(cause))
+    if isinstance(cause, ClientGone):
+        return await _client_gone(request, cause)
     where = f"{request.method} {request.url.path}"
     error: MPICError
     match exc.status_code:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import logging
 import socket
@@ -119,7 +120,10 @@ def build(config: Config) -> FastAPI:
     library = Library.open(Path(config.library.data_dir), limits, host=host)
     try:
         engine, processor = load_engine(config.engine, library.store, host_bytes)
-        return create_app(engine, library, ChatTemplate(processor), config)
+        app = create_app(engine, library, ChatTemplate(processor), config)
+        gc.collect()
+        gc.freeze()  # looking through all that is loaded again would stop every thread for a fifth of a second
+        return app
     except BaseException:
         library.close()
         raise

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
 UNSUPPORTED = {
     "audio": "text comes out, nothing else",
@@ -41,6 +49,8 @@ Nothing = (
     | Annotated[list[Any], Field(max_length=0)]
     | Annotated[dict[str, Any], Field(max_length=0)]
 )
+FIRST_ERROR = Field(fail_fast=True)
+"""Of a list with errors only the first one is told: a list of thousands could have thousands."""
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -132,15 +142,20 @@ class ToolCall(Strict):
     function: CalledFunction
 
 
+Parts = Annotated[list[Part], FIRST_ERROR]
+ToolCalls = Annotated[list[ToolCall], FIRST_ERROR]
+Annotations = Annotated[list[dict[str, Any]], FIRST_ERROR]
+
+
 class Message(Strict):
     """One message. Answers may be sent back as they came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = Field(description="null only beside tool calls")
-    tool_calls: list[ToolCall] | None = Field(None, description="of an assistant message")
+    content: str | Parts | None = Field(description="null only beside tool calls")
+    tool_calls: ToolCalls | None = Field(None, description="of an assistant message")
     tool_call_id: str | None = Field(None, description="of a tool message")
     refusal: None = None
-    annotations: list[dict[str, Any]] | None = Field(None, description="of an earlier answer; not read")
+    annotations: Annotations | None = Field(None, description="of an earlier answer; not read")
     audio: None = None
     function_call: None = None
 
@@ -177,6 +192,7 @@ class StreamOptions(Strict):
 
 
 FilterValue = StrictBool | Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | float | str
+FilterValues = Annotated[list[FilterValue], FIRST_ERROR]
 
 
 class RetrievalOptions(Strict):
@@ -189,7 +205,7 @@ class RetrievalOptions(Strict):
     )
     top_k: StrictInt = Field(1, ge=1, le=16, description="references a search gives, at most")
     min_score: float | None = Field(None, ge=-1, le=1, description="leave out what is less similar")
-    filter: dict[str, FilterValue | list[FilterValue] | dict[str, FilterValue]] | None = Field(
+    filter: dict[str, FilterValue | FilterValues | dict[str, FilterValue]] | None = Field(
         None,
         description="`id`, `kind`, `title` or metadata keys -> a value, values, or comparisons (`gt`, `gte`, `lt`, "
         "`lte`, `ne`)",
@@ -219,7 +235,7 @@ class ReferenceSearch(Strict):
     image: str | None = Field(None, description="a data URL")
     top_k: StrictInt = Field(5, ge=1, le=100)
     min_score: float | None = Field(None, ge=-1, le=1)
-    filter: dict[str, FilterValue | list[FilterValue] | dict[str, FilterValue]] | None = None
+    filter: dict[str, FilterValue | FilterValues | dict[str, FilterValue]] | None = None
 
 
 class ChatRequest(Strict):
@@ -240,7 +256,7 @@ class ChatRequest(Strict):
         },
     )
 
-    messages: list[Message]
+    messages: Annotated[list[Message], FIRST_ERROR]
     model: str | None = Field(None, description="the served model's name, or nothing")
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
@@ -250,17 +266,17 @@ class ChatRequest(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     n: StrictInt | None = Field(None, ge=1, le=16, description="answers; more than one needs a temperature")
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63 - 16)
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=4, fail_fast=True)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     mpic: MPICOptions = MPICOptions()
 
     # OpenAI parameters that are refused unless they ask for nothing (see UNSUPPORTED)
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     logit_bias: Nothing | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], FIRST_ERROR] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
@@ -320,7 +336,9 @@ class CacheRequest(Strict):
     )
 
     text: str | None = Field(None, min_length=1)
-    chunks: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    chunks: (
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, fail_fast=True)] | None
+    ) = None
     split: SplitOptions = SplitOptions()
     name: str | None = Field(None, min_length=1, max_length=255, description="shown in lists and traces")
     ttl: StrictInt | None = Field(None, ge=1, description="seconds until it expires; nothing: never")

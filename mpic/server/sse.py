@@ -31,7 +31,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     The request's body must have been read, so that all that can still arrive is the disconnect.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+    gone = asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -43,7 +43,8 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _disconnected(request: Request) -> None:
+async def disconnected(request: Request) -> None:
+    """Wait until the client has closed the connection; its request's body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
+
+from mpic.server.workers import Rooms
 
 if TYPE_CHECKING:
     from mpic.config import Config
@@ -24,6 +26,7 @@ class State:
 
     Args:
         started: Unix time at which the server was made.
+        rooms: threads for what may take long.
     """
 
     engine: Engine
@@ -35,6 +38,7 @@ class State:
     quotas: Quotas
     metrics: Metrics
     retriever: Retriever
+    rooms: Rooms = field(default_factory=Rooms)
 
 
 def get_state(request: Request) -> State:

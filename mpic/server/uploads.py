@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from starlette.concurrency import run_in_threadpool
 
 from mpic.errors import EngineStopped, FileNotFound, MPICError, OutOfMemory, ReferenceNotFound
+from mpic.library.records import SHARED
 from mpic.link import parse_policy
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Uploads:
     def __init__(self, state: State) -> None:
         self.library = state.library
         self.engine = state.engine
+        self._workers = state.rooms.background
         self.sink = parse_policy(state.config.engine.policy).sink
         self._gate = asyncio.Semaphore(AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -51,45 +53,43 @@ class Uploads:
 
     def compile(self, file: File) -> None:
         """Compile a file in the background; its state becomes ``ready`` or ``failed``."""
-        files = self.library.files
-        self._spawn(
-            self._compile(
-                file.id, partial(files.chunk, file.owner, file), partial(files.set_state, file.owner, file.id)
-            )
-        )
+        files, user = self.library.files, file.owner
+        chunk_of, set_state = partial(files.chunk, user, file), partial(files.set_state, user, file.id)
+        self._spawn(self._compile(user, file.id, chunk_of, set_state))
 
     def compile_reference(self, reference: Reference) -> None:
         """The same for a reference."""
         shelf = self.library.references
-        self._spawn(
-            self._compile(reference.id, partial(shelf.chunk, reference), partial(shelf.set_state, reference))
-        )
+        chunk_of, set_state = partial(shelf.chunk, reference), partial(shelf.set_state, reference)
+        self._spawn(self._compile(SHARED, reference.id, chunk_of, set_state))
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[arg-type]
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _compile(self, id: str, chunk_of: Callable[[], Chunk], set_state: Callable[..., None]) -> None:
+    async def _compile(
+        self, user: str, id: str, chunk_of: Callable[[], Chunk], set_state: Callable[..., None]
+    ) -> None:
         for pause in PAUSES:
             try:
-                return await self._compile_once(id, chunk_of, set_state)
+                return await self._compile_once(user, id, chunk_of, set_state)
             except OutOfMemory as error:
                 log.warning("compiling %s is tried again in %g s: %s", id, pause, error)
             await asyncio.sleep(pause)  # while others may compile
         try:
-            await self._compile_once(id, chunk_of, set_state)
+            await self._compile_once(user, id, chunk_of, set_state)
         except OutOfMemory as error:
             log.error("compiling %s failed: %s", id, error)
             await run_in_threadpool(set_state, "failed", None, error.message)
 
     async def _compile_once(
-        self, id: str, chunk_of: Callable[[], Chunk], set_state: Callable[..., None]
+        self, user: str, id: str, chunk_of: Callable[[], Chunk], set_state: Callable[..., None]
     ) -> None:
         """Raises OutOfMemory; everything else that goes wrong becomes the file's state."""
         async with self._gate:
             try:
-                chunk = await run_in_threadpool(chunk_of)
+                chunk = await self._workers.call(user, chunk_of)
                 future = await run_in_threadpool(self.engine.compile, chunk, self.sink)
                 tokens = await asyncio.wrap_future(future)
             except OutOfMemory:

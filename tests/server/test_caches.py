@@ -156,7 +156,8 @@ async def test_quotas_count_chunks_all_or_none(server):
 
 
 async def test_what_would_be_far_too_many_pieces_is_refused_before_it_is_cut(server, monkeypatch):
-    monkeypatch.setattr("mpic.server.routers.caches.split_text", None)
+    monkeypatch.setattr("mpic.prompt.split._fixed", None)
+    monkeypatch.setattr("mpic.prompt.split._semantic", None)
     splits = [{"mode": mode, "tokens": 1} for mode in ("fixed", "sentence", "paragraph", "section")]
     for split in splits:
         answer = await server.http.post("/v1/caches", json={"text": "word " * 2_000, "split": split})
@@ -164,10 +165,10 @@ async def test_what_would_be_far_too_many_pieces_is_refused_before_it_is_cut(ser
 
 
 async def test_pieces_that_overlap_are_counted_before_they_are_copied(server, monkeypatch):
-    pieces = [Piece(0, 2_000)] * 10_000
-    monkeypatch.setattr("mpic.server.routers.caches.split_text", lambda *_: pieces)
+    pieces = [Piece(i, 1_000 + i) for i in range(1_500)]
+    monkeypatch.setattr("mpic.prompt.split._semantic", lambda *_: pieces)
     monkeypatch.setattr("mpic.server.routers.caches.Part", None)
     split = {"mode": "section", "tokens": 1_000, "overlap": 500}
-    body = {"text": "x" * 2_000, "split": split}
+    body = {"text": "x" * 3_000, "split": split}
     answer = await server.http.post("/v1/caches", json=body)
-    assert answer.status_code == 400 and "10000 or more" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "1025 or more" in answer.json()["error"]["message"]

@@ -70,6 +70,8 @@ class Preparer:
             raise UnsupportedParameter(
                 f"policy {policy} cannot take references while decoding", param="mpic.policy"
             )
+        own = sum(len(segment) for segment in segments if isinstance(segment, TextSegment))
+        check_context(own, None, self._model.context_length)  # before anything is decoded or encoded
         linked = self.link(request.prompt.chunks, policy, arrived)
         shapes = self.shapes(segments, linked, policy)
         plan = make_plan(shapes, policy)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
-from starlette.concurrency import run_in_threadpool
 
 from mpic.errors import BadRequest
 from mpic.library import Cache, CacheChunk
 from mpic.library.caches import CHUNK, MOST_CHUNKS, Part
-from mpic.prompt.split import Split, split_text
+from mpic.prompt.bounds import utf8_length
+from mpic.prompt.split import Split, TooManyPieces, split_text
 from mpic.server.auth import CurrentUser
-from mpic.server.body import JSONRoute
+from mpic.server.body import LARGE, JSONRoute
 from mpic.server.replies import CacheChunkObject, CacheDeleted, CacheList, CacheObject
 from mpic.server.routers.files import tiers_of
 from mpic.server.schemas import CacheChange, CacheRequest
@@ -27,17 +28,17 @@ async def create(body: CacheRequest, request: Request, state: StateDep, user: Cu
     """Cache a text, cut as `split` says, or chunks of your own. Answered when they are durable; they are compiled in
     the background. Prompts may link them at once."""
     split = Split(**body.split.model_dump())
-    parts = await run_in_threadpool(_parts, body, split, state)
-    size = sum(len(part.text.encode()) for part in parts)
+    large = sum(map(len, (body.text or "", *(body.chunks or ())))) > LARGE
+    workers = state.rooms.large if large else state.rooms.small
+    parts, size = await workers.run(request, _parts, body, split, state)
     async with state.quotas.admit(user, size, len(parts)):
-        cache = await run_in_threadpool(
+        create = partial(
             state.library.caches.create,
-            user.id,
-            parts,
             name=body.name or "",
             split=asdict(split) if body.text is not None else None,
             ttl=body.ttl,
         )
+        cache = await workers.call(user.id, create, user.id, parts)
     for chunk in cache.chunks:
         request.app.state.uploads.compile(chunk.file)
     return _show(cache, {})
@@ -88,39 +89,28 @@ def delete_cache(cache_id: str, state: StateDep, user: CurrentUser) -> CacheDele
     return CacheDeleted(id=cache_id)
 
 
-def _parts(body: CacheRequest, split: Split, state: State) -> list[Part]:
-    """What is to be cached. May tokenize a whole book: not for the event loop."""
+def _parts(body: CacheRequest, split: Split, state: State) -> tuple[list[Part], int]:
+    """What is to be cached, and its bytes. May tokenize a whole book: not for the event loop."""
     if body.text is not None:
         text = body.text.removeprefix("\ufeff")
         state.library.caches.check(text)
-        _check_count(_fewest(text, split, state) // 2)
-        pieces = split_text(text, split, state.template.document_spans)
-        _check_count(len(pieces))  # overlapping ones may be far larger together than the text
-        return [Part(text[p.start : p.end], p.start, p.end) for p in pieces]
-    parts, at = [], 0
-    for text in body.chunks or ():
-        parts.append(Part(text, at, at + len(text)))
-        at += len(text)
-    return parts
-
-
-def _fewest(text: str, split: Split, state: State) -> int:
-    """About the fewest pieces a text can be cut into: told at once, while cutting it into far too many takes minutes.
-    A piece alone may have a few tokens less than in the text, hence "about"."""
-    if split.mode == "none":
-        return 1
-    starts = {start for start, end in state.template.document_spans(text) if not text[start:end].isspace()}
-    each = split.tokens - split.overlap if split.mode == "fixed" else split.tokens
-    return (len(starts) - split.overlap) // each
-
-
-def _check_count(pieces: int) -> None:
-    if pieces > MOST_CHUNKS:
-        raise BadRequest(
-            f"a cache has 1 to {MOST_CHUNKS} chunks, not {pieces} or more; larger pieces (split.tokens) make fewer",
-            chunks=pieces,
-            limit=MOST_CHUNKS,
-        )
+        template = state.template
+        try:
+            pieces = split_text(text, split, template.document_spans, template.counter(), MOST_CHUNKS)
+        except TooManyPieces:  # overlapping ones may be far larger together than the text
+            raise BadRequest(
+                f"a cache has 1 to {MOST_CHUNKS} chunks, not {MOST_CHUNKS + 1} or more; larger pieces (split.tokens) "
+                "make fewer",
+                chunks=MOST_CHUNKS + 1,
+                limit=MOST_CHUNKS,
+            ) from None
+        parts = [Part(text[p.start : p.end], p.start, p.end) for p in pieces]
+    else:
+        parts, at = [], 0
+        for text in body.chunks or ():
+            parts.append(Part(text, at, at + len(text)))
+            at += len(text)
+    return parts, sum(utf8_length(part.text) for part in parts)
 
 
 def _tiers(state: State, user: str, file_id: str | None = None) -> dict[str, tuple[str, ...]]:

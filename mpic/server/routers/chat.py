@@ -9,19 +9,20 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from starlette.concurrency import run_in_threadpool
 
 from mpic.engine.base import Delta, GenerationRequest, RetrievalRound, Sampling, Usage
 from mpic.errors import UnsupportedParameter
 from mpic.link import parse_policy
 from mpic.prompt import build_prompt
+from mpic.prompt.bounds import check_conversation
 from mpic.prompt.calls import search_tools
 from mpic.retriever import SearchHit
 from mpic.server import errors, retrieval
 from mpic.server.answers import Answer
 from mpic.server.auth import CurrentUser
-from mpic.server.body import JSONRoute
+from mpic.server.body import ChatRoute
 from mpic.server.choices import Choices, together
+from mpic.server.errors import CLIENT_CLOSED
 from mpic.server.metrics import Metrics
 from mpic.server.replies import ChatCompletion
 from mpic.server.resolver import LibraryResolver
@@ -30,12 +31,10 @@ from mpic.server.schemas import ChatRequest
 from mpic.server.sse import DONE, ClientGone, EventStream, frame, while_connected
 from mpic.server.state import State, StateDep
 
-router = APIRouter(prefix="/v1/chat", tags=["chat"], route_class=JSONRoute)
+router = APIRouter(prefix="/v1/chat", tags=["chat"], route_class=ChatRoute)
 
 SAID_ONLY = {"refusal", "annotations", "audio", "function_call"}
 """Fields of an earlier answer that say nothing to the model."""
-
-CLIENT_CLOSED = 499  # nobody reads it; it shows in the access log
 
 
 @router.post(
@@ -52,8 +51,9 @@ CLIENT_CLOSED = 499  # nobody reads it; it shows in the access log
 async def create(body: ChatRequest, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """Answer a conversation that may contain images and documents, uploaded or inline."""
     check_model(state, body.model)
-    job, given = await run_in_threadpool(prepare, body, state, user.id)
-    choices = await run_in_threadpool(Choices.submit, state.engine.submit, job, body.n or 1)
+    job, given = await state.rooms.small.run(request, prepare, body, state, user.id)
+    # to the end: what has been submitted must be aborted if the client has left
+    choices = await state.rooms.small.call(user.id, Choices.submit, state.engine.submit, job, body.n or 1)
     rounds = None if body.mpic.retrieval.mode == "off" else given
     answer = Answer(
         job.id,
@@ -62,7 +62,7 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
         state.template.tokenizer,
         job.trace,
         rounds,
-        tools=bool(tools_of(body)),
+        tools=offers_tools(body),
     )
     if not body.stream:
         return await _whole(request, choices, answer, bool(body.logprobs), state.metrics)
@@ -72,8 +72,8 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
 def prepare(
     body: ChatRequest, state: State, user: str
 ) -> tuple[GenerationRequest, tuple[RetrievalRound, ...]]:
-    """Everything of a request that is known without the model, and what was searched for it. May decode images: not
-    for the event loop."""
+    """Everything of a request that is known without the model, and what was searched for it. May tokenize and decode
+    images: not for the event loop."""
     if (body.n or 1) > 1 and not body.temperature:
         raise UnsupportedParameter(
             "n greedy answers would all be the same: set a temperature above 0", param="n"
@@ -81,6 +81,7 @@ def prepare(
     policy = parse_policy(body.mpic.policy or state.config.engine.policy)
     resolver = LibraryResolver(state.library, user, state.config.server.max_chunks)
     messages = [m.model_dump(exclude_none=True, exclude=SAID_ONLY) for m in body.messages]
+    check_conversation(messages, state.engine.info.context_length, state.template.longest_token)
     options = body.mpic.retrieval
     if offered := tools_of(body):
         if options.mode != "off":
@@ -131,11 +132,14 @@ def prepare(
     return GenerationRequest(id, prompt, policy, sampling, user, body.mpic.trace, auto), given
 
 
+def offers_tools(body: ChatRequest) -> bool:
+    """Whether the model may call tools."""
+    return bool(body.tools) and body.tool_choice != "none"
+
+
 def tools_of(body: ChatRequest) -> list[dict[str, Any]]:
     """The tools a request offers."""
-    if body.tool_choice == "none":
-        return []
-    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if offers_tools(body) else []
 
 
 async def _whole(

@@ -11,11 +11,12 @@ from mpic.errors import BadRequest, UnsupportedParameter
 from mpic.library import File as LibraryFile
 from mpic.library import Library
 from mpic.server.auth import CurrentUser
+from mpic.server.body import JSONRoute
 from mpic.server.replies import FileDeleted, FileList, FileObject
 from mpic.server.schemas import FileChange
 from mpic.server.state import StateDep
 
-router = APIRouter(prefix="/v1/files", tags=["files"])
+router = APIRouter(prefix="/v1/files", tags=["files"], route_class=JSONRoute)
 
 PURPOSES = ("user_data", "vision", "assistants")
 FIELDS = frozenset({"file", "purpose", "handle", "expires_after[anchor]", "expires_after[seconds]"})

@@ -10,10 +10,9 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from PIL import Image
-from starlette.concurrency import run_in_threadpool
 
 from mpic.errors import BadRequest, InvalidUpload, NotFound, TooLarge
-from mpic.library import Reference, decode_image, thumbnail
+from mpic.library import SHARED, Reference, decode_image, thumbnail
 from mpic.retriever import Query as Wanted
 from mpic.server.auth import AdminUser, CurrentUser
 from mpic.server.body import JSONRoute, parse
@@ -108,8 +107,14 @@ def list_references(
 
 
 @router.post("/search")
-def search(body: ReferenceSearch, state: StateDep, user: CurrentUser) -> ReferencesFound:
+async def search(
+    body: ReferenceSearch, request: Request, state: StateDep, user: CurrentUser
+) -> ReferencesFound:
     """References most like a text or an image, best first."""
+    return await state.rooms.small.run(request, _search, body, state)
+
+
+def _search(body: ReferenceSearch, state: State) -> ReferencesFound:
     images = (_picture(body.image, state),) if body.image is not None else ()
     wanted = Wanted(body.query or "", images)
     try:
@@ -155,8 +160,12 @@ def get_content(reference_id: str, state: StateDep, user: CurrentUser) -> Respon
 
 
 @router.get("/{reference_id}/thumbnail", response_class=Response)
-def get_thumbnail(reference_id: str, state: StateDep, user: CurrentUser) -> Response:
+async def get_thumbnail(reference_id: str, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """A small PNG of an image."""
+    return await state.rooms.small.run(request, _thumbnail, reference_id, state)
+
+
+def _thumbnail(reference_id: str, state: State) -> Response:
     reference = state.library.references.get(reference_id)
     if reference.kind != "image":
         raise NotFound(f"{reference_id} is a text, it has no thumbnail", id=reference_id)
@@ -176,7 +185,7 @@ def delete_reference(reference_id: str, state: StateDep, user: AdminUser) -> Ref
 
 async def _added(request: Request, state: State, reference: Reference) -> ReferenceObject:
     request.app.state.uploads.compile_reference(reference)
-    await run_in_threadpool(state.retriever.flush, 10.0)
+    await state.rooms.small.call(SHARED, state.retriever.flush, 10.0)
     return _show(reference)
 
 

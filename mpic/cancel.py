@@ -1,0 +1,36 @@
+"""Long work on a thread that ends early once nobody waits for its result.
+
+A thread cannot be interrupted from outside, so work whose length a client chooses calls ``checkpoint`` between two
+steps. Whoever starts the work says with ``until`` when it is to end, for example when the client's connection closes.
+The signal travels in the context of the thread, so the functions in between need no parameter for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_signal: ContextVar[threading.Event | None] = ContextVar("mpic_cancel", default=None)
+
+
+class Cancelled(Exception):
+    """Nobody waits for the result of this work any more."""
+
+
+@contextmanager
+def until(signal: threading.Event) -> Iterator[None]:
+    """Inside the block, ``checkpoint`` raises as soon as ``signal`` is set."""
+    token = _signal.set(signal)
+    try:
+        yield
+    finally:
+        _signal.reset(token)
+
+
+def checkpoint() -> None:
+    """Raises Cancelled when the work that calls it is to end. Without ``until`` it does nothing."""
+    signal = _signal.get()
+    if signal is not None and signal.is_set():
+        raise Cancelled
