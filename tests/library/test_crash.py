@@ -91,8 +91,8 @@ class Unsynced(Files):
     def sync_folder(self, folder):
         pass
 
-    def database(self, path):
-        db = super().database(path)
+    def database(self, path, create=False):
+        db = super().database(path, create)
         db.execute("PRAGMA synchronous = OFF")
         return Quick(db)
 
