@@ -99,6 +99,7 @@ class Library:
         store: the tiers below the device, for the engine; see ``mpic.engine.base.ChunkStore``.
         home: the folder, and whether it is still there.
         orphans: files that the catalogue does not know, put aside.
+        sidecars: what the originals carry of the catalogue.
         recovered: what ``open`` found to mend, see ``Library.reconcile``.
     """
 
@@ -138,8 +139,8 @@ class Library:
         self.references = DynamicLibrary(root, self.catalog, self.store, limits, files, clock, guard)
         self.files_layer = files
         self.orphans = Orphans(root, files, clock, limits.orphan_days)
-        self._sidecars = Sidecars(root, files)
-        self._backfill = Backfill(self.catalog, self._sidecars)
+        self.sidecars = Sidecars(root, files)
+        self._backfill = Backfill(self.catalog, self.sidecars)
         self._open = not look
 
     @classmethod
@@ -220,6 +221,10 @@ class Library:
         self._backfill.start(*mending.without_sidecar())
         return dict(done)
 
+    def finish_sidecars(self) -> None:
+        """Wait until what an earlier version stored has its sidecars, which are written in the background."""
+        self._backfill.wait()
+
     def set_quota(
         self, user: str, *, files: int | None = None, bytes: int | None = None, disk: int | None = None
     ) -> None:
@@ -236,7 +241,7 @@ class Library:
             self.catalog.add_user(db, user, self.clock())
             sql = "UPDATE users SET quota_files = ?, quota_bytes = ?, quota_disk = ? WHERE id = ?"
             db.execute(sql, (files, bytes, disk, user))
-            self._sidecars.rewrite_owner(db, user)
+            self.sidecars.rewrite_owner(db, user)
 
     def usage(self) -> list[Usage]:
         """What each user holds per tier, and the quotas that hold for it; the dynamic library is ``@shared``."""

@@ -13,13 +13,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from mpic.database import PATIENCE, translation
 from mpic.durable import Files, write_durably
 from mpic.errors import DatabaseDamaged, ForeignFolder, IntegrityError, LibraryGone, Unavailable
 from mpic.library.names import CATALOG, LOCK, holds_ours
@@ -29,6 +32,8 @@ BACKUP = "mpic-backup.json"
 FORMAT = 1
 TAKEN = ("files", "kv", "tmp", "quarantine", "index", "spool", CATALOG, f"{CATALOG}-wal")
 """Names that a library or an engine uses in its folder. Where one of them is taken, no library is made."""
+
+UNFINISHED = re.compile(rf"\.{re.escape(MARKER)}\.[0-9a-f]{{12}}\.tmp")
 
 TABLES = {"users", "files", "chunks"}
 """Tables that the catalogue has had since its first version."""
@@ -144,7 +149,7 @@ class Home:
         while self._locks:
             os.close(self._locks.pop())
 
-    def _take(self, create: bool, look: object) -> Home:
+    def _take(self, create: bool, look: Callable[[Path, bool], Marker | None]) -> Home:
         if create:
             self._files.make_folder(self.root)
         elif not self.root.is_dir():
@@ -158,6 +163,9 @@ class Home:
             if Marker.read(self.root) != marker:
                 marker.write(self._files, self.root)
             self._lock(self.root / MARKER, os.O_RDWR)
+            for name in os.listdir(self.root):
+                if UNFINISHED.fullmatch(name):  # a marker that a crash has kept from its name
+                    self._files.remove(self.root / name)
         except BaseException:
             self.close()
             raise
@@ -194,7 +202,12 @@ def inspect(root: Path, create: bool = True) -> Marker | None:
 
     Raises: as ``Home.enter``.
     """
-    marker, catalogue = Marker.read(root), look_at(root / CATALOG)
+    marker = Marker.read(root)
+    if marker is None and (root / BACKUP).exists():
+        raise ForeignFolder(
+            f"{root} is a backup: give another folder, and fill it with `mpic library restore {root}`"
+        )
+    catalogue = look_at(root / CATALOG)
     if marker is not None and marker.state != "ready":
         raise IntegrityError(
             f"the restore into {root} was interrupted: empty the folder and run `mpic library restore` again"
@@ -235,11 +248,7 @@ def _inspect_damaged(root: Path, create: bool) -> Marker:
 
 
 def _refuse_taken(root: Path) -> None:
-    """Raises ForeignFolder: it is a backup, or a name that a library uses is taken."""
-    if (root / BACKUP).exists():
-        raise ForeignFolder(
-            f"{root} is a backup: give another folder, and fill it with `mpic library restore {root}`"
-        )
+    """Raises ForeignFolder: a name that a library uses is taken."""
     taken = [name for name in TAKEN if _taken(root / name)]
     if taken:
         raise ForeignFolder(
@@ -256,33 +265,52 @@ def _taken(path: Path) -> bool:
 
 
 def look_at(path: Path) -> Catalogue:
-    """What lies at a catalogue's path. It is read whole, and not changed.
+    """What lies at a catalogue's path. It is read whole, and not changed; where a crash has left a rollback journal,
+    SQLite rolls it back, as with any next reader.
 
     Raises:
         DatabaseBusy, DatabaseFailed: it cannot be read just now.
     """
-    from mpic.database import translation
-
-    if not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0):
+    if _size(path) == 0:
         return Catalogue("none")  # opening an empty one would make SQLite remove the log beside it
+    log = path.with_name(f"{path.name}-wal")
     try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=5)) as db:
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if version == 0 and not tables:
-                return Catalogue("none")
-            if version == 0 or not tables >= TABLES:
-                return Catalogue("other")
-            (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
-            if verdict != "ok":
-                return Catalogue("damaged", why=verdict.replace("\n", " ")[:200])
-            row = db.execute("SELECT id FROM library").fetchone() if "library" in tables else None
-            return Catalogue("ours", row[0] if row else None)
+        if _size(log) == 0 and _size(path.with_name(f"{path.name}-journal")) == 0:
+            return _inspect(path, "mode=ro&immutable=1")  # otherwise SQLite would make a log
+        try:
+            return _inspect(path, "mode=ro")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_READONLY:
+                raise
+            return _inspect(path, "mode=rw")
     except sqlite3.DatabaseError as error:
         ours = translation(error, "the catalogue")
         if ours is not None and not isinstance(ours, DatabaseDamaged):
             raise ours from error
         return Catalogue("damaged", why=str(error))
+
+
+def _inspect(path: Path, mode: str) -> Catalogue:
+    """Raises sqlite3.DatabaseError."""
+    with closing(sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, timeout=PATIENCE)) as db:
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if version == 0 and not tables:
+            return Catalogue("none")
+        if version == 0 or not tables >= TABLES:
+            return Catalogue("other", why="it is not a catalogue of this program")
+        (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            return Catalogue("damaged", why=verdict.replace("\n", " ")[:200])
+        row = db.execute("SELECT id FROM library").fetchone() if "library" in tables else None
+        return Catalogue("ours", row[0] if row else None)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; 0 where there is none, and more for anything that is no file."""
+    if not os.path.lexists(path):
+        return 0
+    return path.stat().st_size if path.is_file() else -1
 
 
 def _identity(path: Path) -> tuple[int, int]:

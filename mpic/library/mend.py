@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from mpic.errors import CorruptFile
 from mpic.library.adopt import Adoption, check_original, original_of, read_sidecar, sidecar_name
-from mpic.library.names import Found, scan
-from mpic.library.sidecars import Sidecar
+from mpic.library.names import OWNER_SIDECAR, Found, scan
+from mpic.library.sidecars import USERS_WITH_QUOTAS, Sidecar
 from mpic.library.store.mend import remove
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ class Mending:
         rows = self._catalog.read("SELECT id, path FROM refs")
         references = [row["id"] for row in rows if lacking(row["path"])]
         caches = [cache for cache, path in self._caches().items() if path not in self._found.caches]
-        rows = self._catalog.read(
-            "SELECT id FROM users WHERE COALESCE(quota_files, quota_bytes, quota_disk) >= 0"
-        )
-        owners = [row["id"] for row in rows if original_of(row["id"], "owner.json") not in self._found.owners]
+        rows = self._catalog.read(USERS_WITH_QUOTAS)
+        owners = [
+            row["id"] for row in rows if original_of(row["id"], OWNER_SIDECAR) not in self._found.owners
+        ]
         return files, references, caches, owners
 
     def _caches(self) -> dict[str, str]:

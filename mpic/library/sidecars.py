@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Connection
@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from mpic.durable import Files, write_durably
 from mpic.errors import CorruptFile
+from mpic.library.catalog import Catalog
 from mpic.library.names import OWNER_SIDECAR, SIDECAR, owner_folder, sidecar_of
 
 FORMAT = 1
@@ -36,6 +37,10 @@ CACHE = ("id", "owner", "name", "split", "created_at", "expires_at")
 CACHE_CHUNK = ("id", *CONTENT, "pinned", "position", "start", "end")
 OWNER = ("id", "created_at", "quota_files", "quota_bytes", "quota_disk")
 """Columns of the catalogue that a sidecar holds. State and tokens are not among them: they follow from compiling."""
+
+CHUNKS_OF_CACHE = "SELECT * FROM files JOIN cache_chunks USING (id) WHERE cache = ? ORDER BY position"
+USERS_WITH_QUOTAS = """
+    SELECT * FROM users WHERE quota_files IS NOT NULL OR quota_bytes IS NOT NULL OR quota_disk IS NOT NULL"""
 
 MOST_BYTES = 16 << 20
 """A sidecar is smaller; the one of a cache of 1,024 chunks has half a megabyte."""
@@ -100,7 +105,7 @@ def of_owner(row: Mapping[str, Any]) -> Sidecar:
 
 
 class Sidecars:
-    """Writes the sidecars of what changes. Every method runs within the transaction that makes the change.
+    """Writes the sidecars of what changes; the methods ``rewrite_...`` run within the transaction that changes it.
 
     Args:
         root: of the library.
@@ -114,6 +119,14 @@ class Sidecars:
         """Where the sidecar of a cache lies."""
         return self._root / "files" / owner_folder(owner) / f"{cache}{SIDECAR}"
 
+    def owner_path(self, owner: str) -> Path:
+        """Where the sidecar of a user with quotas lies."""
+        return self._root / "files" / owner_folder(owner) / OWNER_SIDECAR
+
+    def write(self, path: Path, sidecar: Sidecar) -> None:
+        """Durably. Raises StorageFull."""
+        write_durably(self._files, path, [memoryview(sidecar.encode())])
+
     def rewrite_files(self, db: Connection, ids: Iterable[str]) -> None:
         """Of uploads, or of the caches that these files are chunks of; those that are gone are left out."""
         for file_id in ids:
@@ -122,28 +135,36 @@ class Sidecars:
             if chunk is not None:
                 self.rewrite_cache(db, chunk["cache"])
             elif row is not None:
-                self._write(sidecar_of(self._root / row["path"]), of_file(row))
+                self.write(sidecar_of(self._root / row["path"]), of_file(row))
 
     def rewrite_reference(self, db: Connection, reference: str) -> None:
         row = db.execute("SELECT * FROM refs WHERE id = ?", (reference,)).fetchone()
         if row is not None:
-            self._write(sidecar_of(self._root / row["path"]), of_reference(row))
+            self.write(sidecar_of(self._root / row["path"]), of_reference(row))
 
     def rewrite_cache(self, db: Connection, cache: str) -> None:
         row = db.execute("SELECT * FROM caches WHERE id = ?", (cache,)).fetchone()
         if row is not None:
-            sql = "SELECT * FROM files JOIN cache_chunks USING (id) WHERE cache = ? ORDER BY position"
-            chunks = db.execute(sql, (cache,)).fetchall()
-            self._write(self.cache_path(row["owner"], cache), of_cache(row, chunks))
+            chunks = db.execute(CHUNKS_OF_CACHE, (cache,)).fetchall()
+            self.write(self.cache_path(row["owner"], cache), of_cache(row, chunks))
 
     def rewrite_owner(self, db: Connection, owner: str) -> None:
         row = db.execute("SELECT * FROM users WHERE id = ?", (owner,)).fetchone()
         if row is not None:
-            folder = self._root / "files" / owner_folder(owner)
-            self._write(folder / OWNER_SIDECAR, of_owner(row))
+            self.write(self.owner_path(owner), of_owner(row))
 
-    def _write(self, path: Path, sidecar: Sidecar) -> None:
-        write_durably(self._files, path, [memoryview(sidecar.encode())])
+    def expected(self, catalog: Catalog) -> Iterator[tuple[Path, Sidecar]]:
+        """Every sidecar that there should be, and what it should say. While nothing is changed."""
+        for row in catalog.read("SELECT * FROM files WHERE id NOT IN (SELECT id FROM cache_chunks)"):
+            yield sidecar_of(self._root / row["path"]), of_file(row)
+        for row in catalog.read("SELECT * FROM refs"):
+            yield sidecar_of(self._root / row["path"]), of_reference(row)
+        for row in catalog.read("SELECT * FROM caches"):
+            chunks = catalog.read(CHUNKS_OF_CACHE, row["id"])
+            if chunks:  # one without any is about to be forgotten
+                yield self.cache_path(row["owner"], row["id"]), of_cache(row, chunks)
+        for row in catalog.read(USERS_WITH_QUOTAS):
+            yield self.owner_path(row["id"]), of_owner(row)
 
 
 def _plain(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:
