@@ -26,6 +26,15 @@ class ChunkRow(NamedTuple):
     bytes: int
 
 
+class Stored(NamedTuple):
+    """A chunk whose file is durable: path relative to the root, size of the file, and its tokens."""
+
+    key: KVKey
+    path: str
+    bytes: int
+    tokens: int
+
+
 class ChunkRows:
     """Compiled chunks: ``ready``, or gone and why (``evicted | expired | corrupt | missing``)."""
 
@@ -69,6 +78,15 @@ class ChunkRows:
 
     def put(self, key: KVKey, path: str, size: int, tokens: int) -> None:
         """Commit a chunk whose file is durable."""
+        self.put_all([Stored(key, path, size, tokens)])
+
+    def put_all(self, chunks: Iterable[Stored]) -> None:
+        """Commit chunks whose files are durable."""
+        with self._catalog.write() as db:
+            for chunk in chunks:
+                self._put(db, *chunk)
+
+    def _put(self, db: Connection, key: KVKey, path: str, size: int, tokens: int) -> None:
         now = self._clock()
         values = {
             "key": key.digest,
@@ -84,11 +102,10 @@ class ChunkRows:
             "created_at": now,
             "last_used": now,
         }
-        with self._catalog.write() as db:
-            self._catalog.add_user(db, key.owner, now)
-            db.execute("DELETE FROM chunks WHERE key = ?", (key.digest,))  # REPLACE would not fire triggers
-            db.execute("DELETE FROM deleted WHERE path = ?", (path,))
-            insert_row(db, "chunks", values)
+        self._catalog.add_user(db, key.owner, now)
+        db.execute("DELETE FROM chunks WHERE key = ?", (key.digest,))  # REPLACE would not fire triggers
+        db.execute("DELETE FROM deleted WHERE path = ?", (path,))
+        insert_row(db, "chunks", values)
 
     def mark(self, keys: Iterable[str], state: str) -> None:
         """Ready chunks are so no longer, and this is why."""

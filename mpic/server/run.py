@@ -6,14 +6,14 @@ import dataclasses
 import json
 import logging
 import socket
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from mpic.config import Config, ConfigError, LibraryConfig
-from mpic.keys import KeyStore
+from mpic.keys import any_keys
 from mpic.server.guard import is_loopback
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def serve(config: Config, as_json: bool = False) -> None:
         ModelRefused: the model cannot be run right.
     """
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    with closing(KeyStore(Path(config.library.data_dir))) as keys:
-        has_keys = keys.exist()
+    has_keys = any_keys(Path(config.library.data_dir))
     with bind(config.server.host, config.server.port, has_keys) as sock:
         app = build(config)
         settings = uvicorn.Config(

@@ -17,7 +17,7 @@ from mpic.durable import Files
 from mpic.errors import CorruptFile
 from mpic.kv.file import ChunkFile
 from mpic.library.catalog import Catalog
-from mpic.library.chunk_rows import ChunkRows
+from mpic.library.chunk_rows import ChunkRows, Stored
 from mpic.library.names import chunk_path, scan_chunks
 from mpic.library.store.orphans import Orphans
 from mpic.library.store.quarantine import Quarantine
@@ -52,7 +52,9 @@ def mend(
     deleted = catalog.deleted(found.sizes)
     gone += deleted
     unknown = [path for path in found.sizes if path not in deleted]
-    strange = [path for path in unknown if not adopt_chunk(root, path, rows, files)]
+    whole = [read_stored(root, path, files) for path in unknown]
+    strange = [path for path, stored in zip(unknown, whole) if stored is None]
+    rows.put_all(stored for stored in whole if stored is not None)
     orphans.take(strange)
     remove(files, (root / path for path in gone))
     done.update(missing_chunks=len(lost), found_chunks=len(revived), leftovers=len(gone))
@@ -60,20 +62,23 @@ def mend(
     return done
 
 
-def adopt_chunk(root: Path, path: str, rows: ChunkRows, files: Files) -> bool:
-    """Make a row for a chunk file that has none; False when the file is damaged or lies where no such file belongs.
-    Its layers are verified when they are read, as those of every chunk."""
+def read_stored(root: Path, path: str, files: Files) -> Stored | None:
+    """What a chunk file that has no row says it holds; None when it is damaged or lies where no such file belongs. Its
+    layers are verified when they are read, as those of every chunk.
+
+    Args:
+        path: relative to the root.
+    """
     try:
         file = ChunkFile(root / path, files=files)
     except (CorruptFile, OSError) as error:
         log.warning("%s is not taken into the catalogue: %s", path, error)
-        return False
+        return None
     file.close()
     if str(chunk_path(file.key)) != path:
         log.warning("%s is not taken into the catalogue: it holds another chunk than its name says", path)
-        return False
-    rows.put(file.key, path, file.bytes, file.tokens)
-    return True
+        return None
+    return Stored(file.key, path, file.bytes, file.tokens)
 
 
 def remove(files: Files, paths: Iterable[Path]) -> None:

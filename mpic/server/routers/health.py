@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from mpic import __version__
 from mpic.errors import MPICError
 from mpic.link import policy_names
-from mpic.server.state import StateDep
+from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/health", tags=["health"])
 
@@ -21,7 +21,7 @@ router = APIRouter(prefix="/health", tags=["health"])
 async def health(state: StateDep) -> JSONResponse:
     """Readiness, the model, the attention implementation, pages by state, queue, and the policies on offer."""
     try:
-        state.engine.ready()
+        await _check(state)
         stats: dict[str, Any] = await run_in_threadpool(state.engine.stats)
         ready = True
     except MPICError as exc:
@@ -47,9 +47,15 @@ async def live() -> dict[str, bool]:
 
 @router.get("/ready")
 async def ready(state: StateDep) -> JSONResponse:
-    """The engine takes requests."""
+    """The engine takes requests, and the library's folder is there."""
     try:
-        state.engine.ready()
+        await _check(state)
     except MPICError as exc:
-        return JSONResponse({"ready": False, "error": exc.code}, status_code=503)
+        return JSONResponse({"ready": False, "error": exc.code, "message": exc.message}, status_code=503)
     return JSONResponse({"ready": True})
+
+
+async def _check(state: State) -> None:
+    """Raises an error of the tree: what keeps the server from working."""
+    state.engine.ready()
+    await run_in_threadpool(state.library.home.check)
