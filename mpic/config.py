@@ -152,6 +152,8 @@ class LibraryConfig:
         host_bytes: budget of compiled chunks in host memory; used when the engine runs on an accelerator.
         user_host_bytes: most bytes of one user there; 0: a fair share.
         shared_fraction: part of each budget that the dynamic library keeps while it stores anything.
+        orphan_days: how long files that the catalogue does not know are kept in quarantine before a start deletes
+            them; 0: for ever.
     """
 
     data_dir: str = field(default_factory=default_data_dir)
@@ -168,6 +170,7 @@ class LibraryConfig:
     host_bytes: int = 8 * GiB
     user_host_bytes: int = 0
     shared_fraction: float = 0.5
+    orphan_days: int = 30
 
 
 def bundled_embedder() -> str:

@@ -12,10 +12,11 @@ import os
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from mpic.database import PATIENCE
 from mpic.errors import StorageFull
 
 TEMPORARY = ".tmp"
@@ -77,10 +78,16 @@ class Files:
     def make_one_folder(self, folder: Path) -> None:
         os.mkdir(folder, 0o700)
 
-    def database(self, path: Path) -> sqlite3.Connection:
+    def database(self, path: Path, create: bool = False) -> sqlite3.Connection:
         """A connection to an SQLite database, which makes its own files durable. No transaction begins by itself; any
-        thread may use it, one at a time."""
-        return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
+        thread may use it, one at a time.
+
+        Args:
+            create: make the database when it is not there. Otherwise a missing one is an error, so that a reader never
+                leaves an empty file where somebody has just removed a database.
+        """
+        uri = f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
+        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=PATIENCE)
 
     def sync_folder(self, folder: Path) -> None:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -113,16 +120,25 @@ def temporary_name(path: Path) -> Path:
 
 
 def publish(files: Files, temporary: Path, path: Path) -> None:
-    """Give a synced temporary file its final name, durably. On failure neither name is left behind."""
+    """Give a synced temporary file its final name, durably; see ``publish_all``."""
+    publish_all(files, [(temporary, path)])
+
+
+def publish_all(files: Files, names: Sequence[tuple[Path, Path]]) -> None:
+    """Give synced temporary files their final names, all in one folder, durably and in this order. On failure no new
+    name is left behind; a file that was there before is untouched unless its successor had taken its name."""
+    folder, given = names[-1][1].parent, []
     try:
-        files.make_folder(path.parent)
-        files.rename(temporary, path)
-        files.sync_folder(path.parent)
+        files.make_folder(folder)
+        for temporary, path in names:
+            files.rename(temporary, path)
+            given.append(path)
+        files.sync_folder(folder)
     except BaseException as error:
-        for leftover in (temporary, path):
+        for leftover in (*(temporary for temporary, _ in names), *given):
             with suppress(OSError):
                 files.remove(leftover)
-        raise storage_error(error, path) from error
+        raise storage_error(error, names[-1][1]) from error
 
 
 def write_durably(files: Files, path: Path, parts: Iterable[memoryview]) -> None:

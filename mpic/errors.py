@@ -50,9 +50,14 @@ MPICError                         500  internal_error
 │   ├── EmbedderUnavailable       503  embedder_unavailable
 │   ├── OutOfMemory               503  out_of_memory
 │   ├── TooManyConnections        503  too_many_connections
-│   └── EngineStopped             503  engine_stopped
+│   ├── EngineStopped             503  engine_stopped
+│   ├── DatabaseBusy              503  database_busy
+│   ├── DatabaseFailed            503  database_failed
+│   ├── LibraryGone               503  library_gone
+│   └── ForeignFolder             503  foreign_folder    (at start; never over HTTP)
 ├── CorruptFile                   500  corrupt_file      (handled inside: recompiled, counted)
 ├── IntegrityError                500  integrity_error   (an invariant of ours is broken)
+│   └── DatabaseDamaged           500  database_damaged
 └── ModelRefused                  500  model_refused     (at load; never over HTTP)
 """
 
@@ -291,7 +296,10 @@ class StorageFull(MPICError):
 
 
 class Unavailable(MPICError):
+    """Not now. ``retry_after``: seconds after which it is worth trying again, or None where nobody can know."""
+
     status, code = 503, "unavailable"
+    retry_after: float | None = None
 
 
 class EmbedderUnavailable(Unavailable):
@@ -315,12 +323,45 @@ class EngineStopped(Unavailable):
     code = "engine_stopped"
 
 
+class DatabaseBusy(Unavailable):
+    """Another process keeps the catalogue or the key store locked; nothing was changed."""
+
+    code = "database_busy"
+    retry_after = 2.0
+
+
+class DatabaseFailed(Unavailable):
+    """The catalogue or the key store cannot be read or written: an I/O error, a read-only disk, no permission."""
+
+    code = "database_failed"
+    retry_after = 5.0
+
+
+class LibraryGone(Unavailable):
+    """The library's folder was removed or replaced while a server has it open; nothing is stored any more."""
+
+    code = "library_gone"
+    retry_after = 5.0
+
+
+class ForeignFolder(Unavailable):
+    """A folder that is not a library's, and that holds somebody's files under the names a library would use."""
+
+    code = "foreign_folder"
+
+
 class CorruptFile(MPICError):
     code = "corrupt_file"
 
 
 class IntegrityError(MPICError):
     code = "integrity_error"
+
+
+class DatabaseDamaged(IntegrityError):
+    """The catalogue or the key store is missing, cut off, or no database any more."""
+
+    code = "database_damaged"
 
 
 class ModelRefused(MPICError):

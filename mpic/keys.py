@@ -18,11 +18,12 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from mpic.database import PATIENCE, translated
 from mpic.errors import BadRequest, IntegrityError, NotFound
 
 FILE = "keys.sqlite"
@@ -77,25 +78,35 @@ class Key:
 class KeyStore:
     """The keys below one folder. Thread-safe; several processes may have it open.
 
+    Every method may raise the errors of ``translated``: DatabaseBusy, DatabaseFailed, DatabaseDamaged, StorageFull.
+
     Args:
         folder: the library's.
         clock: seconds since the epoch.
+        patience: seconds to wait for a process that has the file locked. A server asks on its event loop, so it waits
+            for a moment only.
 
     Raises:
         IntegrityError: the file was written by a newer version of this program.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, folder: Path, clock: Callable[[], float] = time.time, patience: float = PATIENCE
+    ) -> None:
         self.path = folder / FILE
         self._clock = clock
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=30)
-        self._db.row_factory = sqlite3.Row
-        self.path.chmod(0o600)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._migrate()
+        with self._translated():
+            self._db = sqlite3.connect(
+                self.path, isolation_level=None, check_same_thread=False, timeout=PATIENCE
+            )
+            self._db.row_factory = sqlite3.Row
+            self.path.chmod(0o600)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._migrate()
+            self._db.execute(f"PRAGMA busy_timeout = {round(patience * 1000)}")
 
     def create(self, user: str, role: Role = "user", limits: KeyLimits | None = None) -> tuple[str, Key]:
         """A new key for a user; the key itself is in no way to be had again.
@@ -115,7 +126,7 @@ class KeyStore:
         secret = f"mpic_{prefix}_{secrets.token_urlsafe(32)}"
         row = (prefix, _hash(secret), user, role, self._clock(), None)
         row += (limits.requests_per_minute, limits.concurrent, limits.bytes, limits.files)
-        with self._lock:
+        with self._lock, self._translated():
             self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         return secret, self.get(prefix)
 
@@ -137,14 +148,14 @@ class KeyStore:
 
     def listing(self) -> list[Key]:
         """All keys, oldest first, revoked ones too."""
-        with self._lock:
+        with self._lock, self._translated():
             return [_key(row) for row in self._db.execute("SELECT * FROM keys ORDER BY created_at, prefix")]
 
     def revoke(self, prefix: str) -> Key:
         """End a key, at once and for good. Raises KeyNotFound."""
         prefix = match[1] if (match := KEY.fullmatch(prefix)) else prefix.removeprefix("mpic_")
         self.get(prefix)
-        with self._lock:
+        with self._lock, self._translated():
             self._db.execute(
                 "UPDATE keys SET revoked_at = COALESCE(revoked_at, ?) WHERE prefix = ?",
                 (self._clock(), prefix),
@@ -160,8 +171,11 @@ class KeyStore:
             self._db.close()
 
     def _one(self, sql: str, *values: Any) -> sqlite3.Row | None:
-        with self._lock, closing(self._db.execute(sql, values)) as cursor:
+        with self._lock, self._translated(), closing(self._db.execute(sql, values)) as cursor:
             return cursor.fetchone()
+
+    def _translated(self) -> AbstractContextManager[None]:
+        return translated("the key store", f"put a copy of {FILE} back, or remove it and make new keys")
 
     def _migrate(self) -> None:
         self._db.execute("BEGIN IMMEDIATE")
@@ -185,6 +199,14 @@ class KeyStore:
                 )""")
             self._db.execute(f"PRAGMA user_version = {VERSION}")
         self._db.execute("COMMIT")
+
+
+def any_keys(folder: Path) -> bool:
+    """Whether a key was ever made for this folder. Unlike a ``KeyStore`` it makes neither the folder nor a file."""
+    if not (folder / FILE).is_file():
+        return False
+    with closing(KeyStore(folder)) as keys:
+        return keys.exist()
 
 
 def _hash(secret: str) -> bytes:

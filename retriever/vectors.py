@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpic.errors import IntegrityError, StorageFull
+from mpic.errors import IntegrityError, LibraryGone, StorageFull
 from mpic.library.records import Reference
 from mpic.retriever.cache import IndexFile
 from mpic.retriever.embedder import EmbedderName
@@ -35,7 +35,7 @@ class Vectors:
         self.rows = VectorRows(library.catalog, name)
         self.rows.sweep()
         self._file = IndexFile(library.root / "index" / f"{name.weights[:16]}.vectors", name)
-        self._saved = -1
+        self._saved, self._guard = -1, library.home.check
         revision = self.rows.revision()
         self.damaged = False
         try:
@@ -76,9 +76,10 @@ class Vectors:
         if revision == self._saved:
             return
         try:
+            self._guard()  # a folder that was removed is not made again
             self._file.write(self.index, revision)
             self._saved = revision
-        except (StorageFull, OSError) as error:
+        except (StorageFull, LibraryGone, OSError) as error:
             log.warning("the vector index could not be written: %s", error)
 
     def check(self) -> None:

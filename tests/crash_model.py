@@ -230,7 +230,7 @@ class RecordingFiles(Files):
         if folder == self.journal.root or self.journal.root in folder.parents:
             self.journal.record("sync_folder", self.journal.name(folder))
 
-    def database(self, path):
+    def database(self, path, create=False):
         return Connection(apsw.Connection(str(path), vfs=self._vfs.name))
 
 

@@ -71,10 +71,12 @@ def picture(seed=0, size=(16, 12)):
     return Image.fromarray(noise.to(torch.uint8).numpy(), "RGB")
 
 
-def everything(root):
-    """All files below a folder, relative, except the catalogue and the lock."""
+def everything(root, sidecars=False):
+    """All files below a folder, relative, except the catalogue, the lock, the marker, and (as a rule) the sidecars of
+    originals that are there."""
     found = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
-    return {name for name in found if not name.startswith(("catalog.sqlite", "lock"))}
+    found = {name for name in found if not name.startswith(("catalog.sqlite", "lock", "mpic-library.json"))}
+    return found if sidecars else found - {f"{name}.json" for name in found}
 
 
 class Clock:
@@ -161,6 +163,6 @@ class CrashingFiles(Files):
 
 def kill(library: Library):
     """Let go of a library as a dying process does: nothing is written down."""
+    library._open = False
     library.catalog.close()
-    os.close(library._lock)
-    library._lock = None
+    library.home.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -12,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.progress import TimeRemainingColumn as Remaining
 from rich.table import Column, Table
 
-from mpic.cli.common import Json, err, noun, out, print_json
-from mpic.config import load_config
+from mpic.cli import library_copies
+from mpic.cli.common import Json, noun, out, print_json
+from mpic.cli.folder import ConfigFile, DataDir, looking, opened, progress
 from mpic.errors import NotFound
 
 if TYPE_CHECKING:
@@ -25,15 +22,16 @@ if TYPE_CHECKING:
     from mpic.library.bulk import Result
 
 app = noun(
-    "The folder with uploads, references and compiled chunks: look at it, verify it, clean it, move it.\n\n"
-    "`ls` and `show` work beside a running server; the others need the folder for themselves, so stop the server "
-    "first. To manage your own uploads on a server use `mpic files`."
+    "The folder with uploads, references and compiled chunks: look at it, verify it, clean it, copy it, move it.\n\n"
+    "`ls`, `show` and `backup` work beside a running server; the others need the folder for themselves, so stop the "
+    "server first. To manage your own uploads on a server use `mpic files`.\n\n"
+    "`backup` copies everything as it is (ids, quotas, keys, caches), to be restored into an empty folder; `export` "
+    "writes what users uploaded into one tar file, which any library can import, whatever is in it already."
 )
+app.command("backup")(library_copies.backup)
+app.command("restore")(library_copies.restore)
+app.command("recover")(library_copies.recover)
 
-DataDir = Annotated[
-    Path | None, typer.Option(help="the library's folder; default: where `mpic serve` keeps it")
-]
-ConfigFile = Annotated[Path | None, typer.Option(help="the server's TOML file, for its folder and limits")]
 Right = {"justify": "right"}
 
 
@@ -262,48 +260,6 @@ def show_results(results: list[Result], as_json: bool) -> None:
         out.print(", ".join(f"{n:,} {what}" for what, n in sorted(count.items())) or "nothing to import")
     if count["refused"]:
         raise typer.Exit(1)
-
-
-@contextmanager
-def progress(what: str, total: int | None, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr: of bytes when the total is known, of items otherwise."""
-    last = (DownloadColumn(), Remaining()) if total is not None else (MofNCompleteColumn(),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *last)
-    with Progress(*columns, console=err, transient=True, disable=quiet) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.advance(task, done)
-
-
-def opened(data_dir: Path | None, config: Path | None, mend: bool = True, create: bool = False) -> Library:
-    """The library, for this process alone. Raises Unavailable when a server has it open, or when there is none."""
-    from mpic.errors import Unavailable
-    from mpic.library import Library
-
-    root, limits = _where(data_dir, config)
-    if not create and not (root / "catalog.sqlite").is_file():
-        raise Unavailable(
-            f"there is no library in {root}; `mpic serve` makes one, --data-dir names another folder"
-        )
-    return Library.open(root, limits, mend=mend)
-
-
-@contextmanager
-def looking(data_dir: Path | None, config: Path | None) -> Iterator[Library]:
-    from mpic.library import Library
-
-    library = Library.look(*_where(data_dir, config))
-    try:
-        yield library
-    finally:
-        library.close()
-
-
-def _where(data_dir: Path | None, config: Path | None) -> tuple[Path, Any]:
-    from mpic.library import Limits
-
-    settings = load_config(config, {"data_dir": None if data_dir is None else str(data_dir)}).library
-    names = [name for name in Limits.__dataclass_fields__ if hasattr(settings, name)]
-    return Path(settings.data_dir), Limits(**{name: getattr(settings, name) for name in names})
 
 
 def _find(library: Library, name: str, user: str) -> File | Reference:

@@ -12,21 +12,24 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from mpic.durable import Files
-from mpic.errors import BadRequest, Unavailable
+from mpic.errors import BadRequest, LibraryGone
+from mpic.library.backfill import Backfill
 from mpic.library.caches import Cache, CacheChunk, CacheLibrary
 from mpic.library.catalog import Catalog
 from mpic.library.decode import decode_image, decode_text, thumbnail
 from mpic.library.dynamic import DynamicLibrary
+from mpic.library.home import Home
 from mpic.library.limits import Limits
-from mpic.library.originals import Originals
+from mpic.library.mend import Mending
+from mpic.library.names import CATALOG
 from mpic.library.records import (
     SHARED,
     AsyncReader,
@@ -41,8 +44,10 @@ from mpic.library.records import (
     Usage,
 )
 from mpic.library.shares import Rules
+from mpic.library.sidecars import Sidecars
 from mpic.library.static import StaticLibrary
 from mpic.library.store import DiskStore, HostTier, Tier, TieredStore
+from mpic.library.store.orphans import Orphans
 
 __all__ = [
     "SHARED",
@@ -73,6 +78,18 @@ __all__ = [
 ]
 
 
+SAYS = {
+    "missing_chunks": "compiled chunks are gone; they are compiled again on next use",
+    "lost_files": "originals are gone; their rows say that they have failed",
+    "adopted_files": "uploads that the catalogue did not know were taken in by their sidecars",
+    "adopted_chunks": "compiled chunks that the catalogue did not know were taken in",
+    "orphans": "files that the catalogue does not know were put into quarantine/orphans",
+}
+"""What a start logs of what it has mended."""
+
+log = logging.getLogger(__name__)
+
+
 class Library:
     """Everything below one folder: catalogue, uploads, compiled chunks. One process at a time has it open.
 
@@ -81,7 +98,10 @@ class Library:
         caches: texts cached explicitly, see ``CacheLibrary``.
         references: the dynamic library, see ``DynamicLibrary``.
         store: the tiers below the device, for the engine; see ``mpic.engine.base.ChunkStore``.
-        recovered: what ``open`` found to mend: garbage of a crash, and objects whose files are gone.
+        home: the folder, and whether it is still there.
+        orphans: files that the catalogue does not know, put aside.
+        sidecars: what the originals carry of the catalogue.
+        recovered: what ``open`` found to mend, see ``Library.reconcile``.
     """
 
     files: StaticLibrary
@@ -90,11 +110,10 @@ class Library:
     store: DiskStore | TieredStore
     catalog: Catalog
     recovered: dict[str, int]
-    _lock: int | None
 
     def __init__(
         self,
-        root: Path,
+        home: Home,
         limits: Limits,
         files: Files,
         clock: Callable[[], float],
@@ -102,22 +121,28 @@ class Library:
         remote: Sequence[Tier] = (),
         look: bool = False,
     ) -> None:
-        self.root = root
+        root = home.root
+        self.home, self.root = home, root
         self.limits = limits
         self.clock = clock
-        self.catalog = Catalog(root / "catalog.sqlite", files, look)
-        self.store = DiskStore(root, self.catalog, limits, files, clock)
+        self.recovered = {}
+        guard = home.check
+        self.catalog = Catalog(root / CATALOG, files, look, guard)
+        self.store = DiskStore(root, self.catalog, limits, files, clock, guard)
         nearer = []
         if host != "none" and limits.host_bytes:
             rules = Rules(limits.host_bytes, limits.user_host_bytes, limits.shared_fraction)
             nearer.append(HostTier(rules, host == "pinned", self.store.pinned))
         if nearer or remote:
             self.store = TieredStore(self.store, nearer, remote)
-        self.files = StaticLibrary(root, self.catalog, self.store, limits, files, clock)
-        self.caches = CacheLibrary(root, self.catalog, self.files, limits, files, clock)
-        self.references = DynamicLibrary(root, self.catalog, self.store, limits, files, clock)
+        self.files = StaticLibrary(root, self.catalog, self.store, limits, files, clock, guard=guard)
+        self.caches = CacheLibrary(root, self.catalog, self.files, limits, files, clock, guard)
+        self.references = DynamicLibrary(root, self.catalog, self.store, limits, files, clock, guard)
         self.files_layer = files
-        self._originals = Originals(root, files)
+        self.orphans = Orphans(root, files, clock, limits.orphan_days)
+        self.sidecars = Sidecars(root, files)
+        self._backfill = Backfill(self.catalog, self.sidecars)
+        self._open = not look
 
     @classmethod
     def open(
@@ -130,6 +155,7 @@ class Library:
         host: Literal["none", "plain", "pinned"] = "none",
         remote: Sequence[Tier] = (),
         mend: bool = True,
+        create: bool = True,
     ) -> Library:
         """Open or create a library and mend what a crash left behind.
 
@@ -139,21 +165,25 @@ class Library:
             host: keep chunks in host memory too: for an engine on an accelerator, ``pinned`` where that is CUDA.
             remote: farther tiers.
             mend: False leaves what a crash left behind, to be looked at.
+            create: False refuses a folder without a library.
 
         Raises:
-            Unavailable: another process has it open.
+            Unavailable: another process has it open, or there is none and none is to be made.
+            ForeignFolder: the folder is not a library's and holds somebody's files under names that a library uses.
+            DatabaseDamaged: the catalogue is missing or damaged while files of the library are there.
             IntegrityError: it was written by a newer version of this program.
         """
-        root, files = Path(root).absolute(), files or Files()
-        files.make_folder(root)
-        lock = _lock(root)
+        files = files or Files()
+        home = Home(Path(root).absolute(), files).enter(create)
         try:
-            library = cls(root, limits or Limits(), files, clock, host, remote)
-            library.recovered = library.reconcile() if mend else {}
+            library = cls(home, limits or Limits(), files, clock, host, remote)
+            library.catalog.identify(home.id)
+            home.settle()
+            if mend:
+                library.recovered = library.reconcile()
         except BaseException:
-            os.close(lock)
+            home.close()
             raise
-        library._lock = lock
         return library
 
     @classmethod
@@ -163,22 +193,38 @@ class Library:
         Raises:
             Unavailable: there is none, or it was written by an older version.
         """
-        library = cls(Path(root).absolute(), limits or Limits(), Files(), time.time, look=True)
-        library._lock, library.recovered = None, {}
-        return library
+        files = Files()
+        return cls(Home(Path(root).absolute(), files), limits or Limits(), files, time.time, look=True)
 
     def reconcile(self) -> dict[str, int]:
-        """Make rows and files agree, at start-up or while nothing is uploaded; what there was to mend."""
-        chunks = self.store.reconcile()
+        """Make rows and files agree, at start-up or while nothing is uploaded. Nothing is deleted but what is known to
+        serve nothing.
+
+        Returns:
+            How many of each: ``missing_chunks`` and ``lost_files`` have a row and no file, ``found_chunks`` have theirs
+            again, ``adopted_chunks`` and ``adopted_files`` had no row, ``leftovers`` of crashes were removed,
+            ``orphans`` were put into quarantine and ``expired_orphans`` deleted there, ``unknown`` are not ours and
+            were left alone.
+        """
+        names = (
+            "missing_chunks lost_files found_chunks adopted_chunks adopted_files leftovers orphans unknown"
+        )
+        done = Counter(dict.fromkeys([*names.split(), "expired_orphans"], 0))
+        done.update(self.store.reconcile(self.orphans))
         self.references.collect_retired()
-        lost, orphans = self._originals.reconcile(self.files.paths() | self.references.paths())
-        self.files.mark_lost(lost)
-        self.references.mark_lost(lost)
-        return {
-            "missing_chunks": chunks["missing"],
-            "lost_files": len(lost),
-            "orphans": chunks["orphans"] + orphans,
-        }
+        mending = Mending(self)
+        done.update(mending.run())
+        self.references.collect_retired()  # what was adopted may have replaced something
+        done["expired_orphans"] = len(self.orphans.expire())
+        for what in ("missing_chunks", "lost_files", "adopted_files", "adopted_chunks", "orphans"):
+            if done[what]:
+                log.warning("%s: %s %s", self.root, done[what], SAYS[what])
+        self._backfill.start(*mending.without_sidecar())
+        return dict(done)
+
+    def finish_sidecars(self) -> None:
+        """Wait until what an earlier version stored has its sidecars, which are written in the background."""
+        self._backfill.wait()
 
     def set_quota(
         self, user: str, *, files: int | None = None, bytes: int | None = None, disk: int | None = None
@@ -196,6 +242,7 @@ class Library:
             self.catalog.add_user(db, user, self.clock())
             sql = "UPDATE users SET quota_files = ?, quota_bytes = ?, quota_disk = ? WHERE id = ?"
             db.execute(sql, (files, bytes, disk, user))
+            self.sidecars.rewrite_owner(db, user)
 
     def usage(self) -> list[Usage]:
         """What each user holds per tier, and the quotas that hold for it; the dynamic library is ``@shared``."""
@@ -240,11 +287,15 @@ class Library:
 
     def close(self) -> None:
         """Write down what is kept in memory and let go of the folder. Close the engine first. Safe to call twice."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            self.store.flush()
+        if self._open:
+            self._open = False
+            self._backfill.stop()
+            try:
+                self.store.flush()
+            except LibraryGone as error:
+                log.error("%s", error.message)
             self.catalog.close()
-            os.close(lock)
+            self.home.close()
         elif self.catalog.look:
             self.catalog.close()
 
@@ -253,14 +304,3 @@ class Library:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _lock(root: Path) -> int:
-    """Hold the library for this process; the operating system lets go of it when the process dies."""
-    fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise Unavailable(f"another process has the library in {root} open") from error
-    return fd

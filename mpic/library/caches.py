@@ -8,6 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Row
@@ -20,15 +21,18 @@ from mpic.library.catalog import Catalog
 from mpic.library.decode import decode_text
 from mpic.library.intake import check_life, clean_name, new_id
 from mpic.library.limits import Limits
-from mpic.library.originals import Originals
+from mpic.library.originals import Incoming, Originals, seal_all
 from mpic.library.records import File, Removed, State
 from mpic.library.rows import ALIVE, FileRows, insert_row
+from mpic.library.sidecars import Sidecars, of_cache
 from mpic.library.static import StaticLibrary
 
 GROUP, CHUNK = "group-", "cache-"
 MOST_CHUNKS = 1024
 LISTED = 4096
 """A page of a listing ends with the cache that fills up so many chunks, however many caches were asked for."""
+AT_ONCE = 32
+"""Chunks that are made durable together."""
 
 
 class Part(NamedTuple):
@@ -98,13 +102,16 @@ class CacheLibrary:
         limits: Limits,
         layer: Files | None = None,
         clock: Callable[[], float] = time.time,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
         self._catalog = catalog
         self._files = files
         self._limits = limits
-        self._rows = FileRows(catalog, root, limits, clock)
-        self._originals = Originals(root, layer or Files())
+        layer = layer or Files()
+        self._sidecars = Sidecars(root, layer)
+        self._rows = FileRows(catalog, root, limits, clock, self._sidecars)
+        self._originals = Originals(root, layer, guard)
         self._clock = clock
 
     def create(
@@ -138,16 +145,17 @@ class CacheLibrary:
         expires_at = None if ttl is None else now + ttl
         texts = [self.check(part.text) for part in parts]
         labels = [f"{name} {i}" if len(parts) > 1 else name for i in range(1, len(parts) + 1)]
-        made: list[CacheChunk] = []
         cache_id = new_id(GROUP)
-        try:
+        uploads: list[tuple[Incoming, Path]] = []
+        made: list[CacheChunk] = []
+        with ExitStack() as stack:  # whatever is not published is discarded
             for part, text, label in zip(parts, texts, labels):
-                made.append(CacheChunk(self._store(user, text, label, now, expires_at), part.start, part.end))
-            self._insert(Cache(cache_id, user, name, split, now, expires_at, tuple(made)))
-        except BaseException:
-            for chunk in made:
-                self._originals.remove(chunk.file.path)
-            raise
+                file, incoming = self._receive(user, text, label, now, expires_at)
+                uploads.append((stack.enter_context(incoming), file.path))
+                made.append(CacheChunk(file, part.start, part.end))
+                if len(made) % AT_ONCE == 0:  # so that few files are open at a time
+                    seal_all([upload for upload, _ in uploads[-AT_ONCE:]])
+            self._store(Cache(cache_id, user, name, split, now, expires_at, tuple(made)), uploads)
         return self.get(user, cache_id)
 
     def get(self, user: str, cache_id: str) -> Cache:
@@ -217,6 +225,7 @@ class CacheLibrary:
                     "UPDATE files SET expires_at = :at WHERE id IN (SELECT id FROM cache_chunks WHERE cache = :id)",
                     values,
                 )
+                self._sidecars.rewrite_cache(db, cache_id)
         return self.get(user, cache_id)
 
     def delete(self, user: str, id: str) -> list[Removed]:
@@ -228,9 +237,14 @@ class CacheLibrary:
     def sweep(self) -> None:
         """Forget caches without chunks: they show nowhere already."""
         empty = "NOT EXISTS (SELECT 1 FROM cache_chunks WHERE cache = caches.id)"
-        if self._catalog.one(f"SELECT 1 FROM caches WHERE {empty} LIMIT 1"):
-            with self._catalog.write() as db:
-                db.execute(f"DELETE FROM caches WHERE {empty}")
+        if not self._catalog.one(f"SELECT 1 FROM caches WHERE {empty} LIMIT 1"):
+            return
+        with self._catalog.write() as db:
+            rows = db.execute(f"SELECT id, owner FROM caches WHERE {empty}").fetchall()
+            sidecars = [self._sidecars.cache_path(row["owner"], row["id"]) for row in rows]
+            db.execute(f"DELETE FROM caches WHERE {empty}")
+            self._catalog.bury(db, [str(path.relative_to(self._root)) for path in sidecars], self._clock())
+        self._originals.remove_files(sidecars)
 
     # Inside
 
@@ -244,15 +258,19 @@ class CacheLibrary:
             error.param = "text"
             raise
 
-    def _store(self, user: str, text: str, label: str, now: float, expires_at: float | None) -> File:
-        """Make one text durable; its row is still to come."""
+    def _receive(
+        self, user: str, text: str, label: str, now: float, expires_at: float | None
+    ) -> tuple[File, Incoming]:
+        """Write one text under a temporary name; its row is still to come."""
         data = text.encode()
         chunk_id = new_id(CHUNK)
-        path = self._originals.path(user, chunk_id)
-        with self._originals.incoming(len(data)) as incoming:
+        incoming = self._originals.incoming(len(data))
+        try:
             incoming.write(data)
-            incoming.publish(path)
-        return File(
+        except BaseException:
+            incoming.discard()
+            raise
+        file = File(
             id=chunk_id,
             owner=user,
             handle=None,
@@ -266,18 +284,31 @@ class CacheLibrary:
             state="compiling",
             error=None,
             sha256=hashlib.sha256(data).hexdigest(),
-            path=path,
+            path=self._originals.path(user, chunk_id),
         )
+        return file, incoming
 
-    def _insert(self, cache: Cache) -> None:
-        with self._catalog.write() as db:
-            self._catalog.add_user(db, cache.owner, cache.created_at)
-            values = {name: value for name, value in vars(cache).items() if name != "chunks"}
-            insert_row(db, "caches", values | {"split": json.dumps(cache.split)})
-            for position, chunk in enumerate(cache.chunks):
-                self._rows.insert_in(db, chunk.file)
-                row = (chunk.file.id, cache.id, position, chunk.start, chunk.end)
-                db.execute("INSERT INTO cache_chunks VALUES (?, ?, ?, ?, ?)", row)
+    def _store(self, cache: Cache, uploads: Sequence[tuple[Incoming, Path]]) -> None:
+        """Publish the chunks and their common sidecar, then commit the rows."""
+        row = {name: value for name, value in vars(cache).items() if name != "chunks"}
+        spans = [
+            {"position": position, "start": chunk.start, "end": chunk.end}
+            for position, chunk in enumerate(cache.chunks)
+        ]
+        described = [self._rows.values(chunk.file) | span for chunk, span in zip(cache.chunks, spans)]
+        sidecar = self._sidecars.cache_path(cache.owner, cache.id)
+        self._originals.publish(uploads, of_cache(row, described), sidecar)
+        try:
+            with self._catalog.write() as db:
+                self._catalog.add_user(db, cache.owner, cache.created_at)
+                insert_row(db, "caches", row | {"split": json.dumps(cache.split)})
+                for chunk, span in zip(cache.chunks, spans):
+                    self._rows.insert_in(db, chunk.file)
+                    values = (chunk.file.id, cache.id, span["position"], chunk.start, chunk.end)
+                    db.execute("INSERT INTO cache_chunks VALUES (?, ?, ?, ?, ?)", values)
+        except BaseException:
+            self._originals.remove_files([sidecar, *(path for _, path in uploads)])
+            raise
 
     def _show(self, user: str, row: Row) -> Cache:
         spans = {

@@ -1,205 +1,32 @@
 """The catalogue: one SQLite database (WAL, ``synchronous=FULL``) that says what the library holds.
 
 One writer at a time behind a lock; readers have connections of their own. A file is durable before its row is
-committed, so a row always speaks the truth; a file without a row is garbage of a crash.
+committed, so a row always speaks the truth. The rows that are deleted leave the paths of their files in the table
+``deleted``, in the same transaction: a file without a row that is listed there was left by a crash in the middle of a
+deletion and may be removed, any other may be the only copy of what somebody uploaded.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mpic.database import PATIENCE, translated
 from mpic.durable import Files
-from mpic.errors import IntegrityError, StorageFull, Unavailable
-from mpic.library.records import SHARED
+from mpic.errors import DatabaseBusy, IntegrityError, Unavailable
+from mpic.library.migrations import MIGRATIONS
 
 IDLE_READERS = 8
 """Connections kept for the next reader; a burst of readers must not hold files for ever."""
 
-Migration = Callable[[sqlite3.Connection], None]
-MIGRATIONS: list[Migration] = []
-
-
-def migration(step: Migration) -> Migration:
-    """Register a step. Steps run once, in the order they stand in this file, each in its own transaction."""
-    MIGRATIONS.append(step)
-    return step
-
-
-@migration
-def m001_users_files_chunks(db: sqlite3.Connection) -> None:
-    db.execute("CREATE TABLE users (id TEXT PRIMARY KEY, created_at REAL NOT NULL) WITHOUT ROWID")
-    db.execute("""
-        CREATE TABLE files (
-            seq INTEGER PRIMARY KEY AUTOINCREMENT,
-            id TEXT NOT NULL UNIQUE,
-            owner TEXT NOT NULL REFERENCES users (id),
-            handle TEXT,                 -- as given; unique per owner ignoring case, see below
-            kind TEXT NOT NULL CHECK (kind IN ('image', 'text')),
-            filename TEXT NOT NULL,
-            path TEXT NOT NULL,          -- of the original, relative to the library's root
-            bytes INTEGER NOT NULL,
-            sha256 TEXT NOT NULL,        -- of the original's bytes
-            digest TEXT NOT NULL,        -- of the decoded content (ChunkKey.digest)
-            created_at REAL NOT NULL,
-            expires_at REAL,
-            tokens INTEGER,
-            state TEXT NOT NULL CHECK (state IN ('compiling', 'ready', 'failed')),
-            error TEXT
-        )""")
-    db.execute(
-        "CREATE UNIQUE INDEX files_handle ON files (owner, handle COLLATE NOCASE) WHERE handle IS NOT NULL"
-    )
-    db.execute("CREATE INDEX files_content ON files (owner, digest)")
-    db.execute("CREATE INDEX files_expiry ON files (expires_at) WHERE expires_at IS NOT NULL")
-    db.execute("""
-        CREATE TABLE chunks (
-            key TEXT PRIMARY KEY,        -- KVKey.digest
-            owner TEXT NOT NULL REFERENCES users (id),
-            kind TEXT NOT NULL,
-            digest TEXT NOT NULL,
-            model TEXT NOT NULL,
-            recipe TEXT NOT NULL,        -- JSON of the recipe's fields
-            path TEXT NOT NULL,          -- relative to the library's root
-            bytes INTEGER NOT NULL,
-            tokens INTEGER NOT NULL,
-            tier TEXT NOT NULL DEFAULT 'disk',
-            state TEXT NOT NULL CHECK (state IN ('ready', 'evicted', 'expired', 'corrupt', 'missing')),
-            created_at REAL NOT NULL,
-            last_used REAL NOT NULL
-        ) WITHOUT ROWID""")
-    db.execute("CREATE INDEX chunks_content ON chunks (owner, kind, digest)")
-    db.execute("CREATE INDEX chunks_use ON chunks (tier, state, last_used, bytes)")
-
-
-@migration
-def m002_references_and_metadata(db: sqlite3.Connection) -> None:
-    db.execute("ALTER TABLE files ADD COLUMN metadata TEXT NOT NULL DEFAULT '{}'")  # JSON object of scalars
-    columns = """
-            id TEXT NOT NULL,
-            version INTEGER NOT NULL,
-            kind TEXT NOT NULL CHECK (kind IN ('image', 'text')),
-            title TEXT NOT NULL,
-            description TEXT NOT NULL,
-            metadata TEXT NOT NULL,      -- JSON object of scalars
-            filename TEXT NOT NULL,
-            path TEXT NOT NULL,          -- of the original, relative to the library's root
-            bytes INTEGER NOT NULL,
-            sha256 TEXT NOT NULL,
-            digest TEXT NOT NULL,        -- of the decoded content (ChunkKey.digest)
-            created_at REAL NOT NULL,
-            updated_at REAL NOT NULL,
-            tokens INTEGER,
-            state TEXT NOT NULL CHECK (state IN ('compiling', 'ready', 'failed')),
-            error TEXT"""
-    db.execute(f"CREATE TABLE refs (seq INTEGER PRIMARY KEY AUTOINCREMENT, {columns}, UNIQUE (id))")
-    db.execute("CREATE INDEX refs_content ON refs (digest)")
-    # versions that were replaced or removed and that a running request may still link
-    db.execute(f"CREATE TABLE retired_refs ({columns}, PRIMARY KEY (id, version)) WITHOUT ROWID")
-    db.execute("CREATE INDEX retired_refs_content ON retired_refs (digest)")
-
-
-@migration
-def m003_quotas_pins_usage(db: sqlite3.Connection) -> None:
-    for quota in ("files", "bytes", "disk"):  # NULL: what the limits say; 0: none
-        db.execute(f"ALTER TABLE users ADD COLUMN quota_{quota} INTEGER")
-    for table in ("files", "refs"):
-        db.execute(f"ALTER TABLE {table} ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0")
-    db.execute("ALTER TABLE chunks ADD COLUMN why TEXT")  # of an evicted one: quota, budget, share
-    db.execute("DROP INDEX chunks_use")
-    db.execute("CREATE INDEX chunks_turn ON chunks (owner, tier, state, last_used)")
-    # what each owner holds per tier, kept by triggers so that no query adds up all rows
-    db.execute("""
-        CREATE TABLE usage (
-            owner TEXT NOT NULL,
-            tier TEXT NOT NULL,          -- original, disk
-            count INTEGER NOT NULL,
-            bytes INTEGER NOT NULL,
-            PRIMARY KEY (owner, tier)
-        ) WITHOUT ROWID""")
-    sources = {
-        "files": ("{row}.owner", "'original'", "1"),
-        "refs": (f"'{SHARED}'", "'original'", "1"),
-        "chunks": ("{row}.owner", "{row}.tier", "{row}.state = 'ready'"),
-    }
-    for table, (owner, tier, counts) in sources.items():
-        add = (
-            f"INSERT INTO usage SELECT {owner}, {tier}, {{sign}}1, {{sign}}{{row}}.bytes WHERE {counts} "
-            "ON CONFLICT DO UPDATE SET count = count + excluded.count, bytes = bytes + excluded.bytes"
-        )
-        gain, loss = (
-            add.replace("{row}", row).replace("{sign}", sign) for row, sign in (("new", ""), ("old", "-"))
-        )
-        change = "UPDATE OF state, bytes" if table == "chunks" else "UPDATE OF bytes"
-        for name, event, does in (
-            ("more", "INSERT", gain),
-            ("less", "DELETE", loss),
-            ("other", change, f"{loss}; {gain}"),
-        ):
-            db.execute(f"CREATE TRIGGER {table}_{name} AFTER {event} ON {table} BEGIN {does}; END")
-        row = owner.replace("{row}", table), tier.replace("{row}", table), counts.replace("{row}", table)
-        db.execute(
-            f"INSERT INTO usage SELECT {row[0]} AS o, {row[1]} AS t, COUNT(*), SUM(bytes) FROM {table} "
-            f"WHERE {row[2]} GROUP BY o, t HAVING COUNT(*) > 0 "
-            "ON CONFLICT DO UPDATE SET count = count + excluded.count, bytes = bytes + excluded.bytes"
-        )
-
-
-@migration
-def m004_caches(db: sqlite3.Connection) -> None:
-    """A cache's chunks are files (id ``cache-...``) that listings of files leave out; ``start`` and ``end`` are
-    characters of the text they were cut from."""
-    db.execute("""
-        CREATE TABLE caches (
-            seq INTEGER PRIMARY KEY AUTOINCREMENT,
-            id TEXT NOT NULL UNIQUE,
-            owner TEXT NOT NULL REFERENCES users (id),
-            name TEXT NOT NULL,
-            split TEXT,                  -- JSON of how it was cut
-            created_at REAL NOT NULL,
-            expires_at REAL
-        )""")
-    db.execute("""
-        CREATE TABLE cache_chunks (
-            id TEXT PRIMARY KEY REFERENCES files (id) ON DELETE CASCADE,
-            cache TEXT NOT NULL REFERENCES caches (id),
-            position INTEGER NOT NULL,
-            start INTEGER NOT NULL,
-            "end" INTEGER NOT NULL
-        ) WITHOUT ROWID""")
-    db.execute("CREATE INDEX cache_chunks_cache ON cache_chunks (cache, position)")
-
-
-@migration
-def m005_vectors(db: sqlite3.Connection) -> None:
-    db.execute("""
-        CREATE TABLE embedders (
-            id INTEGER PRIMARY KEY,
-            architecture TEXT NOT NULL,
-            weights TEXT NOT NULL,       -- SHA-256
-            dimension INTEGER NOT NULL,
-            revision INTEGER NOT NULL DEFAULT 0, -- of the vectors; an index of another revision is stale
-            UNIQUE (architecture, weights, dimension)
-        )""")
-    db.execute("""
-        CREATE TABLE vectors (
-            id INTEGER PRIMARY KEY AUTOINCREMENT,
-            embedder INTEGER NOT NULL REFERENCES embedders (id),
-            reference TEXT NOT NULL,     -- refs.id; a row may outlive it until the retriever hears of the removal
-            version INTEGER NOT NULL,
-            vector BLOB NOT NULL,        -- little-endian fp32, of length 1
-            UNIQUE (embedder, reference)
-        )""")
-
-
-@migration
-def m006_order_of_listings(db: sqlite3.Connection) -> None:
-    db.execute("CREATE INDEX files_age ON files (owner)")  # within an owner, rows come in the order of seq
-    db.execute("CREATE INDEX files_pending ON files (seq) WHERE state = 'compiling'")
+NAME = "the catalogue"
+ADVICE = "stop the server and run `mpic library recover`"
 
 
 class Catalog:
@@ -207,45 +34,60 @@ class Catalog:
 
     Args:
         look: only look, beside a process that has the library open: nothing is migrated or written.
+        guard: called before and after every transaction, and whenever a connection is made; it raises when the database
+            at ``path`` is not the one that was opened.
 
     Raises:
         IntegrityError: the database was written by a newer version of this program.
         Unavailable: only to look, and the database is not there or was written by an older version.
+        DatabaseDamaged, DatabaseBusy, DatabaseFailed: it cannot be used.
     """
 
-    def __init__(self, path: Path, files: Files | None = None, look: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        files: Files | None = None,
+        look: bool = False,
+        guard: Callable[[], None] = lambda: None,
+    ) -> None:
         self.path = path
         self.look = look
         self._files = files or Files()
+        self._guard = guard
         if look and not path.is_file():
             raise Unavailable(f"there is no library in {path.parent}")
         self._lock = threading.RLock()
         self._idle: list[sqlite3.Connection] = []  # readers nobody uses just now
-        self._writer = self._connect()
-        if look:
-            self._writer.execute("PRAGMA query_only = ON")
-            if self._version() < len(MIGRATIONS):
-                raise Unavailable(
-                    f"{path} was written by an older program: start the server once, it migrates"
-                )
-        else:
-            self._writer.execute("PRAGMA journal_mode = WAL")
+        with translated(NAME, ADVICE):
+            self._writer = self._connect(create=not look)
+            if look:
+                self._writer.execute("PRAGMA query_only = ON")
+                if self._version() < len(MIGRATIONS):
+                    raise Unavailable(
+                        f"{path} was written by an older program: start the server once, it migrates"
+                    )
+            else:
+                self._writer.execute("PRAGMA journal_mode = WAL")
         self._migrate()
 
     def read(self, sql: str, *values: Any, **named: Any) -> list[sqlite3.Row]:
-        """Rows of a query (placeholders positional or named), as last committed. Never waits for the writer."""
-        try:
-            db = self._idle.pop()
-        except IndexError:
-            db = self._connect()
-            db.execute("PRAGMA query_only = ON")
-        try:
-            return db.execute(sql, named or values).fetchall()
-        finally:
-            if len(self._idle) < IDLE_READERS:
-                self._idle.append(db)
-            else:
-                db.close()
+        """Rows of a query (placeholders positional or named), as last committed. Never waits for the writer.
+
+        Raises:
+            DatabaseBusy, DatabaseFailed, DatabaseDamaged: see ``translated``.
+        """
+        with translated(NAME, ADVICE):
+            try:
+                db = self._idle.pop()
+            except IndexError:
+                db = self._reader()
+            try:
+                return db.execute(sql, named or values).fetchall()
+            finally:
+                if len(self._idle) < IDLE_READERS:
+                    self._idle.append(db)
+                else:
+                    db.close()
 
     def one(self, sql: str, *values: Any) -> sqlite3.Row | None:
         """The first row of a query, or None."""
@@ -258,22 +100,61 @@ class Catalog:
 
         Raises:
             StorageFull: the disk is full; nothing was changed.
+            DatabaseBusy: another process, or another thread of this one, keeps it locked for ``PATIENCE`` seconds.
+            LibraryGone: the database at this path is not the one that was opened; nobody will find what was written.
+            DatabaseFailed, DatabaseDamaged: see ``translated``.
         """
-        with self._lock:
-            try:
-                self._writer.execute("BEGIN IMMEDIATE")
-                yield self._writer
-                self._writer.execute("COMMIT")
-            except BaseException as error:
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
-                if isinstance(error, sqlite3.OperationalError) and "full" in str(error):
-                    raise StorageFull("the disk that holds the catalogue is full") from error
-                raise
+        deadline = time.monotonic() + PATIENCE
+        if not self._lock.acquire(timeout=PATIENCE):
+            raise DatabaseBusy(f"{NAME} is busy with other changes; nothing was changed, try again")
+        try:
+            self._guard()
+            with translated(NAME, ADVICE):
+                try:
+                    self._begin(deadline)
+                    yield self._writer
+                    self._writer.execute("COMMIT")
+                except BaseException:
+                    if self._writer.in_transaction:
+                        self._writer.execute("ROLLBACK")
+                    raise
+            self._guard()
+        finally:
+            self._lock.release()
 
     def add_user(self, db: sqlite3.Connection, user: str, now: float) -> None:
         """Make sure a user's row exists, within a transaction."""
         db.execute("INSERT OR IGNORE INTO users (id, created_at) VALUES (?, ?)", (user, now))
+
+    def bury(self, db: sqlite3.Connection, paths: Iterable[str], now: float) -> None:
+        """Within a transaction: remember that the rows of these files were deleted, until ``forget_deleted``."""
+        db.executemany("INSERT OR REPLACE INTO deleted VALUES (?, ?)", [(path, now) for path in paths])
+
+    def deleted(self, paths: Iterable[str]) -> set[str]:
+        """Those of the paths whose rows were deleted."""
+        sql = "SELECT path FROM deleted WHERE path IN (SELECT value FROM json_each(?))"
+        return {row["path"] for row in self.read(sql, json.dumps(list(paths)))}
+
+    def forget_deleted(self, before: float) -> None:
+        """Forget the files that were deleted before this time, except those that could not be removed."""
+        rows = self.read("SELECT path FROM deleted WHERE at < ?", before)
+        gone = [(row["path"],) for row in rows if not (self.path.parent / row["path"]).exists()]
+        if gone:
+            with self.write() as db:
+                db.executemany("DELETE FROM deleted WHERE path = ?", gone)
+
+    def identify(self, library: str) -> None:
+        """Note which library this is the catalogue of, if it does not say so yet.
+
+        Raises:
+            IntegrityError: it says that it is another's.
+        """
+        row = self.one("SELECT id FROM library")
+        if row is None:
+            with self.write() as db:
+                db.execute("INSERT INTO library VALUES (?)", (library,))
+        elif row["id"] != library:
+            raise IntegrityError(f"{self.path} is the catalogue of the library {row['id']}, not of {library}")
 
     def check(self) -> None:
         """Verify the database itself. Raises IntegrityError."""
@@ -289,8 +170,24 @@ class Catalog:
                 self._idle.pop().close()
             self._writer.close()
 
-    def _connect(self) -> sqlite3.Connection:
-        db = self._files.database(self.path)
+    def _begin(self, deadline: float) -> None:
+        """Begin a transaction, waiting for other processes until ``deadline``."""
+        left = max(0, round((deadline - time.monotonic()) * 1000))
+        self._writer.execute(f"PRAGMA busy_timeout = {left}")
+        self._writer.execute("BEGIN IMMEDIATE")
+
+    def _reader(self) -> sqlite3.Connection:
+        db = self._connect()
+        try:
+            db.execute("PRAGMA query_only = ON")
+            self._guard()
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _connect(self, create: bool = False) -> sqlite3.Connection:
+        db = self._files.database(self.path, create)
         db.row_factory = sqlite3.Row
         db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA foreign_keys = ON")

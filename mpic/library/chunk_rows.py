@@ -26,6 +26,15 @@ class ChunkRow(NamedTuple):
     bytes: int
 
 
+class Stored(NamedTuple):
+    """A chunk whose file is durable: path relative to the root, size of the file, and its tokens."""
+
+    key: KVKey
+    path: str
+    bytes: int
+    tokens: int
+
+
 class ChunkRows:
     """Compiled chunks: ``ready``, or gone and why (``evicted | expired | corrupt | missing``)."""
 
@@ -48,6 +57,11 @@ class ChunkRows:
         sql = "SELECT key, path, bytes FROM chunks WHERE tier = 'disk' AND state = 'ready'"
         return [ChunkRow(*row) for row in self._catalog.read(sql)]
 
+    def every(self) -> list[tuple[ChunkRow, str]]:
+        """All rows, those of chunks that are gone too, with their states."""
+        rows = self._catalog.read("SELECT key, path, bytes, state FROM chunks WHERE tier = 'disk'")
+        return [(ChunkRow(*row[:3]), row["state"]) for row in rows]
+
     def totals(self) -> tuple[int, int]:
         """Number of ready chunks and their bytes."""
         sql = "SELECT COALESCE(SUM(count), 0), COALESCE(SUM(bytes), 0) FROM usage WHERE tier = 'disk'"
@@ -64,6 +78,15 @@ class ChunkRows:
 
     def put(self, key: KVKey, path: str, size: int, tokens: int) -> None:
         """Commit a chunk whose file is durable."""
+        self.put_all([Stored(key, path, size, tokens)])
+
+    def put_all(self, chunks: Iterable[Stored]) -> None:
+        """Commit chunks whose files are durable."""
+        with self._catalog.write() as db:
+            for chunk in chunks:
+                self._put(db, *chunk)
+
+    def _put(self, db: Connection, key: KVKey, path: str, size: int, tokens: int) -> None:
         now = self._clock()
         values = {
             "key": key.digest,
@@ -79,15 +102,21 @@ class ChunkRows:
             "created_at": now,
             "last_used": now,
         }
-        with self._catalog.write() as db:
-            self._catalog.add_user(db, key.owner, now)
-            db.execute("DELETE FROM chunks WHERE key = ?", (key.digest,))  # REPLACE would not fire triggers
-            insert_row(db, "chunks", values)
+        self._catalog.add_user(db, key.owner, now)
+        db.execute("DELETE FROM chunks WHERE key = ?", (key.digest,))  # REPLACE would not fire triggers
+        db.execute("DELETE FROM deleted WHERE path = ?", (path,))
+        insert_row(db, "chunks", values)
 
     def mark(self, keys: Iterable[str], state: str) -> None:
         """Ready chunks are so no longer, and this is why."""
         with self._catalog.write() as db:
             self._mark(db, keys, state)
+
+    def revive(self, keys: Iterable[str]) -> None:
+        """Chunks whose files were missing are ready again: the files are back."""
+        sql = "UPDATE chunks SET state = 'ready' WHERE key = ? AND state = 'missing'"
+        with self._catalog.write() as db:
+            db.executemany(sql, [(key,) for key in keys])
 
     def evict(
         self, owner: str, size: int, writing: Mapping[str, int], limits: Limits
@@ -130,16 +159,21 @@ class ChunkRows:
         for key, path, size, pinned in db.execute(sql, (owner,)):
             yield Held(ChunkRow(key, path, size), size, bool(pinned))
 
-    def drop(self, db: Connection, owner: str, chunk: ChunkKey, state: str | None) -> list[ChunkRow]:
+    def drop(
+        self, db: Connection, owner: str, chunk: ChunkKey, state: str | None, unfinished: Iterable[str] = ()
+    ) -> list[ChunkRow]:
         """Within a transaction: no form of this content is ready any more; the rows concerned.
 
         Args:
             state: keep the rows in this state, so that it is known why they are gone; None forgets them.
+            unfinished: paths, relative to the root, of files of this content that are just being written.
         """
         where, values = "owner = ? AND kind = ? AND digest = ?", (owner, chunk.kind, chunk.digest)
         rows = db.execute(f"SELECT key, path, bytes FROM chunks WHERE {where}", values).fetchall()
+        self._catalog.bury(db, unfinished, self._clock())
         if state is None:
             db.execute(f"DELETE FROM chunks WHERE {where}", values)
+            self._catalog.bury(db, [row["path"] for row in rows], self._clock())
         else:
             sql = f"UPDATE chunks SET state = ?, last_used = ? WHERE {where}"
             db.execute(sql, (state, self._clock(), *values))
@@ -150,6 +184,7 @@ class ChunkRows:
         with self._catalog.write() as db:
             row = db.execute("SELECT key, path, bytes FROM chunks WHERE key = ?", (key.digest,)).fetchone()
             db.execute("DELETE FROM chunks WHERE key = ?", (key.digest,))
+            self._catalog.bury(db, [row["path"]] if row else [], self._clock())
         return [ChunkRow(*row)] if row else []
 
     def forget_gone(self, before: float) -> None:

@@ -23,6 +23,7 @@ from mpic.library.catalog import Catalog
 from mpic.library.decode import decode_image, decode_text
 from mpic.library.limits import Limits
 from mpic.library.links import Links
+from mpic.library.names import sidecar_of
 from mpic.library.originals import Originals
 from mpic.library.records import (
     SHARED,
@@ -38,6 +39,7 @@ from mpic.library.records import (
 )
 from mpic.library.reference_intake import ReferenceIntake
 from mpic.library.reference_rows import ReferenceRows
+from mpic.library.sidecars import Sidecars
 from mpic.library.store.disk import DiskStore
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class DynamicLibrary:
         limits: Limits,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         self.root = root
         self.tokenize: Tokenize | None = None
@@ -66,8 +69,9 @@ class DynamicLibrary:
         self._catalog = catalog
         self._store = store
         self._limits = limits
-        self._rows = ReferenceRows(catalog, root, clock)
-        self._originals = Originals(root, files or Files())
+        files = files or Files()
+        self._rows = ReferenceRows(catalog, root, clock, Sidecars(root, files))
+        self._originals = Originals(root, files, guard)
         self._intake = ReferenceIntake(self._rows, self._originals, limits, clock, self._tell)
         self._tokens = TokenCache()
         self._links = Links()
@@ -126,6 +130,7 @@ class DynamicLibrary:
             with self._store.lock, self._catalog.write() as db:
                 gone = self._rows.remove(db, reference)
                 shared = self._rows.has_content(db, reference.key, retired=False)
+        self._originals.remove_files([sidecar_of(reference.path)])  # the rest stays while a request links it
         self._tell("removed", reference)
         self._collect([reference])
         return Removed(reference, None if shared else self._bare(reference))
@@ -225,9 +230,9 @@ class DynamicLibrary:
         """Where originals should lie, relative to the root."""
         return self._rows.paths()
 
-    def mark_lost(self, paths: set[str]) -> None:
-        """At start-up: references whose originals are gone have failed."""
-        self._rows.mark_lost(paths)
+    def mark_lost(self, lost: set[str], here: set[str]) -> None:
+        """At start-up: references whose originals are gone have failed, until the originals are back."""
+        self._rows.mark_lost(lost, here)
 
     def stats(self) -> dict[str, int]:
         count, size = self._rows.totals()
@@ -259,7 +264,7 @@ class DynamicLibrary:
             self._store.erase(rows)
         for reference, _ in removed:
             self._tokens.drop(_name(reference))
-            self._originals.remove(reference.path)
+        self._originals.remove(reference.path for reference, _ in removed)
         return removed
 
     def _bare(self, reference: Reference) -> Chunk:

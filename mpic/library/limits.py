@@ -28,7 +28,8 @@ class Limits:
         user_host_bytes: most bytes of one user there; 0: what ``shares`` gives.
         shared_fraction: part of a tier that the dynamic library is guaranteed while it stores anything.
         quarantine_files: how many damaged files are kept for inspection.
-        tombstone_seconds: how long it is remembered why a compiled chunk is gone.
+        tombstone_seconds: how long it is remembered why a compiled chunk is gone, and which files were deleted.
+        orphan_days: how long files that the catalogue does not know are kept in ``quarantine/orphans``; 0: for ever.
     """
 
     upload_bytes: int = 64 << 20
@@ -47,6 +48,7 @@ class Limits:
     shared_fraction: float = 0.5
     quarantine_files: int = 32
     tombstone_seconds: int = 30 * 86_400
+    orphan_days: int = 30
 
     def __post_init__(self) -> None:
         bomb = Image.MAX_IMAGE_PIXELS or 0
@@ -62,7 +64,14 @@ class Limits:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("user_files", "user_bytes", "user_disk_bytes", "host_bytes", "user_host_bytes"):
+        for name in (
+            "user_files",
+            "user_bytes",
+            "user_disk_bytes",
+            "host_bytes",
+            "user_host_bytes",
+            "orphan_days",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
         if not 0 <= self.shared_fraction <= 1:

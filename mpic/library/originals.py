@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
-from mpic.durable import TEMPORARY, Files, publish, read_all, storage_error, write_all
+from mpic.durable import TEMPORARY, Files, publish_all, read_all, storage_error, write_all
 from mpic.errors import CorruptFile, TooLarge
-from mpic.library.store.disk import owner_folder
+from mpic.library.names import owner_folder, sidecar_of
+from mpic.library.sidecars import Sidecar
+
+_SYNCING = ThreadPoolExecutor(8, "mpic-sync")
+"""Threads of ``seal_all``; none is started before it is needed."""
 
 
 class Incoming:
@@ -29,7 +35,7 @@ class Incoming:
         self._limit = limit
         self._lock = Lock()  # an abandoned request may discard while its last write still runs on a thread
         self._fd: int | None = None
-        self._gone = True
+        self._gone, self._sealed = True, False
         self.path = folder / f"{secrets.token_hex(12)}{TEMPORARY}"
         try:
             files.make_folder(folder)
@@ -66,17 +72,27 @@ class Incoming:
         with self._lock:
             return _read(self._files, self.path)
 
-    def publish(self, path: Path) -> None:
-        """Make it durable under its final name. Raises StorageFull."""
+    def seal(self) -> None:
+        """Make what was written durable, still under its temporary name; nothing can be written any more. Safe to call
+        twice.
+
+        Raises:
+            StorageFull: the disk is full.
+        """
         with self._lock:
-            fd = self._descriptor()
+            if self._sealed:
+                return
             try:
-                self._files.sync(fd)
+                self._files.sync(self._descriptor())
             except OSError as error:
-                raise storage_error(error, path) from error
+                raise storage_error(error, self.path) from error
             self._close()
+            self._sealed = True
+
+    def given_away(self) -> None:
+        """The temporary file gets another name: it is not this object's to remove any more."""
+        with self._lock:
             self._gone = True
-            publish(self._files, self.path, path)
 
     def discard(self) -> None:
         """Close and remove what was not published. Safe to call twice."""
@@ -107,46 +123,90 @@ class Incoming:
             self._files.close(fd)
 
 
-class Originals:
-    """Uploads as they came, in ``files/<hash of owner>/<id>`` below ``root``; those in progress in ``tmp``."""
+def seal_all(uploads: Sequence[Incoming]) -> None:
+    """Seal several at once: file systems write what is synced at the same time in one go, so two files take hardly
+    longer than one."""
+    others = [_SYNCING.submit(one.seal) for one in uploads[1:]]
+    try:
+        uploads[0].seal()
+    finally:
+        wait(others)
+    for one in others:
+        one.result()
 
-    def __init__(self, root: Path, files: Files) -> None:
+
+class Originals:
+    """Uploads as they came, in ``files/<hash of owner>/<id>`` below ``root``, each with its sidecar; those in progress
+    in ``tmp``.
+
+    Args:
+        guard: raises when the library's folder is not there any more.
+    """
+
+    def __init__(self, root: Path, files: Files, guard: Callable[[], None] = lambda: None) -> None:
         self.root = root
         self._files = files
+        self._guard = guard
 
     def incoming(self, limit: int) -> Incoming:
-        """A new upload of at most ``limit`` bytes. Raises StorageFull."""
+        """A new upload of at most ``limit`` bytes. Raises StorageFull, LibraryGone."""
+        self._guard()
         return Incoming(self._files, self.root / "tmp", limit)
 
     def path(self, owner: str, file_id: str) -> Path:
         return self.root / "files" / owner_folder(owner) / file_id
 
+    def publish(
+        self, uploads: Sequence[tuple[Incoming, Path]], sidecar: Sidecar, path: Path | None = None
+    ) -> None:
+        """Make originals and the sidecar that describes them durable under their final names: the originals first, so
+        that a sidecar whose original is missing speaks of a loss. When this raises, none of them is there.
+
+        Args:
+            uploads: all of one owner, and where each is to lie. Those that are not sealed yet are sealed here.
+            path: where the sidecar is to lie; None: beside the only original.
+
+        Raises:
+            StorageFull, LibraryGone.
+        """
+        data = sidecar.encode()
+        with self.incoming(len(data)) as words:
+            words.write(data)
+            seal_all([words, *(upload for upload, _ in uploads)])
+            self._guard()
+            everything = [*uploads, (words, path or sidecar_of(uploads[0][1]))]
+            for one, _ in everything:
+                one.given_away()
+            publish_all(self._files, [(one.path, target) for one, target in everything])
+
     def read(self, path: Path, sha256: str) -> bytes:
-        """An original, verified. Raises CorruptFile, FileNotFoundError."""
-        data = _read(self._files, path)
+        """An original, verified. Raises CorruptFile, FileNotFoundError, LibraryGone."""
+        try:
+            data = _read(self._files, path)
+        except FileNotFoundError:
+            self._guard()
+            raise
         if hashlib.sha256(data).hexdigest() != sha256:
             raise CorruptFile(f"the original of {path.name} is damaged")
         return data
 
-    def remove(self, path: Path) -> None:
-        """Remove a file that nothing refers to; one that cannot be removed is collected at the next start."""
+    def remove(self, paths: Iterable[Path]) -> None:
+        """Remove originals that nothing refers to, and their sidecars, durably, so that nothing that was deleted comes
+        back with a lost catalogue. What cannot be removed is removed at the next start."""
+        self.remove_files(name for path in paths for name in (sidecar_of(path), path))
+
+    def remove_files(self, paths: Iterable[Path]) -> None:
+        """Remove files in this order, durably; see ``remove``."""
+        folders = dict.fromkeys(path.parent for path in paths if self._unlink(path))
+        for folder in folders:
+            with suppress(OSError):
+                self._files.sync_folder(folder)
+
+    def _unlink(self, path: Path) -> bool:
         with suppress(OSError):
             self._files.remove(path)
-
-    def reconcile(self, catalogued: set[str]) -> tuple[set[str], int]:
-        """Compare with the catalogue, at start-up, and remove what is not in it.
-
-        Args:
-            catalogued: paths relative to the root.
-
-        Returns:
-            The catalogued paths that are not there, and how many files were removed.
-        """
-        here = {str(path.relative_to(self.root)) for path in self.root.glob("files/*/*")}
-        garbage = [*self.root.glob("tmp/*"), *(self.root / path for path in here - catalogued)]
-        for path in garbage:
-            self.remove(path)
-        return catalogued - here, len(garbage)
+            return True
+        return False
 
 
 def _read(files: Files, path: Path) -> bytes:

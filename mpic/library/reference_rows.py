@@ -13,7 +13,8 @@ from mpic.kv.chunk import ChunkKey
 from mpic.library.catalog import Catalog
 from mpic.library.intake import dump_metadata
 from mpic.library.records import Reference, State
-from mpic.library.rows import insert_row
+from mpic.library.rows import insert_row, mark_lost
+from mpic.library.sidecars import Sidecar, Sidecars, of_reference
 
 COLUMNS = (
     "id, version, kind, title, description, metadata, filename, path, bytes, sha256, digest, created_at, updated_at, "
@@ -24,8 +25,9 @@ COLUMNS = (
 class ReferenceRows:
     """Current references (table ``refs``), and versions that are gone but may still be linked (``retired_refs``)."""
 
-    def __init__(self, catalog: Catalog, root: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, catalog: Catalog, root: Path, clock: Callable[[], float], sidecars: Sidecars) -> None:
         self._catalog = catalog
+        self._sidecars = sidecars
         self._root = root
         self._clock = clock
 
@@ -68,9 +70,16 @@ class ReferenceRows:
         rows = self._catalog.read("SELECT path FROM refs UNION ALL SELECT path FROM retired_refs")
         return {row["path"] for row in rows}
 
-    def insert(self, reference: Reference) -> Reference:
+    def insert(self, reference: Reference, publish: Callable[[Sidecar], None]) -> Reference:
         """Commit a new reference; where an earlier one of its id has left a version or a vector, its versions go on
-        from there. Raises ReferenceExists."""
+        from there.
+
+        Args:
+            publish: makes the original and this sidecar durable, before the row is committed.
+
+        Raises:
+            ReferenceExists.
+        """
         with self._catalog.write() as db:
             if db.execute("SELECT 1 FROM refs WHERE id = ?", (reference.id,)).fetchone():
                 raise ReferenceExists(f"there is a reference {reference.id!r}; replace it", param="id")
@@ -81,15 +90,23 @@ class ReferenceRows:
             last = db.execute(sql, {"id": reference.id}).fetchone()["last"]
             if last is not None:
                 reference = replace(reference, version=last + 1)
-            insert_row(db, "refs", self._values(reference))
+            values = self._values(reference)
+            insert_row(db, "refs", values)
+            publish(of_reference(values))
             return reference
 
-    def replace(self, reference_id: str, make: Callable[[Reference], Reference]) -> Reference | None:
-        """Commit a new version in place of the current one, which is retired; None when there is none.
+    def replace(
+        self,
+        reference_id: str,
+        make: Callable[[Reference], Reference],
+        publish: Callable[[Sidecar], None],
+    ) -> tuple[Reference, Reference] | None:
+        """Commit a new version in place of the current one, which is retired: both, or None when there is none.
 
         Args:
             make: the new version from the current one, whose number it need not change. Within the transaction, so
                 that what it takes over is not older than what it replaces.
+            publish: as for ``insert``.
         """
         with self._catalog.write() as db:
             rows = db.execute("SELECT * FROM refs WHERE id = ?", (reference_id,)).fetchall()
@@ -101,7 +118,8 @@ class ReferenceRows:
             values = self._values(new)
             changes = ", ".join(f"{column} = :{column}" for column in values)
             db.execute(f"UPDATE refs SET {changes} WHERE id = :id", values)
-            return new
+            publish(of_reference(values))
+            return new, current
 
     def remove(self, db: Connection, reference: Reference) -> bool:
         """Within a transaction: retire a reference that has no successor; False when it is gone or changed."""
@@ -113,7 +131,10 @@ class ReferenceRows:
     def collect(self, db: Connection, reference: Reference) -> bool:
         """Within a transaction: forget a retired version; False when that has happened."""
         sql = "DELETE FROM retired_refs WHERE id = ? AND version = ?"
-        return db.execute(sql, (reference.id, reference.version)).rowcount > 0
+        if db.execute(sql, (reference.id, reference.version)).rowcount == 0:
+            return False
+        self._catalog.bury(db, [self._name(reference)[2]], self._clock())
+        return True
 
     def has_content(self, db: Connection, key: ChunkKey, retired: bool) -> bool:
         """Within a transaction: does a reference hold this content (or, with ``retired``, a version on its way out)?"""
@@ -131,14 +152,16 @@ class ReferenceRows:
 
     def set_pin(self, reference_id: str, pinned: bool) -> bool:
         """False when there is none."""
+        sql = "UPDATE refs SET pinned = ? WHERE id = ?"
         with self._catalog.write() as db:
-            return db.execute("UPDATE refs SET pinned = ? WHERE id = ?", (pinned, reference_id)).rowcount > 0
+            there = db.execute(sql, (pinned, reference_id)).rowcount > 0
+            if there:
+                self._sidecars.rewrite_reference(db, reference_id)
+            return there
 
-    def mark_lost(self, paths: Iterable[str]) -> None:
-        """References whose originals are gone cannot be compiled any more."""
-        sql = "UPDATE refs SET state = 'failed', error = 'the original is lost' WHERE path = ?"
-        with self._catalog.write() as db:
-            db.executemany(sql, [(path,) for path in paths])
+    def mark_lost(self, lost: Iterable[str], here: set[str]) -> None:
+        """References whose originals are gone cannot be compiled any more; those whose originals are back can."""
+        mark_lost(self._catalog, "refs", lost, here)
 
     def _retire(self, db: Connection, reference_id: str, version: int) -> bool:
         sql = f"INSERT INTO retired_refs ({COLUMNS}) SELECT {COLUMNS} FROM refs WHERE id = ? AND version = ?"

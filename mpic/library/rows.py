@@ -13,6 +13,7 @@ from mpic.kv.chunk import ChunkKey
 from mpic.library.catalog import Catalog
 from mpic.library.limits import Limits
 from mpic.library.records import File, State
+from mpic.library.sidecars import Sidecars
 
 ALIVE = "owner = :owner AND (expires_at IS NULL OR expires_at > :now)"
 """The condition every lookup of a user carries: the user's own, and not expired."""
@@ -25,8 +26,11 @@ def handle_taken(handle: str) -> HandleTaken:
 class FileRows:
     """Uploaded files. Whatever takes a user sees nothing but that user's living files."""
 
-    def __init__(self, catalog: Catalog, root: Path, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, catalog: Catalog, root: Path, limits: Limits, clock: Callable[[], float], sidecars: Sidecars
+    ) -> None:
         self._catalog = catalog
+        self._sidecars = sidecars
         self._root = root
         self._limits = limits
         self._clock = clock
@@ -77,12 +81,6 @@ class FileRows:
 
     def insert_in(self, db: Connection, file: File) -> None:
         """``insert`` within a transaction."""
-        values = {name: value for name, value in vars(file).items() if name != "key"}
-        values |= {
-            "digest": file.key.digest,
-            "path": str(file.path.relative_to(self._root)),
-            "metadata": json.dumps(file.metadata, sort_keys=True),
-        }
         self._catalog.add_user(db, file.owner, file.created_at)
         if file.handle is not None:
             where = "owner = ? AND handle = ? COLLATE NOCASE"
@@ -92,7 +90,16 @@ class FileRows:
             if db.execute(f"SELECT 1 FROM files WHERE {where}", own).fetchone():
                 raise handle_taken(file.handle)
         self.check_quota(file.owner, file.bytes, db)
-        insert_row(db, "files", values)
+        insert_row(db, "files", self.values(file))
+
+    def values(self, file: File) -> dict[str, Any]:
+        """The columns of a file's row."""
+        values = {name: value for name, value in vars(file).items() if name != "key"}
+        return values | {
+            "digest": file.key.digest,
+            "path": str(file.path.relative_to(self._root)),
+            "metadata": json.dumps(file.metadata, sort_keys=True),
+        }
 
     def check_quota(self, user: str, size: int, db: Connection | None = None) -> None:
         """Whether the user may store one more original of this size. What has expired does not count.
@@ -127,28 +134,33 @@ class FileRows:
     def set_expiry(self, user: str, file_id: str, expires_at: float | None) -> None:
         """A file that has expired stays so."""
         sql = f"UPDATE files SET expires_at = :at WHERE id = :id AND {ALIVE}"
+        values = {"at": expires_at, "id": file_id, "owner": user, "now": self._clock()}
         with self._catalog.write() as db:
-            db.execute(sql, {"at": expires_at, "id": file_id, "owner": user, "now": self._clock()})
+            if db.execute(sql, values).rowcount:
+                self._sidecars.rewrite_files(db, [file_id])
 
     def set_pin(self, user: str, file_id: str, pinned: bool) -> None:
+        sql = "UPDATE files SET pinned = ? WHERE owner = ? AND id = ?"
         with self._catalog.write() as db:
-            db.execute("UPDATE files SET pinned = ? WHERE owner = ? AND id = ?", (pinned, user, file_id))
+            if db.execute(sql, (pinned, user, file_id)).rowcount:
+                self._sidecars.rewrite_files(db, [file_id])
 
     def set_state(self, user: str, file_id: str, state: State, tokens: int | None, error: str | None) -> None:
         sql = "UPDATE files SET state = ?, tokens = COALESCE(?, tokens), error = ? WHERE owner = ? AND id = ?"
         with self._catalog.write() as db:
             db.execute(sql, (state, tokens, error, user, file_id))
 
-    def mark_lost(self, paths: Iterable[str]) -> None:
-        """Files whose originals are gone cannot be compiled any more."""
-        sql = "UPDATE files SET state = 'failed', error = 'the original is lost' WHERE path = ?"
-        with self._catalog.write() as db:
-            db.executemany(sql, [(path,) for path in paths])
+    def mark_lost(self, lost: Iterable[str], here: set[str]) -> None:
+        """Files whose originals are gone cannot be compiled any more; those whose originals are back can."""
+        mark_lost(self._catalog, "files", lost, here)
 
     def delete(self, db: Connection, file: File, expired: bool) -> bool:
         """Within a transaction; False when the file was deleted meanwhile, or (``expired``) lives on."""
         sql = "DELETE FROM files WHERE id = ? AND (NOT ? OR expires_at <= ?)"
-        return db.execute(sql, (file.id, expired, self._clock())).rowcount > 0
+        if db.execute(sql, (file.id, expired, self._clock())).rowcount == 0:
+            return False
+        self._catalog.bury(db, [str(file.path.relative_to(self._root))], self._clock())
+        return True
 
     def has_content(self, db: Connection, owner: str, key: ChunkKey) -> bool:
         """Within a transaction: does a file of this owner hold this content?"""
@@ -183,6 +195,25 @@ def _exceeded(used: tuple[int, int], files: int, room: int, size: int) -> str | 
     if files and used[0] + 1 > files:
         return "files"
     return "bytes" if room and used[1] + size > room else None
+
+
+LOST = "the original is lost"
+
+
+def mark_lost(catalog: Catalog, table: str, lost: Iterable[str], here: set[str]) -> None:
+    """Rows of ``files`` or ``refs`` whose originals are gone have failed, until the originals are back (a disk was not
+    mounted, say).
+
+    Args:
+        lost: paths relative to the library's root.
+        here: the paths of the originals that are there.
+    """
+    rows = catalog.read(f"SELECT path FROM {table} WHERE state = 'failed' AND error = ?", LOST)
+    back = [row["path"] for row in rows if row["path"] in here]
+    with catalog.write() as db:
+        sql = f"UPDATE {table} SET state = ?, error = ? WHERE path = ?"
+        db.executemany(sql, [("failed", LOST, path) for path in lost])
+        db.executemany(sql, [("compiling", None, path) for path in back])
 
 
 def insert_row(db: Connection, table: str, values: dict[str, Any]) -> None:

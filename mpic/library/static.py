@@ -33,6 +33,7 @@ from mpic.library.records import (
     Tokenize,
 )
 from mpic.library.rows import FileRows, handle_taken
+from mpic.library.sidecars import Sidecars, of_file
 from mpic.library.store.disk import DiskStore
 
 HANDLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -44,6 +45,7 @@ class StaticLibrary:
     Args:
         root: of the library; see ``Originals`` for what lies where.
         tokenize: text -> token ids of the served model; may be set later, before the first text is linked.
+        guard: raises when the library's folder is not there any more.
     """
 
     def __init__(
@@ -55,14 +57,16 @@ class StaticLibrary:
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
         tokenize: Tokenize | None = None,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         self.root = root
         self.tokenize = tokenize
         self._catalog = catalog
         self._store = store
         self._limits = limits
-        self._rows = FileRows(catalog, root, limits, clock)
-        self._originals = Originals(root, files or Files())
+        files = files or Files()
+        self._rows = FileRows(catalog, root, limits, clock, Sidecars(root, files))
+        self._originals = Originals(root, files, guard)
         self._clock = clock
         self._tokens = TokenCache()
 
@@ -90,6 +94,7 @@ class StaticLibrary:
             StorageQuotaExceeded: the user has too many files, or too large ones.
             BadRequest: malformed handle or expiry.
             StorageFull: the disk is full; nothing was stored.
+            LibraryGone, DatabaseBusy: nothing was stored; see ``Catalog.write``.
         """
         metadata = self._admit(user, handle, expires_after, metadata)
         with self._originals.incoming(self._limits.upload_bytes) as incoming:
@@ -260,9 +265,9 @@ class StaticLibrary:
         """Where originals should lie, relative to the root."""
         return self._rows.paths()
 
-    def mark_lost(self, paths: set[str]) -> None:
-        """At start-up: files whose originals are gone have failed."""
-        self._rows.mark_lost(paths)
+    def mark_lost(self, lost: set[str], here: set[str]) -> None:
+        """At start-up: files whose originals are gone have failed, until the originals are back."""
+        self._rows.mark_lost(lost, here)
 
     def check(self) -> None:
         """Every row has its original. Raises IntegrityError."""
@@ -327,11 +332,11 @@ class StaticLibrary:
             path=path,
             metadata=metadata,
         )
-        incoming.publish(path)
+        self._originals.publish([(incoming, path)], of_file(self._rows.values(file)))
         try:
             self._rows.insert(file)
         except BaseException:
-            self._originals.remove(path)
+            self._originals.remove([path])
             raise
         return file
 
@@ -351,7 +356,7 @@ class StaticLibrary:
             self._store.erase(rows)
         for file, _ in removed:
             self._tokens.drop(file.id)
-            self._originals.remove(file.path)
+        self._originals.remove(file.path for file, _ in removed)
         return removed
 
     def _tokenizer(self) -> Tokenize:

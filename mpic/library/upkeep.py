@@ -16,6 +16,8 @@ from mpic.errors import CorruptFile, IntegrityError
 from mpic.kv.chunk import ChunkKey, KVKey, Recipe
 from mpic.kv.file import ChunkFile
 from mpic.library import Library
+from mpic.library.names import DAMAGED, scan, scan_chunks
+from mpic.library.sidecars import Sidecar
 
 Progress = Callable[[int], None]
 """Called with the bytes that were just dealt with."""
@@ -32,7 +34,8 @@ class Problem(NamedTuple):
 
 
 class Garbage(NamedTuple):
-    """Something that serves nothing any more: ``why`` is orphan, expired, retired, tombstone, or quarantine."""
+    """Something that serves nothing any more: ``why`` is leftover, expired, retired, tombstone, quarantine, or overdue
+    (put aside longer ago than it is kept)."""
 
     path: str
     bytes: int
@@ -50,9 +53,10 @@ def size_of(library: Library) -> int:
 def check(library: Library, contents: bool = True, progress: Progress = lambda done: None) -> list[Problem]:
     """Verify the catalogue, that files and rows agree, and (``contents``) every byte of every file.
 
-    Damaged chunks are moved aside, so that they are compiled again on next use. Damaged originals stay where they are,
-    for a person to replace.
+    Damaged chunks are moved aside, so that they are compiled again on next use; damaged sidecars are written anew.
+    Damaged originals stay where they are, for a person to replace.
     """
+    library.finish_sidecars()
     problems = []
     for part in (library.catalog, library.store, library.files, library.references):
         try:
@@ -61,6 +65,7 @@ def check(library: Library, contents: bool = True, progress: Progress = lambda d
             problems.append(Problem(type(part).__name__, str(error), "look into it before serving from here"))
     if contents:
         problems += _scrub_originals(library, progress)
+        problems += _scrub_sidecars(library)
         problems += _scrub_chunks(library, progress)
     return problems
 
@@ -73,14 +78,10 @@ def garbage(library: Library) -> list[Garbage]:
         for row in catalog.read("SELECT path, bytes FROM files WHERE expires_at <= ?", now)
     ]
     found += [Garbage(r["path"], r["bytes"], "retired") for r in catalog.read("SELECT * FROM retired_refs")]
-    known = library.files.paths() | library.references.paths()
-    known |= {row["path"] for row in catalog.read("SELECT path FROM chunks WHERE state = 'ready'")}
-    for folder in ("files", "tmp", "kv", "quarantine"):
-        for path in _walk(library.root / folder):
-            name = str(path.relative_to(library.root))
-            if name not in known:
-                why = "quarantine" if folder == "quarantine" else "orphan"
-                found.append(Garbage(name, path.stat().st_size, why))
+    found += [Garbage(path, _size(library, path), "leftover") for path in _leftovers(library)]
+    aside = [str(orphan.path.relative_to(library.root)) for orphan in library.orphans.overdue()]
+    found += [Garbage(path, _size(library, path), "overdue") for path in aside]
+    found += [Garbage(path, _size(library, path), "quarantine") for path in _damaged(library)]
     before = now - library.limits.tombstone_seconds
     gone = catalog.one("SELECT COUNT(*) FROM chunks WHERE state != 'ready' AND last_used < ?", before)[0]
     return [*found, *[Garbage("catalog.sqlite", 0, "tombstone")] * gone]
@@ -99,6 +100,30 @@ def collect(library: Library) -> list[Garbage]:
     return found
 
 
+def _leftovers(library: Library) -> list[str]:
+    """Files that a crash has kept from being removed, and files that never got their names."""
+    catalog, here, kv = library.catalog, scan(library.root), scan_chunks(library.root)
+    gone = {
+        row["path"] for row in catalog.read("SELECT path FROM chunks WHERE state NOT IN ('ready', 'missing')")
+    }
+    gone |= catalog.deleted({*here.originals, *here.caches, *kv.sizes})
+    there = [path for path in sorted({*here.originals, *here.caches, *kv.sizes}) if path in gone]
+    return [*here.leftovers, *kv.leftovers, *there]
+
+
+def _damaged(library: Library) -> list[str]:
+    """Damaged chunks that were put aside."""
+    try:
+        names = sorted(os.listdir(library.root / "quarantine"))
+    except FileNotFoundError:
+        return []
+    return [f"quarantine/{name}" for name in names if DAMAGED.fullmatch(name)]
+
+
+def _size(library: Library, path: str) -> int:
+    return (library.root / path).stat().st_size
+
+
 def _scrub_originals(library: Library, progress: Progress) -> Iterator[Problem]:
     sql = "SELECT path, sha256, bytes FROM files UNION ALL SELECT path, sha256, bytes FROM refs"
     for row in library.catalog.read(sql):
@@ -110,6 +135,20 @@ def _scrub_originals(library: Library, progress: Progress) -> Iterator[Problem]:
             if digest != row["sha256"]:
                 yield Problem(row["path"], "is not what was uploaded", "upload it again")
         progress(row["bytes"])
+
+
+def _scrub_sidecars(library: Library) -> Iterator[Problem]:
+    """Every original has a sidecar that says what the catalogue says; one that does not is written anew."""
+    for path, sidecar in library.sidecars.expected(library.catalog):
+        name = str(path.relative_to(library.root))
+        try:
+            if Sidecar.read(path) == sidecar:
+                continue
+            what = "does not say what the catalogue says"
+        except (CorruptFile, OSError) as error:
+            what = f"cannot be used ({error})"
+        library.sidecars.write(path, sidecar)
+        yield Problem(name, what, "written anew from the catalogue")
 
 
 def _scrub_chunks(library: Library, progress: Progress) -> Iterator[Problem]:
@@ -156,9 +195,3 @@ def _digest(path: Path) -> str:
         while piece := stream.read(PIECE):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for here, _, names in os.walk(folder):
-        for name in names:
-            yield Path(here, name)

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
 
+KEY_PATIENCE = 0.25
+"""Seconds a request waits for the key store; it is asked on the event loop, where everybody waits."""
+
 ROUTERS = (
     chat.router,
     files.router,
@@ -58,7 +61,7 @@ def create_app(
         redoc_url=None,
         responses={"4XX": {"model": ErrorBody, "description": "what the caller can mend"}},
     )
-    keys = KeyStore(library.root)
+    keys = KeyStore(library.root, patience=KEY_PATIENCE)
     measured = Metrics(engine, library)
     found = config.retrieval
     embedder = Embedder(found.embedder, found.embedder_weights, found.embedder_device)

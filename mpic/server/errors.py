@@ -23,6 +23,7 @@ from mpic.errors import (
     RateLimited,
     TooLarge,
     Unauthorized,
+    Unavailable,
     UnsupportedModality,
     UnsupportedParameter,
 )
@@ -48,7 +49,9 @@ def install(app: FastAPI) -> None:
 def as_mpic_error(exc: BaseException) -> MPICError:
     """The error to show for any exception: ours as it is, everything else as a plain internal error, logged."""
     if isinstance(exc, MPICError) and type(exc) is not MPICError:
-        if exc.status >= 500:
+        if isinstance(exc, Unavailable):  # the message says it all, and every request may end so
+            log.error("%s: %s", exc.code, exc.message)
+        elif exc.status >= 500:
             log.error("%s: %s", exc.code, exc.message, exc_info=exc)
         return exc
     log.error("unexpected %s", type(exc).__name__, exc_info=exc)
@@ -67,7 +70,7 @@ def _headers(error: MPICError) -> dict[str, str]:
     """What the status asks for."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
-    if isinstance(error, RateLimited | OutOfMemory):
+    if isinstance(error, RateLimited | Unavailable) and error.retry_after is not None:
         return {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
     return {}
 

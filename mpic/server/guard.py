@@ -50,7 +50,10 @@ class HostGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        error = self.refuse(Headers(scope=scope))
+        try:
+            error = self.refuse(Headers(scope=scope))
+        except MPICError as failure:  # of the key store
+            error = failure
         if error is not None:
             return await errors.response(error)(scope, receive, send)
         await self.app(scope, receive, send)

@@ -8,7 +8,7 @@ import gc
 import json
 import logging
 import socket
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ import uvicorn
 
 from mpic import memory
 from mpic.config import Config, ConfigError, LibraryConfig, ServerConfig, proxies
-from mpic.keys import KeyStore
+from mpic.keys import any_keys
 from mpic.server import descriptors
 from mpic.server.connections import Connections
 from mpic.server.guard import is_loopback
@@ -45,8 +45,7 @@ def serve(config: Config, as_json: bool = False) -> None:
         ModelRefused: the model cannot be run right.
     """
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    with closing(KeyStore(Path(config.library.data_dir))) as keys:
-        has_keys = keys.exist()
+    has_keys = any_keys(Path(config.library.data_dir))
     limit = descriptors.raise_limit()
     with bind(config.server.host, config.server.port, has_keys) as sock:
         app = build(config)

@@ -23,6 +23,7 @@ AT_ONCE = 32  # compilations handed to the engine at a time; it batches them
 EXPIRY_SECONDS = 30.0
 PAUSES = (2.0, 10.0, 30.0)
 """Seconds before a compilation for which there was not enough memory is tried again."""
+WATCH_SECONDS = 2.0
 log = logging.getLogger("mpic.server")
 
 
@@ -44,6 +45,7 @@ class Uploads:
         for reference in await run_in_threadpool(self.library.references.pending):
             self.compile_reference(reference)
         self._spawn(self._expire())
+        self._spawn(self._watch())
 
     async def stop(self) -> None:
         """Leave the rest for the next start."""
@@ -114,6 +116,21 @@ class Uploads:
             except Exception:
                 log.exception("removing expired files failed; trying again in %g s", EXPIRY_SECONDS)
             await asyncio.sleep(EXPIRY_SECONDS)
+
+    async def _watch(self) -> None:
+        """Log when the library's folder is removed under the server, and when it is back; every write checks too."""
+        gone = False
+        while True:
+            was, gone = gone, await run_in_threadpool(self.library.home.gone)
+            if gone and not was:
+                log.error(
+                    "the library's folder %s was removed or replaced: uploads are refused until it is back, or until "
+                    "the server is started again",
+                    self.library.root,
+                )
+            elif was and not gone:
+                log.warning("the library's folder %s is back", self.library.root)
+            await asyncio.sleep(WATCH_SECONDS)
 
     def _collect(self) -> None:
         for removed in [*self.library.files.collect_expired(), *self.library.references.collect_retired()]:

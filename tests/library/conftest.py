@@ -22,7 +22,7 @@ def open_library(tmp_path, clock):
 
     yield open_one
     for library, check in opened:
-        if library._lock is not None:
+        if library._open:
             if check:
                 library.check()
                 disk = library.store.stats()

@@ -36,7 +36,7 @@ def test_a_data_folder_of_an_earlier_version_opens_and_answers(tmp_path, monkeyp
     with Library.open(tmp_path) as library:
         library.check()
         assert library.catalog.one("PRAGMA user_version")[0] == len(catalog.MIGRATIONS)
-        assert library.recovered == {"missing_chunks": 0, "lost_files": 0, "orphans": 0}
+        assert not any(library.recovered.values())
         assert library.files.by_handle("ann", "t") == text
         assert library.files.get("ann", image.id) == image and image.metadata == {}
         stored = library.store.open(text_key())

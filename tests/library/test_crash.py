@@ -11,7 +11,7 @@ from crash_model import MODES, Journal, RecordingFiles, write_image
 from library_tools import Clock, Crash, CrashingFiles, encoded, everything, kill, make_chunk, read, text_key
 
 from mpic.durable import Files
-from mpic.errors import IntegrityError
+from mpic.errors import DatabaseFailed, IntegrityError
 from mpic.library import SHARED, Library, Limits
 from mpic.library.catalog import MIGRATIONS, Catalog
 
@@ -91,8 +91,8 @@ class Unsynced(Files):
     def sync_folder(self, folder):
         pass
 
-    def database(self, path):
-        db = super().database(path)
+    def database(self, path, create=False):
+        db = super().database(path, create)
         db.execute("PRAGMA synchronous = OFF")
         return Quick(db)
 
@@ -160,7 +160,11 @@ def examine(life, root, changes, mode, seed):
         uploads = stats["files"] + stats["references"]["references"] + stats["references"]["retired"]
         assert len([n for n in names if n.startswith("files/")]) == uploads, where
         assert len([n for n in names if n.startswith("kv/")]) == stats["disk"]["chunks"], where
-        assert all(n.startswith(("files/", "kv/")) for n in names), where
+        aside = [n for n in names if n.startswith("quarantine/orphans/")]
+        assert len(aside) <= 1, (
+            where
+        )  # an original whose sidecar, and so its acknowledgement, was still to come
+        assert all(n.startswith(("files/", "kv/")) or n in aside for n in names), where
         assert library.files.add("ann", b"life goes on", "n.txt").bytes == 12
 
 
@@ -219,6 +223,8 @@ def test_the_crash_model_finds_a_disk_that_lies_about_syncing(tmp_path, life, li
 def test_a_crash_between_write_and_rename_leaves_nothing_visible(tmp_path):
     class Stops(CrashingFiles):
         def rename(self, source, target):
+            if "kv" not in target.parts:
+                return super().rename(source, target)
             assert source.read_bytes() and not target.exists()
             self.dead = True
             raise Crash
@@ -231,7 +237,7 @@ def test_a_crash_between_write_and_rename_leaves_nothing_visible(tmp_path):
     assert left.endswith(".tmp")
     with Library.open(tmp_path) as library:
         assert library.store.open(make_chunk().key) is None
-        assert library.recovered["orphans"] == 1 and not everything(tmp_path)
+        assert library.recovered["leftovers"] == 1 and not everything(tmp_path)
 
 
 # The catalogue
@@ -287,7 +293,7 @@ def test_the_catalogue_is_as_durable_as_it_must_be(tmp_path):
         catalog.add_user(db, "ann", 0)
         db.execute("INSERT INTO files (id, owner) VALUES ('x', 'nobody')")
     assert catalog.read("SELECT * FROM users") == []
-    with pytest.raises(sqlite3.OperationalError):
+    with pytest.raises(DatabaseFailed, match="readonly"):
         catalog.read("DELETE FROM users")
     catalog.close()
 

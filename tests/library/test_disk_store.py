@@ -65,7 +65,7 @@ def test_it_survives_a_restart(open_library):
         library.store.save(chunk)
     library.close()
     library = open_library()
-    assert library.recovered == {"missing_chunks": 0, "lost_files": 0, "orphans": 0}
+    assert not any(library.recovered.values())
     for chunk in kept:
         assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
 

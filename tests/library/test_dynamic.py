@@ -69,7 +69,7 @@ async def test_references_survive_a_restart(open_library):
     found = library.references.get("ref_one")
     assert (found.state, found.tokens, found.metadata) == ("ready", 3, {"a": 0.5})
     assert library.references.text(found) == "one" and library.references.pending() == []
-    assert library.recovered == {"missing_chunks": 0, "lost_files": 0, "orphans": 0}
+    assert not any(library.recovered.values())
 
 
 async def test_listing_goes_by_age_and_pages(library):
@@ -249,16 +249,16 @@ async def test_replacements_at_once_each_get_a_version(library):
 
 
 class Meeting(Files):
-    """Those who are about to give a file its name wait for each other; ``before`` runs when all are there."""
+    """Uploads that have been received wait for each other; ``before`` runs when all are there."""
 
     def __init__(self, parties, before=None):
         super().__init__()
         self.barrier, self.waiting = threading.Barrier(parties, before), False
 
-    def rename(self, source, target):
-        if self.waiting:
+    def open(self, path):
+        if self.waiting and path.parent.name == "tmp":  # read back to be decoded
             self.barrier.wait(20)
-        super().rename(source, target)
+        return super().open(path)
 
 
 async def test_of_two_replacements_at_once_neither_undoes_the_words_of_the_other(open_library):
@@ -346,7 +346,7 @@ async def test_what_was_retired_is_collected_at_the_next_start(tmp_path):
     del held
     with Library.open(tmp_path) as library:
         library.check()
-        assert library.recovered == {"missing_chunks": 0, "lost_files": 0, "orphans": 0}
+        assert not any(library.recovered.values())
         assert library.references.stats()["retired"] == 0 and not old.path.exists()
         stored = library.store.open(kv_of(new).key)
         assert torch.equal(read(stored, kv_of(new).kv), kv_of(new).kv)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -60,6 +62,9 @@ class Compiled(NamedTuple):
     unkept: MPICError | None = None
 
 
+SPOOLED = re.compile(r"[0-9a-f]{32}(?:\.safetensors)?")
+
+
 @dataclass(eq=False)
 class Job:
     """A compile under way, when the caller who began it arrived, and how many wait for it."""
@@ -109,8 +114,8 @@ class Chunks:
         self._jobs: dict[KVKey, Job] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._spool = store.root / "spool"
-        shutil.rmtree(self._spool, ignore_errors=True)  # what a crash has left
-        self._spool.mkdir(parents=True)
+        self._spool.mkdir(parents=True, exist_ok=True)
+        self._clear_spool()  # what a crash has left
         self.counters: Counter[str] = Counter()
 
     # ---- from any thread
@@ -337,4 +342,12 @@ class Chunks:
     async def close(self) -> None:
         """Wait for what is being written."""
         await asyncio.gather(*(job.task for job in self._jobs.values()), return_exceptions=True)
-        shutil.rmtree(self._spool, ignore_errors=True)
+        self._clear_spool()
+        with suppress(OSError):  # it is gone already, or holds somebody else's files
+            self._spool.rmdir()
+
+    def _clear_spool(self) -> None:
+        """Remove what this class puts there, and nothing else."""
+        for path in self._spool.glob("*"):
+            if SPOOLED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -8,7 +8,6 @@ missing`` -> ``ready`` (compiled again); the rows that are not ready have no fil
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -20,13 +19,16 @@ from sqlite3 import Connection
 import torch
 
 from mpic.durable import Files, write_durably
-from mpic.errors import CorruptFile, IntegrityError, NotFound
-from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, digest
+from mpic.errors import CorruptFile, IntegrityError, NotFound, Unavailable
+from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import ChunkFile, encode
 from mpic.library.catalog import Catalog
 from mpic.library.chunk_rows import ChunkRow, ChunkRows
 from mpic.library.limits import Limits
+from mpic.library.names import chunk_path
 from mpic.library.store.deleted import Deleted
+from mpic.library.store.mend import mend
+from mpic.library.store.orphans import Orphans
 from mpic.library.store.quarantine import Quarantine
 
 log = logging.getLogger(__name__)
@@ -49,11 +51,6 @@ COUNTERS = (
     "bytes_read",
     "bytes_written",
 )
-
-
-def owner_folder(owner: str) -> str:
-    """Folder name of a user's files; the user's id itself never reaches the file system."""
-    return digest("owner", owner)
 
 
 class DiskChunk:
@@ -99,6 +96,7 @@ class DiskStore:
     Args:
         root: the library's folder; files lie in ``kv`` and ``quarantine`` below it.
         clock: seconds since the epoch.
+        guard: raises when the library's folder is not there any more.
     """
 
     name = "disk"
@@ -110,10 +108,12 @@ class DiskStore:
         limits: Limits,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         self.root = root
         self.lock = threading.RLock()  # taken before the catalogue's, never after
-        self._rows = ChunkRows(catalog, clock)
+        self._guard = guard
+        self._catalog, self._rows = catalog, ChunkRows(catalog, clock)
         self._limits = limits
         self._files = files or Files()
         self._clock = clock
@@ -152,15 +152,18 @@ class DiskStore:
         """A chunk's file, open.
 
         Raises:
-            NotFound: it is gone; the catalogue knows now.
+            NotFound: it is gone; the catalogue knows now, unless the whole library is gone.
             CorruptFile: it is damaged; it has been moved aside and counted.
             OSError: it cannot be opened just now (too many open files, no permission) and may be good; counted.
         """
         try:
             return ChunkFile(self.path(key), key, self._files, inputs)
         except FileNotFoundError:
-            self._rows.mark([key.digest], "missing")
             self._count(missing=1)
+            try:
+                self._rows.mark([key.digest], "missing")
+            except Unavailable as error:  # the next reader tries again
+                log.warning("%s is gone, and the catalogue cannot say so: %s", self.path(key).name, error)
             raise NotFound(f"chunk {key.chunk} is not stored") from None
         except CorruptFile as error:
             self.set_aside(key, error)
@@ -190,7 +193,9 @@ class DiskStore:
             StorageFull: the disk is full, or the chunk fits neither the budget nor what others were lent of it. What
                 was stored stays readable.
             StorageQuotaExceeded: the chunk does not fit the user's quota.
+            LibraryGone: the library's folder is not there any more.
         """
+        self._guard()
         key, path = chunk.key, self.path(chunk.key)
         with self.lock:
             if key in self._saving or not self._deleted.allows(key) or self._rows.present([key]):
@@ -232,18 +237,23 @@ class DiskStore:
         Args:
             state: remember them as gone for this reason (``expired``); None forgets them.
         """
-        for key in self._saving:
-            if (key.owner, key.chunk) == (owner, chunk):
-                self._saving[key] = False
+        unfinished = [key for key in self._saving if (key.owner, key.chunk) == (owner, chunk)]
+        self._saving.update(dict.fromkeys(unfinished, False))
         self._deleted.add(owner, chunk)
-        return self._rows.drop(db, owner, chunk, state)
+        paths = [str(self.path(key).relative_to(self.root)) for key in unfinished]
+        return self._rows.drop(db, owner, chunk, state, paths)
 
     def erase(self, rows: Iterable[ChunkRow]) -> None:
-        """Remove the files of rows that are gone, in the quarantine too. Under the store's lock."""
+        """Remove the files of rows that are gone, in the quarantine too, durably. Under the store's lock."""
         rows = list(rows)
         self._quarantine.purge({Path(row.path).name for row in rows})
         for row in rows:
             self._remove(self.root / row.path)
+        for folder in {(self.root / row.path).parent for row in rows}:
+            with suppress(
+                OSError
+            ):  # the catalogue says that they are deleted, and the next start removes them
+                self._files.sync_folder(folder)
 
     def flush(self) -> None:
         """Write down when chunks were last used (kept in memory between writes)."""
@@ -251,33 +261,16 @@ class DiskStore:
 
     def path(self, key: KVKey) -> Path:
         """Where a chunk's file lies, if it does."""
-        return self.root / "kv" / key.model[:12] / owner_folder(key.owner) / f"{key.digest}.safetensors"
+        return self.root / chunk_path(key)
 
     # Keeping house
 
-    def reconcile(self) -> dict[str, int]:
-        """Make files and rows agree, at start-up: rows without their file become ``missing``, files without a row go.
-
-        Returns:
-            How many of each: ``missing``, ``orphans``.
-        """
-        sizes = {}
-        for folder, _, names in os.walk(self.root / "kv"):
-            for name in names:
-                path = Path(folder, name)
-                sizes[str(path.relative_to(self.root))] = path.stat().st_size
-        lost = []
-        for row in self._rows.ready():
-            if sizes.get(row.path) == row.bytes:
-                del sizes[row.path]
-            else:
-                lost.append(row.key)
-        self._rows.mark(lost, "missing")
+    def reconcile(self, orphans: Orphans) -> Counter[str]:
+        """Make files and rows agree, at start-up; see ``mend``."""
+        done = mend(self.root, self._rows, self._catalog, self._quarantine, self._files, orphans)
         self._rows.forget_gone(before=self._clock() - self._limits.tombstone_seconds)
-        for name in sizes:
-            self._remove(self.root / name)
-        self._count(missing=len(lost))
-        return {"missing": len(lost), "orphans": len(sizes)}
+        self._count(missing=done["missing_chunks"])
+        return done
 
     def stats(self) -> dict[str, int]:
         """Counters since the start (``hits`` over ``requested``, bytes, evictions) and what is stored now."""
@@ -324,9 +317,14 @@ class DiskStore:
         """Move a bad file to the quarantine and remember that its chunk was corrupt."""
         self._count(corrupt=1)
         with self.lock:
-            if key not in self._saving:  # otherwise it is being replaced already
-                log.warning("%s; it is moved to quarantine/ and will be compiled again", error)
+            if key in self._saving:  # it is being replaced already
+                return
+            log.warning("%s; it is moved to quarantine/ and will be compiled again", error)
+            try:
                 self._rows.mark([key.digest], "corrupt")
+            except Unavailable as unavailable:  # the next reader tries again
+                log.warning("the catalogue cannot say so: %s", unavailable)
+            else:
                 self._quarantine.take(self.path(key))
 
     def _remove(self, path: Path) -> None:

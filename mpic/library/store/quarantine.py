@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpic.durable import Files
+from mpic.library.names import DAMAGED
 
 
 class Quarantine:
@@ -26,9 +27,7 @@ class Quarantine:
             self._files.rename(path, self.folder / f"{path.name}@{self._clock():.6f}")
         except OSError:
             self._remove(path)
-        for name in sorted(self._names(), key=lambda name: float(name.partition("@")[2] or 0))[
-            : -self._capacity
-        ]:
+        for name in sorted(self._names(), key=lambda name: float(name.partition("@")[2]))[: -self._capacity]:
             self._remove(self.folder / name)
 
     def purge(self, names: set[str]) -> None:
@@ -38,8 +37,9 @@ class Quarantine:
                 self._remove(self.folder / name)
 
     def _names(self) -> list[str]:
+        """The damaged files; what else is in the folder is not ours to count or remove."""
         try:
-            return os.listdir(self.folder)
+            return [name for name in os.listdir(self.folder) if DAMAGED.fullmatch(name)]
         except FileNotFoundError:
             return []
 

@@ -7,6 +7,7 @@ The disk is the tier of record: what was saved is durable there, and only it kno
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from sqlite3 import Connection
@@ -18,6 +19,7 @@ from mpic.errors import CorruptFile, MPICError
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.library.chunk_rows import ChunkRow
 from mpic.library.store.disk import DiskStore
+from mpic.library.store.orphans import Orphans
 
 if TYPE_CHECKING:
     from mpic.engine.base import StoredChunk
@@ -143,8 +145,8 @@ class TieredStore:
     def path(self, key: KVKey) -> Path:
         return self.disk.path(key)
 
-    def reconcile(self) -> dict[str, int]:
-        return self.disk.reconcile()
+    def reconcile(self, orphans: Orphans) -> Counter[str]:
+        return self.disk.reconcile(orphans)
 
     def stats(self) -> dict[str, Any]:
         """The disk's."""

@@ -13,7 +13,7 @@ from mpic import __version__
 from mpic.errors import MPICError
 from mpic.link import policy_names
 from mpic.server.auth import CurrentUser
-from mpic.server.state import StateDep
+from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/health", tags=["health"])
 
@@ -25,7 +25,7 @@ async def health(state: StateDep, user: CurrentUser) -> JSONResponse:
     the engine is not ready it holds `error`, for everybody."""
     stats: dict[str, Any] = {}
     try:
-        state.engine.ready()
+        await _check(state)
         if user.role == "admin":
             stats = await run_in_threadpool(state.engine.stats)
         ready = True
@@ -52,9 +52,15 @@ async def live() -> dict[str, bool]:
 
 @router.get("/ready")
 async def ready(state: StateDep) -> JSONResponse:
-    """The engine takes requests."""
+    """The engine takes requests, and the library's folder is there."""
     try:
-        state.engine.ready()
+        await _check(state)
     except MPICError as exc:
-        return JSONResponse({"ready": False, "error": exc.code}, status_code=503)
+        return JSONResponse({"ready": False, "error": exc.code, "message": exc.message}, status_code=503)
     return JSONResponse({"ready": True})
+
+
+async def _check(state: State) -> None:
+    """Raises an error of the tree: what keeps the server from working."""
+    state.engine.ready()
+    await run_in_threadpool(state.library.home.check)

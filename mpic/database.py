@@ -1,0 +1,67 @@
+"""What SQLite says when it fails, as errors of ours. The catalogue and the key store both speak through this."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mpic.errors import DatabaseBusy, DatabaseDamaged, DatabaseFailed, MPICError, StorageFull
+
+PATIENCE = 10.0
+"""Seconds to wait for a database that another process has locked. Every waiting request holds a thread, so this is
+shorter than the half minute for which some tools hold a lock: the client is told, and tries again."""
+
+BUSY = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
+DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+FAILED = frozenset(
+    {
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_AUTH,
+        sqlite3.SQLITE_NOMEM,
+    }
+)
+
+
+@contextmanager
+def translated(name: str, advice: str = "") -> Iterator[None]:
+    """Inside the block SQLite's errors about the disk, and about other processes, become errors of ours. An error that
+    only a mistake in a statement can cause (a constraint, say) stays as it is.
+
+    Args:
+        name: of the database, for the message: "the catalogue".
+        advice: what an operator can do about a damaged one.
+
+    Raises:
+        DatabaseBusy: another process keeps it locked.
+        StorageFull: the disk is full.
+        DatabaseDamaged: it is no database any more.
+        DatabaseFailed: it cannot be read or written for another reason.
+    """
+    try:
+        yield
+    except sqlite3.Error as error:
+        ours = translation(error, name, advice)
+        if ours is None:
+            raise
+        raise ours from error
+
+
+def translation(error: sqlite3.Error, name: str, advice: str = "") -> MPICError | None:
+    """The error of ours that one of SQLite's stands for, or None; see ``translated``."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:  # raised by Python's module itself: a closed connection, a wrong number of values
+        return None
+    primary = code & 0xFF
+    if primary in BUSY:
+        return DatabaseBusy(f"{name} is locked by another process; nothing was changed, try again")
+    if primary == sqlite3.SQLITE_FULL:
+        return StorageFull(f"the disk that holds {name} is full")
+    if primary in DAMAGED:
+        return DatabaseDamaged(f"{name} is damaged ({error}){advice and f'; {advice}'}")
+    if primary in FAILED:
+        return DatabaseFailed(f"{name} cannot be used ({error})")
+    return None

@@ -1,0 +1,96 @@
+"""Where files go that carry a name of ours but that the catalogue does not know: aside, with a date, for a person to
+look at. They may be all that is left of what somebody uploaded, so they are deleted only after days."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from mpic.durable import Files
+from mpic.library.names import DATE
+
+FOLDER = Path("quarantine", "orphans")
+DAY = 86_400
+
+
+class Orphan(NamedTuple):
+    """A file in quarantine: where, how large, and since which day (``2026-03-01``)."""
+
+    path: Path
+    bytes: int
+    since: str
+
+
+class Orphans:
+    """``quarantine/orphans/<date>/``, and below it every file at the path it had before.
+
+    Args:
+        root: of the library.
+        clock: seconds since the epoch.
+        days: how long they are kept; 0: for ever.
+    """
+
+    def __init__(self, root: Path, files: Files, clock: Callable[[], float], days: int) -> None:
+        self._root = root
+        self._files = files
+        self._clock = clock
+        self._days = days
+
+    def take(self, paths: list[str]) -> None:
+        """Move files here.
+
+        Args:
+            paths: relative to the library's root.
+
+        Raises:
+            OSError: one cannot be moved; it stays where it is.
+        """
+        folder = self._root / FOLDER / _date(self._clock())
+        for path in paths:
+            target = folder / path
+            if target.exists():  # the same name on the same day: an earlier one of other content
+                target = target.with_name(f"{target.name}@{self._clock():.6f}")
+            self._files.make_folder(target.parent)
+            self._files.rename(self._root / path, target)
+
+    def kept(self) -> list[Orphan]:
+        """What is here, the oldest first."""
+        return sorted(self._walk(), key=lambda orphan: (orphan.since, orphan.path))
+
+    def overdue(self) -> list[Orphan]:
+        """What has been here for longer than it is kept."""
+        if not self._days:
+            return []
+        before = _date(self._clock() - self._days * DAY)
+        return [orphan for orphan in self.kept() if orphan.since < before]
+
+    def expire(self) -> list[Orphan]:
+        """Delete what is overdue; what that was."""
+        gone = self.overdue()
+        for orphan in gone:
+            with suppress(OSError):  # tried again at the next start
+                self._files.remove(orphan.path)
+        for folder in {self._root / FOLDER / orphan.since for orphan in gone}:
+            for here, _, _ in os.walk(folder, topdown=False):
+                with suppress(OSError):  # something is left in it
+                    os.rmdir(here)
+        return gone
+
+    def _walk(self) -> Iterator[Orphan]:
+        try:
+            dates = sorted(name for name in os.listdir(self._root / FOLDER) if DATE.fullmatch(name))
+        except FileNotFoundError:
+            return
+        for date in dates:
+            for here, _, names in os.walk(self._root / FOLDER / date):
+                for name in names:
+                    path = Path(here, name)
+                    yield Orphan(path, path.lstat().st_size, date)
+
+
+def _date(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).date().isoformat()
