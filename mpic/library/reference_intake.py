@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from aiofiles.os import wrap
-
 from mpic.errors import BadRequest, ReferenceExists, ReferenceNotFound
 from mpic.library.intake import PIECE, check_metadata, clean_name, identify, is_text, new_id
 from mpic.library.limits import Limits
@@ -63,7 +61,7 @@ class ReferenceIntake:
             raise BadRequest(
                 f"an id is ref_ and 1 to 124 letters, digits, '_', '.' or '-', not {id[:80]!r}", param="id"
             )
-        elif await wrap(self._rows.get)(id) is not None:
+        elif await asyncio.to_thread(self._rows.get, id) is not None:
             raise ReferenceExists(f"there is a reference {id!r}; replace it", param="id")
 
         def commit(content: dict[str, Any]) -> Reference:
@@ -124,14 +122,14 @@ class ReferenceIntake:
         commit: Callable[[dict[str, Any]], Reference],
         what: Literal["added", "replaced"],
     ) -> Reference:
-        incoming = await wrap(self._originals.incoming)(self._limits.upload_bytes)
+        incoming = await asyncio.to_thread(self._originals.incoming, self._limits.upload_bytes)
         try:
             if isinstance(source, bytes):
-                await wrap(incoming.write)(source)
+                await asyncio.to_thread(incoming.write, source)
             else:
                 while piece := await source.read(PIECE):
-                    await wrap(incoming.write)(piece)
-            return await wrap(self._accept)(id, incoming, commit, what)
+                    await asyncio.to_thread(incoming.write, piece)
+            return await asyncio.to_thread(self._accept, id, incoming, commit, what)
         finally:  # not awaited, so that cancellation cannot prevent it
             asyncio.get_running_loop().run_in_executor(None, incoming.discard)
 
