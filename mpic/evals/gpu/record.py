@@ -2,7 +2,8 @@
 
 A line is either a *row* (``section``, ``measured``, ``shape``, ``with``, ``value``, ``unit``, and beside a time or rate
 ``predicted``, ``ratio`` and ``bound``) or an *event* (``event`` is ``run``, ``begin`` or ``end``). ``ratio`` says how
-many times longer the work took than the roofline allows. A check has ``ok``; a number to be compared over time ``headline``.
+many times longer the work took than the roofline allows. A check has ``ok``; a number to be compared over time has
+``headline``.
 """
 
 from __future__ import annotations

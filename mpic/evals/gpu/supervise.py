@@ -23,7 +23,9 @@ from mpic.evals.gpu import record
 
 POLL = 0.1
 TAIL = 3000
-"""Characters of a traceback, or of what a process said last, that go into the file."""
+"""Characters of what a process said last that go into the file."""
+STACKS = ("Timeout (", "Fatal Python error")
+"""How a dump of all threads' stacks begins; the innermost call of a thread comes first."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +218,10 @@ class Supervisor:
     def _said(self, since: int) -> str:
         """The end of what the section's process wrote."""
         with self._log.open("rb") as file:
-            file.seek(max(since, self._size(self._log) - TAIL))
-            return file.read().decode(errors="replace").strip()
+            file.seek(since)
+            said = file.read().decode(errors="replace").strip()
+        dump = max(said.rfind(start) for start in STACKS)
+        return said[dump:][: 3 * TAIL] if dump >= 0 else said[-TAIL:]
 
     @staticmethod
     def _size(path: Path) -> int:
