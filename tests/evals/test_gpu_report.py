@@ -192,10 +192,10 @@ raise SystemExit(space["main"](sys.argv[2:]))
 def test_a_bare_machine_imports_every_section_and_the_script_comes_to_its_end(tmp_path):
     """In an interpreter that has a bare machine's packages only, and no installed ``mpic``."""
     site, out = bare_site.make(tmp_path / "site"), tmp_path / "rows.jsonl"
+    options = ["--device", "cpu", "--out", str(out), "--sections", CHOSEN]
     environment = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "OMP_NUM_THREADS", "TMPDIR")}
     done = subprocess.run(
-        [sys.executable, "-S", "-c", ALONE, str(SCRIPT)]
-        + ["--device", "cpu", "--out", str(out), "--sections", CHOSEN],
+        [sys.executable, "-S", "-c", ALONE, str(SCRIPT), *options],
         env=environment | {"PYTHONPATH": str(site)},
         cwd=site,
         capture_output=True,

@@ -30,6 +30,7 @@ class Implementation(NamedTuple):
     device: str = "cpu"
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     fake: tuple[str, object] | None = None
+    tolerance: float = 1e-5
 
     @contextmanager
     def ready(self) -> Iterator[Partial]:
@@ -50,7 +51,12 @@ IMPLEMENTATIONS = {
     "cuda-flash, faked": Implementation(cuda.flash_partial, dtypes=HALVES, fake=("_flash", fake_aten.flash)),
 }
 if CUDA:
-    IMPLEMENTATIONS["cuda-efficient"] = Implementation(cuda.efficient_partial, "cuda", (torch.float32,))
+    IMPLEMENTATIONS["cuda-efficient"] = Implementation(
+        cuda.efficient_partial,
+        "cuda",
+        (torch.float32,),
+        tolerance=1e-4,  # tensor cores, fp32 in pieces
+    )
     IMPLEMENTATIONS["cuda-flash"] = Implementation(cuda.flash_partial, "cuda", HALVES)
 EXACT = [name for name, one in IMPLEMENTATIONS.items() if torch.float32 in one.dtypes]
 ROUNDED = [(name, dtype) for name, one in IMPLEMENTATIONS.items() for dtype in one.dtypes if dtype in HALVES]
@@ -111,7 +117,7 @@ def test_equals_one_softmax_over_all_spans(name, step):
     q, calls = moved(*step, implementation.device, torch.float32)
     with implementation.ready() as partial:
         got = attend(q, calls, scale, partial)
-    assert (got.cpu() - reference.attend(*step, scale)).abs().max() < 1e-5
+    assert (got.cpu() - reference.attend(*step, scale)).abs().max() < implementation.tolerance
 
 
 @pytest.mark.parametrize(("name", "dtype"), ROUNDED)
@@ -144,8 +150,10 @@ def test_a_call_gives_outputs_and_a_log_sum_exp_for_every_head_and_row(name, cau
     expected, expected_lse = reference.partial(q.float(), k[None].float(), v[None].float(), causal, 0.1)
     assert out.shape == q.shape and out.dtype == dtype
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
-    assert (lse - expected_lse).abs().max() < 1e-3
-    assert (out.float() - expected).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * expected.norm()
+    assert (lse - expected_lse).abs().max() < (1e-3 if dtype == torch.float32 else 2e-2)
+    assert (out.float() - expected).norm() <= (
+        implementation.tolerance if dtype == torch.float32 else 2e-2
+    ) * expected.norm()
 
 
 @pytest.mark.parametrize(

@@ -56,16 +56,22 @@ class Context:
 
     @cached_property
     def attention(self) -> str:
-        """What models attend with unless a row says otherwise."""
-        return "triton"
+        """What models attend with: Triton, unless the section of self-tests has found that it is wrong here."""
+        lines = record.read(self.run.out)
+        end = record.ends(lines).get("selftest", {"status": "ok"})
+        wrong = any(
+            row["section"] == "selftest" and row["with"] == "triton" and row.get("ok") is False
+            for row in record.latest(lines)
+        )
+        return "auto" if wrong or end["status"] not in ("ok", "left out") else "triton"
 
     def ticker(self) -> Ticker:
         return Ticker(None)
 
-    def model(self, model: Model, attention: str = "triton") -> tuple[LoadedModel, Costs]:
-        """Random weights on the device, attending as asked, self-tested as every model is at load."""
+    def model(self, model: Model) -> tuple[LoadedModel, Costs]:
+        """Random weights on the device, self-tested as every model is at load."""
         loaded = model.build(self.where)
-        loaded.choose_attention(attention)
+        loaded.choose_attention(self.attention)
         error = self_test(loaded)
         self.run.row(
             f"runs, {model.name}", "attention", loaded.info.attention, round(error, 6), "relative error"

@@ -38,8 +38,8 @@ def profile(run: Run) -> None:
     chunks = [text_chunk(ids.fresh(sizes.chunk)) for _ in range(sizes.set_chunks)]
     linked = sizes.chunk * sizes.set_chunks
     batch = 2 if run.quick else BATCH
-    loaded, costs = context.model(model, "triton")
-    for attention in ("triton", "auto"):
+    loaded, costs = context.model(model)
+    for attention in dict.fromkeys((context.attention, "auto")):
         loaded.choose_attention(attention)
         with engine_for(loaded, linked + (batch + 2) * (linked // 4 + 1024)) as engine:
             compile_all(engine, chunks)
@@ -50,6 +50,7 @@ def profile(run: Run) -> None:
 
             for _ in range(2):  # kernels are compiled, libraries chosen
                 _, usage = first_token(engine, request(4))
+            _steps(engine, lambda: first_token(engine, request(1)))  # the profiler starts
             found = _steps(engine, lambda: first_token(engine, request(1)))
             cost = costs.prefill(usage)
             _rows(context, f"link, {linked} linked tokens", attention, found, cost)
@@ -81,7 +82,7 @@ def _steps(engine: NativeEngine, work: Callable[[], Any]) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     spans = []
     for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             start, end = event.time_range.start, event.time_range.end
             moved = event.name.startswith(("Memcpy", "Memset"))
             counts["copies" if moved else "launches"] += 1

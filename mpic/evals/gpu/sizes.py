@@ -23,7 +23,8 @@ class Sizes:
             made of one or more sets.
         contexts: in sets. A batch whose own contexts need more sets than there are is left out, saying so.
         images: (count, tokens of each) that ``link`` links.
-        dims, groups: head sizes, and query heads a key head, that kernels are checked with.
+        dims, groups: head sizes, and query heads a key head, that the device's own attention is checked with.
+        kernels: dtype, head size and group that Triton is checked with, each of which is compiled for seconds.
         stored: chunks that ``loads`` keeps on disk, and tokens of each.
         blocks, singles: candidates of ``tuning``.
     """
@@ -35,6 +36,18 @@ class Sizes:
     kernel_repeats: int = 20
     dims: tuple[int, ...] = (64, 80, 96, 128, 256)
     groups: tuple[int, ...] = (1, 4, 7)
+    kernels: tuple[tuple[str, int, int], ...] = (
+        ("bfloat16", 128, 1),
+        ("bfloat16", 128, 7),
+        ("bfloat16", 128, 4),
+        ("bfloat16", 64, 1),
+        ("float32", 128, 4),
+        ("float16", 128, 4),
+        ("bfloat16", 96, 1),
+        ("bfloat16", 80, 1),
+        ("bfloat16", 256, 2),
+        ("float32", 64, 1),
+    )
     chunk: int = 512
     set_chunks: int = 8
     sets: int = 64
@@ -64,6 +77,7 @@ QUICK = Sizes(
     kernel_repeats=1,
     dims=(32,),
     groups=(1, 4),
+    kernels=(("float32", 32, 4), ("bfloat16", 32, 1)),
     chunk=16,
     set_chunks=2,
     sets=4,
