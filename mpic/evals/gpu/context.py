@@ -37,6 +37,7 @@ class Context:
 
         device = choose_device(self.run.device)
         if device.type == "cuda":
+            torch.cuda.init()
             torch.cuda.set_device(device.index or 0)
         return Where(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
@@ -120,6 +121,14 @@ class Context:
         ok = error <= limit  # NaN is not
         self.run.row(measured, shape, how, float(f"{error:.3g}"), unit, limit=limit, ok=ok)
         return ok
+
+    def attempt(self, measured: str, shape: str, work: Callable[[], None]) -> None:
+        """Work that writes rows; an exception is a row too, and what comes next is still measured."""
+        try:
+            work()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self.run.row(measured, shape, "failed", None, "", why=why, error=traceback.format_exc()[-1500:])
 
     def left_out(self, measured: str, shape: str, why: str) -> None:
         self.run.row(measured, shape, "left out", None, "", why=why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from collections.abc import Iterator
@@ -104,6 +105,8 @@ def _engine(loaded: LoadedModel, library: Library, pages: int) -> Iterator[Nativ
         yield engine
     finally:
         engine.close()
+        del engine
+        gc.collect()  # its pool is the largest thing there is
 
 
 def _alone(

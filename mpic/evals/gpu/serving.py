@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from dataclasses import replace
@@ -110,7 +111,11 @@ def decode(run: Run) -> None:
                             "decode", f"batch {batch}, {width} sets", "the section's time is nearly up"
                         )
                         return
-                    _batch(context, engine, costs, ids, sets, batch, width, shared)
+                    context.attempt(
+                        "decode",
+                        f"batch {batch}, {width} sets, {'shared' if shared else 'own'}",
+                        functools.partial(_batch, context, engine, costs, ids, sets, batch, width, shared),
+                    )
 
 
 def _batch(
@@ -130,6 +135,8 @@ def _batch(
         for at in ([0] * batch if shared else range(0, batch * width, width))
     ]
     settings = decoding.Settings(text=sizes.text, tokens=sizes.tokens, policy="reuse")
+    warm = replace(settings, tokens=max(2, sizes.tokens // 8))  # what this batch needs is compiled
+    decoding.decoded(engine, warm, ids, requests)(0)
     rate = decoding.decoded(engine, settings, ids, requests)(0)
     unique = tokens * (1 if shared else batch) + batch * (sizes.text + sizes.tokens // 2)
     cost = costs.step(batch, tokens + sizes.text, unique)

@@ -22,6 +22,8 @@ from typing import Any, Protocol
 from mpic.evals.gpu import record
 
 POLL = 0.1
+LEAST = 20.0
+"""A section is not begun with fewer seconds left than this, or than its limit."""
 TAIL = 3000
 """Characters of what a process said last that go into the file."""
 STACKS = ("Timeout (", "Fatal Python error")
@@ -155,7 +157,7 @@ class Supervisor:
             left = self._ends - time.monotonic()
             if missing:
                 self._end(section, "left out", 0.0, f"needs {', '.join(missing)}, not installed here")
-            elif left < 5:
+            elif left < min(section.limit, LEAST):
                 self._end(section, "left out", 0.0, "the time for the whole report is used up")
             else:
                 self._one(section, min(section.limit, left))
