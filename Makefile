@@ -22,7 +22,7 @@ override ENGINE_SUFFIX := $(if $(filter-out native,$(ENGINE)),-$(ENGINE))
 # What the set-up depends on; when one of these changes it runs again.
 INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py tools/setup_vllm.py)
 
-.PHONY: help setup setup-dev setup-vllm serve test parity fuzz soak soak-load demo bench bench-gpu tune-gpu screenshots lint format clean
+.PHONY: help setup setup-dev setup-vllm serve test parity fuzz soak soak-load demo bench bench-gpu report-gpu tune-gpu screenshots lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -58,6 +58,9 @@ bench: setup $(ENGINE_SETUP) ## run the benches in BENCH ("ttft flat pages decod
 bench-gpu: setup ## measure a CUDA GPU: kernels, first token, decoding, loads (under 8 minutes); to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && "$(BIN)/mpic" bench gpu --device cuda --dtype bfloat16 \
 	  --json var/bench/gpu.json $(ARGS)
+
+report-gpu: ## check and measure a CUDA GPU section by section, without a set-up (docs/gpu.md); to var/bench
+	@cd "$(ROOT)" && mkdir -p var/bench && "$(PYTHON)" tools/gpu_report.py --out var/bench/gpu-report.jsonl $(ARGS)
 
 tune-gpu: setup ## measure tile sizes on the GPU that is here and write them to kernels/triton/tuned.json
 	@cd "$(ROOT)" && "$(BIN)/python" -m mpic.evals.bench.gpu_tune kernels/triton/tuned.json

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import platformdirs
 import torch
 
 from mpic.kernels.spans import Shift, rotate
@@ -204,7 +203,7 @@ def _built(compiler: str, head_dim: int, dtype: torch.dtype) -> Path:
         options += [_LEVELS[level]] if level in _LEVELS else []
     version = _run(compiler, "--version")
     key = hashlib.sha256("\0".join([SOURCE.read_text(), version, *options]).encode()).hexdigest()[:16]
-    folder = Path(platformdirs.user_cache_dir("mpic", appauthor=False)) / "kernels"
+    folder = _cache_folder()
     path = folder / f"stream-{head_dim}-{str(dtype).removeprefix('torch.')}-{key}.so"
     if path.exists():
         return path
@@ -215,6 +214,17 @@ def _built(compiler: str, head_dim: int, dtype: torch.dtype) -> Path:
         _run(compiler, "-shared", str(object_), "-o", str(library))
         os.replace(library, path)
     return path
+
+
+def _cache_folder() -> Path:
+    """Where built kernels are kept for this user."""
+    try:
+        import platformdirs
+    except ImportError as error:
+        raise Unavailable(
+            f"the package platformdirs is missing, which says where to keep it: {error}"
+        ) from error
+    return Path(platformdirs.user_cache_dir("mpic", appauthor=False)) / "kernels"
 
 
 def _run(*command: str) -> str:

@@ -6,6 +6,7 @@ original and its compiled chunk stay until no chunk handed out for it is alive a
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from threading import RLock
 
-from aiofiles.os import wrap
 from PIL import Image
 
 from mpic.durable import Files
@@ -119,7 +119,7 @@ class DynamicLibrary:
             ReferenceNotFound: there is none, or it was removed meanwhile.
             Others as ``add``.
         """
-        await wrap(self.get)(id)  # before anything is received
+        await asyncio.to_thread(self.get, id)  # before anything is received
         return await self._intake.next(id, source, filename, title, description, metadata)
 
     def remove(self, id: str) -> Removed:

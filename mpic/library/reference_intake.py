@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from aiofiles.os import wrap
-
 from mpic.errors import BadRequest, ReferenceExists, ReferenceNotFound
 from mpic.library.intake import ACCEPTING, PIECE, check_metadata, clean_name, identify, is_text, new_id
 from mpic.library.limits import Limits
@@ -72,7 +70,7 @@ class ReferenceIntake:
             raise BadRequest(
                 f"an id is ref_ and 1 to 124 letters, digits, '_', '.' or '-', not {id[:80]!r}", param="id"
             )
-        elif await wrap(self._rows.get)(id) is not None:
+        elif await asyncio.to_thread(self._rows.get, id) is not None:
             raise ReferenceExists(f"there is a reference {id!r}; replace it", param="id")
 
         def commit(content: dict[str, Any], publish: Callable[[Sidecar], None]) -> Reference:
@@ -136,14 +134,15 @@ class ReferenceIntake:
         commit: Commit,
         what: Literal["added", "replaced"],
     ) -> Reference:
-        incoming = await wrap(self._originals.incoming)(self._limits.upload_bytes)
+        incoming = await asyncio.to_thread(self._originals.incoming, self._limits.upload_bytes)
         try:
             if isinstance(source, bytes):
-                await wrap(incoming.write)(source)
+                await asyncio.to_thread(incoming.write, source)
             else:
                 while piece := await source.read(PIECE):
-                    await wrap(incoming.write)(piece)
-            return await wrap(self._accept)(id, incoming, commit, what, executor=ACCEPTING)
+                    await asyncio.to_thread(incoming.write, piece)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(ACCEPTING, self._accept, id, incoming, commit, what)
         finally:  # not awaited, so that cancellation cannot prevent it
             asyncio.get_running_loop().run_in_executor(None, incoming.discard)
 

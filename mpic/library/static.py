@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from aiofiles.os import wrap
 from PIL import Image
 
 from mpic.durable import Files
@@ -115,13 +114,13 @@ class StaticLibrary:
 
         When the task is cancelled because the client went away, what had arrived is removed.
         """
-        metadata = await wrap(self._admit)(user, handle, expires_after, metadata)
-        incoming = await wrap(self._originals.incoming)(self._limits.upload_bytes)
+        metadata = await asyncio.to_thread(self._admit, user, handle, expires_after, metadata)
+        incoming = await asyncio.to_thread(self._originals.incoming, self._limits.upload_bytes)
         try:
             while piece := await source.read(PIECE):
-                await wrap(incoming.write)(piece)
-            return await wrap(self._accept)(
-                incoming, user, filename, handle, expires_after, metadata, executor=ACCEPTING
+                await asyncio.to_thread(incoming.write, piece)
+            return await asyncio.get_running_loop().run_in_executor(
+                ACCEPTING, self._accept, incoming, user, filename, handle, expires_after, metadata
             )
         finally:  # not awaited, so that cancellation cannot prevent it
             asyncio.get_running_loop().run_in_executor(None, incoming.discard)
@@ -171,7 +170,7 @@ class StaticLibrary:
 
     async def download(self, user: str, file_id: str) -> bytes:
         """``content`` for an event loop."""
-        return await wrap(self.content)(user, file_id)
+        return await asyncio.to_thread(self.content, user, file_id)
 
     def chunk(self, user: str, file: File | str, tokenize: Tokenize | None = None) -> Chunk:
         """The file's content as a prompt refers to it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import stat
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -191,9 +192,7 @@ def test_what_the_kernel_cannot_read_is_an_error():
 def fresh(monkeypatch, tmp_path):
     """An empty cache folder, and nothing loaded before."""
     stream.load.cache_clear()
-    monkeypatch.setattr(
-        stream.platformdirs, "user_cache_dir", lambda *args, **kwargs: str(tmp_path / "cache")
-    )
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda *args, **kwargs: str(tmp_path / "cache"))
     yield tmp_path
     stream.load.cache_clear()
 
@@ -208,6 +207,12 @@ def compiler_that(fresh, monkeypatch, script: str) -> None:
 def test_without_a_compiler_there_is_no_kernel_and_the_reason_is_said(fresh, monkeypatch):
     monkeypatch.setattr(stream.shutil, "which", lambda name: None)
     assert single_rows(torch.device("cpu"), torch.float32, 64) == (None, "no C compiler (cc, gcc, clang)")
+
+
+def test_without_a_place_to_keep_it_there_is_no_kernel_and_the_reason_is_said(fresh, monkeypatch):
+    monkeypatch.setitem(sys.modules, "platformdirs", None)  # not installed
+    with pytest.raises(stream.Unavailable, match="platformdirs"):
+        stream.load(64, torch.float32)
 
 
 def test_other_devices_and_dtypes_have_no_kernel(fresh):

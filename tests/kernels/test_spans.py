@@ -1,16 +1,65 @@
-"""Span attention against the reference: one softmax over gathered keys, in double precision."""
+"""Span attention against the reference: one softmax over gathered keys, in double precision.
+
+The CUDA implementations run on every machine over the operators of ``fake_aten``, and over torch's own where there is a
+GPU."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import fake_aten
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpic.kernels import cpu, reference
-from mpic.kernels.spans import Shift, SpanCall, attend, backend, rotate
+from mpic.kernels import cpu, cuda, reference
+from mpic.kernels.spans import Partial, Shift, SpanCall, attend, backend, rotate
 
-IMPLEMENTATIONS = {"cpu": cpu.partial, "reference": reference.partial}
+CUDA = torch.cuda.is_available()
+
+
+class Implementation(NamedTuple):
+    """A ``Partial``, where it runs, the dtypes it takes, and the operator of ``cuda`` that is faked for it."""
+
+    partial: Partial
+    device: str = "cpu"
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    fake: tuple[str, object] | None = None
+    tolerance: float = 1e-5
+
+    @contextmanager
+    def ready(self) -> Iterator[Partial]:
+        if self.fake is None:
+            yield self.partial
+            return
+        with mock.patch.object(cuda, *self.fake):
+            yield self.partial
+
+
+HALVES = (torch.bfloat16, torch.float16)
+IMPLEMENTATIONS = {
+    "cpu": Implementation(cpu.partial),
+    "reference": Implementation(reference.partial),
+    "cuda-efficient, faked": Implementation(
+        cuda.efficient_partial, dtypes=(torch.float32,), fake=("_efficient", fake_aten.efficient)
+    ),
+    "cuda-flash, faked": Implementation(cuda.flash_partial, dtypes=HALVES, fake=("_flash", fake_aten.flash)),
+}
+if CUDA:
+    IMPLEMENTATIONS["cuda-efficient"] = Implementation(
+        cuda.efficient_partial,
+        "cuda",
+        (torch.float32,),
+        tolerance=1e-4,  # tensor cores, fp32 in pieces
+    )
+    IMPLEMENTATIONS["cuda-flash"] = Implementation(cuda.flash_partial, "cuda", HALVES)
+EXACT = [name for name, one in IMPLEMENTATIONS.items() if torch.float32 in one.dtypes]
+ROUNDED = [(name, dtype) for name, one in IMPLEMENTATIONS.items() for dtype in one.dtypes if dtype in HALVES]
 SETTINGS = settings(max_examples=40, deadline=None)
 
 
@@ -47,25 +96,96 @@ def steps(draw):
     return torch.randn(kv_heads * group, total, head_dim), calls
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def moved(q: torch.Tensor, calls: list[SpanCall], device: str, dtype: torch.dtype) -> tuple:
+    """The step with queries, keys and values on a device and in a dtype; rotations stay fp32."""
+    to = lambda x: x.to(device, dtype)
+    return to(q), [
+        c._replace(
+            keys=to(c.keys),
+            values=to(c.values),
+            shift=c.shift and c.shift._replace(cos=c.shift.cos.to(device), sin=c.shift.sin.to(device)),
+        )
+        for c in calls
+    ]
+
+
+@pytest.mark.parametrize("name", EXACT)
 @SETTINGS
 @given(step=steps())
 def test_equals_one_softmax_over_all_spans(name, step):
-    q, calls = step
-    scale = q.shape[-1] ** -0.5
-    got = attend(q, calls, scale, IMPLEMENTATIONS[name])
-    assert (got - reference.attend(q, calls, scale)).abs().max() < 1e-5
+    implementation, scale = IMPLEMENTATIONS[name], step[0].shape[-1] ** -0.5
+    q, calls = moved(*step, implementation.device, torch.float32)
+    with implementation.ready() as partial:
+        got = attend(q, calls, scale, partial)
+    assert (got.cpu() - reference.attend(*step, scale)).abs().max() < implementation.tolerance
 
 
+@pytest.mark.parametrize(("name", "dtype"), ROUNDED)
 @SETTINGS
 @given(step=steps())
-def test_bfloat16_stays_close_in_relative_norm(step):
-    q, calls = step
-    scale = q.shape[-1] ** -0.5
-    expected = reference.attend(q, calls, scale)
-    half = [c._replace(keys=c.keys.bfloat16(), values=c.values.bfloat16()) for c in calls]
-    got = attend(q.bfloat16(), half, scale, cpu.partial)
-    assert (got.float() - expected).norm() / expected.norm() < 2e-2
+def test_half_precision_stays_close_in_relative_norm(name, dtype, step):
+    implementation, scale = IMPLEMENTATIONS[name], step[0].shape[-1] ** -0.5
+    expected = reference.attend(*step, scale)
+    q, calls = moved(*step, implementation.device, dtype)
+    with implementation.ready() as partial:
+        got = attend(q, calls, scale, partial)
+    assert (got.cpu().float() - expected).norm() / expected.norm() < 2e-2
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_call_gives_outputs_and_a_log_sum_exp_for_every_head_and_row(name, causal, group):
+    """With 33 rows the log-sum-exp of one implementation is padded; queries and keys are cut out of larger tensors, as
+    a step's are."""
+    implementation = IMPLEMENTATIONS[name]
+    dtype = implementation.dtypes[0]
+    rows, keys = 33, 33 if causal else 70
+    generator = torch.Generator().manual_seed(3)
+    random = lambda *shape: torch.randn(*shape, generator=generator).to(implementation.device, dtype)
+    q = random(80, 2 * group, 64).transpose(0, 1)[None, :, 5 : 5 + rows]  # rows outside, as models give it
+    k, v = random(2, 2, 100, 64)[:, :, 7 : 7 + keys].unbind(0)
+    with implementation.ready() as partial:
+        out, lse = partial(q, k[None], v[None], causal, 0.1)
+    expected, expected_lse = reference.partial(q.float(), k[None].float(), v[None].float(), causal, 0.1)
+    assert out.shape == q.shape and out.dtype == dtype
+    assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    assert (lse - expected_lse).abs().max() < (1e-3 if dtype == torch.float32 else 2e-2)
+    assert (out.float() - expected).norm() <= (
+        implementation.tolerance if dtype == torch.float32 else 2e-2
+    ) * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "fake", "results"),
+    [
+        ("_scaled_dot_product_flash_attention", fake_aten.flash, 9),
+        ("_scaled_dot_product_efficient_attention", fake_aten.efficient, 4),
+    ],
+)
+def test_the_fakes_have_the_signature_of_the_installed_operators(name, fake, results):
+    schema = getattr(torch.ops.aten, name).default._schema
+    parameters = inspect.signature(fake).parameters.values()
+    assert [(a.name, a.kwarg_only) for a in schema.arguments] == [
+        (p.name, p.kind is p.KEYWORD_ONLY) for p in parameters
+    ]
+    for argument, parameter in zip(schema.arguments, parameters):
+        if argument.has_default_value():
+            assert argument.default_value == parameter.default
+    assert len(schema.returns) == results
+
+
+@pytest.mark.parametrize("rows", [1, 32, 33])
+def test_the_fakes_return_shapes_as_the_meta_functions_of_the_installed_operators(rows):
+    for dtype, real, fake, more in (
+        (torch.bfloat16, cuda._flash, fake_aten.flash, (0.0, False, False)),
+        (torch.float32, cuda._efficient, fake_aten.efficient, (None, True, 0.0, False)),
+    ):
+        q, k = torch.zeros(1, 2, rows, 64, dtype=dtype), torch.zeros(1, 2, 40, 64, dtype=dtype)
+        wanted = real(q.to("meta"), k.to("meta"), k.to("meta"), *more, scale=0.1)
+        got = fake(q, k, k, *more, scale=0.1)
+        for meta, result in zip(wanted[:2], got[:2]):
+            assert (meta.shape, meta.dtype) == (result.shape, result.dtype)
 
 
 def test_rotating_the_query_back_equals_rotating_the_key_forward():

@@ -77,8 +77,8 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
             compile_all(engine, sets[-1])
         for batch in settings.batches:
             columns: dict[str, Callable[[int], float]] = {
-                "distinct": _ours(engine, settings, ids, sets[:batch]),
-                "shared": _ours(engine, settings, ids, [sets[0]] * batch),
+                "distinct": decoded(engine, settings, ids, sets[:batch]),
+                "shared": decoded(engine, settings, ids, [sets[0]] * batch),
             }
             peers = {
                 k: Generator(pair.stock, pair.loaded.shape, k, batch, length, settings.tokens) for k in CACHES
@@ -110,7 +110,7 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
     return Report(rows, headline, notes, lambda figure: _plot(figure, plots))
 
 
-def _ours(
+def decoded(
     engine: NativeEngine, settings: Settings, ids: Ids, sets: list[list[Chunk]]
 ) -> Callable[[int], float]:
     """Tokens a second of a batch. The last request is timed, and the others go on until after its end, so that every

@@ -3,6 +3,8 @@
 A bench is a function ``(settings, where, progress) -> Report``. It measures its columns *interleaved*: every round
 runs each column once, in an order that rotates, so that whatever else the machine does meanwhile hits all columns
 alike, and ratios are taken within a round. The first round is cold and is reported apart.
+
+Rich is imported where something is shown, so that the parts can be measured on a machine that does not have it.
 """
 
 from __future__ import annotations
@@ -15,17 +17,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from mpic.errors import MPICError
 from mpic.figure import save_png
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
 
 Row = dict[str, Any]
 """One line of a result. ``table`` names the table it is printed in; the other keys are its columns."""
@@ -208,6 +211,8 @@ class Ticker:
 
     def __enter__(self) -> Ticker:
         if self._console is not None:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
             columns = (
                 TextColumn("{task.description:32}"),
                 BarColumn(),
@@ -279,6 +284,8 @@ def save_plot(path: Path, report: Report) -> None:
 
 def print_report(entry: Bench, report: Report, console: Console) -> None:
     """One table for every ``table`` of the rows, then the headline with its goals."""
+    from rich.table import Table
+
     groups: dict[str, list[Row]] = {}
     for row in report.rows:
         groups.setdefault(row.get("table", entry.name), []).append(row)

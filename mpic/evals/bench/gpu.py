@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers as tf
 from PIL import Image
 
+from mpic.engine.base import Usage
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import PolicyNotBuilt
 from mpic.evals.bench.drive import (
@@ -31,68 +31,11 @@ from mpic.evals.bench.drive import (
     request_of,
 )
 from mpic.evals.bench.frame import BenchFailed, Report, Row, Ticker, Where, bench
-from mpic.evals.bench.gpu_kernels import Case, Ceilings, attention_rows, ceilings, load_rows, measured
+from mpic.evals.bench.gpu_kernels import Case, attention_rows, load_rows, measured
+from mpic.evals.bench.gpu_models import LLAVA, QWEN, Model
+from mpic.evals.bench.roofline import Ceilings, Costs, against, ceilings
 from mpic.kv.chunk import Chunk, ChunkInputs
-from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import self_test
-
-
-@dataclass(frozen=True)
-class Model:
-    """Shape of a decoder; ``side`` > 0: an image's positions are a grid with three axes (M-RoPE)."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocabulary: int
-    side: int = 0
-    context: int = 32_768
-
-    def config(self) -> tf.PretrainedConfig:
-        text = {
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": self.context,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-        }
-        if not self.side:
-            return tf.LlamaConfig(**text)
-        half = self.hidden // self.heads // 2
-        sections = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
-        vision = {"depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64}
-        tokens = {
-            "image_token_id": 5,
-            "vision_start_token_id": 6,
-            "vision_end_token_id": 7,
-            "video_token_id": 8,
-        }
-        vision |= {"out_hidden_size": self.hidden, "fullatt_block_indexes": [0]}
-        return tf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
-
-    def build(self, where: Where) -> LoadedModel:
-        """Random weights, made on the device."""
-        kind = tf.Qwen2_5_VLForConditionalGeneration if self.side else tf.LlamaForCausalLM
-        torch.manual_seed(0)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(where.dtype)
-        try:
-            with where.device:
-                model = kind(self.config())
-        finally:
-            torch.set_default_dtype(before)
-        model.generation_config.eos_token_id = None
-        return LoadedModel(model.to(where.device), None, self.name)
-
 
 _CASES = (
     Case("prefill, LLaVA", 32, 32, 128, 520, 1, 10, 2304),
@@ -113,10 +56,7 @@ class Settings:
         dry_run: run on whatever device there is, to see that every line works; the numbers mean nothing.
     """
 
-    models: tuple[Model, ...] = (
-        Model("LLaVA-1.6-7B shape", 32, 4096, 32, 32, 11008, 32_064),
-        Model("Qwen2.5-VL-7B shape", 28, 3584, 28, 4, 18944, 152_064, side=48),
-    )
+    models: tuple[Model, ...] = (LLAVA, QWEN)
     cases: tuple[Case, ...] = _CASES
     images: tuple[int, ...] = (1, 2, 4, 6, 8, 10)
     image_tokens: int = 2304
@@ -169,7 +109,7 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
     ratios = []
     for model in settings.models:
         ticker.say(model.name)
-        measurement = _Measurement(settings, model, where, top, ticker, ends)
+        measurement = Measurement(settings, model, where, top, ticker, ends)
         rows += measurement.rows()
         names[model.name] = measurement.attention
         ratios += measurement.ratio
@@ -186,6 +126,7 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
     notes = {
         "attention": names,
         "of floor": "the larger of FLOPs over the matmul ceiling and bytes over the copy ceiling, over the time",
+        "predicted": "what the roofline allows at best; ratio: how many times longer it took",
         "torch": "scaled_dot_product_attention over as many contiguous keys, rotated beforehand, no mask; its time is "
         "scaled to the pairs that the case has",
         "vision": "left out of every column",
@@ -194,17 +135,29 @@ def run(settings: Settings, where: Where, ticker: Ticker) -> Report:
     return Report(rows, headline, notes, lambda figure: _plot(figure, rows))
 
 
-class _Measurement:
-    """One model: build it, compile its images, measure."""
+class Measurement:
+    """One model: build it, compile its images, measure.
+
+    Args:
+        top: the device's ceilings, or None: rows then say that nothing is predicted.
+        ends: ``time.monotonic`` after which nothing new is begun.
+    """
 
     def __init__(
-        self, settings: Settings, model: Model, where: Where, top: Ceilings, ticker: Ticker, ends: float
+        self,
+        settings: Settings,
+        model: Model,
+        where: Where,
+        top: Ceilings | None,
+        ticker: Ticker,
+        ends: float,
     ) -> None:
         self.settings, self.model, self.where, self.top, self.ends = settings, model, where, top, ends
         self.ticker = ticker
         if where.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(where.device)
         self.loaded = model.build(where)
+        self.costs = Costs(self.loaded)
         self.attention = self._attend(settings.attention)
         self.ids = Ids(model.vocabulary)
         self.system = self.ids.fresh(settings.system)
@@ -232,16 +185,16 @@ class _Measurement:
     def rows(self) -> Iterator[Row]:
         s = self.settings
         yield measured(f"runs, {self.model.name}", "attention", self.attention, 0.0, "-")
-        counts = [n for n in s.images if self._pool(n) <= self._room()]
+        counts = [n for n in s.images if self.pool(n) <= self.room()]
         if len(counts) < len(s.images):
             yield self._left_out(f"{s.images[len(counts) :]} images", "they do not fit this device's memory")
         if not counts:
             return
         images = self.images[: max(counts)]
-        with engine_for(self.loaded, self._pool(max(counts))) as engine:
+        with engine_for(self.loaded, self.pool(max(counts))) as engine:
             compile_all(engine, images)
             first_token(engine, request_of(prompt_of(self.system, self.ids.fresh(8)), "prefix", 2))
-            yield from self._first_tokens(engine, counts)
+            yield from self.first_tokens(engine, counts)
             yield from self._decoding(engine, images[: s.decode_images])
             stats = engine.stats()["pages"]
             pool = stats["total"] * stats["page_bytes"]
@@ -252,13 +205,17 @@ class _Measurement:
             peak = torch.cuda.max_memory_allocated(self.where.device)
             yield measured(f"peak memory, {self.model.name}", "weights, pool, work", "-", peak / 2**30, "GiB")
 
-    def _pool(self, images: int) -> int:
+    def pool(self, images: int) -> int:
         """Tokens: the chunks, a request that recomputes all of them and one whose prefix is kept, a decoding batch."""
         s = self.settings
         prompt = images * s.image_tokens + s.system + s.text
-        return images * s.image_tokens + 2 * (prompt + 512) + max(s.batches) * (s.text + s.tokens + 768)
+        return (
+            images * s.image_tokens
+            + 2 * (prompt + 512)
+            + max(s.batches, default=0) * (s.text + s.tokens + 768)
+        )
 
-    def _room(self) -> float:
+    def room(self) -> float:
         """Tokens that fit, with a quarter of what is free left for work."""
         if self.where.device.type != "cuda":
             return float("inf")
@@ -268,7 +225,7 @@ class _Measurement:
     def _left_out(self, what: str, why: str) -> Row:
         return measured(f"left out, {self.model.name}", what, why, 0.0, "-")
 
-    def _first_tokens(self, engine: NativeEngine, counts: list[int]) -> Iterator[Row]:
+    def first_tokens(self, engine: NativeEngine, counts: list[int]) -> Iterator[Row]:
         s, medians = self.settings, {}
         beside = [("mpic-32", name) for name in s.beside if "mpic-32" in s.policies]
         columns = [*((policy, s.attention) for policy in s.policies), *beside]
@@ -282,7 +239,7 @@ class _Measurement:
                         yield self._left_out(f"{policy}, {count} images", "out of time")
                         continue
                     self.ticker.say(f"{self.model.name}: {policy}, {count} images")
-                    taken = self._measure(engine, policy, count)
+                    taken, usage = self._measure(engine, policy, count)
                     if attention == s.attention:
                         medians[policy, count] = taken
                     yield measured(
@@ -291,7 +248,7 @@ class _Measurement:
                         f"{policy}, {chosen}",
                         taken,
                         "ms",
-                    )
+                    ) | against(self.top, self.costs.prefill(usage), taken / 1e3, taken, "ms")
             except PolicyNotBuilt:
                 yield self._left_out(policy, "not built")
             finally:
@@ -301,8 +258,8 @@ class _Measurement:
         if ("mpic-32", largest) in medians and ("prefix", largest) in medians:
             self.ratio = [medians["mpic-32", largest] / medians["prefix", largest]]
 
-    def _measure(self, engine: NativeEngine, policy: str, count: int) -> float:
-        """Median milliseconds, after one request that does not count."""
+    def _measure(self, engine: NativeEngine, policy: str, count: int) -> tuple[float, Usage]:
+        """Median milliseconds, after one request that does not count, and what that prompt took."""
         taken = []
         for _ in range(self.settings.repeats + 1):
             prompt = self._prompt(self.images[:count], policy == "prefix")
@@ -311,7 +268,7 @@ class _Measurement:
             if stale:
                 raise BenchFailed(f"{policy}: chunks came from {stale}")
             taken.append(elapsed)
-        return sorted(taken[1:])[(len(taken) - 1) // 2]
+        return sorted(taken[1:])[(len(taken) - 1) // 2], usage
 
     def _prompt(self, chunks: list[Chunk], system: bool) -> Any:
         """Fresh text, so that nothing but the system prompt can be found again."""
@@ -324,33 +281,35 @@ class _Measurement:
     def _decoding(self, engine: NativeEngine, images: list[Chunk]) -> Iterator[Row]:
         """Tokens a second of a batch that links the same images; the floor reads weights and KV once a step."""
         s = self.settings
-        weights = sum(p.nbytes for p in self.loaded.model.parameters())
-        token = self.loaded.shape.per_token * torch.empty(0, dtype=self.where.dtype).element_size()
         for batch in s.batches:
             if time.monotonic() > self.ends:
                 yield self._left_out(f"decode, batch {batch}", "out of time")
                 continue
             self.ticker.say(f"{self.model.name}: decode, batch {batch}")
-            streams = []
-            for i in range(batch):
-                longer = 0 if i == batch - 1 else 16
-                prompt = self._prompt(images, False)
-                streams.append(engine.submit(request_of(prompt, "mpic-32", s.tokens + longer)))
-            times = [time.perf_counter() for _ in streams[-1]]
-            for stream in streams[:-1]:
-                stream.abort()
-                stream.result()
-            rate = batch * (len(times) - 1) / (times[-1] - times[0])
-            own = s.system + s.text + (32 + 2) * len(images) + s.tokens
-            step = (weights + token * (len(images) * s.image_tokens + batch * own)) / self.top.copy
-            row = measured(
+            self._batch(engine, images, batch, 4)  # kernels that this batch needs are compiled
+            rate = self._batch(engine, images, batch, s.tokens)
+            own, linked = s.system + s.text + (32 + 2) * len(images) + s.tokens, len(images) * s.image_tokens
+            cost = self.costs.step(batch, linked + own, linked + batch * own)
+            yield measured(
                 f"decode, {self.model.name}",
                 f"batch {batch}, the same {len(images)} images",
                 f"mpic-32, {self.attention}",
                 rate,
                 "tokens/s",
-            )
-            yield row | {"of floor": round(rate * step / batch, 3)}
+            ) | against(self.top, cost, batch / rate, rate, "tokens/s")
+
+    def _batch(self, engine: NativeEngine, images: list[Chunk], batch: int, tokens: int) -> float:
+        """Tokens a second of a batch; the last request is timed and the others go on beside it."""
+        streams = []
+        for i in range(batch):
+            longer = 0 if i == batch - 1 else 16
+            prompt = self._prompt(images, False)
+            streams.append(engine.submit(request_of(prompt, "mpic-32", tokens + longer)))
+        times = [time.perf_counter() for _ in streams[-1]]
+        for stream in streams[:-1]:
+            stream.abort()
+            stream.result()
+        return batch * (len(times) - 1) / (times[-1] - times[0])
 
 
 def _plot(figure: Any, rows: list[Row]) -> None:

@@ -1,4 +1,4 @@
-"""What the GPU bench measures below the model: ceilings, segment attention against torch's, loads from the host.
+"""What the GPU bench measures below the model: segment attention against torch's, loads from the host.
 
 Triton is imported where it is used, so that the list of benches can be shown without it.
 """
@@ -19,6 +19,7 @@ from mpic.kernels.triton.tuning import Tiles
 from mpic.kernels.triton.worklist import KV, Call
 
 if TYPE_CHECKING:
+    from mpic.evals.bench.roofline import Ceilings
     from mpic.kernels.triton.step import Prepared
 
 
@@ -89,27 +90,6 @@ def seconds(
             work()
             taken.append(time.perf_counter() - began)
     return sorted(taken)[len(taken) // 2]
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What this device did in this run: bytes a second (read plus written) of a copy, FLOPs a second of a product."""
-
-    copy: float
-    matmul: float
-
-    def floor(self, case: Case, size: int) -> float:
-        """Seconds below which the case cannot run."""
-        return max(case.flops / self.matmul, case.bytes(size) / self.copy)
-
-
-def ceilings(where: Where, megabytes: int, side: int, repeats: int) -> Ceilings:
-    halves = torch.ones(2, megabytes << 20, dtype=torch.uint8, device=where.device)
-    copied = seconds(lambda: halves[0].copy_(halves[1]), where, repeats)
-    a = torch.randn(side, side, dtype=where.dtype, device=where.device)
-    product = torch.empty_like(a)
-    multiplied = seconds(lambda: torch.mm(a, a, out=product), where, repeats)
-    return Ceilings(2 * (megabytes << 20) / copied, 2 * side**3 / multiplied)
 
 
 def build(case: Case, where: Where, tiles: Tiles | None = None) -> tuple[Prepared, torch.Tensor]:

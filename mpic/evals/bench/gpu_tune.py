@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import json
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -48,31 +49,48 @@ def tune(
 ) -> None:
     """Measure the candidates for each head dimension and write the best into the table at ``path``, beside what is
     there."""
-    table = read_table(path) if path.exists() else {"schema": SCHEMA, "gpus": {}}
     for dim in dims:
         best_block = _best(dataclasses.replace(prefill, dim=dim), where, blocks, True, repeats)
         best_single = _best(dataclasses.replace(decode, dim=dim), where, singles, False, repeats)
-        name = f"{str(where.dtype).removeprefix('torch.')}/{dim}"
-        entry = {"block": best_block, "single": best_single, "measured": _when()}
-        table["gpus"].setdefault(gpu, {})[name] = entry
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-        temporary.replace(path)
+        enter(path, gpu, where.dtype, dim, best_block, best_single)
 
 
-def _best(case: Case, where: Where, candidates: tuple[Sizes, ...], blocks: bool, repeats: int) -> Sizes:
+def enter(path: Path, gpu: str, dtype: torch.dtype, dim: int, block: Sizes, single: Sizes) -> None:
+    """Write the sizes of one GPU, dtype and head dimension into the table at ``path``, beside what is there."""
+    table = read_table(path) if path.exists() else {"schema": SCHEMA, "gpus": {}}
+    name = f"{str(dtype).removeprefix('torch.')}/{dim}"
+    entry = {"block": block, "single": single, "measured": _when()}
+    table["gpus"].setdefault(gpu, {})[name] = entry
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    temporary.replace(path)
+
+
+def candidates(
+    case: Case, where: Where, sizes: Iterable[Sizes], blocks: bool, repeats: int
+) -> Iterator[tuple[Sizes, float | None]]:
+    """Each candidate and its seconds, or None where the GPU has no room for it."""
     from triton.runtime.errors import OutOfResources
 
-    base, taken = defaults(where.dtype, case.dim), {}
-    for sizes in candidates:
-        tiles = base._replace(**dict(zip(base._fields[:4] if blocks else base._fields[4:7], sizes)))
+    base = defaults(where.dtype, case.dim)
+    for one in sizes:
+        tiles = base._replace(**dict(zip(base._fields[:4] if blocks else base._fields[4:7], one)))
         try:
-            taken[sizes] = seconds(segment_attention(case, where, tiles), where, repeats)
+            yield one, seconds(segment_attention(case, where, tiles), where, repeats)
         except OutOfResources:
-            continue
+            yield one, None
+
+
+def fastest(measured: dict[Sizes, float | None], dim: int) -> Sizes:
+    """Raises BenchFailed: no candidate fits."""
+    taken = {sizes: found for sizes, found in measured.items() if found is not None}
     if not taken:
-        raise BenchFailed(f"no candidate fits this GPU for heads of {case.dim}")
+        raise BenchFailed(f"no candidate fits this GPU for heads of {dim}")
     return min(taken, key=taken.get)
+
+
+def _best(case: Case, where: Where, sizes: tuple[Sizes, ...], blocks: bool, repeats: int) -> Sizes:
+    return fastest(dict(candidates(case, where, sizes, blocks, repeats)), case.dim)
 
 
 def _when() -> str:

@@ -1,0 +1,72 @@
+"""Decoders with the shapes of real models and random weights, made on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import transformers as tf
+
+from mpic.evals.bench.frame import Where
+from mpic.model.loaded import LoadedModel
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape of a decoder; ``side`` > 0: an image's positions are a grid with three axes (M-RoPE)."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+    side: int = 0
+    context: int = 32_768
+
+    def config(self) -> tf.PretrainedConfig:
+        text = {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.context,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        }
+        if not self.side:
+            return tf.LlamaConfig(**text)
+        half = self.hidden // self.heads // 2
+        sections = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+        vision = {"depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64}
+        tokens = {
+            "image_token_id": 5,
+            "vision_start_token_id": 6,
+            "vision_end_token_id": 7,
+            "video_token_id": 8,
+        }
+        vision |= {"out_hidden_size": self.hidden, "fullatt_block_indexes": [0]}
+        return tf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
+
+    def build(self, where: Where) -> LoadedModel:
+        """Random weights, made on the device."""
+        kind = tf.Qwen2_5_VLForConditionalGeneration if self.side else tf.LlamaForCausalLM
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(where.dtype)
+        try:
+            with where.device:
+                model = kind(self.config())
+        finally:
+            torch.set_default_dtype(before)
+        model.generation_config.eos_token_id = None
+        return LoadedModel(model.to(where.device), None, self.name)
+
+
+LLAVA = Model("LLaVA-1.6-7B shape", 32, 4096, 32, 32, 11008, 32_064)
+QWEN = Model("Qwen2.5-VL-7B shape", 28, 3584, 28, 4, 18944, 152_064, side=48)

@@ -1,0 +1,140 @@
+"""What a device can do, measured, and the time that a piece of work cannot take less than on it.
+
+The roofline of a piece of work is the larger of its operations over the rate of a matrix product, its bytes over the
+rate of a copy, and what crosses the bus over the rate of the bus. Operations and bytes are counted from the model's
+shape and from what the engine reports; every weight, key and value is counted once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpic.engine.base import Usage
+from mpic.evals.bench.frame import Row, Where
+from mpic.evals.bench.gpu_kernels import seconds
+from mpic.evals.flops import Flops
+from mpic.model.loaded import LoadedModel
+
+if TYPE_CHECKING:
+    from mpic.evals.bench.gpu_kernels import Case
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations, bytes of device memory read and written, and bytes that cross the bus."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    bus: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.bus + other.bus)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device did in this run, per second: bytes of a copy (read plus written), operations of a matrix
+    product, bytes from pinned host memory to the device and back."""
+
+    copy: float
+    matmul: float
+    to_device: float = math.inf
+    to_host: float = math.inf
+
+    def parts(self, cost: Cost) -> dict[str, float]:
+        """Seconds that each resource needs at least."""
+        return {
+            "operations": cost.flops / self.matmul,
+            "memory": cost.bytes / self.copy,
+            "bus": cost.bus / self.to_device,
+        }
+
+    def seconds(self, cost: Cost) -> float:
+        """Seconds below which the work cannot be done."""
+        return max(self.parts(cost).values())
+
+    def floor(self, case: Case, size: int) -> float:
+        """Seconds below which an attention case of elements of ``size`` bytes cannot run."""
+        return self.seconds(Cost(case.flops, case.bytes(size)))
+
+
+def against(top: Ceilings | None, cost: Cost, taken: float, value: float, unit: str) -> Row:
+    """Columns that set a measurement beside its roofline.
+
+    Args:
+        top: None when the ceilings were not measured; then there is no prediction.
+        taken: the measured time in seconds.
+        value, unit: how the row shows it; a rate's prediction is a rate.
+    """
+    if top is None:
+        return {"predicted": None, "ratio": None, "bound": "no ceilings were measured"}
+    parts = top.parts(cost)
+    least = max(parts.values())
+    if not least or not taken:
+        return {"predicted": None, "ratio": None, "bound": "nothing was counted"}
+    predicted = value * least / taken if not unit.endswith("/s") else value * taken / least
+    return {
+        "predicted": float(f"{predicted:.4g}"),
+        "ratio": float(f"{taken / least:.4g}"),
+        "bound": max(parts, key=parts.__getitem__),
+    }
+
+
+class Costs:
+    """Counts of one model's work."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._flops = Flops(loaded)
+        size = loaded.dtype.itemsize
+        self.weights = (self._flops.layers * self._flops.layer + self._flops.head) / 2 * size
+        """Bytes of the linear layers and of the output projection, which every step reads."""
+        self.token = loaded.shape.per_token * size
+        """Bytes of a token's keys and values in all layers."""
+
+    def prefill(self, usage: Usage) -> Cost:
+        """Of a request's prefill, in as few steps as there could be."""
+        flops = self._flops.of(usage)
+        return Cost(flops, self.weights + self.token * (usage.prompt_tokens + usage.computed))
+
+    def compiled(self, tokens: int) -> Cost:
+        """Of a chunk compiled alone."""
+        f, pairs = self._flops, tokens * (tokens + 1) / 2
+        return Cost(f.layers * (f.layer * tokens + f.pair * pairs), self.weights + self.token * tokens)
+
+    def step(self, batch: int, context: int, unique: int) -> Cost:
+        """Of a decoding step.
+
+        Args:
+            context: tokens that each row sees.
+            unique: tokens that the batch sees in all, shared ones counted once.
+        """
+        f = self._flops
+        flops = batch * (f.layers * (f.layer + f.pair * context) + f.head)
+        return Cost(flops, self.weights + self.token * (unique + batch))
+
+
+def ceilings(where: Where, megabytes: int, side: int, repeats: int, bus: bool = False) -> Ceilings:
+    """Measure the device.
+
+    Args:
+        megabytes: of the copy.
+        side: of the square matrices.
+        bus: measure copies from and to pinned host memory too.
+    """
+    halves = torch.ones(2, megabytes << 20, dtype=torch.uint8, device=where.device)
+    copied = seconds(lambda: halves[0].copy_(halves[1]), where, repeats)
+    a = torch.randn(side, side, dtype=where.dtype, device=where.device)
+    product = torch.empty_like(a)
+    multiplied = seconds(lambda: torch.mm(a, a, out=product), where, repeats)
+    rates: dict[str, Any] = {}
+    if bus:
+        size = min(megabytes, 512) << 20
+        host = torch.ones(size, dtype=torch.uint8, pin_memory=where.device.type == "cuda")
+        there = halves[0][:size]
+        rates["to_device"] = size / seconds(lambda: there.copy_(host, non_blocking=True), where, repeats)
+        rates["to_host"] = size / seconds(lambda: host.copy_(there, non_blocking=True), where, repeats)
+    return Ceilings(2 * (megabytes << 20) / copied, 2 * side**3 / multiplied, **rates)

@@ -1,0 +1,144 @@
+"""What sections share: device and dtype, sizes, the ceilings measured before, checks that are rows, models."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mpic.evals.bench.frame import Ticker, Where
+from mpic.evals.bench.gpu_models import Model
+from mpic.evals.bench.roofline import Ceilings, Cost, Costs, against
+from mpic.evals.gpu import record
+from mpic.evals.gpu.sizes import FULL, QUICK, Sizes
+from mpic.evals.gpu.supervise import Run
+from mpic.model.loaded import LoadedModel
+from mpic.model.selftest import self_test
+
+
+@dataclass(frozen=True)
+class Context:
+    """A section's view of the report."""
+
+    run: Run
+
+    @cached_property
+    def where(self) -> Where:
+        """The device, and bf16 on CUDA.
+
+        Raises:
+            ModelRefused: there is no CUDA device.
+        """
+        from mpic.model.load import choose_device
+
+        device = choose_device(self.run.device)
+        if device.type == "cuda":
+            torch.cuda.init()
+            torch.cuda.set_device(device.index or 0)
+        return Where(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    @property
+    def sizes(self) -> Sizes:
+        return QUICK if self.run.quick else FULL
+
+    @cached_property
+    def top(self) -> Ceilings | None:
+        """The ceilings in the report's file; None when they have not been measured."""
+        found = {
+            row["ceiling"]: row["rate"]
+            for row in record.latest(record.read(self.run.out))
+            if "ceiling" in row
+        }
+        return Ceilings(**found) if {"copy", "matmul"} <= set(found) else None
+
+    @cached_property
+    def attention(self) -> str:
+        """What models attend with: Triton, unless the section of self-tests has found that it is wrong here."""
+        lines = record.read(self.run.out)
+        end = record.ends(lines).get("selftest", {"status": "ok"})
+        wrong = any(
+            row["section"] == "selftest" and row["with"] == "triton" and row.get("ok") is False
+            for row in record.latest(lines)
+        )
+        return "auto" if wrong or end["status"] not in ("ok", "left out") else "triton"
+
+    def ticker(self) -> Ticker:
+        return Ticker(None)
+
+    def model(self, model: Model) -> tuple[LoadedModel, Costs]:
+        """Random weights on the device, self-tested as every model is at load."""
+        loaded = model.build(self.where)
+        loaded.choose_attention(self.attention)
+        error = self_test(loaded)
+        self.run.row(
+            f"runs, {model.name}", "attention", loaded.info.attention, round(error, 6), "relative error"
+        )
+        return loaded, Costs(loaded)
+
+    def timed(
+        self, measured: str, shape: str, how: str, taken: float, cost: Cost, unit: str = "ms", **more: Any
+    ) -> None:
+        """A row of a time in seconds, shown in ``unit`` (ms or us), beside the roofline of its cost."""
+        value = taken * {"ms": 1e3, "us": 1e6}[unit]
+        self.run.row(
+            measured, shape, how, round(value, 4), unit, **against(self.top, cost, taken, value, unit), **more
+        )
+
+    def rate(
+        self,
+        measured: str,
+        shape: str,
+        how: str,
+        work: float,
+        taken: float,
+        cost: Cost,
+        unit: str,
+        **more: Any,
+    ) -> None:
+        """A row of ``work`` a second that took ``taken`` seconds, beside the roofline of its cost."""
+        value = work / taken
+        self.run.row(
+            measured, shape, how, round(value, 4), unit, **against(self.top, cost, taken, value, unit), **more
+        )
+
+    def check(
+        self, measured: str, shape: str, how: str, work: Callable[[], float], limit: float, unit: str
+    ) -> bool:
+        """A row that says whether an error is within its limit; an exception is a row too, and nothing more.
+
+        Args:
+            work: computes the error.
+        """
+        try:
+            error = work()
+        except Exception:
+            self.run.row(measured, shape, how, None, unit, ok=False, error=traceback.format_exc()[-1500:])
+            return False
+        ok = error <= limit  # NaN is not
+        self.run.row(measured, shape, how, float(f"{error:.3g}"), unit, limit=limit, ok=ok)
+        return ok
+
+    def attempt(self, measured: str, shape: str, work: Callable[[], None]) -> None:
+        """Work that writes rows; an exception is a row too, and what comes next is still measured."""
+        try:
+            work()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self.run.row(measured, shape, "failed", None, "", why=why, error=traceback.format_exc()[-1500:])
+
+    def left_out(self, measured: str, shape: str, why: str) -> None:
+        self.run.row(measured, shape, "left out", None, "", why=why)
+
+    def synchronize(self) -> None:
+        self.where.synchronize()
+
+    def free(self) -> float:
+        """Bytes of device memory that are free; unlimited on the CPU, where sizes are tiny."""
+        if self.where.device.type != "cuda":
+            return float("inf")
+        torch.cuda.empty_cache()
+        return float(torch.cuda.mem_get_info(self.where.device)[0])

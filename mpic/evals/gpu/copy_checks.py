@@ -1,0 +1,110 @@
+"""Copies to a device that computes meanwhile: ``mpic.kv.copies`` on real streams."""
+
+from __future__ import annotations
+
+import torch
+
+from mpic.evals.bench.gpu_kernels import seconds
+from mpic.evals.bench.roofline import Cost
+from mpic.evals.gpu.context import Context
+from mpic.evals.gpu.supervise import Run
+from mpic.kv.copies import CopiedGate, Copies, copies_for
+from mpic.kv.gate import Gates, Waits
+
+
+def copies(run: Run) -> None:
+    """What is copied arrives before it is used and after what was used before, and copies do run beside computing."""
+    context = Context(run)
+    found = copies_for(context.where.device)
+    if found is None:
+        context.left_out("copy check", "copies beside computing", f"{context.where.device} copies in place")
+        return
+    for name, work in {
+        "layers arrive before the step that follows them": _arrive,
+        "a load does not overwrite what is being read": _order,
+        "a buffer may be dropped while it is being copied": _dropped,
+    }.items():
+        context.check(
+            "copy check", name, type(found).__name__, lambda work=work: work(context, found), 0.0, "error"
+        )
+    _overlap(context, found)
+
+
+def _busy(context: Context, turns: int = 6) -> torch.Tensor:
+    """Give the device some milliseconds of work."""
+    side = 4096 if not context.run.quick else 64
+    a = torch.ones(side, side, dtype=context.where.dtype, device=context.where.device)
+    for _ in range(turns):
+        a = torch.mm(a, a).clamp_(max=1)
+    return a
+
+
+def _arrive(context: Context, found: Copies) -> float:
+    layers, shape = 8, (8, 2, 4, 512, 128)
+    target = torch.zeros(shape, dtype=context.where.dtype, device=context.where.device)
+    buffer = found.buffer(shape, context.where.dtype)
+    buffer.copy_(torch.arange(layers).view(-1, 1, 1, 1, 1) + 1.0)
+    found.order()
+    gate = CopiedGate(Gates(), layers, found)
+    _busy(context)
+    for layer in range(layers):
+        gate.copy(target[layer], buffer[layer])
+        gate.open(layer)
+    waits, sums = Waits([gate], 1.0), []
+    for layer in range(layers):
+        waits.before(layer)
+        sums.append(target[layer].float().mean())
+    gate.settle()
+    return float((torch.stack(sums).cpu() - torch.arange(1.0, layers + 1)).abs().max())
+
+
+def _order(context: Context, found: Copies) -> float:
+    """Read the old values late, behind other work; then load new ones over them."""
+    target = torch.ones(64 << 18, device=context.where.device)
+    buffer = found.buffer(target.shape, target.dtype)
+    buffer.fill_(5.0)
+    _busy(context, 20)
+    old = target.clone()
+    found.order()
+    found.follow(found.start(target, buffer))
+    return float((old - 1).abs().max() + (target - 5).abs().max())
+
+
+def _dropped(context: Context, found: Copies) -> float:
+    target = torch.zeros(64 << 18, device=context.where.device)
+    buffer = found.buffer(target.shape, target.dtype)
+    buffer.fill_(3.0)
+    mark = found.start(target, buffer)
+    del buffer
+    again = found.buffer(target.shape, target.dtype)  # not the same memory while the copy runs
+    again.fill_(7.0)
+    found.follow(mark)
+    return float((target - 3).abs().max())
+
+
+def _overlap(context: Context, found: Copies) -> None:
+    """The time of computing and copying together against that of each."""
+    source = found.buffer((256 << 20,), torch.uint8)
+    target = torch.empty(256 << 20, dtype=torch.uint8, device=context.where.device)
+
+    def copy() -> None:
+        found.order()
+        found.follow(found.start(target, source))
+
+    def both() -> None:
+        found.order()
+        mark = found.start(target, source)
+        _busy(context)
+        found.follow(mark)
+
+    taken = {
+        name: seconds(work, context.where, 5)
+        for name, work in (("copy", copy), ("compute", lambda: _busy(context)), ("both", both))
+    }
+    context.timed("copy beside computing", "256 MiB", "copy alone", taken["copy"], Cost(bus=256 << 20))
+    for name, how in (("compute", "computing alone"), ("both", "both at once")):
+        context.run.row("copy beside computing", "256 MiB", how, round(taken[name] * 1e3, 3), "ms")
+    hidden = (taken["copy"] + taken["compute"] - taken["both"]) / min(taken["copy"], taken["compute"])
+    context.run.row(
+        "copy beside computing", "256 MiB", "share that is hidden", round(hidden, 3), "of the shorter"
+    )

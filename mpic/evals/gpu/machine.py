@@ -1,0 +1,118 @@
+"""What is measured on, and the most it can do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+from mpic.evals.gpu.supervise import Run, installed
+
+PACKAGES = (
+    "torch", "triton", "transformers", "numpy", "safetensors", "tokenizers", "psutil", "xxhash", "pillow",
+    "vllm", "flash-attn", "flashinfer-python", "pytest", "hypothesis",
+)  # fmt: skip
+QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,memory.total,pcie.link.gen.max,pcie.link.width.max"
+
+
+def versions(run: Run) -> None:
+    """Versions first, each a row, so that they are there whatever comes after."""
+    run.row("version", "python", platform.python_implementation(), platform.python_version())
+    for package in PACKAGES:
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed" if not installed(package.replace("-", "_")) else "unknown"
+        run.row("version", package, "installed", found)
+    run.row("version", "torch built for", "CUDA", str(torch.version.cuda))
+    run.row("version", "source", "git", _commit())
+    run.row("machine", "processor", platform.machine(), _processor())
+    memory = _memory()
+    run.row("machine", "memory", "host", memory, "GiB" if memory else "")
+    if run.device != "cuda":
+        return
+    said = _ask("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader")
+    run.row("machine", QUERY, "nvidia-smi", said)
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no CUDA device")
+    device = torch.cuda.get_device_properties(0)
+    run.row("machine", "GPU", f"compute capability {device.major}.{device.minor}", device.name)
+    run.row("machine", "multiprocessors", device.name, device.multi_processor_count)
+    run.row("machine", "device memory", device.name, round(device.total_memory / 2**30, 1), "GiB")
+    run.row("machine", "L2 cache", device.name, round(getattr(device, "L2_cache_size", 0) / 2**20, 1), "MiB")
+
+
+def measure_ceilings(run: Run) -> None:
+    """A copy, a matrix product, both ways over the bus, and one launch: every prediction is made of these."""
+    from mpic.evals.bench.gpu_kernels import seconds
+    from mpic.evals.bench.roofline import ceilings
+    from mpic.evals.gpu.context import Context
+
+    context = Context(run)
+    where, sizes = context.where, context.sizes
+    top = ceilings(where, sizes.copy_megabytes, sizes.matmul, sizes.kernel_repeats, bus=True)
+    for name, what, unit, scale in (
+        ("copy", f"{sizes.copy_megabytes} MiB, read and written", "GB/s", 1e9),
+        ("matmul", f"{sizes.matmul} x {sizes.matmul}, {where.dtype}", "TFLOP/s", 1e12),
+        ("to_device", "pinned host memory to the device", "GB/s", 1e9),
+        ("to_host", "the device to pinned host memory", "GB/s", 1e9),
+    ):
+        rate = getattr(top, name)
+        if math.isfinite(rate):
+            run.row("ceiling", what, name, round(rate / scale, 3), unit, ceiling=name, rate=rate)
+    small = torch.zeros(1, device=where.device)
+
+    def launches() -> None:
+        for _ in range(1000):
+            small.add_(1)
+
+    run.row(
+        "launch",
+        "1,000 tiny operations one after the other",
+        "torch",
+        _micro(seconds(launches, where, 3)),
+        "us",
+    )
+
+
+def _micro(of_thousand: float) -> float:
+    return round(of_thousand * 1e3, 3)
+
+
+def _commit() -> str:
+    root = Path(__file__).resolve().parents[3]
+    return _ask("git", "-C", str(root), "describe", "--always", "--dirty")
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def _memory() -> float | None:
+    if not installed("psutil"):
+        return None
+    import psutil
+
+    return round(psutil.virtual_memory().total / 2**30, 1)
+
+
+def _ask(*command: str) -> str:
+    """What a program says, or why it says nothing."""
+    if shutil.which(command[0]) is None:
+        return f"no {command[0]} here"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
+    return done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}"

@@ -1,0 +1,117 @@
+"""Where the time of a step goes: launches, copies and waits, and the share of it in which the device computes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiler
+
+from mpic.engine.native.engine import NativeEngine
+from mpic.evals.bench.drive import (
+    Ids,
+    compile_all,
+    engine_for,
+    first_token,
+    prompt_of,
+    request_of,
+    text_chunk,
+)
+from mpic.evals.gpu.context import Context
+from mpic.evals.gpu.supervise import Run
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+BATCH = 8
+
+
+def profile(run: Run) -> None:
+    """One link and some decoding steps of a batch of 8, with the default attention and with Triton's."""
+    context = Context(run)
+    sizes = context.sizes
+    model = sizes.models[-1]
+    ids = Ids(model.vocabulary)
+    chunks = [text_chunk(ids.fresh(sizes.chunk)) for _ in range(sizes.set_chunks)]
+    linked = sizes.chunk * sizes.set_chunks
+    batch = 2 if run.quick else BATCH
+    loaded, costs = context.model(model)
+    for attention in dict.fromkeys((context.attention, "auto")):
+        loaded.choose_attention(attention)
+        with engine_for(loaded, linked + (batch + 2) * (linked // 4 + 1024)) as engine:
+            compile_all(engine, chunks)
+
+            def request(tokens: int) -> Any:
+                parts = [part for chunk in chunks for part in (chunk, ids.fresh(2))]
+                return request_of(prompt_of(ids.fresh(sizes.text), *parts, ids.fresh(8)), "mpic-32", tokens)
+
+            for _ in range(2):  # kernels are compiled, libraries chosen
+                _, usage = first_token(engine, request(4))
+            _steps(engine, lambda: first_token(engine, request(1)))  # the profiler starts
+            found = _steps(engine, lambda: first_token(engine, request(1)))
+            cost = costs.prefill(usage)
+            _rows(context, f"link, {linked} linked tokens", attention, found, cost)
+            streams = [engine.submit(request(200 if not run.quick else 40)) for _ in range(batch)]
+            reading = [iter(stream) for stream in streams]
+            for tokens in reading:
+                next(tokens)
+            found = _steps(engine, lambda last=reading[-1]: list(islice(last, 10)))
+            for stream in streams:
+                stream.abort()
+                stream.result()
+            cost = costs.step(batch, linked, linked + batch * 400)
+            _rows(context, f"decoding, batch {batch} over the same {linked} tokens", attention, found, cost)
+
+
+def _steps(engine: NativeEngine, work: Callable[[], Any]) -> dict[str, Any]:
+    """Profile some work; counts a step."""
+    cuda = engine.model.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    before = engine.stats()["counters"].get("steps", 0)
+    with profiler(activities=activities) as recorded:
+        began = time.perf_counter()
+        work()
+        if cuda:
+            torch.cuda.synchronize(engine.model.device)
+        taken = time.perf_counter() - began
+    steps = max(1, engine.stats()["counters"].get("steps", 0) - before)
+    kernels: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    spans = []
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            start, end = event.time_range.start, event.time_range.end
+            moved = event.name.startswith(("Memcpy", "Memset"))
+            counts["copies" if moved else "launches"] += 1
+            kernels[event.name] += end - start
+            spans.append((start, end))
+        elif event.name in WAITS:
+            counts["waits"] += 1
+    return {"taken": taken, "steps": steps, "kernels": kernels, "counts": counts, "busy": busy(spans)}
+
+
+def busy(spans: list[tuple[float, float]]) -> float:
+    """Microseconds in which at least one of some (start, end) spans runs."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def _rows(context: Context, shape: str, attention: str, found: dict[str, Any], cost: Any) -> None:
+    steps, taken = found["steps"], found["taken"]
+    context.timed("step, profiled", shape, attention, taken / steps, cost, steps=steps)
+    if not found["kernels"]:
+        context.left_out("launches and busy share", shape, "the profiler saw no device kernels here")
+        return
+    for name in ("launches", "copies", "waits"):
+        context.run.row(f"{name} a step", shape, attention, round(found["counts"][name] / steps, 1))
+    context.run.row("busy share of the device", shape, attention, round(found["busy"] / 1e6 / taken, 3))
+    for name, micro in found["kernels"].most_common(8):
+        context.run.row(
+            "time in a kernel a step", shape, f"{attention}: {name[:80]}", round(micro / steps, 1), "us"
+        )

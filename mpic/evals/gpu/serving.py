@@ -1,0 +1,162 @@
+"""What requests feel: the first token of a link, decoding, and prefix caching against linking."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from dataclasses import replace
+
+from mpic.evals.bench import decode as decoding
+from mpic.evals.bench.drive import Ids, compile_all, engine_for, text_chunk
+from mpic.evals.bench.gpu import Measurement
+from mpic.evals.bench.roofline import Cost
+from mpic.evals.gpu.context import Context
+from mpic.evals.gpu.supervise import Run
+from mpic.kv.chunk import Chunk
+from mpic.model.loaded import LoadedModel
+
+SPARE = 1024
+"""Tokens of the pool beside a request's own text and answer: its page ends, heads that are computed again."""
+
+
+def link(run: Run) -> None:
+    """8 images that are resident, with as many tokens as LLaVA-1.5 and LLaVA-1.6 give one."""
+    context = Context(run)
+    for model in context.sizes.models:
+        measurement = None
+        for count, tokens in context.sizes.images:
+            settings = replace(
+                context.sizes.bench,
+                models=(model,),
+                images=(count,),
+                image_tokens=tokens,
+                policies=("mpic-32", "reuse"),
+                attention=context.attention,
+                beside=("auto",) if context.attention != "auto" else (),
+                repeats=context.sizes.repeats,
+            )
+            if measurement is None:
+                measurement = _measurement(context, settings)
+            measurement.settings = settings
+            for row in measurement.rows():
+                run.emit({**row, "shape": f"{row['shape']} of {tokens} tokens"})
+        del measurement
+        gc.collect()
+        context.free()
+
+
+def headline(run: Run) -> None:
+    """The papers' figure: the shape of LLaVA-1.6-7B, 1 to 10 images, prefix caching against mpic-32 against the
+    roofline of what mpic-32 computes."""
+    context = Context(run)
+    beside = ("auto",) if context.attention != "auto" else ()
+    settings = replace(
+        context.sizes.bench, models=context.sizes.models[:1], attention=context.attention, beside=beside
+    )
+    measurement = _measurement(context, settings)
+    taken: dict[tuple[int, str], dict] = {}
+    for row in measurement.rows():
+        run.emit(row)
+        if row["measured"].startswith("first token"):  # of the two ways to attend the first
+            taken.setdefault((int(row["shape"].split()[0]), row["with"].split(",")[0]), row)
+    most = max((count for count, policy in taken if policy == "mpic-32"), default=0)
+    ours, prefix = taken.get((most, "mpic-32")), taken.get((most, "prefix"))
+    if ours is None or prefix is None:
+        raise RuntimeError("prefix and mpic-32 were not both measured")
+    shape, cut = f"{most} images", 100 * (1 - ours["value"] / prefix["value"])
+    run.row("headline", shape, "mpic-32", round(cut, 1), "% less", headline="ttft_cut_percent", goal=">= 85")
+    over = ours["value"] / prefix["value"]
+    run.row("headline", shape, "mpic-32", round(over, 4), "", headline="mpic32_over_prefix", goal="<= 0.15")
+    if ours["ratio"] is not None:
+        run.row("headline", shape, "mpic-32", ours["ratio"], "", headline="link_over_roofline", goal="<= 1.5")
+
+
+def _measurement(context: Context, settings) -> Measurement:
+    ends = time.monotonic() + 0.85 * context.run.left
+    return Measurement(settings, settings.models[0], context.where, context.top, context.ticker(), ends)
+
+
+def decode(run: Run) -> None:
+    """Batches whose requests link chunks of their own, and batches that link the same; what does not fit is said."""
+    context = Context(run)
+    sizes = context.sizes
+    longest = max(sizes.contexts) * sizes.set_chunks * sizes.chunk
+    model = replace(sizes.models[-1], context=max(sizes.models[-1].context, 2 * longest))
+    loaded, costs = context.model(model)
+    count = _sets_that_fit(context, loaded)
+    ids = Ids(model.vocabulary)
+    own = sizes.text + sizes.tokens + SPARE
+    chunks = count * sizes.set_chunks
+    with engine_for(loaded, chunks * (sizes.chunk + 16) + max(sizes.batches) * own) as engine:
+        sets = [[text_chunk(ids.fresh(sizes.chunk)) for _ in range(sizes.set_chunks)] for _ in range(count)]
+        began = time.perf_counter()
+        compile_all(engine, [chunk for one in sets for chunk in one])
+        cost = Cost(chunks * costs.compiled(sizes.chunk).flops, costs.weights)
+        shape = f"{chunks} chunks of {sizes.chunk} tokens"
+        context.rate(
+            "compiling chunks",
+            shape,
+            context.attention,
+            chunks * sizes.chunk,
+            time.perf_counter() - began,
+            cost,
+            "tokens/s",
+        )
+        for batch in sizes.batches:
+            for width in sizes.contexts:
+                for shared in (False, True):
+                    if run.left < 20:
+                        context.left_out(
+                            "decode", f"batch {batch}, {width} sets", "the section's time is nearly up"
+                        )
+                        return
+                    context.attempt(
+                        "decode",
+                        f"batch {batch}, {width} sets, {'shared' if shared else 'own'}",
+                        functools.partial(_batch, context, engine, costs, ids, sets, batch, width, shared),
+                    )
+
+
+def _batch(
+    context, engine, costs, ids, sets: list[list[Chunk]], batch: int, width: int, shared: bool
+) -> None:
+    """One row: a batch over contexts of ``width`` sets each."""
+    sizes = context.sizes
+    tokens = width * sizes.set_chunks * sizes.chunk
+    shape = f"batch {batch}, {tokens} tokens {'shared' if shared else 'of its own each'}"
+    if (1 if shared else batch) * width > len(sets):
+        context.left_out(
+            "decode", shape, f"{batch * width} sets of chunks do not fit; {len(sets)} are resident"
+        )
+        return
+    requests = [
+        [chunk for one in sets[at : at + width] for chunk in one]
+        for at in ([0] * batch if shared else range(0, batch * width, width))
+    ]
+    settings = decoding.Settings(text=sizes.text, tokens=sizes.tokens, policy="reuse")
+    warm = replace(settings, tokens=max(2, sizes.tokens // 8))  # what this batch needs is compiled
+    decoding.decoded(engine, warm, ids, requests)(0)
+    rate = decoding.decoded(engine, settings, ids, requests)(0)
+    unique = tokens * (1 if shared else batch) + batch * (sizes.text + sizes.tokens // 2)
+    cost = costs.step(batch, tokens + sizes.text, unique)
+    more = {"step_ms": round(batch / rate * 1e3, 3)}
+    context.rate(
+        "decode", shape, context.attention, rate, 1.0, cost_of(cost, rate, batch), "tokens/s", **more
+    )
+
+
+def cost_of(step: Cost, rate: float, batch: int) -> Cost:
+    """The cost of what is done in a second at ``rate`` tokens a second."""
+    steps = rate / batch
+    return Cost(step.flops * steps, step.bytes * steps, step.bus * steps)
+
+
+def _sets_that_fit(context: Context, loaded: LoadedModel) -> int:
+    """As many sets as are wanted, or as fit beside requests in three quarters of what is free."""
+    sizes = context.sizes
+    token = loaded.shape.per_token * context.where.dtype.itemsize
+    requests = max(sizes.batches) * (sizes.text + sizes.tokens + SPARE)
+    room = 0.75 * context.free() / token - requests
+    fits = room / (sizes.set_chunks * (sizes.chunk + 16))
+    return sizes.sets if fits >= sizes.sets else max(1, int(fits))

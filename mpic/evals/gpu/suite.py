@@ -1,0 +1,69 @@
+"""What needs more than a bare machine has: the kernels' test files, and vLLM."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from mpic.evals.gpu.supervise import Run
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = ("test_spans.py", "test_triton_ops.py", "test_triton_attention.py")
+
+
+class _Rows:
+    """A pytest plugin: a row a test."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.failed:
+            more = {} if report.passed else {"error": str(report.longrepr)[-1500:]}
+            name = report.nodeid.removeprefix("tests/kernels/")
+            if not report.skipped:
+                seconds = round(report.duration, 3)
+                self._run.row("test", name, report.when, seconds, "s", ok=bool(report.passed), **more)
+
+
+def tests(run: Run) -> None:
+    """``tests/kernels`` on this device, in this process, from the checkout.
+
+    Raises:
+        RuntimeError: pytest could not collect them.
+    """
+    import pytest
+
+    os.chdir(ROOT)
+    chosen = ["-k", "log_sum_exp"] if run.quick else []
+    arguments = [*(f"tests/kernels/{name}" for name in FILES), "-q", "-p", "no:cacheprovider", *chosen]
+    status = pytest.main(arguments, plugins=[_Rows(run)])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(f"pytest ended with {status!r}")
+
+
+def vllm(run: Run) -> None:
+    """The bench of the first token inside vLLM, whose own processes it starts; its tiny form is still some minutes."""
+    from mpic.evals.bench import ttft, ttft_vllm  # noqa: F401 - each registers itself
+    from mpic.evals.bench.drive import Decoder
+    from mpic.evals.bench.frame import BENCHES
+    from mpic.evals.gpu.context import Context
+
+    context = Context(run)
+    if run.quick:
+        context.left_out(
+            "first token inside vLLM", "tiny", "starting vLLM twice takes minutes; use `mpic bench ttft`"
+        )
+        return
+    entry = BENCHES["ttft"].on("vllm")
+    settings = entry.configured(decoder=Decoder(24, 2048, 16, 5504, context=8192))
+    report = entry.run(settings, context.where, context.ticker())
+    for row in report.rows:
+        value = row.get("median_ms", next((v for v in row.values() if isinstance(v, float)), None))
+        run.row(
+            "inside vLLM", str(row.get("table", "")), str(row.get("column", "")), value, "ms", columns=row
+        )
+    for name, value in report.headline.items():
+        goal = entry.wants.get(name, "")
+        run.row("headline", "inside vLLM", "vllm", round(value, 3), "", headline=f"vllm_{name}", goal=goal)

@@ -1,0 +1,273 @@
+"""Run sections one after the other, each in a process of its own: an exception, a crash of the device or a hang ends
+that section only, and its rows until then are in the file. The standard library is all this needs."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from mpic.evals.gpu import record
+
+POLL = 0.1
+LEAST = 20.0
+"""A section is not begun with fewer seconds left than this, or than its limit."""
+TAIL = 3000
+"""Characters of what a process said last that go into the file."""
+STACKS = ("Timeout (", "Fatal Python error")
+"""How a dump of all threads' stacks begins; the innermost call of a thread comes first."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report.
+
+    Args:
+        target: ``module:function``; the function takes a ``Run``.
+        limit: seconds after which the section's process is killed.
+        needs: packages without which it cannot run.
+    """
+
+    name: str
+    target: str
+    limit: float
+    summary: str
+    needs: tuple[str, ...] = ()
+
+    def missing(self) -> list[str]:
+        return [package for package in self.needs if not installed(package)]
+
+
+def installed(package: str) -> bool:
+    """Whether a package could be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@dataclass
+class Run:
+    """What a section is given, and where its rows go.
+
+    Args:
+        out: the report's file.
+        device, quick: as they were asked for.
+        ends: ``time.monotonic`` at which the section's process is killed.
+    """
+
+    section: str
+    out: Path
+    device: str = "cuda"
+    quick: bool = False
+    ends: float = float("inf")
+    began: float = field(default_factory=time.monotonic)
+
+    def emit(self, row: dict[str, Any]) -> None:
+        """Write a row now; columns that it has not are empty."""
+        blank = dict.fromkeys(record.COLUMNS)
+        said = {"section": self.section, "seconds": round(time.monotonic() - self.began, 2)}
+        record.append(self.out, {**blank, **row, **said})
+
+    def row(self, measured: str, shape: str, how: str, value: Any, unit: str = "", **more: Any) -> None:
+        """As ``emit``, the columns by name."""
+        self.emit({"measured": measured, "shape": shape, "with": how, "value": value, "unit": unit, **more})
+
+    @property
+    def left(self) -> float:
+        """Seconds left to this section."""
+        return self.ends - time.monotonic()
+
+
+class _Process(Protocol):
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal, or None while it runs."""
+
+
+class _Forked:
+    """A child of ``os.fork``, polled as ``subprocess.Popen`` is."""
+
+    def __init__(self, work: Callable[[], int]) -> None:
+        self._code: int | None = None
+        sys.stdout.flush()  # or the child writes what is waiting a second time
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 70
+            try:
+                os.setsid()
+                code = work()
+            finally:
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+
+class Supervisor:
+    """Runs sections and writes how they ended.
+
+    Args:
+        out: the report's file; what processes say goes to ``out`` with ``.log``.
+        limit: seconds for everything; a section that cannot begin before is left out, saying so.
+        fork: sections are forked from this process, which has imported what they share. Only where no section uses
+            CUDA, which does not survive a fork; otherwise every section is a new interpreter.
+        command: starts a new interpreter for one section; ``child`` is called in it.
+        say: shows a line to people.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        device: str,
+        quick: bool,
+        limit: float,
+        fork: bool,
+        command: Sequence[str] = (),
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._out, self._device, self._quick, self._fork = out, device, quick, fork
+        self._command, self._say = list(command), say
+        self._ends = time.monotonic() + limit
+        self._log = out.with_name(out.name + ".log")
+        self._shown = out.stat().st_size if out.exists() else 0
+
+    def run(self, sections: Sequence[Section]) -> None:
+        """All of them, in order. Whatever happens in one, the next begins."""
+        for section in sections:
+            missing = section.missing()
+            left = self._ends - time.monotonic()
+            if missing:
+                self._end(section, "left out", 0.0, f"needs {', '.join(missing)}, not installed here")
+            elif left < min(section.limit, LEAST):
+                self._end(section, "left out", 0.0, "the time for the whole report is used up")
+            else:
+                self._one(section, min(section.limit, left))
+
+    def _one(self, section: Section, limit: float) -> None:
+        self._say(f"== {section.name}: {section.summary} (at most {limit:.0f} s)")
+        record.append(self._out, {"event": "begin", "section": section.name, "limit": round(limit)})
+        spoken, began = self._size(self._log), time.monotonic()
+        run = Run(section.name, self._out, self._device, self._quick, began + limit)
+        process = self._start(section, run, limit)
+        code = None
+        try:
+            while code is None and time.monotonic() < began + limit:
+                time.sleep(POLL)
+                code = process.poll()
+                self._show()
+        finally:
+            _kill(process)  # also what it started and left behind
+            if code is None:  # the limit, or this process is being ended
+                while process.poll() is None:
+                    time.sleep(POLL / 10)
+        self._show()
+        seconds = time.monotonic() - began
+        if code is None:
+            self._end(section, "killed at its limit", seconds, self._said(spoken))
+        elif code < 0:
+            self._end(section, f"ended by {signal.Signals(-code).name}", seconds, self._said(spoken))
+        elif code:
+            self._end(section, "failed", seconds, self._said(spoken))
+        else:
+            self._end(section, "ok", seconds)
+
+    def _start(self, section: Section, run: Run, limit: float) -> _Process:
+        if self._fork:
+            return _Forked(lambda: child(section.target, run, self._log, limit))
+        arguments = [*self._command, "--child", section.target, "--name", section.name]
+        arguments += ["--out", str(self._out), "--device", self._device, "--limit", str(limit)]
+        arguments += ["--quick"] if self._quick else []
+        with self._log.open("ab") as log:  # what goes wrong before ``child`` runs is heard too
+            return subprocess.Popen(arguments, stdout=log, stderr=log, start_new_session=True)
+
+    def _end(self, section: Section, status: str, seconds: float, error: str = "") -> None:
+        line = {"event": "end", "section": section.name, "status": status, "seconds": round(seconds, 1)}
+        record.append(self._out, line | ({"error": error} if error else {}))
+        self._show()
+        last = error.strip().splitlines()
+        self._say(f"-- {section.name}: {status}, {seconds:.0f} s" + (f": {last[-1]}" if last else ""))
+
+    def _show(self) -> None:
+        """Rows that have come since."""
+        with self._out.open("rb") as file:
+            file.seek(self._shown)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._shown += len(whole)
+        for line in _lines(whole):
+            if "event" not in line:
+                self._say(f"   {record.shown(line)}")
+
+    def _said(self, since: int) -> str:
+        """The end of what the section's process wrote."""
+        with self._log.open("rb") as file:
+            file.seek(since)
+            said = file.read().decode(errors="replace").strip()
+        dump = max(said.rfind(start) for start in STACKS)
+        return said[dump:][: 3 * TAIL] if dump >= 0 else said[-TAIL:]
+
+    @staticmethod
+    def _size(path: Path) -> int:
+        return path.stat().st_size if path.exists() else 0
+
+
+def _lines(data: bytes) -> list[record.Line]:
+    found = []
+    for piece in data.splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(piece))
+    return found
+
+
+def _kill(process: _Process) -> None:
+    """End the group that the section's process leads; it is its own session's leader, so nobody else is in it."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.poll() is None:  # it may not lead its session yet
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def child(target: str, run: Run, log: Path, limit: float) -> int:
+    """In the section's own process: run it, all output into the log; the exit code.
+
+    Shortly before the limit every thread's stack is written, so that a hang says where it is.
+    """
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    faulthandler.enable(file=fd)
+    faulthandler.dump_traceback_later(max(0.2, limit - max(0.5, limit / 50)), file=fd)
+    try:
+        module, name = target.split(":")
+        getattr(importlib.import_module(module), name)(run)
+    except BaseException:
+        os.write(fd, traceback.format_exc().encode())
+        return 1
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+    return 0
