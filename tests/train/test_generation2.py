@@ -1,0 +1,136 @@
+"""The second generation: data of full size, image tokens of their own patch only, a sink for every chunk alone."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from mpic.data.generator import Document, Generator, Image
+from mpic.data.generator.images import LARGE, draw_scene, render_large
+from mpic.data.generator.tokenizer import build_tokenizer
+from mpic.data.generator.worlds import SECOND as WORLD
+from mpic.train import vision2
+from mpic.train.batch import collate, collate_branches, hidden_states
+from mpic.train.curriculum2 import STEPS, draw_example, grid
+from mpic.train.model import build_model
+from mpic.train.recipe import SECOND
+from mpic.train.structure2 import SINK
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    torch.manual_seed(0)
+    model = build_model(tokenizer, design=SECOND.design)
+    SECOND.init(model, tokenizer, 0)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer):
+    return SECOND.encoder(tokenizer)
+
+
+def _chunks(task, count, seeds):
+    return [c for s in seeds for c in Generator(s, "eval", world=WORLD).task(task, count).turns[0].user[:-1]]
+
+
+def test_images_have_576_tokens_and_documents_300_to_1000(encoder):
+    example = encoder(Generator(1, "eval", world=WORLD).task("image", 2))
+    assert [end - start for start, end in example.chunks] == [576, 576]
+    lengths = [
+        len(encoder.ids(d.text)) for t in ("card", "needle", "biography") for d in _chunks(t, 2, range(4))
+    ]
+    assert min(lengths) >= 280 and max(lengths) <= 1050
+
+
+def test_facts_stand_anywhere_in_a_document():
+    places = []
+    for document in _chunks("card", 1, range(40)):
+        assert isinstance(document, Document)
+        at = [
+            i for i, s in enumerate(document.text.split(". ")) if s.split()[2] == "is" and len(s.split()) == 4
+        ]
+        places += [i / document.text.count(". ") for i in at]
+    assert len(places) >= 100
+    assert np.histogram(places, 4, (0, 1.01))[0].min() > len(places) / 8
+
+
+def test_a_patch_is_taught_what_it_shows_itself(encoder):
+    rng, targets = random.Random(3), vision2.Targets(encoder)
+    scene = draw_scene(rng, 2)
+    pixels, cover = render_large(scene, rng, "train")
+    words = targets(scene, cover).reshape(24, 24, 4)
+    covered = cover.reshape(24, 14, 24, 14).mean((1, 3))
+    assert ((words[..., 0] != targets.word("nothing")) == (covered > vision2.COVERED)).all()
+    assert pixels.shape == (LARGE, LARGE, 3) and 30 < (covered > vision2.COVERED).sum() < 300
+
+
+def test_a_grid_is_regular_and_within_the_image():
+    for side in (8, 12, 16, 24):
+        shown = grid(random.Random(side), side, 24)
+        rows, columns = (sorted({i // 24 for i in shown}), sorted({i % 24 for i in shown}))
+        assert len(shown) == len(set(shown)) == side * side and set(shown) <= set(range(576))
+        for line in (rows, columns):
+            assert len(line) == side and np.ptp(np.diff(line)) <= 1
+    assert grid(random.Random(0), 24, 24) == list(range(576))
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.1, 0.3, 0.7, 0.95])
+def test_conversations_stay_within_the_limit_of_their_step(encoder, progress):
+    step = next(s for s in STEPS if progress < s.until)
+    examples = [draw_example(Generator(s, world=WORLD), encoder, progress) for s in range(6)]
+    encoder.pick = None
+    assert max(len(e.ids) for e in examples) <= step.limit <= SECOND.design.context
+
+
+def test_questions_over_a_grid_of_an_image_share_their_context(model, encoder):
+    asked = Generator(2, "eval", world=WORLD).branches("image", 2, 3)
+    group = []
+    for conversation in asked:
+        rng = random.Random(9)
+        encoder.pick = lambda rng=rng: grid(rng, 8, 24)
+        group.append(encoder(conversation))
+    encoder.pick = None
+    together = collate_branches([group], [16])
+    assert together.pixels is not None and len(together.pixels) == 2
+    with torch.no_grad():
+        for row, example in enumerate(group):
+            alone = hidden_states(model, collate([example], [16]))[0, -4:]
+            shared = hidden_states(model, together)[row, len(example.ids) - 4 : len(example.ids)]
+            torch.testing.assert_close(alone, shared, atol=5e-3, rtol=1e-3)
+
+
+def _sinks(model, embeds):
+    with torch.no_grad():
+        out = model.model.language_model(
+            inputs_embeds=embeds[None], output_hidden_states=True, use_cache=False
+        )
+    return out.hidden_states[2][0, :, SINK]
+
+
+def test_the_first_token_of_a_prompt_and_of_a_document_alone_is_a_sink_and_no_other(model, encoder):
+    embed = model.model.language_model.embed_tokens
+    for seed in range(3):
+        example = encoder(Generator(seed, "eval", world=WORLD).task("card", 2))
+        start, end = example.chunks[1]
+        for ids in (example.ids[:1200], example.ids[start:end]):
+            sinks = _sinks(model, embed(torch.tensor(ids)))
+            assert sinks[0] > 40 and sinks[2:].max() < sinks[0] / 4
+
+
+def test_the_first_token_of_an_image_alone_is_a_sink_and_no_other(model, encoder):
+    (image,) = _chunks("image", 1, [4])
+    assert isinstance(image, Image)
+    scene, rng = draw_scene(random.Random(1)), random.Random(2)
+    words = torch.from_numpy(vision2.Targets(encoder)(scene, render_large(scene, rng, "eval")[1]))
+    shown = words[..., 0] != vision2.Targets(encoder).word("nothing")
+    sinks = _sinks(model, vision2.wanted(model, words, shown))
+    assert sinks[0] > 40 and sinks[2:].max() < sinks[0] / 4
