@@ -118,8 +118,8 @@ def _masks(split: Split, shape: str) -> list[np.ndarray]:
     out = []
     for _ in range(_MASKS[split]):
         canvas = PILImage.new("L", (2 * side, 2 * side), 0)
-        radius = rng.uniform(0.24, 0.42) * side
-        cx, cy = (rng.uniform(1.05 * radius, side - 1.05 * radius) for _ in range(2))
+        radius = rng.uniform(0.30, 0.43) * side
+        cx, cy = (side * (0.5 + rng.uniform(-0.06, 0.06)) for _ in range(2))
         _outline(shape, ImageDraw.Draw(canvas), 2 * cx, 2 * cy, 2 * radius, 255)  # type: ignore[arg-type]
         out.append(np.asarray(canvas.resize((side, side), PILImage.Resampling.BOX)))
     return out

@@ -151,7 +151,7 @@ class Clock:
 def _batches(worker: Worker, stage: Stage, clock: Clock) -> Iterator[Any]:
     seed = worker.settings.seed * 1_000_003 + clock.step * 101 + worker.rank
     if stage.name == "vision":
-        yield from worker.recipe.scenes(worker.encoder, seed)
+        yield from worker.recipe.scenes(worker.encoder, seed, lambda: clock.progress)
     batches = worker.recipe.batches(worker.encoder, seed, worker.settings.tokens, stage.pic_share)
     drawn = iter(batches)
     while True:

@@ -56,11 +56,14 @@ class Recipe:
         """An encoder for images of this generation."""
         return Encoder(tokenizer, self.design.image_tokens)
 
-    def scenes(self, encoder: Encoder, seed: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Batches of the vision stage."""
+    def scenes(
+        self, encoder: Encoder, seed: int, progress: Callable[[], float]
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Batches of the vision stage, which is that far."""
         rng, targets = random.Random(seed), self.vision.Targets(encoder)
         while True:
-            yield self.vision.draw_batch(targets, rng, self.images, "train")
+            tiles = {"tiles": progress() < vision2.WHOLE} if self.vision is vision2 else {}
+            yield self.vision.draw_batch(targets, rng, self.images, "train", **tiles)
 
     def batches(self, encoder: Encoder, seed: int, tokens: int, pic_share: float) -> curriculum.Batches:
         """Batches of the other stages."""
@@ -111,9 +114,9 @@ SECOND = Recipe(
     world=worlds.SECOND,
     init=structure2.structured_init2,
     stages=(
-        Stage("vision", 0.05, 0.01, 1e-3, 0.5),
-        Stage("base", 0.78, 0.01, 2e-3, 0.4),
-        Stage("pic", 0.17, 0.005, 1e-3, 0.8, pic_share=0.5),
+        Stage("vision", 0.10, 0.02, 2e-3, 0.5),
+        Stage("base", 0.74, 0.01, 2e-3, 0.4),
+        Stage("pic", 0.16, 0.005, 1e-3, 0.8, pic_share=0.5),
     ),
     continued=(
         Stage("vision", 0.02, 0.005, 5e-4, 0.5),

@@ -132,5 +132,19 @@ def test_the_first_token_of_an_image_alone_is_a_sink_and_no_other(model, encoder
     scene, rng = draw_scene(random.Random(1)), random.Random(2)
     words = torch.from_numpy(vision2.Targets(encoder)(scene, render_large(scene, rng, "eval")[1]))
     shown = words[..., 0] != vision2.Targets(encoder).word("nothing")
-    sinks = _sinks(model, vision2.wanted(model, words, shown))
+    sinks = _sinks(model, vision2.wanted(model, words[None], shown[None], torch.arange(576)[None])[0])
     assert sinks[0] > 40 and sinks[2:].max() < sinks[0] / 4
+
+
+def test_a_quadrant_is_seen_at_its_own_place(model, encoder):
+    targets = vision2.Targets(encoder)
+    pixels, words, shown, patches = vision2.draw_batch(targets, random.Random(4), 2, "train", tiles=True)
+    assert len(pixels) == 4 and pixels.shape[1:3] == (LARGE // 2, LARGE // 2) and shown.any(1).all()
+    for told, own in zip(words, patches, strict=True):
+        vertical, horizontal = (
+            ("top", "bottom")[int(own[0] >= 288)],
+            ("left", "right")[int(own[0] % 24 >= 12)],
+        )
+        assert (told[:, 2] == targets.word(vertical)).all() and (told[:, 3] == targets.word(horizontal)).all()
+    with torch.no_grad():
+        assert vision2.features_of(model, pixels, patches).shape == (4, 144, SECOND.design.hidden)
