@@ -20,17 +20,18 @@ class Fact:
     subject: str = ""  # the person of a biography
 
 
-def _length(text: str) -> int:
+def length_of(text: str) -> int:
+    """Words and marks."""
     return len(text.split()) + text.count(".") + text.count(",")
 
 
 def _pad(sentences: list[str], rng: random.Random, split: Split, words: tuple[int, int]) -> list[str]:
     """Filler sentences to put between (or after) the given ones."""
     target, out = rng.randint(*words), []
-    size = sum(_length(s) for s in sentences)
+    size = sum(length_of(s) for s in sentences)
     while size < target - 6:
         out.append(rng.choice(fillers(split)))
-        size += _length(out[-1])
+        size += length_of(out[-1])
     return out
 
 

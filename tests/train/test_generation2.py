@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from mpic.data.generator import Document, Generator, Image
+from mpic.data.generator import Document, Generator, Image, needles
 from mpic.data.generator.images import LARGE, draw_scene, render_large
 from mpic.data.generator.tokenizer import build_tokenizer
+from mpic.data.generator.words import OBJECTS
 from mpic.data.generator.worlds import SECOND as WORLD
 from mpic.train import vision2
 from mpic.train.batch import collate, collate_branches, hidden_states
@@ -61,6 +62,19 @@ def test_facts_stand_anywhere_in_a_document():
         places += [i / document.text.count(". ") for i in at]
     assert len(places) >= 100
     assert np.histogram(places, 4, (0, 1.01))[0].min() > len(places) / 8
+
+
+@pytest.mark.parametrize("length", [500, 2000, 7000])
+def test_a_needle_stands_at_its_depth_of_a_context_of_its_length(encoder, length):
+    for depth in needles.DEPTHS:
+        conversation = needles.needle_grid(Generator(length, "eval", world=WORLD), depth, length)
+        (turn,) = conversation.turns
+        texts = [d.text for d in turn.user[:-1]]
+        tokens = sum(end - start for start, end in encoder(conversation).chunks)
+        assert 0.9 * length < tokens < 1.15 * length and max(map(len, texts)) < 6000
+        thing = next(t for t in OBJECTS if f" {t}" in turn.user[-1])
+        before = " ".join(texts).split(f"The code of the {thing} is {turn.answer}.")[0]
+        assert abs(len(before) / len(" ".join(texts)) - depth) < 0.06
 
 
 def test_a_patch_is_taught_what_it_shows_itself(encoder):
