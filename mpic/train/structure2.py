@@ -35,6 +35,7 @@ IMAGE_CODE_SIZE = 2.5  # of a patch's: image tokens are larger, and normalisatio
 FLAG_SIZE = IMAGE_CONSTANT  # of the value flag of an image token
 SINK_PAIR = HALF - 1  # the slowest rotary pair
 SINK_SIZE = 100.0
+VALUE_PREFERENCE = 3.0
 THRESHOLD = 5.5  # of the squared length, over the constant's square
 
 
@@ -93,6 +94,11 @@ class _Init(Init):
                 query[head * HEAD + SINK_PAIR, 0] = 2.0
                 key[head * HEAD + SINK_PAIR, SINK] = 1.0
 
+    def prefer_values(self, layer: int, head: int) -> None:
+        """A head that attends to values rather than to other tokens: after a name come many of those."""
+        attention, row = self.lm.layers[layer].self_attn, head * HEAD + SINK_PAIR + HALF
+        attention.q_proj.weight[row, 0] = attention.k_proj.weight[row, VALUE] = VALUE_PREFERENCE
+
     def chunk_label(
         self, layer: int, head: int, one_back: torch.Tensor, two_back: torch.Tensor
     ) -> torch.Tensor:
@@ -134,6 +140,8 @@ def structured_init2(
         init.match(layer, 1, (own, own, 1.5))  # the same token earlier
         init.match(layer, 2, (init.identity, two_back, 1.5))  # skip-one induction
     init.sinks()
+    for layer in (2, 3, 4):
+        init.prefer_values(layer, 5)
 
 
 def patch_codes(model: LlavaForConditionalGeneration) -> torch.Tensor:
