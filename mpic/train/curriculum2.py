@@ -34,8 +34,9 @@ class Step(NamedTuple):
     mix: Mix
 
 
+_KINDS = ("image", "image", "card", "biography", "needle")
 STEPS = (
-    Step(0.03, (1, 1, 2), (8,), 1024, Mix(("image", "image", "card", "biography", "needle"), 0.1, 0.0, 0.0, 0.0, 0.0, (20, 60))),
+    Step(0.03, (1, 1, 2), (8,), 1024, Mix(_KINDS, 0.1, 0.0, 0.0, 0.0, 0.0, (20, 60))),
     Step(0.08, (1, 2, 2, 3), (8,), 2048, Mix(named=0.2, search=0.05, compare=0.05, hop=0.0)),
     Step(0.16, (1, 2, 2, 3, 3, 4), (8, 8, 12), 2048, Mix(named=0.3, search=0.1, compare=0.12, hop=0.15, both=0.04)),
     Step(0.50, _COUNTS, (8, 8, 8, 8, 8, 12, 12, 16, 24), 2560, _FULL),

@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class Worker:
     encoder: Encoder
     log: list[dict[str, Any]]
     recipe: Recipe
+    looked: float = field(default_factory=time.monotonic)  # when it last saw how the model does
 
     @property
     def chief(self) -> bool:
@@ -216,7 +217,7 @@ def _run_stage(worker: Worker, stage: Stage, resumed: dict[str, Any] | None) -> 
             bar.update(round(progress * 100) - bar.n)
             losses, tokens, said, marked = [], 0, 0, time.monotonic()
         clock.spent += time.monotonic() - began
-    _evaluate(worker, stage, clock)
+    _evaluate(worker, stage, clock, finished=True)
     if worker.chief and not vision:  # first: a resumed run passes a finished stage over
         name = {"base": "plain"}.get(stage.name, stage.name)
         save_model(worker.model, worker.tokenizer, settings.out / name)
@@ -225,9 +226,9 @@ def _run_stage(worker: Worker, stage: Stage, resumed: dict[str, Any] | None) -> 
 
 
 @torch.no_grad()
-def _evaluate(worker: Worker, stage: Stage, clock: Clock) -> None:
+def _evaluate(worker: Worker, stage: Stage, clock: Clock, finished: bool = False) -> None:
     """A quick look at a few held-out questions; the real evaluation is `mpic.train.evaluate`."""
-    if worker.chief:
+    if worker.chief and (finished or time.monotonic() - worker.looked >= worker.recipe.watch_every):
         worker.model.eval()
         scores: dict[str, float] = {}
         with torch.autocast(worker.device.type, dtype=torch.bfloat16):
@@ -247,6 +248,7 @@ def _evaluate(worker: Worker, stage: Stage, clock: Clock) -> None:
         if not worker.settings.quiet:
             tqdm.write(json.dumps(entry))
         worker.model.train()
+        worker.looked = time.monotonic()
     if worker.world > 1:
         dist.barrier()
 
