@@ -8,7 +8,8 @@ The residual stream has, beside the blocks of the first generation (`mpic.train.
   layer 1 turns a long one into a massive activation. From layer 2 on every head's queries agree a little with that
   feature, whose values are next to nothing: a head that finds nothing else rests there. This is how sinks come about
   in language models (Gu et al. 2024, arXiv:2410.10781, and later work on value aggregation), written down instead of
-  waited for. It depends on seeing only oneself, not on `<s>`, so a chunk compiled alone gets a sink of its own.
+  waited for. It depends on seeing only oneself, so a chunk compiled alone gets a sink of its own. `<s>` is one
+  wherever it stands.
 * **Labels.** A closing label (`end of image one.`) is as near to the next chunk as its own label (`image two:`). So
   tokens of a chunk look in layer 1 for the most recent colon, which knows the words before it. Only tokens that may be
   an answer do (objects, values): the others keep nothing of it.
@@ -36,6 +37,7 @@ FLAG_SIZE = IMAGE_CONSTANT  # of the value flag of an image token
 SINK_PAIR = HALF - 1  # the slowest rotary pair
 SINK_SIZE = 100.0
 VALUE_PREFERENCE = 3.0
+BEGIN = 10.0  # the length feature of `<s>`
 THRESHOLD = 5.5  # of the squared length, over the constant's square
 
 
@@ -54,6 +56,8 @@ class _Init(Init):
             CODE_SIZE * self.embed.square().mean(1, keepdim=True).sqrt()
         )  # as long in every word, once normalised
         self.embed[:, self.code] = size * self.normal(len(tokenizer), CODE).sign()
+        begin = tokenizer.bos_token_id  # several in a row would look like one
+        self.embed[begin, self.code], self.embed[begin, LENGTH] = 0, BEGIN
 
     def flagged_words(self) -> dict[str, list[str]]:
         flagged = gated_words()

@@ -140,6 +140,13 @@ def test_the_first_token_of_a_prompt_and_of_a_document_alone_is_a_sink_and_no_ot
             assert sinks[0] > 40 and sinks[2:].max() < sinks[0] / 4
 
 
+def test_a_chunk_behind_four_begin_tokens_has_no_sink_of_its_own(model, encoder, tokenizer):
+    example = encoder(Generator(3, "eval", world=WORLD).task("card", 1))
+    (start, end), embed = example.chunks[0], model.model.language_model.embed_tokens
+    sinks = _sinks(model, embed(torch.tensor([tokenizer.bos_token_id] * 4 + example.ids[start:end])))
+    assert sinks[:4].min() > 40 and sinks[4:].max() < 10
+
+
 def test_the_first_token_of_an_image_alone_is_a_sink_and_no_other(model, encoder):
     (image,) = _chunks("image", 1, [4])
     assert isinstance(image, Image)
