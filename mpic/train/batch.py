@@ -111,8 +111,12 @@ def collate(examples: list[Example], heads: list[int | None] | None = None, shif
     return collate_branches([[e] for e in examples], heads or [None] * len(examples), shift)
 
 
-def collate_branches(groups: list[list[Example]], heads: list[int | None], shift: bool = True) -> Batch:
+def collate_branches(
+    groups: list[list[Example]], heads: list[int | None], shift: bool = True, begins: int = 0
+) -> Batch:
     """The same for groups of examples that start alike: what they share is computed once. `heads[i]` is of group i.
+
+    `begins`: begin tokens that stood before every chunk while it was compiled, and were dropped.
 
     Raises:
         ValueError: examples of a group have the same tokens for different images.
@@ -131,7 +135,7 @@ def collate_branches(groups: list[list[Example]], heads: list[int | None], shift
     first = done = 0
     for group, head in zip(groups, heads, strict=True):
         shared = shared_tokens(group)
-        rows = make_rows([len(e.ids) for e in group], [e.chunks for e in group], shared, head, shift)
+        rows = make_rows([len(e.ids) for e in group], [e.chunks for e in group], shared, head, shift, begins)
         common = _images(group[0], shared)
         offsets = []  # of an example's image tokens among the batch's
         for number, e in enumerate(group):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from mpic.data.generator.worlds import World
 from mpic.train import curriculum, curriculum2, model, structure, structure2, vision, vision2
 from mpic.train.batch import Encoder, Example
 from mpic.train.model import Design
+from mpic.train.scoring import LINKS, LINKS2, Link
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,9 @@ class Recipe:
         images: in a step of the vision stage, of each worker.
         draw: one training conversation: generator, encoder, progress, most tokens a step.
         watched: (task, chunks, side of the grid that is shown of an image; None: all of it).
-        links: of the watched cells of full size also these head lengths; None is full attention.
+        scored: the links that `mpic train score` compares, over its `cells`: task -> chunk counts.
+        links: those of the watched cells of full size.
+        watch_every: seconds between two quick evaluations, at least.
     """
 
     design: Design
@@ -50,8 +55,10 @@ class Recipe:
     draw: Callable[[Generator, Encoder, float, int], Example]
     pic_heads: tuple[int, ...]
     watched: tuple[tuple[str, int, int | None], ...]
-    links: tuple[int | None, ...] = (None,)
-    watch_every: float = 0.0  # seconds between two quick evaluations, at least
+    scored: tuple[Link, ...]
+    cells: dict[str, tuple[int, ...]]
+    links: tuple[Link, ...] = (LINKS[0],)
+    watch_every: float = 0.0
 
     def encoder(self, tokenizer: PreTrainedTokenizerFast) -> Encoder:
         """An encoder for images of this generation."""
@@ -78,6 +85,15 @@ class Recipe:
     def small(self, side: int | None) -> World:
         """The world with documents as short as fits images of which a grid of this side is shown."""
         return self.world if side is None else replace(self.world, words=curriculum2.WORDS[side])
+
+
+_CELLS: dict[str, tuple[int, ...]] = {
+    "image": (1, 2, 4, 8), "image named": (1, 2, 4, 8), "caption": (1, 2, 4, 8), "compare": (2, 4, 8),
+    "word level": (2,), "few-shot": (2, 4, 8), "card": (1, 2, 4, 8), "card named": (1, 2, 4, 8),
+    "needle": (1, 2, 4, 8), "biography": (1, 2, 4, 8), "two-hop": (2, 4, 8), "last person": (1, 2, 4, 8),
+    "mixed": (2, 4, 8), "search person": (0, 1, 2, 4, 8), "search thing": (0, 1, 2, 4, 8),
+    "search picture": (0, 1, 2, 4, 8),
+}  # fmt: skip
 
 
 def _draw_first(generator: Generator, encoder: Encoder, progress: float, tokens: int) -> Example:
@@ -107,6 +123,8 @@ FIRST = Recipe(
         ("biography", 4), ("needle", 4), ("two-hop", 4), ("compare", 2), ("caption", 2), ("few-shot", 4),
         ("last person", 4), ("search person", 2), ("search thing", 2), ("search picture", 2),
     )),
+    scored=LINKS,
+    cells=_CELLS,
 )  # fmt: skip
 """64 tokens an image, its first 16 taught to say everything; documents of 40 to 120 tokens; 2,048 of context."""
 
@@ -138,9 +156,22 @@ SECOND = Recipe(
             ("needle", 8), ("biography", 4),
         )),
     ),
-    links=(None, 0, 32),
+    scored=LINKS2,
+    cells={**_CELLS, "both people": (2, 4, 8)},
+    links=LINKS2[:3] + LINKS2[5:6],
     watch_every=1200.0,
 )  # fmt: skip
 """576 tokens an image, each of its own patch; documents of 300 to 1,000 tokens; 8,192 of context; attention sinks."""
 
 RECIPES = {1: FIRST, 2: SECOND}
+
+
+def recipe_of(model: LlavaForConditionalGeneration) -> Recipe:
+    """The generation that a model is of, told by the tokens of its images."""
+    return next(r for r in RECIPES.values() if r.design.image_tokens == model.config.image_seq_length)
+
+
+def recipe_at(folder: Path) -> Recipe:
+    """The same of a saved model."""
+    tokens = json.loads((folder / "config.json").read_text())["image_seq_length"]
+    return next(r for r in RECIPES.values() if r.design.image_tokens == tokens)

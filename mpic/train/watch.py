@@ -9,6 +9,7 @@ from mpic.train.batch import Example, collate_branches, exact_answers
 from mpic.train.curriculum2 import grid
 from mpic.train.evaluate import first_token_share
 from mpic.train.recipe import Recipe
+from mpic.train.scoring import Link
 
 _TOGETHER = 4  # conversations of a forward, and questions of a conversation
 
@@ -18,15 +19,15 @@ def watch(
 ) -> dict[str, float]:
     """Share of right answers to about `size` questions a cell, and the first token's share of attention by layer.
 
-    Of cells of full size `@k` is the same under a link that recomputes the first k tokens of every chunk.
+    Of cells of full size also under other links, `@` their name.
     """
     scores: dict[str, float] = {}
     for task, count, side in recipe.watched:
         name = f"{task} {count}" + (f" /{side}" if side else "")
         groups = _questions(recipe, tokenizer, task, count, side, size)
-        for head in recipe.links if side is None else (None,):
-            scores[name if head is None else f"{name} @{head}"] = _share(model, groups, head)
-    if recipe.links != (None,):
+        for link in recipe.links if side is None else recipe.links[:1]:
+            scores[name if link.head is None else f"{name} @{link.name}"] = _share(model, groups, link)
+    if len(recipe.links) > 1:
         examples = [recipe.encoder(tokenizer)(Generator(5, "eval", world=recipe.world).task("mixed", 2))]
         for layer, share in enumerate(first_token_share(model, examples)):
             scores[f"sink {layer}"] = share
@@ -40,7 +41,7 @@ def _questions(
     encoder = recipe.encoder(tokenizer)
     groups: list[list[Example]] = []
     while sum(map(len, groups)) < size:
-        branches = 1 if recipe.links == (None,) else _TOGETHER
+        branches = _TOGETHER if len(recipe.links) > 1 else 1
         asked = generator.branches(task, count, branches)
         if side is not None:
             seed = generator.rng.getrandbits(30)
@@ -54,12 +55,12 @@ def _questions(
     return groups
 
 
-def _share(model: LlavaForConditionalGeneration, groups: list[list[Example]], head: int | None) -> float:
+def _share(model: LlavaForConditionalGeneration, groups: list[list[Example]], link: Link) -> float:
     right = asked = 0
     while groups:
         part, groups = groups[:_TOGETHER], groups[_TOGETHER:]
         examples = [e for group in part for e in group]
-        batch = collate_branches(part, [head] * len(part)).to(model.device)
+        batch = collate_branches(part, [link.head] * len(part), link.shift, link.begins).to(model.device)
         right += sum(all(spans) for spans in exact_answers(model, batch, examples))
         asked += len(examples)
     return round(right / asked, 4)
