@@ -12,12 +12,7 @@ from mpic.data.generator.conversation import Conversation, Document, Image, Part
 from mpic.data.generator.documents import Fact
 from mpic.data.generator.images import Scene, draw_scene, render, render_large
 from mpic.data.generator.wordings import Asking, draw
-from mpic.data.generator.words import (
-    OBJECTS,
-    Split,
-    draw_handles,
-    draw_people,
-)
+from mpic.data.generator.words import OBJECTS, Split, draw_handles, draw_people
 from mpic.data.generator.worlds import FIRST, World
 
 _TRIES = 4  # at a question that differs from those asked, for each that is wanted

@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from transformers import AutoProcessor
 
-from mpic.data.generator import Document, Generator, Image, needles
+from mpic.data.generator import Document, Generator, Image, messages, needles
 from mpic.data.generator.images import LARGE, draw_scene, render_large
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.data.generator.words import OBJECTS
@@ -14,8 +15,8 @@ from mpic.data.generator.worlds import SECOND as WORLD
 from mpic.train import vision2
 from mpic.train.batch import collate, collate_branches, hidden_states
 from mpic.train.curriculum2 import STEPS, draw_example, grid
-from mpic.train.model import build_model
-from mpic.train.recipe import SECOND
+from mpic.train.model import build_model, load_model, save_model
+from mpic.train.recipe import SECOND, recipe_at
 from mpic.train.structure2 import SINK
 
 torch.set_num_threads(1)
@@ -169,3 +170,21 @@ def test_a_quadrant_is_seen_at_its_own_place(model, encoder):
         assert (told[:, 2] == targets.word(vertical)).all() and (told[:, 3] == targets.word(horizontal)).all()
     with torch.no_grad():
         assert vision2.features_of(model, pixels, patches).shape == (4, 144, SECOND.design.hidden)
+
+
+def test_a_saved_model_has_a_processor_whose_ids_and_features_are_those_of_training(
+    model, encoder, tokenizer, tmp_path
+):
+    save_model(model, tokenizer, tmp_path)
+    assert recipe_at(tmp_path) is SECOND and (tmp_path / "model.safetensors").stat().st_size < 50e6
+    loaded, processor = load_model(tmp_path)[0], AutoProcessor.from_pretrained(tmp_path)
+    conversation = Generator(4, "eval", world=WORLD).task("image", 2)
+    text = processor.apply_chat_template(messages(conversation)[:-1], add_generation_prompt=True)
+    images = [p.pixels for p in conversation.turns[0].user if isinstance(p, Image)]
+    inputs = processor(text=text, images=images, return_tensors="pt", add_special_tokens=False)
+    example = encoder(conversation)
+    assert inputs["input_ids"][0].tolist() == example.ids[: example.answers[0][0]]
+    with torch.no_grad():
+        theirs = loaded.model(**{k: inputs[k] for k in ("input_ids", "pixel_values")}).last_hidden_state
+        ours = hidden_states(loaded, collate([example]))[:, : theirs.shape[1]]
+    torch.testing.assert_close(theirs, ours, atol=2e-2, rtol=1e-2)
