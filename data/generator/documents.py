@@ -1,4 +1,4 @@
-"""Documents of 40-120 tokens: cards (facts first, no name inside), biographies, and needles."""
+"""Documents: cards (no name inside), biographies, and needles, filled up with sentences that say nothing."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ class Fact:
     subject: str = ""  # the person of a biography
 
 
-def _length(text: str) -> int:
+def length_of(text: str) -> int:
+    """Words and marks."""
     return len(text.split()) + text.count(".") + text.count(",")
 
 
 def _pad(sentences: list[str], rng: random.Random, split: Split, words: tuple[int, int]) -> list[str]:
     """Filler sentences to put between (or after) the given ones."""
     target, out = rng.randint(*words), []
-    size = sum(_length(s) for s in sentences)
+    size = sum(length_of(s) for s in sentences)
     while size < target - 6:
         out.append(rng.choice(fillers(split)))
-        size += _length(out[-1])
+        size += length_of(out[-1])
     return out
 
 
@@ -51,10 +52,18 @@ def draw_value(rng: random.Random, attribute: str) -> str:
     return rng.choice({"city": CITIES, "job": JOBS, "pet": PETS}[attribute])
 
 
-def card(rng: random.Random, split: Split, words: tuple[int, int] = WORDS) -> Fact:
-    """Facts in the first dozen tokens, then filler. Only the label outside says which card it is."""
-    attributes = rng.sample(["code", "city", "job", "pet"], rng.randint(2, 3))
+def card(rng: random.Random, split: Split, words: tuple[int, int] = WORDS, scattered: bool = False) -> Fact:
+    """Facts in the first dozen tokens, then filler; or `scattered`, sentences of their own between filler sentences.
+
+    Only the label outside says which card it is.
+    """
+    attributes = rng.sample(
+        ["code", "city", "job", "pet"], rng.randint(3, 4) if scattered else rng.randint(2, 3)
+    )
     facts = {a: draw_value(rng, a) for a in attributes}
+    if scattered:
+        rest = [f"The {a} is {v}." for a, v in facts.items()]
+        return Fact("card", _interleave(rng, [], rest, _pad(rest, rng, split, words)), facts)
     head = "Card: " + ", ".join(f"{a} {v}" for a, v in facts.items()) + "."
     return Fact("card", " ".join([head, *_pad([head], rng, split, words)]), facts)
 
@@ -68,26 +77,31 @@ SENTENCE = {
 
 
 def biography(
-    rng: random.Random, split: Split, name: str, friend: str | None, words: tuple[int, int] = WORDS
+    rng: random.Random,
+    split: Split,
+    name: str,
+    friend: str | None,
+    words: tuple[int, int] = WORDS,
+    scattered: bool = False,
 ) -> Fact:
-    """City, job, pet and perhaps friend of a person, scattered between filler sentences."""
+    """City, job, pet and perhaps friend of a person between filler sentences; `scattered`: its headline too."""
     facts = {a: draw_value(rng, a) for a in ("city", "job", "pet")}
     if friend:
         facts["friend"] = friend
-    head = f"About {name}."
+    first = [f"About {name}."]
     rest = [SENTENCE[a].format(name=name, value=v) for a, v in facts.items()]
+    if scattered:
+        first, rest = [], first + rest
     rng.shuffle(rest)
-    text = _interleave(rng, [head], rest, _pad([head, *rest], rng, split, words))
+    text = _interleave(rng, first, rest, _pad([*first, *rest], rng, split, words))
     return Fact("biography", text, facts, name)
 
 
-def needle(rng: random.Random, split: Split, thing: str, words: tuple[int, int] = WORDS) -> Fact:
-    """One sentence with the code of a thing, hidden in filler."""
-    code = draw_code(rng)
-    sentence = f"The code of the {thing} is {code}."
-    return Fact(
-        "needle", _interleave(rng, [], [sentence], _pad([sentence], rng, split, words)), {thing: code}
-    )
+def needle(rng: random.Random, split: Split, things: str | list[str], words: tuple[int, int] = WORDS) -> Fact:
+    """The codes of a thing or of several, a sentence each, hidden in filler."""
+    facts = {thing: draw_code(rng) for thing in ([things] if isinstance(things, str) else things)}
+    rest = [reference_fact("code", thing, code) for thing, code in facts.items()]
+    return Fact("needle", _interleave(rng, [], rest, _pad(rest, rng, split, words)), facts)
 
 
 def reference_fact(attribute: str, subject: str, value: str) -> str:

@@ -1,4 +1,8 @@
-"""Images: up to four coloured shapes or digits, one a quadrant, drawn from small pre-rendered sprites."""
+"""Images: up to four coloured shapes or digits, one a quadrant.
+
+Those of 64 x 64 px are put together from pre-rendered sprites; on large ones every shape has a place and a size of its
+own within its quadrant.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,10 @@ from mpic.data.generator.words import COLOURS, DIGITS, POSITIONS, SHAPES, Split
 
 SIZE = 64
 CELL = SIZE // 2
+LARGE = 336
 _SCALE = 4
 _VARIANTS = {"train": 16, "eval": 8}
+_MASKS = {"train": 48, "eval": 16}
 _SPRITE_SEED = {"train": 0, "eval": 99}
 
 
@@ -103,3 +109,32 @@ def render(scene: Scene, rng: random.Random, split: Split) -> np.ndarray:
         cell = pixels[y : y + CELL, x : x + CELL]
         pixels[y : y + CELL, x : x + CELL] = cell * (1 - alpha) + sprite[..., :3] * alpha
     return pixels.astype(np.uint8)
+
+
+@functools.cache
+def _masks(split: Split, shape: str) -> list[np.ndarray]:
+    """Where a shape covers a quadrant of a large image, 0 to 255; the two splits share no mask."""
+    rng, side = random.Random(f"{split}-{shape}-{_SPRITE_SEED[split]}"), LARGE // 2
+    out = []
+    for _ in range(_MASKS[split]):
+        canvas = PILImage.new("L", (2 * side, 2 * side), 0)
+        radius = rng.uniform(0.30, 0.43) * side
+        cx, cy = (side * (0.5 + rng.uniform(-0.06, 0.06)) for _ in range(2))
+        _outline(shape, ImageDraw.Draw(canvas), 2 * cx, 2 * cy, 2 * radius, 255)  # type: ignore[arg-type]
+        out.append(np.asarray(canvas.resize((side, side), PILImage.Resampling.BOX)))
+    return out
+
+
+def render_large(scene: Scene, rng: random.Random, split: Split) -> tuple[np.ndarray, np.ndarray]:
+    """The scene as uint8 [336, 336, 3], and which part of every pixel an object covers, [336, 336] in [0, 1]."""
+    pixels = np.full((LARGE, LARGE, 3), rng.randint(0, 50), np.float32)
+    cover = np.zeros((LARGE, LARGE), np.float32)
+    side = LARGE // 2
+    for quadrant, colour, shape in scene.objects:
+        alpha = rng.choice(_masks(split, shape)).astype(np.float32)[..., None] / 255
+        fill = np.array([max(0, min(255, v + rng.uniform(-15, 15))) for v in COLOURS[colour]], np.float32)
+        y, x = (quadrant // 2) * side, (quadrant % 2) * side
+        cell = pixels[y : y + side, x : x + side]
+        pixels[y : y + side, x : x + side] = cell * (1 - alpha) + fill * alpha
+        cover[y : y + side, x : x + side] = alpha[..., 0]
+    return pixels.astype(np.uint8), cover

@@ -75,6 +75,17 @@ def two_hop(rng: random.Random, asking: Asking, person: Fact, friend: Fact) -> Q
     return Question(f"friend {key}", text, answer, f"friend {key} {person.subject}")
 
 
+def both(rng: random.Random, asking: Asking, a: Fact, b: Fact) -> Question:
+    """Whether two people live in one city or have one job. The answer shows its reasons."""
+    key = rng.choice(("city", "job"))
+    first, second = a.facts[key], b.facts[key]
+    verdict = "yes" if first == second else "no"
+    text = ask(rng, asking, f"both {key}", x=a.subject, y=b.subject)
+    return Question(
+        f"both {key}", text, f"{first} and {second}, so {verdict}", f"both {key} {a.subject} {b.subject}"
+    )
+
+
 def compare(
     rng: random.Random, asking: Asking, a: tuple[str, Scene], b: tuple[str, Scene], kind: str | None = None
 ) -> Question | None:

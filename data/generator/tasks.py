@@ -10,17 +10,14 @@ from dataclasses import dataclass, replace
 from mpic.data.generator import documents, questions
 from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn, number_word
 from mpic.data.generator.documents import Fact
-from mpic.data.generator.images import Scene, draw_scene, render
+from mpic.data.generator.images import Scene, draw_scene, render, render_large
 from mpic.data.generator.wordings import Asking, draw
-from mpic.data.generator.words import (
-    OBJECTS,
-    Split,
-    draw_handles,
-    draw_people,
-)
+from mpic.data.generator.words import OBJECTS, Split, draw_handles, draw_people
+from mpic.data.generator.worlds import FIRST, World
 
 _TRIES = 4  # at a question that differs from those asked, for each that is wanted
 _OTHERS = (0, 0, 0, 0, 1, 2, 3, 4)  # references that a search of a training conversation finds besides
+_THINGS = 12  # whose codes are in a prompt, at most, so that some are left to search for
 SYSTEMS = (None, None, "You answer questions about images and documents.", "Please answer in a few words.")
 
 
@@ -47,15 +44,19 @@ class Mix:
     compare: float = 0.15
     hop: float = 0.35
     order: float = 0.3
-    words: tuple[int, int] = documents.WORDS
+    words: tuple[int, int] | None = None  # of a document; None: as the world has it
+    both: float = 0.0  # questions that compare a fact of two people
     digits: bool = True
     alike: float = 0.0  # share of conversations whose chunks are all of one kind
 
 
 class Generator:
-    """Conversations from a seed. The same seed and split give the same conversations."""
+    """Conversations from a seed. The same seed, split and world give the same conversations."""
 
-    def __init__(self, seed: int, split: Split = "train", asking: Asking | None = None) -> None:
+    def __init__(
+        self, seed: int, split: Split = "train", asking: Asking | None = None, world: World = FIRST
+    ) -> None:
+        self.world = world
         self.rng = random.Random(f"{split}-{seed}")
         self.split: Split = split
         self.asking: Asking = asking or split
@@ -64,6 +65,8 @@ class Generator:
 
     def image(self, scene: Scene, name: str | None = None) -> Image:
         """The scene as an image chunk."""
+        if self.world.scattered:
+            return Image(render_large(scene, self.rng, self.split)[0], name)
         return Image(render(scene, self.rng, self.split), name)
 
     def context(self, count: int, mix: Mix) -> list[Item]:
@@ -80,8 +83,11 @@ class Generator:
         rng, split, items = self.rng, self.split, list[Item]()
         handles = draw_handles(rng, len(kinds), split) if named else [None] * len(kinds)
         people = draw_people(rng, kinds.count("biography"), split)
-        things = rng.sample(OBJECTS, kinds.count("needle"))
+        needles = kinds.count("needle")
+        each = rng.randint(1, max(1, min(3, _THINGS // max(1, needles)))) if self.world.scattered else 1
+        things = rng.sample(OBJECTS, needles * each)
         subjects, counts = iter(people), {"image": 0, "document": 0}
+        words, scattered = mix.words or self.world.words, self.world.scattered
         for kind, handle in zip(kinds, handles, strict=True):
             noun = "image" if kind == "image" else "document"
             counts[noun] += 1
@@ -92,14 +98,14 @@ class Generator:
                 items.append(Item(label, self.image(about, handle), about))
                 continue
             if kind == "card":
-                about = documents.card(rng, split, mix.words)
+                about = documents.card(rng, split, words, scattered)
             elif kind == "needle":
-                about = documents.needle(rng, split, things.pop(), mix.words)
+                about = documents.needle(rng, split, [things.pop() for _ in range(each)], words)
             else:
                 name = next(subjects)
                 others = [p for p in people if p != name]
                 friend = rng.choice(others) if others and rng.random() < 0.7 else None
-                about = documents.biography(rng, split, name, friend, mix.words)
+                about = documents.biography(rng, split, name, friend, words, scattered)
             items.append(Item(label, Document(about.text, handle), about))
         return items
 
@@ -126,6 +132,13 @@ class Generator:
             return None
         person = self.rng.choice(having)
         return questions.two_hop(self.rng, self.asking, person, people[person.facts["friend"]])
+
+    def both(self, items: list[Item]) -> questions.Question | None:
+        """Whether two people share a city or a job, if two have a biography here."""
+        people = [i.about for i in items if isinstance(i.about, Fact) and i.about.subject]
+        if len(people) < 2:
+            return None
+        return questions.both(self.rng, self.asking, *self.rng.sample(people, 2))
 
     def last(self, items: list[Item]) -> questions.Question | None:
         """A question about the person who comes last, told by order alone."""
@@ -226,6 +239,8 @@ class Generator:
                 question = next((q for kind in wanted if (q := self.compare(items, kind))), None)
             elif roll < mix.search + mix.compare + mix.hop:
                 question = self.hop(items)
+            elif roll < mix.search + mix.compare + mix.hop + mix.both:
+                question = self.both(items)
             if question is None:
                 captioned = rng.random() < 0.2
                 item = rng.choice(items)
@@ -370,6 +385,7 @@ EVAL_TASKS: dict[str, Callable[[Generator, int, int], list[Conversation]]] = {
     "needle": _one("needle"),
     "biography": _one("biography"),
     "two-hop": lambda g, n, size: g.single(size, ["biography"] * max(2, n), g.hop),
+    "both people": lambda g, n, size: g.single(size, ["biography"] * max(2, n), g.both),
     "last person": lambda g, n, size: g.single(size, ["biography"] * n, g.last),
     "mixed": _one(None),
     "search person": lambda g, n, size: g.single_search(size, n, "person"),

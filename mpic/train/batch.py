@@ -6,6 +6,7 @@ A sample may carry a head length k: then it is computed as a link that recompute
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,15 +28,22 @@ class Example:
     target: list[bool] = field(default_factory=list)
     pixels: list[np.ndarray] = field(default_factory=list)
     features: list[int] = field(default_factory=list)  # index into the image tokens of `pixels`, or -1
+    image_tokens: int = IMAGE_TOKENS  # of an image of `pixels`; `features` may name some of them only
     chunks: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of every chunk
     answers: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of every piece to be said
 
 
 class Encoder:
-    """Tokenizes conversations piece by piece, as a server does: chunks alone, text between them alone."""
+    """Tokenizes conversations piece by piece, as a server does: chunks alone, text between them alone.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer = tokenizer
+    Attributes:
+        image_tokens: how many an image has.
+        pick: which of them a training conversation shows, anew for every image; None: all.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, image_tokens: int = IMAGE_TOKENS) -> None:
+        self.tokenizer, self.image_tokens = tokenizer, image_tokens
+        self.pick: Callable[[], Sequence[int]] | None = None
         self.image_id = tokenizer.convert_tokens_to_ids(SPECIAL["image"])
         self._cache: dict[str, list[int]] = {}
 
@@ -49,14 +57,15 @@ class Encoder:
         return found
 
     def __call__(self, conversation: Conversation) -> Example:
-        example = Example()
+        example = Example(image_tokens=self.image_tokens)
         for segment in segments(conversation):
             start = len(example.ids)
             if segment.kind == "image":
-                before = len(example.pixels) * IMAGE_TOKENS
+                before = len(example.pixels) * self.image_tokens
+                shown = self.pick() if self.pick else range(self.image_tokens)
                 example.pixels.append(segment.content)
-                example.ids += [self.image_id] * IMAGE_TOKENS
-                example.features += range(before, before + IMAGE_TOKENS)
+                example.ids += [self.image_id] * len(shown)
+                example.features += (before + i for i in shown)
             else:
                 example.ids += self.ids(segment.content)
                 example.features += [-1] * (len(example.ids) - start)
@@ -102,8 +111,12 @@ def collate(examples: list[Example], heads: list[int | None] | None = None, shif
     return collate_branches([[e] for e in examples], heads or [None] * len(examples), shift)
 
 
-def collate_branches(groups: list[list[Example]], heads: list[int | None], shift: bool = True) -> Batch:
+def collate_branches(
+    groups: list[list[Example]], heads: list[int | None], shift: bool = True, begins: int = 0
+) -> Batch:
     """The same for groups of examples that start alike: what they share is computed once. `heads[i]` is of group i.
+
+    `begins`: begin tokens that stood before every chunk while it was compiled, and were dropped.
 
     Raises:
         ValueError: examples of a group have the same tokens for different images.
@@ -122,11 +135,11 @@ def collate_branches(groups: list[list[Example]], heads: list[int | None], shift
     first = done = 0
     for group, head in zip(groups, heads, strict=True):
         shared = shared_tokens(group)
-        rows = make_rows([len(e.ids) for e in group], [e.chunks for e in group], shared, head, shift)
+        rows = make_rows([len(e.ids) for e in group], [e.chunks for e in group], shared, head, shift, begins)
         common = _images(group[0], shared)
         offsets = []  # of an example's image tokens among the batch's
         for number, e in enumerate(group):
-            offsets.append((len(images) - (common if number else 0)) * IMAGE_TOKENS)
+            offsets.append((len(images) - (common if number else 0)) * e.image_tokens)
             images += e.pixels[common if number else 0 :]
         features = [
             np.where(f >= 0, f + o, -1)
@@ -173,7 +186,7 @@ def shared_tokens(group: list[Example]) -> int:
 
 def _images(example: Example, tokens: int) -> int:
     """How many images are among an example's first so many tokens."""
-    return sum(f >= 0 for f in example.features[:tokens]) // IMAGE_TOKENS
+    return len({f // example.image_tokens for f in example.features[:tokens] if f >= 0})
 
 
 def embed_rows(

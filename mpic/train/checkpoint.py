@@ -16,8 +16,10 @@ import torch.distributed as dist
 from mpic.config import ConfigError
 
 INDEX = "checkpoint.json"
-SAME = ("start", "init", "seed", "tokens")
+SAME = ("start", "init", "seed", "tokens", "generation")
 """Settings that a resumed run must share with the run it goes on with."""
+_BEFORE = {"generation": 1}
+"""What a run had for settings that its checkpoint does not name, for it is older."""
 
 
 def check(out: Path, settings: dict[str, Any], world: int, resume: bool) -> None:
@@ -29,7 +31,9 @@ def check(out: Path, settings: dict[str, Any], world: int, resume: bool) -> None
     before = None
     if (out / INDEX).exists():
         index = json.loads((out / INDEX).read_text())
-        before = {k: index["settings"][k] for k in SAME} | {"workers": len(index["files"])}
+        before = {k: index["settings"].get(k, _BEFORE.get(k)) for k in SAME} | {
+            "workers": len(index["files"])
+        }
     may_start(out, before, {k: settings[k] for k in SAME} | {"workers": world}, resume)
 
 

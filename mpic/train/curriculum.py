@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mpic.data.generator import Generator
 from mpic.data.generator.tasks import Mix
@@ -35,7 +35,10 @@ _STEPS: tuple[tuple[float, tuple[int, ...], Mix], ...] = (
 )
 
 
-def draw_example(generator: Generator, encoder: Encoder, progress: float, limit: int) -> Example:
+LIMIT = 2048  # tokens of a conversation
+
+
+def draw_example(generator: Generator, encoder: Encoder, progress: float, limit: int = LIMIT) -> Example:
     """One training conversation at this progress of the base stage (1.0: the full mix), at most `limit` tokens."""
     _, counts, mix = next(step for step in _STEPS if progress < step[0])
     while True:
@@ -62,19 +65,29 @@ def fill(examples: list[Example], tokens: int) -> list[list[Example]]:
 
 
 class Batches:
-    """Endless batches that fill a token budget. `progress` may be set while iterating."""
+    """Endless batches that fill a token budget; a longer conversation is a batch of its own.
 
-    def __init__(self, seed: int, encoder: Encoder, tokens: int, pic_share: float = 0.0) -> None:
-        self.generator = Generator(seed)
-        self.encoder, self.tokens, self.pic_share = encoder, tokens, pic_share
+    Attributes:
+        progress: of the stage, in [0, 1]; may be set while iterating.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        draw: Callable[[float], Example],
+        tokens: int,
+        pic_share: float = 0.0,
+        pic_heads: tuple[int, ...] = PIC_HEADS,
+    ) -> None:
+        self.generator, self.draw, self.tokens = generator, draw, tokens
+        self.pic_share, self.pic_heads = pic_share, pic_heads
         self.progress = 0.0
 
     def __iter__(self) -> Iterator[tuple[list[Example], list[int | None] | None]]:
         rng: random.Random = self.generator.rng
-        limit = min(self.tokens, 2048)
         pool: list[Example] = []
         while True:
-            fresh = [draw_example(self.generator, self.encoder, self.progress, limit) for _ in range(_POOL)]
+            fresh = [self.draw(self.progress) for _ in range(_POOL)]
             groups = fill(pool + fresh, self.tokens)
             groups, short = [g for g in groups if _filled(g, self.tokens)], groups
             pool = [e for g in short if not _filled(g, self.tokens) for e in g] if groups else []
@@ -82,7 +95,7 @@ class Batches:
             rng.shuffle(groups)
             for group in groups:
                 masked = rng.random() < self.pic_share
-                yield group, [rng.choice(PIC_HEADS) for _ in group] if masked else None
+                yield group, [rng.choice(self.pic_heads) for _ in group] if masked else None
 
 
 def _filled(group: list[Example], tokens: int) -> bool:

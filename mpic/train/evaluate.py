@@ -22,15 +22,8 @@ from mpic.data.generator.wordings import Asking
 from mpic.figure import save_png
 from mpic.train.batch import Encoder, Example, collate, embed
 from mpic.train.model import load_model
-from mpic.train.scoring import BRANCHES, LINKS, Link, questions, score_cell
-
-CELLS: dict[str, tuple[int, ...]] = {
-    "image": (1, 2, 4, 8), "image named": (1, 2, 4, 8), "caption": (1, 2, 4, 8), "compare": (2, 4, 8),
-    "word level": (2,), "few-shot": (2, 4, 8), "card": (1, 2, 4, 8), "card named": (1, 2, 4, 8),
-    "needle": (1, 2, 4, 8), "biography": (1, 2, 4, 8), "two-hop": (2, 4, 8), "last person": (1, 2, 4, 8),
-    "mixed": (2, 4, 8), "search person": (0, 1, 2, 4, 8), "search thing": (0, 1, 2, 4, 8),
-    "search picture": (0, 1, 2, 4, 8),
-}  # fmt: skip
+from mpic.train.recipe import recipe_at, recipe_of
+from mpic.train.scoring import BRANCHES, Link, questions, score_cell
 
 
 @torch.no_grad()
@@ -107,20 +100,20 @@ def _load(folder: Path, threads: int) -> None:
     model, tokenizer = load_model(folder)
     if torch.cuda.is_available():
         model = model.cuda()  # type: ignore[assignment]
-    _loaded = model, Encoder(tokenizer)
+    _loaded = model, recipe_of(model).encoder(tokenizer)
 
 
 def _cell(
     count: int, task: str, size: int, seed: int, links: tuple[Link, ...], asking: Asking
 ) -> list[dict[str, Any]]:
-    return score_cell(*_loaded, task, count, size, seed, links, asking)
+    return score_cell(*_loaded, task, count, size, seed, links, asking, recipe_of(_loaded[0]).world)
 
 
 def evaluate(
     folder: Path,
     size: int = 200,
-    links: tuple[Link, ...] = LINKS,
-    cells: dict[str, tuple[int, ...]] = CELLS,
+    links: tuple[Link, ...] | None = None,
+    cells: dict[str, tuple[int, ...]] | None = None,
     seed: int = 90_000,
     minutes: float | None = None,
     workers: int = 0,
@@ -128,7 +121,7 @@ def evaluate(
     asking: Asking = "eval",
     progress: Callable[..., Iterable[list[dict[str, Any]]]] = tqdm,
 ) -> dict[str, Any]:
-    """Exact match of every cell and link, `size` questions each.
+    """Exact match of every cell and link (those of the model's generation unless given), `size` questions each.
 
     Computes in bf16. Cells are spread over `workers` processes of one thread (0: one a core, up to four; on a GPU one).
     Every cell that is done is kept in FOLDER/scores.part.json, where `resume` finds it. No cell is begun once `minutes`
@@ -142,6 +135,8 @@ def evaluate(
         weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     except OSError as error:
         raise ConfigError(f"no model to score: {error}", param="folder") from error
+    recipe = recipe_at(folder)
+    links, cells = links or recipe.scored, cells or recipe.cells
     partial = Partial(folder, Run(weights, size, seed, tuple(link.name for link in links), asking), resume)
     every = sorted((count, task) for task, counts in cells.items() for count in counts)
     every.sort(key=lambda cell: [8, 1, 4, 2, 0].index(cell[0]))
@@ -159,7 +154,14 @@ def evaluate(
         partial.add(rows, time.monotonic() - began)
     _load(folder, 0)
     model, encoder = _loaded
-    probe = [e for task in ("image", "card", "biography") for e in questions(encoder, task, 4, 8, seed + 77)]
+    probed = (
+        4 if recipe.design.context <= 2048 else 1
+    )  # chunks: eager attention of a long prompt takes much memory
+    probe = [
+        e
+        for task in ("image", "card", "biography")
+        for e in questions(encoder, task, probed, 8, seed + 77, recipe.world)
+    ]
     order = {cell: i for i, cell in enumerate(every)}
     return {
         "rows": sorted(partial.rows, key=lambda r: order[r["chunks"], r["task"]]),
@@ -241,7 +243,11 @@ def _draw(figure: Any, results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         figures = summary(result)
         exact, share = figures["exact by link, 1-8 chunks"], figures["recomputed by link"]
-        order = [k for k in ("reuse", "mpic-4", "mpic-8", "mpic-16", "full") if k in exact]
+        order = [
+            k
+            for k in ("reuse", "mpic-2", "mpic-4", "mpic-8", "mpic-16", "mpic-32", "mpic-64", "full")
+            if k in exact
+        ]
         axis.plot([share[k] for k in order], [exact[k] for k in order], marker="o", label=name)
         for k in order:
             axis.annotate(k, (share[k], exact[k]), fontsize=7)

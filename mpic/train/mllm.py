@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +24,14 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
-from mpic.data.generator import Generator
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.train import checkpoint
-from mpic.train.batch import Encoder, answer_loss, collate, exact_answers
-from mpic.train.curriculum import Batches
+from mpic.train.batch import Encoder, answer_loss, collate
 from mpic.train.curves import plot_curves
 from mpic.train.model import build_model, load_model, save_model
 from mpic.train.optim import Optimizers
-from mpic.train.structure import structured_init
-from mpic.train.vision import Targets, alignment_accuracy, alignment_loss, draw_batch
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage: its share of the budget and its learning rates (linear decay over the last `decay`)."""
-
-    name: str
-    share: float
-    muon_lr: float
-    adam_lr: float
-    decay: float
-    pic_share: float = 0.0
-
-
-STAGES = (
-    Stage("vision", 0.055, 0.01, 1e-3, 0.5),
-    Stage("base", 0.72, 0.01, 2e-3, 0.5),
-    Stage("pic", 0.225, 0.006, 1.2e-3, 0.8, pic_share=0.5),
-)
-CONTINUED = (
-    Stage("vision", 0.05, 0.01, 1e-3, 0.5),
-    Stage("base", 0.70, 0.007, 1.4e-3, 0.7),
-    Stage("pic", 0.25, 0.005, 1e-3, 0.8, pic_share=0.5),
-)
-"""Stages of a run that starts from a finished `plain` model: all of its conversations are of the full mix."""
+from mpic.train.recipe import RECIPES, Recipe, Stage
+from mpic.train.watch import watch
 
 
 @dataclass(frozen=True)
@@ -74,6 +47,7 @@ class Settings:
     init: str = "structured"
     start: Path | None = None  # a finished `plain` model to go on from, instead of `init`
     seed: int = 0
+    generation: int = 1  # of the demo model: `mpic.train.recipe`
     resume: bool = False
     evaluate_every: float = 300.0  # seconds
     watched: int = 16  # held-out questions a cell of the quick evaluation
@@ -92,6 +66,8 @@ class Worker:
     tokenizer: PreTrainedTokenizerFast
     encoder: Encoder
     log: list[dict[str, Any]]
+    recipe: Recipe
+    looked: float = field(default_factory=time.monotonic)  # when it last saw how the model does
 
     @property
     def chief(self) -> bool:
@@ -125,18 +101,19 @@ def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool)
     torch.set_flush_denormal(True)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer).train()
+    recipe = RECIPES[settings.generation]
+    model = build_model(tokenizer, design=recipe.design).train()
     if settings.start is not None:
         finished, its_tokenizer = load_model(settings.start)
         if its_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"{settings.start} was trained with another vocabulary")
         model.load_state_dict(finished.state_dict())
     elif settings.init == "structured":
-        structured_init(model, tokenizer, settings.seed)
+        recipe.init(model, tokenizer, settings.seed)
     model.to(device)
-    worker = Worker(settings, rank, world, device, model, tokenizer, Encoder(tokenizer), [])
+    worker = Worker(settings, rank, world, device, model, tokenizer, recipe.encoder(tokenizer), [], recipe)
     state = _load_checkpoint(worker)
-    for stage in CONTINUED if settings.start else STAGES:
+    for stage in recipe.continued if settings.start else recipe.stages:
         if state and stage.name in state["finished"]:
             continue
         resumed = state if state and state["stage"] == stage.name else None
@@ -175,10 +152,8 @@ class Clock:
 def _batches(worker: Worker, stage: Stage, clock: Clock) -> Iterator[Any]:
     seed = worker.settings.seed * 1_000_003 + clock.step * 101 + worker.rank
     if stage.name == "vision":
-        rng, targets = random.Random(seed), Targets(worker.encoder)
-        while True:
-            yield draw_batch(targets, rng, 48, "train")
-    batches = Batches(seed, worker.encoder, worker.settings.tokens, stage.pic_share)
+        yield from worker.recipe.scenes(worker.encoder, seed, lambda: clock.progress)
+    batches = worker.recipe.batches(worker.encoder, seed, worker.settings.tokens, stage.pic_share)
     drawn = iter(batches)
     while True:
         batches.progress = 1.0 if stage.name == "pic" or worker.settings.start else clock.progress
@@ -188,7 +163,7 @@ def _batches(worker: Worker, stage: Stage, clock: Clock) -> Iterator[Any]:
 def _loss(worker: Worker, stage: Stage, drawn: Any) -> torch.Tensor:
     with torch.autocast(worker.device.type, dtype=torch.bfloat16):
         if stage.name == "vision":
-            return alignment_loss(worker.model, *(t.to(worker.device) for t in drawn))
+            return worker.recipe.vision.alignment_loss(worker.model, *(t.to(worker.device) for t in drawn))
         return answer_loss(worker.model, drawn.to(worker.device))
 
 
@@ -242,7 +217,7 @@ def _run_stage(worker: Worker, stage: Stage, resumed: dict[str, Any] | None) -> 
             bar.update(round(progress * 100) - bar.n)
             losses, tokens, said, marked = [], 0, 0, time.monotonic()
         clock.spent += time.monotonic() - began
-    _evaluate(worker, stage, clock)
+    _evaluate(worker, stage, clock, finished=True)
     if worker.chief and not vision:  # first: a resumed run passes a finished stage over
         name = {"base": "plain"}.get(stage.name, stage.name)
         save_model(worker.model, worker.tokenizer, settings.out / name)
@@ -250,35 +225,22 @@ def _run_stage(worker: Worker, stage: Stage, resumed: dict[str, Any] | None) -> 
     bar.close()
 
 
-_WATCHED = (
-    ("image", 1), ("image", 2), ("image", 4), ("image", 8), ("image named", 4), ("card", 4), ("card", 8),
-    ("biography", 4), ("needle", 4), ("two-hop", 4), ("compare", 2), ("caption", 2), ("few-shot", 4),
-    ("last person", 4), ("search person", 2), ("search thing", 2), ("search picture", 2),
-)  # fmt: skip
-
-
 @torch.no_grad()
-def _evaluate(worker: Worker, stage: Stage, clock: Clock) -> None:
+def _evaluate(worker: Worker, stage: Stage, clock: Clock, finished: bool = False) -> None:
     """A quick look at a few held-out questions; the real evaluation is `mpic.train.evaluate`."""
-    if worker.chief:
+    if worker.chief and (finished or time.monotonic() - worker.looked >= worker.recipe.watch_every):
         worker.model.eval()
         scores: dict[str, float] = {}
-        size = worker.settings.watched
         with torch.autocast(worker.device.type, dtype=torch.bfloat16):
             if stage.name == "vision":
-                drawn = draw_batch(Targets(worker.encoder), random.Random(1), 128, "eval")
-                scores["image tokens"] = alignment_accuracy(
-                    worker.model, *(t.to(worker.device) for t in drawn)
+                targets = worker.recipe.vision.Targets(worker.recipe.encoder(worker.tokenizer))
+                drawn = worker.recipe.vision.draw_batch(
+                    targets, random.Random(1), 2 * worker.recipe.images, "eval"
                 )
-            for task, count in _WATCHED if stage.name != "vision" else ():
-                generator = Generator(5000 + count, "eval")
-                examples = [worker.encoder(generator.task(task, count)) for _ in range(size)]
-                right = 0
-                for start in range(0, size, 8):
-                    part = examples[start : start + 8]
-                    for spans in exact_answers(worker.model, collate(part).to(worker.device), part):
-                        right += all(spans)
-                scores[f"{task} {count}"] = right / size
+                tensors = (t.to(worker.device) for t in drawn)
+                scores["image tokens"] = worker.recipe.vision.alignment_accuracy(worker.model, *tensors)
+            else:
+                scores |= watch(worker.model, worker.tokenizer, worker.recipe, worker.settings.watched)
         entry = {"stage": stage.name, "step": clock.step, "seconds": round(clock.spent), "scores": scores}
         worker.log.append(entry)
         (worker.settings.out / "curves.json").write_text(json.dumps(worker.log))
@@ -286,6 +248,7 @@ def _evaluate(worker: Worker, stage: Stage, clock: Clock) -> None:
         if not worker.settings.quiet:
             tqdm.write(json.dumps(entry))
         worker.model.train()
+        worker.looked = time.monotonic()
     if worker.world > 1:
         dist.barrier()
 
@@ -293,7 +256,7 @@ def _evaluate(worker: Worker, stage: Stage, clock: Clock) -> None:
 def _save_checkpoint(
     worker: Worker, stage: Stage, clock: Clock, optimizers: Optimizers, finished: bool = False
 ) -> None:
-    names = [s.name for s in STAGES]
+    names = [s.name for s in worker.recipe.stages]
     state = {
         "stage": stage.name,
         "finished": names[: names.index(stage.name) + finished],

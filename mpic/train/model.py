@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,27 +20,48 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from mpic.data.generator.conversation import CHAT_TEMPLATE, SPECIAL
-from mpic.data.generator.images import SIZE
+from mpic.data.generator.images import LARGE, SIZE
 
-PATCH = 8
-IMAGE_TOKENS = (SIZE // PATCH) ** 2
-CONTEXT = 2048
+
+@dataclass(frozen=True)
+class Design:
+    """Sizes of a model; heads are 8 of 64."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    image_size: int  # pixels
+    patch: int  # pixels
+    context: int  # tokens
+    rope_theta: float
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of an image."""
+        return (self.image_size // self.patch) ** 2
+
+
+FIRST = Design(256, 704, 5, SIZE, 8, 2048, 1e6)
+SECOND = Design(384, 1024, 6, LARGE, 14, 8192, 1e8)
+"""LLaVA-1.5's image geometry: 24 x 24 patches of 14 px. With this theta half of the rotary pairs hardly turn over the
+whole context, so content can be matched at any distance."""
+IMAGE_TOKENS = FIRST.image_tokens
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerFast, layers: int = 5, hidden: int = 256
+    tokenizer: PreTrainedTokenizerFast, layers: int | None = None, design: Design = FIRST
 ) -> LlavaForConditionalGeneration:
-    """A freshly initialised model: 64 image tokens, RoPE, head_dim 64, 2,048 tokens of context."""
+    """A freshly initialised model of a design; `layers`: another number of them."""
     text = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
+        hidden_size=design.hidden,
+        intermediate_size=design.mlp,
+        num_hidden_layers=layers or design.layers,
         num_attention_heads=8,
         num_key_value_heads=8,
         head_dim=64,
-        max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        max_position_embeddings=design.context,
+        rope_parameters={"rope_type": "default", "rope_theta": design.rope_theta},
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -49,15 +71,15 @@ def build_model(
         intermediate_size=384,
         num_hidden_layers=3,
         num_attention_heads=2,
-        image_size=SIZE,
-        patch_size=PATCH,
+        image_size=design.image_size,
+        patch_size=design.patch,
         hidden_act="gelu",
     )
     config = LlavaConfig(
         vision_config=vision,
         text_config=text,
         image_token_id=tokenizer.convert_tokens_to_ids(SPECIAL["image"]),
-        image_seq_length=IMAGE_TOKENS,
+        image_seq_length=design.image_tokens,
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
         tie_word_embeddings=False,
@@ -66,7 +88,7 @@ def build_model(
 
 
 def image_features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torch.Tensor:
-    """[images, 64, hidden]: what the language model sees of uint8 pixels [images, 64, 64, 3]."""
+    """[images, image tokens, hidden]: what the language model sees of uint8 pixels [images, side, side, 3]."""
     scaled = pixels.permute(0, 3, 1, 2).to(model.dtype) / 127.5 - 1
     features = model.model.get_image_features(pixel_values=scaled)
     features = getattr(features, "pooler_output", features)
@@ -103,18 +125,20 @@ def save_model(
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
+    side, patch = model.config.vision_config.image_size, model.config.vision_config.patch_size
     image_processor = CLIPImageProcessorPil(
-        size={"shortest_edge": SIZE},
-        crop_size={"height": SIZE, "width": SIZE},
+        size={"shortest_edge": side},
+        crop_size={"height": side, "width": side},
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
         do_convert_rgb=True,
     )
     tokenizer.image_token = SPECIAL["image"]
+    tokenizer.model_max_length = model.config.text_config.max_position_embeddings
     LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
-        patch_size=PATCH,
+        patch_size=patch,
         vision_feature_select_strategy="default",
         image_token=SPECIAL["image"],
         num_additional_image_tokens=1,
@@ -143,8 +167,10 @@ def load_model(
 
 
 __all__ = [
-    "CONTEXT",
+    "FIRST",
     "IMAGE_TOKENS",
+    "SECOND",
+    "Design",
     "build_model",
     "image_features",
     "load_model",

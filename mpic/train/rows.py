@@ -2,7 +2,8 @@
 
 A head length k stands for a link that recomputes the first k tokens of every chunk: tokens beyond see only their own
 chunk, as they did when the chunk was compiled alone. The first k tokens then exist twice: the recomputed copy, which
-sees the whole prompt, and the compiled copy, which only its own chunk sees.
+sees the whole prompt, and the compiled copy, which only its own chunk sees. A chunk may have been compiled behind
+begin tokens that are dropped afterwards (LegoLink-0): its compiled copy sees those too, and nothing else does.
 
 Questions about the same chunks are *branches* of one context: a branch's rows see the context's rows and their own,
 and the positions of every branch go on from the context's end, so each is computed as if it were alone.
@@ -27,6 +28,7 @@ class Rows:
     example: np.ndarray  # of the group: whose token it is (the first one's, for the context)
     token: np.ndarray  # its place in that example
     position: np.ndarray  # rotary position
+    order: np.ndarray  # a row sees none that comes later by this
     chunk: np.ndarray  # a compiled row's chunk, counted from 1 over the group; 0: computed in the prompt
     hidden: np.ndarray  # a compiled row that the prompt does not see, for its token is recomputed
     branch: np.ndarray  # 0: context
@@ -47,7 +49,7 @@ class Rows:
         """[high - low, keys from 0 on]"""
         rows = slice(low, high)
         keys = slice(0, high)  # rows see nothing that comes after them in this order
-        earlier = self.token[None, keys] <= self.token[rows, None]
+        earlier = self.order[None, keys] <= self.order[rows, None]
         if self.chunk[low]:
             return (self.chunk[None, keys] == self.chunk[rows, None]) & earlier
         branch = self.branch[None, keys]
@@ -55,14 +57,15 @@ class Rows:
 
 
 def make_rows(
-    lengths: list[int], chunks: list[list[Span]], shared: int, head: int | None, shift: bool
+    lengths: list[int], chunks: list[list[Span]], shared: int, head: int | None, shift: bool, begins: int = 0
 ) -> Rows:
     """Rows of examples of these lengths and chunks whose first `shared` tokens are one context.
 
-    Without `shift`, chunk tokens keep the positions they were compiled at (what linking must not do).
+    Without `shift`, chunk tokens keep the positions they were compiled at (what linking must not do). So many `begins`
+    stand before each chunk while it is compiled; they are the example's first token.
     """
-    compiled: list[tuple[int, int, int, int, int, int]] = []
-    computed: list[tuple[int, int, int, int, int, int]] = []
+    compiled: list[tuple[int, int, int, int, int, int, int]] = []
+    computed: list[tuple[int, int, int, int, int, int, int]] = []
     count = 0
     pieces = [(0, 0, shared, 0)] if shared else []
     pieces += [(i, shared, n, i + 1 if shared else 0) for i, n in enumerate(lengths)]
@@ -72,10 +75,13 @@ def make_rows(
             if head is None or not start <= low < end or low + head >= high:
                 continue
             count += 1
-            for token in range(low, high):
-                position = token if shift else token - low
-                compiled.append((example, token, position, count, token < low + head, branch))
+            for order in range(low - begins, high):
+                position = order if shift else order - low + begins
+                hidden = order < low + head
+                compiled.append(
+                    (example, order if order >= low else 0, position, order, count, hidden, branch)
+                )
             reused[low + head - start : high - start] = True
-        computed += [(example, t, t, 0, 0, branch) for t in range(start, end) if not reused[t - start]]
+        computed += [(example, t, t, t, 0, 0, branch) for t in range(start, end) if not reused[t - start]]
     columns = np.array(compiled + computed, np.int64).T
-    return Rows(*columns[:4], columns[4].astype(bool), columns[5])
+    return Rows(*columns[:5], columns[5].astype(bool), columns[6])

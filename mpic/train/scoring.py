@@ -16,6 +16,7 @@ from transformers import LlavaForConditionalGeneration
 
 from mpic.data.generator import Generator
 from mpic.data.generator.wordings import Asking
+from mpic.data.generator.worlds import FIRST, World
 from mpic.train.batch import (
     Batch,
     Encoder,
@@ -33,11 +34,12 @@ ROWS = 3072  # of a forward, about
 
 @dataclass(frozen=True)
 class Link:
-    """A way to link: the head length that is recomputed (None: everything) and whether chunk positions shift."""
+    """A way to link: the head length that is recomputed (None: everything), whether chunk positions shift."""
 
     name: str
     head: int | None
     shift: bool = True
+    begins: int = 0  # tokens before every chunk while it is compiled, dropped afterwards
 
 
 LINKS = (
@@ -49,6 +51,17 @@ LINKS = (
     Link("reuse, no shift", 0, shift=False),
     Link("mpic-16, no shift", 16, shift=False),
 )
+LINKS2 = (
+    Link("full", None),
+    Link("reuse", 0),
+    Link("legolink-0", 0, begins=4),
+    Link("mpic-2", 2),
+    Link("mpic-8", 8),
+    Link("mpic-32", 32),
+    Link("mpic-64", 64),
+    Link("reuse, no shift", 0, shift=False),
+)
+"""Of the second generation, whose chunks are ten times as long."""
 
 
 @dataclass
@@ -76,17 +89,25 @@ def score(
     return out
 
 
-def questions(encoder: Encoder, task: str, count: int, size: int, seed: int) -> list[Example]:
+def questions(
+    encoder: Encoder, task: str, count: int, size: int, seed: int, world: World = FIRST
+) -> list[Example]:
     """`size` held-out questions of a cell, each over its own chunks."""
-    generator = Generator(seed + count, "eval")
+    generator = Generator(seed + count, "eval", world=world)
     return [encoder(generator.task(task, count)) for _ in range(size)]
 
 
 def conversations(
-    encoder: Encoder, task: str, count: int, size: int, seed: int, asking: Asking = "eval"
+    encoder: Encoder,
+    task: str,
+    count: int,
+    size: int,
+    seed: int,
+    asking: Asking = "eval",
+    world: World = FIRST,
 ) -> list[list[Example]]:
     """`size` held-out questions of a cell, those over the same chunks together."""
-    generator, out, left = Generator(seed + count, "eval", asking), [], size
+    generator, out, left = Generator(seed + count, "eval", asking, world), [], size
     while left:
         out.append([encoder(c) for c in generator.branches(task, count, min(BRANCHES, left))])
         left -= len(out[-1])
@@ -125,9 +146,10 @@ def score_cell(
     seed: int,
     links: tuple[Link, ...] = LINKS,
     asking: Asking = "eval",
+    world: World = FIRST,
 ) -> list[dict[str, Any]]:
     """One row a link: shares of `size` questions of a task over `count` chunks."""
-    groups = conversations(encoder, task, count, size, seed, asking)
+    groups = conversations(encoder, task, count, size, seed, asking, world)
     examples = [e for group in groups for e in group]
     search_id = encoder.tokenizer.convert_tokens_to_ids("<search>")
     scores: dict[str, list[Score]] = {link.name: [] for link in links}
@@ -135,7 +157,8 @@ def score_cell(
         for pack in _packs(groups):
             features = None
             for link in links:
-                batch = collate_branches(pack, [link.head] * len(pack), link.shift).to(model.device)
+                batch = collate_branches(pack, [link.head] * len(pack), link.shift, link.begins)
+                batch = batch.to(model.device)
                 if features is None and batch.pixels is not None:
                     features = image_features(model, batch.pixels).flatten(0, 1)
                 asked = [e for group in pack for e in group]

@@ -45,7 +45,15 @@ def gated_words() -> dict[str, list[str]]:
     }
 
 
-class _Init:
+class Init:
+    """The weights in the making; a subclass may lay the residual stream out otherwise."""
+
+    reserved = RESERVED
+    flags: tuple[str, ...] = FLAGS
+    tags = TAGS
+    slow = SLOW
+    after_words = 0  # features between the word block and the tags
+
     def __init__(
         self, model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, seed: int
     ) -> None:
@@ -54,7 +62,7 @@ class _Init:
         self.random = torch.Generator().manual_seed(seed)
         theta = self.lm.config.rope_parameters["rope_theta"]
         self.frequency = theta ** (-torch.arange(HALF) / HALF)
-        self.word = range(RESERVED, self.width - TAG * TAGS)
+        self.word = range(self.reserved, self.width - TAG * self.tags - self.after_words)
         self.tags_used = 0
         words_only = torch.zeros(len(tokenizer), self.width)
         width = len(self.word)
@@ -62,13 +70,17 @@ class _Init:
         self.words = words_only
         self.embed = words_only.clone()
         self.embed[:, 0] = CONSTANT
-        for feature, gated in enumerate(gated_words().values(), 1):
+        for feature, gated in enumerate(self.flagged_words().values(), 1):
             ids = [i for w in gated if len(i := tokenizer(w, add_special_tokens=False).input_ids) == 1]
             self.embed[torch.tensor(ids).flatten(), feature] = CONSTANT
         rotation = torch.zeros(self.width, self.width)
         rotation[self.word[0] : self.word[-1] + 1, self.word[0] : self.word[-1] + 1] = self.orthogonal(width)
         self.rotation = rotation
         self.identity = self.read_words(TAG)  # how every tag names its word, so that tags compare
+
+    def flagged_words(self) -> dict[str, list[str]]:
+        """The words with each flag, in the order of `flags`."""
+        return gated_words()
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.random)
@@ -109,22 +121,26 @@ class _Init:
         amplitude = math.sqrt(8 * strength) / 2.5
         for i in pairs:
             query[i, 0] = amplitude
-            key[i, 1 + FLAGS.index(flag)] = amplitude
+            key[i, 1 + self.flags.index(flag)] = amplitude
         return self._write(head, query, key)
 
     def _write(self, head: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        start = self.width - TAG * (TAGS - self.tags_used)
-        self.tags_used += 1
-        space = torch.eye(self.width)[start : start + TAG]
+        space = self.new_tag()
         self.put(0, head, q=query, k=key, v=self.identity, o=0.7 * space.T)
         return space
 
+    def new_tag(self) -> torch.Tensor:
+        """[TAG, width]: how to read the next free tag."""
+        start = self.width - TAG * (self.tags - self.tags_used)
+        self.tags_used += 1
+        return torch.eye(self.width)[start : start + TAG]
+
     def match(self, layer: int, head: int, *pairs: tuple[torch.Tensor, torch.Tensor, float]) -> None:
         """A head that attends where each (query rows, key rows) pair agrees; it copies to the output."""
-        share = len(SLOW) // len(pairs)
+        share = len(self.slow) // len(pairs)
         query, key = (0.02 * self.normal(HEAD, self.width) for _ in range(2))
         for n, (asked, offered, strength) in enumerate(pairs):
-            places = SLOW[n * share : (n + 1) * share]
+            places = self.slow[n * share : (n + 1) * share]
             query[places], key[places] = strength * asked[:share], strength * offered[:share]
         value = self.read_words(HEAD)
         self.put(layer, head, q=query, k=key, v=value, o=0.6 * self.rotation.T @ value.T)
@@ -135,7 +151,7 @@ def structured_init(
     model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, seed: int = 0
 ) -> None:
     """Overwrites embeddings, output matrix and most attention weights of the language model in place."""
-    init = _Init(model, tokenizer, seed)
+    init = Init(model, tokenizer, seed)
     init.lm.embed_tokens.weight.copy_(init.embed)
     model.lm_head.weight.copy_(0.1 * init.words @ init.rotation)
     last = model.model.multi_modal_projector.linear_2

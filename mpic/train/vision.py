@@ -53,12 +53,12 @@ def draw_batch(
     targets: Targets, rng: random.Random, size: int, split: Split
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pixels and word ids of `size` scenes."""
-    scenes = [_scene(rng, split) for _ in range(size)]
+    scenes = [draw_learnable(rng, split) for _ in range(size)]
     pixels = np.stack([render(s, rng, split) for s in scenes])
     return torch.from_numpy(pixels), torch.from_numpy(np.stack([targets(s) for s in scenes]))
 
 
-def _scene(rng: random.Random, split: Split) -> Scene:
+def draw_learnable(rng: random.Random, split: Split) -> Scene:
     """A scene; half of those to learn from are drawn until they hold a digit, which is the hardest thing to read."""
     wants = split == "train" and rng.random() < 0.5
     while True:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from mpic.data.generator import Generator, messages
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.train import cli
-from mpic.train.batch import Encoder, collate, embed, hidden_states
+from mpic.train.batch import Encoder, collate, collate_branches, embed, hidden_states
 from mpic.train.mllm import Settings, train_mllm
 from mpic.train.model import build_model, save_model
 from mpic.train.structure import structured_init
@@ -43,7 +43,7 @@ def _rotate(model, keys, distance):
     return keys * cos + torch.cat([-keys[..., half:], keys[..., :half]], -1) * sin
 
 
-def _linked(model, example, head, shift):
+def _linked(model, example, head, shift, begins=0):
     """Compile each chunk alone, move its keys, append what is reused to the cache; the rest is computed in order."""
     lm, embeds = model.model.language_model, embed(model, collate([example]))
     cache, out, done = DynamicCache(), [], 0
@@ -57,20 +57,24 @@ def _linked(model, example, head, shift):
         run(done, min(start + head, end) if start < end else end)
         compiled = DynamicCache()
         if start < end:
-            lm(inputs_embeds=embeds[:, start:end], past_key_values=compiled)
+            alone = torch.cat([embeds[:, :1].expand(-1, begins, -1), embeds[:, start:end]], 1)
+            lm(inputs_embeds=alone, past_key_values=compiled)
         for layer, own in zip(cache.layers, compiled.layers, strict=False):
-            keys = _rotate(model, own.keys, start) if shift else own.keys
-            layer.keys = torch.cat([layer.keys, keys[:, :, head:]], 2)
-            layer.values = torch.cat([layer.values, own.values[:, :, head:]], 2)
+            keys = _rotate(model, own.keys, start - begins) if shift else own.keys
+            layer.keys = torch.cat([layer.keys, keys[:, :, begins + head :]], 2)
+            layer.values = torch.cat([layer.values, own.values[:, :, begins + head :]], 2)
         done = end
     return torch.cat([o.last_hidden_state for o in out], 1)[0]
 
 
-@pytest.mark.parametrize(("head", "shift"), [(0, True), (4, True), (16, True), (16, False)])
-def test_pic_mask_equals_compile_move_and_link(model, example, head, shift):
+@pytest.mark.parametrize(
+    ("head", "shift", "begins"), [(0, True, 0), (4, True, 0), (16, True, 0), (16, False, 0), (0, True, 4)]
+)
+def test_pic_mask_equals_compile_move_and_link(model, example, head, shift, begins):
     with torch.no_grad():
-        masked = hidden_states(model, collate([example], [head], shift))[0]
-        linked = _linked(model, example, head, shift)
+        batch = collate_branches([[example]], [head], shift, begins)
+        masked = hidden_states(model, batch)[0]
+        linked = _linked(model, example, head, shift, begins)
     computed = torch.ones(len(example.ids), dtype=torch.bool)
     for start, end in example.chunks:
         computed[min(start + head, end) : end] = False

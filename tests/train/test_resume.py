@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mpic.config import ConfigError
-from mpic.train import checkpoint, curriculum, mllm
+from mpic.train import checkpoint, curriculum, mllm, recipe
 from mpic.train.mllm import Settings, train_mllm
 from mpic.train.model import save_model
 
@@ -21,7 +21,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
-    monkeypatch.setattr(mllm, "_WATCHED", (("image", 1),))
+    quick = dataclasses.replace(recipe.FIRST, watched=(("image", 1, None),))
+    monkeypatch.setitem(recipe.RECIPES, 1, quick)
     return Settings(tmp_path, steps=6, workers=1, tokens=256, quiet=True, device="cpu", watched=1)
 
 
@@ -119,7 +120,7 @@ def test_a_checkpoint_that_was_not_finished_is_not_seen(tmp_path, monkeypatch):
 
 
 def test_a_run_is_not_resumed_as_another_one_nor_overwritten(tmp_path):
-    stored = {"start": None, "init": "structured", "seed": 0, "tokens": 256}
+    stored = {"start": None, "init": "structured", "seed": 0, "tokens": 256, "generation": 1}
     with pytest.raises(ConfigError, match="nothing to resume"):
         checkpoint.check(tmp_path, stored, 1, resume=True)
     checkpoint.check(tmp_path, stored, 1, resume=False)
@@ -152,3 +153,11 @@ def test_a_run_from_a_finished_model_goes_on_from_its_own_weights(settings, tmp_
     (stage, step, weights), (last, fresh, _) = seen
     assert (stage, step, last, fresh) == ("base", saved["step"], "pic", None)
     assert torch.equal(weights, saved["model"]["lm_head.weight"])
+
+
+def test_a_run_from_before_there_were_generations_goes_on_as_the_first(tmp_path):
+    older = {"start": None, "init": "structured", "seed": 0, "tokens": 256}
+    checkpoint.save(tmp_path, 0, older, {"stage": "base", "step": 1, "finished": []})
+    checkpoint.check(tmp_path, {**older, "generation": 1}, 1, resume=True)
+    with pytest.raises(ConfigError, match="generation"):
+        checkpoint.check(tmp_path, {**older, "generation": 2}, 1, resume=True)

@@ -10,8 +10,10 @@ from mpic.data.generator import EVAL_TASKS, Generator
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.train.batch import Encoder, collate, collate_branches, hidden_states, shared_tokens
 from mpic.train.card import write_card
-from mpic.train.evaluate import CELLS, LINKS, evaluate, markdown, plot, summary, write_report
+from mpic.train.evaluate import evaluate, markdown, plot, summary, write_report
 from mpic.train.model import build_model, load_model, save_model
+from mpic.train.recipe import FIRST
+from mpic.train.scoring import LINKS
 
 torch.set_num_threads(1)  # two that share a busy core wait for each other
 
@@ -39,7 +41,7 @@ def test_every_cell_is_scored_under_every_link_with_its_recomputed_share(result)
 
 def test_no_time_means_no_rows(folder):
     result = evaluate(folder, 2, minutes=0, progress=lambda cells, total: cells)
-    assert result["rows"] == [] and len(result["unfinished"]) == sum(map(len, CELLS.values()))
+    assert result["rows"] == [] and len(result["unfinished"]) == sum(map(len, FIRST.cells.values()))
 
 
 def test_report_and_card_show_the_figures(result, folder, tmp_path):
