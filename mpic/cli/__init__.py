@@ -27,7 +27,7 @@ COMMANDS = {
     "caches": ("mpic.cli.caches", "Cached texts, linked by id in any order."),
     "models": ("mpic.cli.models", "What is served, and the policies on offer."),
     "references": ("mpic.cli.references", "The reference library: add, search, import, reindex, evaluate."),
-    "library": ("mpic.cli.library", "The folder behind a server: usage, check, gc, export, import."),
+    "library": ("mpic.cli.library", "The folder behind a server: usage, check, backup, recover, gc."),
     "keys": ("mpic.cli.keys", "API keys: create, list, revoke."),
     "demo": ("mpic.cli.demo", "Ask about sample images under several policies, compare the answers."),
     "bench": ("mpic.evals.bench.cli", "Measure: TTFT, pages, decode speed."),

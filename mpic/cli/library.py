@@ -112,23 +112,35 @@ def library_check(
     config: ConfigFile = None,
     as_json: Json = False,
 ) -> None:
-    """Verify the catalogue and every byte of every original and compiled chunk.
+    """Verify the catalogue and every byte of every original, sidecar and compiled chunk.
 
     What a crash left behind is mended first. A damaged chunk is moved to `quarantine/` and compiled again on next use;
-    a damaged original stays for you to replace. Exit status 1 when anything was found.
+    a damaged original stays for you to replace. Files that the catalogue does not know are counted: what a start could
+    not take in lies in `quarantine/orphans/DATE/` for `orphan_days`. Exit status 1 when anything was damaged or lost.
     """
     from mpic.library.upkeep import check, size_of
 
     with opened(data_dir, config) as library:
         with progress("reading", size_of(library), as_json) as advance:
             problems = check(library, contents=not quick, progress=advance)
-        recovered = library.recovered
+        recovered, aside = library.recovered, library.orphans.kept()
+        kept = f"deleted {library.limits.orphan_days} days later" if library.limits.orphan_days else "kept"
+    orphans = {"files": len(aside), "bytes": sum(orphan.bytes for orphan in aside)}
+    orphans["oldest"] = aside[0].since if aside else None
     if as_json:
-        print_json({"problems": [p._asdict() for p in problems], "recovered": recovered})
+        print_json({"problems": [p._asdict() for p in problems], "recovered": recovered, "orphans": orphans})
     else:
         for what, count in recovered.items():
-            if count:
+            if count and what == "unknown":
+                out.print(f"{count} files are not the library's and were left alone", highlight=False)
+            elif count:
                 out.print(f"mended after a crash: {count} {what.replace('_', ' ')}", highlight=False)
+        if aside:
+            out.print(
+                f"{len(aside)} files that the catalogue does not know ({decimal(orphans['bytes'])}) lie in "
+                f"quarantine/orphans, since {orphans['oldest']}; they are {kept}",
+                highlight=False,
+            )
         table = Table("file", "what", "then")
         for problem in problems:
             table.add_row(*problem)
@@ -144,9 +156,10 @@ def library_gc(
     config: ConfigFile = None,
     as_json: Json = False,
 ) -> None:
-    """Remove what serves nothing: leftovers of crashes, expired files, replaced references, damaged files put aside.
+    """Remove what serves nothing: leftovers of crashes, expired files, replaced references, damaged chunks put aside.
 
-    A server does this by itself, except for the quarantine.
+    A server does this by itself, except for the damaged chunks. Files that the catalogue does not know are not removed:
+    they are taken in or put into `quarantine/orphans/DATE/`, and deleted when they have been there for `orphan_days`.
     """
     from mpic.library.upkeep import collect, garbage
 

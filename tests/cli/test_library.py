@@ -37,7 +37,9 @@ def root(tmp_path):
     return tmp_path / "library"
 
 
-@pytest.mark.parametrize("command", ["", "ls", "show", "check", "gc", "export", "import", "quota"])
+@pytest.mark.parametrize(
+    "command", ["", "ls", "show", "check", "gc", "export", "import", "quota", "backup", "restore", "recover"]
+)
 def test_help_teaches(mpic, command):
     status, out, _ = mpic(*command.split(), "--help")
     assert status == 0 and "Usage" in out and len(out.splitlines()) > 8

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -97,13 +98,13 @@ def child(root: Path, kill: bool) -> None:
         "memory_mib": memory / 2**20,
         "files": stats["files"],
         "chunks": stats["disk"]["chunks"],
-        "orphans": library.recovered["orphans"],
+        "leftovers": library.recovered["leftovers"],
     }
     print(json.dumps(result), flush=True)
     if kill:
         for file in page[:20]:  # rows in the log, and files that nothing refers to
             library.files.set_state("user 0", file.id, "ready", 16)
-            (root / "tmp" / f"{file.id}.tmp").write_bytes(b"left")
+            (root / "tmp" / f"{secrets.token_hex(12)}.tmp").write_bytes(b"left")
         os._exit(0)
     library.close()
 
@@ -139,7 +140,7 @@ def _row(name: str, values: list[dict[str, float]], empty: list[dict[str, float]
         "memory_mib": round(
             median("memory_mib", values) - (name != "empty") * median("memory_mib", empty), 1
         ),
-        "orphans": int(median("orphans", values)),
+        "leftovers": int(median("leftovers", values)),
     }
 
 
