@@ -47,10 +47,10 @@ class LoadedModel:
         self.heads = self.text_config.num_attention_heads
         self.shape = shape_of(self.text_config)
         head_dim = self.shape.head_dim
-        self._rotary = Rotary(self.text_model, head_dim)
+        self.mrope = 3 if hasattr(self._inner, "get_rope_index") else 1
+        self._rotary = Rotary(self.text_model, head_dim, self.mrope)
         self.whole: Callable[[hooks.Step, int], hooks.Whole] | None = None
         self._use_attention("auto")
-        self.mrope = 3 if hasattr(self._inner, "get_rope_index") else 1
         self.context_length = context_limit(self.config, self.text_config)
         self.has_vision = hasattr(self._inner, "get_image_features")
         self.image_token_id: int | None = getattr(self.config, "image_token_id", None)

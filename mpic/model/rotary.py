@@ -27,12 +27,13 @@ class Rotary:
 
     Args:
         text_model: the decoder with ``rotary_emb`` and ``layers``.
+        axes: of the positions that its rotary embedding is called with: 3 for M-RoPE, else 1.
 
     Raises:
         ModelRefused: no rotary embedding, frequencies that depend on length, or an unknown pairing of dimensions.
     """
 
-    def __init__(self, text_model: nn.Module, head_dim: int) -> None:
+    def __init__(self, text_model: nn.Module, head_dim: int, axes: int = 1) -> None:
         module = getattr(text_model, "rotary_emb", None)
         if module is None or not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
             raise ModelRefused(
@@ -45,7 +46,7 @@ class Rotary:
             )
         self._frequencies = module.inv_freq.detach().cpu().double()
         self._device = module.inv_freq.device
-        self._interleaved = self._detect(text_model, module, head_dim)
+        self._interleaved = self._detect(text_model, module, head_dim, axes)
         self._shifts: dict[int, Shift] = {}
 
     @property
@@ -83,7 +84,7 @@ class Rotary:
         cos, sin = angle.cos().float().to(self._device), angle.sin().float().to(self._device)
         return Shift(cos, sin, interleaved)
 
-    def _detect(self, text_model: nn.Module, module: nn.Module, head_dim: int) -> bool:
+    def _detect(self, text_model: nn.Module, module: nn.Module, head_dim: int, axes: int) -> bool:
         """Which pairing reproduces the modeling module's own rotation at position -7."""
         attention = next(
             (m for m in text_model.modules() if hasattr(m, "q_proj") or hasattr(m, "qkv_proj")), text_model
@@ -93,6 +94,8 @@ class Rotary:
             raise ModelRefused(f"{type(text_model).__name__}: no apply_rotary_pos_emb beside its attention")
         q = torch.randn(1, 2, 1, head_dim, generator=torch.Generator().manual_seed(0)).to(self._device)
         positions = torch.tensor([[-7]], device=self._device)
+        if axes > 1:  # not every version of transformers expands them
+            positions = positions.expand(axes, 1, 1)
         try:
             cos, sin = module(q, positions)
         except Exception as error:

@@ -67,6 +67,20 @@ REFUSED = {
 }
 
 
+def test_positions_with_three_axes_are_given_to_a_rotary_embedding_that_has_three(monkeypatch):
+    """Earlier versions of transformers do not expand positions with fewer axes."""
+    kind = tf.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRotaryEmbedding
+    forward, given = kind.forward, []
+
+    def recorded(self, x, position_ids):
+        given.append(tuple(position_ids.shape))
+        return forward(self, x, position_ids)
+
+    monkeypatch.setattr(kind, "forward", recorded)
+    self_test(make_family("qwen2_5_vl").loaded)
+    assert given and all(len(shape) == 3 and shape[0] == 3 for shape in given)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_right_is_refused_with_the_reason(name):
     build, reason = REFUSED[name]
