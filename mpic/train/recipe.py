@@ -159,7 +159,7 @@ SECOND = Recipe(
     scored=LINKS2,
     cells={**_CELLS, "both people": (2, 4, 8)},
     links=LINKS2[:3] + LINKS2[5:6],
-    watch_every=1200.0,
+    watch_every=2400.0,
 )  # fmt: skip
 """576 tokens an image, each of its own patch; documents of 300 to 1,000 tokens; 8,192 of context; attention sinks."""
 
