@@ -12,7 +12,7 @@ from typing import Any
 
 from mpic.errors import CorruptFile
 from mpic.library.catalog import Catalog
-from mpic.library.names import owner_folder, sidecar_of
+from mpic.library.names import SIDECAR, owner_folder
 from mpic.library.records import SHARED
 from mpic.library.rows import insert_row
 from mpic.library.sidecars import CACHE, CONTENT, FILE, REFERENCE, Sidecar
@@ -176,7 +176,7 @@ def original_of(owner: str, file_id: str) -> str:
 
 def sidecar_name(original: str) -> str:
     """The path of an original's sidecar; both relative to the root."""
-    return str(sidecar_of(Path(original)))
+    return f"{original}{SIDECAR}"
 
 
 def _state(error: str | None) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpic.errors import CorruptFile
 from mpic.library.adopt import Adoption, check_original, original_of, read_sidecar, sidecar_name
-from mpic.library.names import OWNER_SIDECAR, Found, scan
+from mpic.library.names import OWNER_SIDECAR, SIDECAR, Found, scan
 from mpic.library.sidecars import USERS_WITH_QUOTAS, Sidecar
 from mpic.library.store.mend import remove
 
@@ -88,7 +87,7 @@ class Mending:
 
     def _adopt(self, unknown: set[str], lost: set[str]) -> set[str]:
         """Make rows for what sidecars describe; the rest."""
-        sidecars = [self._read(name) for name in sorted(unknown) if name.endswith(".json")]
+        sidecars = [self._read(name) for name in sorted(unknown) if name.endswith(SIDECAR)]
         rest, adopted = set(unknown), 0
         readable = [one for one in sidecars if one is not None]
         readable.sort(key=lambda one: (one[1].record.get("created_at", 0), -one[1].record.get("version", 0)))
@@ -140,8 +139,7 @@ class Mending:
 
 def _named(name: str) -> str:
     """The path that the catalogue remembers of a deletion: of the original, or of a cache's sidecar itself."""
-    cache = Path(name).name.startswith("group-")
-    return name if cache else name.removesuffix(".json")
+    return name if "/group-" in name else name.removesuffix(SIDECAR)
 
 
 def _names(unknown: set[str]) -> set[str]:

@@ -133,7 +133,7 @@ def scan_chunks(root: Path) -> FoundChunks:
         for name in names:
             path = f"{here}/{name}"
             if len(parts) == 2 and CHUNK.fullmatch(name):
-                found.sizes[path] = os.stat(Path(folder, name)).st_size
+                found.sizes[path] = os.stat(f"{folder}/{name}").st_size
             elif len(parts) == 2 and _rewritten(name):
                 found.leftovers.append(path)
             else:
