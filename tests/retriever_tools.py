@@ -75,7 +75,7 @@ class Shelf:
         self.library.close()
 
 
-def picture(colour: str) -> bytes:
+def picture(colour: str, size: tuple[int, int] = (16, 16)) -> bytes:
     buffer = io.BytesIO()
-    Image.new("RGB", (16, 16), colour).save(buffer, "PNG")
+    Image.new("RGB", size, colour).save(buffer, "PNG")
     return buffer.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from retriever_tools import HashEmbedder, picture
 from mpic.errors import BadRequest, EmbedderMismatch, EmbedderUnavailable, EmbeddingFailed, EmptyQuery
 from mpic.library import Change
 from mpic.retriever import Embedder, Query
+from mpic.retriever import retriever as retriever_module
 
 
 def titles(shelf, text="", **options):
@@ -275,6 +277,53 @@ def test_what_cannot_be_embedded_is_told_by_a_code_and_does_not_stop_the_others(
     with pytest.raises(EmbeddingFailed):
         titles(shelf, "nothing")
     shelf.retriever.check()
+
+
+class Alive:
+    """Counts decoded images of one size that are alive at a time."""
+
+    def __init__(self, size):
+        self.size, self.now, self.most = size, 0, 0
+
+    def made(self, image):
+        if image.size == self.size:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            weakref.finalize(image, self._gone)
+        return image
+
+    def _gone(self):
+        self.now -= 1
+
+
+def test_one_image_of_a_query_is_decoded_at_a_time(open_shelf):
+    shelf, alive = open_shelf(), Alive((30, 20))
+    shelf.add(picture("red"), "red")
+    load = lambda: alive.made(Image.new("RGB", (30, 20), "red"))
+    assert titles(shelf, images=(load,) * 5) == ["red"]
+    assert (alive.now, alive.most) == (0, 1)
+
+
+def test_large_references_are_decoded_one_at_a_time_and_small_ones_embedded_together(open_shelf, monkeypatch):
+    monkeypatch.setattr(retriever_module, "BATCH_PIXELS", 30 * 16 * 16)
+    colours = ("red", "green", "blue", "yellow", "pink", "gray", "white", "black")
+    shelf = open_shelf()
+    for i, colour in enumerate(colours):
+        shelf.add(picture(colour), colour)
+        shelf.add(picture(colour, (100, 80 + i)), f"large {colour}")
+    large, small = Alive((100, 80)), Alive((16, 16))
+    shelf = open_shelf(HashEmbedder("w2"))
+    real = shelf.library.references.image
+
+    def image(reference):
+        image = real(reference)
+        return large.made(image.crop((0, 0, 100, 80))) if image.width == 100 else small.made(image)
+
+    shelf.library.references.image = image
+    shelf.retriever.reindex()
+    assert wait(shelf) and shelf.retriever.status()["missing"] == 0
+    assert (large.now, large.most, small.now) == (0, 1, 0)
+    assert small.most < 9 and len(shelf.embedder.batches) < 16
 
 
 def test_a_replaced_reference_is_not_found_by_its_old_content_whatever_becomes_of_the_new(open_shelf):

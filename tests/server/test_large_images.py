@@ -1,0 +1,157 @@
+"""Large images and memory that runs out, seen from outside: who waits, who is refused and how, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import gc
+from concurrent.futures import Future
+from contextlib import ExitStack
+
+import pytest
+from odd_images import flat_png, photo, saved
+from PIL import Image
+from server_helpers import fake_server, png
+
+from mpic import memory
+from mpic.config import Config, LibraryConfig
+from mpic.errors import OutOfMemory
+from mpic.imaging.decoder import decoder
+from mpic.server import uploads
+from mpic.server.routers import chat
+
+LARGE = flat_png(1700)
+
+
+def inline(data):
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+
+
+def refusal(answer):
+    return answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["param"]
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+    """Memory for nothing that asks for it."""
+    monkeypatch.setattr(memory, "room", lambda: memory.FLOOR)
+
+
+@pytest.fixture
+async def all_places_taken():
+    """Every place where large images are decoded is taken until the test lets go."""
+    away, held = decoder().away, ExitStack()
+    for _ in range(away.places):
+        held.enter_context(away.taken(0, 1))
+    yield held
+    held.close()
+
+
+async def test_while_large_images_wait_everybody_else_is_served(server, all_places_taken):
+    away = decoder().away
+    waiting = [asyncio.ensure_future(server.upload(LARGE)) for _ in range(away.most_waiting - 4)]
+    waiting += [asyncio.ensure_future(server.ask(inline(LARGE))) for _ in range(4)]
+    while away.waiting < away.most_waiting:
+        await asyncio.sleep(0.01)
+    refused = await server.upload(LARGE)
+    assert refusal(refused)[:2] == (429, "decoder_busy") and int(refused.headers["retry-after"]) >= 1
+    assert (await server.upload(png())).status_code == 200
+    assert (await server.upload(b"some words", "a.txt")).status_code == 200
+    assert (await server.ask("hello")).status_code == 200
+    assert (await server.ask(inline(png()))).status_code == 200
+    listed = (await server.http.get("/v1/files")).json()
+    assert len(listed["data"]) == 2 and not any(task.done() for task in waiting)
+    all_places_taken.close()
+    assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+    assert away.running == away.bytes == 0 and away.most_running <= away.places
+
+
+@pytest.mark.parametrize("data", [LARGE, saved(photo((900, 700)), "PNG")], ids=["large", "small"])
+async def test_a_valid_image_for_which_there_is_no_memory_is_a_passing_error(
+    server, data, no_room, monkeypatch
+):
+    answers = {
+        "upload": await server.upload(data),
+        "inline": await server.ask(inline(data)),
+        "search": await server.http.post(
+            "/v1/references/search", json={"image": inline(data)[0]["image_url"]["url"]}
+        ),
+    }
+    if data is LARGE:  # it is identified elsewhere, and needs room here only where it is looked at
+        assert [answers.pop(name).status_code for name in ("upload", "inline")] == [200, 200]
+    for name, answer in answers.items():
+        assert refusal(answer)[:2] == (503, "out_of_memory"), (name, answer.text)
+        assert int(answer.headers["retry-after"]) >= 1
+    monkeypatch.undo()
+    assert (await server.upload(data)).status_code == 200
+
+
+async def test_a_body_for_which_there_is_no_memory_is_a_passing_error(server, monkeypatch):
+    def parse(body):
+        raise MemoryError
+
+    monkeypatch.setattr("mpic.server.body.parse", parse)
+    assert refusal(await server.ask("hello"))[:2] == (503, "out_of_memory")
+
+
+async def test_a_step_of_the_server_for_which_there_is_no_memory_is_a_passing_error(server, monkeypatch):
+    def prepare(*args):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(chat, "prepare", prepare)
+    assert refusal(await server.ask("hello"))[:2] == (503, "out_of_memory")
+
+
+async def test_a_compilation_is_tried_again_when_there_was_no_memory(server, monkeypatch):
+    monkeypatch.setattr(uploads, "PAUSES", (0.01, 0.01))
+    real, failures = server.engine.compile, [OutOfMemory("not now"), OutOfMemory("not now")]
+
+    def compile(chunk, sink=0):
+        if not failures:
+            return real(chunk, sink)
+        future = Future()
+        future.set_exception(failures.pop())
+        return future
+
+    monkeypatch.setattr(server.engine, "compile", compile)
+    assert (await server.uploaded(png("blue")))["state"] == "ready" and not failures
+    failures += [OutOfMemory("not now")] * 3
+    file = await server.uploaded(png("green"))
+    assert (file["state"], file["status_details"]) == ("failed", "not now")
+
+
+async def test_inline_images_are_not_kept_decoded(server):
+    data = saved(photo((701, 503)), "PNG")
+    assert (await server.ask(inline(data) + inline(LARGE))).status_code == 200
+    gc.collect()
+    sizes = {one.size for one in gc.get_objects() if isinstance(one, Image.Image)}
+    assert not sizes & {(701, 503), (1700, 1700)}
+    small, large = server.engine.requests[0].prompt.chunks
+    assert small.load_image().size == (701, 503) and large.load_image().size == (1700, 1700)
+
+
+async def test_a_search_image_that_cannot_be_decoded_is_refused_though_nothing_is_there_to_find(server):
+    body = {"image": "data:image/png;base64," + base64.b64encode(png()[:-30]).decode()}
+    answer = await server.http.post("/v1/references/search", json=body)
+    assert refusal(answer) == (400, "invalid_image", "image")
+
+
+async def test_thumbnails_of_large_images_are_made_elsewhere(server):
+    made = await server.http.post("/v1/references", files={"file": ("large.png", LARGE)})
+    before = decoder().here.most_bytes
+    thumbnail = await server.http.get(made.json()["thumbnail"])
+    assert thumbnail.status_code == 200 and thumbnail.content.startswith(b"\x89PNG")
+    file = await server.uploaded(LARGE)
+    shown = await server.http.get(f"/ui/thumbs/{file['id']}")
+    assert shown.status_code == 200 and decoder().here.most_bytes == before
+
+
+async def test_the_budget_is_the_libraries_own_setting(tmp_path, template):
+    config = dataclasses.replace(Config(), library=LibraryConfig(decode_bytes=8 << 20))
+    async with fake_server(tmp_path, template, config=config) as server:
+        away = decoder().away
+        away.most_bytes = 0
+        assert (await server.upload(LARGE)).status_code == 200
+        assert 0 < away.most_bytes <= 6 << 20
