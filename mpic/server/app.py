@@ -104,9 +104,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         closing.push_async_callback(_aside, state.library.close)
         closing.push_async_callback(_aside, state.retriever.close)
         closing.push_async_callback(app.state.uploads.stop)
-        closing.push_async_callback(
-            _aside, state.engine.close
-        )  # first: no compilation is cancelled under its hands
+        closing.push_async_callback(_aside, state.engine.close)  # while compilations are still waited for
 
 
 async def _aside(close: Callable[[], None]) -> None:

@@ -1,0 +1,178 @@
+"""The whole application over an engine that computes nothing, behind the server's own protocol on a real port."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fake_engine import FakeEngine
+
+from mpic.config import Config, ServerConfig
+from mpic.keys import KeyStore
+from mpic.library import Library
+from mpic.server import create_app
+from mpic.server.connections import Connections
+from mpic.server.run import bind, limits_of, uvicorn_config
+
+LIMITS = ServerConfig(
+    max_connections=8,
+    max_connections_per_address=5,
+    trusted_proxies="127.0.0.9",
+    max_header_bytes=4096,
+    header_seconds=0.3,
+    body_seconds=0.3,
+    send_seconds=0.3,
+    keep_alive_seconds=0.3,
+    grace_seconds=1.0,
+    log_level="warning",
+)
+
+
+ESTABLISHED = 1
+
+
+class _Server(uvicorn.Server):
+    connections: Connections
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.connections.watch()
+
+
+@dataclass
+class Front:
+    """What a test holds of the server."""
+
+    port: int
+    connections: Connections
+    engine: FakeEngine | None
+    key: str
+
+    def connect(self, source: str = "127.0.0.1", **options: int) -> Client:
+        return Client(self, source, **options)
+
+    def closed(self) -> dict[str, int]:
+        """Connections closed so far, by reason."""
+        return dict(self.connections.closed)
+
+    def settled(self, count: int = 0) -> bool:
+        """Whether exactly so many connections are open soon."""
+        return eventually(lambda: len(self.connections) == count)
+
+
+class Client:
+    """A socket, and what the server says on it."""
+
+    def __init__(self, front: Front, source: str, receive_buffer: int = 0) -> None:
+        self.key = front.key.encode()
+        self.socket = socket.socket()
+        self.socket.settimeout(10)
+        if receive_buffer:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.bind((source, 0))
+        self.socket.connect(("127.0.0.1", front.port))
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def head(self, line: str, *fields: str, key: bool = True) -> None:
+        """Send a header."""
+        self.send(f"{line} HTTP/1.1\r\nHost: 127.0.0.1\r\n".encode())
+        if key:
+            self.send(b"Authorization: Bearer " + self.key + b"\r\n")
+        self.send("".join(f"{field}\r\n" for field in fields).encode() + b"\r\n")
+
+    def chat(self, **fields: Any) -> None:
+        """Send a chat request."""
+        body = json.dumps({"messages": [{"role": "user", "content": "hello"}], **fields}).encode()
+        self.head(
+            "POST /v1/chat/completions", f"Content-Length: {len(body)}", "Content-Type: application/json"
+        )
+        self.send(body)
+
+    def trickle(self, piece: bytes, every: float, seconds: float = 10.0) -> float:
+        """Send a piece now and then until the server closes; how long that took."""
+        start = time.monotonic()
+        while time.monotonic() - start < seconds:
+            if self.is_closed():
+                return time.monotonic() - start
+            try:
+                self.send(piece)
+            except OSError:
+                return time.monotonic() - start
+            time.sleep(every)
+        raise AssertionError(f"the connection is still open after {seconds} s")
+
+    def is_closed(self) -> bool:
+        """Whether the server has closed; leaves what it said to be read."""
+        return self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED
+
+    def rest(self) -> bytes:
+        """All the server says until it closes."""
+        said = b""
+        try:
+            while piece := self.socket.recv(65536):
+                said += piece
+        except ConnectionError:
+            pass
+        return said
+
+    def answer(self) -> tuple[int, Any]:
+        """Status and JSON body (None when it is none) of one answer with a Content-Length."""
+        stream = self.socket.makefile("rb")
+        status = stream.readline().split()
+        length = 0
+        while (line := stream.readline().strip().lower()) != b"":
+            if line.startswith(b"content-length:"):
+                length = int(line.split(b":")[1])
+        body = stream.read(length)
+        return int(status[1]) if status else 0, json.loads(body) if body.startswith(b"{") else None
+
+    def refusal(self) -> tuple[int, str]:
+        """Status and code of an error, after which this end closes too."""
+        status, body = self.answer()
+        self.close()
+        return status, body["error"]["code"] if body else ""
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def eventually(true: Any, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if true():
+            return True
+        time.sleep(0.01)
+    return bool(true())
+
+
+@contextmanager
+def front_server(root: Path, template: Any, limits: ServerConfig = LIMITS, app: Any = None):
+    """The server in a thread of this process; ``app`` in place of the whole application."""
+    config, engine, key = Config(server=limits), FakeEngine(), ""
+    connections = Connections(limits, limits.max_connections)
+    if app is None:
+        keys = KeyStore(root)
+        key = keys.create("root", "admin")[0]
+        keys.close()
+        app = create_app(engine, Library.open(root, limits_of(config.library)), template, config)
+        app.state.mpic.metrics.registry.register(connections)
+    with bind("127.0.0.1", 0) as sock:
+        server = _Server(uvicorn_config(app, limits, connections))
+        server.connections = connections
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            assert eventually(lambda: server.started)
+            yield Front(sock.getsockname()[1], connections, engine, key)
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -1,0 +1,378 @@
+"""What a client may cost before anybody knows who it is, against a server on a real port with small limits."""
+
+import io
+import logging
+import re
+import time
+from dataclasses import replace
+
+import httpx
+import pytest
+from front_server import LIMITS, eventually, front_server
+from PIL import Image
+
+CHUNKED = ("Transfer-Encoding: chunked", "Content-Type: application/json")
+LATE = 408, "request_timeout"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory, template):
+    with front_server(tmp_path_factory.mktemp("front"), template) as front:
+        yield front
+
+
+@pytest.fixture
+def front(running):
+    """The server, with no connection left behind by the test before."""
+    assert running.settled()
+    running.engine.pause, running.engine.answer = 0.0, "An answer."
+    yield running
+    running.engine.pause = 0.0
+
+
+@pytest.fixture
+def client(front):
+    client = front.connect()
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory, template):
+    """A server that waits long, so that nothing but a newcomer closes a connection."""
+    limits = replace(LIMITS, header_seconds=60.0, body_seconds=60.0, keep_alive_seconds=60.0)
+    with front_server(tmp_path_factory.mktemp("patient"), template, limits) as front:
+        yield front
+
+
+@pytest.fixture
+def crowd(patient):
+    """Opens connections to the patient server, and closes them after the test."""
+    made = []
+
+    def connect(*sources):
+        made.extend(patient.connect(source) for source in sources)
+        return made[-len(sources) :]
+
+    yield connect
+    for one in made:
+        one.close()
+    assert patient.settled()
+
+
+def gone_up(front, before, reason, by=1):
+    return front.closed()[reason] == before[reason] + by
+
+
+# ---- time
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nx: ", b"GET /v1/models HTTP/1.0\r\n", b"\r\n", b"GET /"],
+)
+def test_a_header_that_comes_slowly_is_not_waited_for(front, client, begins):
+    before = front.closed()
+    client.send(begins)
+    client.trickle(b"\r\n" if begins == b"\r\n" else b"y", every=0.05)
+    assert client.refusal() == LATE and gone_up(front, before, "header_timeout")
+    assert front.settled()
+
+
+def test_a_connection_on_which_nothing_is_sent_is_closed_without_a_word(front, client):
+    before = front.closed()
+    assert client.rest() == b"" and gone_up(front, before, "header_timeout")
+
+
+@pytest.mark.parametrize("then", [b"", b"\r\n"])
+def test_an_idle_connection_is_closed_even_when_line_breaks_keep_coming(front, client, then):
+    client.head("GET /v1/models")
+    assert client.answer()[0] == 200
+    client.trickle(then, every=0.05)
+    assert client.rest() == b"" and front.settled()
+
+
+@pytest.mark.parametrize(
+    ("fields", "piece"),
+    [(("Content-Length: 100000", "Content-Type: application/json"), b" "), (CHUNKED, b"1\r\n \r\n")],
+)
+def test_a_body_that_comes_slowly_is_not_waited_for(front, client, fields, piece):
+    before = front.closed()
+    client.head("POST /v1/chat/completions", *fields)
+    client.trickle(piece, every=0.05)
+    assert client.refusal() == LATE and gone_up(front, before, "body_timeout")
+    assert front.settled()
+
+
+def test_a_body_that_stops_after_a_fast_start_is_not_waited_for_either(front, client):
+    """What was sent fast buys no time for later."""
+    client.head("POST /v1/chat/completions", "Content-Length: 60000000", "Content-Type: application/json")
+    client.send(b" " * 4_000_000)
+    start = time.monotonic()
+    assert client.refusal() == LATE and time.monotonic() - start < 5
+
+
+def test_a_body_at_the_accepted_pace_may_take_its_time(front, client):
+    body = b'{"messages": [{"role": "user", "content": "hello"}]}' + b" " * 4000
+    client.head("POST /v1/chat/completions", f"Content-Length: {len(body)}", "Content-Type: application/json")
+    for at in range(0, len(body), 200):  # 20 pieces, a second together: three times the deadline
+        client.send(body[at : at + 200])
+        time.sleep(0.05)
+    assert client.answer()[0] == 200
+
+
+def test_a_body_that_goes_on_after_it_was_refused_is_not_read_for_ever(front, client):
+    before = front.closed()
+    client.head("POST /v1/chat/completions", "Content-Length: 100000", key=False)
+    client.trickle(b" ", every=0.05)
+    assert client.refusal() == (401, "unauthorized") and gone_up(front, before, "unread_body")
+
+
+def test_a_client_that_waits_to_be_asked_for_its_body_is_not_late(front, client):
+    client.head("POST /v1/chat/completions", "Content-Length: 10", "Expect: 100-continue")
+    assert client.answer()[0] == 100
+    assert client.refusal() == LATE
+
+
+@pytest.fixture(scope="module")
+def large(running):
+    """(id, content) of an upload of seven megabytes."""
+    content = io.BytesIO()
+    Image.frombytes("RGB", (1600, 1500), bytes(1600 * 1500 * 3)).save(content, "PNG", compress_level=0)
+    headers = {"Authorization": f"Bearer {running.key}"}
+    files = {"file": ("a.png", content.getvalue())}
+    made = httpx.post(
+        f"http://127.0.0.1:{running.port}/v1/files", files=files, data={"purpose": "vision"}, headers=headers
+    )
+    return made.json()["id"], content.getvalue()
+
+
+def test_an_answer_that_is_not_read_is_given_up(large, front):
+    before = front.closed()
+    reader = front.connect(receive_buffer=4096)
+    reader.head(f"GET /v1/files/{large[0]}/content")
+    assert eventually(lambda: gone_up(front, before, "send_timeout")) and front.settled()
+    reader.close()
+
+
+def test_an_answer_that_stops_being_read_half_way_is_given_up(large, front):
+    """What was read fast buys no time for later."""
+    before = front.closed()
+    reader = front.connect(receive_buffer=1 << 16)
+    reader.head(f"GET /v1/files/{large[0]}/content")
+    assert len(reader.socket.makefile("rb").read(2 << 20)) == 2 << 20
+    assert eventually(lambda: gone_up(front, before, "send_timeout")) and front.settled()
+    reader.close()
+
+
+def test_an_answer_that_is_read_slowly_but_steadily_arrives(large, front):
+    before, (id, content) = front.closed(), large
+    reader = front.connect(receive_buffer=1 << 16)
+    reader.head(f"GET /v1/files/{id}/content")
+    start, got = time.monotonic(), b""
+    while len(got) < len(content) and (piece := reader.socket.recv(1 << 16)):
+        got += piece
+        time.sleep(0.008)
+    reader.close()
+    assert got.partition(b"\r\n\r\n")[2] == content[: len(got) - got.index(b"\r\n\r\n") - 4]
+    assert time.monotonic() - start > 2 * LIMITS.send_seconds
+    assert front.closed() == before
+
+
+def test_a_stream_that_is_not_read_ends_and_its_request_is_aborted(front):
+    before = front.closed()
+    front.engine.answer = " ".join(["word" * 2000] * 2000)
+    reader = front.connect(receive_buffer=4096)
+    reader.chat(stream=True, max_tokens=100_000)
+    assert eventually(lambda: gone_up(front, before, "send_timeout"))
+    assert eventually(lambda: not front.engine.held) and front.settled()
+    reader.close()
+
+
+# ---- size
+
+
+@pytest.mark.parametrize(
+    ("begins", "piece"),
+    [
+        (b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"a: b\r\n" * 10_000),
+        (b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nx: ", b"y" * 65536),
+        (b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nCookie: ", b'a="\\""; ' * 8000),
+        (b"GET /v1/models?q=", b"y" * 65536),
+        (b"GET /v1/models HTTP/1.1\r\n", b"y" * 65536),
+    ],
+)
+def test_a_header_without_end_is_refused_and_not_kept(front, client, begins, piece):
+    """Refused after two reads at most, wherever it grows; the client is told, though it goes on sending."""
+    before = front.closed()
+    client.send(begins)
+    sent = 0
+    while sent < 20 and front.closed() == before:
+        client.send(piece)
+        sent += 1
+        time.sleep(0.02)
+    assert client.refusal() == (431, "headers_too_large") and sent < 10
+    assert gone_up(front, before, "headers_too_large") and front.settled()
+
+
+def test_a_header_just_under_the_limit_is_accepted(front, client):
+    client.head("GET /v1/models", f"x: {'y' * 3500}")
+    assert client.answer()[0] == 200
+    client.head("GET /v1/models", *[f"x{i}: y" for i in range(200)])
+    assert client.refusal() == (431, "headers_too_large")
+
+
+@pytest.mark.parametrize(
+    ("begins", "piece", "refusal"),
+    [
+        (b"1;", b"y" * 65536, (400, "invalid_http")),
+        (b"0\r\n", b"a: b\r\n" * 10_000, (431, "headers_too_large")),
+        (b"0\r\nx: ", b"y" * 65536, (400, "invalid_http")),
+    ],
+)
+def test_framing_of_a_body_in_chunks_is_bounded(front, client, begins, piece, refusal):
+    client.head("POST /v1/chat/completions", *CHUNKED)
+    client.send(begins)
+    for _ in range(4):
+        client.send(piece)
+        time.sleep(0.02)
+    assert client.refusal() == refusal and front.settled()
+
+
+def test_a_body_in_chunks_of_one_byte_is_accepted(front, client):
+    client.head("POST /v1/chat/completions", *CHUNKED)
+    body = b'{"messages": [{"role": "user", "content": "hello"}]}' + b" " * 20_000
+    client.send(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+    assert client.answer()[0] == 200
+
+
+def test_requests_wait_in_line_but_not_without_number(front, client):
+    front.engine.pause = 0.02
+    for _ in range(8):
+        client.head("GET /v1/models")
+    assert [client.answer()[0] for _ in range(1)] == [200]
+    many = front.connect()
+    before = front.closed()
+    many.send(b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 5000)
+    assert eventually(lambda: gone_up(front, before, "invalid_http"))
+    assert many.rest().count(b"HTTP/1.1") < 20
+
+
+def test_a_login_without_a_key_may_not_send_files(front, client):
+    """Each of them would take a file descriptor."""
+    client.head(
+        "POST /ui/login", "Content-Length: 100000", "Content-Type: multipart/form-data; boundary=x", key=False
+    )
+    assert client.refusal() == (413, "too_large")
+
+
+# ---- form
+
+
+def test_garbage_is_refused_with_a_code_and_without_a_line_in_the_log_for_each(front, caplog):
+    with caplog.at_level(logging.INFO):
+        for _ in range(30):
+            one = front.connect()
+            one.send(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+            assert one.refusal() == (400, "invalid_http")
+            one.close()
+    assert len(caplog.records) < 5
+
+
+def test_whoever_asks_for_another_protocol_is_answered_in_http(front, client):
+    front.engine.pause = 0.2
+    fields = (
+        "Connection: Upgrade",
+        "Upgrade: websocket",
+        "Sec-WebSocket-Version: 13",
+        "Sec-WebSocket-Key: eA==",
+    )
+    client.head("GET /v1/models", *fields)
+    assert client.answer()[0] == 200
+    assert client.rest() == b"" and front.settled()
+
+
+def test_the_refusal_of_a_request_is_never_taken_for_the_answer_to_the_one_before(front, client):
+    front.engine.pause = 0.1
+    client.chat(stream=True)
+    client.send(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 5000)
+    said = client.rest()
+    assert said.count(b"HTTP/1.1") == 0 or (said.startswith(b"HTTP/1.1 200") and said.count(b"HTTP/1.1") == 1)
+
+
+# ---- number
+
+
+def test_a_flood_of_half_sent_headers_keeps_nobody_with_a_key_out(patient, crowd):
+    before = patient.closed()
+    for i in range(60):
+        [one] = crowd(f"127.0.0.{2 + i % 5}")
+        one.send(b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        assert len(patient.connections) <= LIMITS.max_connections
+        if i % 6 == 5:
+            [holder] = crowd("127.0.0.8")
+            holder.head("GET /v1/models")
+            assert holder.answer()[0] == 200
+    assert patient.closed()["replaced_full"] > before["replaced_full"] + 40
+
+
+def test_requests_with_a_key_go_on_while_others_are_refused(patient, crowd):
+    patient.engine.pause, patient.engine.answer = 0.05, " ".join(["word"] * 20)
+    holders = crowd(*(f"127.0.0.{2 + i % 4}" for i in range(LIMITS.max_connections)))
+    for holder in holders:
+        holder.chat(stream=True, max_tokens=1000)
+    assert eventually(lambda: len(patient.engine.held) == len(holders))
+    late = crowd(*(f"127.0.0.{20 + i}" for i in range(20)))
+    assert [one.refusal() for one in late] == [(503, "too_many_connections")] * 20
+    for holder in holders:
+        stream = holder.socket.makefile("rb")
+        assert any(line == b"data: [DONE]\n" for line in stream)
+
+
+def test_one_address_does_not_take_the_places_of_the_others(patient, crowd):
+    [other] = crowd("127.0.0.3")
+    many = crowd(*["127.0.0.2"] * 7)
+    assert eventually(lambda: many[1].is_closed())
+    assert [one.is_closed() for one in (*many, other)] == [True, True, *[False] * 6]
+
+
+def test_a_trusted_proxy_is_not_one_client(patient, crowd):
+    many = crowd(*["127.0.0.9"] * 7)
+    assert eventually(lambda: len(patient.connections) == 7) and not any(one.is_closed() for one in many)
+
+
+def test_metrics_show_connections(front, client):
+    client.send(b"rubbish\r\n\r\n")
+    client.rest()
+    headers = {"Authorization": f"Bearer {front.key}"}
+    shown = httpx.get(f"http://127.0.0.1:{front.port}/metrics", headers=headers).text
+    assert "mpic_connections_limit 8.0" in shown and re.search(r"mpic_connections [12]\.0", shown)
+    counted = (
+        f'mpic_connections_closed_total{{reason="invalid_http"}} {float(front.closed()["invalid_http"])}'
+    )
+    assert counted in shown
+
+
+# ---- proxies
+
+
+async def told(scope, receive, send):
+    """Says who the client is, over what."""
+    assert scope["type"] == "http"
+    body = f'{{"client": "{scope["client"][0]}", "scheme": "{scope["scheme"]}"}}'.encode()
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]}
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.mark.parametrize(
+    ("source", "client", "scheme"),
+    [("127.0.0.9", "203.0.113.7", "https"), ("127.0.0.1", "127.0.0.1", "http")],
+)
+def test_forwarded_addresses_are_believed_from_trusted_proxies_alone(tmp_path, source, client, scheme):
+    with front_server(tmp_path, None, replace(LIMITS, max_header_bytes=8192), app=told) as front:
+        one = front.connect(source)
+        one.head("GET /", "X-Forwarded-For: 203.0.113.7", "X-Forwarded-Proto: https")
+        assert one.answer() == (200, {"client": client, "scheme": scheme})
+        one.close()

@@ -1,0 +1,184 @@
+"""The configurations for reverse proxies in docs/operators.md: accepted by the proxies, and doing what they are for."""
+
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from front_server import LIMITS, eventually, front_server
+
+DOCS = Path(__file__).parents[2] / "docs" / "operators.md"
+WRAPPER = """
+daemon off; master_process off; pid {folder}/nginx.pid; error_log {folder}/error.log;
+events {{ }}
+http {{
+    access_log off;
+    client_body_temp_path {folder}; proxy_temp_path {folder}; fastcgi_temp_path {folder};
+    uwsgi_temp_path {folder}; scgi_temp_path {folder};
+    {configuration}
+}}
+"""
+
+
+def documented(language):
+    """The configuration in the documentation."""
+    [found] = re.findall(rf"^```{language}\n(.*?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    return found
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def changed(text, **places):
+    """The text with other places in it; each of them has to be there."""
+    for old, new in places.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is not installed")
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
+    command += [
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+        "-keyout",
+        str(path),
+        "-out",
+        str(path.with_name("cert.pem")),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    path.write_text(path.read_text() + path.with_name("cert.pem").read_text())
+    return path
+
+
+def nginx(folder, certificate, port, server):
+    text = changed(
+        documented("nginx"),
+        **{"listen 443 ssl": f"listen 127.0.0.1:{port} ssl", "127.0.0.1:8000": f"127.0.0.1:{server}"},
+        **{"/etc/ssl/mpic/fullchain.pem": str(certificate), "/etc/ssl/mpic/privkey.pem": str(certificate)},
+        **{"client_header_timeout 10s": "client_header_timeout 1s"},
+    )
+    path = folder / "nginx.conf"
+    path.write_text(WRAPPER.format(folder=folder, configuration=text))
+    return ["nginx", "-p", str(folder), "-e", str(folder / "error.log"), "-c", str(path)], "-t"
+
+
+def haproxy(folder, certificate, port, server):
+    text = changed(
+        documented("haproxy"),
+        **{"bind :443": f"bind 127.0.0.1:{port}", "127.0.0.1:8000": f"127.0.0.1:{server}"},
+        **{"/etc/ssl/mpic/fullchain-and-privkey.pem": str(certificate)},
+        **{"timeout http-request 10s": "timeout http-request 1s"},
+    )
+    path = folder / "haproxy.cfg"
+    path.write_text(text)
+    return ["haproxy", "-f", str(path)], "-c"
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory, template):
+    """A server that takes every connection from this machine for one of its proxy."""
+    limits = replace(LIMITS, trusted_proxies="127.0.0.1", max_connections=100, keep_alive_seconds=5.0)
+    limits = replace(limits, header_seconds=10.0, body_seconds=30.0, hosts="api.example.org")
+    with front_server(tmp_path_factory.mktemp("behind"), template, limits) as front:
+        yield front
+
+
+@pytest.fixture(params=[nginx, haproxy], ids=["nginx", "haproxy"])
+def proxy(request, tmp_path, certificate, behind):
+    """The port of a running proxy before the server."""
+    if not shutil.which(request.param.__name__):
+        pytest.skip(f"{request.param.__name__} is not installed")
+    port = free_port()
+    command, only_check = request.param(tmp_path, certificate, port, behind.port)
+    checked = subprocess.run([*command, only_check], capture_output=True, text=True)
+    assert checked.returncode == 0 and "warn" not in checked.stderr.lower(), checked.stderr
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        assert eventually(lambda: answers(port)), (tmp_path / "log").read_text()
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def answers(port):
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def tls(port):
+    """A connection to a proxy whose certificate nobody knows."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+        with context.wrap_socket(sock) as wrapped:
+            yield wrapped
+
+
+def test_the_documented_configuration_of_a_proxy_does_its_work(proxy, behind):
+    """One test for all of it, because each start of a proxy takes time."""
+    behind.engine.pause, behind.engine.answer = 0.2, "one two three four five six"
+    headers = {
+        "Host": "api.example.org",
+        "Authorization": f"Bearer {behind.key}",
+        "X-Forwarded-Proto": "gopher",
+    }
+    with httpx.Client(base_url=f"https://127.0.0.1:{proxy}", verify=False, headers=headers) as http:
+        assert http.get("/v1/models").status_code == 200
+        assert http.get("/v1/models", headers={"Host": "other.example.org"}).status_code == 403
+        with tls(proxy) as sock:
+            sock.sendall(
+                b"POST /v1/files HTTP/1.1\r\nHost: api.example.org\r\nContent-Length: 80000000\r\n\r\n"
+            )
+            assert b" 413 " in sock.recv(1000).splitlines()[0]
+
+        file = ("a.txt", b"hello there. " * 2000)
+        made = http.post("/v1/files", files={"file": file}, data={"purpose": "user_data"})
+        assert made.status_code == 200, made.text
+
+        logged_in = http.post(
+            "/ui/login", data={"key": behind.key}
+        )  # over https only, which the proxy has to tell
+        assert logged_in.status_code == 303 and "Secure" in logged_in.headers["set-cookie"]
+
+        body = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+        with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            times = [time.monotonic() for _ in answer.iter_raw()]
+    assert times[-1] - times[0] > behind.engine.pause  # words arrive while others are still being made
+
+
+def test_a_proxy_keeps_slow_headers_to_itself(proxy, behind):
+    accepted = behind.connections.accepted
+    with tls(proxy) as sock:
+        sock.sendall(b"GET /v1/models HTTP/1.1\r\nHost: api.example.org\r\nx: ")
+        assert sock.recv(1000)[:12] in (b"", b"HTTP/1.1 408")
+    assert behind.connections.accepted == accepted
