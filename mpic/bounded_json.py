@@ -58,7 +58,8 @@ class Bounds:
     """How much a text may hold.
 
     Args:
-        values: most objects, lists, strings, numbers and so on. Names in objects do not count.
+        values: most objects, lists, strings, numbers and so on. Names in objects do not count; an empty object or list
+            counts twice.
         text: most bytes of all strings, as they are written; data URLs do not count. None: any number.
         depth: most containers inside each other.
     """

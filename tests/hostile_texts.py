@@ -6,16 +6,56 @@ import json
 import threading
 from functools import cache
 
+import pytest
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mpic.config import bundled_model
+from mpic.prompt.sliced import SlicedTokenizer
 
-SCRIPTS = ("The quick brown fox", "Привет мир", "東京は 日本の 首都", "한국어 문장", "مرحبا بالعالم", "naïve café", "ﬁne ﬂow")
+SCRIPTS = (
+    "The quick brown fox",
+    "Привет мир",
+    "東京は 日本の 首都",
+    "한국어 문장",
+    "مرحبا بالعالم",
+    "naïve café",
+    "ﬁne ﬂow",
+)
 PIECES = (
-    *("a", "b", "the ", " fox", "USER: ", " ASSISTANT:", "don't", "I'LL ", "x" * 50, " " * 40, "\n\n", "\t", "\r\n"),
-    *("<|end|>", "<image>", "</s>", "<0x0A>", "▁", "Ġ", "🙂", "👩‍👩‍👧", "e\u0301", "\u200b", "\u3000", "7", "1234567", "...", "!?"),
+    *(
+        "a",
+        "b",
+        "the ",
+        " fox",
+        "USER: ",
+        " ASSISTANT:",
+        "don't",
+        "I'LL ",
+        "x" * 50,
+        " " * 40,
+        "\n\n",
+        "\t",
+        "\r\n",
+    ),
+    *(
+        "<|end|>",
+        "<image>",
+        "</s>",
+        "<0x0A>",
+        "▁",
+        "Ġ",
+        "🙂",
+        "👩‍👩‍👧",
+        "e\u0301",
+        "\u200b",
+        "\u3000",
+        "7",
+        "1234567",
+        "...",
+        "!?",
+    ),
     *("a b", " c d ", "\ufeff", "\u212a"),
 )
 TEXTS = st.lists(st.sampled_from((*PIECES, *SCRIPTS)) | st.text(max_size=4), max_size=30).map("".join)
@@ -49,25 +89,29 @@ def sentencepiece(legacy: bool = True) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator([*SCRIPTS, prose(300), "user assistant document image of the end."] * 4, trainer)
+    tokenizer.train_from_iterator(
+        [*SCRIPTS, prose(300), "user assistant document image of the end."] * 4, trainer
+    )
     state = json.loads(tokenizer.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
+    state["added_tokens"] = [
+        token for token in state["added_tokens"] if not token["content"].startswith("<0x")
+    ]
     if legacy:
         state["pre_tokenizer"] = None
     else:
         state["pre_tokenizer"] |= {"prepend_scheme": "first", "split": False}
     tokenizer = Tokenizer.from_str(json.dumps(state))
     if legacy:
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 class Recorder:
-    """In place of a tokenizers.Tokenizer: what it was given and by which thread. It has only what lets other threads run
-    meanwhile."""
+    """In place of a tokenizers.Tokenizer: what it was given and by which thread. It has only what lets other threads
+    run meanwhile."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -85,3 +129,10 @@ class Recorder:
     def _note(self, texts: list[str]) -> None:
         self.sizes += map(len, texts)
         self.threads.add(threading.get_ident())
+
+
+def recorded(sliced: SlicedTokenizer, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """What a tokenizer is given from now on."""
+    recorder = Recorder(sliced.tokenizer)
+    monkeypatch.setattr(sliced, "tokenizer", recorder)
+    return recorder

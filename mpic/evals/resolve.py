@@ -44,7 +44,7 @@ def splitter_of(template: ChatTemplate) -> Callable[[str, str, int], list[str]]:
 
     def split(text: str, mode: str, tokens: int) -> list[str]:
         split = Split(cast(Mode, mode), tokens)
-        found = split_text(text, split, template.document_spans, template.counter())
+        found = split_text(text, split, template.documents.spans, template.documents.counter())
         return [text[piece.start : piece.end] for piece in found]
 
     return split

@@ -2,40 +2,36 @@
 
 ``build_prompt`` is the whole of it. ``messages`` validates and resolves, ``probes`` finds out what the model's chat
 template can do, ``marks`` stand in for client text and chunks while it renders, ``template`` cuts what comes out into
-segments, ``tokens`` gives them their ids.
+segments, ``tokens`` gives them their ids. ``split`` cuts long texts into the chunks they are cached as.
+
+All is imported when it is first used: the process that cuts a long text (``apart``) needs little of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from mpic.errors import BadRequest
-from mpic.prompt.messages import Resolver, parse_messages
-from mpic.prompt.segments import ChunkSegment, Prompt, Segment, TextSegment
-from mpic.prompt.template import ChatTemplate
+if TYPE_CHECKING:
+    from mpic.prompt.build import build_prompt
+    from mpic.prompt.messages import Resolver
+    from mpic.prompt.segments import ChunkSegment, Prompt, Segment, TextSegment
+    from mpic.prompt.template import ChatTemplate
 
 __all__ = ["ChatTemplate", "ChunkSegment", "Prompt", "Resolver", "Segment", "TextSegment", "build_prompt"]
 
+PLACES = {
+    "build_prompt": "build",
+    "Resolver": "messages",
+    "ChunkSegment": "segments",
+    "Prompt": "segments",
+    "Segment": "segments",
+    "TextSegment": "segments",
+    "ChatTemplate": "template",
+}
 
-def build_prompt(
-    messages: Any, template: ChatTemplate, resolver: Resolver, tools: Sequence[Mapping] | None = None
-) -> Prompt:
-    """The prompt of an OpenAI-shaped conversation, ready for the model's answer; its last segment is text.
 
-    Args:
-        messages: the request's ``messages``, as parsed from JSON.
-        template: of the model that will answer.
-        resolver: finds the chunks of the user who asks.
-        tools: the request's ``tools``.
-
-    Raises:
-        BadRequest: and its children, see ``parse_messages`` and ``ChatTemplate.prompt``; ``param`` names the field.
-        MPICError: what the resolver raises.
-    """
-    parsed = parse_messages(messages, resolver)
-    for i, tool in enumerate(tools or ()):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRequest("a tool must have a function with a name", param=f"tools[{i}].function")
-    return template.prompt(parsed, tools)
+def __getattr__(name: str) -> Any:
+    if name in PLACES:
+        return getattr(import_module(f"mpic.prompt.{PLACES[name]}"), name)
+    raise AttributeError(f"module 'mpic.prompt' has no attribute {name!r}")

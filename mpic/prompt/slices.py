@@ -18,7 +18,7 @@ that do not qualify get their texts whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders
@@ -83,20 +83,28 @@ class Slicer:
     """Cuts texts for one tokenizer.
 
     Args:
-        tokenizer: adds nothing to a text and truncates nothing.
-        state: its tokenizer.json.
-        control: those of its added tokens that no text of a client gives.
-
-    Attributes:
         cuts: whether it cuts at all.
         drops_space: whether the space at a cut belongs to neither slice.
     """
 
-    def __init__(self, tokenizer: Tokenizer, state: Mapping[str, Any], control: Collection[str]) -> None:
-        self.cuts = self.drops_space = False
-        if _qualifies(state, control):
-            kept, dropped = _tried(tokenizer, False), _tried(tokenizer, True)
-            self.cuts, self.drops_space = kept or dropped, dropped and not kept
+    def __init__(self, cuts: bool, drops_space: bool = False) -> None:
+        self.cuts, self.drops_space = cuts, drops_space
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, state: Mapping[str, Any], control: Collection[str]) -> Slicer:
+        """How texts are cut for a tokenizer.
+
+        Args:
+            tokenizer: adds nothing to a text and truncates nothing.
+            state: its tokenizer.json.
+            control: those of its added tokens that no text of a client gives.
+        """
+        if not _qualifies(state, control):
+            return cls(False)
+        if _tried(tokenizer, False):
+            return cls(True)
+        drops = _tried(tokenizer, True)
+        return cls(drops, drops)
 
     def slices(self, text: str, size: int) -> Iterator[Slice]:
         """The slices of a text, each of about ``size`` characters; longer where the text cannot be cut."""
@@ -180,14 +188,16 @@ def _tried(tokenizer: Tokenizer, drops_space: bool) -> bool:
     return True
 
 
-def shifted(spans: Iterable[tuple[int, int]], start: int, drops_space: bool) -> list[tuple[int, int]]:
+def shifted(spans: Sequence[tuple[int, int]], start: int, drops_space: bool) -> list[tuple[int, int]]:
     """Characters of a slice's tokens as characters of the whole text.
 
     Args:
         start: of the slice.
-        drops_space: the space before the slice was left out; it belongs to the first token.
+        drops_space: the space before the slice was left out. It belongs to the first token, and is all of it when the
+            second begins at the same character.
     """
     moved = [(first + start, end + start) for first, end in spans]
     if drops_space and moved:
-        moved[0] = (start - 1, max(moved[0][1], start))
+        alone = len(moved) > 1 and moved[0][0] == moved[1][0]
+        moved[0] = (start - 1, start if alone else max(moved[0][1], start))
     return moved

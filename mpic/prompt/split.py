@@ -12,8 +12,8 @@ Pieces cover the text from start to end: without overlap, joining them gives the
 begins up to ``overlap`` tokens before the end of the one before. No piece is blank. Sentence and word boundaries are
 Unicode's (UAX 29), found by ``semantic-text-splitter``.
 
-A book takes seconds. Other threads run meanwhile: the splitter spends its time in counting tokens, piece by piece, and
-a piece that is too long is only counted as far as is needed to know that.
+A book takes seconds, most of them for counting the tokens of candidates; of one that is too long only as many are
+counted as are needed to know that. ``mpic.prompt.apart`` does it in a process of its own.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Piece(NamedTuple):
     end: int
 
 
-class TooManyPieces(BadRequest):
+class TooManyPieces(ValueError):
     """A text would be cut into more pieces than are wanted."""
 
 

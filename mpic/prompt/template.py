@@ -22,7 +22,7 @@ What a prompt looks like, decided here:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from mpic.prompt.draft import Draft
 from mpic.prompt.messages import Message, Ref, Text
 from mpic.prompt.probes import TEMPLATE_ERRORS, Abilities, probe
 from mpic.prompt.segments import ChunkSegment, Prompt, Segment, TextSegment
+from mpic.prompt.sliced import SlicedTokenizer
 from mpic.prompt.tokens import Cut, GuardedTokenizer, Trusted
 
 PLAIN = (
@@ -79,7 +80,7 @@ class ChatTemplate:
     @property
     def longest_token(self) -> int | None:
         """Most bytes of client text that one token can stand for; None: any number."""
-        return self._guard.longest
+        return self._guard.sliced.longest
 
     @property
     def calls(self) -> str | None:
@@ -97,13 +98,10 @@ class ChatTemplate:
         """
         return self._guard.encode(text, self._limit(self.context, "the text"))
 
-    def document_spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """For each id of a text, of whatever length, the characters it stands for (see ``mpic.prompt.split``)."""
-        return self._guard.spans(text)
-
-    def counter(self) -> Callable[[str, int], int]:
-        """A function that counts the ids of texts, see ``mpic.prompt.split.Count``."""
-        return self._guard.counter()
+    @property
+    def documents(self) -> SlicedTokenizer:
+        """Tokenizes texts of any length, as ``tokenize_document`` does (for ``mpic.prompt.split``)."""
+        return self._guard.sliced
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None) -> Prompt:
         """The segments of a conversation, ready for the model's answer.

@@ -11,9 +11,8 @@ The twin has two more control tokens, the *cuts*, which stand for chunks: text o
 be beside an image placeholder (SentencePiece-like tokenizers treat the start of a text differently), and the ids are
 split there.
 
-A long text costs the thread that tokenizes it seconds, but nobody else: what cannot fit a ``Limit`` by its length is
-not tokenized, the rest is tokenized in slices (``mpic.prompt.slices``) until it is too long, and ``encode_batch_fast``
-and ``encode_batch`` let other threads run meanwhile, which ``encode`` does not.
+What cannot fit a ``Limit`` by its length is not tokenized. The rest is, in slices (``mpic.prompt.sliced``), until it is
+too long.
 """
 
 from __future__ import annotations
@@ -21,25 +20,19 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Iterable
 from typing import Any
 
-from tokenizers import AddedToken, Encoding, Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from mpic import memory
-from mpic.cancel import checkpoint
 from mpic.errors import ModelRefused
-from mpic.prompt.bounds import SLICE, Limit, least_tokens, longest_token
-from mpic.prompt.slices import Slicer, shifted
+from mpic.prompt.bounds import Limit, least_tokens, longest_token
+from mpic.prompt.sliced import SlicedTokenizer
+from mpic.prompt.slices import Slicer
 
 MARKUP = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
-BYTES_PER_BYTE = 450
-"""Memory that the tokenizers library takes for each byte of a text: 150 to 410 were seen."""
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-COUNTED, REMEMBERED = 4096, 1024
-"""Characters of a slice of which the number of tokens is remembered, and how many such slices are."""
 
 
 class Trusted(str):
@@ -67,7 +60,7 @@ class GuardedTokenizer:
             ones that look like markup (``<think>``, ``[INST]``); other added tokens (runs of spaces, domain words) and
             the bytes of SentencePiece (``<0x0A>``) are ordinary text.
         prefix: ids that the tokenizer puts in front of every text (BOS), or empty.
-        longest: most bytes of client text that one token can stand for; None: any number.
+        sliced: tokenizes client text.
 
     Raises:
         ModelRefused: there is no such backend, or the twin does not do what is said above.
@@ -91,7 +84,8 @@ class GuardedTokenizer:
         nonce = secrets.token_hex(16)
         self._spelling = {t["content"]: f"x{nonce}{i:06d}x" for i, t in enumerate(added)}
         respelt = _respell(state, self._spelling)
-        self._twin = Tokenizer.from_str(json.dumps(respelt))
+        source = json.dumps(respelt)
+        self._twin = Tokenizer.from_str(source)
         self._control = re.compile(
             "|".join(map(re.escape, sorted(self._spelling, key=len, reverse=True))) or "(?!)"
         )
@@ -105,8 +99,8 @@ class GuardedTokenizer:
             self._cuts[image] = spelling
         self._cut_ids = {self._twin.token_to_id(spelling) for spelling in self._cuts.values()}
         names = frozenset(self._spelling.values())
-        self.longest = longest_token(respelt, names)
-        self._slicer = Slicer(self._twin, respelt, names)
+        slicer = Slicer.of(self._twin, respelt, names)
+        self.sliced = SlicedTokenizer(self._twin, slicer, longest_token(respelt, names), source)
         self._verify(stock, tokenizer)
         self.prefix = _prefix(tokenizer)
 
@@ -117,37 +111,12 @@ class GuardedTokenizer:
             ContextLengthExceeded: the text has more tokens than ``limit`` allows.
         """
         self._check(limit, [text])
-        ids: list[int] = []
-        for part in self._slicer.slices(text, SLICE):
-            ids += self._ids(part.text)
+        found: list[int] = []
+        for ids in self.sliced.ids([(text, True)]):
+            found += ids
             if limit is not None:
-                limit.check(len(ids))
-        return tuple(ids)
-
-    def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """For each id of ``encode`` the characters of the text it stands for."""
-        drops = self._slicer.drops_space
-        for part in self._slicer.slices(text, SLICE):
-            encoding = self._encoded(part.text, self._twin.encode_batch)
-            yield from shifted(_offsets(encoding), part.start, drops and part.start > 0)
-
-    def counter(self) -> Callable[[str, int], int]:
-        """A function that tells how many ids ``encode`` gives a text, or, if they are more than a number, something
-        above that. It remembers parts of texts: a splitter asks again and again for texts that begin alike."""
-        remembered = lru_cache(maxsize=REMEMBERED)(self._length)
-
-        def count(text: str, most: int) -> int:
-            found = least_tokens([text], self.longest, most)
-            if found > most:
-                return found
-            found = 0
-            for part in self._slicer.slices(text, COUNTED):
-                found += remembered(part.text)
-                if found > most:
-                    break
-            return found
-
-        return count
+                limit.check(len(found))
+        return tuple(found)
 
     def encode_pieces(
         self, pieces: Iterable[Trusted | str | Cut], limit: Limit | None = None
@@ -163,8 +132,8 @@ class GuardedTokenizer:
         self._check(limit, [piece for piece in pieces if type(piece) is str])
         runs: list[list[int]] = [[]]
         count = 0
-        for text in self._slicer.joined(map(self._spelt, pieces), SLICE):
-            for token in self._ids(text):
+        for ids in self.sliced.ids(map(self._spelt, pieces)):
+            for token in ids:
                 if token in self._cut_ids:
                     runs.append([])
                 else:
@@ -187,26 +156,8 @@ class GuardedTokenizer:
     def _check(self, limit: Limit | None, texts: list[str]) -> None:
         """Refuse what is too long whatever its tokens are. White space at the ends may become part of a control token
         beside it, so it does not count."""
-        if limit is not None and least_tokens(texts, self.longest, limit.tokens) > limit.tokens:
-            limit.check(least_tokens([text.strip() for text in texts], self.longest, limit.tokens))
-
-    def _length(self, text: str) -> int:
-        return len(self._encoded(text, self._twin.encode_batch_fast))
-
-    def _ids(self, text: str) -> list[int]:
-        return self._encoded(text, self._twin.encode_batch_fast).ids
-
-    def _encoded(self, text: str, encode: Callable[..., list[Encoding]]) -> Encoding:
-        """Tokenize while other threads run: of the library's methods, those for batches let them.
-
-        Raises:
-            OutOfMemory: the tokenizer, which ends the process when it gets no memory, might get none.
-        """
-        checkpoint()
-        size = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
-        with memory.set_aside(BYTES_PER_BYTE * size, "tokenizing the text"):
-            [encoding] = encode([text], add_special_tokens=False)
-        return encoding
+        if limit is not None and least_tokens(texts, self.sliced.longest, limit.tokens) > limit.tokens:
+            limit.check(least_tokens([text.strip() for text in texts], self.sliced.longest, limit.tokens))
 
     def is_plain(self, text: str) -> bool:
         """Whether a text is so harmless that it may stand in template text: words and light punctuation."""
@@ -223,13 +174,6 @@ class GuardedTokenizer:
                 )
             if leaked := (self.control - {unknown}).intersection(self.encode(text)):
                 raise ModelRefused(f"the text {text!r} still gives the control tokens {sorted(leaked)}")
-
-
-def _offsets(encoding: Encoding) -> list[tuple[int, int]]:
-    """``encoding.offsets``; of many tokens one by one, because no other thread runs while all are made at once."""
-    if len(encoding) <= SLICE:
-        return encoding.offsets
-    return [encoding.token_to_chars(i) for i in range(len(encoding))]
 
 
 def _respell(state: dict[str, Any], spelling: dict[str, str]) -> dict[str, Any]:

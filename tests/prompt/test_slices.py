@@ -5,13 +5,13 @@ import threading
 
 import pytest
 from chat_models import byte_level, metaspace, unigram, word_level
-from hostile_texts import LONG, SCRIPTS, TEXTS, Recorder, demo, prose, sentencepiece
+from hostile_texts import LONG, SCRIPTS, TEXTS, Recorder, demo, prose, recorded, sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpic import cancel
 from mpic.errors import ContextLengthExceeded
-from mpic.prompt import tokens
+from mpic.prompt import sliced
 from mpic.prompt.bounds import Limit
 from mpic.prompt.slices import find_cut
 from mpic.prompt.tokens import Cut, GuardedTokenizer, Trusted
@@ -34,7 +34,7 @@ every = pytest.mark.parametrize("kind", GUARDED)
 
 @pytest.fixture
 def slice_of(monkeypatch):
-    return lambda size: monkeypatch.setattr(tokens, "SLICE", size)
+    return lambda size: monkeypatch.setattr(sliced, "SLICE", size)
 
 
 def whole(kind, text):
@@ -44,31 +44,37 @@ def whole(kind, text):
 def same(kind, text):
     guard, encoding = GUARDED[kind], whole(kind, text)
     assert list(guard.encode(text)) == encoding.ids
-    assert list(guard.spans(text)) == encoding.offsets
+    assert list(guard.sliced.spans(text)) == encoding.offsets
 
 
 def test_which_tokenizers_get_their_texts_in_slices():
-    assert {kind for kind, guard in GUARDED.items() if guard._slicer.cuts} == set(CUT)
-    drops = {kind for kind, guard in GUARDED.items() if guard._slicer.drops_space}
-    assert drops == {"Llama 2", "Llama 2, not legacy"}
+    assert {kind for kind, guard in GUARDED.items() if guard.sliced.slicer.cuts} == set(CUT)
+    assert {kind for kind, guard in GUARDED.items() if guard.sliced.slicer.drops_space} == {"Llama 2"}
 
 
 @given(st.sampled_from(sorted(GUARDED)), TEXTS, st.integers(1, 40))
 @settings(max_examples=300, deadline=None)
 def test_slices_give_the_tokens_and_places_of_the_whole(kind, text, size):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens, "SLICE", size)
+        patch.setattr(sliced, "SLICE", size)
         same(kind, text)
 
 
-@given(st.sampled_from(sorted(GUARDED)), st.lists(st.tuples(st.integers(0, 2), TEXTS), max_size=6), st.integers(1, 40))
+@given(
+    st.sampled_from(sorted(GUARDED)),
+    st.lists(st.tuples(st.integers(0, 2), TEXTS), max_size=6),
+    st.integers(1, 40),
+)
 @settings(max_examples=300, deadline=None)
 def test_slices_of_template_and_client_text_around_cuts_give_the_tokens_of_the_whole(kind, drawn, size):
-    pieces = [Trusted(text) if what == 0 else Cut(image=len(text) % 2 == 0) if what == 1 else text for what, text in drawn]
+    pieces = [
+        Trusted(text) if what == 0 else Cut(image=len(text) % 2 == 0) if what == 1 else text
+        for what, text in drawn
+    ]
     guard = GUARDED[kind]
     expected = guard.encode_pieces(pieces)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens, "SLICE", size)
+        patch.setattr(sliced, "SLICE", size)
         assert guard.encode_pieces(pieces) == expected
     spelt = "".join(guard._spelt(piece)[0] for piece in pieces)
     ids = [token for token in whole(kind, spelt).ids if token not in guard._cut_ids]
@@ -87,38 +93,38 @@ def test_long_hostile_texts_give_the_tokens_of_the_whole(kind, text, slice_of):
 @pytest.mark.parametrize("kind", CUT)
 def test_a_tokenizer_is_given_no_more_than_a_slice_and_lets_other_threads_run(kind, monkeypatch):
     guard = GUARDED[kind]
-    recorder = Recorder(guard._twin)
-    monkeypatch.setattr(guard, "_twin", recorder)
-    text = prose(1_000_000)
+    recorder = recorded(guard.sliced, monkeypatch)
+    text = prose(300_000)
     guard.encode(text)
-    list(guard.spans(text))
+    list(guard.sliced.spans(text))
     guard.encode_pieces([Trusted("USER: "), text, Cut(image=False), text])
-    guard.counter()(text, 10**9)
-    assert max(recorder.sizes) < tokens.SLICE + 100 and len(recorder.sizes) > 60
+    guard.sliced.counter()(text, 10**9)
+    assert max(recorder.sizes) < sliced.SLICE + 100 and len(recorder.sizes) > 20
 
 
 @every
 def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(kind, monkeypatch):
     guard = GUARDED[kind]
-    recorder = Recorder(guard._twin)
-    monkeypatch.setattr(guard, "_twin", recorder)
+    recorder = recorded(guard.sliced, monkeypatch)
     text, limit = prose(100_000), Limit(100, 101, "the prompt", "messages")
-    for work in (lambda: guard.encode(text, limit), lambda: guard.encode_pieces([Trusted("USER: "), text], limit)):
+    for work in (
+        lambda: guard.encode(text, limit),
+        lambda: guard.encode_pieces([Trusted("USER: "), text], limit),
+    ):
         with pytest.raises(ContextLengthExceeded) as caught:
             work()
         assert caught.value.param == "messages" and caught.value.details["context_length"] == 101
         assert caught.value.details["prompt_tokens"] > 100
-    assert not recorder.sizes or guard.longest is None  # of which nothing can be known
+    assert not recorder.sizes or guard.sliced.longest is None  # of which nothing can be known
 
 
 @pytest.mark.parametrize("kind", CUT)
 def test_a_text_that_may_fit_is_tokenized_until_it_does_not(kind, monkeypatch):
     guard = GUARDED[kind]
-    recorder = Recorder(guard._twin)
-    monkeypatch.setattr(guard, "_twin", recorder)
+    recorder = recorded(guard.sliced, monkeypatch)
     text = prose(1_000_000)
-    limit = Limit(len(text) // guard.longest + 1, 10**6)
-    monkeypatch.setattr(tokens, "SLICE", 1_000)
+    limit = Limit(len(text) // guard.sliced.longest + 1, 10**6)
+    monkeypatch.setattr(sliced, "SLICE", 1_000)
     with pytest.raises(ContextLengthExceeded):
         guard.encode(text, limit)
     assert sum(recorder.sizes) < len(text)
@@ -135,11 +141,15 @@ def test_what_nobody_waits_for_is_not_tokenized_to_the_end(monkeypatch):
             if len(self.sizes) == 3:
                 left.set()
 
-    for work in (guard.encode, lambda text: list(guard.spans(text)), lambda text: guard.encode_pieces([text])):
+    for work in (
+        guard.encode,
+        lambda text: list(guard.sliced.spans(text)),
+        lambda text: guard.encode_pieces([text]),
+    ):
         left.clear()
         recorder = Leaves(GUARDED["demo"]._twin)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(guard, "_twin", recorder)
+            patch.setattr(guard.sliced, "tokenizer", recorder)
             with cancel.until(left), pytest.raises(cancel.Cancelled):
                 work(prose(1_000_000))
         assert len(recorder.sizes) == 3
@@ -150,15 +160,33 @@ def test_a_cut_is_a_space_between_letters(text):
     at, found = 0, []
     while (at := find_cut(text, at + 1)) is not None:
         found.append(at)
-    spaces = [i for i in range(1, len(text) - 1) if text[i] == " " and text[i - 1].isalpha() and text[i + 1].isalpha()]
+    spaces = [
+        i
+        for i in range(1, len(text) - 1)
+        if text[i] == " " and text[i - 1].isalpha() and text[i + 1].isalpha()
+    ]
     assert found == spaces
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"(?<=a) b"}, "behavior": "Isolated", "invert": False}},
-        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"^a|b$"}, "behavior": "Isolated", "invert": False}},
+        {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": r"(?<=a) b"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        },
+        {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": r"^a|b$"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        },
         {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
     ],
 )
@@ -172,7 +200,7 @@ def test_a_tokenizer_that_looks_around_gets_its_texts_whole(change):
     else:
         state |= change
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
-    assert not GuardedTokenizer(tokenizer)._slicer.cuts
+    assert not GuardedTokenizer(tokenizer).sliced.slicer.cuts
 
 
 def test_scripts_without_spaces_between_words_are_among_the_texts():

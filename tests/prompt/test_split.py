@@ -2,15 +2,20 @@
 
 import functools
 import itertools
+import re
+import threading
 
 import pytest
 from chat_models import byte_level, metaspace, unigram
+from hostile_texts import TEXTS, demo, prose, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
+from mpic import cancel
 from mpic.errors import BadRequest
 from mpic.prompt import ChatTemplate
-from mpic.prompt.split import MODES, Piece, Split, split_text
+from mpic.prompt.split import MODES, Piece, Split, TooManyPieces, _tidy, split_text
 
 TOKENIZERS = {"byte": byte_level, "metaspace": metaspace, "unigram": unigram}
 WORDS = [
@@ -36,7 +41,7 @@ TEXT = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=40).map("
 
 @functools.cache
 def template(name):
-    return ChatTemplate(TOKENIZERS[name]())
+    return ChatTemplate(demo(), "<image>") if name == "demo" else ChatTemplate(TOKENIZERS[name]())
 
 
 def spans_of_words(text):
@@ -56,7 +61,7 @@ def spans_of_words(text):
     st.sampled_from([*TOKENIZERS]),
 )
 def test_joined_pieces_are_the_text(text, mode, tokens, name):
-    pieces = split_text(text, Split(mode, tokens), template(name).document_spans)
+    pieces = split_text(text, Split(mode, tokens), template(name).documents.spans)
     assert "".join(text[p.start : p.end] for p in pieces) == text
     if text.strip():
         assert all(text[p.start : p.end].strip() for p in pieces)
@@ -71,7 +76,7 @@ def test_joined_pieces_are_the_text(text, mode, tokens, name):
 )
 def test_overlapping_pieces_cover_the_text_and_move_on(text, mode, tokens, overlap):
     split = Split(mode, tokens, min(overlap, tokens // 2))
-    pieces = split_text(text, split, template("byte").document_spans)
+    pieces = split_text(text, split, template("byte").documents.spans)
     assert pieces[0].start == 0 and pieces[-1].end == len(text)
     for before, after in itertools.pairwise(pieces):
         assert before.start < after.start <= before.end < after.end
@@ -88,7 +93,7 @@ def test_fixed_pieces_have_the_tokens_asked_for():
 
 def test_a_character_of_many_tokens_is_not_cut():
     text = "🙂🙂🙂"
-    spans = template("byte").document_spans
+    spans = template("byte").documents.spans
     assert len(list(spans(text))) == 12
     assert split_text(text, Split("fixed", 1), spans) == [Piece(0, 1), Piece(1, 2), Piece(2, 3)]
 
@@ -125,3 +130,88 @@ def test_what_cannot_be(values, param):
     with pytest.raises(BadRequest) as caught:
         Split(*values)
     assert caught.value.param == param
+
+
+# ---- the same pieces as by the obvious algorithm, with less counting
+
+
+def plainly(text, split, spans):
+    """The pieces when the whole text is tokenized first and every candidate to its end."""
+    if split.mode == "none" or not text.strip():
+        return [Piece(0, len(text))]
+    if split.mode == "fixed":
+        starts = [start for start, _ in spans(text)]
+        found, first, at = [], 0, 0
+        while at < len(text):
+            following = first + split.tokens
+            end = max(starts[following], at + 1) if following < len(starts) else len(text)
+            found.append(Piece(at, end))
+            if end == len(text):
+                break
+            first = following - split.overlap
+            at = max(starts[first], at + 1) if split.overlap else end
+        return list(_tidy(text, found))
+    kind = MarkdownSplitter if split.mode == "section" else TextSplitter
+    splitter = kind.from_callback(lambda piece: len(list(spans(piece))), split.tokens, split.overlap, False)
+    flat = re.sub(r"\s", " ", text) if split.mode == "sentence" else text
+    return list(
+        _tidy(text, [Piece(start, start + len(piece)) for start, piece in splitter.chunk_indices(flat)])
+    )
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(
+    TEXT | TEXTS,
+    st.sampled_from(MODES),
+    st.integers(1, 12),
+    st.integers(0, 6),
+    st.sampled_from([*TOKENIZERS, "demo"]),
+)
+def test_the_pieces_are_those_of_the_obvious_algorithm(text, mode, tokens, overlap, name):
+    split = Split(mode, tokens, 0 if mode == "none" else min(overlap, tokens // 2))
+    spans = template(name).documents.spans
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpic.prompt.sliced.SLICE", 7)
+        patch.setattr("mpic.prompt.sliced.COUNTED", 5)
+        patch.setattr("mpic.prompt.split.SLICE", 3)
+        found = split_text(text, split, spans, template(name).documents.counter(), 10_000)
+    assert found == plainly(text, split, spans)
+
+
+@pytest.mark.parametrize("mode", ["sentence", "paragraph", "section"])
+def test_a_sentence_without_end_is_not_tokenized_again_for_every_piece(mode, monkeypatch):
+    recorder = recorded(template("demo").documents, monkeypatch)
+    text = prose(60_000).replace(".", "")
+    pieces = split_text(
+        text, Split(mode, 100), template("demo").documents.spans, template("demo").documents.counter()
+    )
+    assert "".join(text[p.start : p.end] for p in pieces) == text and len(pieces) > 50
+    assert sum(recorder.sizes) < 30 * len(text)  # all of the rest for each piece would be more than 100
+
+
+def test_a_text_that_gives_far_too_many_pieces_is_tokenized_no_further_than_to_know_it(monkeypatch):
+    recorder = recorded(template("demo").documents, monkeypatch)
+    for mode in ("fixed", "sentence", "paragraph", "section"):
+        with pytest.raises(TooManyPieces):
+            split_text(
+                prose(1_000_000),
+                Split(mode, 4),
+                template("demo").documents.spans,
+                template("demo").documents.counter(),
+                9,
+            )
+    assert sum(recorder.sizes) < 500_000
+
+
+def test_splitting_ends_when_nobody_waits_for_it(monkeypatch):
+    left, asked = threading.Event(), []
+
+    def count(piece, most):
+        asked.append(piece)
+        if len(asked) == 5:
+            left.set()
+        return len(piece)
+
+    with cancel.until(left), pytest.raises(cancel.Cancelled):
+        split_text(prose(100_000), Split("sentence", 50), template("demo").documents.spans, count)
+    assert len(asked) == 5

@@ -11,8 +11,9 @@ from fastapi import APIRouter, Query, Request
 from mpic.errors import BadRequest
 from mpic.library import Cache, CacheChunk
 from mpic.library.caches import CHUNK, MOST_CHUNKS, Part
+from mpic.prompt.apart import split_apart
 from mpic.prompt.bounds import utf8_length
-from mpic.prompt.split import Split, TooManyPieces, split_text
+from mpic.prompt.split import Split, TooManyPieces
 from mpic.server.auth import CurrentUser
 from mpic.server.body import LARGE, JSONRoute
 from mpic.server.replies import CacheChunkObject, CacheDeleted, CacheList, CacheObject
@@ -94,9 +95,8 @@ def _parts(body: CacheRequest, split: Split, state: State) -> tuple[list[Part], 
     if body.text is not None:
         text = body.text.removeprefix("\ufeff")
         state.library.caches.check(text)
-        template = state.template
         try:
-            pieces = split_text(text, split, template.document_spans, template.counter(), MOST_CHUNKS)
+            pieces = split_apart(text, split, state.template.documents, MOST_CHUNKS)
         except TooManyPieces:  # overlapping ones may be far larger together than the text
             raise BadRequest(
                 f"a cache has 1 to {MOST_CHUNKS} chunks, not {MOST_CHUNKS + 1} or more; larger pieces (split.tokens) "
