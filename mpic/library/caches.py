@@ -235,15 +235,13 @@ class CacheLibrary:
         return removed
 
     def sweep(self) -> None:
-        """Forget caches without chunks: they show nowhere already."""
+        """Forget caches without chunks, which an earlier version has left; they show nowhere already."""
         empty = "NOT EXISTS (SELECT 1 FROM cache_chunks WHERE cache = caches.id)"
         if not self._catalog.one(f"SELECT 1 FROM caches WHERE {empty} LIMIT 1"):
             return
         with self._catalog.write() as db:
-            rows = db.execute(f"SELECT id, owner FROM caches WHERE {empty}").fetchall()
-            sidecars = [self._sidecars.cache_path(row["owner"], row["id"]) for row in rows]
-            db.execute(f"DELETE FROM caches WHERE {empty}")
-            self._catalog.bury(db, [str(path.relative_to(self._root)) for path in sidecars], self._clock())
+            ids = [row["id"] for row in db.execute(f"SELECT id FROM caches WHERE {empty}").fetchall()]
+            sidecars = self._rows.settle_caches(db, ids)
         self._originals.remove_files(sidecars)
 
     # Inside

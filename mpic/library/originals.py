@@ -159,8 +159,9 @@ class Originals:
     def publish(
         self, uploads: Sequence[tuple[Incoming, Path]], sidecar: Sidecar, path: Path | None = None
     ) -> None:
-        """Make originals and the sidecar that describes them durable under their final names: the originals first, so
-        that a sidecar whose original is missing speaks of a loss. When this raises, none of them is there.
+        """Make originals and the sidecar that describes them durable under their final names. When this raises, none of
+        them is there. The sidecar of several is given its name only when they are durable under theirs, so that no
+        crash leaves a part of what belongs together, described as if it were all.
 
         Args:
             uploads: all of one owner, and where each is to lie. Those that are not sealed yet are sealed here.
@@ -174,10 +175,19 @@ class Originals:
             words.write(data)
             seal_all([words, *(upload for upload, _ in uploads)])
             self._guard()
-            everything = [*uploads, (words, path or sidecar_of(uploads[0][1]))]
-            for one, _ in everything:
+            for one in (*(upload for upload, _ in uploads), words):
                 one.given_away()
-            publish_all(self._files, [(one.path, target) for one, target in everything])
+            names = [(upload.path, target) for upload, target in uploads]
+            described = (words.path, path or sidecar_of(uploads[0][1]))
+            if len(uploads) == 1:
+                publish_all(self._files, [*names, described])
+                return
+            try:
+                publish_all(self._files, names)
+                publish_all(self._files, [described])
+            except BaseException:
+                self.remove_files([words.path, *(target for _, target in uploads)])
+                raise
 
     def read(self, path: Path, sha256: str) -> bytes:
         """An original, verified. Raises CorruptFile, FileNotFoundError, LibraryGone."""

@@ -162,6 +162,26 @@ class FileRows:
         self._catalog.bury(db, [str(file.path.relative_to(self._root))], self._clock())
         return True
 
+    def caches_of(self, db: Connection, files: Iterable[File]) -> list[str]:
+        """Within a transaction: ids of the explicit caches that these files are chunks of."""
+        ids = json.dumps([file.id for file in files])
+        sql = "SELECT DISTINCT cache FROM cache_chunks WHERE id IN (SELECT value FROM json_each(?))"
+        return [row["cache"] for row in db.execute(sql, (ids,))]
+
+    def settle_caches(self, db: Connection, caches: Iterable[str]) -> list[Path]:
+        """Within a transaction that has deleted chunks of these caches: forget those that have none left, and write the
+        sidecars of the others anew. Sidecars that are to be removed when it is committed."""
+        empty = []
+        for cache in caches:
+            if db.execute("SELECT 1 FROM cache_chunks WHERE cache = ?", (cache,)).fetchone():
+                self._sidecars.rewrite_cache(db, cache)
+                continue
+            owner = db.execute("SELECT owner FROM caches WHERE id = ?", (cache,)).fetchone()["owner"]
+            empty.append(self._sidecars.cache_path(owner, cache))
+            db.execute("DELETE FROM caches WHERE id = ?", (cache,))
+        self._catalog.bury(db, [str(path.relative_to(self._root)) for path in empty], self._clock())
+        return empty
+
     def has_content(self, db: Connection, owner: str, key: ChunkKey) -> bool:
         """Within a transaction: does a file of this owner hold this content?"""
         sql = "SELECT 1 FROM files WHERE owner = ? AND digest = ? AND kind = ?"

@@ -344,6 +344,7 @@ class StaticLibrary:
         removed, rows = [], []
         with self._store.lock:
             with self._catalog.write() as db:
+                caches = self._rows.caches_of(db, files)
                 for file in files:
                     if not self._rows.delete(db, file, expired=state == "expired"):
                         continue
@@ -352,9 +353,13 @@ class StaticLibrary:
                         rows += self._store.drop(db, file.owner, file.key, state)
                     chunk = None if shared else Chunk(file.key, file.owner, label=file.label, file_id=file.id)
                     removed.append(Removed(file, chunk))
+                emptied = self._rows.settle_caches(db, caches)
             self._store.erase(rows)
         for file, _ in removed:
             self._tokens.drop(file.id)
+        self._originals.remove_files(
+            emptied
+        )  # first, so that no lost catalogue comes back with a part of a cache
         self._originals.remove(file.path for file, _ in removed)
         return removed
 
