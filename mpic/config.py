@@ -89,7 +89,7 @@ class ServerConfig:
     max_connections_per_address: int = 512
     trusted_proxies: str = "127.0.0.1, ::1"
     grace_seconds: float = 10.0
-    closing_seconds: float = 5.0
+    closing_seconds: float = 10.0
     log_level: str = "info"
 
 

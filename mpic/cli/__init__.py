@@ -4,7 +4,7 @@ One file a noun. A command's module is imported only when the command is used, s
 To add one: a module with a Typer app called ``app`` (``mpic.cli.common.noun``), and a line in ``COMMANDS``.
 
 Exit status: 0 done; 1 refused or failed (one line on stderr says why, with the stable code); 2 the command line itself
-is wrong; 130 interrupted.
+is wrong; 70 a server that had to end by force (docs/operators.md); 130 interrupted.
 """
 
 from __future__ import annotations

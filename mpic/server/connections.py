@@ -193,7 +193,10 @@ class Connections:
         self._told, self._told_at = dict(self.closed), now
         shown = ", ".join(f"{name} {count}" for name, count in news.items())
         log.warning(
-            "Connections were closed early: %s; %d of at most %d are open.", shown, len(self), self.most
+            "Connections were refused or closed early: %s; %d of at most %d are open.",
+            shown,
+            len(self),
+            self.most,
         )
 
     # ---- metrics

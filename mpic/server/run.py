@@ -48,8 +48,8 @@ def serve(config: Config, as_json: bool = False) -> None:
     has_keys = any_keys(Path(config.library.data_dir))
     limit = descriptors.raise_limit()
     with bind(config.server.host, config.server.port, has_keys) as sock:
-        app = build(config)
         connections = Connections(config.server, descriptors.room(limit, config.server.max_connections))
+        app = build(config)
         app.state.mpic.metrics.registry.register(connections)
         settings = uvicorn_config(app, config.server, connections)
         with suppress(KeyboardInterrupt):  # Ctrl-C has stopped it; there is nothing more to say

@@ -1,7 +1,10 @@
 """Who may call, and how much they may send."""
 
+from http.cookies import SimpleCookie
+
 import httpx
 import pytest
+import starlette.requests
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -10,7 +13,7 @@ from starlette.routing import Route
 from mpic.config import ConfigError
 from mpic.errors import MPICError
 from mpic.server.errors import response
-from mpic.server.guard import MULTIPART_SLACK, BodyLimit, HostGuard, is_loopback
+from mpic.server.guard import MULTIPART_SLACK, OPEN_BYTES, BodyLimit, HostGuard, is_loopback
 from mpic.server.run import bind, url_of
 
 
@@ -123,3 +126,29 @@ def test_a_taken_port_is_named():
         assert url_of(taken) == f"http://127.0.0.1:{port}"
         with pytest.raises(ConfigError, match=f"{port}"):
             bind("127.0.0.1", port)
+
+
+async def test_a_request_that_needs_no_key_may_not_send_much(server):
+    server.app.state.mpic.keys.create("root", "admin")
+    login = {"url": "/ui/login", "headers": {"Content-Type": "application/x-www-form-urlencoded"}}
+    assert (await server.http.post(**login, content=b"key=" + b"x" * 1000)).status_code == 400
+    answer = await server.http.post(**login, content=b"key=" + b"x" * OPEN_BYTES)
+    assert (answer.status_code, answer.json()["error"]["details"]) == (413, {"limit_bytes": OPEN_BYTES})
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/docs", "/ui/login", "/ui/", "/v1/models", "/nowhere"])
+async def test_nobody_else_s_cookies_are_parsed(server, monkeypatch, path):
+    """Undoing the quotes of one takes time quadratic in its length, on the event loop, before any key is checked."""
+    parsed = []
+
+    def noted(parse):
+        return lambda *args: parsed.append(args[-1]) or parse(*args)
+
+    monkeypatch.setattr(starlette.requests, "cookie_parser", noted(starlette.requests.cookie_parser))
+    monkeypatch.setattr(SimpleCookie, "load", noted(SimpleCookie.load))
+    server.app.state.mpic.keys.create("root", "admin")
+    hostile = (
+        'a="' + '\\"' * 10_000 + '"; mpic_session="\\"\\""; mpic_session=abc-_1; mpic_session=' + "x" * 500
+    )
+    await server.http.get(path, headers={"Cookie": hostile})
+    assert set(parsed) <= {"mpic_session=abc-_1", ""}
