@@ -79,7 +79,7 @@ def test_a_process_that_ends_by_itself_is_an_error_that_may_be_gone_next_time(
     monkeypatch.setattr(
         subprocess, "Popen", lambda command, **options: popen([sys.executable, *broken], **options)
     )
-    with pytest.raises(Unavailable, match="MemoryError: enough|status -6"):
+    with pytest.raises(Unavailable, match=r"MemoryError: enough|status -6"):
         apart.split_apart(TEXT, Split("sentence", 100), documents, 1_000)
 
 

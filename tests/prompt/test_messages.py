@@ -16,7 +16,7 @@ from mpic.errors import (
     MPICError,
     UnknownHandle,
 )
-from mpic.prompt.messages import Ref, Text, parse_messages
+from mpic.prompt.messages import HANDLE, Ref, Text, find_handles, parse_messages
 
 PNG = "data:image/png;base64," + base64.b64encode(b"\x89PNG and so on").decode()
 
@@ -359,3 +359,26 @@ def test_a_reference_is_itself_and_nothing_else():
         parse_messages([{"role": "user", "content": "IMAGE#V."}], resolver())[0].content[0] for _ in "ab"
     )
     assert isinstance(first, Ref) and first != second and first.chunk == second.chunk
+
+
+@given(
+    st.lists(
+        st.sampled_from(["IMAGE#", "FILE#", "#", "aIMAGE#b", "_FILE#c", "A.-", "é", " ", "\n", "9", "FIL"])
+    )
+)
+def test_handles_are_found_as_by_searching_all_of_the_text(pieces):
+    text = "".join(pieces)
+    assert [m.span() for m in find_handles(text)] == [m.span() for m in HANDLE.finditer(text)]
+
+
+def test_a_handle_is_looked_up_only_by_names_of_allowed_length():
+    asked = []
+
+    class Asked(DictResolver):
+        def by_handle(self, kind, name):
+            asked.append(name)
+            return super().by_handle(kind, name)
+
+    found = Asked(lambda text: tuple(text.encode()), ("A",), {})
+    content("IMAGE#A" + "." * 1_000_000, found=found)
+    assert asked == ["A" + "." * n for n in range(63, -1, -1)]

@@ -9,6 +9,7 @@ from PIL import Image
 from mpic.config import bundled_embedder
 from mpic.data.generator import references
 from mpic.retriever import Embedder
+from mpic.retriever.embedder import TOKEN_CHARS, beginning
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +36,26 @@ def test_images_and_texts_are_unit_vectors_of_one_space_and_batching_changes_not
 
 def test_nothing_gives_no_rows(embedder):
     assert embedder.texts([]).shape == (0, 128)
+
+
+def test_of_a_long_text_only_the_beginning_is_tokenized(embedder, monkeypatch):
+    book = "a red square and a blue circle " * 40_000
+    expected = embedder.texts([book[:2_000]])
+    model, preprocess, tokenize, name = embedder._loaded()
+    sizes = []
+
+    class Tokenize:
+        context_length = tokenize.context_length
+
+        def __call__(self, texts):
+            sizes.extend(map(len, texts))
+            return tokenize(texts)
+
+    monkeypatch.setattr(embedder, "_parts", (model, preprocess, Tokenize(), name))
+    assert np.array_equal(embedder.texts([book]), expected)
+    assert np.array_equal(embedder.texts([" " * 500_000 + book]), expected)
+    assert max(sizes) == TOKEN_CHARS * tokenize.context_length
+
+
+def test_a_text_that_is_not_long_is_tokenized_as_it_is():
+    assert beginning("  a  b ", 7) == "  a  b " and beginning(" a  b  c", 4) == "a b "

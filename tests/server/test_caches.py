@@ -67,6 +67,21 @@ async def test_list_and_pages(server):
     assert (await server.http.get("/v1/files")).json()["data"] == []  # caches are not uploads
 
 
+async def test_a_page_ends_when_it_has_enough_chunks(server, monkeypatch):
+    ids = [(await create(server, chunks=["a", "b", "c"])).json()["id"] for _ in range(5)]
+    monkeypatch.setattr("mpic.library.caches.LISTED", 5)
+    seen, after = [], None
+    while True:
+        params = {"order": "asc", "limit": 1_000} | ({"after": after} if after else {})
+        page = (await server.http.get("/v1/caches", params=params)).json()
+        assert len(page["data"]) <= 2 and page["last_id"] == page["data"][-1]["id"]
+        seen += [cache["id"] for cache in page["data"]]
+        if not page["has_more"]:
+            break
+        after = page["last_id"]
+    assert seen == ids
+
+
 async def test_ttl_is_extended_and_ends(tmp_path, template):
     later = 0.0
     async with fake_server(tmp_path, template, clock=lambda: time.time() + later) as server:

@@ -1,0 +1,114 @@
+"""Whatever one client sends, the streams and listings of others go on. Timed, with a wide margin: what these requests
+cost others was 3 to 70 seconds."""
+
+import contextlib
+import json
+import threading
+import time
+
+import httpx
+import pytest
+from hostile_texts import prose
+
+SECONDS = 1.5
+
+
+def chat(content):
+    return "/v1/chat/completions", json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+
+
+def cache(mode, text):
+    return "/v1/caches", json.dumps({"text": text, "split": {"mode": mode, "tokens": 16_384}}).encode()
+
+
+REQUESTS = {
+    "a prompt of 20 MB": lambda: chat(prose(20_000_000)),
+    "100,000 messages": lambda: (
+        "/v1/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": "x"}] * 100_000}).encode(),
+    ),
+    "20 MB of empty objects": lambda: (
+        "/v1/chat/completions",
+        b'{"messages":[' + b"{}," * 7_000_000 + b"{}]}",
+    ),
+    "20,000 parts": lambda: chat([{"type": "text", "text": "a"}] * 20_000),
+    "a cache of 8 MB cut by sentences": lambda: cache("sentence", prose(8_000_000)),
+    "a cache of 8 MB cut by sections": lambda: cache("section", "|a|b\n" * 1_600_000),
+    "a search for 20 MB": lambda: (
+        "/v1/references/search",
+        json.dumps({"query": prose(20_000_000)}).encode(),
+    ),
+}
+
+
+class Watch(threading.Thread):
+    """How long an answer's next word, or a listing, has been waited for at most."""
+
+    def __init__(self, url, streams):
+        super().__init__(daemon=True)
+        self.url, self.streams, self.over = url, streams, threading.Event()
+        self.reset()
+        self.start()
+
+    def reset(self):
+        self.finished, self.count, self.began = 0.0, 0, time.monotonic()
+
+    @property
+    def longest(self):
+        """Seconds, of a wait that goes on too."""
+        return max(self.finished, time.monotonic() - self.began)
+
+    def run(self):
+        with httpx.Client(base_url=self.url, timeout=60) as http:
+            while not self.over.is_set():
+                for _ in self._words(http) if self.streams else self._listings(http):
+                    if self.over.is_set():
+                        break
+
+    def _timed(self, steps):
+        self.began = time.monotonic()
+        for step in steps:
+            self.finished = max(self.finished, time.monotonic() - self.began)
+            self.count += 1
+            yield step
+            self.began = time.monotonic()
+
+    def _listings(self, http):
+        yield from self._timed(http.get("/v1/files?limit=1").raise_for_status() for _ in range(1))
+        time.sleep(0.01)
+
+    def _words(self, http):
+        body = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 800, "stream": True}
+        with http.stream(
+            "POST", "/v1/chat/completions", json={**body, "mpic": {"ignore_eos": True}}
+        ) as answer:
+            yield from self._timed(answer.iter_lines())
+
+
+@pytest.fixture
+def watches(url):
+    watches = [Watch(url, streams) for streams in (True, False)]
+    while not all(watch.count for watch in watches):
+        time.sleep(0.01)
+    yield watches
+    for watch in watches:
+        watch.over.set()
+    for watch in watches:
+        watch.join(30)
+
+
+@pytest.mark.parametrize("request_of", REQUESTS.values(), ids=REQUESTS)
+def test_nobody_else_waits(request_of, url, watches):
+    path, body = request_of()
+    for watch in watches:
+        watch.reset()
+    headers = {"content-type": "application/json"}
+    with httpx.Client(base_url=url, timeout=httpx.Timeout(60, read=2)) as http:
+        with contextlib.suppress(
+            httpx.ReadTimeout
+        ):  # then it went on beside the others until its client left, now
+            http.post(path, content=body, headers=headers)
+    time.sleep(0.2)
+    stream, listing = watches
+    assert stream.longest < SECONDS and listing.longest < SECONDS
+    assert stream.count > 5 and listing.count > 5
