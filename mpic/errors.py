@@ -240,7 +240,7 @@ class ImageTooLarge(TooLarge):
 
 
 class ImageTooCostly(TooLarge):
-    """An image whose file takes far more time to decode than its size explains."""
+    """An image whose file takes far more time or memory to decode than its size explains."""
 
     code = "image_too_costly"
 

@@ -55,10 +55,11 @@ def set_aside(size: int, what: str) -> Iterator[None]:
     global _set_aside
     if size > UNCHECKED:
         with _lock:
-            if room() - _set_aside - FLOOR < size:
-                raise OutOfMemory(
-                    f"{what} needs {size // MiB} MiB of memory, which the server does not have now"
-                )
+            if not _fits(size):
+                give_back()
+                if not _fits(size):
+                    needs = f"{what} needs {size // MiB} MiB of memory"
+                    raise OutOfMemory(f"{needs}, which the server does not have now")
             _set_aside += size
     try:
         with as_errors():

@@ -166,4 +166,24 @@ def _bmp_run_lengths() -> bytes:
     return head + struct.pack("<IiiHHIIiiII", 40, 32, 30, 1, 8, 1, len(rows), 0, 0, 256, 0) + palette + rows
 
 
+def _exif_bombs() -> dict[str, bytes]:
+    """EXIF data whose every entry points at nearly all of them."""
+
+    def entries(count: int, size: int) -> bytes:
+        each = b"".join(struct.pack(">HHII", 1000 + i, 1, size, 0) for i in range(count))
+        return b"MM\0*" + struct.pack(">IH", 8, count) + each + b"\0\0\0\0"
+
+    plain, jpeg = saved(photo(), "PNG"), saved(photo(), "JPEG")
+
+    def segment(marker: bytes, data: bytes) -> bytes:
+        return jpeg[:2] + marker + struct.pack(">H", len(data) + 2) + data + jpeg[2:]
+
+    return {
+        "PNG": plain[:33] + chunk(b"eXIf", entries(16_000, 180_000)) + plain[33:],
+        "JPEG": segment(b"\xff\xe1", b"Exif\0\0" + entries(5_000, 60_000)),
+        "MPO": segment(b"\xff\xe2", b"MPF\0" + entries(5_000, 60_000)),
+    }
+
+
+EXIF_BOMBS = _exif_bombs()
 FILES: dict[str, bytes] = {**_modes(), **_turned(), **_hostile()}

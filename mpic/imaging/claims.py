@@ -17,6 +17,8 @@ MANY_PIECES = 1000
 """Chunks of a PNG, segments of a JPEG: readers walk them in Python."""
 MANY_SCANS = 32
 """Each scan of a JPEG goes over the whole image, however few bytes it has."""
+MUCH_EXIF = 16 << 10
+"""EXIF data of n bytes can unpack to n * n / 12: each of its entries may point at all of it."""
 
 PER_PIXEL = {"PNG": 4, "JPEG": 4, "WEBP": 16, "BMP": 4, "GIF": 6}
 """Bytes that Pillow takes for a pixel while it decodes: its own four, and what the format's library holds beside."""
@@ -80,10 +82,12 @@ def _png(data: bytes) -> Claim:
     width, height = _big(data, 16, 4), _big(data, 20, 4)
     at, odd = 8, True
     for _ in range(MANY_PIECES):
-        kind = data[at + 4 : at + 8]
+        kind, size = data[at + 4 : at + 8], _big(data, at, 4)
         if kind in (b"zTXt", b"iTXt") or (kind == b"IHDR" and at > 8):
             break  # compressed text is unpacked before the pixels are looked at
-        at += 12 + _big(data, at, 4)
+        if kind in (b"eXIf", b"tEXt") and size > MUCH_EXIF:
+            break
+        at += 12 + size
         if kind == b"IEND" or at >= len(data):
             odd = False
             break
@@ -91,22 +95,30 @@ def _png(data: bytes) -> Claim:
 
 
 def _jpeg(data: bytes) -> Claim:
-    at = 2
+    at, exif, frame = 2, 0, b""
     for _ in range(MANY_PIECES):
-        if data[at : at + 1] != b"\xff":
+        marker, size = data[at : at + 2], _big(data, at + 2, 2)
+        if marker == b"\xff\xda":  # the pixels begin
+            return _jpeg_frame(frame, data.count(marker), exif > MUCH_EXIF) if frame else Claim()
+        if marker[:1] != b"\xff":
             break
-        marker = data[at + 1 : at + 2]
-        if marker == b"\xff":  # a byte of padding
+        if marker == b"\xff\xff":  # a byte of padding
             at += 1
-        elif b"\xc0" <= marker <= b"\xcf" and marker not in b"\xc4\xc8\xcc":
-            height, width, components = _big(data, at + 5, 2), _big(data, at + 7, 2), _big(data, at + 9, 1)
-            scans = data.count(b"\xff\xda")
-            whole = scans > 1 or marker not in b"\xc0\xc1"  # all coefficients are held until the last scan
-            per_pixel = PER_PIXEL["JPEG"] + (2 * min(components, 4) if whole else 0)
-            return Claim("JPEG", width, height, per_pixel, scans > MANY_SCANS)
-        else:
-            at += 2 + _big(data, at + 2, 2)
+            continue
+        if b"\xc0" <= marker[1:] <= b"\xcf" and marker[1:] not in b"\xc4\xc8\xcc":
+            frame = marker[1:] + data[at + 5 : at + 10]
+        if data[at + 4 : at + 8] in (b"Exif", b"MPF\0"):
+            exif += size
+        at += 2 + size
     return Claim()
+
+
+def _jpeg_frame(frame: bytes, scans: int, odd: bool) -> Claim:
+    """What a frame's header says: its kind, then height, width and components."""
+    height, width, components = _big(frame, 1, 2), _big(frame, 3, 2), _big(frame, 5, 1)
+    whole = scans > 1 or frame[:1] not in b"\xc0\xc1"  # all coefficients are held until the last scan
+    per_pixel = PER_PIXEL["JPEG"] + (2 * min(components, 4) if whole else 0)
+    return Claim("JPEG", width, height, per_pixel, odd or scans > MANY_SCANS)
 
 
 def _webp(data: bytes) -> Claim:
@@ -120,7 +132,8 @@ def _webp(data: bytes) -> Claim:
         size = _little(data, 26, 2) & 0x3FFF, _little(data, 28, 2) & 0x3FFF
     else:
         return Claim()
-    return Claim("WEBP", *size, PER_PIXEL["WEBP"])
+    exif = kind == b"VP8X" and bool(_little(data, 20, 1) & 8)  # how much, stands at the end
+    return Claim("WEBP", *size, PER_PIXEL["WEBP"], exif)
 
 
 def _bmp(data: bytes) -> Claim:

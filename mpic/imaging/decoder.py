@@ -50,7 +50,7 @@ class Decoder:
             budget: bytes that decoding may take at a time, all together.
 
         Raises:
-            InvalidUpload, TooLarge: it is not accepted; see ``pixels.opened``. ImageTooCostly: it takes too long.
+            InvalidUpload, TooLarge: it is not accepted; see ``pixels.opened``. ImageTooCostly: it takes too much.
             DecoderBusy: too many large images are waiting.
             OutOfMemory: there is not enough for it now.
         """

@@ -38,6 +38,7 @@ REFUSALS = {
     c.code: c
     for c in (
         errors.AnimatedImage,
+        errors.ImageTooCostly,
         errors.ImageTooLarge,
         errors.InvalidImage,
         errors.OutOfMemory,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import resource
 import signal
@@ -17,8 +18,11 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mpic.errors import MPICError, OutOfMemory
+from mpic.errors import ImageTooCostly, MPICError, OutOfMemory
 from mpic.imaging import pixels
+
+NO_MEMORY = OutOfMemory.code, "the server has not enough memory to decode the image now"
+TOO_COSTLY = ImageTooCostly.code, "the image takes far more memory to decode than its size explains"
 
 
 def main(fd: int) -> None:
@@ -30,16 +34,28 @@ def main(fd: int) -> None:
     with suppress(EOFError, ConnectionError):
         while True:
             order, data = json.loads(talk.recv_bytes()), talk.recv_bytes()
-            try:
-                _bound(order["memory"], order["seconds"])
-                _answer(talk, order, data)
-            except pixels.Contradiction:
-                talk.send_bytes(b"c")
-            except MPICError as error:
-                talk.send_bytes(b"e" + json.dumps([error.code, error.message]).encode())
-            finally:
-                del data
-                _tidy()
+            if _bound(order["memory"], order["seconds"]):
+                refusal = _serve(talk, order, data)
+            else:
+                refusal = NO_MEMORY
+            del data
+            _tidy()
+            if refusal is not None:
+                talk.send_bytes(b"e" + json.dumps(refusal).encode())
+
+
+def _serve(talk: Connection, order: dict[str, Any], data: bytes) -> tuple[str, str] | None:
+    """Answer, or give the code and the message of the error that is to be told."""
+    refusal = None
+    try:
+        _answer(talk, order, data)
+    except pixels.Contradiction:
+        talk.send_bytes(b"c")
+    except MPICError as error:
+        refusal = error.code, error.message
+    if refusal is not None and refusal[0] == OutOfMemory.code and _available(order["memory"] * 3 // 4):
+        return TOO_COSTLY  # what the decoder held is free again, so it was no want of memory
+    return refusal
 
 
 def _answer(talk: Connection, order: dict[str, Any], data: bytes) -> None:
@@ -56,11 +72,11 @@ def _answer(talk: Connection, order: dict[str, Any], data: bytes) -> None:
         talk.send_bytes(b"rnull")
 
 
-def _bound(memory: int, seconds: int) -> None:
+def _bound(memory: int, seconds: int) -> bool:
     """Let this process take ``memory`` bytes and ``seconds`` of computing time more than it has taken.
 
-    Raises:
-        OutOfMemory: a limit that the server itself was started with leaves less.
+    Returns:
+        False: a limit of memory that the server itself was started with leaves less.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -70,9 +86,19 @@ def _bound(memory: int, seconds: int) -> None:
     wanted = _address_space() + memory
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise OutOfMemory("the server has not enough memory to decode the image now")
+        return False
     with suppress(OSError, ValueError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    return True
+
+
+def _available(size: int) -> bool:
+    """Whether so much memory can be had after all; then it was the image that took more than it should."""
+    try:
+        mmap.mmap(-1, size).close()
+    except (OSError, MemoryError):
+        return False
+    return True
 
 
 def _address_space() -> int:

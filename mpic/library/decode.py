@@ -76,7 +76,7 @@ def decode_image(data: bytes, limits: Limits | None = None) -> Image.Image:
 
     Raises:
         ImageTooLarge: more pixels than the limits allow; known from the header, before anything is decoded.
-        ImageTooCostly: its decoding does not end.
+        ImageTooCostly: it takes far more time or memory than its size explains.
         InvalidImage: not an image, truncated, damaged, of no size, or absurdly narrow.
         AnimatedImage: more than one frame.
         UnsupportedType: GIF, unless the limits allow it.

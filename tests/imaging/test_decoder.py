@@ -8,10 +8,11 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
-from odd_images import flat_png, many_scans, photo, saved
+from odd_images import EXIF_BOMBS, flat_png, many_scans, photo, saved, two_headers
 
 from mpic.errors import DecoderBusy, ImageTooCostly, ImageTooLarge, OutOfMemory
 from mpic.imaging import decoder as decoder_module
@@ -171,11 +172,41 @@ def test_a_process_that_hangs_is_ended(decoder, monkeypatch):
 
 
 def test_a_decoder_that_takes_more_memory_than_was_set_aside_ends_its_own_image_only(decoder, monkeypatch):
+    for (
+        bomb
+    ) in EXIF_BOMBS.values():  # some 60 pixels wide; unpacked where they came they would take gigabytes
+        with pytest.raises(ImageTooCostly, match="memory"):
+            decoder.identify(bomb, RULES, BUDGET)
+    assert decoder.here.most_running == 0 and decoder.processes.started == 1
     monkeypatch.setattr(decoder_module, "MARGIN", -(60 << 20))
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(ImageTooCostly, match="memory"):
         decoder.identify(flat_png(3000), RULES, BUDGET)
     monkeypatch.undo()
     assert decoder.identify(flat_png(3000), RULES, BUDGET).width == 3000
+
+
+def test_a_limit_that_the_server_was_started_with_is_no_fault_of_the_image():
+    """A worker that may not take what an image needs says so before it tries."""
+    script = """
+        import resource
+        from odd_images import flat_png
+        from mpic.errors import MPICError
+        from mpic.imaging.decoder import Decoder
+        from mpic.imaging.pixels import Rules
+        resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20))
+        decoder = Decoder(workers=1)
+        for side in (6000, 1700):
+            try:
+                print(decoder.identify(flat_png(side), Rules(40_000_000, 200.0, False), 1 << 30).width)
+            except MPICError as error:
+                print(error.code)
+    """
+    assert run(script).stdout.split() == ["out_of_memory", "1700"]
+
+
+def test_a_file_that_contradicts_itself_is_decoded_under_the_larger_claim(decoder):
+    assert decoder.identify(two_headers(), RULES, BUDGET).width == 3000
+    assert decoder.away.most_bytes > 4 * 3000 * 3000
 
 
 def test_idle_processes_end(decoder, monkeypatch):
@@ -188,7 +219,8 @@ def test_idle_processes_end(decoder, monkeypatch):
 def run(script, *args):
     """A script as a process of its own, with what it printed."""
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path):
