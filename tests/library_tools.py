@@ -3,6 +3,8 @@
 import errno
 import io
 import os
+import sqlite3
+from contextlib import closing
 
 import torch
 from PIL import Image
@@ -10,7 +12,7 @@ from PIL import Image
 from mpic.durable import Files
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, Recipe
 from mpic.kv.file import encode
-from mpic.library import Library
+from mpic.library import Library, catalog
 
 MODEL = "a1" * 32
 
@@ -166,3 +168,19 @@ def kill(library: Library):
     library._open = False
     library.catalog.close()
     library.home.close()
+
+
+def downgrade(root, version, monkeypatch):
+    """Rewrite the catalogue of a closed library as a program of this version would have left it."""
+    new, old = root / "catalog.sqlite", root / "old.sqlite"
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "MIGRATIONS", catalog.MIGRATIONS[:version])
+        catalog.Catalog(old).close()
+    with closing(sqlite3.connect(old)) as db:
+        db.execute("ATTACH ? AS new", (str(new),))
+        for (table,) in db.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'").fetchall():
+            if not table.startswith("sqlite_") and table != "usage":  # which triggers fill
+                columns = ", ".join(row[1] for row in db.execute(f"PRAGMA main.table_info({table})"))
+                db.execute(f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM new.{table}")
+        db.commit()
+    old.rename(new)

@@ -66,7 +66,13 @@ class Mending:
         files = [row["id"] for row in rows if lacking(row["path"])]
         rows = self._catalog.read("SELECT id, path FROM refs")
         references = [row["id"] for row in rows if lacking(row["path"])]
-        caches = [cache for cache, path in self._caches().items() if path not in self._found.caches]
+        rows = self._catalog.read("SELECT cache, path FROM cache_chunks JOIN files USING (id)")
+        there = {row["cache"] for row in rows if row["path"] in self._found.originals}
+        caches = [
+            cache
+            for cache, path in self._caches().items()
+            if cache in there and path not in self._found.caches
+        ]
         rows = self._catalog.read(USERS_WITH_QUOTAS)
         owners = [
             row["id"] for row in rows if original_of(row["id"], OWNER_SIDECAR) not in self._found.owners

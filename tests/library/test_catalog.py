@@ -1,29 +1,10 @@
 """The catalogue's schema: an old data folder opens and answers."""
 
-import sqlite3
-from contextlib import closing
-
 import pytest
 import torch
-from library_tools import encoded, make_chunk, read, text_key
+from library_tools import downgrade, encoded, make_chunk, read, text_key
 
 from mpic.library import Library, catalog
-
-
-def downgrade(root, version, monkeypatch):
-    """Rewrite the catalogue of a closed library as a program of this version would have left it."""
-    new, old = root / "catalog.sqlite", root / "old.sqlite"
-    with monkeypatch.context() as patch:
-        patch.setattr(catalog, "MIGRATIONS", catalog.MIGRATIONS[:version])
-        catalog.Catalog(old).close()
-    with closing(sqlite3.connect(old)) as db:
-        db.execute("ATTACH ? AS new", (str(new),))
-        for (table,) in db.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'").fetchall():
-            if not table.startswith("sqlite_") and table != "usage":  # which triggers fill
-                columns = ", ".join(row[1] for row in db.execute(f"PRAGMA main.table_info({table})"))
-                db.execute(f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM new.{table}")
-        db.commit()
-    old.rename(new)
 
 
 @pytest.mark.parametrize("version", range(1, len(catalog.MIGRATIONS) + 1))
