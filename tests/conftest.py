@@ -61,12 +61,17 @@ def tiny_model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def url(tmp_path_factory, tiny_model):
+def served_folder(tmp_path_factory):
+    """The data folder of the server at ``url``."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="session")
+def url(served_folder, tiny_model):
     """``mpic serve`` as a process of its own on the tiny model, one for all tests."""
     from server_helpers import POOL_PAGES
 
     from mpic.evals.demo import running_server
 
-    data = tmp_path_factory.mktemp("data")
-    with running_server(data, tiny_model, "--pool-bytes", str(POOL_PAGES * 12_288)) as (url, _):
+    with running_server(served_folder, tiny_model, "--pool-bytes", str(POOL_PAGES * 12_288)) as (url, _):
         yield url

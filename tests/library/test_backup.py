@@ -1,0 +1,249 @@
+"""A copy of a whole library, made while it changes, and the library that is made of it."""
+
+import asyncio
+import os
+import random
+import threading
+
+import pytest
+from library_tools import chunks, encoded, everything, make_chunk, text_key
+
+from mpic.errors import BadRequest, ForeignFolder, IntegrityError, StorageFull, Unavailable
+from mpic.keys import KeyStore
+from mpic.library import SHARED, Library
+from mpic.library import backup as copies
+from mpic.library.backup import backup
+from mpic.library.caches import Part
+from mpic.library.recover import recover
+from mpic.library.restore import restore
+from mpic.library.upkeep import check
+
+
+def fill(library):
+    library.files.add("ann", b"some text", "t.txt", "T", None, {"a": 1})
+    library.files.add("bob", encoded(), "b.png", "B", 10**6)
+    library.caches.create("ann", [Part("one", 0, 3), Part("two", 3, 6)], name="C")
+    asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_1"))
+    for chunk in (*chunks(3), make_chunk(text_key("r", owner=SHARED))):
+        library.store.save(chunk)
+    library.set_quota("ann", files=7)
+
+
+def rows(library):
+    tables = ("files", "refs", "caches", "cache_chunks", "users", "chunks")
+    return {table: [tuple(row) for row in library.catalog.read(f"SELECT * FROM {table}")] for table in tables}
+
+
+@pytest.mark.parametrize("link", [True, False], ids=["linked", "copied"])
+@pytest.mark.parametrize("with_chunks", [True, False], ids=["with chunks", "without"])
+def test_a_restored_library_is_the_one_that_was_backed_up(library, tmp_path, clock, link, with_chunks):
+    fill(library)
+    keys = KeyStore(library.root)
+    secret, _ = keys.create("ann")
+    done = backup(library.root, tmp_path / "b", with_chunks, link)
+    assert done.counts["files"] == 4 and done.counts["refs"] == done.counts["keys"] == 1
+    assert done.counts["chunks"] == (4 if with_chunks else 0) and not done.lost and not done.damaged
+    assert bool(done.counts["linked"]) == link and bool(done.counts["copied"]) == (not link)
+    was = rows(library) | ({} if with_chunks else {"chunks": []})
+    library.files.delete("ann", library.files.by_handle("ann", "T").id)  # the backup is of before
+    again = restore(tmp_path / "b", tmp_path / "r")
+    assert not again.damaged and not again.lost
+    with Library.open(tmp_path / "r", clock=clock) as other:
+        assert rows(other) == was and not any(other.recovered.values())
+        assert other.home.id == library.home.id
+        assert other.files.content("ann", other.files.by_handle("ann", "T").id) == b"some text"
+        assert check(other) == []
+    with pytest.raises(Unavailable):
+        Library.open(library.root)
+    restored = KeyStore(tmp_path / "r")
+    assert restored.find(secret).user == "ann"
+    for store in (keys, restored):
+        store.close()
+
+
+def test_a_backup_holds_nothing_that_the_library_does_not_list(library, tmp_path, clock):
+    fill(library)
+    gone = library.files.add("ann", b"gone", "g.txt")
+    library.files.delete("ann", gone.id)
+    (library.root / "files" / "notes.txt").write_text("mine")
+    (library.root / "tmp" / "left").write_text("mine")
+    backup(library.root, tmp_path / "b")
+    names = everything(tmp_path / "b", sidecars=True) - {"mpic-backup.json"}
+    assert names == {n for n in everything(library.root, sidecars=True) if n.startswith("files/")} - {
+        "files/notes.txt"
+    }
+
+
+def test_linked_copies_cost_nothing_and_live_on_their_own(library, tmp_path):
+    file = library.files.add("ann", b"some text", "t.txt")
+    backup(library.root, tmp_path / "b")
+    copy = tmp_path / "b" / file.path.relative_to(library.root)
+    assert os.path.samefile(copy, file.path)
+    library.files.pin("ann", file.id)  # rewrites the sidecar
+    assert b'"pinned": false' in copy.with_name(f"{copy.name}.json").read_bytes()
+    library.files.delete("ann", file.id)
+    assert copy.read_bytes() == b"some text"
+
+
+def test_where_there_are_no_links_the_bytes_are_copied_and_verified(library, tmp_path, monkeypatch):
+    fill(library)
+    monkeypatch.setattr(os, "link", lambda *names: (_ for _ in ()).throw(OSError(18, "another disk")))
+    library.files.by_handle("ann", "T").path.write_bytes(b"some tex!")
+    done = backup(library.root, tmp_path / "b", chunks=True)
+    assert done.counts["linked"] == 0 and done.counts["copied"] == 10 + 4
+    path = str(library.files.by_handle("ann", "T").path.relative_to(library.root))
+    assert done.damaged == [path]
+    assert restore(tmp_path / "b", tmp_path / "r").damaged == [path]
+
+
+def test_an_original_that_was_lost_before_is_named_and_the_rest_is_copied(library, tmp_path, clock):
+    fill(library)
+    file = library.files.by_handle("ann", "T")
+    file.path.unlink()
+    path = str(file.path.relative_to(library.root))
+    assert backup(library.root, tmp_path / "b").lost == [path]
+    assert restore(tmp_path / "b", tmp_path / "r").lost == [path]
+    with Library.open(tmp_path / "r", clock=clock) as other:
+        assert other.files.get("ann", file.id).error == "the original is lost"
+        assert other.files.by_handle("bob", "B").state == "compiling"
+    library.files.delete("ann", file.id)
+
+
+def test_a_backup_of_a_library_that_changes_all_the_time_is_whole(open_library, tmp_path, clock):
+    """Uploads and deletions go on while backups are made; what one lists is there, whole."""
+    library = open_library()
+    stop, failures = threading.Event(), []
+
+    def change(user):
+        rng = random.Random(user)
+        try:
+            while not stop.is_set():
+                library.files.add(user, rng.randbytes(60).hex().encode(), "t.txt")
+                files = library.files.page(user).files
+                if len(files) > 4:
+                    library.files.delete(user, rng.choice(files).id)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=change, args=(user,)) for user in ("ann", "bob")]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(4):
+            done = backup(library.root, tmp_path / f"b{number}", link=number % 2 == 0)
+            assert not done.lost and not done.damaged
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    for number in range(4):
+        restore(tmp_path / f"b{number}", tmp_path / f"r{number}")
+        with Library.open(tmp_path / f"r{number}", clock=clock) as other:
+            assert other.recovered["lost_files"] == other.recovered["orphans"] == 0
+            assert check(other) == []
+
+
+def test_what_is_deleted_between_the_snapshot_and_its_copy_is_not_in_the_backup(
+    library, tmp_path, monkeypatch
+):
+    files = [library.files.add("ann", f"text {number}".encode(), "t.txt") for number in range(4)]
+    taken, deleted = [], []
+    take = copies._Backup._take
+
+    def slow(self, path):
+        if len(taken) == 2:  # one of those that are copied, and one that is still to come
+            for name in (
+                taken[0],
+                *sorted({f.path.name for f in files} - {os.path.basename(t) for t in taken})[:1],
+            ):
+                deleted.append(os.path.basename(name))
+                library.files.delete("ann", deleted[-1])
+        taken.append(path)
+        return take(self, path)
+
+    monkeypatch.setattr(copies._Backup, "_take", slow)
+    done = backup(library.root, tmp_path / "b")
+    assert done.counts["files"] == 2 and not done.lost
+    left = {os.path.basename(name) for name in everything(tmp_path / "b")} - {"mpic-backup.json"}
+    assert left == {file.id for file in files} - set(deleted)
+
+
+# What is no backup, or not a whole one
+
+
+def test_a_backup_that_was_interrupted_is_not_restored(library, tmp_path, monkeypatch):
+    fill(library)
+
+    def stops(self, wanted):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copies._Backup, "chunks", stops)
+    with pytest.raises(KeyboardInterrupt):
+        backup(library.root, tmp_path / "b")
+    with pytest.raises(BadRequest, match="incomplete"):
+        restore(tmp_path / "b", tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+    monkeypatch.undo()
+    with pytest.raises(BadRequest, match="not empty"):
+        backup(library.root, tmp_path / "b")
+
+
+def test_no_server_starts_in_a_backup(library, tmp_path):
+    backup(library.root, tmp_path / "b")
+    with pytest.raises(ForeignFolder, match="mpic library restore"):
+        Library.open(tmp_path / "b")
+
+
+def test_what_is_no_backup_or_has_a_damaged_catalogue_is_refused(library, tmp_path):
+    (tmp_path / "x").mkdir()
+    for source in (tmp_path / "x", tmp_path / "nowhere", library.root):
+        with pytest.raises(BadRequest, match="not a backup"):
+            restore(source, tmp_path / "r")
+    backup(library.root, tmp_path / "b")
+    (tmp_path / "b" / "catalog.sqlite").write_bytes(b"damaged")
+    with pytest.raises(IntegrityError, match="damaged"):
+        restore(tmp_path / "b", tmp_path / "r")
+    with pytest.raises(Unavailable, match="no library"):
+        backup(tmp_path / "x", tmp_path / "c")
+    assert not (tmp_path / "r").exists() and not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("name", ["keys.sqlite", "files/mine.txt", "catalog.sqlite", "mpic-library.json"])
+def test_a_restore_goes_into_a_new_folder_only(library, tmp_path, name):
+    fill(library)
+    backup(library.root, tmp_path / "b")
+    (tmp_path / "r" / name).parent.mkdir(parents=True)
+    (tmp_path / "r" / name).write_text("mine")
+    with pytest.raises(ForeignFolder, match=name.split("/")[0]):
+        restore(tmp_path / "b", tmp_path / "r")
+    assert [p.name for p in (tmp_path / "r").rglob("*") if p.is_file()] == [name.split("/")[-1]]
+
+
+def test_a_restore_that_was_interrupted_is_no_library(library, tmp_path, monkeypatch):
+    fill(library)
+    backup(library.root, tmp_path / "b")
+    copy_file, copied = copies.copy_file, []
+
+    def full(source, target):
+        copied.append(target)
+        if len(copied) == 4:
+            raise OSError(28, "full")
+        return copy_file(source, target)
+
+    monkeypatch.setattr("mpic.library.restore.copy_file", full)
+    with pytest.raises(StorageFull):
+        restore(tmp_path / "b", tmp_path / "r")
+    monkeypatch.undo()
+    with pytest.raises(IntegrityError, match="was interrupted"):
+        Library.open(tmp_path / "r")
+
+
+def test_a_restored_library_whose_catalogue_is_lost_too_is_recovered(library, tmp_path, clock):
+    fill(library)
+    backup(library.root, tmp_path / "b")
+    restore(tmp_path / "b", tmp_path / "r")
+    (tmp_path / "r" / "catalog.sqlite").unlink()
+    assert recover(tmp_path / "r", clock=clock).troubles == []
+    with Library.open(tmp_path / "r", clock=clock) as other:
+        assert other.files.by_handle("ann", "T").metadata == {"a": 1}

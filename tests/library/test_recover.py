@@ -1,0 +1,274 @@
+"""A catalogue that is lost is made again from the files, whole or as far as the files are."""
+
+import asyncio
+
+import pytest
+from library_tools import Crash, CrashingFiles, chunks, encoded, everything, make_chunk, text_key
+
+from mpic.durable import Files
+from mpic.errors import BadRequest, FileNotFound, StorageFull, Unavailable
+from mpic.keys import KeyStore
+from mpic.library import SHARED, Library
+from mpic.library.caches import Part
+from mpic.library.folder import MARKER
+from mpic.library.recover import recover
+from mpic.library.upkeep import check
+
+
+def lose(root):
+    for path in root.glob("catalog.sqlite*"):
+        path.unlink()
+
+
+FOUND_OUT = {"tokens", "state", "error", "path"}
+"""What compiling finds out, and what nobody sees."""
+
+
+def facts(library):
+    """Everything that users see of a library."""
+    seen = lambda thing: {name: value for name, value in vars(thing).items() if name not in FOUND_OUT}
+    return {
+        "files": [seen(file) for user in ("ann", "bob") for file in library.files.page(user).files],
+        "caches": [
+            seen(cache) | {"chunks": [(seen(chunk.file), chunk.start, chunk.end) for chunk in cache.chunks]}
+            for cache in library.caches.page("ann").caches
+        ],
+        "references": [seen(reference) for reference in library.references.listing().references],
+        "usage": library.usage(),
+    }
+
+
+def fill(library, clock):
+    library.files.add("ann", b"some text", "t.txt", "T", None, {"a": 1})
+    clock.now += 1
+    image = library.files.add("bob", encoded(), "ü.png", "I", 10**6)
+    clock.now += 1
+    library.files.pin("bob", image.id)
+    library.files.add("ann", b"another", "a.txt", "A")
+    split = {"mode": "none"}
+    library.caches.create("ann", [Part("one", 0, 3), Part("two", 3, 6)], name="C", split=split, ttl=60)
+    clock.now += 1
+    reference = asyncio.run(
+        library.references.add(b"old", "r.txt", title="R", metadata={"k": "v"}, id="ref_1")
+    )
+    library.references.pin(reference.id)
+    asyncio.run(library.references.replace("ref_1", b"new", title="R 2", description="d"))
+    library.references.collect_retired()
+    for chunk in (*chunks(2), make_chunk(text_key("new", owner=SHARED))):
+        library.store.save(chunk)
+    library.set_quota("ann", files=7, disk=10**6)
+
+
+@pytest.fixture
+def before(tmp_path, clock):
+    """A library at ``library`` that has lost its catalogue, and what it answered before."""
+    with Library.open(tmp_path / "library", clock=clock) as library:
+        fill(library, clock)
+        was = facts(library)
+    lose(tmp_path / "library")
+    return was
+
+
+@pytest.fixture
+def root(tmp_path, before):
+    return tmp_path / "library"
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "without a marker"])
+def test_everything_is_as_it_was(root, before, clock, marked):
+    if not marked:
+        (root / MARKER).unlink()
+    done = recover(root, clock=clock)
+    counts = {"files": 3, "references": 1, "caches": 1, "chunks": 3, "users": 3}
+    assert done.counts == counts and done.troubles == [] and done.aside is None
+    with Library.open(root, clock=clock) as library:
+        assert facts(library) == before and not any(library.recovered.values())
+        assert library.files.content("ann", library.files.by_handle("ann", "t").id) == b"some text"
+        assert library.references.text(library.references.get("ref_1")) == "new"
+        assert check(library) == []
+
+
+def test_a_dry_run_says_the_same_and_changes_nothing(root, before, clock):
+    names = sorted((path, path.read_bytes()) for path in root.rglob("*") if path.is_file())
+    dry = recover(root, dry_run=True, clock=clock)
+    assert sorted((path, path.read_bytes()) for path in root.rglob("*") if path.is_file()) == names
+    assert dry.counts == recover(root, clock=clock).counts
+
+
+def test_the_damaged_catalogue_and_its_log_are_kept_aside(root, before, clock):
+    (root / "catalog.sqlite").write_bytes(b"damaged")
+    (root / "catalog.sqlite-wal").write_bytes(b"its log")
+    aside = recover(root, clock=clock).aside
+    assert aside.read_bytes() == b"damaged" and aside.parent == root
+    assert aside.with_name(f"{aside.name}-wal").read_bytes() == b"its log"
+    with Library.open(root, clock=clock) as library:
+        assert facts(library) == before
+
+
+def test_a_recovery_that_is_interrupted_is_done_again(root, before, clock):
+    (root / "catalog.sqlite").write_bytes(b"damaged")
+    at = 0
+    while True:
+        files = CrashingFiles(at)
+        try:
+            recover(root, files=files, clock=clock)
+        except Crash:
+            at += 1
+            continue
+        except BadRequest:  # the new catalogue had its name already when the crash came
+            break
+        assert files.changes <= at
+        break
+    assert at >= 3
+    with Library.open(root, clock=clock) as library:
+        assert facts(library) == before and check(library) == []
+
+
+def test_a_catalogue_that_is_in_order_is_left_alone_unless_one_insists(tmp_path, clock):
+    with Library.open(tmp_path, clock=clock) as library:
+        library.files.add("ann", b"some text", "t.txt", "T")
+        with pytest.raises(Unavailable, match="another process"):
+            recover(tmp_path)
+    with pytest.raises(BadRequest, match="in order"):
+        recover(tmp_path)
+    assert recover(tmp_path, force=True, clock=clock).aside.is_file()
+    with Library.open(tmp_path, clock=clock) as library:
+        assert library.files.by_handle("ann", "T")
+
+
+def test_a_folder_without_a_library_is_refused_and_stays_as_it_was(tmp_path):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "mine.txt").write_text("mine")
+    for dry_run in (True, False):
+        with pytest.raises(Unavailable, match="no library"):
+            recover(tmp_path, dry_run)
+        assert everything(tmp_path) == {"files/mine.txt"}
+    with pytest.raises(Unavailable, match="no library"):
+        recover(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_full_disk_changes_nothing(root, before, clock):
+    class Full(Files):
+        def rename(self, source, target):
+            if target.name == "catalog.sqlite":
+                raise StorageFull("the disk is full")
+            super().rename(source, target)
+
+    with pytest.raises(StorageFull):
+        recover(root, files=Full(), clock=clock)
+    assert not list(root.glob("catalog.sqlite.new*"))
+
+
+# What is damaged or gone
+
+
+def test_what_is_damaged_comes_back_as_failed_and_is_named(root, before, clock):
+    with_sidecar = {name for name in everything(root, sidecars=True) if name.endswith(".json")}
+    (text,) = (
+        path
+        for path in root.glob("files/*/file-*")
+        if path.suffix == "" and path.read_bytes() == b"some text"
+    )
+    text.write_bytes(b"some tex!")
+    (part,) = (path for path in root.glob("files/*/cache-*") if path.read_bytes() == b"two")
+    part.write_bytes(b"tw!")
+    done = recover(root, clock=clock)
+    assert {trouble.path for trouble in done.troubles} == {str(p.relative_to(root)) for p in (text, part)}
+    with Library.open(root, clock=clock) as library:
+        file = library.files.by_handle("ann", "T")
+        assert (file.state, file.error) == ("failed", "the original is damaged")
+        assert library.caches.page("ann").caches[0].state == "failed"
+        assert with_sidecar <= everything(root, sidecars=True)
+
+
+def test_what_is_gone_and_what_says_nothing_of_itself_is_named_and_nothing_else_is_lost(root, before, clock):
+    lost, undescribed, damaged = sorted(path for path in root.glob("files/*/file-*") if path.suffix == "")
+    lost.unlink()
+    undescribed.with_name(f"{undescribed.name}.json").unlink()
+    damaged.with_name(f"{damaged.name}.json").write_text("{}")
+    (chunk, *_) = sorted(root.glob("kv/*/*/*"))
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    done = recover(root, clock=clock)
+    assert len(done.troubles) == 5 and done.counts["files"] == 0 and done.counts["chunks"] == 2
+    assert done.counts["caches"] == done.counts["references"] == 1
+    with Library.open(root, clock=clock) as library:
+        with pytest.raises(FileNotFound):
+            library.files.get("ann", lost.name)
+        assert undescribed.name in {orphan.path.name for orphan in library.orphans.kept()}
+        assert damaged.name in {orphan.path.name for orphan in library.orphans.kept()}
+        assert check(library) == []
+
+
+def test_what_was_deleted_does_not_come_back(tmp_path, clock):
+    with Library.open(tmp_path, clock=clock) as library:
+        fill(library, clock)
+        held = library.references.chunk(library.references.get("ref_1"), lambda text: (1,))
+        library.files.delete("ann", library.files.by_handle("ann", "T").id)
+        library.caches.delete("ann", library.caches.page("ann").caches[0].chunks[0].file.id)
+        library.references.remove("ref_1")  # its original stays while a request links it
+        assert len(list(tmp_path.glob("files/*/ref_1@*"))) == 1
+        assert held.token_ids
+    lose(tmp_path)
+    recover(tmp_path, clock=clock)
+    with Library.open(tmp_path, clock=clock) as library:
+        assert [file.handle for file in library.files.page("ann").files] == ["A"]
+        (cache,) = library.caches.page("ann").caches
+        assert [library.files.content("ann", chunk.file.id) for chunk in cache.chunks] == [b"two"]
+        assert library.references.listing().references == []
+
+
+def test_of_a_replacement_that_a_crash_cut_short_the_newer_version_counts(tmp_path, clock):
+    with Library.open(tmp_path, clock=clock) as library:
+        old = asyncio.run(library.references.add(b"old", "r.txt", title="old", id="ref_1"))
+        sidecar = old.path.with_name(f"{old.path.name}.json")
+        saved = old.path.read_bytes(), sidecar.read_bytes()
+        asyncio.run(library.references.replace("ref_1", b"new", title="new"))
+        library.references.collect_retired()
+    old.path.write_bytes(saved[0])
+    sidecar.write_bytes(saved[1])
+    lose(tmp_path)
+    done = recover(tmp_path, clock=clock)
+    assert len(done.troubles) == 1 and "earlier version" in done.troubles[0].what
+    with Library.open(tmp_path, clock=clock) as library:
+        assert library.references.get("ref_1").title == "new"
+        assert library.recovered["orphans"] == 2  # put aside, not deleted
+
+
+def test_of_two_files_with_one_handle_the_one_that_lives_has_it(tmp_path, clock):
+    with Library.open(tmp_path, clock=clock) as library:
+        old = library.files.add("ann", b"old", "o.txt", "H", 5)
+        clock.now += 6
+        new = library.files.add("ann", b"new", "n.txt", "h")
+    lose(tmp_path)
+    assert recover(tmp_path, clock=clock).troubles == []
+    with Library.open(tmp_path, clock=clock) as library:
+        assert library.files.by_handle("ann", "H").id == new.id
+        assert [removed.file.id for removed in library.files.collect_expired()] == [old.id]
+
+
+# Originals of versions that wrote no sidecars
+
+
+def test_originals_without_sidecars_come_back_under_their_ids_where_one_insists(root, before, clock):
+    keys = KeyStore(root)
+    keys.create("bob")
+    keys.close()
+    for path in root.glob("files/*/*.json"):
+        path.unlink()
+    strange = root / "files" / ("0" * 64) / f"file-{'x' * 24}"
+    strange.parent.mkdir()
+    strange.write_bytes(b"whose is it?")
+    done = recover(root, dry_run=True, clock=clock)
+    assert done.counts["files"] == 0 and len(done.troubles) == 7
+    done = recover(root, without_sidecars=True, clock=clock)
+    assert {trouble.path for trouble in done.troubles} == {
+        str(strange.relative_to(root)),
+        *(str(path.relative_to(root)) for path in root.glob("files/*/cache-*")),
+    }
+    with Library.open(root, clock=clock) as library:
+        ann, bob = library.files.page("ann").files, library.files.page("bob").files
+        assert {library.files.content("ann", file.id) for file in ann} == {b"some text", b"another"}
+        assert [(file.kind, file.handle) for file in bob] == [("image", None)]
+        assert library.references.text(library.references.get("ref_1")) == "new"
+        assert library.recovered["orphans"] == 3

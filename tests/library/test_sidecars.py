@@ -1,0 +1,220 @@
+"""What lies beside every original says what the catalogue says of it, and says it first."""
+
+import asyncio
+import json
+from contextlib import suppress
+from threading import Lock
+
+import pytest
+from library_tools import CrashingFiles, FullDisk, encoded, everything, picture, text_key
+
+from mpic.durable import Files
+from mpic.errors import CorruptFile, HandleTaken, StorageFull, StorageQuotaExceeded
+from mpic.library import Library
+from mpic.library.caches import Part
+from mpic.library.sidecars import Sidecar
+
+
+def sidecars(library):
+    return {name for name in everything(library.root, sidecars=True) if name.endswith(".json")}
+
+
+def agree(library):
+    """The sidecars that are there are those that should be, and say what the catalogue says."""
+    expected = dict(library.sidecars.expected(library.catalog))
+    assert {str(path.relative_to(library.root)) for path in expected} == sidecars(library)
+    for path, sidecar in expected.items():
+        assert Sidecar.read(path) == sidecar
+    return len(expected)
+
+
+def test_every_change_reaches_the_sidecar(library, clock):
+    ann = library.files.add("ann", b"some text", "t.txt", "T", 60, {"a": 1, "b": "ü", "c": 0.1, "d": True})
+    assert agree(library) == 1
+    record = json.loads(ann.path.with_name(f"{ann.id}.json").read_text())["record"]
+    assert record["owner"] == "ann" and record["handle"] == "T" and record["metadata"] == ann.metadata
+    assert record["sha256"] == ann.sha256 and record["digest"] == ann.key.digest and record["kind"] == "text"
+    assert record["expires_at"] == ann.expires_at and record["created_at"] == ann.created_at
+    library.files.extend("ann", ann.id, None)
+    library.files.pin("ann", ann.id)
+    assert agree(library) == 1
+    cache = library.caches.create("ann", [Part(f"part {i}", i, i + 1) for i in range(40)], name="C", ttl=60)
+    library.caches.extend("ann", cache.id, 600)
+    library.files.pin("ann", cache.chunks[1].file.id)
+    assert agree(library) == 2
+    library.caches.delete("ann", cache.chunks[0].file.id)
+    assert agree(library) == 2
+    reference = asyncio.run(library.references.add(encoded(), "r.png", title="R", metadata={"k": "v"}))
+    library.references.pin(reference.id)
+    asyncio.run(library.references.replace(reference.id, encoded(picture(1)), title="R 2", description="d"))
+    library.references.collect_retired()
+    assert agree(library) == 3
+    library.set_quota("ann", files=99)
+    assert agree(library) == 4
+    library.files.delete("ann", ann.id)
+    library.caches.delete("ann", cache.id)
+    library.references.remove(reference.id)
+    assert agree(library) == 1 and not [name for name in everything(library.root) if "owner" not in name]
+
+
+def test_a_sidecar_is_durable_before_its_row_and_gone_after_it(tmp_path):
+    """At every commit the sidecars on disk are those of the rows before it, those of the rows after it, or both."""
+    library = Library.open(tmp_path)
+    seen = []
+    write = library.catalog.write
+
+    class Watched:
+        def __enter__(self):
+            self.inner = write()
+            return self.inner.__enter__()
+
+        def __exit__(self, *error):
+            seen.append(len(sidecars(library)))
+            return self.inner.__exit__(*error)
+
+    library.catalog.write = Watched
+    file = library.files.add("ann", b"some text", "t.txt")
+    assert seen == [1]
+    library.files.delete("ann", file.id)
+    assert seen == [1, 1] and not sidecars(library)
+    library.close()
+
+
+class Counting(Files):
+    """How often files and folders were synced, and which."""
+
+    def __init__(self):
+        super().__init__()
+        self.files, self.folders, self._lock = 0, 0, Lock()
+
+    def sync(self, fd):
+        with self._lock:
+            self.files += 1
+        super().sync(fd)
+
+    def sync_folder(self, folder):
+        self.folders += 1
+        super().sync_folder(folder)
+
+    def taken(self, action):
+        self.files = self.folders = 0
+        action()
+        return self.files, self.folders
+
+
+def test_a_sidecar_costs_one_sync_more_and_a_cache_one_in_all(open_library):
+    files = Counting()
+    library = open_library(files=files)
+    add = lambda: library.files.add("ann", b"some text", "t.txt")
+    add()  # makes the folders
+    assert files.taken(add) == (2, 1)
+    parts = [Part(f"part {i}", i, i + 1) for i in range(50)]
+    assert files.taken(lambda: library.caches.create("ann", parts)) == (51, 2)
+    asyncio.run(library.references.add(b"0", "r.txt", title="R"))
+    assert files.taken(lambda: asyncio.run(library.references.add(b"1", "r.txt", title="R"))) == (2, 1)
+    file = library.files.page("ann").files[0]
+    assert files.taken(lambda: library.files.delete("ann", file.id)) == (0, 1)
+    library.caches.delete("ann", library.caches.page("ann").caches[0].id)
+
+
+@pytest.mark.parametrize("room", range(0, 1300, 100))
+def test_a_disk_that_is_full_anywhere_on_the_way_leaves_neither_original_nor_sidecar(open_library, room):
+    disk = FullDisk()
+    library = open_library(files=disk)
+    kept = library.files.add("ann", b"kept", "k.txt", "K")
+    before = everything(library.root, sidecars=True)
+    disk.left = room
+    refused = 0
+    for store in (
+        lambda: library.files.add("ann", b"x" * 300, "x.txt"),
+        lambda: library.caches.create("ann", [Part("y" * 200, 0, 1), Part("z" * 200, 1, 2)]),
+    ):
+        try:
+            store()
+        except StorageFull:
+            refused += 1
+    assert refused or room >= 1000
+    disk.left = None
+    for file in library.files.page("ann").files:
+        assert library.files.content("ann", file.id)
+    assert agree(library) == 3 - refused and before <= everything(library.root, sidecars=True)
+    assert library.files.by_handle("ann", "K") == kept
+
+
+def test_a_change_whose_sidecar_cannot_be_written_is_not_made(open_library):
+    disk = FullDisk()
+    library = open_library(files=disk)
+    file = library.files.add("ann", b"some text", "t.txt")
+    disk.left = 10
+    for change in (
+        lambda: library.files.extend("ann", file.id, 60),
+        lambda: library.files.pin("ann", file.id),
+        lambda: library.set_quota("ann", files=1),
+    ):
+        with pytest.raises(StorageFull):
+            change()
+    disk.left = None
+    assert library.files.get("ann", file.id) == file and agree(library) == 1
+
+
+def test_an_upload_that_is_refused_leaves_no_sidecar(open_library):
+    library = open_library(user_files=2)
+    library.files.add("ann", b"some text", "t.txt", "T")
+    insert = library.files._rows.insert
+
+    def raced(file):  # somebody takes the handle while the file is received
+        library.files._rows.insert = insert
+        library.files.add("ann", b"first", "f.txt", "SAME")
+        insert(file)
+
+    library.files._rows.insert = raced
+    with pytest.raises(HandleTaken):
+        library.files.add("ann", b"second", "s.txt", "SAME")
+    with pytest.raises(StorageQuotaExceeded):
+        library.files.add("ann", b"third", "s.txt")
+    assert agree(library) == 2
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[]", b"\xff", b'{"format": 2, "kind": "file"}', b"[" * 10_000]
+)
+def test_what_is_no_sidecar_is_an_error_of_the_tree(data):
+    with pytest.raises(CorruptFile):
+        Sidecar.decode(data, "x.json")
+
+
+def test_a_sidecar_of_which_any_bit_has_flipped_is_refused_or_says_the_same():
+    whole = Sidecar(
+        "owner",
+        {"id": "ann", "created_at": 1.5} | dict.fromkeys(("quota_files", "quota_bytes", "quota_disk"), 3),
+    )
+    data = whole.encode()
+    for at in range(len(data) * 8):
+        flipped = bytearray(data)
+        flipped[at // 8] ^= 1 << at % 8
+        with suppress(CorruptFile):
+            assert Sidecar.decode(bytes(flipped), "x.json") == whole
+
+
+def test_the_sidecars_of_an_earlier_version_are_gone_on_with_where_a_crash_stopped_them(tmp_path):
+    with Library.open(tmp_path) as library:
+        for number in range(6):
+            library.files.add("ann", f"text {number}".encode(), f"{number}.txt")
+        expected = sidecars(library)
+    for name in expected:
+        (tmp_path / name).unlink()
+    files = CrashingFiles(10**9)
+    library = Library.open(tmp_path, files=files, mend=False)
+    files.at = files.changes + 10  # in the middle of the third one
+    with pytest.raises(BaseException):  # noqa: B017  the machine stops
+        for number in sorted(file.id for file in library.files.page("ann").files):
+            with library.catalog.write() as db:
+                library.sidecars.rewrite_files(db, [number])
+    files.dead = False
+    files.at = 10**9
+    library.close()
+    assert 0 < len(expected & {name for name in everything(tmp_path, sidecars=True)}) < 6
+    with Library.open(tmp_path) as library:
+        library.finish_sidecars()
+        assert agree(library) == 6 and not library.recovered["orphans"]
+        assert library.store.missing_reason(text_key()) == "new"
