@@ -73,12 +73,12 @@ async def test_files_that_wait_to_be_decoded_are_not_all_in_memory(server, all_p
     monkeypatch.setattr(intake, "READ_BYTES", 12 << 20)
     reading, heavy = intake.READING, LARGE.ljust(5 << 20, b"\0")
     reading.most_bytes = 0
-    uploads = [asyncio.ensure_future(server.upload(heavy)) for _ in range(5)]
+    waiting = [asyncio.ensure_future(server.upload(heavy)) for _ in range(5)]
     while reading.running + reading.waiting < 5:
         await asyncio.sleep(0.01)
     assert reading.running == decoder().away.waiting == 2
     all_places_taken.close()
-    assert {answer.status_code for answer in await asyncio.gather(*uploads)} == {200}
+    assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
     assert reading.most_bytes == 10 << 20 and reading.bytes == 0
 
 
