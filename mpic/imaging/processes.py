@@ -126,6 +126,9 @@ class Worker:
             return reply
         except (EOFError, ConnectionError) as error:
             raise self._end() from error
+        except (ImageTooCostly, OutOfMemory):  # what it has allocated need not be in one piece again
+            self.close()
+            raise
         except (MPICError, Contradiction):
             raise
         except BaseException:  # the next answer would be this one's rest

@@ -30,11 +30,11 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    talk = Connection(fd)
+    talk, base = Connection(fd), _address_space()
     with suppress(EOFError, ConnectionError):
         while True:
             order, data = json.loads(talk.recv_bytes()), talk.recv_bytes()
-            if _bound(order["memory"], order["seconds"]):
+            if _bound(base, order["memory"], order["seconds"]):
                 refusal = _serve(talk, order, data)
             else:
                 refusal = NO_MEMORY
@@ -72,8 +72,8 @@ def _answer(talk: Connection, order: dict[str, Any], data: bytes) -> None:
         talk.send_bytes(b"rnull")
 
 
-def _bound(memory: int, seconds: int) -> bool:
-    """Let this process take ``memory`` bytes and ``seconds`` of computing time more than it has taken.
+def _bound(base: int, memory: int, seconds: int) -> bool:
+    """Let this process take ``memory`` bytes beyond those it began with, and ``seconds`` of computing time from now.
 
     Returns:
         False: a limit of memory that the server itself was started with leaves less.
@@ -83,12 +83,11 @@ def _bound(memory: int, seconds: int) -> bool:
     spent = int(used.ru_utime + used.ru_stime) + 1
     with suppress(ValueError):  # a hard limit that is lower holds
         resource.setrlimit(resource.RLIMIT_CPU, (spent + seconds, hard))
-    wanted = _address_space() + memory
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if hard != resource.RLIM_INFINITY and hard < wanted:
+    if hard != resource.RLIM_INFINITY and hard < base + memory:
         return False
-    with suppress(OSError, ValueError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    if base:
+        resource.setrlimit(resource.RLIMIT_AS, (base + memory, hard))
     return True
 
 
@@ -102,6 +101,7 @@ def _available(size: int) -> bool:
 
 
 def _address_space() -> int:
+    """In bytes; 0 where the system does not tell, and does not bound it either."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

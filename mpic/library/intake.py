@@ -8,11 +8,16 @@ import secrets
 import string
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 from mpic.errors import BadRequest
+from mpic.imaging.budget import Budget
+from mpic.imaging.claims import SMALL_BYTES
+from mpic.imaging.decoder import MOST_WAITING
 from mpic.kv.chunk import ChunkKey
 from mpic.library.decode import decode_text, image_key, sniff
 from mpic.library.limits import Limits
+from mpic.library.originals import Incoming
 from mpic.library.records import Scalar
 
 ID_ALPHABET = string.ascii_letters + string.digits
@@ -23,6 +28,10 @@ ACCEPTING = ThreadPoolExecutor(24, "mpic-accept")
 """Threads on which uploads are checked and committed. Large images wait there to be decoded, fewer of them at a time
 than there are threads, so that other uploads and everything else go on."""
 
+READ_BYTES = 128 << 20
+READING = Budget(places=64, most_waiting=MOST_WAITING)
+"""Of uploads that are in memory at a time, however many wait to be decoded; small ones are not counted."""
+
 LONGEST_LIFE = 10 * 366 * 86_400
 METADATA_KEYS, METADATA_KEY_CHARS, METADATA_VALUE_CHARS = 32, 64, 1024
 
@@ -32,11 +41,20 @@ def new_id(prefix: str) -> str:
     return prefix + "".join(secrets.choice(ID_ALPHABET) for _ in range(24))
 
 
-def identify(data: bytes, limits: Limits) -> ChunkKey:
-    """What an upload is, found by decoding it. Raises InvalidUpload, InvalidImage, InvalidText, TooLarge."""
-    if sniff(data[:32]) == "image":
-        return image_key(data, limits)
-    return ChunkKey.of_text(decode_text(data, limits))
+def identify(incoming: Incoming, limits: Limits) -> ChunkKey:
+    """What an upload is, found by decoding it.
+
+    Raises:
+        InvalidUpload, TooLarge: it is not accepted.
+        DecoderBusy: too many large uploads are waiting.
+        OutOfMemory: there is not enough for it now.
+    """
+    large = incoming.bytes > SMALL_BYTES
+    with READING.taken(incoming.bytes, READ_BYTES) if large else nullcontext():
+        data = incoming.content()
+        if sniff(data[:32]) == "image":
+            return image_key(data, limits)
+        return ChunkKey.of_text(decode_text(data, limits))
 
 
 def clean_name(name: str, limits: Limits) -> str:

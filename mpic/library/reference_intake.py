@@ -167,7 +167,7 @@ class ReferenceIntake:
 
     def _content(self, id: str, incoming: Incoming) -> dict[str, Any]:
         """The fields of a version that follow from what came in."""
-        key = identify(incoming.content(), self._limits)
+        key = identify(incoming, self._limits)
         return {
             "kind": key.kind,
             "key": key,

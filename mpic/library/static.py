@@ -310,7 +310,7 @@ class StaticLibrary:
         metadata: dict[str, Scalar],
     ) -> File:
         """Check the content, make the original durable, then commit its row."""
-        key = identify(incoming.content(), self._limits)
+        key = identify(incoming, self._limits)
         file_id = new_id("file-")
         path = self._originals.path(user, file_id)
         now = self._clock()

@@ -18,6 +18,7 @@ from mpic import memory
 from mpic.config import Config, LibraryConfig
 from mpic.errors import OutOfMemory
 from mpic.imaging.decoder import decoder
+from mpic.library import intake
 from mpic.server import uploads
 from mpic.server.routers import chat
 
@@ -66,6 +67,19 @@ async def test_while_large_images_wait_everybody_else_is_served(server, all_plac
     all_places_taken.close()
     assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
     assert away.running == away.bytes == 0 and away.most_running <= away.places
+
+
+async def test_files_that_wait_to_be_decoded_are_not_all_in_memory(server, all_places_taken, monkeypatch):
+    monkeypatch.setattr(intake, "READ_BYTES", 12 << 20)
+    reading, heavy = intake.READING, LARGE.ljust(5 << 20, b"\0")
+    reading.most_bytes = 0
+    waiting = [asyncio.ensure_future(server.upload(heavy)) for _ in range(5)]
+    while reading.running + reading.waiting < 5:
+        await asyncio.sleep(0.01)
+    assert reading.running == decoder().away.waiting == 2
+    all_places_taken.close()
+    assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+    assert reading.most_bytes == 10 << 20 and reading.bytes == 0
 
 
 @pytest.mark.parametrize("data", [LARGE, saved(photo((900, 700)), "PNG")], ids=["large", "small"])
