@@ -86,7 +86,10 @@ class Decoder:
 
     def _away(self, do: str, data: bytes, rules: Rules, budget: int, claim: Claim, options: dict) -> Any:
         needed = claim.bytes_needed(len(data), rules.pixels)
-        result = RESULT * (claim.pixels or rules.pixels) if do == "decode" else 0
+        most = (
+            min(claim.pixels, rules.pixels) if claim.known else rules.pixels
+        )  # one with more will be refused
+        result = RESULT * most if do == "decode" else 0
         order = {"do": do, "rules": rules, "options": options, "seconds": CPU_SECONDS}
         order["memory"] = needed + needed // 2 + MARGIN
         with (

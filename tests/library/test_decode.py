@@ -128,6 +128,15 @@ def test_damaged_images_are_an_error_of_the_request(data):
         assert decode_image(bytes(raw)).mode == "RGB"
 
 
+def test_a_header_that_claims_more_pixels_than_memory_could_hold_is_an_error_of_the_request():
+    raw = bytearray(encoded(format="BMP"))
+    raw[18:22] = (1 << 28).to_bytes(4, "little")  # the width
+    with pytest.raises((InvalidImage, TooLarge)):
+        decode_image(bytes(raw[:26]))
+    with pytest.raises((InvalidImage, TooLarge)):
+        decode_image(bytes(raw))
+
+
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP"])
 def test_truncated_images_are_refused(format):
     raw = encoded(format=format)
