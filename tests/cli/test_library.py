@@ -116,3 +116,48 @@ def test_a_folder_without_a_library_is_an_error_and_stays_empty(mpic, tmp_path):
     for command in ("ls", "check", "gc"):
         status, _, err = mpic(command, "--data-dir", tmp_path / "none")
         assert status == 1 and "no library" in err and not (tmp_path / "none").exists()
+
+
+def test_a_lost_catalogue_is_recovered_as_the_error_of_a_start_says(mpic, root):
+    for command in (["check"], ["ls"]):
+        (root / "catalog.sqlite").rename(root / "saved")
+        status, _, err = mpic(*command, "--data-dir", root)
+        assert status == 1 and ("mpic library recover" in err or "no library" in err)
+        (root / "saved").rename(root / "catalog.sqlite")
+    status, _, err = mpic("recover", "--data-dir", root)
+    assert status == 1 and "in order" in err
+    (root / "catalog.sqlite").write_bytes(b"damaged")
+    status, out, _ = mpic("recover", "--dry-run", "--data-dir", root)
+    assert status == 0 and "2 files" in out and "would be" in out
+    status, out, _ = mpic("recover", "--data-dir", root, "--json")
+    done = json.loads(out)
+    assert done["counts"] == {"files": 2, "chunks": 1, "users": 2} and not done["troubles"]
+    assert "damaged" in done["aside"]
+    assert mpic("show", "T", "--data-dir", root)[0] == 0
+
+
+def test_a_recovery_that_misses_something_says_what_and_ends_with_1(mpic, root):
+    (root / "catalog.sqlite").unlink()
+    (sidecar,) = (path for path in root.glob("files/*/*.json") if '"handle": "T"' in path.read_text())
+    sidecar.unlink()
+    status, out, _ = mpic("recover", "--data-dir", root)
+    assert status == 1 and sidecar.stem in out and "has no sidecar" in out
+    status, out, _ = mpic("check", "--data-dir", root)
+    assert status == 0 and "1 files that the catalogue does not know (9 bytes)" in out
+    orphans = json.loads(mpic("check", "--data-dir", root, "--json")[1])["orphans"]
+    assert orphans["files"] == 1 and orphans["oldest"]
+
+
+def test_a_backup_and_a_restore(mpic, root, tmp_path):
+    with Library.open(root):  # a server has it open
+        status, out, _ = mpic("backup", tmp_path / "b", "--chunks", "--data-dir", root)
+        assert status == 0 and "2 files" in out and "1 chunks" in out
+    status, _, err = mpic("restore", tmp_path / "b", "--data-dir", root)
+    assert status == 1 and "[foreign_folder]" in err
+    status, out, _ = mpic("restore", tmp_path / "b", "--data-dir", tmp_path / "r")
+    assert status == 0 and "2 files" in out
+    assert mpic("check", "--data-dir", tmp_path / "r")[0] == 0
+    assert mpic("show", "T", "--data-dir", tmp_path / "r")[0] == 0
+    for words, says in ((["backup", tmp_path / "b"], "not empty"), (["restore", root], "not a backup")):
+        status, _, err = mpic(*words, "--data-dir", root)
+        assert status == 1 and says in err
