@@ -38,6 +38,8 @@ Count = Callable[[str, int], int]
 WORD, SPACE = re.compile(r"\S"), re.compile(r"\s")
 SLICE = 1 << 16
 """Characters that are worked on before other threads get their turn."""
+CHARACTER = 256
+"""No character has more tokens."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,13 @@ def _fixed(text: str, split: Split, token_spans: TokenSpans) -> Iterator[Piece]:
 
 
 def _semantic(text: str, split: Split, count: Count) -> Iterator[Piece]:
+    most = max(
+        split.tokens, CHARACTER
+    )  # the splitter compares the tokens of a character that is too much by itself
+
     def counted(piece: str) -> int:
         checkpoint()
-        return count(piece, split.tokens)
+        return count(piece, most)
 
     kind = MarkdownSplitter if split.mode == "section" else TextSplitter
     splitter = kind.from_callback(counted, split.tokens, overlap=split.overlap, trim=False)

@@ -47,7 +47,7 @@ class _Request(Request):
             if len(body) <= LARGE:
                 self._json = self.route.read(body, state)
             else:
-                self._json = await state.rooms.large.run(self, self.route.read, body, state)
+                self._json = await state.rooms.bodies.run(self, self.route.read, body, state)
         return self._json
 
 

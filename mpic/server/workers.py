@@ -75,14 +75,16 @@ class Rooms:
     """The kinds of work there are.
 
     Attributes:
-        small: what most requests need: building a prompt, searching.
-        large: what takes a whole thread for seconds: parsing a large body, cutting a book.
-        background: what nobody waits for: tokenizing an upload.
+        bodies: parsing large bodies, a second for the largest.
+        prompts: building prompts, and searching.
+        books: cutting long texts and storing the pieces, many seconds.
+        background: tokenizing uploads, which nobody waits for.
     """
 
     def __init__(self) -> None:
-        self.small = Workers(SEVERAL, SEVERAL // 2)
-        self.large = Workers(2, 1)
+        self.bodies = Workers(4, 2)
+        self.prompts = Workers(SEVERAL, SEVERAL // 2)
+        self.books = Workers(2, 1)
         self.background = Workers(2, 1)
 
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 from chat_models import byte_level, metaspace, unigram
 from hostile_texts import TEXTS, demo, prose, recorded
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
@@ -167,6 +167,7 @@ def plainly(text, split, spans):
     st.integers(0, 6),
     st.sampled_from([*TOKENIZERS, "demo"]),
 )
+@example("\n a a river.", "paragraph", 1, 0, "metaspace")  # characters that are too many tokens by themselves
 def test_the_pieces_are_those_of_the_obvious_algorithm(text, mode, tokens, overlap, name):
     split = Split(mode, tokens, 0 if mode == "none" else min(overlap, tokens // 2))
     spans = template(name).documents.spans

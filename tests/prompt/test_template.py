@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from mpic.errors import BadRequest, ModelRefused, UnknownHandle, UnsupportedModality, UnsupportedParameter
 from mpic.prompt import ChatTemplate, ChunkSegment, TextSegment, build_prompt
-from mpic.prompt.marks import Marks
 from mpic.prompt.messages import Ref, parse_messages
 from mpic.prompt.tokens import Trusted
 
@@ -401,26 +400,3 @@ def test_hostile_text_comes_back_as_it_was_and_gives_no_control_token(family, co
     calm = [p if isinstance(p, Trusted | Ref) else "x" for p in rendered]
     runs = template._guard.encode_pieces([p if isinstance(p, Trusted) else "x" for p in calm])
     assert told == [i for run in runs for i in run if i in control]
-
-
-def test_the_marks_of_many_messages_are_compared_only_with_their_own(monkeypatch):
-    """The work of checking a rendering grows with the number of messages, not with its square."""
-    compared = 0
-
-    class Number(int):
-        def __eq__(self, other):
-            nonlocal compared
-            compared += 1
-            return int(self) == int(other)
-
-        __hash__ = int.__hash__
-
-    class Counting(Marks):
-        def cut(self, rendered):
-            pieces = super().cut(rendered)
-            return [(None if number is None else Number(number), text) for number, text in pieces]
-
-    monkeypatch.setattr("mpic.prompt.draft.Marks", Counting)
-    turns = [{"role": ("user", "assistant")[i % 2], "content": f"text {i}"} for i in range(2_000)]
-    prompt = build_prompt(turns, TEMPLATES["qwen2"], None)
-    assert len(prompt.segments) == 1 and 2_000 <= compared < 20_000

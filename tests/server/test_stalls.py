@@ -31,7 +31,6 @@ REQUESTS = {
         "/v1/chat/completions",
         b'{"messages":[' + b"{}," * 7_000_000 + b"{}]}",
     ),
-    "20,000 parts": lambda: chat([{"type": "text", "text": "a"}] * 20_000),
     "a cache of 8 MB cut by sentences": lambda: cache("sentence", prose(8_000_000)),
     "a cache of 8 MB cut by sections": lambda: cache("section", "|a|b\n" * 1_600_000),
     "a search for 20 MB": lambda: (

@@ -30,7 +30,7 @@ async def create(body: CacheRequest, request: Request, state: StateDep, user: Cu
     the background. Prompts may link them at once."""
     split = Split(**body.split.model_dump())
     large = sum(map(len, (body.text or "", *(body.chunks or ())))) > LARGE
-    workers = state.rooms.large if large else state.rooms.small
+    workers = state.rooms.books if large else state.rooms.prompts
     parts, size = await workers.run(request, _parts, body, split, state)
     async with state.quotas.admit(user, size, len(parts)):
         create = partial(

@@ -51,9 +51,9 @@ SAID_ONLY = {"refusal", "annotations", "audio", "function_call"}
 async def create(body: ChatRequest, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """Answer a conversation that may contain images and documents, uploaded or inline."""
     check_model(state, body.model)
-    job, given = await state.rooms.small.run(request, prepare, body, state, user.id)
+    job, given = await state.rooms.prompts.run(request, prepare, body, state, user.id)
     # to the end: what has been submitted must be aborted if the client has left
-    choices = await state.rooms.small.call(user.id, Choices.submit, state.engine.submit, job, body.n or 1)
+    choices = await state.rooms.prompts.call(user.id, Choices.submit, state.engine.submit, job, body.n or 1)
     rounds = None if body.mpic.retrieval.mode == "off" else given
     answer = Answer(
         job.id,

@@ -111,7 +111,7 @@ async def search(
     body: ReferenceSearch, request: Request, state: StateDep, user: CurrentUser
 ) -> ReferencesFound:
     """References most like a text or an image, best first."""
-    return await state.rooms.small.run(request, _search, body, state)
+    return await state.rooms.prompts.run(request, _search, body, state)
 
 
 def _search(body: ReferenceSearch, state: State) -> ReferencesFound:
@@ -162,7 +162,7 @@ def get_content(reference_id: str, state: StateDep, user: CurrentUser) -> Respon
 @router.get("/{reference_id}/thumbnail", response_class=Response)
 async def get_thumbnail(reference_id: str, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """A small PNG of an image."""
-    return await state.rooms.small.run(request, _thumbnail, reference_id, state)
+    return await state.rooms.prompts.run(request, _thumbnail, reference_id, state)
 
 
 def _thumbnail(reference_id: str, state: State) -> Response:
@@ -185,7 +185,7 @@ def delete_reference(reference_id: str, state: StateDep, user: AdminUser) -> Ref
 
 async def _added(request: Request, state: State, reference: Reference) -> ReferenceObject:
     request.app.state.uploads.compile_reference(reference)
-    await state.rooms.small.call(SHARED, state.retriever.flush, 10.0)
+    await state.rooms.prompts.call(SHARED, state.retriever.flush, 10.0)
     return _show(reference)
 
 
