@@ -21,6 +21,7 @@ from mpic.imaging.decoder import decoder
 from mpic.library import intake
 from mpic.server import uploads
 from mpic.server.routers import chat
+from mpic.server.workers import SEVERAL
 
 LARGE = flat_png(1700)
 
@@ -52,8 +53,9 @@ async def all_places_taken():
 
 async def test_while_large_images_wait_everybody_else_is_served(server, all_places_taken):
     away = decoder().away
-    waiting = [asyncio.ensure_future(server.upload(LARGE)) for _ in range(away.most_waiting - 4)]
-    waiting += [asyncio.ensure_future(server.ask(inline(LARGE))) for _ in range(4)]
+    chats = SEVERAL // 2 - 1  # of one user so many prompts are built at a time, and one is to be left
+    waiting = [asyncio.ensure_future(server.upload(LARGE)) for _ in range(away.most_waiting - chats)]
+    waiting += [asyncio.ensure_future(server.ask(inline(LARGE))) for _ in range(chats)]
     while away.waiting < away.most_waiting:
         await asyncio.sleep(0.01)
     refused = await server.upload(LARGE)
@@ -103,7 +105,7 @@ async def test_a_valid_image_for_which_there_is_no_memory_is_a_passing_error(
 
 
 async def test_a_body_for_which_there_is_no_memory_is_a_passing_error(server, monkeypatch):
-    def parse(body):
+    def parse(*args):
         raise MemoryError
 
     monkeypatch.setattr("mpic.server.body.parse", parse)
