@@ -1,7 +1,8 @@
 """The memory of this process: what may still be allocated, what has been set aside, and giving freed pages back.
 
 Some libraries end the process when an allocation fails (the tokenizers, in Rust, do), which no ``except`` can catch.
-What a request is about to allocate there is therefore set aside first, and refused when it is not to be had.
+The memory that a request is going to need there is therefore set aside first, and the request is refused when there is
+not enough.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from mpic.errors import OutOfMemory
 
 MiB = 1 << 20
 UNCHECKED = 1 * MiB
-"""What is smaller is allocated without asking, which takes a tenth of a millisecond."""
+"""Smaller amounts are not checked, because a check takes a tenth of a millisecond."""
 FLOOR = 64 * MiB
-"""What is left for everything that does not ask."""
+"""This much is left for everything that does not set its memory aside."""
 M_ARENA_MAX, ARENAS = -8, 2  # of malloc.h
 
-_EXHAUSTED = re.compile(r"can't allocate memory|not enough memory|out of memory|can't start new thread", re.I)
+_EXHAUSTED = re.compile(r"can't allocate|not enough memory|out of memory|can't start new thread", re.I)
 _lock = threading.Lock()
 _set_aside = 0
 
 
 def room() -> float:
-    """Bytes this process may still allocate: what the limit of its address space (``ulimit -v``) leaves and what the
-    machine has available, whichever is less."""
+    """Bytes that this process may still allocate: the lesser of what the limit of its address space (``ulimit -v``)
+    leaves and what the machine has available."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     left = math.inf if limit == resource.RLIM_INFINITY else limit - _address_space()
     return min(left, psutil.virtual_memory().available)
@@ -43,14 +44,14 @@ def room() -> float:
 def set_aside(size: int, what: str) -> Iterator[None]:
     """Inside the block ``size`` bytes may be allocated.
 
-    They count twice while the block runs, as set aside and as allocated, so that requests which come together do not
-    each count on the same room.
+    While the block runs they are counted twice, as set aside and as allocated, so that requests which come together
+    cannot all rely on the same free memory.
 
     Args:
-        what: what needs them, as the subject of the error's sentence.
+        what: what needs the memory, as the subject of the error's sentence.
 
     Raises:
-        OutOfMemory: there is no such room, or an allocation inside the block failed.
+        OutOfMemory: there is not enough memory, or an allocation inside the block has failed.
     """
     global _set_aside
     if size > UNCHECKED:
@@ -91,8 +92,8 @@ def is_exhaustion(error: BaseException) -> bool:
 
 
 def few_arenas() -> None:
-    """Where the address space is limited, keep the C library (glibc) from reserving 64 MiB of it for every thread: it
-    never returns them. Call this before there are threads."""
+    """If the address space is limited, keep the C library (glibc) from reserving 64 MiB of it for every thread, because
+    it never returns them. Call this before there are threads."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)

@@ -1,4 +1,4 @@
-"""How much may be decoded at a time: a byte budget and a number of places, in the order of arrival."""
+"""How much may be done at a time: a byte budget and a number of places, given out in the order of arrival."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from mpic.errors import DecoderBusy
 
 
 class Budget:
-    """Thread-safe. Who comes first is served first, so that large images are not passed over for ever.
+    """A semaphore over bytes and places. Callers are served in the order of their arrival, so that a stream of small
+    requests cannot keep a large one waiting for ever. Thread-safe.
 
     Args:
-        places: most at a time, whatever their size.
-        most_waiting: how many may wait before others are refused.
+        places: how many callers may be inside at a time, whatever their size.
+        most_waiting: how many callers may wait; further ones are refused.
 
     Attributes:
-        bytes, running: taken now.
-        most_bytes, most_running: the most that were ever taken at a time.
+        bytes, running: bytes and places that are taken now.
+        most_bytes, most_running: the highest values these have had.
     """
 
     def __init__(self, places: int, most_waiting: int) -> None:
@@ -30,20 +31,22 @@ class Budget:
 
     @contextmanager
     def taken(self, size: int, capacity: int, patient: bool = False) -> Iterator[None]:
-        """Wait for a place and ``size`` bytes of ``capacity``; what is larger than that runs alone.
+        """Wait for a place and for ``size`` bytes, and hold them inside the block.
 
         Args:
-            patient: wait however many others do: for work that nobody can be told to send again.
+            size: in bytes; a caller that asks for more than ``capacity`` runs alone.
+            capacity: bytes that all callers may hold together.
+            patient: wait even when too many others do. This is for work that no client can be told to send again.
 
         Raises:
-            DecoderBusy: too many are waiting.
+            DecoderBusy: ``most_waiting`` callers are waiting already.
         """
         size = min(size, capacity)
         ticket = object()
         with self._changed:
             if not patient and len(self._line) >= self.most_waiting:
                 raise DecoderBusy(
-                    "too many large images are waiting to be decoded; try again", retry_after=2.0
+                    "too many large files are waiting to be decoded; try again", retry_after=2.0
                 )
             self._line.append(ticket)
             try:
@@ -67,6 +70,7 @@ class Budget:
 
     @property
     def waiting(self) -> int:
+        """How many callers are waiting."""
         return len(self._line)
 
     def _count(self, size: int, places: int) -> None:

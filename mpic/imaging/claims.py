@@ -1,6 +1,6 @@
-"""What the first bytes of an image claim, read before a decoder sees the file: enough to know what decoding will cost.
+"""What an image file claims in its first bytes, read before a decoder sees it, to estimate what decoding will cost.
 
-Nothing here decides what is accepted, except that a claim of too many pixels is believed.
+A claim decides nothing about acceptance, except that a claim of too many pixels is believed.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from typing import NamedTuple
 MiB = 1 << 20
 SMALL_PIXELS = 2 << 20
 SMALL_BYTES = 4 * MiB
-"""An image of at most so many pixels and bytes is decoded in the server's own process."""
+"""An image of at most this many pixels and bytes is decoded in the server's own process."""
 LARGE_PIXELS = 4 << 20
-"""What the C library keeps of an image this large, once it is freed, is worth giving back to the system."""
+"""After an image of more pixels has been used, freed memory is given back to the system."""
 MANY_PIECES = 1000
-"""Chunks of a PNG, segments of a JPEG: readers walk them in Python."""
+"""A PNG with more chunks or a JPEG with more segments counts as odd, because Pillow walks them in Python."""
 MANY_SCANS = 32
-"""Each scan of a JPEG goes over the whole image, however few bytes it has."""
+"""A JPEG with more scans counts as odd, because each goes over the whole image, however few bytes it has."""
 MUCH_EXIF = 16 << 10
-"""EXIF data of n bytes can unpack to n * n / 12: each of its entries may point at all of it."""
+"""EXIF data of n bytes can unpack to n * n / 12 bytes, because each of its entries may point at all of it."""
 
 PER_PIXEL = {"PNG": 4, "JPEG": 4, "WEBP": 16, "BMP": 4, "GIF": 6}
-"""Bytes that Pillow takes for a pixel while it decodes: its own four, and what the format's library holds beside."""
+"""Bytes per pixel that decoding takes: Pillow's own four, and what the format's library holds beside them."""
 SLACK = 16 * MiB
 
 
 class Claim(NamedTuple):
-    """What a file says of itself.
+    """What a file says about itself.
 
     Args:
-        format: Pillow's name, or "" for what is none of ours.
-        width, height: in pixels; 0 where they could not be read.
+        format: Pillow's name of the format, or "" if it is none that is accepted.
+        width, height: in pixels; 0 if they could not be read.
         per_pixel: bytes of memory that decoding takes for each pixel.
-        odd: it may take far more work than an image of its size should.
+        odd: decoding may take far more work than an image of this size should.
     """
 
     format: str = ""
@@ -50,21 +50,21 @@ class Claim(NamedTuple):
         return self.pixels > 0
 
     def small(self, size: int) -> bool:
-        """Whether a file of ``size`` bytes is decoded as quickly here as it is sent elsewhere."""
+        """Whether a file of ``size`` bytes is decoded sooner in this process than it is sent to another one."""
         return self.known and not self.odd and self.pixels <= SMALL_PIXELS and size <= SMALL_BYTES
 
     def bytes_needed(self, size: int, most_pixels: int) -> int:
         """Memory that decoding a file of ``size`` bytes takes.
 
         Args:
-            most_pixels: what a file is taken to have that does not tell, or that will be refused for having more.
+            most_pixels: the most pixels that are accepted, which a file is taken to have if it does not tell.
         """
         pixels = min(self.pixels, most_pixels) if self.known else most_pixels
         return pixels * self.per_pixel + 3 * size + SLACK
 
 
 def read_claim(data: bytes) -> Claim:
-    """What a file claims; an empty claim when it cannot be told."""
+    """What a file claims; an empty claim if it cannot be told."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return _png(data)
     if data.startswith(b"\xff\xd8"):
@@ -84,7 +84,7 @@ def _png(data: bytes) -> Claim:
     for _ in range(MANY_PIECES):
         kind, size = data[at + 4 : at + 8], _big(data, at, 4)
         if kind in (b"zTXt", b"iTXt") or (kind == b"IHDR" and at > 8):
-            break  # compressed text is unpacked before the pixels are looked at
+            break  # compressed text is unpacked before the pixels are
         if kind in (b"eXIf", b"tEXt") and size > MUCH_EXIF:
             break
         at += 12 + size

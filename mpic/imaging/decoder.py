@@ -1,4 +1,4 @@
-"""Decoding for the whole process: small images where they are, large ones in workers, few at a time.
+"""Decoding for the whole process: small images are decoded in it, large ones in workers, a few at a time.
 
 All of a process's libraries and pages share one decoder, because they share its memory.
 """
@@ -6,7 +6,6 @@ All of a process's libraries and pages share one decoder, because they share its
 from __future__ import annotations
 
 import os
-from functools import cache
 from typing import Any
 
 from PIL import Image
@@ -20,22 +19,23 @@ from mpic.imaging.processes import CPU_SECONDS, Processes
 
 MOST_WORKERS = 4
 MOST_WAITING = 16
-"""Below the number of threads that answer requests, so that a flood of large images leaves some for everything else."""
+"""This is less than half of the threads that answer requests, so that a flood of large images leaves threads for the
+rest."""
 MARGIN = 96 * MiB
-"""Of a worker's memory limit: text and colour profiles that are unpacked before the pixels."""
+"""A worker may take this much beyond its estimate, for text and colour profiles that are unpacked before the pixels."""
 RESULT = 4
-"""Bytes that a pixel of a decoded image takes."""
+"""Bytes that Pillow takes for a pixel of a decoded image."""
 
 
 class Decoder:
-    """Thread-safe.
+    """Decides where and when an image is decoded. Thread-safe.
 
     Args:
-        workers: most processes; 0: one a core, at most four.
+        workers: the most processes at a time; 0 means one for each core, but at most four.
 
     Attributes:
-        here: what is being decoded in this process; ``away``: in workers. A quarter and three quarters of the budget,
-            so that small images never wait for large ones.
+        here: counts what is being decoded in this process, which has a quarter of the budget.
+        away: counts what is being decoded in workers, which have the rest. Small images never wait for large ones.
     """
 
     def __init__(self, workers: int = 0) -> None:
@@ -47,22 +47,25 @@ class Decoder:
         """Size and digest of an image.
 
         Args:
-            budget: bytes that decoding may take at a time, all together.
+            budget: bytes that all decoding may take at a time.
 
         Raises:
-            InvalidUpload, TooLarge: it is not accepted; see ``pixels.opened``. ImageTooCostly: it takes too much.
+            InvalidUpload, TooLarge: the image is not accepted; see ``pixels.opened``.
+            ImageTooCostly: it takes far more time or memory than its size explains.
             DecoderBusy: too many large images are waiting.
-            OutOfMemory: there is not enough for it now.
+            OutOfMemory: there is not enough memory for it now.
         """
         return self._run("identify", data, rules, budget)
 
     def decode(self, data: bytes, rules: Rules, budget: int) -> Image.Image:
-        """The image, upright and RGB: for a caller who lets go of it before taking another. It waits however many
-        others do. Raises as ``identify``, but DecoderBusy."""
+        """The image, upright and in RGB. The caller must let go of it before it takes another.
+
+        Raises the same as ``identify`` except DecoderBusy: it waits even when too many others do.
+        """
         return self._run("decode", data, rules, budget)
 
     def thumbnail(self, data: bytes, rules: Rules, budget: int, **options: Any) -> bytes:
-        """A small PNG; ``options`` as of ``pixels.thumbnail``. Raises as ``identify``."""
+        """A small PNG of the image. ``options`` are those of ``pixels.thumbnail``. Raises the same as ``identify``."""
         return self._run("thumbnail", data, rules, budget, **options)
 
     def _run(self, do: str, data: bytes, rules: Rules, budget: int, **options: Any) -> Any:
@@ -103,7 +106,10 @@ class Decoder:
         return Identity(*reply.result) if do == "identify" else reply.result
 
 
-@cache
+_own = Decoder()
+os.register_at_fork(after_in_child=_own.processes.forget)
+
+
 def decoder() -> Decoder:
-    """This process's own."""
-    return Decoder()
+    """The decoder that all of this process shares."""
+    return _own

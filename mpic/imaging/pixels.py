@@ -1,7 +1,7 @@
-"""Decoding with Pillow: what is accepted, and an image's pixels as the library knows them, a strip at a time.
+"""Decoding with Pillow: which images are accepted, and their pixels as the library knows them, a strip at a time.
 
-The pixels are upright (EXIF orientation applied), RGB, with transparency laid over white. A strip is turned and
-converted alone, so that beside Pillow's own copy of the image there is never a second one.
+The pixels are upright (the EXIF orientation is applied) and RGB, with transparency laid over white. Each strip is
+turned and converted alone, so that there is never a second copy of the whole image beside Pillow's own.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ TURNS = {
     7: Turn.TRANSVERSE,
     8: Turn.ROTATE_90,
 }
-"""What sets an image upright, by its EXIF orientation."""
+"""What sets an image upright, for each EXIF orientation."""
 SIDEWAYS = (Turn.TRANSPOSE, Turn.ROTATE_270, Turn.TRANSVERSE, Turn.ROTATE_90)
 FROM_RIGHT = (Turn.TRANSVERSE, Turn.ROTATE_90)
-"""Their first rows are the last columns."""
+"""The first row of the upright image is the last column of the stored one."""
 FROM_BELOW = (Turn.ROTATE_180, Turn.FLIP_TOP_BOTTOM)
 
 warnings.filterwarnings(
@@ -49,13 +49,13 @@ warnings.filterwarnings(
 
 
 class Rules(NamedTuple):
-    """What is accepted.
+    """Which images are accepted.
 
     Args:
-        pixels: most of one image.
-        aspect: longest side over shortest side.
-        gif: take a GIF's first frame; otherwise GIF is refused.
-        believed: pixels that memory has been set aside for; 0: any number. An image that has more is a
+        pixels: the most that an image may have.
+        aspect: the most that its longest side may be over its shortest.
+        gif: accept GIF and take its first frame; otherwise GIF is refused.
+        believed: the number of pixels that memory has been set aside for, or 0. An image that has more raises
             ``Contradiction``.
     """
 
@@ -105,7 +105,7 @@ class PixelDigest:
 
 
 class Upright:
-    """A decoded image that is looked at in strips.
+    """A decoded image that is read in strips.
 
     Attributes:
         size: width and height once it is upright.
@@ -150,7 +150,7 @@ def opened(data: bytes, rules: Rules, draft: int = 0) -> Iterator[Upright]:
 
     Args:
         data: the bytes of a PNG, JPEG, WebP, BMP or (if the rules allow it: its first frame) GIF.
-        draft: a side in pixels that is enough: a JPEG is then decoded to no more than it takes to show that.
+        draft: a side in pixels that is enough; a JPEG is then decoded at a reduced size. 0 means full size.
 
     Raises:
         ImageTooLarge: more pixels than the rules allow; known from the header, before anything is decoded.
@@ -204,8 +204,8 @@ def thumbnail(data: bytes, rules: Rules, side: int, least: int = 0, transparent:
 
     Args:
         side: longest side of the result in pixels.
-        least: an image of shorter sides is shown larger, as the pixels it is made of.
-        transparent: keep transparency; otherwise white lies below.
+        least: an image whose longest side is shorter is enlarged to this, showing the pixels it is made of.
+        transparent: keep transparency; otherwise the image is laid over white.
 
     Raises:
         As ``opened``.

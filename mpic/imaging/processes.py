@@ -1,5 +1,5 @@
-"""Decoding processes, seen from the server's: started when they are wanted, ended when they are idle, replaced when
-they die."""
+"""Decoding processes, seen from the server's process: they are started on demand, ended when they are idle, and
+replaced when they die."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from mpic.imaging.pixels import Contradiction
 log = logging.getLogger(__name__)
 
 CPU_SECONDS = 30
-"""Computing time of one image; a large progressive JPEG takes two."""
+"""Computing time that one image may take. A progressive JPEG of 40 million pixels takes two to four."""
 WALL_SECONDS = 180.0
+"""Time after which a worker is ended that does not answer, for example because it was stopped."""
 IDLE_SECONDS = 30.0
 LONGEST_MESSAGE = 64 << 20
 BOOT = (
@@ -48,11 +49,11 @@ REFUSALS = {
 
 
 class Reply:
-    """What a worker says.
+    """What a worker has answered.
 
     Attributes:
-        result: of what was asked for.
-        image: what came strip by strip.
+        result: the value or the bytes that were asked for.
+        image: the image, if one was asked for; it is put together from strips as they come.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Reply:
         self._top = 0
 
     def take(self, message: bytes) -> bool:
-        """One message; whether it was the last. Raises what the worker refused the image with."""
+        """Take one message in, and tell whether it was the last one. Raises the error the worker has answered with."""
         kind, body = message[:1], memoryview(message)[1:]
         if kind == b"p":
             strip = Image.frombuffer("RGB", (self.image.width, len(body) // 3 // self.image.width), body)
@@ -81,7 +82,7 @@ class Reply:
 
 
 class Worker:
-    """One process. Used by one thread at a time."""
+    """One decoding process. Only one thread may use it at a time."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -108,11 +109,11 @@ class Worker:
         return self._process.poll() is None
 
     def run(self, order: dict[str, Any], data: bytes) -> Reply:
-        """Have one image decoded.
+        """Have one image decoded. Afterwards the worker may be used again only if it is ``alive``.
 
         Raises:
-            MPICError: what the image is refused with, or became of the worker. Unless it is alive afterwards, it must
-                not be used again.
+            MPICError: the image is refused, or the worker has died.
+            Contradiction: see ``pixels.Contradiction``.
         """
         watch = threading.Timer(WALL_SECONDS, self._give_up)
         watch.daemon = True
@@ -126,12 +127,12 @@ class Worker:
             return reply
         except (EOFError, ConnectionError) as error:
             raise self._end() from error
-        except (ImageTooCostly, OutOfMemory):  # what it has allocated need not be in one piece again
+        except (ImageTooCostly, OutOfMemory):  # its heap may stay fragmented, which a new worker's is not
             self.close()
             raise
         except (MPICError, Contradiction):
             raise
-        except BaseException:  # the next answer would be this one's rest
+        except BaseException:  # the rest of this answer would be taken for the next one
             self.close()
             raise
         finally:
@@ -142,9 +143,9 @@ class Worker:
         self._process.kill()
 
     def _end(self) -> MPICError:
-        """The error for a worker that has died."""
+        """The error that stands for the death of this worker."""
         self._talk.close()
-        self._process.kill()  # or it has only closed its socket
+        self._process.kill()  # it might have closed its socket only
         code = self._process.wait()
         log.warning("a process that decoded an image has ended with %s", code)
         if self._late:
@@ -165,10 +166,10 @@ class Worker:
 
 
 class Processes:
-    """Workers that wait for work. Thread-safe. How many there are at a time is the caller's affair.
+    """The workers that wait for work. The caller bounds how many there are at a time. Thread-safe.
 
     Attributes:
-        started: how many have been.
+        started: how many workers have been started so far.
     """
 
     def __init__(self) -> None:
@@ -180,7 +181,7 @@ class Processes:
 
     @contextmanager
     def one(self) -> Iterator[Worker]:
-        """A worker of the caller's own. Raises OutOfMemory: none can be started."""
+        """A worker for the caller alone. Raises OutOfMemory when none can be started."""
         worker = self._take()
         try:
             yield worker
@@ -189,12 +190,12 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that wait."""
+        """The process ids of the workers that wait."""
         with self._lock:
             return [worker.pid for worker in self._idle]
 
     def close(self) -> None:
-        """End those that wait."""
+        """End the workers that wait."""
         with self._lock:
             idle, self._idle = self._idle, []
             if self._reaper is not None:
@@ -202,6 +203,10 @@ class Processes:
                 self._reaper = None
         for worker in idle:
             worker.close()
+
+    def forget(self) -> None:
+        """In a process that was forked: leave the workers to the process that started them."""
+        self._lock, self._idle, self._reaper = threading.Lock(), [], None
 
     def _take(self) -> Worker:
         with self._lock:
@@ -219,10 +224,13 @@ class Processes:
             with suppress(OSError):
                 worker.close()
             return
-        with self._lock:
-            self._idle.append(worker)
-            if self._reaper is not None:
-                self._reaper.cancel()
-            self._reaper = threading.Timer(IDLE_SECONDS, self.close)
-            self._reaper.daemon = True
-            self._reaper.start()
+        try:
+            with self._lock:
+                self._idle.append(worker)
+                if self._reaper is not None:
+                    self._reaper.cancel()
+                self._reaper = threading.Timer(IDLE_SECONDS, self.close)
+                self._reaper.daemon = True
+                self._reaper.start()
+        except RuntimeError:  # no thread can be started for want of memory, so nothing would end it later
+            self.close()

@@ -69,7 +69,7 @@ def sniff(head: bytes) -> Literal["image", "text"]:
 def decode_image(data: bytes, limits: Limits | None = None) -> Image.Image:
     """Decode one still image: upright (EXIF orientation applied), RGB, transparency laid over white.
 
-    A large one is decoded in another process, few at a time; let go of it before you take the next.
+    A large image is decoded in another process. Let go of it before you decode the next, because few fit into memory.
 
     Args:
         data: the bytes of a PNG, JPEG, WebP, BMP or (if the limits allow it: its first frame) GIF.
@@ -80,7 +80,7 @@ def decode_image(data: bytes, limits: Limits | None = None) -> Image.Image:
         InvalidImage: not an image, truncated, damaged, of no size, or absurdly narrow.
         AnimatedImage: more than one frame.
         UnsupportedType: GIF, unless the limits allow it.
-        OutOfMemory: there is not enough for it now.
+        OutOfMemory: there is not enough memory for it now.
     """
     limits = limits or Limits()
     return decoder().decode(data, _rules(limits), limits.decode_bytes)

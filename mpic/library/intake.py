@@ -25,12 +25,12 @@ PIECE = 1 << 20
 """Bytes read from a client at a time."""
 
 ACCEPTING = ThreadPoolExecutor(24, "mpic-accept")
-"""Threads on which uploads are checked and committed. Large images wait there to be decoded, fewer of them at a time
-than there are threads, so that other uploads and everything else go on."""
+"""Threads on which uploads are checked and committed. Large files wait on them to be decoded, but no more of them may
+wait than leave threads for other uploads; everything else in the server has threads of its own."""
 
 READ_BYTES = 128 << 20
 READING = Budget(places=64, most_waiting=MOST_WAITING)
-"""Of uploads that are in memory at a time, however many wait to be decoded; small ones are not counted."""
+"""Bounds the bytes of large uploads that are in memory at a time while they wait to be decoded."""
 
 LONGEST_LIFE = 10 * 366 * 86_400
 METADATA_KEYS, METADATA_KEY_CHARS, METADATA_VALUE_CHARS = 32, 64, 1024

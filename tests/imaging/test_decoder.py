@@ -34,6 +34,17 @@ def decoder():
     made.processes.close()
 
 
+def test_a_forked_process_leaves_the_workers_to_the_one_that_started_them():
+    shared = decoder_module.decoder()
+    shared.identify(LARGE[0], RULES, BUDGET)
+    assert (pids := shared.processes.pids)
+    child = os.fork()
+    if child == 0:
+        os._exit(len(decoder_module.decoder().processes.pids))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert shared.processes.pids == pids
+
+
 def wait_for(condition):
     for _ in range(1000):
         if condition():
@@ -80,7 +91,7 @@ def test_an_image_larger_than_the_budget_is_decoded_alone(decoder):
     assert decoder.away.most_bytes == 750
 
 
-def test_who_comes_first_is_served_first_and_small_ones_do_not_overtake_for_ever():
+def test_callers_are_served_in_order_so_small_images_do_not_overtake_a_large_one_for_ever():
     budget, order = Budget(places=2, most_waiting=9), []
 
     def take(name, size, hold):
