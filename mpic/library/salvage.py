@@ -11,7 +11,7 @@ from mpic.errors import MPICError
 from mpic.keys import KeyStore, any_keys
 from mpic.kv.chunk import ChunkKey
 from mpic.library.adopt import Adoption
-from mpic.library.intake import identify
+from mpic.library.decode import decode_text, image_key, sniff
 from mpic.library.limits import Limits
 from mpic.library.names import owner_folder
 from mpic.library.records import SHARED
@@ -59,7 +59,8 @@ def _users(root: Path) -> list[str]:
 def _describe(path: Path, name: str, owner: str, limits: Limits) -> dict[str, Any] | None:
     """The record of a sidecar, as far as it can be told. Raises MPICError: the content is not accepted."""
     data = path.read_bytes()
-    key: ChunkKey = identify(data, limits)
+    is_image = sniff(data[:32]) == "image"
+    key = image_key(data, limits) if is_image else ChunkKey.of_text(decode_text(data, limits))
     at = path.stat().st_mtime
     record = {
         "kind": key.kind,
