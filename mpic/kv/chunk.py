@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from mpic.imaging.pixels import PixelDigest
+from mpic.press import parse_press
 
 Kind = Literal["text", "image"]
 
@@ -66,6 +67,7 @@ class Recipe:
         sink: BOS tokens compiled in front of the chunk and dropped afterwards (LegoLink-0 of EPIC, section 4).
         preprocessing: digest of the tokenizer and image processor that made the chunk's inputs.
         packet: digest of the adapter around the chunk (KV Packet, section 3.1), or empty.
+        press: name of the press that compressed the KV (``mpic.press``), or empty.
     """
 
     dtype: str
@@ -73,12 +75,17 @@ class Recipe:
     sink: int = 0
     preprocessing: str = ""
     packet: str = ""
+    press: str = ""
 
     def fields(self) -> dict[str, str | int]:
-        """Returns its fields as JSON values, as files and catalogues have them. An empty ``packet`` is left out: what
-        was compiled before there were adapters keeps its digest."""
-        fields = asdict(self)
-        return fields if self.packet else {k: v for k, v in fields.items() if k != "packet"}
+        """Returns its fields as JSON values, as files and catalogues have them. An empty ``packet`` or ``press`` is
+        left out: what was compiled before there were any keeps its digest."""
+        return {k: v for k, v in asdict(self).items() if v or k not in ("packet", "press")}
+
+    def slots(self, n: int) -> int:
+        """Returns how many tokens of n the KV holds in every layer and head."""
+        press = parse_press(self.press)
+        return n if press is None else press.slots(n)
 
     @property
     def digest(self) -> str:
@@ -128,6 +135,7 @@ class Chunk:
         load_image: for images, returns the decoded RGB image (only called when nothing is compiled yet).
         label: the name a person gave it, shown in traces.
         file_id: the library file it came from, or None for inline content.
+        press: name of the press that its KV is compressed by, ``none``, or empty where nobody has said.
     """
 
     key: ChunkKey
@@ -136,6 +144,7 @@ class Chunk:
     load_image: Callable[[], Image.Image] | None = field(default=None, compare=False, repr=False)
     label: str | None = None
     file_id: str | None = None
+    press: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -220,8 +229,8 @@ class KVShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """A compiled chunk in host memory: its inputs and ``kv [layers, 2, kv_heads, n, head_dim]`` with keys rotated at
-    their chunk-local positions (offset by ``recipe.sink``)."""
+    """A compiled chunk in host memory: its inputs and ``kv [layers, 2, kv_heads, m, head_dim]`` with keys rotated at
+    their chunk-local positions (offset by ``recipe.sink``); m is ``recipe.slots(n)``, n unless a press made it less."""
 
     key: KVKey
     inputs: ChunkInputs

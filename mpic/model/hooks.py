@@ -69,6 +69,22 @@ class KindCalls(NamedTuple):
 
 
 @dataclass
+class Observed:
+    """The queries of the last ``count`` rows of a chunk that is being compiled, for a press, as layers saw them.
+
+    ``queries`` has parts ``[heads, rows, head_dim]`` in order, and ``scales`` the scale of the softmax, by layer.
+    """
+
+    count: int
+    queries: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    scales: dict[int, float] = field(default_factory=dict)
+
+    def take(self, layer: int, queries: torch.Tensor, scale: float) -> None:
+        self.queries.setdefault(layer, []).append(queries.clone())
+        self.scales[layer] = scale
+
+
+@dataclass
 class Step:
     """Everything a packed forward of T rows needs beside its input embeddings.
 
@@ -80,6 +96,7 @@ class Step:
         kernel: takes all writes and calls instead of ``partial`` call by call; then there are no ``singles``.
         barrier: loads that this step runs beside, or None.
         single_writes: where the keys and values of rows that stand alone go, or None.
+        observed: rows whose queries are kept, and by whom.
     """
 
     writes: list[Write]
@@ -89,6 +106,7 @@ class Step:
     kernel: StepKernel | None = None
     barrier: LayerBarrier | None = None
     single_writes: RowWrites | None = None
+    observed: list[tuple[slice, Observed]] = field(default_factory=list)
     layers_seen: set[int] = field(default_factory=set)
 
 
@@ -196,6 +214,8 @@ def _layer(
         return step.attend(layer, query, key, value, scale, extras)
     k, v = key[0], value[0]
     step.layers_seen.add(layer)
+    for rows, observed in step.observed:
+        observed.take(layer, query[0][:, rows], scale)
     if step.kernel is not None:
         step.kernel.scatter(layer, k, v)
         if step.barrier is not None:

@@ -13,6 +13,7 @@ from mpic.kernels.span import Span
 from mpic.kv.chunk import ChunkInputs, KVKey
 from mpic.kv.device import Resident
 from mpic.kv.pool import Extent
+from mpic.model.hooks import Observed
 
 
 class EmbeddedTokens(NamedTuple):
@@ -49,9 +50,11 @@ class Rows:
 
 @dataclass(eq=False)
 class CompileJob(Rows):
-    """A chunk that is being compiled behind ``sink`` BOS tokens; its extent is the resident's."""
+    """A chunk that is being compiled behind ``sink`` BOS tokens; its extent is the resident's. ``observed`` keeps
+    queries for its press."""
 
     resident: Resident | None = None
+    observed: Observed | None = None
 
 
 def compile_job(inputs: ChunkInputs, sink: int, bos: int) -> CompileJob:

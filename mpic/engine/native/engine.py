@@ -27,6 +27,7 @@ from mpic.engine.native.inbox import Inbox
 from mpic.engine.native.linker import ChunkLinker
 from mpic.engine.native.loader import loaders_for
 from mpic.engine.native.outputs import Outputs
+from mpic.engine.native.presser import Presser
 from mpic.engine.native.request import LinkedChunk, Request, Status
 from mpic.engine.native.runner import Runner
 from mpic.engine.native.sampling import choose
@@ -89,8 +90,9 @@ class NativeEngine(Engine):
         self.transfers = Transfers(
             self.device, store, self.tombstones, self._post, self._load_ended, loaders or loaders_for()
         )
+        presser = Presser(model, self.device, 0 if adapter is None else len(adapter.trailer))
         self.memory = DeviceMemory(
-            self.device, model.bos_id, self.transfers.load, self.transfers.save, self.tombstones
+            self.device, model.bos_id, self.transfers.load, self.transfers.save, self.tombstones, presser
         )
         self.scheduler = Scheduler(self.memory, budget, max_running)
         self.runner = Runner(model, self.pool)

@@ -76,6 +76,14 @@ class LinkedChunk:
     def tokens(self) -> int:
         return len(self.inputs)
 
+    def slots(self, lo: int, hi: int) -> tuple[int, int]:
+        """Returns the slots of tokens ``[lo, hi)``, counted from the chunk's first. In a compressed chunk they are the
+        protected first tokens, or all that are behind some of those (``mpic.press``)."""
+        removed = self.tokens - self.key.recipe.slots(self.tokens)
+        if removed and hi < self.tokens:
+            raise IntegrityError(f"a compressed chunk has no slots of its tokens {lo} to {hi}")
+        return lo, hi - removed
+
 
 @dataclass(frozen=True, eq=False)
 class LinkedPrompt:
@@ -250,8 +258,8 @@ class Request(Rows):
 
     @property
     def namespace(self) -> tuple[str, ...]:
-        """Its prefix namespace: exact KV of a user, or KV that a user linked under one policy (and so one recipe).
-        Neither is ever found through the other."""
+        """Its prefix namespace: exact KV of a user, or KV that a user linked under one policy. Neither is ever found
+        through the other. The items of a prefix name the recipes of the chunks in it."""
         plan, user = self.prompt.plan, self.spec.user
         return ("exact", user) if plan.exact else ("linked", user, plan.policy)
 
@@ -270,5 +278,5 @@ class Request(Rows):
             if id(linked) in wanted:
                 resident, first = linked.resident, linked.resident.first
                 base = span.base - linked.key.recipe.sink
-                slots = (first + span.lo, first + span.hi)
-                self.spans.append(Span(resident.extent, *slots, base, span.row, span.place))
+                lo, hi = linked.slots(span.lo, span.hi)
+                self.spans.append(Span(resident.extent, first + lo, first + hi, base, span.row, span.place))
