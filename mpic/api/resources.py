@@ -206,6 +206,9 @@ class ModelObject(ApiObject):
     policies: tuple[str, ...] = Field(
         default_factory=tuple, description="how the policies are written that requests may name"
     )
+    presses: tuple[str, ...] = Field(
+        default_factory=tuple, description="how the presses are written that requests may name"
+    )
 
 
 class ModelList(ItemList[ModelObject]):
@@ -249,6 +252,8 @@ class Health(ApiObject):
     engine: EngineState
     policy: str
     policies: tuple[str, ...]
+    press: str = ""
+    presses: tuple[str, ...] = ()
 
 
 # ---- errors

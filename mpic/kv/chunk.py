@@ -150,6 +150,11 @@ class Chunk:
     def kind(self) -> Kind:
         return self.key.kind
 
+    def pressed(self, asked: str | None, default: str = "") -> Chunk:
+        """Returns the chunk under the press that a request asks for; else under its own, or the server's."""
+        press = asked or self.press or default
+        return self if press == self.press else replace(self, press=press)
+
 
 @dataclass(frozen=True)
 class ChunkInputs:

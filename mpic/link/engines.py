@@ -7,6 +7,12 @@ from mpic.link import POLICIES, Need, Policy
 PROVIDES: dict[str, frozenset[Need]] = {"native": frozenset(Need), "vllm": frozenset({Need.SINK})}
 """The abilities of each engine that not every engine has."""
 
+NO_PRESS = (
+    "chunks are compressed on the native engine alone, not on the {engine} engine, whose paged cache has one set of "
+    "tokens for all heads: leave press out, or set engine = native"
+)
+"""Why a press is refused."""
+
 HEADING = """# Policies
 
 A policy says which tokens of an image or document are computed again when it is linked into a prompt. `policy` of a

@@ -54,11 +54,16 @@ class LinkPlan:
     own: int
     places: tuple[ChunkPlace, ...]
 
-    def pairs(self, mapped: int = 0) -> int:
+    def pairs(self, mapped: int = 0, removed: Sequence[int] = ()) -> int:
         """Returns the (query, key) pairs of a layer's attention over the prompt, by the own tokens from index
-        ``mapped`` on."""
+        ``mapped`` on.
+
+        Args:
+            removed: of each chunk, the tokens that a press has removed; empty: none.
+        """
         own = self.own * (self.own + 1) // 2 - mapped * (mapped + 1) // 2
-        return own + sum(s.tokens * (self.own - max(mapped, s.row)) for s in self.spans)
+        less = removed or [0] * len(self.places)
+        return own + sum((s.tokens - less[s.source]) * (self.own - max(mapped, s.row)) for s in self.spans)
 
     def extends(self, shorter: LinkPlan) -> bool:
         """Returns whether everything of a shorter plan is in this one unchanged."""

@@ -116,14 +116,16 @@ class Decided(Exception):
 
 @dataclass
 class Probe:
-    """A forward of one whole prompt that ends at ``layer`` and keeps that layer's queries, keys and values.
+    """A forward of whole prompts that ends at ``layer`` and keeps that layer's queries, keys and values.
 
-    Layers before it attend causally over all rows; nothing is written anywhere. ``windows`` has an entry a layer.
+    Layers before it attend causally over the rows of each prompt (``lengths``); nothing is written anywhere.
+    ``windows`` has an entry a layer.
     """
 
     layer: int
     partial: Partial
     windows: Sequence[Window | None]
+    lengths: Sequence[int]
     keys: torch.Tensor | None = None  # [kv_heads, T, head_dim], rotated at the rows' positions
     values: torch.Tensor | None = None
     queries: torch.Tensor | None = None  # [heads, T, head_dim], as the keys
@@ -142,13 +144,16 @@ class Probe:
         if layer == self.layer:
             self.queries, self.keys, self.values, self.scale = query[0], key[0], value[0], scale
             raise Decided
-        rows = query.shape[2]
-        fresh = Span(KVView(torch.stack([key[0], value[0]])[None]), 0, rows)
-        window = self.windows[layer]
-        if window is None:
-            calls = [SpanCall(slice(0, rows), fresh, causal=True, first=True)]
-        else:
-            calls = own_calls(window, 0, np.arange(rows), fresh, [])
+        fresh, window = KVView(torch.stack([key[0], value[0]])[None]), self.windows[layer]
+        calls: list[SpanCall] = []
+        start = 0
+        for length in self.lengths:
+            span = Span(fresh, start, start + length)
+            if window is None:
+                calls.append(SpanCall(slice(start, start + length), span, causal=True, first=True))
+            else:
+                calls += own_calls(window, start, np.arange(length), span, [])
+            start += length
         out = attend(query[0], calls, scale, self.partial, lambda base: None, extras=extras)
         return out[None].to(query.dtype)
 

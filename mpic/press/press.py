@@ -80,7 +80,7 @@ class Press(Method):
         token stays."""
         scores = self.score(kv).clone()
         scores[:, : self.p] = float("inf")
-        order = scores.argsort(-1, descending=True, stable=True)
+        order = scores.argsort(dim=-1, descending=True, stable=True)
         return order[:, : self.slots(scores.shape[-1])].sort(-1).values
 
     @classmethod

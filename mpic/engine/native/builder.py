@@ -24,7 +24,6 @@ from mpic.kv.store import ChunkStore
 from mpic.link import DynamicPolicy, LinkPlan, Policy, SegmentShape, Wrapping, make_plan
 from mpic.link.pressing import check_presses
 from mpic.model.loaded import LoadedModel
-from mpic.press import parse_press
 from mpic.prompt.segments import Segment, TextSegment
 
 
@@ -98,7 +97,7 @@ class RequestBuilder:
             UnsupportedModality, InvalidUpload, NoAdapter: the chunk's inputs cannot be made.
             ContextLengthExceeded, PoolTooSmall: it does not fit.
         """
-        self._check_press(chunk)
+        check_press(self._model, chunk.press)
         key = self.linker.key(chunk, wrapping)
         stored = self._store.open(key) if self._store is not None else None
         if stored is not None:
@@ -115,12 +114,7 @@ class RequestBuilder:
         check_presses(policy, (chunk.press for chunk in chunks))
         if policy.uses_chunks:
             for chunk in chunks:
-                self._check_press(chunk)
-
-    def _check_press(self, chunk: Chunk) -> None:
-        press = parse_press(chunk.press)
-        if press is not None:
-            check_press(self._model, press)
+                check_press(self._model, chunk.press)
 
     def tokens_left(self, plan: LinkPlan, needed: list[LinkedChunk]) -> int:
         """Returns how many tokens can still be generated once a request has been extended to ``plan``.

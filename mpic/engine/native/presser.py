@@ -15,17 +15,23 @@ from mpic.model.loaded import LoadedModel
 from mpic.press import LayerKV, Press, parse_press
 
 
-def check_press(model: LoadedModel, press: Press) -> None:
+def refusal(model: LoadedModel, press: Press | type[Press]) -> str | None:
+    """Returns why chunks of a model cannot be compressed by a press, or None."""
+    if any(model.windows):
+        return "some of its layers see a window, and a slot no longer says where its token stands"
+    if press.needs_positions and model.mrope > 1:
+        return "its positions have several axes, so the rotation of a key cannot be taken off"
+    return None
+
+
+def check_press(model: LoadedModel, name: str) -> None:
     """Refuses a press on a model whose chunks it cannot compress.
 
     Raises:
         UnsupportedParameter: says why.
     """
-    reason = None
-    if any(model.windows):
-        reason = "some of its layers see a window, and a slot no longer says where its token stands"
-    elif press.needs_positions and model.mrope > 1:
-        reason = "its positions have several axes, so the rotation of a key cannot be taken off"
+    press = parse_press(name)
+    reason = None if press is None else refusal(model, press)
     if reason is not None:
         raise UnsupportedParameter(
             f"press {press} does not run on model {model.info.name}: {reason}", param="mpic.press"

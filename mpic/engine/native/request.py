@@ -76,10 +76,15 @@ class LinkedChunk:
     def tokens(self) -> int:
         return len(self.inputs)
 
+    @property
+    def removed(self) -> int:
+        """The tokens that its press has removed from every layer and head."""
+        return self.tokens - self.key.recipe.slots(self.tokens)
+
     def slots(self, lo: int, hi: int) -> tuple[int, int]:
         """Returns the slots of tokens ``[lo, hi)``, counted from the chunk's first. In a compressed chunk they are the
         protected first tokens, or all that are behind some of those (``mpic.press``)."""
-        removed = self.tokens - self.key.recipe.slots(self.tokens)
+        removed = self.removed
         if removed and hi < self.tokens:
             raise IntegrityError(f"a compressed chunk has no slots of its tokens {lo} to {hi}")
         return lo, hi - removed
