@@ -24,6 +24,18 @@ request chooses one, `--policy` of `mpic serve` the server's own choice. This pa
 """
 
 
+REFUSED = """
+## Not on vLLM
+
+The engine on vLLM refuses these by name, a server's own policy when it starts and a request's when it comes
+(`unsupported_parameter`). Each needs something that vLLM's step does not do:
+
+"""
+
+PRESS = """- `press` ([compression](compression.md)): vLLM's paged cache has one set of tokens for all heads of a layer.
+"""
+
+
 def refusal(policy: Policy, engine: str) -> str | None:
     """Returns why a policy does not run on the engine of that name, or None when it does."""
     missing = sorted(need.value for need in policy.needs() - PROVIDES[engine])
@@ -37,7 +49,12 @@ def refusal(policy: Policy, engine: str) -> str | None:
 
 def document() -> str:
     """Returns the text of ``docs/policies.md``."""
-    return HEADING + "".join(map(_row, POLICIES))
+    return HEADING + "".join(map(_row, POLICIES)) + REFUSED + "".join(map(_reason, POLICIES)) + PRESS
+
+
+def _reason(cls: type[Policy]) -> str:
+    missing = sorted(need.value for need in cls.needs() - PROVIDES["vllm"])
+    return f"- `{cls.syntax}`: {' and '.join(missing)}.\n" if missing else ""
 
 
 def _row(cls: type[Policy]) -> str:

@@ -306,13 +306,9 @@ class LoadedModel:
     def probe(
         self, inputs: RowInputs, positions: torch.Tensor, layer: int, lengths: Sequence[int] = ()
     ) -> hooks.Probe:
-        """Runs T rows of prompts, each under full causal attention to its own, up to ``layer``. ``lengths`` are the
-        rows of each prompt (empty: all are of one).
-
-        Returns:
-            What reached the layer's attention: queries ``[heads, T, head_dim]``, keys and values ``[kv_heads, T,
-            head_dim]``, rotated at ``positions``.
-        """
+        """Runs T rows of prompts, which have ``lengths`` rows each (empty: one has all), under full causal attention up
+        to ``layer``. Returns what reached the layer's attention: queries ``[heads, T, head_dim]``, keys and values
+        ``[kv_heads, T, head_dim]``, rotated at ``positions``."""
         probe = hooks.Probe(layer, self.partial, self.windows, lengths or (positions.shape[1],))
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         with contextlib.suppress(hooks.Decided):
