@@ -60,8 +60,8 @@ class ApiRequest(Generic[T]):
 class ChatOptions(TypedDict, total=False):
     """Fields of a chat completion besides ``messages`` and ``stream``. The server chooses what is left out.
 
-    ``policy``, ``press``, ``retrieval`` (``"always"``, ``"auto"`` or a dictionary) and ``trace`` are ours; further options
-    of ours go in ``mpic``, further fields of the request in ``extra_body``.
+    ``policy``, ``press``, ``retrieval`` (``"always"``, ``"auto"`` or a dictionary) and ``trace`` are ours; further
+    options of ours go in ``mpic``, further fields of the request in ``extra_body``.
     """
 
     model: str | None

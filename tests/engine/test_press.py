@@ -126,6 +126,14 @@ def test_a_short_chunk_of_protected_tokens_alone_stays_whole(make_engine):
     assert kv_of(engine, pressed(text_chunk(ids(3, 18)), "tova-90"), "reuse").shape[3] == 16
 
 
+def test_a_chunk_of_which_only_recomputed_tokens_are_left_is_linked(make_engine):
+    engine, chunk = make_engine(), pressed(text_chunk(ids(3, 18)), "tova-90")
+    prompt = prompt_of(ids(1, 6), chunk, ids(2, 3), DOCUMENT, ids(4, 5))
+    kept = [kept_of(engine, "llama", one, "mpic-16") for one in prompt.chunks]
+    expected = expected_of("llama", prompt, "mpic-16", kept=kept)
+    assert_same(logits_of(submit(engine, prompt, "mpic-16"), TOKENS), expected)
+
+
 def test_compiling_in_many_steps_observes_the_same_queries(make_engine):
     chunk = pressed(DOCUMENT, "snapkv-60-4")
     at_once, in_steps = (kv_of(make_engine(budget=budget), chunk, "reuse") for budget in (512, 7))

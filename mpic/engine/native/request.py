@@ -284,4 +284,6 @@ class Request(Rows):
                 resident, first = linked.resident, linked.resident.first
                 base = span.base - linked.key.recipe.sink
                 lo, hi = linked.slots(span.lo, span.hi)
+                if lo == hi:  # a press has left nothing behind the tokens that are computed again
+                    continue
                 self.spans.append(Span(resident.extent, first + lo, first + hi, base, span.row, span.place))
