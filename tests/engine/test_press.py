@@ -90,7 +90,7 @@ def test_a_link_of_compressed_chunks_equals_the_oracle_with_the_removed_keys_mas
     kept = [kept_of(engine, name, chunk, policy) for chunk in prompt.chunks]
     for one, chunk in zip(kept, prompt.chunks, strict=True):
         n = kv_of(engine, replace(chunk, press=""), policy).shape[3]
-        assert all(tokens.shape[1] == n - n // 2 < n for tokens in one)
+        assert all(tokens.shape[1] == max(n - n // 2, 5) < n for tokens in one)
     expected = expected_of(name, prompt, policy, kept=kept)
     assert_same(first, expected)
     assert_same(logits_of(submit(engine, prompt, policy), TOKENS), expected)
