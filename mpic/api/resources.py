@@ -46,6 +46,9 @@ class FileObject(Expiring):
     chunks: tuple[FileChunk, ...] | None = Field(
         None, description="of a document that was cut; only in the answer about this one file"
     )
+    press: str | None = Field(
+        None, description="how its upload asked for it to be compressed; none: not at all"
+    )
     state: CompileState
     tiers: Tiers = Field(default_factory=tuple)
     outcome: Annotated[str, one_of("created", "unchanged", "replaced")] | None = Field(

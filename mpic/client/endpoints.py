@@ -194,11 +194,13 @@ def file_create(
     ttl: int | None,
     replace: bool,
     split: Mapping[str, Any] | str | None,
+    press: str | None,
     purpose: str,
 ) -> ApiRequest[types.File]:
     """Returns the request of an upload; it is repeatable with a handle, which names one file however often it comes."""
     check_seconds("ttl", ttl)
-    form = {"purpose": purpose, **given(handle=handle, ttl=None if ttl is None else str(ttl))}
+    life = None if ttl is None else str(ttl)
+    form = {"purpose": purpose, **given(handle=handle, ttl=life, press=press)}
     if replace:
         form["replace"] = "true"
     if split is not None:
