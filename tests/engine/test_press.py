@@ -59,13 +59,13 @@ def kv_of(engine, chunk: Chunk, policy: str) -> torch.Tensor:
 
 
 def kept_of(engine, name: str, chunk: Chunk, policy: str) -> list[torch.Tensor]:
-    """Finds, layer by layer, which tokens of a chunk are left in each head: the keys and values are the same bits."""
+    """Finds, layer by layer, which tokens of a chunk are left in each head: the ones with the same keys and values."""
     whole, left = kv_of(engine, replace(chunk, press=""), policy), kv_of(engine, chunk, policy)
     model, found = family(name).loaded, []
     for layer, kind in enumerate(model.kind_of):
         heads, dim = model.kinds[kind].kv_heads, model.kinds[kind].dim
         now, before = (x[layer, :, :heads, :, :dim] for x in (left, whole))
-        same = (now[:, :, :, None] == before[:, :, None]).all(-1).all(0)
+        same = ((now[:, :, :, None] - before[:, :, None]).abs() < 1e-3).all(-1).all(0)
         assert (same.sum(-1) == 1).all(), "every slot holds one token of the chunk"
         found.append(same.long().argmax(-1))
         assert (found[-1].diff(dim=-1) > 0).all()
@@ -88,9 +88,10 @@ def test_a_link_of_compressed_chunks_equals_the_oracle_with_the_removed_keys_mas
         return
     first = logits_of(submit(engine, prompt, policy), TOKENS)  # compiled in this request
     kept = [kept_of(engine, name, chunk, policy) for chunk in prompt.chunks]
-    for one, chunk in zip(kept, prompt.chunks, strict=True):
-        n = kv_of(engine, replace(chunk, press=""), policy).shape[3]
-        assert all(tokens.shape[1] == max(n - n // 2, 5) < n for tokens in one)
+    lengths = [kv_of(engine, replace(chunk, press=""), policy).shape[3] for chunk in prompt.chunks]
+    for one, n in zip(kept, lengths, strict=True):
+        assert all(tokens.shape[1] == max(n - n // 2, min(n, 5)) for tokens in one)
+    assert sum(lengths) > 1.5 * sum(one[0].shape[1] for one in kept)
     expected = expected_of(name, prompt, policy, kept=kept)
     assert_same(first, expected)
     assert_same(logits_of(submit(engine, prompt, policy), TOKENS), expected)
