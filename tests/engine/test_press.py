@@ -72,7 +72,7 @@ def kept_of(engine, name: str, chunk: Chunk, policy: str) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["mpic-5", "legolink-0", "packet-5", "reuse"])
+@pytest.mark.parametrize("policy", ["mpic-5", "legolink-0", "packet-5"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_link_of_compressed_chunks_equals_the_oracle_with_the_removed_keys_masked(
     name, policy, make_engine
