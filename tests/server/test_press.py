@@ -35,6 +35,28 @@ async def test_a_servers_own_press_is_that_of_uploads_and_of_requests_that_name_
         assert (await server.http.get("/health")).json()["press"] == "snapkv-50"
 
 
+async def test_an_upload_says_how_it_is_compressed_and_prompts_follow_unless_they_say_otherwise(
+    tmp_path, template
+):
+    async with fake_server(tmp_path, template, config=CONFIG) as server:
+        file = await server.uploaded(handle="RED", press="snapkv-040")
+        assert file["press"] == "snapkv-40" and server.engine.compiled[-1].press == "snapkv-40"
+        assert await presses_of(server) == ["snapkv-40"]
+        assert await presses_of(server, press="none") == ["none"]
+        again = (await server.upload(handle="RED", press="snapkv-40")).json()
+        assert again["outcome"] == "unchanged"
+        assert (await server.upload(handle="RED")).json()["outcome"] == "unchanged"
+        other = await server.upload(handle="RED", press="none")
+        assert other.json()["error"]["code"] == "handle_taken"
+        replaced = await server.uploaded(handle="RED", press="none", replace="true")
+        assert replaced["press"] == "none" and await presses_of(server) == ["none"]
+        for press, code in (("best-50", "unknown_press"), ("tova-50", "unsupported_parameter")):
+            refused = await server.upload(handle="BLUE", press=press)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, code)
+    async with fake_server(tmp_path, template) as server:  # it is still known after a restart
+        assert await presses_of(server) == ["none"]
+
+
 @pytest.mark.parametrize(
     "options, says",
     [
