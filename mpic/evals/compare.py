@@ -62,7 +62,7 @@ class PolicyResult:
     answer_tokens: float | None = None
 
     @property
-    def within_twopoints(self) -> bool:
+    def within_two_points(self) -> bool:
         return self.lost.points <= MEAN_LIMIT and self.worst.points <= WORST_LIMIT
 
 
