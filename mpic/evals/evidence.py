@@ -123,7 +123,8 @@ def _same(folder: Path, run: str, one: str, other: str) -> str:
 
 def _methods(folder: Path, file: str) -> str:
     if not (folder / file).is_file():
-        raise BadRequest(f"there is no {file}; `mpic eval run CONFIG --table {file}` writes it")
+        run = f"mpic eval run {Path(file).with_suffix('.toml')} --table {file}"
+        return f"Not measured yet: `{run}` writes it."
     return markdown_table(read_table(folder / file))
 
 
