@@ -16,7 +16,7 @@ LACKS: dict[Need, str] = {
 
 NO_PRESS = (
     "chunks are compressed on the native engine alone, not on the {engine} engine, whose paged cache has one set of "
-    "tokens for all heads: leave press out, or set engine = native"
+    "tokens for all heads: take press none, or set engine = native"
 )
 """Why a press is refused."""
 

@@ -8,7 +8,7 @@ import { busy, chat, drawAll, learn, openChat } from './chat.js';
 import * as chats from './chats.js';
 import { showDraft, startComposer } from './composer.js';
 import * as library from './library.js';
-import { policyPicker, pressPicker, retrievalPicker } from './picker.js';
+import { policyPicker, retrievalPicker } from './picker.js';
 import { showGuide } from './guide.js';
 import { showReferences } from './references.js';
 import { showSavings } from './savings.js';
@@ -93,7 +93,6 @@ const start = async () => {
   $('#logout').hidden = !about.keyed;
   $('#logout button').title = `You are ${about.user}${about.role === 'admin' ? ', an administrator' : ''}`;
   $('#policy-picker').replaceWith(policyPicker(about));
-  $('#press-picker').replaceWith(pressPicker(about));
   $('#retrieval-picker').replaceWith(retrievalPicker(about));
   $('#settings-open').addEventListener('click', () => openSettings(about));
   showWelcome(about);

@@ -78,14 +78,6 @@ export const policyPicker = (about) => {
   return picker('Policy', choices, () => settings.policy, (policy) => keep({ policy }), { filter: 'Another policy, such as mpic-24', typed });
 };
 
-/** The picker of presses, or nothing where the server's engine has none. */
-export const pressPicker = (about) => {
-  const choices = about.presses.map(({ name, about: text }, i) => ({ value: i ? name : '', name: name === 'none' ? 'Not compressed' : name, about: text, note: i ? '' : 'The default.' }));
-  if (!choices.length) return h('div', { hidden: true });
-  if (!choices.some((one) => one.value === settings.press)) keep({ press: '' });
-  return picker('Compression', choices, () => settings.press, (press) => keep({ press }));
-};
-
 export const retrievalPicker = (about) => {
   const choices = Object.entries(about.retrieval).map(([value, [name, text]]) => ({ value, name, about: text }));
   return picker('Reference library', choices, () => settings.retrieval, (retrieval) => keep({ retrieval }));
