@@ -22,11 +22,12 @@ from engine_kit import (
 )
 from extend_kit import chunks_of
 from families import FAMILIES
+from oracle import Oracle
 
 from mpic.errors import UnsupportedParameter
 from mpic.kv.chunk import Chunk
 from mpic.link import parse_policy
-from mpic.press import PRESSES, parse_press
+from mpic.press import PRESSES, LayerKV, parse_press
 
 DOCUMENT, OTHER = text_chunk(ids(7, 41)), text_chunk(ids(8, 33))
 PRESSED = [
@@ -98,13 +99,30 @@ def test_a_link_of_compressed_chunks_equals_the_oracle_with_the_removed_keys_mas
     engine.check()
 
 
+def layers_of(token_ids: tuple[int, ...], observed: int) -> list[LayerKV]:
+    """What a press sees of every layer of a chunk, from the stock model. A token's key before its rotation is its key
+    where the chunk is compiled so that the token is at position 0."""
+    loaded = family("llama").loaded
+    oracle, inputs = Oracle(family("llama").stock, loaded.mrope), loaded.text_inputs(token_ids)
+    moved = [oracle.compile(inputs, 0, loaded.bos_id, -j) for j in range(len(token_ids))]
+    compiled, cache, found = oracle.compile(inputs, 0, loaded.bos_id), oracle.cache, []
+    for layer, (keys, values) in enumerate(compiled):
+        plain = torch.stack([at[layer][0][:, j] for j, at in enumerate(moved)], 1)
+        queries = cache.queries[layer][:, len(token_ids) - observed :]
+        found.append(LayerKV(layer, keys, values, lambda plain=plain: plain, queries, cache.scaling))
+    return found
+
+
 @pytest.mark.parametrize("press", PRESSED)
-def test_every_press_removes_as_much_in_every_head_and_none_of_the_first_tokens(press, make_engine):
-    engine = make_engine(pages=64)
+def test_the_engine_keeps_of_every_layer_and_head_what_the_press_chooses(press, make_engine):
+    engine, chosen = make_engine(pages=64), parse_press(press)
     prompt = prompt_of(ids(1, 6), pressed(DOCUMENT, press), ids(4, 5))
     kept = [kept_of(engine, "llama", chunk, "mpic-5") for chunk in prompt.chunks]
-    for tokens in kept[0]:
-        assert tokens.shape == (2, 21) and (tokens[:, :5] == torch.arange(5)).all()
+    expected = [chosen.kept(kv) for kv in layers_of(DOCUMENT.token_ids, chosen.observed(41, 0))]
+    for tokens, choice in zip(kept[0], expected, strict=True):
+        assert tokens.shape == (2, 21) and torch.equal(tokens, choice)
+    alike = [torch.equal(*tokens) for tokens in kept[0]]
+    assert all(alike) if press.startswith(("streaming", "tova")) else not any(alike)
     assert_same(
         logits_of(submit(engine, prompt, "mpic-5"), TOKENS),
         expected_of("llama", prompt, "mpic-5", kept=kept),
