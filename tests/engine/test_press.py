@@ -37,7 +37,7 @@ PRESSED = [
     "cur-50-5",
     "leverage-50-5",
     "tova-50-5",
-    "snapkv-50-5",
+    "snapkv-30-5",
 ]
 WINDOWED = {"mistral", "gemma3", "gemma2", "gpt_oss", "llama4", "gemma4", "qwen2_vl_window"}
 
@@ -92,7 +92,7 @@ def test_a_link_of_compressed_chunks_equals_the_oracle_with_the_removed_keys_mas
     lengths = [kv_of(engine, replace(chunk, press=""), policy).shape[3] for chunk in prompt.chunks]
     for one, n in zip(kept, lengths, strict=True):
         assert all(tokens.shape[1] == max(n - n // 2, min(n, 5)) for tokens in one)
-    assert sum(lengths) > 1.5 * sum(one[0].shape[1] for one in kept)
+    assert sum(lengths) > sum(one[0].shape[1] for one in kept)
     expected = expected_of(name, prompt, policy, kept=kept)
     assert_same(first, expected)
     assert_same(logits_of(submit(engine, prompt, policy), TOKENS), expected)
@@ -118,9 +118,11 @@ def test_the_engine_keeps_of_every_layer_and_head_what_the_press_chooses(press, 
     engine, chosen = make_engine(pages=64), parse_press(press)
     prompt = prompt_of(ids(1, 6), pressed(DOCUMENT, press), ids(4, 5))
     kept = [kept_of(engine, "llama", chunk, "mpic-5") for chunk in prompt.chunks]
-    expected = [chosen.kept(kv) for kv in layers_of(DOCUMENT.token_ids, chosen.observed(41, 0))]
-    for tokens, choice in zip(kept[0], expected, strict=True):
-        assert tokens.shape == (2, 21) and torch.equal(tokens, choice)
+    for tokens, kv in zip(kept[0], layers_of(DOCUMENT.token_ids, chosen.observed(41, 0)), strict=True):
+        assert tokens.shape == (2, chosen.slots(41))
+        scores, choice = chosen.score(kv), chosen.kept(kv)  # the same token twice has the same key: a tie
+        got, best = (scores.gather(1, which).sort(-1).values for which in (tokens, choice))
+        assert (got - best).abs().max() < 1e-5 and (tokens[:, :5] == torch.arange(5)).all()
     alike = [torch.equal(*tokens) for tokens in kept[0]]
     assert all(alike) if press.startswith(("streaming", "tova")) else not any(alike)
     assert_same(
