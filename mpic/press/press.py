@@ -45,8 +45,9 @@ class LayerKV(NamedTuple):
 class Press(Method):
     """Removes ``r`` percent of a chunk's tokens from its KV, never one of its first ``p``.
 
-    Those are what policies compute again in a prompt (``mpic-K``): were others of them left in every head, the rest of
-    a chunk would not be one range of slots. A subclass overrides ``score``, and ``observed`` if it looks at queries.
+    Policies compute the first tokens again in a prompt (``mpic-K``). As every head keeps all of those, what a prompt
+    maps behind them is one range of slots in every head. A subclass overrides ``score``, and ``observed`` if it looks
+    at queries.
 
     Class attributes:
         needs_positions: it takes rotations off, which is done where positions have one axis (not M-RoPE).
