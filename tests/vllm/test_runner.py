@@ -10,7 +10,7 @@ from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from mpic.engine.vllm.plugin.runner import LinkRunner
+from mpic.engine.vllm.plugin.runner_v1 import LinkRunnerV1 as LinkRunner
 
 
 class Platform:

@@ -109,7 +109,6 @@ def prepare_environment() -> bool:
         "VLLM_NO_USAGE_STATS": "1",  # it reports to its makers by default
         "VLLM_LOGGING_LEVEL": level,
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output is our commands' own
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # our mixin is for the first one
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
     }.items():
         os.environ.setdefault(name, value)
