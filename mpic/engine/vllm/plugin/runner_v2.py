@@ -96,13 +96,18 @@ class LinkEncoderRunner(EncoderRunner):
 
 
 class LinkRunnerV2(LinkRunner):
-    """A mixin for ``GPUModelRunner``, and for the ``CPUModelRunner`` that derives from it."""
+    """A mixin for ``GPUModelRunner``, and for the ``CPUModelRunner`` that derives from it.
+
+    vLLM forgets a request that it preempts and adds it anew. All of it may be in the prefix cache by then, so that it
+    is no link any more; its M-RoPE positions are kept until it ends.
+    """
 
     _blocks: dict[str, list[int]]
+    _positions: dict[str, tuple[torch.Tensor, int]]
 
     def enable_links(self, paged: PagedCache) -> None:
         super().enable_links(paged)
-        self._blocks = {}
+        self._blocks, self._positions = {}, {}
         state = self.model_state
         if type(state) is not DefaultModelState:
             raise ModelRefused(
@@ -128,26 +133,34 @@ class LinkRunnerV2(LinkRunner):
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         self.begin_links(scheduler_output)
+        self._blocks = {request: blocks for request, blocks in self._blocks.items() if request in self._links}
+        for request in scheduler_output.finished_req_ids & self._positions.keys():
+            del self._positions[request]
         super().finish_requests(scheduler_output)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
-        self._blocks = {name: blocks for name, blocks in self._blocks.items() if name in self._links}
-        rope = self.model_state.rope_state
         for request in scheduler_output.scheduled_new_reqs:
             link = self._links.get(request.req_id)
-            if link is None:
-                continue
-            self._blocks[request.req_id] = list(request.block_ids[0])
-            if rope is not None:
-                positions, delta = link.positions()
-                answer = (
-                    torch.arange(link.length, len(request.prefill_token_ids)) + delta
-                )  # after a preemption
-                positions = torch.cat([positions, answer.expand(len(positions), -1)], 1)
-                number = self.req_states.req_id_to_index[request.req_id]
-                rope.update_prefill_positions(number, positions, delta)
-                rope.apply_staged_writes()
+            if link is not None:
+                self._blocks[request.req_id] = list(request.block_ids[0])
+                if self.model_state.rope_state is not None:
+                    self._positions[request.req_id] = link.positions()
+            if request.req_id in self._positions:
+                self._set_positions(request.req_id, len(request.prefill_token_ids))
+
+    def _set_positions(self, request: str, length: int) -> None:
+        """Replaces the M-RoPE positions that vLLM gave a prompt without images of its own.
+
+        Args:
+            length: tokens of its prompt and, after a preemption, of its answer so far.
+        """
+        positions, delta = self._positions[request]
+        answer = torch.arange(positions.shape[1], length) + delta
+        positions = torch.cat([positions, answer.expand(len(positions), -1)], 1)
+        rope = self.model_state.rope_state
+        rope.update_prefill_positions(self.req_states.req_id_to_index[request], positions, delta)
+        rope.apply_staged_writes()
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().update_requests(scheduler_output)
