@@ -36,7 +36,6 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
-from triton.backends import backends as _triton_backends
 
 from mpic.train.model import published_name
 
@@ -59,6 +58,8 @@ V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 """Engines in this process have vLLM's second model runner (``tests/vllm/test_runner_v2.py`` starts such processes)."""
 if V2:  # it needs Triton, of which vLLM's CPU build takes a backend named "cpu" only: here that is the interpreter
     os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import backends as _triton_backends
+
     _triton_backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
 TEXT = ("llama", "mistral", "qwen2", "qwen3")

@@ -23,6 +23,8 @@ def linker(request, tmp_path_factory):
     if request.param in kit.VISION:
         options |= {"limit_mm_per_prompt": {"image": 1, "video": 0}}
     with engine(kit.checkpoint(request.param), files, **options) as llm:
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        assert worker.use_v2_model_runner == kit.V2
         yield Linker(llm, request.param, files)
 
 
@@ -89,6 +91,36 @@ def test_preempted_links_answer_as_if_they_were_alone(linker, preempted):
         answers = linker.reported(*zip(*requests, strict=True), tokens=TOKENS)
         assert [answer.ids for answer in answers] == [alone[i] for i in batch]
     assert preempted
+    idle(linker)
+
+
+def test_a_link_that_is_preempted_while_it_answers_goes_on_as_if_it_had_not_been(linker, preempted):
+    """All of its prompt is in the prefix cache when it comes back, so that nothing of it is linked any more."""
+    from vllm import SamplingParams
+
+    def long(prompt, policy):
+        ragged = len(linker.order(prompt, policy)[0]) % kit.BLOCK > 8  # its answer soon needs another block
+        return ragged and any(chunk.token_ids is None for chunk in prompt.chunks) == (
+            linker.name in kit.VISION
+        )
+
+    prompt, policy = next(one for one in prompts(linker) if long(*one))
+    (alone,) = linker.reported(*zip(linker.link(prompt, policy)), tokens=TOKENS)
+    request, params = linker.link(prompt, policy, salt="set aside")
+    vllm, pool = linker.llm.llm_engine, core(linker).scheduler.kv_cache_manager.block_pool
+    settings = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+    extra = {"kv_transfer_params": params}
+    vllm.add_request("set aside", request, SamplingParams(extra_args=extra, **settings))
+    answer, taken = [], None
+    while vllm.has_unfinished_requests():
+        for output in vllm.step():
+            answer = list(output.outputs[0].token_ids)
+        if answer and taken is None:
+            taken = pool.get_new_blocks(pool.get_num_free_blocks())
+        elif preempted and taken:
+            pool.free_blocks(taken)
+            taken = []
+    assert len(preempted) == 1 and answer == alone.ids
     idle(linker)
 
 
