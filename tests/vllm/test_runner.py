@@ -105,7 +105,9 @@ def graphs_of_the_second_runner(mode: str) -> CudaGraphManager:
     manager = CudaGraphManager.__new__(CudaGraphManager)
     sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16], "max_cudagraph_capture_size": 16}
     manager.__dict__ |= {
-        "vllm_config": SimpleNamespace(speculative_config=None),
+        "vllm_config": SimpleNamespace(
+            speculative_config=None, cache_config=SimpleNamespace(use_kda_recoverssm=False)
+        ),
         "compilation_config": SimpleNamespace(**sizes),
         "cudagraph_mode": CUDAGraphMode[mode],
         "max_num_reqs": 16,

@@ -1,4 +1,5 @@
-"""Every name of vLLM that this engine uses: a version that moves one is told apart here, in seconds and without a GPU."""
+"""Every name of vLLM that this engine uses, for both model runners: a version that moves one fails here, in seconds and
+without a GPU."""
 
 from __future__ import annotations
 
