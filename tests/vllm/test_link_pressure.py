@@ -70,6 +70,20 @@ def prompts(linker):
         yield prompt_of(*parts), picked.choice(["mpic-0", "mpic-3", "mpic-20", "random-30", "attnlink-8"])
 
 
+if kit.V2:  # the first runner's warm-up goes another way, which has no requests
+
+    def test_what_vllm_runs_on_a_gpu_before_it_serves_leaves_links_right(linker):
+        """It warms its kernels up with steps that no scheduler made and that carry no instructions for links. This is
+        the first test because it needs every place of the batch."""
+        from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+        worker = linker.llm.llm_engine.model_executor.driver_worker.worker
+        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+        prompt, policy = next(prompts(linker))
+        (answer,) = linker.run(*zip(linker.link(prompt, policy)))
+        assert answer.ids == linker.expected(prompt, policy)[0]
+
+
 def test_a_link_cut_into_steps_equals_the_oracle(linker):
     for prompt, policy in list(prompts(linker))[:3]:
         answers = linker.run(*zip(linker.link(prompt, "mpic-20")))
@@ -178,16 +192,3 @@ def test_links_with_one_salt_are_computed_in_the_same_steps_and_found_afterwards
     again = linker.reported(*zip(linker.link(asked[0], "mpic-2", salt="three")))[0]
     assert again.ids == alone[0] and again.report["prefix_hit"] > 0
     idle(linker)
-
-
-if kit.V2:  # the first runner's warm-up goes another way, which has no requests
-
-    def test_what_vllm_runs_on_a_gpu_before_it_serves_leaves_links_right(linker):
-        """It warms its kernels up with steps that no scheduler made and that carry no instructions for links."""
-        from vllm.v1.worker.gpu.warmup import warmup_kernels
-
-        worker = linker.llm.llm_engine.model_executor.driver_worker.worker
-        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
-        prompt, policy = next(prompts(linker))
-        (answer,) = linker.run(*zip(linker.link(prompt, policy)))
-        assert answer.ids == linker.expected(prompt, policy)[0]
