@@ -209,3 +209,9 @@ def test_what_links_cannot_be_combined_with_is_refused_by_name_when_a_worker_sta
     vars(getattr(config, part)).update(changed)
     with pytest.raises(ModelRefused, match=says):
         worker.refuse(config)
+
+
+def test_a_worker_of_another_version_of_vllm_is_refused(monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.34.0")
+    with pytest.raises(ModelRefused, match=r"vLLM 0\.34\.0 is installed"):
+        worker.refuse(fitting())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -18,6 +19,7 @@ from mpic.engine.vllm.plugin.paged_cache import PagedCache
 from mpic.engine.vllm.plugin.scheduler import LinkScheduler
 from mpic.engine.vllm.plugin.selftest import self_test
 from mpic.engine.vllm.plugin.watchdog import end_with_parent
+from mpic.engine.vllm.wire import unknown_version
 from mpic.errors import ModelRefused
 from mpic.model.refusals import refuse_on_vllm
 
@@ -73,7 +75,9 @@ class LinkWorker(PlatformWorker):
 
 
 def refuse(config: VllmConfig) -> None:
-    """Raises ModelRefused for settings that links cannot be combined with."""
+    """Raises ModelRefused for settings, and versions of vLLM, that links cannot be combined with."""
+    if reason := unknown_version(vllm.__version__):
+        raise ModelRefused(reason)
     parallel, model, scheduler = config.parallel_config, config.model_config, config.scheduler_config
     cls = scheduler.get_scheduler_cls()
     reasons = {
