@@ -159,7 +159,9 @@ class LinkRunnerV2(LinkRunner):
         answer = torch.arange(positions.shape[1], length) + delta
         positions = torch.cat([positions, answer.expand(len(positions), -1)], 1)
         rope = self.model_state.rope_state
-        rope.update_prefill_positions(self.req_states.req_id_to_index[request], positions, delta)
+        number = self.req_states.req_id_to_index[request]
+        # they lie in host memory that the device maps, which it should write itself, in the order of its stream
+        rope.update_prefill_positions(number, positions.to(self.device), delta)
         rope.apply_staged_writes()
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
