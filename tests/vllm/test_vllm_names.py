@@ -40,12 +40,12 @@ METHODS = {
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState": {
         "prepare_inputs": ["input_batch", "req_states"],
         "prepare_attn": ["input_batch", "cudagraph_mode", "block_tables", "slot_mappings"],
+        "apply_staged_writes": [],
     },
     "vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner": {"gather_mm_embeddings": ["req_ids"]},
     "vllm.v1.worker.gpu.mm.rope:RopeState": {
         "read_prefill_positions": ["req_idx", "length"],
         "update_prefill_positions": ["req_idx", "positions", "delta"],
-        "apply_staged_writes": [],
     },
     "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": {
         "dispatch": ["num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len"]

@@ -146,8 +146,13 @@ class LinkRunnerV2(LinkRunner):
                 self._blocks[request.req_id] = list(request.block_ids[0])
                 if self.model_state.rope_state is not None:
                     self._positions[request.req_id] = link.positions()
-            if request.req_id in self._positions:
-                self._set_positions(request.req_id, len(request.prefill_token_ids))
+        added = {
+            request.req_id: len(request.prefill_token_ids) for request in scheduler_output.scheduled_new_reqs
+        }
+        for request in added.keys() & self._positions.keys():
+            self._set_positions(request, added[request])
+        if not added.keys().isdisjoint(self._positions):
+            self.model_state.apply_staged_writes()
 
     def _set_positions(self, request: str, length: int) -> None:
         """Replaces the M-RoPE positions that vLLM gave a prompt without images of its own.
@@ -158,11 +163,9 @@ class LinkRunnerV2(LinkRunner):
         positions, delta = self._positions[request]
         answer = torch.arange(positions.shape[1], length) + delta
         positions = torch.cat([positions, answer.expand(len(positions), -1)], 1)
-        rope = self.model_state.rope_state
         number = self.req_states.req_id_to_index[request]
         # they lie in host memory that the device maps, which it should write itself, in the order of its stream
-        rope.update_prefill_positions(number, positions.to(self.device), delta)
-        rope.apply_staged_writes()
+        self.model_state.rope_state.update_prefill_positions(number, positions.to(self.device), delta)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().update_requests(scheduler_output)
