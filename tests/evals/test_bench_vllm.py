@@ -50,6 +50,8 @@ def test_writes_machine_settings_rows_headline_and_a_plot(name, engine, tmp_path
         reused = {row["column"]: row["reused"] for row in result["rows"] if "column" in row}
         linked = dict.fromkeys((ttft_vllm.HOST, ttft_vllm.PAGES, ttft_vllm.DISK), 51)
         assert reused == {ttft_vllm.ALONE: 0, ttft_vllm.FLOOR: 64, **linked}
+        sent = [(row["sent"], row["questions"]) for row in result["rows"] if row["table"] == "questions"]
+        assert sent == [(ttft_vllm.ONE_BY_ONE, 4), (ttft_vllm.AT_ONCE, 4)]
 
 
 @pytest.mark.parametrize("name", HEADLINES)

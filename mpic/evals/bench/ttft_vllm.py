@@ -48,7 +48,7 @@ NOTHING, PREFILLED, CACHED, LINKS = (
     "the same prompts, all cached",
     "links",
 )
-ONE_BY_ONE, AT_ONCE = f"{LINK}: one after the other", f"{LINK}: at once"
+ONE_BY_ONE, AT_ONCE = "one after the other", "at once"
 
 
 @bench(
@@ -84,7 +84,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
     rows = _rows("vision encoding left out", first, settings, linked.usage)
     rows += _rows("vision encoding in the request", vision, settings, linked.usage)
     rows += [
-        {"table": "questions", "column": name, "questions": settings.questions, **series.row()}
+        {"table": "questions", "sent": name, "questions": settings.questions, **series.row()}
         for name, series in questions.items()
     ]
     rows += [
