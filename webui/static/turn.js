@@ -19,7 +19,7 @@ export const withChips = (text, files, open) => {
     const content = [picture(file || { kind }), name];
     out.push(text.slice(at, match.index));
     out.push(file && open
-      ? h('button', { type: 'button', class: 'chip', onclick: () => open(file), 'aria-label': `Open ${match[1]}#${name}` }, content)
+      ? h('button', { type: 'button', class: 'chip', onclick: () => open(file), title: `Open ${match[1]}#${name}` }, content)
       : h('span', { class: 'chip' }, content));
     at = match.index + match[1].length + 1 + name.length;
   }
