@@ -53,8 +53,8 @@ def everywhere(page, touch):
     page.click(".menu-item:text-is('Answer again without reuse')")
     page.wait_for_selector(".verdict")
     yield "chat, a comparison"
-    for picker in ("policy", "retrieval"):
-        page.click(f"#{picker}-picker .picker")
+    for n, picker in enumerate(("policy", "search")):
+        page.click(f".picker >> nth={n}")
         yield f"picker: {picker}"
         page.keyboard.press("Escape")
     page.fill(BOX, "IMAGE#RED IMAGE#GONE or IMAGE")
