@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from mpic.api.requests import SplitOptions
-from mpic.errors import BadRequest, ContextLengthExceeded
+from mpic.errors import BadRequest, DocumentTooLong
 from mpic.library.caches import MOST_CHUNKS
 from mpic.prompt.sliced_tokenizer import SlicedTokenizer
 from mpic.prompt.split import MODES, Split, TooManyPieces
@@ -35,11 +35,11 @@ def check_whole(file: File, context: int) -> None:
         context: most tokens of the model.
 
     Raises:
-        ContextLengthExceeded: it says how long the document is and what to do.
+        DocumentTooLong: it says how long the document is and what to do.
     """
     if file.tokens is not None and file.tokens >= context:
         name = f"FILE#{file.handle}" if file.handle else file.id
-        raise ContextLengthExceeded(
+        raise DocumentTooLong(
             f"{name} has {file.tokens:,} tokens, and this model reads at most {context:,} at once: no prompt can "
             "link it whole; upload the parts that you ask about as files of their own",
             prompt_tokens=file.tokens,

@@ -90,7 +90,7 @@ async def test_a_document_that_no_prompt_can_hold_says_so_when_it_is_uploaded_an
         assert listed["status_details"] == file["status_details"]
         for content in ("What does FILE#LONG say?", [{"type": "file", "file": {"file_id": file["id"]}}]):
             error = (await server.ask(content)).json()["error"]
-            assert (error["code"], error["message"]) == ("context_length_exceeded", file["status_details"])
+            assert (error["code"], error["message"]) == ("document_too_long", file["status_details"])
 
 
 async def test_deleting_it_forgets_all_of_its_chunks(server):

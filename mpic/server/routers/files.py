@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from mpic.api.requests import FileChange
 from mpic.api.resources import FileChunk, FileDeleted, FileList, FileObject
-from mpic.errors import BadRequest, ContextLengthExceeded, UnsupportedParameter
+from mpic.errors import BadRequest, DocumentTooLong, UnsupportedParameter
 from mpic.library import File as LibraryFile
 from mpic.library.intake.checks import check_life
 from mpic.server.auth import CurrentUser
@@ -153,7 +153,7 @@ def _show(file: LibraryFile, state: State, tiers: Tiers, counts: Mapping[str, in
     purpose, details = "vision" if file.kind == "image" else "user_data", file.error
     try:
         check_whole(file, state.engine.info.context_length)
-    except ContextLengthExceeded as error:
+    except DocumentTooLong as error:
         details = error.message
     more = {"purpose": purpose, "status_details": details, "chunk_count": counts.get(file.id, 1)}
     return shown(FileObject, file, tiers=tiers.get(file.id, ()), **more)
