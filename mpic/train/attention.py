@@ -1,9 +1,9 @@
 """Attention over packed rows where each block of rows reads only the keys it can see.
 
 torch's fused attention is no faster on a CPU: without matrix units it reaches in bf16 a tenth of the speed of the plain
-matrix products, with them its backward pass takes back what its forward pass gains. Here the rows are cut into blocks, and a block is two matrix products and a
-softmax over the range of keys that any of its rows sees. Scores are kept in the inputs' precision and summed in fp32,
-as in transformers' eager attention.
+matrix products, with them its backward pass takes back what its forward pass gains. Here the rows are cut into blocks,
+and a block is two matrix products and a softmax over the range of keys that any of its rows sees. Scores are kept in
+the inputs' precision and summed in fp32, as in transformers' eager attention.
 """
 
 from __future__ import annotations
