@@ -15,6 +15,7 @@ import transformers as tf
 from PIL import Image
 from torch import nn
 
+from mpic.evals.models.oracle import IMAGE_TYPES, PREFIX_TYPES
 from mpic.model.loaded import LoadedModel
 
 TEXT = {
@@ -188,6 +189,63 @@ def _qwen3_vl(text: Sizes) -> nn.Module:
     return tf.Qwen3VLForConditionalGeneration(config)
 
 
+def _gemma3_images(text: Sizes) -> nn.Module:
+    """Images that attend to themselves in both directions, with windows smaller than an image and layers without."""
+    sizes = {**text, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7}
+    sizes["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    config = tf.Gemma3Config(
+        text_config=tf.Gemma3TextConfig(**sizes),
+        vision_config=tf.SiglipVisionConfig(**_VISION),
+        mm_tokens_per_image=16,
+        image_token_index=IMAGE_TOKEN,
+    )
+    return tf.Gemma3ForConditionalGeneration(config)
+
+
+def _gemma4_images(text: Sizes) -> nn.Module:
+    """Images that attend to themselves in both directions in the layers with windows alone."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    sizes = {**text, "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 16, "layer_types": kinds}
+    sizes |= {"sliding_window": 6, "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0}
+    sizes |= {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": text["vocab_size"]}
+    vision = tf.Gemma4VisionConfig(
+        **{**_VISION, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+        pooling_kernel_size=2,
+    )
+    config = tf.Gemma4Config(
+        text_config=tf.Gemma4TextConfig(**sizes),
+        vision_config=vision,
+        audio_config=None,
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=6,
+        audio_token_id=7,
+    )
+    return tf.Gemma4ForConditionalGeneration(config)
+
+
+def _paligemma(text: Sizes) -> nn.Module:
+    """A prefix language model: the whole prompt attends to itself in both directions."""
+    config = tf.PaliGemmaConfig(
+        text_config=tf.GemmaConfig(**text, head_dim=16),
+        vision_config=tf.SiglipVisionConfig(**_VISION),
+        projection_dim=text["hidden_size"],
+        image_token_index=IMAGE_TOKEN,
+    )
+    return tf.PaliGemmaForConditionalGeneration(config)
+
+
+def _paligemma2(text: Sizes) -> nn.Module:
+    """The same with windows and capped scores: they bind what is generated and not the prompt."""
+    sizes = {**text, "head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0}
+    config = tf.PaliGemmaConfig(
+        text_config=tf.Gemma2Config(**sizes),
+        vision_config=tf.SiglipVisionConfig(**_VISION),
+        projection_dim=text["hidden_size"],
+        image_token_index=IMAGE_TOKEN,
+    )
+    return tf.PaliGemmaForConditionalGeneration(config)
+
+
 def _clip_processor() -> object:
     size = {"height": 32, "width": 32}
     return tf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size)
@@ -199,6 +257,14 @@ def _next_processor() -> object:
         crop_size={"height": 32, "width": 32},
         image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]],
     )
+
+
+def _siglip_processor() -> object:
+    return tf.SiglipImageProcessor(size={"height": 32, "width": 32})
+
+
+def _gemma4_processor() -> object:
+    return tf.Gemma4ImageProcessor(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70)
 
 
 def _qwen_processor() -> object:
@@ -223,7 +289,18 @@ VISION_FAMILIES = {
     "qwen2_5_vl": (_qwen2_5_vl, _qwen_processor),
     "qwen3_vl": (_qwen3_vl, _qwen_processor),
     "qwen2_vl_window": (_qwen2_vl_window, _qwen_processor),
+    "gemma3_images": (_gemma3_images, _siglip_processor),
+    "gemma4_images": (_gemma4_images, _gemma4_processor),
+    "paligemma": (_paligemma, _siglip_processor),
+    "paligemma2": (_paligemma2, _siglip_processor),
 }
+TYPES = {
+    "gemma3_images": IMAGE_TYPES["token_type_ids"],
+    "gemma4_images": IMAGE_TYPES["mm_token_type_ids"],
+    "paligemma": PREFIX_TYPES,
+    "paligemma2": PREFIX_TYPES,
+}
+"""What the families' processors say of the types of tokens."""
 FAMILIES = [*TEXT_FAMILIES, *VISION_FAMILIES]
 
 

@@ -35,7 +35,7 @@ def image_self_test(loaded: LoadedModel) -> float:
         _refuse_structure(loaded, images[0])
         chunks = [loaded.image_inputs(image) for image in images]
         rows, positions, segments = _prompt(loaded, chunks)
-        got = as_step(loaded, rows, positions.to(loaded.device), segments)
+        got = as_step(loaded, rows, positions.to(loaded.device), segments, loaded.scope)
         expected = _stock(loaded, rows.ids, images)
     except ModelRefused:
         raise
@@ -84,8 +84,7 @@ def _stock(loaded: LoadedModel, ids: torch.Tensor, images: list[Image.Image]) ->
     extra = {k: v.to(loaded.device) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
     if isinstance(extra.get("pixel_values"), torch.Tensor):
         extra["pixel_values"] = extra["pixel_values"].to(loaded.dtype)
-    if loaded.mrope == 3:
-        extra["mm_token_type_ids"] = (ids == loaded.image_token_id).int()[None].to(loaded.device)
+    extra |= loaded.stock_types(ids == loaded.image_token_id)
     with stock_eager(loaded):
         return loaded.model(input_ids=ids[None].to(loaded.device), **extra, use_cache=False).logits[0].float()
 

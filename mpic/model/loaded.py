@@ -16,16 +16,18 @@ from mpic.errors import IntegrityError, ModelRefused, UnsupportedModality
 from mpic.kernels import reference
 from mpic.kernels.attention import Partial, QueryRotation, SingleRows, SpanCall
 from mpic.kernels.backends import backend, single_rows
+from mpic.kernels.patterns import Pattern
 from mpic.kernels.singles import Singles
 from mpic.kernels.upload import send
 from mpic.kernels.windows import Window
 from mpic.kv.chunk import ChunkInputs, KVShape
 from mpic.model import hooks
+from mpic.model.bidirectional import Mask, Scope, find_blocks, token_types, types_name
 from mpic.model.identity import VERIFIED, bos_id, eos_ids, fingerprint, preprocessing_digest
 from mpic.model.info import ModelInfo
 from mpic.model.refusals import context_limit, refuse_unsupported
 from mpic.model.structure import RowInputs, has_layer_embeddings, inner_of, per_layer_inputs, text_model_of
-from mpic.model.trace import ROWS, LayerFacts, LayerKind, Trace, trace
+from mpic.model.trace import ROWS, LayerFacts, LayerKind, Trace, seen_by, trace, with_blocks
 
 if TYPE_CHECKING:
     from mpic.kernels.stream import StreamKernel
@@ -63,6 +65,7 @@ class LoadedModel:
         self.text_model.register_forward_pre_hook(self._inject, with_kwargs=True)
         self._hook(hooks.TRACED)
         self.kinds, self.layers = self._trace()
+        self.scope = self._find_blocks()
         self._hook(hooks.NAME)
         self.kind_of = [facts.kind for facts in self.layers]
         self.shape = KVShape(
@@ -124,6 +127,36 @@ class LoadedModel:
         rows = torch.arange(len(ids), device=self.device)
         return self._call(self.rows(ids), positions, run, rows).logits[0].float()
 
+    @torch.inference_mode()
+    def _find_blocks(self) -> Scope | None:
+        """Notes for every kind of layer how blocks attend, and returns which tokens are blocks."""
+        name = types_name(self.model)
+        if name is None:
+            return None
+        rows = self.rows(torch.arange(3, 3 + ROWS))
+        positions = torch.arange(ROWS, device=self.device).expand(self.mrope, -1)
+
+        def masks(types: torch.Tensor) -> list[Mask]:
+            run = Trace(read=seen_by)
+            self._call(
+                rows, positions, run, torch.zeros(0, dtype=torch.int64), {name: types[None].to(self.device)}
+            )
+            return [run.layers[number].window for number in sorted(run.layers)]
+
+        try:
+            scope, blocks = find_blocks(self.windows, masks)
+        except ModelRefused as refusal:
+            raise ModelRefused(f"{self.config.model_type}: {refusal.message}") from refusal
+        self.kinds, self.layers = with_blocks(self.kinds, self.layers, blocks)
+        return scope
+
+    def stock_types(self, is_image: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns what the stock model is told of the types of a prompt's tokens ``[tokens]``, by argument."""
+        name = types_name(self.model)
+        if name is None or not (self.mrope == 3 or self.scope):
+            return {}
+        return {name: token_types(self.scope, is_image)[None].to(self.device)}
+
     def _hook(self, name: str) -> None:
         if self.text_config is self.config:
             self.model.set_attn_implementation(name)
@@ -157,9 +190,13 @@ class LoadedModel:
         if not self.has_vision or self.processor is None or self.image_token_id is None:
             raise UnsupportedModality(f"model {self.info.name} does not take images")
         features = self.processor.image_processor(images=[image], return_tensors="pt")
-        keep = {k: v.to(self.device) for k, v in features.items() if k in ("image_sizes", "image_grid_thw")}
-        pixels = features["pixel_values"].to(self.device, self.dtype)
-        outputs = self._inner.get_image_features(pixel_values=pixels, **keep)
+        taken = inspect.signature(self._inner.get_image_features).parameters
+        given = {
+            k: v.to(self.device, self.dtype if v.is_floating_point() else None)
+            for k, v in features.items()
+            if k in taken
+        }
+        outputs = self._inner.get_image_features(**given)
         embeds = torch.cat([part.reshape(-1, part.shape[-1]) for part in outputs.pooler_output]).to(
             self.dtype
         )
@@ -173,7 +210,7 @@ class LoadedModel:
         if self.mrope == 3:
             kinds = torch.ones(1, n, dtype=torch.int32, device=self.device)
             grid, _ = self._inner.get_rope_index(
-                ids[None].to(self.device), kinds, image_grid_thw=keep.get("image_grid_thw")
+                ids[None].to(self.device), kinds, image_grid_thw=given.get("image_grid_thw")
             )
             positions = grid[:, 0].cpu()
             rotary_length = int(positions.max()) + 1
@@ -244,17 +281,22 @@ class LoadedModel:
     def is_plain(self) -> bool:
         """True where all layers are alike and attend causally to everything before."""
         special = any(facts.softcap or facts.sinks for facts in self.layers)
-        return len(self.kinds) == 1 and not special and self.kinds[0].window is None
+        return len(self.kinds) == 1 and not special and self.kinds[0].pattern == Pattern()
 
     @property
     def takes_packets(self) -> bool:
         """True where a chunk's rows may be vectors that no token has (``mpic.packet``)."""
-        return not has_layer_embeddings(self.text_model)
+        return not has_layer_embeddings(self.text_model) and self.scope is None
 
     @property
     def windows(self) -> list[Window | None]:
         """The window of each layer."""
-        return [self.kinds[kind].window for kind in self.kind_of]
+        return [self.kinds[facts.kind].window for facts in self.layers]
+
+    @property
+    def patterns(self) -> list[Pattern]:
+        """The attention pattern of each layer."""
+        return [self.kinds[facts.kind].pattern for facts in self.layers]
 
     def rotation(self, base: int, layer: int = 0) -> QueryRotation | None:
         """Returns the rotation of a layer's queries over a span at ``base``; None where it is none."""
@@ -303,14 +345,23 @@ class LoadedModel:
         return out.logits[0].float()
 
     @torch.inference_mode()
-    def probe(self, inputs: RowInputs, positions: torch.Tensor, layer: int) -> hooks.Probe:
-        """Runs one prompt of T rows under full causal attention up to ``layer``.
+    def probe(
+        self,
+        inputs: RowInputs,
+        positions: torch.Tensor,
+        layer: int,
+        blocks: Sequence[tuple[int, int]] = (),
+    ) -> hooks.Probe:
+        """Runs one prompt of T rows as a full prefill up to ``layer``.
+
+        Args:
+            blocks: rows ``[lo, hi)`` that attend to each other in both directions, in layers that have such blocks.
 
         Returns:
             What reached the layer's attention: queries ``[heads, T, head_dim]``, keys and values ``[kv_heads, T,
             head_dim]``, rotated at ``positions``.
         """
-        probe = hooks.Probe(layer, self.partial, self.windows)
+        probe = hooks.Probe(layer, self.partial, self.patterns, blocks)
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         with contextlib.suppress(hooks.Decided):
             self._call(inputs, positions, probe, none)
@@ -330,8 +381,9 @@ class LoadedModel:
         positions: torch.Tensor,
         step: hooks.Step | hooks.Probe | Trace,
         wanted: torch.Tensor,
+        given: dict[str, torch.Tensor] | None = None,
     ) -> Any:
-        self._extra, extra = self._beside(inputs), {}
+        self._extra, extra = self._beside(inputs), dict(given or {})
         if "per_layer_inputs" in self._extra and self._takes_per_layer:
             extra["per_layer_inputs"] = self._extra["per_layer_inputs"]
         try:

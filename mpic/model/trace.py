@@ -10,7 +10,7 @@ the functions from which transformers would make them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mpic.errors import ModelRefused
+from mpic.kernels.patterns import Blocks, Pattern
 from mpic.kernels.windows import Window
 from mpic.model.rotary import Rotary, Unrotated, candidates, refuse_changing
 
@@ -50,6 +51,7 @@ class LayerKind:
         window: what they see; None: everything before.
         heads, kv_heads: of queries and of keys.
         dim: of a head as it is kept, the larger of its key's and its value's.
+        blocks: how the rows of a block see the later ones of it; None: they do not.
     """
 
     rotary: Rotary | Unrotated
@@ -57,6 +59,11 @@ class LayerKind:
     heads: int
     kv_heads: int
     dim: int
+    blocks: Blocks | None = None
+
+    @property
+    def pattern(self) -> Pattern:
+        return Pattern(self.window, self.blocks)
 
 
 class LayerFacts(NamedTuple):
@@ -74,17 +81,22 @@ class Seen:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    window: Window | None
+    window: Any  # the window, or what else the run reads of a mask
     softcap: bool
     sinks: bool
 
 
 @dataclass
 class Trace:
-    """A run that watches. ``mpic.model.hooks`` gives it every layer and every mask."""
+    """A run that watches. ``mpic.model.hooks`` gives it every layer and every mask.
 
+    Args:
+        read: what is noted of a layer's mask function.
+    """
+
+    read: Callable[[Callable[..., Any]], Any] = field(default_factory=lambda: window_of)
     layers: dict[int, Seen] = field(default_factory=dict)
-    _masks: dict[int, Window | ModelRefused | None] = field(default_factory=dict)
+    _masks: dict[int, Any] = field(default_factory=dict)
     _kept: list[torch.Tensor] = field(default_factory=list)
 
     def mask(
@@ -92,7 +104,7 @@ class Trace:
     ) -> torch.Tensor:
         """Returns a tensor that stands for a mask, to be recognised where a layer is given it."""
         try:
-            window: Window | ModelRefused | None = window_of(mask_function)
+            window: Any = self.read(mask_function)
         except ModelRefused as refusal:  # a model may make masks that no layer of it takes
             window = refusal
         tensor = torch.zeros(1, 1, q_length, kv_length, dtype=dtype or torch.float32)
@@ -119,7 +131,7 @@ class Trace:
         meaning -= {"softcap", "s_aux"}
         if meaning:
             raise ModelRefused(f"attention arguments that are not supported: {', '.join(sorted(meaning))}")
-        if given.get("is_causal", getattr(module, "is_causal", True)) is False:
+        if mask is None and given.get("is_causal", getattr(module, "is_causal", True)) is False:
             raise ModelRefused("attention in both directions depends on the whole prompt")
         if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
             raise ModelRefused("its attention is over other tokens than its own")
@@ -134,7 +146,7 @@ class Trace:
         own = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
         return own.transpose(1, 2).contiguous()
 
-    def _window(self, mask: Any) -> Window | None:
+    def _window(self, mask: Any) -> Any:
         if mask is None:
             return None
         if not isinstance(mask, torch.Tensor) or mask.untyped_storage().data_ptr() not in self._masks:
@@ -145,15 +157,18 @@ class Trace:
         return window
 
 
+def seen_by(mask_function: Callable[..., Any]) -> Callable[[int, int], bool]:
+    """Returns one of transformers' mask functions as a function of a row's and a key's place."""
+    return lambda row, key: bool(mask_function(0, 0, torch.tensor(row), torch.tensor(key)))
+
+
 def window_of(mask_function: Callable[..., Any]) -> Window | None:
     """Returns the window of one of transformers' mask functions ``(batch, head, row, key) -> seen``; None: all before.
 
     Raises:
         ModelRefused: it is neither causal nor a window.
     """
-
-    def sees(row: int, key: int) -> bool:
-        return bool(mask_function(0, 0, torch.tensor(row), torch.tensor(key)))
+    sees = seen_by(mask_function)
 
     def first(row: int) -> int:
         lo, hi = 0, row
@@ -301,3 +316,14 @@ def _alike(a: torch.Tensor, b: torch.Tensor, limit: float) -> bool:
 
 def _some(layers: Sequence[int]) -> str:
     return f"layers {', '.join(map(str, layers[:4]))}{', ...' if len(layers) > 4 else ''}"
+
+
+def with_blocks(
+    kinds: Sequence[LayerKind], layers: Sequence[LayerFacts], blocks: Sequence[Blocks | None]
+) -> tuple[list[LayerKind], list[LayerFacts]]:
+    """Returns kinds and facts of a model's layers, with the blocks of each layer."""
+    of_layers = [replace(kinds[facts.kind], blocks=one) for facts, one in zip(layers, blocks, strict=True)]
+    made = list(dict.fromkeys(of_layers))
+    return made, [
+        facts._replace(kind=made.index(kind)) for facts, kind in zip(layers, of_layers, strict=True)
+    ]

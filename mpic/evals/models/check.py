@@ -17,9 +17,10 @@ from mpic.engine.native.engine import NativeEngine
 from mpic.errors import ModelRefused, MPICError
 from mpic.evals.models.images import processor_of, stock_answer
 from mpic.evals.models.instances import build, one_line
-from mpic.evals.models.oracle import StockOracle
+from mpic.evals.models.oracle import IMAGE_TYPES, PREFIX_TYPES, StockOracle, TokenTypes
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey
 from mpic.link import ChunkPlace, Policy, parse_policy
+from mpic.model.bidirectional import Scope, types_name
 from mpic.model.image_selftest import image_self_test
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import self_test
@@ -96,7 +97,8 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
         for chunk in (a, b)
     ]
     worst = 0.0
-    oracle = StockOracle(stock, loaded.mrope)
+    types = _types_of(loaded)
+    oracle = StockOracle(stock, loaded.mrope, types)
     engine = NativeEngine(loaded, pages=256, page_size=8)
     try:
         engine.pool.arena.fill_(float("nan"))
@@ -112,12 +114,22 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
                     break
             if images and name == "full":
                 ids, kinds = _ids_of(prompt, inputs)
-                answer = _stock_answer(stock, processor, ids, kinds, images)
+                answer = _stock_answer(
+                    stock, processor, ids, images, {} if types is None else types.of(kinds)
+                )
                 worst = max(worst, _difference(got[0], answer))
         engine.check()
     finally:
         engine.close()
     return worst
+
+
+def _types_of(loaded: LoadedModel) -> TokenTypes | None:
+    """Returns what the processor of a family says of the types of tokens."""
+    name = types_name(loaded.model)
+    if name is None:
+        return None
+    return PREFIX_TYPES if loaded.scope is Scope.PROMPT else IMAGE_TYPES[name]
 
 
 def _stock_answer(stock: torch.nn.Module, *given: Any) -> torch.Tensor:

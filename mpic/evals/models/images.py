@@ -60,11 +60,14 @@ def _image(seed: int, width: int, height: int) -> Image.Image:
 
 @torch.no_grad()
 def stock_answer(
-    model: nn.Module, processor: Any, ids: list[int], kinds: list[int], images: list[Image.Image]
+    model: nn.Module,
+    processor: Any,
+    ids: list[int],
+    images: list[Image.Image],
+    types: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Returns the last logits of the untouched model, called as its users call it: token ids and pixel values."""
+    """Returns the last logits of the untouched model, called as its users call it: token ids, pixel values, and the
+    types of tokens."""
     model.set_attn_implementation("eager")
     extra = dict(processor.image_processor(images=images, return_tensors="pt"))
-    if "image_grid_thw" in extra:
-        extra["mm_token_type_ids"] = torch.tensor([kinds], dtype=torch.int32)
-    return model(input_ids=torch.tensor([ids]), **extra, use_cache=False).logits[0, -1]
+    return model(input_ids=torch.tensor([ids]), **extra, **types, use_cache=False).logits[0, -1]
