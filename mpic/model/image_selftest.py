@@ -16,7 +16,7 @@ from mpic.errors import ModelRefused
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import TOLERANCE, Segments, as_step, stock_eager
-from mpic.model.structure import RowInputs
+from mpic.model.structure import RowInputs, plain_ids
 
 _TEXTS = (6, 3, 4)
 """Tokens of text before, between and behind the two images."""
@@ -55,7 +55,7 @@ def image_self_test(loaded: LoadedModel) -> float:
 
 def _prompt(loaded: LoadedModel, chunks: Sequence[ChunkInputs]) -> tuple[RowInputs, torch.Tensor, Segments]:
     """Returns text, image, text, image, text: rows, positions, and segments."""
-    words = torch.tensor([t for t in range(3, 5 + sum(_TEXTS)) if t != loaded.image_token_id])
+    words = torch.tensor(plain_ids(loaded.config, sum(_TEXTS)))
     ids, embeds, marks, features, positions, segments = [], [], [], [], [], []
     base = 0
     for number, n in enumerate(_TEXTS):

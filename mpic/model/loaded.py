@@ -26,7 +26,14 @@ from mpic.model.bidirectional import Mask, Scope, find_blocks, token_types, type
 from mpic.model.identity import VERIFIED, bos_id, eos_ids, fingerprint, preprocessing_digest
 from mpic.model.info import ModelInfo
 from mpic.model.refusals import context_limit, refuse_unsupported
-from mpic.model.structure import RowInputs, has_layer_embeddings, inner_of, per_layer_inputs, text_model_of
+from mpic.model.structure import (
+    RowInputs,
+    has_layer_embeddings,
+    inner_of,
+    per_layer_inputs,
+    plain_ids,
+    text_model_of,
+)
 from mpic.model.trace import ROWS, LayerFacts, LayerKind, Trace, seen_by, trace, with_blocks
 
 if TYPE_CHECKING:
@@ -108,7 +115,7 @@ class LoadedModel:
 
     def _trace(self) -> tuple[list[LayerKind], list[LayerFacts]]:
         """Returns the kinds of the model's layers and the facts of each. Raises ModelRefused: they cannot be linked."""
-        tokens = [t for t in range(3, 3 + ROWS + 2) if t != self.image_token_id][: ROWS + 1]
+        tokens = plain_ids(self.config, ROWS + 1)
         try:
             return trace(
                 self.text_model, self._traced, tokens, self.text_config.num_hidden_layers, self.dtype
@@ -133,7 +140,7 @@ class LoadedModel:
         name = types_name(self.model)
         if name is None:
             return None
-        rows = self.rows(torch.arange(3, 3 + ROWS))
+        rows = self.rows(torch.tensor(plain_ids(self.config, ROWS)))
         positions = torch.arange(ROWS, device=self.device).expand(self.mrope, -1)
 
         def masks(types: torch.Tensor) -> list[Mask]:

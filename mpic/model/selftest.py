@@ -21,7 +21,7 @@ from mpic.kernels.windows import Stretch
 from mpic.model.bidirectional import Scope
 from mpic.model.hooks import NAME, Step
 from mpic.model.loaded import LoadedModel
-from mpic.model.structure import RowInputs
+from mpic.model.structure import RowInputs, as_plain
 
 Segments = tuple[tuple[int, int, bool], ...]
 """(start, end, is_chunk) in sequence order."""
@@ -40,8 +40,7 @@ def self_test(loaded: LoadedModel) -> float:
     n = _SEGMENTS[-1][1]
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, loaded.text_config.vocab_size, (n,), generator=generator)
-    if loaded.image_token_id is not None:  # stock forwards look for image placeholders
-        ids[ids == loaded.image_token_id] = 0
+    ids = as_plain(loaded.config, ids)
     positions = torch.arange(n).expand(loaded.mrope, n).clone()
     if loaded.mrope == 3:  # positions of an image: a grid inside the chunk
         for start, end, is_chunk in _SEGMENTS:

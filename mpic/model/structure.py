@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,24 @@ def per_layer_inputs(text_model: nn.Module, ids: torch.Tensor) -> torch.Tensor |
     look_up: Any = text_model.get_per_layer_inputs
     device = next(text_model.parameters()).device
     return look_up(send(ids, device)[None], *[None] * (len(inspect.signature(look_up).parameters) - 1))
+
+
+def _special_ids(config: Any) -> set[int]:
+    """Returns the tokens that a model's forward may look for: those that stand for images, video, audio, padding."""
+    named = config.to_dict().items()
+    return {v for k, v in named if isinstance(v, int) and k.endswith(("_token_id", "_token_index"))}
+
+
+def plain_ids(config: Any, count: int) -> list[int]:
+    """Returns the ids of ``count`` tokens of text, ascending."""
+    special = _special_ids(config)
+    return list(itertools.islice((i for i in itertools.count(3) if i not in special), count))
+
+
+def as_plain(config: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Returns ids with one of text in place of those that stand for something else."""
+    special = torch.tensor(sorted(_special_ids(config)), dtype=ids.dtype)
+    return ids.where(~torch.isin(ids, special), plain_ids(config, 1)[0])
 
 
 def inner_of(model: nn.Module) -> nn.Module:
