@@ -34,6 +34,7 @@ from mpic.kernels.patterns import Pattern, fresh_calls
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
 from mpic.kv.barrier import LayerBarrier
+from mpic.model.latent import ATTRIBUTE as LATENT
 from mpic.model.trace import Trace
 
 NAME = "mpic"
@@ -172,6 +173,10 @@ def _attention(
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     extras = Extras(softcap, s_aux)
+    latent = getattr(module, LATENT, None)
+    if latent is not None:
+        query, key = latent.absorb(query, key)
+        return latent.expand(_layer(step, module.layer_idx, query, key, key, scale, extras)), None
     size, value_size = key.shape[-1], value.shape[-1]
     if size == value_size:
         return _layer(step, module.layer_idx, query, key, value, scale, extras), None

@@ -14,6 +14,7 @@ from PIL import Image
 
 from mpic.errors import ModelRefused
 from mpic.kv.chunk import ChunkInputs
+from mpic.model.bidirectional import token_types, types_name
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import TOLERANCE, Segments, as_step, stock_eager
 from mpic.model.structure import RowInputs, plain_ids
@@ -84,7 +85,9 @@ def _stock(loaded: LoadedModel, ids: torch.Tensor, images: list[Image.Image]) ->
     extra = {k: v.to(loaded.device) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
     if isinstance(extra.get("pixel_values"), torch.Tensor):
         extra["pixel_values"] = extra["pixel_values"].to(loaded.dtype)
-    extra |= loaded.stock_types(ids == loaded.image_token_id)
+    name = types_name(loaded.model)
+    if name is not None and (loaded.mrope == 3 or loaded.scope is not None):
+        extra[name] = token_types(loaded.scope, ids == loaded.image_token_id)[None].to(loaded.device)
     with stock_eager(loaded):
         return loaded.model(input_ids=ids[None].to(loaded.device), **extra, use_cache=False).logits[0].float()
 

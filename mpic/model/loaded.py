@@ -19,22 +19,20 @@ from mpic.kernels.backends import backend, single_rows
 from mpic.kernels.patterns import Pattern
 from mpic.kernels.singles import Singles
 from mpic.kernels.upload import send
-from mpic.kernels.windows import Window
 from mpic.kv.chunk import ChunkInputs, KVShape
 from mpic.model import hooks
-from mpic.model.bidirectional import Mask, Scope, find_blocks, token_types, types_name
+from mpic.model.facts import find_facts
 from mpic.model.identity import VERIFIED, bos_id, eos_ids, fingerprint, preprocessing_digest
 from mpic.model.info import ModelInfo
 from mpic.model.refusals import context_limit, refuse_unsupported
 from mpic.model.structure import (
     RowInputs,
+    decoder_of,
     has_layer_embeddings,
     inner_of,
     per_layer_inputs,
-    plain_ids,
-    text_model_of,
 )
-from mpic.model.trace import ROWS, LayerFacts, LayerKind, Trace, seen_by, trace, with_blocks
+from mpic.model.trace import Trace
 
 if TYPE_CHECKING:
     from mpic.kernels.stream import StreamKernel
@@ -60,7 +58,7 @@ class LoadedModel:
         self.config = model.config
         self.text_config = self.config.get_text_config()
         refuse_unsupported(self.config, self.text_config)
-        self.text_model: nn.Module = self._find_text_model()
+        self.text_model: nn.Module = decoder_of(self.model)
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.heads = self.text_config.num_attention_heads
@@ -71,8 +69,7 @@ class LoadedModel:
         self._takes_per_layer = "per_layer_inputs" in inspect.signature(self.model.forward).parameters
         self.text_model.register_forward_pre_hook(self._inject, with_kwargs=True)
         self._hook(hooks.TRACED)
-        self.kinds, self.layers = self._trace()
-        self.scope = self._find_blocks()
+        self.kinds, self.layers, self.scope, self.latents = find_facts(self)
         self._hook(hooks.NAME)
         self.kind_of = [facts.kind for facts in self.layers]
         self.shape = KVShape(
@@ -106,63 +103,6 @@ class LoadedModel:
     @property
     def _inner(self) -> nn.Module:
         return inner_of(self.model)
-
-    def _find_text_model(self) -> nn.Module:
-        text = text_model_of(self.model)
-        if not hasattr(text, "layers"):
-            raise ModelRefused(f"{type(self.model).__name__}: no decoder with layers")
-        return text
-
-    def _trace(self) -> tuple[list[LayerKind], list[LayerFacts]]:
-        """Returns the kinds of the model's layers and the facts of each. Raises ModelRefused: they cannot be linked."""
-        tokens = plain_ids(self.config, ROWS + 1)
-        try:
-            return trace(
-                self.text_model, self._traced, tokens, self.text_config.num_hidden_layers, self.dtype
-            )
-        except ModelRefused as refusal:
-            raise ModelRefused(f"{self.config.model_type}: {refusal.message}") from refusal
-        except Exception as error:
-            raise ModelRefused(
-                f"{self.config.model_type}: it cannot be called with embeddings and positions: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    @torch.inference_mode()
-    def _traced(self, ids: torch.Tensor, start: int, run: Trace) -> torch.Tensor:
-        positions = torch.arange(start, start + len(ids), device=self.device).expand(self.mrope, -1)
-        rows = torch.arange(len(ids), device=self.device)
-        return self._call(self.rows(ids), positions, run, rows).logits[0].float()
-
-    @torch.inference_mode()
-    def _find_blocks(self) -> Scope | None:
-        """Notes for every kind of layer how blocks attend, and returns which tokens are blocks."""
-        name = types_name(self.model)
-        if name is None:
-            return None
-        rows = self.rows(torch.tensor(plain_ids(self.config, ROWS)))
-        positions = torch.arange(ROWS, device=self.device).expand(self.mrope, -1)
-
-        def masks(types: torch.Tensor) -> list[Mask]:
-            run = Trace(read=seen_by)
-            self._call(
-                rows, positions, run, torch.zeros(0, dtype=torch.int64), {name: types[None].to(self.device)}
-            )
-            return [run.layers[number].window for number in sorted(run.layers)]
-
-        try:
-            scope, blocks = find_blocks(self.windows, masks)
-        except ModelRefused as refusal:
-            raise ModelRefused(f"{self.config.model_type}: {refusal.message}") from refusal
-        self.kinds, self.layers = with_blocks(self.kinds, self.layers, blocks)
-        return scope
-
-    def stock_types(self, is_image: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns what the stock model is told of the types of a prompt's tokens ``[tokens]``, by argument."""
-        name = types_name(self.model)
-        if name is None or not (self.mrope == 3 or self.scope):
-            return {}
-        return {name: token_types(self.scope, is_image)[None].to(self.device)}
 
     def _hook(self, name: str) -> None:
         if self.text_config is self.config:
@@ -296,18 +236,19 @@ class LoadedModel:
         return not has_layer_embeddings(self.text_model) and self.scope is None
 
     @property
-    def windows(self) -> list[Window | None]:
-        """The window of each layer."""
-        return [self.kinds[facts.kind].window for facts in self.layers]
-
-    @property
     def patterns(self) -> list[Pattern]:
         """The attention pattern of each layer."""
-        return [self.kinds[facts.kind].pattern for facts in self.layers]
+        return [self.kinds[kind].pattern for kind in self.kind_of]
 
     def rotation(self, base: int, layer: int = 0) -> QueryRotation | None:
         """Returns the rotation of a layer's queries over a span at ``base``; None where it is none."""
         return self.kinds[self.kind_of[layer]].rotary.rotation(base)
+
+    def distances(self, difference: torch.Tensor, layer: int) -> torch.Tensor:
+        """Returns ``[n]``, the squared lengths over all heads of ``difference [2, kv_heads, n, head_dim]`` fp32 of keys
+        and values as a layer keeps them."""
+        latent = self.latents.get(layer)
+        return difference.square().sum((0, 1, 3)) if latent is None else latent.distances(difference)
 
     def single_rows(self, kind: int, calls: Sequence[SpanCall]) -> SingleRows:
         """Returns the tables of rows that stand alone, for layers of a kind.
@@ -345,7 +286,7 @@ class LoadedModel:
         step.layers_seen.clear()
         if self.triton is not None and step.kernel is None:
             step.kernel = self.triton.prepare(step, len(inputs.embeds))
-        out = self._call(inputs, positions, step, wanted)
+        out = self.call(inputs, positions, step, wanted)
         if len(step.layers_seen) != self.shape.layers:
             missing = sorted(set(range(self.shape.layers)) - step.layers_seen)
             raise IntegrityError(f"layers {missing} did not attend through MPIC")
@@ -371,7 +312,7 @@ class LoadedModel:
         probe = hooks.Probe(layer, self.partial, self.patterns, blocks)
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         with contextlib.suppress(hooks.Decided):
-            self._call(inputs, positions, probe, none)
+            self.call(inputs, positions, probe, none)
         if probe.keys is None or probe.values is None:
             raise IntegrityError(f"layer {layer} did not attend through MPIC")
         return probe
@@ -380,9 +321,9 @@ class LoadedModel:
     def observe(self, inputs: RowInputs, positions: torch.Tensor, probe: hooks.Probe) -> None:
         """Runs rows with a probe's own attention in every layer (analysis)."""
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self._call(inputs, positions, probe, none)
+        self.call(inputs, positions, probe, none)
 
-    def _call(
+    def call(
         self,
         inputs: RowInputs,
         positions: torch.Tensor,
@@ -390,6 +331,7 @@ class LoadedModel:
         wanted: torch.Tensor,
         given: dict[str, torch.Tensor] | None = None,
     ) -> Any:
+        """Runs the model under a step; ``given`` are further arguments."""
         self._extra, extra = self._beside(inputs), dict(given or {})
         if "per_layer_inputs" in self._extra and self._takes_per_layer:
             extra["per_layer_inputs"] = self._extra["per_layer_inputs"]

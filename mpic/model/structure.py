@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from mpic.errors import ModelRefused
 from mpic.kernels.upload import send
 
 
@@ -77,3 +78,11 @@ def text_model_of(model: nn.Module) -> nn.Module:
         if isinstance(part, nn.Module):
             return inner_of(part) if part is not inner else part
     return inner
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """Returns the decoder over text. Raises ModelRefused: it has no layers."""
+    text = text_model_of(model)
+    if not hasattr(text, "layers"):
+        raise ModelRefused(f"{type(model).__name__}: no decoder with layers")
+    return text

@@ -82,6 +82,7 @@ class Seen:
     key: torch.Tensor
     value: torch.Tensor
     window: Any  # the window, or what else the run reads of a mask
+    module: nn.Module
     softcap: bool
     sinks: bool
 
@@ -140,6 +141,7 @@ class Trace:
             key[0].float(),
             value[0].float(),
             self._window(mask),
+            module,
             given.get("softcap") is not None,
             given.get("s_aux") is not None,
         )
@@ -250,9 +252,9 @@ def trace(
     changed[0] = tokens[ROWS]
     logits_changed = run(changed, 0, other)
     for number, seen in here.layers.items():
-        if not _alike(seen.value[:, 1:], other.layers[number].value[:, 1:], limit):
+        if not alike(seen.value[:, 1:], other.layers[number].value[:, 1:], limit):
             raise ModelRefused(_STATE)
-    if not _alike(logits[1:], logits_changed[1:], limit):
+    if not alike(logits[1:], logits_changed[1:], limit):
         raise ModelRefused(_STATE)
     moved = []
     for shift in SHIFTS:
@@ -274,7 +276,7 @@ def _facts(
     facts: list[LayerFacts] = []
     for number in sorted(here.layers):
         seen, there = here.layers[number], [trace.layers[number] for trace in moved]
-        if not all(_alike(seen.value, one.value, limit) for one in there):
+        if not all(alike(seen.value, one.value, limit) for one in there):
             raise ModelRefused("what its layers keep depends on absolute positions")
         rotary = _rotary(text_model, rotaries, seen, there, limit, device)
         if rotary not in rotaries:
@@ -296,7 +298,7 @@ def _rotary(
     device: torch.device,
 ) -> Rotary | Unrotated:
     """Returns what explains how a layer's queries and keys change with positions: something known, if it can."""
-    if all(_alike(seen.key, one.key, limit) and _alike(seen.query, one.query, limit) for one in there):
+    if all(alike(seen.key, one.key, limit) and alike(seen.query, one.query, limit) for one in there):
         return known[0]
     head_dim = seen.key.shape[-1]
     fitting = (r for r in known if isinstance(r, Rotary) and r.start + 2 * r.half <= head_dim)
@@ -310,7 +312,13 @@ def _rotary(
     raise ModelRefused("its keys change with positions in a way that no rotary embedding of it explains")
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor, limit: float) -> bool:
+def limit_of(module: nn.Module) -> float:
+    """Returns the largest relative difference of what rounding makes unequal."""
+    return _LIMITS.get(next(module.parameters()).dtype, 1e-3)
+
+
+def alike(a: torch.Tensor, b: torch.Tensor, limit: float) -> bool:
+    """Returns whether two tensors are the same but for rounding."""
     return float((a - b).abs().max()) <= limit * max(float(a.abs().max()), 1e-30)
 
 

@@ -55,7 +55,7 @@ class Decider:
             difference = torch.stack([fresh, probe.values[:, tokens]]).float() - self._compiled(
                 linked, layer, probe
             )
-            found.append(difference.square().sum((0, 1, 3)))
+            found.append(self._model.distances(difference, layer))
         return found, prompt.plan.length
 
     def attention(self, request: Request, layer: int) -> tuple[list[torch.Tensor], int]:
