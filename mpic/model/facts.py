@@ -11,8 +11,9 @@ import torch
 from mpic.errors import ModelRefused
 from mpic.kernels.patterns import Blocks
 from mpic.model.bidirectional import Mask, Scope, find_blocks, types_name
+from mpic.model.hooks import running
 from mpic.model.latent import LatentLayer, keep_latents
-from mpic.model.structure import plain_ids
+from mpic.model.structure import plain_ids, stand_ins_of
 from mpic.model.trace import ROWS, LayerFacts, LayerKind, Trace, seen_by, trace, with_blocks
 
 if TYPE_CHECKING:
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 
 
 class ModelFacts(NamedTuple):
-    """The kinds of a model's layers, the facts of each layer, which tokens attend to each other in both directions, and
-    the layers that keep latents in place of keys and values."""
+    """The kinds of a model's layers, the facts of each layer, the layers that keep latents in place of keys and values,
+    which tokens attend to each other in both directions, and the tokens that layers look up in place of others."""
 
     kinds: list[LayerKind]
     layers: list[LayerFacts]
-    scope: Scope | None
     latents: dict[int, LatentLayer]
+    scope: Scope | None
+    stand_ins: dict[int, int]
 
 
 @torch.inference_mode()
@@ -48,6 +50,8 @@ def find_facts(model: LoadedModel) -> ModelFacts:
         kinds, layers = trace(model.text_model, run, tokens, model.text_config.num_hidden_layers, model.dtype)
         scope, blocks = _blocks(model, [kinds[facts.kind].window for facts in layers])
         kinds, layers = with_blocks(kinds, layers, blocks)
+        with running(Trace()):
+            stand_ins = stand_ins_of(model.model, model.text_model, model.image_token_id)
         kept = keep_latents(
             model.text_model, kinds, layers, lambda watch: run(torch.tensor(tokens), 0, watch)
         )
@@ -57,7 +61,7 @@ def find_facts(model: LoadedModel) -> ModelFacts:
         raise ModelRefused(
             f"{family}: it cannot be called with embeddings and positions: {type(error).__name__}: {error}"
         ) from error
-    return ModelFacts(kept.kinds, kept.layers, scope, kept.latents)
+    return ModelFacts(*kept, scope, stand_ins)
 
 
 def _blocks(model: LoadedModel, windows: Sequence) -> tuple[Scope | None, list[Blocks | None]]:

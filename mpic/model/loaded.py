@@ -69,7 +69,8 @@ class LoadedModel:
         self._takes_per_layer = "per_layer_inputs" in inspect.signature(self.model.forward).parameters
         self.text_model.register_forward_pre_hook(self._inject, with_kwargs=True)
         self._hook(hooks.TRACED)
-        self.kinds, self.layers, self.scope, self.latents = find_facts(self)
+        self.stand_ins: dict[int, int] = {}
+        self.kinds, self.layers, self.latents, self.scope, self.stand_ins = find_facts(self)
         self._hook(hooks.NAME)
         self.kind_of = [facts.kind for facts in self.layers]
         self.shape = KVShape(
@@ -290,7 +291,8 @@ class LoadedModel:
         if len(step.layers_seen) != self.shape.layers:
             missing = sorted(set(range(self.shape.layers)) - step.layers_seen)
             raise IntegrityError(f"layers {missing} did not attend through MPIC")
-        return out.logits[0].float()
+        logits = out.logits[0] if out.logits.shape[1] == len(wanted) else out.logits[0, wanted]
+        return logits.float()  # some models compute those of all rows, whatever they are asked for
 
     @torch.inference_mode()
     def probe(
@@ -392,7 +394,7 @@ class LoadedModel:
         if inputs.deepstack is not None:
             marks, features = inputs.deepstack
             extra = {"visual_pos_masks": marks[None], "deepstack_visual_embeds": list(features)}
-        found = per_layer_inputs(self.text_model, inputs.ids)
+        found = per_layer_inputs(self.text_model, inputs.ids, self.stand_ins)
         return extra if found is None else {**extra, "per_layer_inputs": found}
 
     def _inject(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

@@ -25,6 +25,8 @@ MAPPINGS = {
 }
 
 WINDOW = 8
+GRID = [[32, 64], [64, 32], [64, 64]]
+"""Sizes of images that are cut into tiles of 32 by 32 pixels."""
 _SMALL: dict[str, Any] = {
     "vocab_size": 300,
     "vocab_size_per_layer_input": 300,
@@ -89,6 +91,10 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "mm_tokens_per_image": 16,
+    "projection_dim": 64,
+    "image_grid_pinpoints": GRID,
+    "vision_feature_layers": [-2, -1],
 }
 _VISION: dict[str, Any] = {
     **{k: v for k, v in _SMALL.items() if not k.endswith("token_id") and "position" not in k},
@@ -100,7 +106,11 @@ _VISION: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 8,
     "out_hidden_size": 64,
-    "projection_dim": 64,
+    "intermediate_size": 256,
+    "projection_hidden_size": 64,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+    "vision_output_dim": 64,
 }
 _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type", "attention_layers")
 

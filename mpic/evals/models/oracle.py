@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -107,10 +107,17 @@ class StockOracle:
         mrope: 3 for models with M-RoPE, else 1.
         types: what its processor says of the types of tokens: the argument's name, and the types of text, of images
             and of what is generated; None: nothing that matters.
+        stand_ins: the tokens that the layers' own embeddings are looked up for in place of others.
     """
 
-    def __init__(self, stock: nn.Module, mrope: int, types: TokenTypes | None = None) -> None:
-        self.model, self.mrope, self.types = stock, mrope, types
+    def __init__(
+        self,
+        stock: nn.Module,
+        mrope: int,
+        types: TokenTypes | None = None,
+        stand_ins: Mapping[int, int] | None = None,
+    ) -> None:
+        self.model, self.mrope, self.types, self.stand_ins = stock, mrope, types, stand_ins
         self.text = text_model_of(stock)
         self.text_config = stock.config.get_text_config()
         self.cache: Cache | None = None
@@ -146,7 +153,7 @@ class StockOracle:
             marks, features = rows.deepstack
             extra = {"visual_pos_masks": marks[None], "deepstack_visual_embeds": list(features)}
         given: dict[str, Any] = {} if self.types is None else self.types.of(kinds, generated)
-        found = per_layer_inputs(self.text, rows.ids)
+        found = per_layer_inputs(self.text, rows.ids, self.stand_ins)
         if found is not None:
             extra["per_layer_inputs"] = found
             if "per_layer_inputs" in inspect.signature(self.model.forward).parameters:
