@@ -115,8 +115,6 @@ class LoadedModel:
         if getattr(self.text_model.config, "_attn_implementation", None) != name:
             raise ModelRefused(f"{type(self.model).__name__} does not use transformers' attention interface")
 
-    # ---- inputs of the first layer
-
     @property
     def eos_ids(self) -> frozenset[int]:
         return eos_ids(getattr(self.model, "generation_config", None), self.text_config)
@@ -142,15 +140,14 @@ class LoadedModel:
         given = {
             k: v.to(self.device, self.dtype if v.is_floating_point() else None)
             for k, v in features.items()
-            if k in taken
+            if k in taken and isinstance(v, torch.Tensor)
         }
         outputs = self._inner.get_image_features(**given)
-        embeds = torch.cat([part.reshape(-1, part.shape[-1]) for part in outputs.pooler_output]).to(
-            self.dtype
-        )
-        deep = getattr(outputs, "deepstack_features", None)
+        if getattr(outputs, "pooler_output", None) is None:
+            raise UnsupportedModality(f"model {self.info.name} gives no features for an image's tokens")
+        embeds = torch.cat([part.flatten(0, -2) for part in outputs.pooler_output]).to(self.dtype)
         deepstack = None
-        if deep:
+        if deep := getattr(outputs, "deepstack_features", None):
             deepstack = torch.stack([torch.cat(list(f)) if isinstance(f, list | tuple) else f for f in deep])
         n = embeds.shape[0]
         ids = torch.full((n,), self.image_token_id, dtype=torch.int64)

@@ -15,7 +15,7 @@ from mpic.evals.models.instances import GRID, one_line
 
 _SQUARE = {"height": 32, "width": 32}
 _TRIES: tuple[dict[str, Any], ...] = (
-    {"size": _SQUARE, "crop_size": _SQUARE, "patch_size": 8},
+    {"size": _SQUARE, "crop_size": _SQUARE, "patch_size": 8, "max_soft_tokens": 70},
     {"size": {"shortest_edge": 32}, "crop_size": _SQUARE, "image_grid_pinpoints": GRID},
     {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 8},
     {"min_pixels": 256, "max_pixels": 4096, "patch_size": 8},
