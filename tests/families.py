@@ -212,10 +212,11 @@ def _gemma3_images(text: Sizes, image_token: int = IMAGE_TOKEN) -> nn.Module:
 
 
 def _gemma4_images(text: Sizes) -> nn.Module:
-    """Images that attend to themselves in both directions in the layers with windows alone."""
+    """Images that attend to themselves in both directions in the layers with windows alone; layers with embeddings of
+    their own, which look up another token for an image's."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     sizes = {**text, "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 16, "layer_types": kinds}
-    sizes |= {"sliding_window": 6, "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0}
+    sizes |= {"sliding_window": 40, "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 8}
     sizes |= {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": text["vocab_size"]}
     vision = tf.Gemma4VisionConfig(
         **{**_VISION, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},

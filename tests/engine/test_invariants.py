@@ -48,7 +48,7 @@ def test_full_prefill_equals_the_untouched_model(name, make_engine):
         image = hasattr(segment, "chunk") and segment.chunk.load_image is not None
         counts.append(len(fam.loaded.image_inputs(segment.chunk.load_image())) if image else 0)
     processor = getattr(fam.loaded.processor, "image_processor", None)
-    oracle = Oracle(fam.stock, fam.loaded.mrope, TYPES.get(name))
+    oracle = Oracle(fam.stock, fam.loaded.mrope, TYPES.get(name), fam.loaded.stand_ins)
     stock = torch.log_softmax(oracle.stock_logits(prompt, processor, pictures, IMAGE_TOKEN, counts), -1)
     for policy in ("full", RECOMPUTE_ALL):  # invariant 1
         _, got = run(make_engine(name), prompt, policy)

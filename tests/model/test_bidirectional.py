@@ -21,7 +21,7 @@ from mpic.model.triton_attention import plain_rotary
 
 FOUND = {
     "gemma3_images": (Scope.IMAGE, [Pattern(Window(7), Blocks.WINDOWED), Pattern(None, Blocks.WHOLE)]),
-    "gemma4_images": (Scope.IMAGE, [Pattern(Window(6), Blocks.WINDOWED), Pattern()]),
+    "gemma4_images": (Scope.IMAGE, [Pattern(Window(40), Blocks.WINDOWED), Pattern()]),
     "paligemma": (Scope.PROMPT, [Pattern(None, Blocks.WHOLE)]),
     "paligemma2": (Scope.PROMPT, [Pattern(Window(6), Blocks.WHOLE), Pattern(None, Blocks.WHOLE)]),
     "qwen2_vl": (None, [Pattern()]),

@@ -95,6 +95,8 @@ _SMALL: dict[str, Any] = {
     "projection_dim": 64,
     "image_grid_pinpoints": GRID,
     "vision_feature_layers": [-2, -1],
+    "projection_hidden_size": 64,
+    "projector_patch_to_query_dict": {61 * 61: 4},
 }
 _VISION: dict[str, Any] = {
     **{k: v for k, v in _SMALL.items() if not k.endswith("token_id") and "position" not in k},
@@ -107,7 +109,6 @@ _VISION: dict[str, Any] = {
     "patch_size": 8,
     "out_hidden_size": 64,
     "intermediate_size": 256,
-    "projection_hidden_size": 64,
     "projector_input_dim": 64,
     "projector_output_dim": 64,
     "vision_output_dim": 64,
