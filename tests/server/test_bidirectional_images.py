@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from PIL import Image
-from server_helpers import CHATML, byte_tokenizer, png, running
+from server_helpers import CHATML, gemma3_processor, png, running, with_bos
 
 from mpic.config import EngineConfig
 from mpic.engine import load_engine
@@ -21,37 +21,20 @@ from mpic.prompt import ChatTemplate
 from mpic.server import create_app
 
 SIZE = {"height": 32, "width": 32}
-SPECIAL = {
-    "boi_token": "<start_of_image>",
-    "eoi_token": "<end_of_image>",
-    "image_token": "<image_soft_token>",
-}
-
-
 BETWEEN = "<|im_start|>user\n{}(RED) and {}(BLUE) differ in<|im_end|>\n<|im_start|>assistant\n"
 """The prompt that the template makes of the question below."""
 
 
-def _tokenizer(**special: Any) -> tf.PreTrainedTokenizerFast:
-    plain = byte_tokenizer()
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=plain.backend_tokenizer, eos_token="<|im_end|>", bos_token="<bos>", **special
-    )
-
-
 def _gemma3() -> tuple[str, Any, str]:
     """Returns a family, its processor, and the text of one image in a prompt."""
-    template = CHATML.replace("<image>", SPECIAL["boi_token"])
-    tokenizer, images = _tokenizer(extra_special_tokens=SPECIAL), tf.Gemma3ImageProcessor(size=SIZE)
-    processor = tf.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=16)
     image = "\n\n<start_of_image>" + 16 * "<image_soft_token>" + "<end_of_image>\n\n"
-    return "gemma3_images", processor, image
+    return "gemma3_images", gemma3_processor(), image
 
 
 def _paligemma() -> tuple[str, Any, str]:
     images = tf.SiglipImageProcessor(size=SIZE)
     images.image_seq_length = 16
-    return "paligemma", tf.PaliGemmaProcessor(images, _tokenizer(), chat_template=CHATML), 16 * "<image>"
+    return "paligemma", tf.PaliGemmaProcessor(images, with_bos(), chat_template=CHATML), 16 * "<image>"
 
 
 def save(folder: Path, name: str, processor: Any) -> Path:
