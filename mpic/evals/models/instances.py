@@ -97,6 +97,7 @@ _SMALL: dict[str, Any] = {
     "vision_feature_layers": [-2, -1],
     "projection_hidden_size": 64,
     "projector_patch_to_query_dict": {61 * 61: 4},
+    "full_attn_idxs": [1, 3],
 }
 _VISION: dict[str, Any] = {
     **{k: v for k, v in _SMALL.items() if not k.endswith("token_id") and "position" not in k},
@@ -233,6 +234,8 @@ def small(
         if settable and isinstance(entries, list | tuple) and entries:
             kinds = sorted(dict.fromkeys(entries), key=lambda kind: kind == "full_attention")
             changes[name] = [kinds[i % len(kinds)] for i in range(layers)]
+    if "full_attn_idxs" in changes:  # the kinds of its layers follow from these
+        changes.pop("layer_types", None)
     return cls(**changes)
 
 
@@ -242,7 +245,7 @@ def _is_token(name: str) -> bool:
 
 def _has_size(default: PretrainedConfig, name: str) -> bool:
     """Returns whether a configuration uses a size: one that is None by default is derived or switched off."""
-    if name.endswith("token_id") or name in ("num_experts_per_tok", "n_routed_experts"):
+    if name.endswith("token_id") or name in ("num_experts_per_tok", "n_routed_experts", "full_attn_idxs"):
         return True
     try:
         return getattr(default, name, None) is not None
