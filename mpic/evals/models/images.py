@@ -15,12 +15,18 @@ from mpic.evals.models.instances import GRID, one_line
 
 _SQUARE = {"height": 32, "width": 32}
 _TRIES: tuple[dict[str, Any], ...] = (
-    {"size": _SQUARE, "high_res_size": _SQUARE, "crop_size": _SQUARE, "patch_size": 8, "max_soft_tokens": 70},
+    {
+        "size": _SQUARE,
+        "high_res_size": _SQUARE,
+        "crop_size": _SQUARE,
+        "patch_size": 8,
+        "max_soft_tokens": 70,
+        "max_image_size": 490,
+    },
     {"size": {"shortest_edge": 32}, "crop_size": _SQUARE, "image_grid_pinpoints": GRID},
     {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 8},
     {"min_pixels": 256, "max_pixels": 4096, "patch_size": 8},
     {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 32}, "patch_size": 8},
-    {"max_image_size": 490},
     {"encoder_patch_size": 8, "do_image_splitting": False, "min_image_tokens": 4, "max_image_tokens": 16},
     {},
 )
