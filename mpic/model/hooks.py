@@ -30,10 +30,11 @@ from mpic.kernels.attention import (
     Write,
     attend,
 )
+from mpic.kernels.patterns import Pattern, fresh_calls
 from mpic.kernels.span import Span
-from mpic.kernels.windows import Window, own_calls
 from mpic.kernels.writes import RowWrites
 from mpic.kv.barrier import LayerBarrier
+from mpic.model.latent import ATTRIBUTE as LATENT
 from mpic.model.trace import Trace
 
 NAME = "mpic"
@@ -118,14 +119,16 @@ class Decided(Exception):
 class Probe:
     """A forward of whole prompts that ends at ``layer`` and keeps that layer's queries, keys and values.
 
-    Layers before it attend causally over the rows of each prompt (``lengths``); nothing is written anywhere.
-    ``windows`` has an entry a layer.
+    Layers before it attend as in a full prefill of the rows of each prompt (``lengths``); nothing is written anywhere.
+    ``patterns`` has an entry a layer, ``blocks`` one a prompt: its rows ``[lo, hi)`` that attend to each other in both
+    directions.
     """
 
     layer: int
     partial: Partial
-    windows: Sequence[Window | None]
+    patterns: Sequence[Pattern]
     lengths: Sequence[int]
+    blocks: Sequence[Sequence[tuple[int, int]]]
     keys: torch.Tensor | None = None  # [kv_heads, T, head_dim], rotated at the rows' positions
     values: torch.Tensor | None = None
     queries: torch.Tensor | None = None  # [heads, T, head_dim], as the keys
@@ -144,15 +147,12 @@ class Probe:
         if layer == self.layer:
             self.queries, self.keys, self.values, self.scale = query[0], key[0], value[0], scale
             raise Decided
-        fresh, window = KVView(torch.stack([key[0], value[0]])[None]), self.windows[layer]
+        fresh, pattern = KVView(torch.stack([key[0], value[0]])[None]), self.patterns[layer]
         calls: list[SpanCall] = []
         start = 0
-        for length in self.lengths:
+        for length, blocks in zip(self.lengths, self.blocks, strict=True):
             span = Span(fresh, start, start + length)
-            if window is None:
-                calls.append(SpanCall(slice(start, start + length), span, causal=True, first=True))
-            else:
-                calls += own_calls(window, start, np.arange(length), span, [])
+            calls += fresh_calls(pattern, start, np.arange(length), span, blocks=blocks)
             start += length
         out = attend(query[0], calls, scale, self.partial, lambda base: None, extras=extras)
         return out[None].to(query.dtype)
@@ -197,6 +197,10 @@ def _attention(
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     extras = Extras(softcap, s_aux)
+    latent = getattr(module, LATENT, None)
+    if latent is not None:
+        query, key = latent.absorb(query, key)
+        return latent.expand(_layer(step, module.layer_idx, query, key, key, scale, extras)), None
     size, value_size = key.shape[-1], value.shape[-1]
     if size == value_size:
         return _layer(step, module.layer_idx, query, key, value, scale, extras), None

@@ -18,6 +18,7 @@ from mpic.engine.native.runner import Runner
 from mpic.kernels.attention import rotate
 from mpic.link import DynamicPolicy, Evidence, make_plan
 from mpic.link.policies.full import Full
+from mpic.model.bidirectional import Scope
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Decider:
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._model, self._pool = runner, runner.model, runner.pool
+        self._whole_prompt = runner.model.scope is Scope.PROMPT
         self.counters: Counter[str] = Counter()
 
     def decide(
@@ -99,13 +101,13 @@ class Decider:
         for linked in (linked for request in requests for linked in request.prompt.chunks):
             if linked.resident.progress is not None:  # its last copy may have been started and not be done
                 linked.resident.progress.settle()
-        slices = [self._rows(request) for request in requests]
+        slices, blocks = zip(*map(self._rows, requests), strict=True)
         ends = list(accumulate(part.hi for part in slices))
         starts = [0, *ends[:-1]]
         positions = torch.cat([part.rows.positions for part in slices], 1).to(self._model.device)
         _, layer = self._kind(requests[0])
         lengths = [part.hi for part in slices]
-        probe = self._model.probe(self._runner.inputs(slices, starts), positions, layer, lengths)
+        probe = self._model.probe(self._runner.inputs(slices, starts), positions, layer, lengths, blocks)
         seen = (probe.keys, probe.values, probe.queries)
         return [
             Look(*(x[:, start:end] for x in seen), probe.scale)
@@ -118,7 +120,7 @@ class Decider:
         evidence, layer = self._kind(request)
         found = _EVIDENCE[evidence](self, request, layer, look)
         request.usage.probed = look.queries.shape[1]
-        plan = make_plan(prompt.undecided, policy, policy.choose(found))
+        plan = make_plan(prompt.undecided, policy, policy.choose(found), self._whole_prompt)
         own = own_tokens(prompt.segments, plan, prompt.chunks, self._model.mrope)
         assert len(own.ids) == len(request), f"{policy} did not keep to its budget"
         request.decide(replace(prompt, plan=plan, undecided=()), own)
@@ -134,7 +136,7 @@ class Decider:
                 fresh = rotate(fresh, rotation)
             compiled = self._compiled(linked, layer, look)
             difference = torch.stack([fresh, look.values[:, tokens]]).float() - compiled
-            found.append(difference.square().sum((0, 1, 3)))
+            found.append(self._model.distances(difference, layer))
         return found
 
     def attention(self, request: Request, layer: int, look: Look) -> list[torch.Tensor]:
@@ -163,13 +165,14 @@ class Decider:
             return 0
         return max(place.start + place.length for place in request.prompt.plan.places)
 
-    def _rows(self, request: Request) -> BatchSlice:
-        """Returns the rows of a prompt that its policy looks at."""
+    def _rows(self, request: Request) -> tuple[BatchSlice, Sequence[tuple[int, int]]]:
+        """Returns the rows of a prompt that its policy looks at, and the blocks among them."""
         prompt = request.prompt
-        everything = make_plan(prompt.undecided, Full())
+        everything = make_plan(prompt.undecided, Full(), whole_prompt=self._whole_prompt)
         since = self._since(request)
         rows = own_tokens(prompt.segments, everything, prompt.chunks, self._model.mrope, since).rows()
-        return BatchSlice(rows, 0, len(rows))
+        # rows that begin later end at their first layer's keys and queries
+        return BatchSlice(rows, 0, len(rows)), everything.blocks if since == 0 else ()
 
     def _compiled(self, linked: LinkedChunk, layer: int, look: Look) -> torch.Tensor:
         """Returns a chunk's compiled keys and values at a layer, ``[2, kv_heads, tokens, head_dim]`` fp32, of

@@ -23,6 +23,7 @@ from mpic.kv.chunk import ChunkKey
 from mpic.kv.device import DeviceCache, Resident
 from mpic.kv.pool import Extent
 from mpic.kv.prefix import own
+from mpic.model.bidirectional import Scope
 from mpic.model.loaded import LoadedModel
 
 PAGE_SIZE = 16
@@ -42,6 +43,7 @@ class DeviceMemory:
         save: makes a compiled chunk durable; the futures then get its token count.
         tombstones: chunks that unfinished requests must not re-insert.
         presser: compresses compiled chunks whose recipe says so.
+        scope: which tokens attend to each other in both directions.
 
     ``counters``: ``prefetched``, ``tokens_compiled``.
     """
@@ -54,9 +56,10 @@ class DeviceMemory:
         save: Callable[[Resident, list[Future[int]]], None],
         tombstones: Tombstones,
         presser: Presser,
+        scope: Scope | None = None,
     ) -> None:
         self._presser = presser
-        self.device, self.pool, self._bos = device, device.pool, bos
+        self.device, self.pool, self._bos, self._scope = device, device.pool, bos, scope
         self._load, self._save, self._tombstones = load, save, tombstones
         self.jobs: dict[Resident, CompileJob] = {}  # in order of admission
         self._uploads: dict[Resident, list[CompileRequest]] = {}  # admitted; each holds its resident
@@ -176,7 +179,7 @@ class DeviceMemory:
 
     def _compile(self, resident: Resident) -> None:
         """Starts to compile a resident chunk. The job holds it until it is ready."""
-        job = compile_job(resident.inputs, resident.first, self._bos)
+        job = compile_job(resident.inputs, resident.first, self._bos, self._scope)
         job.extent, job.resident = resident.extent, resident
         self._presser.observe(job)
         self.device.acquire(resident)

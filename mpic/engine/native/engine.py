@@ -93,7 +93,13 @@ class NativeEngine(Engine):
         )
         presser = Presser(model, self.device, 0 if adapter is None else len(adapter.trailer))
         self.memory = DeviceMemory(
-            self.device, model.bos_id, self.transfers.load, self.transfers.save, self.tombstones, presser
+            self.device,
+            model.bos_id,
+            self.transfers.load,
+            self.transfers.save,
+            self.tombstones,
+            presser,
+            model.scope,
         )
         self.scheduler = Scheduler(self.memory, budget, max_running)
         self.runner = Runner(model, self.pool)

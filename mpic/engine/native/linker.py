@@ -77,7 +77,9 @@ class ChunkLinker:
         """
         packet = require_adapter(self._adapter, self._model).digest if wrapping.packet else ""
         kept = "" if (found := parse_press(press)) is None else found.name
-        return Recipe(self._model.info.dtype, "raw", wrapping.sink, self._model.preprocessing, packet, kept)
+        model = self._model
+        layout = "latent" if model.latents else ""
+        return Recipe(model.info.dtype, "raw", wrapping.sink, model.preprocessing, packet, layout, kept)
 
     def key(self, chunk: Chunk, wrapping: Wrapping = BARE) -> KVKey:
         return KVKey.of(chunk.owner, chunk.key, self._model.digest, self.recipe(wrapping, chunk.press))

@@ -17,8 +17,12 @@ from mpic.press import LayerKV, Press, parse_press
 
 def refusal(model: LoadedModel, press: Press | type[Press]) -> str | None:
     """Returns why chunks of a model cannot be compressed by a press, or None."""
-    if any(model.windows):
+    if any(pattern.window is not None for pattern in model.patterns):
         return "some of its layers see a window, and a slot no longer says where its token stands"
+    if model.scope is not None:
+        return "some of its tokens attend to each other in both directions, removed ones among them"
+    if model.latents:
+        return "its layers keep latents, which all heads share"
     if press.needs_positions and model.mrope > 1:
         return "its positions have several axes, so the rotation of a key cannot be taken off"
     return None

@@ -262,6 +262,10 @@ class Request(Rows):
         return np.concatenate([*(np.arange(r.start, r.start + r.hi - r.lo) for r in plan.runs), generated])
 
     @property
+    def blocks(self) -> Sequence[tuple[int, int]]:
+        return self.prompt.plan.blocks
+
+    @property
     def namespace(self) -> tuple[str, ...]:
         """Its prefix namespace: exact KV of a user, or KV that a user linked under one policy. Neither is ever found
         through the other. The items of a prefix name the recipes of the chunks in it."""
@@ -286,4 +290,4 @@ class Request(Rows):
                 lo, hi = linked.slots(span.lo, span.hi)
                 if lo == hi:  # a press has left nothing behind the tokens that are computed again
                     continue
-                self.spans.append(Span(resident.extent, first + lo, first + hi, base, span.row, span.place))
+                self.spans.append(Span(resident.extent, first + lo, first + hi, base, *span[4:]))

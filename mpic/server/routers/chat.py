@@ -98,7 +98,7 @@ def prepare(
         )
     policy = parse_policy(body.mpic.policy or state.config.engine.policy)
     press = asked_press(body, policy)
-    resolver = LibraryResolver(state.library, user, state.config.server.max_chunks)
+    resolver = _resolver(state, user)
     messages = [m.model_dump(exclude_none=True, exclude=IGNORED) for m in body.messages]
     check_conversation(messages, state.engine.info.context_length, state.template.longest_token)
     options = body.mpic.retrieval
@@ -111,9 +111,7 @@ def prepare(
         prompt = build_prompt(messages, state.template, resolver, tools)
     else:
         searcher = retrieval.Searcher(state.retriever, options, press or state.config.engine.press)
-        query = retrieval.query_of(
-            messages, LibraryResolver(state.library, user, state.config.server.max_chunks)
-        )
+        query = retrieval.query_of(messages, _resolver(state, user))
         if options.mode == "always":
             prompt, round = retrieval.prompt_with_references(messages, searcher, query, state, resolver)
             rounds = (round,)
@@ -134,6 +132,12 @@ def asked_press(body: ChatRequest, policy: Policy) -> str | None:
             param="mpic.press",
         )
     return body.mpic.press
+
+
+def _resolver(state: State, user: str) -> LibraryResolver:
+    return LibraryResolver(
+        state.library, user, state.config.server.max_chunks, state.engine.info.context_length
+    )
 
 
 def sampling_of(body: ChatRequest) -> Sampling:
