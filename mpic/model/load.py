@@ -20,6 +20,7 @@ from transformers import (
 from mpic.errors import ModelRefused
 from mpic.model.image_selftest import image_self_test
 from mpic.model.loaded import LoadedModel
+from mpic.model.own_code import own_code
 from mpic.model.refusals import refuse_unsupported
 from mpic.model.selftest import self_test
 
@@ -93,9 +94,12 @@ def load_config(path: str, dtype: str, trust_remote_code: bool) -> PretrainedCon
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelRefused(f"unknown dtype '{dtype}'; available: auto, {', '.join(DTYPES)}")
+    if trust_remote_code and (code := own_code_of(path)):
+        log.warning("%s: running Python that comes with the model: %s", model_name(path), ", ".join(code))
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
+        _refuse_own_code(path, trust_remote_code, error)
         why = str(error).strip().partition("\n")[0]
         where = (
             "" if Path(path).exists() else ", neither a folder here nor one of the hub that can be reached"
@@ -113,6 +117,7 @@ def load_weights(
     try:
         return auto.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:
+        _refuse_own_code(path, trust_remote_code, error)
         raise ModelRefused(f"the weights at '{path}' could not be loaded: {error}") from error
 
 
@@ -129,5 +134,25 @@ def load_processor(path: str, vision: bool, trust_remote_code: bool = False) -> 
     try:
         return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
+        _refuse_own_code(path, trust_remote_code, error)
         what = "processor" if vision else "tokenizer"
         raise ModelRefused(f"the model at '{path}' has no usable {what}: {error}") from error
+
+
+def own_code_of(path: str) -> list[str]:
+    """Returns the names of Python code that comes with the model (``own_code``), or none if its files cannot be read,
+    of which loading complains."""
+    try:
+        return own_code(path)
+    except (OSError, ValueError):
+        return []
+
+
+def _refuse_own_code(path: str, trust_remote_code: bool, error: Exception) -> None:
+    """Raises ModelRefused if loading failed because code of the model's own was not allowed to run."""
+    if trust_remote_code or not isinstance(error, ValueError) or "trust_remote_code" not in str(error):
+        return
+    raise ModelRefused(
+        f"the model at '{path}' comes with Python of its own ({', '.join(own_code_of(path))}), which is run only with "
+        "trust_remote_code (--trust-remote-code); set it if you trust its author"
+    ) from error
