@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -21,6 +22,7 @@ from mpic.errors import ModelRefused
 from mpic.model.image_selftest import image_self_test
 from mpic.model.loaded import LoadedModel
 from mpic.model.own_code import own_code
+from mpic.model.quantized_checkpoint import method_of, quantization_of, refuse_quantized
 from mpic.model.refusals import refuse_unsupported
 from mpic.model.selftest import self_test
 
@@ -62,7 +64,8 @@ def load_model(
     where = choose_device(device)
     config = load_config(path, dtype, trust_remote_code)
     wanted = DTYPES.get(dtype, torch.float32 if where.type == "cpu" else "auto")
-    model = load_weights(path, config, wanted, trust_remote_code).to(where)
+    refuse_quantized(config)
+    model = load_weights(path, config, wanted, trust_remote_code, where)
     processor = load_processor(path, is_vision(config), trust_remote_code)
     name = model_name(path)
     loaded = LoadedModel(model, processor, name)
@@ -74,6 +77,8 @@ def load_model(
         log.warning("%s: decoding is slower than it could be: %s", name, loaded.attention_note)
     loaded.info.details["self_test_error"] = error
     loaded.info.details["transformers"] = transformers.__version__
+    if (quantization := quantization_of(config)) is not None:
+        loaded.info.details["quantization"] = method_of(quantization)
     return loaded
 
 
@@ -110,15 +115,32 @@ def load_config(path: str, dtype: str, trust_remote_code: bool) -> PretrainedCon
 
 
 def load_weights(
-    path: str, config: PretrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
+    path: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype | str,
+    trust_remote_code: bool,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Returns a model on the CPU. Raises ModelRefused: its weights cannot be loaded."""
+    """Returns a model on a device, None for the CPU.
+
+    Raises:
+        ModelRefused: its weights cannot be loaded, or some of them are missing.
+    """
     auto = AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    elsewhere = device is not None and device.type != "cpu"
+    packed = quantization_of(config) is not None
+    if packed and elsewhere:  # some of these cannot be moved once they are loaded
+        options["device_map"] = {"": device}
     try:
-        return auto.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        model, report = auto.from_pretrained(path, output_loading_info=True, **options)
     except Exception as error:
         _refuse_own_code(path, trust_remote_code, error)
         raise ModelRefused(f"the weights at '{path}' could not be loaded: {error}") from error
+    absent = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
+    if absent:  # transformers gives them random values
+        raise ModelRefused(f"the weights at '{path}' lack {len(absent)} that the model has, such as {absent[0]}")
+    return model.to(device) if elsewhere and not packed else model
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
