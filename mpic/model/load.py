@@ -22,7 +22,8 @@ from mpic.errors import ModelRefused
 from mpic.model.image_selftest import image_self_test
 from mpic.model.loaded import LoadedModel
 from mpic.model.own_code import own_code
-from mpic.model.quantized_checkpoint import method_of, quantization_of, refuse_quantized
+from mpic.model.quantize import quantize_weights, refuse_quantize
+from mpic.model.quantized_checkpoint import described, quantization_of, refuse_quantized
 from mpic.model.refusals import refuse_unsupported
 from mpic.model.selftest import self_test
 
@@ -50,22 +51,32 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 def load_model(
-    path: str, *, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False
+    path: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: str = "",
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Loads, hooks and self-tests a model.
 
     Args:
         path: local folder or hub id of any transformers decoder or vision-language model.
-        dtype: ``auto`` is float32 on the CPU and the checkpoint's own on accelerators.
+        dtype: ``auto`` is float32 on the CPU, bfloat16 there with ``quantize``, and the checkpoint's own on
+            accelerators.
+        quantize: ``int8`` or ``int4`` rounds the decoder's weights (``mpic.model.quantize``); empty for none.
 
     Raises:
         ModelRefused: it cannot be loaded, cannot be right, or fails the self-test; the message says which.
     """
     where = choose_device(device)
     config = load_config(path, dtype, trust_remote_code)
-    wanted = DTYPES.get(dtype, torch.float32 if where.type == "cpu" else "auto")
+    own = "auto" if where.type != "cpu" else torch.bfloat16 if quantize else torch.float32
     refuse_quantized(config)
-    model = load_weights(path, config, wanted, trust_remote_code, where)
+    if quantize:
+        refuse_quantize(quantize, where, quantization_of(config))
+    model = load_weights(path, config, DTYPES.get(dtype, own), trust_remote_code, where)
+    details = quantize_weights(model, quantize) if quantize else described(config, model)
     processor = load_processor(path, is_vision(config), trust_remote_code)
     name = model_name(path)
     loaded = LoadedModel(model, processor, name)
@@ -77,8 +88,8 @@ def load_model(
         log.warning("%s: decoding is slower than it could be: %s", name, loaded.attention_note)
     loaded.info.details["self_test_error"] = error
     loaded.info.details["transformers"] = transformers.__version__
-    if (quantization := quantization_of(config)) is not None:
-        loaded.info.details["quantization"] = method_of(quantization)
+    if details is not None:
+        loaded.info.details["quantization"] = details
     return loaded
 
 
@@ -139,7 +150,9 @@ def load_weights(
         raise ModelRefused(f"the weights at '{path}' could not be loaded: {error}") from error
     absent = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
     if absent:  # transformers gives them random values
-        raise ModelRefused(f"the weights at '{path}' lack {len(absent)} that the model has, such as {absent[0]}")
+        raise ModelRefused(
+            f"the weights at '{path}' lack {len(absent)} that the model has, such as {absent[0]}"
+        )
     return model.to(device) if elsewhere and not packed else model
 
 

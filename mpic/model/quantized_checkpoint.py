@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
 from mpic.errors import ModelRefused
+from mpic.model.quantize import weight_bytes
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
@@ -25,6 +27,12 @@ def method_of(quantization: dict[str, Any]) -> str:
     method = quantization.get("quant_method") or ""
     bits = "8" if quantization.get("load_in_8bit") else "4" if quantization.get("load_in_4bit") else ""
     return f"bitsandbytes_{bits}bit" if bits else str(getattr(method, "value", method))
+
+
+def described(config: PretrainedConfig, model: nn.Module) -> dict[str, Any] | None:
+    """Returns what ``/health`` says of a checkpoint that is quantised; None if it is not."""
+    quantization = quantization_of(config)
+    return None if quantization is None else {"method": method_of(quantization), "bytes": weight_bytes(model)}
 
 
 def refuse_quantized(config: PretrainedConfig) -> None:

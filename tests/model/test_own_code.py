@@ -79,7 +79,10 @@ def test_a_tokenizer_of_its_own_is_refused_too_without_the_flag(tmp_path):
     tf.LlamaForCausalLM(tf.LlamaConfig(**TEXT)).save_pretrained(tmp_path)
     word_level().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    config |= {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]},
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tokenization_own.py").write_text("raise RuntimeError('this must not run')")
     with pytest.raises(ModelRefused, match=r"tokenization_own\.Own\).*--trust-remote-code"):

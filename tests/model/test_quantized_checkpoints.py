@@ -101,7 +101,9 @@ def test_a_quantised_checkpoint_loads_and_passes_the_self_test(name, plain, tmp_
     quantised, other = load_model(make(plain, tmp_path), device="cpu"), load_model(str(plain), device="cpu")
     assert quantised.info.details["self_test_error"] < 1e-5
     assert quantised.digest != other.digest
-    assert quantised.info.details["quantization"] == name.replace(" 8-bit", "_8bit").replace(" 4-bit", "_4bit")
+    assert quantised.info.details["quantization"] == name.replace(" 8-bit", "_8bit").replace(
+        " 4-bit", "_4bit"
+    )
     ids = torch.arange(10, 40)[None]
     with torch.inference_mode():
         logits = [one.model.lm_head(one.model.model.embed_tokens(ids)) for one in (quantised, other)]

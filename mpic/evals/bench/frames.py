@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from mpic.engine.base import GenerationUsage
@@ -31,6 +32,8 @@ from mpic.evals.bench.workload import (
 from mpic.kv.chunk import Chunk
 from mpic.prompt.segments import Prompt
 
+_DECODER = DecoderShape(layers=4, hidden=512, heads=8, intermediate=1408, vocabulary=8_000)
+_TOWER = TowerShape(layers=2, hidden=128, heads=2, size=336, patch=16)
 K = 16
 LINK, PREFIX = f"mpic-{K}", "prefix"
 Measure = Callable[[Prompt], float]
@@ -47,8 +50,8 @@ class Settings:
             behind the last one, which is new in every step.
     """
 
-    decoder: DecoderShape = DecoderShape(layers=4, hidden=512, heads=8, intermediate=1408, vocabulary=8_000)
-    tower: TowerShape = TowerShape(layers=2, hidden=128, heads=2, size=336, patch=16)
+    decoder: DecoderShape = _DECODER
+    tower: TowerShape = _TOWER
     frames: int = 200
     window: int = 8
     system: int = 48
@@ -92,7 +95,9 @@ class Conversation:
             question = self._ids.fresh(s.question)
             yield {
                 name: prompt_of(
-                    self._system, *(part for text, chunks in window for part in (text, chunks[name])), question
+                    self._system,
+                    *(part for text, chunks in window for part in (text, chunks[name])),
+                    question,
                 )
                 for name in self._columns
             }
@@ -202,7 +207,7 @@ def _rows(settings: Settings, samples: Mapping[str, list[float]]) -> list[Row]:
     """Returns the filling of the window, then the steps with a full one in quarters."""
     bounds = [0, *(settings.window + (settings.frames - settings.window) * i // 4 for i in range(5))]
     rows = []
-    for low, high in zip(bounds, bounds[1:]):
+    for low, high in pairwise(bounds):
         for name, values in samples.items():
             part = values[low:high]
             if part:

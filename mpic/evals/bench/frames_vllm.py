@@ -68,7 +68,9 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
             samples = frames.measure(settings, ways, ticker)
             version = ours.info.details["vllm"]
     notes = {"engine": "vllm", "vllm": version, "model": described, **frames.words(settings)}
-    notes["files"] = "a new frame's KV is written to its file on the disk before the step that links it goes on"
+    notes["files"] = (
+        "a new frame's KV is written to its file on the disk before the step that links it goes on"
+    )
     return frames.report(settings, samples, ALONE, notes)
 
 
