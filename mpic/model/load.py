@@ -76,6 +76,7 @@ def load_model(
     if quantize:
         refuse_quantize(quantize, where, quantization_of(config))
     model = load_weights(path, config, DTYPES.get(dtype, own), trust_remote_code, where)
+    parameters = sum(p.numel() for p in model.parameters())
     details = quantize_weights(model, quantize) if quantize else described(config, model)
     processor = load_processor(path, is_vision(config), trust_remote_code)
     name = model_name(path)
@@ -89,7 +90,7 @@ def load_model(
     loaded.info.details["self_test_error"] = error
     loaded.info.details["transformers"] = transformers.__version__
     if details is not None:
-        loaded.info.details["quantization"] = details
+        loaded.info.details.update(quantization=details, parameters=parameters)
     return loaded
 
 

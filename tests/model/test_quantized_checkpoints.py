@@ -101,9 +101,8 @@ def test_a_quantised_checkpoint_loads_and_passes_the_self_test(name, plain, tmp_
     quantised, other = load_model(make(plain, tmp_path), device="cpu"), load_model(str(plain), device="cpu")
     assert quantised.info.details["self_test_error"] < 1e-5
     assert quantised.digest != other.digest
-    assert quantised.info.details["quantization"] == name.replace(" 8-bit", "_8bit").replace(
-        " 4-bit", "_4bit"
-    )
+    method = name.replace(" 8-bit", "_8bit").replace(" 4-bit", "_4bit")
+    assert quantised.info.details["quantization"]["method"] == method
     ids = torch.arange(10, 40)[None]
     with torch.inference_mode():
         logits = [one.model.lm_head(one.model.model.embed_tokens(ids)) for one in (quantised, other)]
@@ -139,3 +138,18 @@ def test_a_checkpoint_that_lacks_weights_is_refused(plain, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelRefused, match=r"lack 1 .*model\.layers\.1\.mlp\.up_proj\.weight"):
         load_model(str(tmp_path), device="cpu")
+
+
+def test_vllm_knows_a_quantised_checkpoint_by_its_files_whether_transformers_can_load_it_or_not(
+    plain, tmp_path
+):
+    from mpic.model.checkpoint import stored_fingerprint
+    from mpic.model.load import load_config
+
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+    first = converted(plain, tmp_path / "a", quantization, lambda name, weight: {f"{name}_q": weight.char()})
+    other = converted(
+        plain, tmp_path / "b", quantization, lambda name, weight: {f"{name}_q": weight.char() + 1}
+    )
+    digests = [stored_fingerprint(path, load_config(path, "auto", False)) for path in (first, first, other)]
+    assert digests[0] == digests[1] != digests[2]
