@@ -43,7 +43,7 @@ SETTINGS = {
     "ttft": ttft.Settings(TINY, TOWER, images=2, system=8, text=24, repeats=1, vision_repeats=1),
     "flat": flat.Settings(decoder=TINY, documents=2, totals=(64, 128), fixed=32, text=8, repeats=1),
     "flops": flops.Settings(decoder=TINY, counts=(1, 2), chunk_tokens=48, text=8),
-    "frames": frames.Settings(TINY, TOWER, frames=12, window=3, system=8, text=4, question=8),
+    "frames": frames.Settings(TINY, TOWER, frames=8, window=3, system=8, text=4, question=8),
     "memory": memory.Settings(
         TINY, **LOADS, counts=(1, 2), rates=(1.0,), seconds=0.05, text=8, policy="mpic-4"
     ),
