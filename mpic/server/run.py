@@ -19,7 +19,7 @@ import uvicorn
 
 from mpic import memory, preflight
 from mpic.config import Config, ServerConfig, proxies
-from mpic.http.hosts import is_loopback
+from mpic.http.hosts import is_loopback, seen_from_here
 from mpic.http.listening import bind, url_of
 from mpic.keys import any_keys
 from mpic.limits import MiB
@@ -159,10 +159,11 @@ class _Server(uvicorn.Server):
         state: State = self.config.app.state.mpic  # type: ignore[union-attr]
         info, config = state.engine.info, state.config
         weights = f", {_quantization(info.details['quantization'])}" if "quantization" in info.details else ""
+        here = seen_from_here(self.url)
         return (
             f"MPIC listens on {self.url} ({_who_may_call(state)})\n"
-            f"  page     {self.url}/ui\n"
-            f"  docs     {self.url}/docs\n"
+            f"  page     {here}/ui\n"
+            f"  docs     {here}/docs\n"
             f"  model    {info.name}, {info.dtype} on {info.device}, attention {info.attention}{weights}\n"
             f"  policy   {config.engine.policy}\n"
             f"  library  {config.library.data_dir}\n"
