@@ -29,7 +29,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from mpic import bounded_json
 from mpic.cancel import checkpoint
-from mpic.errors import BadRequest, EmptyPrompt, MPICError, UnknownHandle, UnsupportedModality
+from mpic.errors import BadRequest, EmptyPrompt, MPICError, UnknownHandle
 from mpic.kv.chunk import Chunk
 from mpic.prompt.data_url import decode_data_url
 
@@ -42,8 +42,6 @@ WORD = re.compile(r"\S")
 T = TypeVar("T")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 PART_TYPES = ("text", "image_url", "image", "file", "document", "cache")
-VIDEO_TYPES = ("video", "video_url", "input_video")
-"""Parts of other servers' APIs that are refused by name."""
 
 
 Found = Chunk | Sequence[Chunk]
@@ -161,11 +159,6 @@ class _Parser:
         if not isinstance(part, Mapping):
             raise BadRequest("a content part must be an object with a type", param=param)
         kind = part.get("type")
-        if kind in VIDEO_TYPES:
-            raise UnsupportedModality(
-                "videos are not taken: send the frames you want seen, each as an image part",
-                param=f"{param}.type",
-            )
         if kind not in PART_TYPES:
             raise BadRequest(
                 f"unknown content part type {kind!r}; known: {', '.join(PART_TYPES)}", param=f"{param}.type"

@@ -71,4 +71,4 @@ async def test_videos_are_refused_by_name(server, kind):
     answer = await server.ask([{"type": "text", "text": "What happens?"}, part])
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert error["code"] == "unsupported_modality" and "send the frames" in error["message"]
+    assert error["code"] == "unsupported_modality" and "of a video, send the frames" in error["message"]
