@@ -96,7 +96,11 @@ class Evaluator:
             raise TaskError("\n".join(missing))
         config = self.config
         settings = EngineConfig(
-            model=config.model, device=config.device, dtype=config.dtype, packet=config.packet
+            model=config.model,
+            device=config.device,
+            dtype=config.dtype,
+            quantize=config.quantize,
+            packet=config.packet,
         )
         linkings = [parse_linking(name) for name in config.policies]
         packets = [linking.policy.name for linking in linkings if linking.policy.wrapping.packet]
