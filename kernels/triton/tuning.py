@@ -1,9 +1,10 @@
 """Tile sizes by GPU: a table kept in the repository, filled by measuring, never guessed silently.
 
-``tuned.json`` holds ``{"schema": 1, "gpus": {"NVIDIA H100 80GB HBM3": {"bfloat16/128": {"block": [...], "single":
-[...], "measured": "..."}}}}``; an entry is ``[queries, keys, warps, stages]`` of a block tile and ``[keys, warps,
-stages]`` of a tile of single rows. ``make tune-gpu FILE`` measures the candidates and writes such a
-table. A GPU that is not in it runs the defaults below, and everything that reports says *untuned*.
+``tuned.json`` holds ``{"schema": 2, "gpus": {"NVIDIA H100 80GB HBM3": {"bfloat16/128/4": {"block": [...], "single":
+[...], "measured": "..."}}}}``, by dtype, head size and query heads of a key head; an entry is ``[queries, keys, warps,
+stages]`` of a block tile and ``[keys, warps, stages]`` of a tile of single rows. ``make tune-gpu FILE`` measures the
+candidates and writes such a table. A GPU that is not in it runs the defaults below, and everything that reports says
+*untuned*.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Tiles(NamedTuple):
@@ -76,17 +77,17 @@ def _tiles(sizes: list[int]) -> list[int]:
 
 
 def tiles_for(
-    device: torch.device, dtype: torch.dtype, dim: int, table: dict[str, Any] | None = None
+    device: torch.device, dtype: torch.dtype, dim: int, group: int, table: dict[str, Any] | None = None
 ) -> Tiles:
     """Returns sizes for a device: from the table where it has the very GPU, else the defaults."""
     if device.type != "cuda":
         return defaults(dtype, dim)
     gpu = torch.cuda.get_device_name(device)
-    return look_up(table or read_table(), gpu, dtype, dim)
+    return look_up(table or read_table(), gpu, dtype, dim, group)
 
 
-def look_up(table: dict[str, Any], gpu: str, dtype: torch.dtype, dim: int) -> Tiles:
-    name = f"{str(dtype).removeprefix('torch.')}/{dim}"
+def look_up(table: dict[str, Any], gpu: str, dtype: torch.dtype, dim: int, group: int) -> Tiles:
+    name = f"{str(dtype).removeprefix('torch.')}/{dim}/{group}"
     entry = table["gpus"].get(gpu, {}).get(name)
     if entry is None:
         return defaults(dtype, dim)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import ModelRefused
-from mpic.kernels.triton import step as triton_step
+from mpic.kernels.triton import launch as triton_step
 from mpic.model import triton_attention
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import self_test

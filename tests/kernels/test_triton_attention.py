@@ -13,7 +13,8 @@ from triton_kit import DEVICE, LAYERS, SMALL, Described, World, rotary_of
 from mpic.kernels import reference
 from mpic.kernels.attention import SpanCall
 from mpic.kernels.span import Span
-from mpic.kernels.triton.step import Geometry, TritonStep, strides_of
+from mpic.kernels.triton.launch import Geometry
+from mpic.kernels.triton.step import TritonStep, strides_of
 from mpic.kernels.triton.tables import ItemColumn, SegmentColumn
 from mpic.kernels.triton.tiles import Shape
 from mpic.kernels.triton.worklist import WorkList, build
@@ -58,12 +59,12 @@ def run(step: Described, rows: int, programs: int, layer: int) -> tuple[torch.Te
     rotation = rotary_of(g).rotation
     sizes = {"tiles": SMALL, "programs": programs, "least": 16}
     prepared = TritonStep(step.calls, rows, g, world.arena, rotation, **sizes)
-    prepared._part.fill_(float("nan"))
-    prepared._part_lse.fill_(float("nan"))
+    for partial in prepared.partials:
+        partial.fill_(float("nan"))
     q = world.random(rows, g.heads, g.dim).transpose(0, 1)  # as models give it: rows outside
     out = torch.full((rows, g.heads, g.dim), float("nan"), dtype=world.dtype, device=DEVICE)
     lse = torch.full((g.heads, rows), float("nan"), device=DEVICE)
-    prepared.attend(layer, q, g.dim**-0.5, out, lse)
+    prepared.attend(layer, q, g.dim**-0.5, None, out, lse)
     expected = reference.attend_lse(q.float(), step.expected, g.dim**-0.5, rotation, layer)
     return out, lse, *expected
 

@@ -106,7 +106,8 @@ def _whole_step(dtype: torch.dtype, dim: int, group: int) -> float:
     not."""
     from triton_kit import Described, World, rotary_of
 
-    from mpic.kernels.triton.step import Geometry, TritonStep
+    from mpic.kernels.triton.launch import Geometry
+    from mpic.kernels.triton.step import TritonStep
 
     worst = 0.0
     for programs in (1, 64):
@@ -137,7 +138,8 @@ def _scatter() -> float:
     from triton_kit import World
 
     from mpic.kernels.attention import Write
-    from mpic.kernels.triton.step import Geometry, TritonStep
+    from mpic.kernels.triton.launch import Geometry
+    from mpic.kernels.triton.step import TritonStep
 
     world, rows = World(Geometry(4, 2, 128, 64)), 21
     span = world.reserve(rows, 3)
