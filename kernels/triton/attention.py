@@ -132,7 +132,9 @@ def _scores(x, scale, softcap, SOFTCAP: tl.constexpr):
     """Returns the scores of products in base 2, capped as ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv
     2408.00118, section 2)."""
     if SOFTCAP:
-        return (softcap - 2 * softcap / (tl.exp2(x * (scale * 2 * _LOG2E / softcap)) + 1)) * _LOG2E
+        doubled = x * (scale * 2 * _LOG2E / softcap)
+        falls = tl.exp2(-tl.abs(doubled))
+        return tl.where(doubled < 0, falls - 1, 1 - falls) / (1 + falls) * (softcap * _LOG2E)
     return x * (scale * _LOG2E)
 
 
@@ -251,24 +253,26 @@ def _over_segment(
         )
     limit = _limit(segment, row, live, lo, hi)
     first_row = tl.load(segment + _FIRST_ROW).to(tl.int32)
-    # slots that all rows see, in whole blocks: rows that are not live may see what they like, nobody reads them
-    seen = tl.min(tl.where(live, limit, hi), 0) - lo
     floor = limit * 0
     if FLOORED:
         floors_at = tl.load(segment + _FLOORS)
-        floored = floors_at != _NO_FLOORS
-        floor = tl.load(
-            floors + floors_at + row, mask=live & (row * 0 + floors_at != _NO_FLOORS) & (limit > lo), other=0
+        sees = live & (row * 0 + floors_at != _NO_FLOORS) & (limit > lo)
+        floor = tl.load(floors + floors_at + row, mask=sees, other=0)
+    whole = lo
+    if DIM <= 128:  # two loops over larger heads would not fit the registers
+        # slots that all rows see, in whole blocks: rows that are not live may see what they like, nobody reads them
+        seen = tl.min(tl.where(live, limit, hi), 0) - lo
+        if FLOORED:
+            seen = tl.where(floors_at != _NO_FLOORS, 0, seen)
+        if HOLES:
+            seen = tl.where(first_row >= 0, 0, seen)
+        whole = lo + tl.maximum(seen, 0) // BLOCK_N * BLOCK_N
+        # fmt: off
+        top, norm, acc = _over_keys(
+            query, row, floor, limit, d, anchor, first_rows, origin, value, lo, lo, whole, first_row,
+            scale, softcap, top, norm, acc, DIM, False, HOLES, FLOORED, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
         )
-        seen = tl.where(floored, 0, seen)
-    if HOLES:
-        seen = tl.where(first_row >= 0, 0, seen)
-    whole = lo + tl.maximum(seen, 0) // BLOCK_N * BLOCK_N
     # fmt: off
-    top, norm, acc = _over_keys(
-        query, row, floor, limit, d, anchor, first_rows, origin, value, lo, lo, whole, first_row,
-        scale, softcap, top, norm, acc, DIM, False, HOLES, FLOORED, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
-    )
     return _over_keys(
         query, row, floor, limit, d, anchor, first_rows, origin, value, lo, whole, hi, first_row,
         scale, softcap, top, norm, acc, DIM, True, HOLES, FLOORED, SOFTCAP, PRECISION, WIDEN, BLOCK_N,

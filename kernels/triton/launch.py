@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -67,6 +67,27 @@ def shape_of(geometry: Geometry, tiles: Tiles, programs: int, least: int) -> Sha
     block_m = max(tiles.block_m, power(geometry.group))
     sizes = (block_m, tiles.block_n, tiles.single_n)
     return Shape(geometry.group, geometry.kv_heads, geometry.dim, *sizes, programs, least)
+
+
+class TileSize(NamedTuple):
+    """Queries and keys of a tile, and the warps and stages of the program that attends for it."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tile_sizes(geometry: Geometry, tiles: Tiles) -> tuple[TileSize, TileSize, TileSize]:
+    """Returns the sizes of a step's launches: of blocks of rows, of rows that share what they see, of other rows."""
+    shape, t = shape_of(geometry, tiles, 1, 1), tiles
+
+    def single(queries: int) -> TileSize:
+        warps = min(8, t.single_warps * (2 if queries >= 64 else 1))  # or the queries leave the registers
+        return TileSize(queries, t.single_n, warps, t.single_stages)
+
+    block = TileSize(shape.block_m, t.block_n, t.block_warps, t.block_stages)
+    return block, single(shape.shared_m), single(shape.lone_m)
 
 
 class Launches:
@@ -142,47 +163,51 @@ class Launches:
             ``[rows, heads, head_dim]`` in q's dtype and its log-sum-exp ``[heads, rows]`` fp32. A row that sees
             nothing gets zeros and minus infinity.
         """
-        g, grid, t = self.geometry, self.grid, self.tiles
+        g = self.geometry
         if q.dtype != self.anchor.dtype:
             raise ValueError(f"queries of {q.dtype} over keys of {self.anchor.dtype}")
-        q = _dense(q)
         if out is None:
             out = torch.empty(self.rows, g.heads, g.dim, dtype=q.dtype, device=q.device)
         if lse is None:
             lse = torch.empty(g.heads, self.rows, dtype=torch.float32, device=q.device)
-        shape = shape_of(g, t, 1, 1)
-        singles = t.single_n, t.single_warps, t.single_stages
-        wide = t.single_n, min(8, 2 * t.single_warps), t.single_stages  # or their queries leave the registers
-        sizes = (
-            (grid.blocks, (shape.block_m, t.block_n, t.block_warps, t.block_stages)),
-            (grid.shared, (shape.shared_m, *wide)),
-            (grid.lone, (shape.lone_m, *(wide if shape.lone_m >= 64 else singles))),
-        )
-        with _current(q.device):
-            first = 0
-            for count, tile in sizes:
-                self._tiles(first, count, tile, layer, q, scale, softcap, out, lse)
-                first += count
-            self._merge(out, lse)
+        self.launch(layer, q, scale, softcap, out, lse)
         return out, lse
 
-    def _tiles(
+    def launch(
         self,
-        first: int,
-        count: int,
-        sizes: tuple[int, int, int, int],
         layer: int,
         q: torch.Tensor,
         scale: float,
         softcap: float | None,
         out: torch.Tensor,
         lse: torch.Tensor,
-    ) -> None:
-        """Launches ``count`` items, whose tiles have these sizes: queries, keys, warps, stages."""
-        if not count:
-            return
-        g, t, (block_m, block_n, warps, stages) = self.geometry, self.tables, sizes
-        attention.attend[(count, g.kv_heads)](
+    ) -> list[Any]:
+        """Launches the attention of a layer; see ``attend``. Returns the compiled kernels of its tiles."""
+        q, sizes = _dense(q), tile_sizes(self.geometry, self.tiles)
+        first, kernels = 0, []
+        with _current(q.device):
+            for count, tile in zip(self.grid[:3], sizes, strict=True):
+                if count:
+                    kernels.append(self._tiles(first, count, tile, layer, q, scale, softcap, out, lse))
+                first += count
+            self._merge(out, lse)
+        return kernels
+
+    def _tiles(
+        self,
+        first: int,
+        count: int,
+        size: TileSize,
+        layer: int,
+        q: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> Any:
+        """Launches ``count`` items, whose tiles have a size. Returns the kernel."""
+        g, t = self.geometry, self.tables
+        return attention.attend[(count, g.kv_heads)](
             q,
             self.anchor,
             out,
@@ -212,10 +237,10 @@ class Launches:
             SOFTCAP=softcap is not None,
             PRECISION="ieee",
             WIDEN=q.dtype == torch.bfloat16 and interpreted(),
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=warps,
-            num_stages=stages,
+            BLOCK_M=size.queries,
+            BLOCK_N=size.keys,
+            num_warps=size.warps,
+            num_stages=size.stages,
         )
 
     def _merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -103,7 +103,7 @@ class TritonStep(Launches):
             Grid(*self.work.counts, len(self.work.merged)),
             Features(len(self.work.first_rows) > 0, len(self.work.floors) > 0),
             upload(host_tables(self.work, calls, writes, rows, g.dim), device),
-            _rotation_table(self.work.bases, rotation, g.half, device),
+            rotation_table(self.work.bases, rotation, g.half, device),
             (
                 torch.empty(parts, g.heads, g.dim, dtype=torch.float32, device=device),
                 torch.empty(parts, g.heads, dtype=torch.float32, device=device),
@@ -125,7 +125,7 @@ class TritonStep(Launches):
 
 def _targets(writes: Sequence[Write], rows: int, dim: int) -> np.ndarray:
     """Returns the table ``[rows, TargetColumn]`` of where each row's key and value go."""
-    targets = np.zeros((rows if writes else 0, len(TargetColumn)), np.int64)
+    targets = np.zeros((rows, len(TargetColumn)), np.int64)
     for write in writes:
         span, source = write.span, write.span.source
         count = write.rows.stop - write.rows.start
@@ -136,7 +136,7 @@ def _targets(writes: Sequence[Write], rows: int, dim: int) -> np.ndarray:
     return targets
 
 
-def _rotation_table(
+def rotation_table(
     bases: Sequence[int], rotation: Rotation, half: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns cosines and sines ``[bases, half]`` of rotations that are on the device already; the first base is 0."""

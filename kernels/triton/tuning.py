@@ -38,15 +38,23 @@ class Tiles(NamedTuple):
     source: str
 
 
-def defaults(dtype: torch.dtype, dim: int) -> Tiles:
-    """Returns unmeasured sizes whose operands fit the shared memory of any GPU since sm_80 (checked by compiling)."""
+LARGE = 160 << 10
+"""Bytes of shared memory of a multiprocessor (sm_80, sm_90) that three stages of keys and values fit."""
+
+
+def defaults(dtype: torch.dtype, dim: int, shared: int = 0) -> Tiles:
+    """Returns unmeasured sizes whose operands fit the shared memory of any GPU since sm_80 (checked by compiling).
+
+    Args:
+        shared: bytes of shared memory of a multiprocessor, 0 for those of the smallest: more of it takes more stages.
+    """
     if dtype == torch.float32:
         if dim > 128:
             return Tiles(16, 16, 8, 1, 16, 8, 1, "untuned")
         return Tiles(32, 32, 8 if dim > 64 else 4, 1, 32, 4, 2, "untuned")
+    stages = 3 if dim <= 64 or shared >= LARGE else 2
     if dim > 128:
-        return Tiles(64, 32, 8, 2, 32, 4, 2, "untuned")
-    stages = 2 if dim > 64 else 3
+        return Tiles(64, 32, 8, stages, 32, 4, stages, "untuned")
     return Tiles(128, 64, 8, stages, 64, 4, stages, "untuned")
 
 
@@ -82,13 +90,13 @@ def tiles_for(
     """Returns sizes for a device: from the table where it has the very GPU, else the defaults."""
     if device.type != "cuda":
         return defaults(dtype, dim)
-    gpu = torch.cuda.get_device_name(device)
-    return look_up(table or read_table(), gpu, dtype, dim, group)
+    gpu, properties = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device)
+    found = look_up(table or read_table(), gpu, dtype, dim, group)
+    return found or defaults(dtype, dim, properties.shared_memory_per_multiprocessor)
 
 
-def look_up(table: dict[str, Any], gpu: str, dtype: torch.dtype, dim: int, group: int) -> Tiles:
+def look_up(table: dict[str, Any], gpu: str, dtype: torch.dtype, dim: int, group: int) -> Tiles | None:
+    """Returns the table's sizes for a GPU; None where it has none."""
     name = f"{str(dtype).removeprefix('torch.')}/{dim}/{group}"
     entry = table["gpus"].get(gpu, {}).get(name)
-    if entry is None:
-        return defaults(dtype, dim)
-    return Tiles(*entry["block"], *entry["single"], f"tuned on {gpu}")
+    return None if entry is None else Tiles(*entry["block"], *entry["single"], f"tuned on {gpu}")

@@ -218,7 +218,9 @@ class LoadedModel:
             choices = {streams[0].name: (partial, streams), **choices}
         self.triton = None
         if name == "triton":
-            self.triton = self.triton_attention()
+            from mpic.model.triton_attention import attention_of
+
+            self.triton = attention_of(self)
             self.attention_name, self.attention_note = self.triton.name, ""
             return
         if name == "auto":
@@ -231,12 +233,6 @@ class LoadedModel:
             )
         self.attention_name, (self.partial, self.streams) = name, choices[name]
         self.attention_note = f"no cpu-stream: {reason}" if reason else ""
-
-    def triton_attention(self) -> TritonAttention:
-        """Returns Triton's attention for this model. Raises ModelRefused: it cannot serve it here."""
-        from mpic.model.triton_attention import TritonAttention
-
-        return TritonAttention(self.shape, self.kinds, self.kind_of, self.device, self.dtype)
 
     @property
     def is_uneven(self) -> bool:

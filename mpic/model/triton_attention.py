@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from mpic.model.trace import LayerKind
 if TYPE_CHECKING:
     from mpic.kernels.triton.launch import Geometry, Launches
     from mpic.kernels.triton.step import TritonStep
+    from mpic.model.loaded import LoadedModel
 
 Entry = TypeVar("Entry", Write, SpanCall)
 
@@ -67,7 +68,8 @@ class TritonKernel(ModelKernel):
 class TritonAttention:
     """Prepares steps for the Triton kernels.
 
-    ``programs`` and ``least`` say how finely tiles are cut along their keys (``mpic.kernels.triton.tiles.Shape``).
+    ``programs`` and ``least`` say how finely tiles are cut along their keys (``mpic.kernels.triton.tiles.Shape``):
+    until the device is busy, which ``warm_up`` finds out.
 
     Args:
         kinds: of the model's layers.
@@ -101,7 +103,7 @@ class TritonAttention:
                 f"attention 'triton' takes heads of 16, 32, ... 256 dimensions, not {shape.head_dim}"
             )
         self._launch, self._step = launch, step
-        self.kinds, self.kind_of = kinds, kind_of
+        self.kinds, self.kind_of, self.device = kinds, kind_of, device
         self.geometries = [self._geometry(kind, shape.head_dim) for kind in kinds]
         self.tiles = tuning.tiles_for(device, dtype, shape.head_dim, self.geometries[0].group)
 
@@ -116,6 +118,19 @@ class TritonAttention:
     def name(self) -> str:
         """The name that ``/health`` shows."""
         return self._launch.name(self.tiles)
+
+    def warm_up(self, softcaps: Collection[bool], dtype: torch.dtype) -> None:
+        """Compiles everything that a step may launch.
+
+        Args:
+            softcaps: whether layers cap their scores.
+        """
+        from mpic.kernels.triton.warmup import warm_up
+
+        for geometry in dict.fromkeys(self.geometries):
+            windows = any(kind.window for kind in self.kinds)
+            resident = warm_up(geometry, self.tiles, dtype, self.device, softcaps, windows)
+            self.programs = self.programs or resident
 
     def prepare(self, step: Step, rows: int) -> TritonKernel:
         """Returns the step's tables on the device. Spans stay where they lie, so nothing is copied."""
@@ -148,3 +163,13 @@ class TritonAttention:
         """Returns the entry with a span that says where its source lies, as seen from the anchor."""
         strides = self._step.strides_of(entry.span.source.data, anchor)
         return entry._replace(span=entry.span._replace(source=strides))
+
+
+def attention_of(model: LoadedModel) -> TritonAttention:
+    """Returns the Triton attention that a model is served with, or would be. Raises ModelRefused: it cannot be."""
+    if model.triton is not None:
+        return model.triton
+    made = TritonAttention(model.shape, model.kinds, model.kind_of, model.device, model.dtype)
+    if model.device.type == "cuda":
+        made.warm_up({facts.softcap for facts in model.layers}, model.dtype)
+    return made

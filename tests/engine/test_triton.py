@@ -55,9 +55,10 @@ def engine_of(loaded, **options):
         yield engine
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen2_5_vl", "gpt_oss"])
 def test_answers_equal_the_oracle(name, triton):
-    """Grouped-query heads, partial rotary, positions with three axes; holes in chunks, a chunk linked twice."""
+    """Grouped-query heads, partial rotary, positions with three axes, windows and sinks; holes in chunks, a chunk that
+    is linked twice."""
     loaded = triton(name)
     document = text_chunk(ids(1, 20))
     chunk = image_chunk(random_image(0)) if loaded.has_vision else text_chunk(ids(2, 33))
@@ -82,8 +83,10 @@ def test_requests_decoding_together_over_one_chunk_equal_the_oracle(triton, monk
         engine.check()
 
 
-def test_the_load_time_self_test_runs_with_it(triton):
-    assert self_test(triton("llama")) < 1e-5
+@pytest.mark.parametrize("name", ["llama", "gemma2", "llama4"])
+def test_the_load_time_self_test_runs_with_it(name, triton):
+    """Also with capped scores, windows in chunks, and layers without rotary embedding."""
+    assert self_test(triton(name)) < 1e-5
 
 
 def test_what_runs_is_named(triton):

@@ -61,6 +61,10 @@ class StepTables:
             self._continuation.forget()
         return step
 
+    def forget(self) -> None:
+        """Makes the next step's tables anew, whatever its rows are."""
+        self._continuation.forget()
+
     def _continues(self, alone: Sequence[tuple[BatchSlice, int]]) -> bool:
         """Returns whether these rows are the last step's, one token further, and no window moves over what they see."""
         state = (self._pool.moves, self._model.partial, self._model.streams, self._model.triton)
