@@ -67,12 +67,7 @@ def seen(stretch: Stretch, start: int, floors: np.ndarray, device: torch.device)
 
 
 def own_calls(
-    window: Window,
-    start: int,
-    places: np.ndarray,
-    fresh: Span[KVView],
-    before: Sequence[Stretch],
-    masks: torch.device | None = None,
+    window: Window, start: int, places: np.ndarray, fresh: Span[KVView], before: Sequence[Stretch]
 ) -> list[SpanCall]:
     """Returns the calls of a block of rows over their own slots and what stands before all of them.
 
@@ -81,9 +76,8 @@ def own_calls(
         places: ``[r]`` in the prompt.
         fresh: the rows' own slots, one a row.
         before: computed in earlier steps; all rows come after it.
-        masks: where ``SpanCall.visible`` is made; None: where the keys are.
     """
-    device = masks or fresh.source.data.device
+    device = fresh.source.data.device
     floors, calls = window.floor(places), []
     for lo in range(0, len(places), window.tile):
         hi = min(lo + window.tile, len(places))
@@ -99,15 +93,9 @@ def own_calls(
     return calls
 
 
-def span_calls(
-    window: Window, start: int, places: np.ndarray, stretch: Stretch, masks: torch.device | None = None
-) -> list[SpanCall]:
-    """Returns the calls of rows ``start`` and on, at ``places``, over a mapped stretch that stands before them.
-
-    Args:
-        masks: as ``own_calls``.
-    """
-    device = masks or stretch.span.source.data.device
+def span_calls(window: Window, start: int, places: np.ndarray, stretch: Stretch) -> list[SpanCall]:
+    """Returns the calls of rows ``start`` and on, at ``places``, over a mapped stretch that stands before them."""
+    device = stretch.span.source.data.device
     floors, calls = window.floor(places), []
     for lo in range(0, len(places), window.tile):
         call = seen(stretch, start + lo, floors[lo : lo + window.tile], device)

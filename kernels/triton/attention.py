@@ -272,6 +272,7 @@ def _over_segment(
             query, row, floor, limit, d, anchor, first_rows, origin, value, lo, lo, whole, first_row,
             scale, softcap, top, norm, acc, DIM, False, HOLES, FLOORED, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
         )
+        # fmt: on
     # fmt: off
     return _over_keys(
         query, row, floor, limit, d, anchor, first_rows, origin, value, lo, whole, hi, first_row,

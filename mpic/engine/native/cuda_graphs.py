@@ -151,6 +151,7 @@ def compare(decode: StaticDecode, runner: Runner) -> float:
             difference = max(difference, float((got - expected).abs().max() / scale))
     finally:
         decode.forget()
+        decode.counters.clear()
         runner.tables.forget()
         for extent in extents:
             if extent is not None:

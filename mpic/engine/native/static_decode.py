@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from mpic.engine.native.batch import BatchSlice
-from mpic.engine.native.step_parts import Continuation, calls_of, part_of
+from mpic.engine.native.step_tables import StepTables
 from mpic.kernels.upload import upload
 from mpic.kv.pool import Pool
 from mpic.model.hooks import KindCalls, Step
@@ -72,11 +72,10 @@ class StaticDecode:
 
     def __init__(self, model: LoadedModel, pool: Pool, most: int, capture: Capture | None = None) -> None:
         attention = attention_of(model)
-        self._model, self._pool, self._most = model, pool, most
+        self._model, self._most = model, most
         self._attention = StaticAttention(attention, pool.arena, most)
         self._single_n = attention.tiles.single_n
-        self._windowed = any(kind.window for kind in model.kinds)
-        self._continuation = Continuation()
+        self._tables = StepTables(model, pool)
         self._left = 0  # steps until the tables are cut anew
         self._running: Work | None = None
         self._logits: torch.Tensor | None = None
@@ -116,7 +115,7 @@ class StaticDecode:
 
     def forget(self) -> None:
         """Makes the next step's tables anew, whatever its rows are."""
-        self._continuation.forget()
+        self._tables.forget()
 
     @torch.inference_mode()
     def run(self, slices: Sequence[BatchSlice]) -> torch.Tensor | None:
@@ -143,16 +142,11 @@ class StaticDecode:
 
     def _prepared(self, slices: Sequence[BatchSlice], bucket: Bucket) -> Work | None:
         """Brings the tables to a step and returns it, or None when it does not fit."""
-        alone = [(part, row) for row, part in enumerate(slices)]
-        follows = self._continuation.follows(alone, (self._pool.moves, bucket.rows))
-        if follows and self._left > 0 and not self._windowed:
+        if self._tables.continues(slices) and self._left > 0:
             self._left -= 1
             self._attention.advance()
             return self._running
-        parts = [part_of(self._pool, *at) for at in alone]
-        calls = calls_of(parts, self._model.kinds)
-        kinds = [self._model.kind_calls(i, calls[kind.window]) for i, kind in enumerate(self._model.kinds)]
-        writes = [part.write for part in parts]
+        writes, kinds = self._tables.alone(slices)
         self._left = self._single_n
         for kernel, work in bucket.steps:
             if self._attention.fill(kernel, writes, kinds):

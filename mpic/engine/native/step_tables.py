@@ -8,16 +8,97 @@ anything else they are made anew, and always for a model with windows, where wha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
-
-from mpic.engine.native.batch import BatchSlice
-from mpic.engine.native.step_parts import Continuation, Part, calls_of, part_of
-from mpic.kernels.attention import SingleRows
+from mpic.engine.native.batch import BatchSlice, Rows
+from mpic.kernels.attention import KVView, SingleRows, SpanCall, Write
+from mpic.kernels.span import Span
+from mpic.kernels.windows import Stretch, Window, own_calls, span_calls
 from mpic.kernels.writes import RowWrites
-from mpic.kv.pool import Pool
-from mpic.model.hooks import Step, StepKernel
+from mpic.kv.pool import Extent, Pool
+from mpic.model.hooks import KindCalls, Step, StepKernel
 from mpic.model.loaded import LoadedModel
+
+
+class _Alone(NamedTuple):
+    """A row that stands alone in a step. As long as only ``at`` changes, and by one, tables can be advanced."""
+
+    rows: Rows
+    extent: Extent
+    spans: list[Span[Extent]]
+    mapped: int
+    count: int  # spans
+    start: int  # the row of the step
+    at: int  # its own token
+
+    def continues(self, before: _Alone) -> bool:
+        same = (self.rows is before.rows, self.extent is before.extent, self.spans is before.spans)
+        return all(same) and self[3:6] == before[3:6] and self.at == before.at + 1
+
+
+class Part(NamedTuple):
+    """A batch slice and where its keys lie: rows ``start`` and on of the step are tokens ``[lo, hi)`` of ``rows``.
+
+    Args:
+        fresh: their own slots.
+        spans: what they see besides their own extent.
+    """
+
+    rows: Rows
+    lo: int
+    hi: int
+    start: int
+    fresh: Span[KVView]
+    spans: list[Span[KVView]]
+
+    @property
+    def write(self) -> Write:
+        return Write(slice(self.start, self.start + self.hi - self.lo), self.fresh)
+
+    def calls(self, window: Window | None) -> list[SpanCall]:
+        """Returns what the rows see through a window, their own tokens first."""
+        return self._all() if window is None else self._windowed(window)
+
+    def _all(self) -> list[SpanCall]:
+        """Returns what the rows see, all of it: block by block, or in one call a span where there is one row."""
+        lo, hi, start, own = self.lo, self.hi, self.start, self.fresh
+        end, before = start + hi - lo, own.lo
+        if hi - lo == 1:
+            made = [SpanCall(slice(start, end), own._replace(lo=0), first=True)]
+        else:
+            made = [SpanCall(slice(start, end), own, causal=True, first=True)]
+            if before:
+                made.append(SpanCall(slice(start, end), own._replace(lo=0, hi=before)))
+        for span in self.spans:
+            first = max(lo, span.row)
+            if first < hi:
+                made.append(SpanCall(slice(start + first - lo, end), span))
+        return made
+
+    def _windowed(self, window: Window) -> list[SpanCall]:
+        """Returns what the rows see through a window."""
+        lo, hi, own = self.lo, self.hi, self.fresh
+        places = self.rows.places()[:hi]
+        floors = window.floor(places[lo:hi])
+        if floors[-1] <= 0:
+            return self._all()
+        earlier, made, mapped = Stretch(own._replace(lo=0, hi=own.lo), places[self.rows.mapped : lo]), [], 0
+        if hi - lo == 1:
+            skipped = int(Stretch(own._replace(lo=0), places[self.rows.mapped :]).skipped(floors)[0])
+            made.append(SpanCall(slice(self.start, self.start + 1), own._replace(lo=skipped), first=True))
+        else:
+            made += own_calls(window, self.start, places[lo:hi], own, [earlier] if own.lo else [])
+        for span in self.spans:
+            stretch = Stretch(span, span.place)
+            if (
+                mapped < self.rows.mapped
+            ):  # the prefix cache's come first, and cover the tokens before its own
+                stretch = Stretch(span, places[mapped : mapped + span.tokens])
+                mapped += span.tokens
+            first = max(lo, span.row)
+            if first < hi:
+                made += span_calls(window, self.start + first - lo, places[first:hi], stretch)
+        return made
 
 
 class StepTables:
@@ -29,7 +110,8 @@ class StepTables:
 
     def __init__(self, model: LoadedModel, pool: Pool) -> None:
         self._model, self._pool = model, pool
-        self._continuation = Continuation()
+        self._last: list[_Alone] = []
+        self._state: tuple[object, ...] = ()  # of everything but the rows that the last tables were made for
         self._writes: RowWrites | None = None
         self._singles: list[SingleRows] = []  # by kind of layer
         self._kernel: StepKernel | None = None
@@ -44,37 +126,60 @@ class StepTables:
         placed = list(zip(slices, starts, strict=True))
         alone = [(part, start) for part, start in placed if part.hi - part.lo == 1]
         blocks = [self._part(*at) for at in placed if whole or at[0].hi - at[0].lo > 1]
-        calls = calls_of(blocks, self._model.kinds)
+        calls = self._calls(blocks)
         kinds = [self._model.kind_calls(i, calls[kind.window]) for i, kind in enumerate(self._model.kinds)]
         step = Step([part.write for part in blocks], kinds, self._model.kind_of, self._model.partial)
         if whole:
             if len(alone) == len(slices):
                 step.kernel = self._whole(step, alone)
             else:
-                self._continuation.forget()
+                self._last = []
         elif alone:
             singles, step.single_writes = self._together(alone)
             step.kinds = [kind._replace(singles=rows) for kind, rows in zip(kinds, singles, strict=True)]
             if step.single_writes is None:
                 step.writes += [self._part(*at).write for at in alone]
         else:
-            self._continuation.forget()
+            self._last = []
         return step
 
     def forget(self) -> None:
         """Makes the next step's tables anew, whatever its rows are."""
-        self._continuation.forget()
+        self._last = []
+
+    def continues(self, slices: Sequence[BatchSlice]) -> bool:
+        """Returns whether a step of single rows is the last one asked about, one token further, for tables that somebody
+        else keeps; never for a model with windows, which move."""
+        continues = self._continues([(part, row) for row, part in enumerate(slices)])
+        return continues and not any(kind.window for kind in self._model.kinds)
+
+    def alone(self, slices: Sequence[BatchSlice]) -> tuple[list[Write], list[KindCalls]]:
+        """Returns where a step of single rows writes, and what the rows see, by kind of layer."""
+        parts = [self._part(part, row) for row, part in enumerate(slices)]
+        calls = self._calls(parts)
+        kinds = [self._model.kind_calls(i, calls[kind.window]) for i, kind in enumerate(self._model.kinds)]
+        return [part.write for part in parts], kinds
 
     def _continues(self, alone: Sequence[tuple[BatchSlice, int]]) -> bool:
-        """Returns whether these rows are the last step's, one token further, and no window moves over what they see."""
+        """Returns whether these rows are the last step's, one token further, and notes them down."""
+        rows = [
+            _Alone(r, r.extent, r.spans, r.mapped, len(r.spans), start, lo) for (r, lo, _), start in alone
+        ]
         state = (self._pool.moves, self._model.partial, self._model.streams, self._model.triton)
-        follows = self._continuation.follows(alone, state)
-        return follows and not any(kind.window for kind in self._model.kinds)
+        before, self._last = self._last, rows
+        same, self._state = state == self._state, state
+        if not same or len(before) != len(rows):
+            return False
+        if not all(row.continues(old) for row, old in zip(rows, before, strict=True)):
+            return False
+        # a span behind the last step's row, which this one would be the first to see
+        return not any(span.row == row.at for row in rows for span in row.spans)
 
     def _together(self, alone: list[tuple[BatchSlice, int]]) -> tuple[list[SingleRows], RowWrites | None]:
         """Returns the tables of the rows that stand alone: by kind of layer what they attend to, and where they write
         (None: as blocks do, since layers differ in their heads)."""
-        if self._continues(alone):
+        plain = not any(kind.window for kind in self._model.kinds)
+        if self._continues(alone) and plain:
             advanced = [rows.advance() for rows in self._singles]
             if None not in advanced:
                 self._singles = advanced
@@ -83,7 +188,7 @@ class StepTables:
                 self.advanced += 1
                 return self._singles, self._writes
         self.made += 1
-        calls = calls_of([self._part(*at) for at in alone], self._model.kinds)
+        calls = self._calls([self._part(*at) for at in alone])
         kinds = enumerate(self._model.kinds)
         self._singles = [self._model.single_rows(i, calls[kind.window]) for i, kind in kinds]
         self._writes = None if self._model.is_uneven else self._row_writes(alone)
@@ -99,7 +204,8 @@ class StepTables:
 
     def _whole(self, step: Step, alone: list[tuple[BatchSlice, int]]) -> StepKernel:
         """Returns the tables of a step of single rows for an implementation that takes it whole."""
-        if self._continues(alone) and (advanced := self._kernel.advance()) is not None:
+        plain = not any(kind.window for kind in self._model.kinds)
+        if self._continues(alone) and plain and (advanced := self._kernel.advance()) is not None:
             self.advanced += 1
         else:
             self.made += 1
@@ -108,7 +214,12 @@ class StepTables:
         return advanced
 
     def _part(self, part: BatchSlice, start: int) -> Part:
-        masks = (
-            torch.device("cpu") if self._model.triton is not None else None
-        )  # its tables are made on the host
-        return part_of(self._pool, part, start, masks)
+        rows, lo, hi = part
+        own, before = self._pool.kv(rows.extent), lo - rows.mapped
+        spans = [span._replace(source=self._pool.kv(span.source)) for span in rows.spans]
+        return Part(rows, lo, hi, start, Span(own, before, before + hi - lo), spans)
+
+    def _calls(self, parts: Sequence[Part]) -> dict[Window | None, list[SpanCall]]:
+        """Returns what the rows see through each window (None: without one). Kinds with one window share it."""
+        windows = {kind.window for kind in self._model.kinds}
+        return {window: [call for part in parts for call in part.calls(window)] for window in windows}
