@@ -148,8 +148,8 @@ class StepTables:
         self._last = []
 
     def continues(self, slices: Sequence[BatchSlice]) -> bool:
-        """Returns whether a step of single rows is the last one asked about, one token further, for tables that are kept
-        elsewhere; never for a model with windows, which move."""
+        """Returns whether a step of single rows is the last one asked about, one token further, for tables that others
+        keep; never for a model with windows, which move."""
         continues = self._continues([(part, row) for row, part in enumerate(slices)])
         return continues and not any(kind.window for kind in self._model.kinds)
 
