@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from engine_kit import family, ids, logits_of, prompt_of, request_of, text_chunk
 from tape import Tape, captured
 
-from mpic.engine.native import cuda_graphs, static_decode
+from mpic.engine.native import cuda_graphs, device_memory, static_decode
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import IntegrityError, ModelRefused
+from mpic.kv.pool import Pool
+from mpic.model.triton_attention import attention_of
 
 SHARED, OTHER = text_chunk(ids(70, 40)), text_chunk(ids(71, 23))
 PROMPTS = [
@@ -124,6 +128,68 @@ def test_steps_that_differ_are_not_served_and_the_reason_is_logged(answers, monk
     assert choose(runner, 4, "auto", captured) is None
     assert "decoding without CUDA graphs" in caplog.text
     assert loaded.info.details.pop("cuda_graphs") == "off: IntegrityError: x"
+
+
+def test_a_step_is_run_twice_beside_everything_else_and_then_captured_in_the_memory_of_the_others(
+    monkeypatch,
+):
+    """What ``torch.cuda`` is asked for, in order, by a fake of it."""
+    said = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            said.append(f"{self.name} waits for {other.name}")
+
+    class Graph:
+        def replay(self):
+            said.append("replay")
+
+    @contextmanager
+    def stream(stream):
+        said.append(f"on {stream.name}")
+        yield
+
+    @contextmanager
+    def graph(graph, pool, stream, capture_error_mode):
+        said.append(f"capture on {stream.name} into {pool}, {capture_error_mode}")
+        yield
+
+    fakes = {"Stream": lambda device: Stream("side"), "current_stream": lambda device: Stream("main")}
+    fakes |= {"graph_pool_handle": lambda: "pool", "stream": stream, "CUDAGraph": Graph, "graph": graph}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    out = torch.zeros(3)
+    replay = cuda_graphs.GraphCapture(torch.device("cuda"))(lambda: said.append("work") or out)
+    assert replay() is out
+    assert said == [
+        *("side waits for main", "on side", "work", "work", "main waits for side"),
+        *("capture on side into pool, thread_local", "work", "replay"),
+    ]
+
+
+def test_what_is_reserved_is_what_buffers_take_and_a_bound_for_graphs(monkeypatch):
+    loaded = family("llama").loaded
+    assert cuda_graphs.reserved_bytes(loaded, 4, "auto") == 0  # not on the CPU
+    attention = attention_of(loaded)
+    with monkeypatch.context() as there:
+        there.setattr(cuda_graphs, "attention_of", lambda model: attention)
+        there.setattr(loaded, "device", torch.device("cuda"))
+        reserved = cuda_graphs.reserved_bytes(loaded, 4, "auto")
+        assert cuda_graphs.reserved_bytes(loaded, 4, "off") == 0
+    decode = static_decode.StaticDecode(loaded, Pool(loaded.shape, 4, 16, loaded.dtype), 4)
+    logits = 4 * 300 * (4 + 4 + 4)  # kept; of a step, in fp32 and as the model gives them
+    assert reserved == decode.nbytes + logits + 4 * cuda_graphs._GRAPH + cuda_graphs._WORKSPACE
+
+
+def test_a_pool_that_takes_a_share_leaves_what_is_reserved(monkeypatch):
+    loaded = family("llama").loaded
+    page = 16 * loaded.shape.per_token * loaded.dtype.itemsize
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 * page, 300 * page))
+    monkeypatch.setattr(loaded, "device", torch.device("cuda"))
+    assert [device_memory.pool_pages(loaded, 0, n * page) for n in (0, 100)] == [170, 85]
 
 
 def test_without_cuda_they_are_off_unless_they_are_asked_for(answers):
