@@ -123,8 +123,8 @@ def _allocated(device: torch.device) -> int:
 
 @torch.inference_mode()
 def compare(decode: StaticDecode, runner: Runner) -> float:
-    """Runs two decoding rows over a chunk and keys of their own, which are random, both ways, and the next step, whose
-    tables are advanced; returns the largest relative difference of the logits.
+    """Runs two decoding rows (one, where there may be but one) over a chunk and keys of their own, which are random,
+    both ways, and the next step, whose tables are advanced; returns the largest relative difference of the logits.
 
     Raises:
         IntegrityError: they differ, or the pool has no room for the comparison.
@@ -139,7 +139,9 @@ def compare(decode: StaticDecode, runner: Runner) -> float:
             view = pool.view(extent)
             view.copy_(torch.randn(view.shape, generator=generator).to(view.dtype))
         chunk, *own = extents
-        rows = [_rows(model, chunk, extent, 5 + 2 * number) for number, extent in enumerate(own)]
+        rows = [
+            _rows(model, chunk, extent, 5 + 2 * number) for number, extent in enumerate(own[: decode.most])
+        ]
         difference = 0.0
         for _ in range(2):
             slices = [_next(one) for one in rows]

@@ -61,18 +61,21 @@ class StaticDecode:
     """The decoding steps of a model over a pool.
 
     Args:
-        most: rows of the largest step.
+        most: see the attribute.
         capture: makes each step what runs later; None: it runs as it is.
 
     Raises:
         ModelRefused: the kernels do not take the model's layers, or not on this device.
+
+    Attributes:
+        most: rows of the largest step.
 
     ``counters``: ``static_steps``, ``static_too_large`` (batches that did not fit the tables).
     """
 
     def __init__(self, model: LoadedModel, pool: Pool, most: int, capture: Capture | None = None) -> None:
         attention = attention_of(model)
-        self._model, self._most = model, most
+        self._model, self.most = model, most
         self._attention = StaticAttention(attention, pool.arena, most)
         self._single_n = attention.tiles.single_n
         self._tables = StepTables(model, pool)
@@ -100,7 +103,7 @@ class StaticDecode:
                 step = Step([], [], model.kind_of, model.partial, kernel)
                 found = model.forward(RowInputs(ids, model.embed(ids)), positions, step, wanted)
                 if self._logits is None:  # in the first step, which is not captured
-                    self._logits = torch.zeros(self._most, found.shape[1], device=device)
+                    self._logits = torch.zeros(self.most, found.shape[1], device=device)
                 return self._logits[:rows].copy_(found)
 
             if capture is not None:
@@ -124,7 +127,7 @@ class StaticDecode:
         Returns:
             ``[rows, vocabulary]`` fp32, valid until the next step; None when the step has to be run in another way.
         """
-        if not 0 < len(slices) <= self._most or not all(map(_is_decoding, slices)):
+        if not 0 < len(slices) <= self.most or not all(map(_is_decoding, slices)):
             return None
         bucket = min((one for one in self._buckets if one.rows >= len(slices)), key=lambda one: one.rows)
         self._running = self._prepared(slices, bucket)
