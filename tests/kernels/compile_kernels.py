@@ -8,10 +8,12 @@ that need not be there, and print what each takes as JSON, one kernel a line.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -86,22 +88,19 @@ def attend(
     return found | {"dim": dim, "group": group, "tile": tile, **size._asdict(), "large": large, **has}
 
 
-def everything(half: torch.dtype, arch: int) -> list[dict[str, object]]:
-    found = []
-    for group in (1, 4, 7):
-        for dim in (64, 80, 96, 128, 192, 256):
-            found += [attend(half, dim, arch, tile, group) for tile in ("block", "shared", "lone")]
-    found += [
-        attend(half, 128, arch, tile, holes=True) for tile in ("shared", "lone")
-    ]  # as they are captured
-    return found
+def everything(half: torch.dtype, arch: int) -> Iterator[dict[str, object]]:
+    for tile in ("shared", "lone"):  # as they are captured
+        yield attend(half, 128, arch, tile, holes=True)
+    dims = (128, 64, 256, 80, 96, 192)
+    for dim, group, tile in itertools.product(dims, (4, 1, 7), ("block", "shared", "lone")):
+        yield attend(half, dim, arch, tile, group)
 
 
 def main(arch: int, more: str = "") -> None:
     half = torch.bfloat16
     if more == "all":
         for result in everything(half, arch):
-            print(json.dumps(result))
+            print(json.dumps(result), flush=True)
         return
     results = [attend(half, 128, arch, "block", large=False), attend(half, 128, arch, "lone")]
     results += [] if arch < 90 else the_others(half, arch)
