@@ -62,9 +62,9 @@ def _decode(
         return [engine.submit(request_of(prompt, "reuse", tokens)) for prompt in prompts[:batch]]
 
     for batch in sizes.batches:
-        for stream in ask(batch, 4):  # what the batch needs is compiled
+        for stream in ask(batch, 2):  # what the batch needs is compiled
             stream.result()
-        streams = ask(batch, 4 * sizes.tokens)
+        streams = ask(batch, 2 * sizes.tokens)
         reading = [iter(stream) for stream in streams]
         for tokens in reading:
             next(tokens)
