@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mpic.kernels.triton import attention, merge, scatter
@@ -71,7 +71,8 @@ class Tape(TorchDispatchMode):
                     tape.note(grid, args, kwargs)
                     tape._kept.append((args, kwargs))
                     tape.calls.append(lambda: kernel[grid](*args, **kwargs))
-                    return kernel[grid](*args, **kwargs)
+                    with _disable_current_modes():  # what the interpreter does with torch is no part of the work
+                        return kernel[grid](*args, **kwargs)
 
                 return launch
 
