@@ -71,7 +71,9 @@ class Tape(TorchDispatchMode):
                     tape.note(grid, args, kwargs)
                     tape._kept.append((args, kwargs))
                     tape.calls.append(lambda: kernel[grid](*args, **kwargs))
-                    with _disable_current_modes():  # what the interpreter does with torch is no part of the work
+                    with (
+                        _disable_current_modes()
+                    ):  # what the interpreter does with torch is no part of the work
                         return kernel[grid](*args, **kwargs)
 
                 return launch

@@ -21,13 +21,14 @@ PROMPTS = [
     prompt_of(ids(4, 5), SHARED, ids(5, 4)),
     prompt_of(ids(6, 9)),
 ]
-TOKENS = (7, 3, 5)  # so that the batch shrinks twice
+TOKENS = (5, 2, 3)  # so that the batch shrinks twice
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Few numbers of rows, tables that are cut anew soon, keys that are cut and merged."""
     monkeypatch.setattr(static_decode, "bucket_sizes", lambda most: [4, 1])
+    monkeypatch.setattr("mpic.kernels.triton.static._WIDER", 2)
     monkeypatch.setattr("mpic.model.triton_attention.TritonAttention.programs", 6)
     monkeypatch.setattr("mpic.model.triton_attention.TritonAttention.least", 16)
     monkeypatch.setattr("mpic.engine.native.scheduler.GROWTH", 2)
@@ -62,11 +63,13 @@ def assert_equal(found, expected):
         assert got == wanted and (logits - wanted_logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_steps_that_are_played_again_give_the_tokens_of_steps_run_one_by_one(answers, name):
+@pytest.mark.parametrize(
+    ("name", "capture"), [("llama", captured), ("gemma3", None)], ids=["llama", "gemma3"]
+)
+def test_steps_that_are_played_again_give_the_tokens_of_steps_run_one_by_one(answers, name, capture):
     """A tape in place of a CUDA graph: whatever changes between steps has to lie in the buffers. Batches of three, two
-    and one; extents that grow and move; layers with windows and two rotary embeddings."""
-    found, counters = answers("on", captured, name)
+    and one; extents that grow and move. And, run as they are, layers with windows and two rotary embeddings."""
+    found, counters = answers("on", capture, name)
     expected, usual = answers("off", None, name)
     assert counters["static_steps"] >= max(TOKENS) - 2 and "static_steps" not in usual
     assert_equal(found, expected)
@@ -99,7 +102,7 @@ def test_a_step_reads_the_same_addresses_whatever_the_batch(answers, monkeypatch
         for work in {work for work, _ in steps}:
             of_one = [read for other, read in steps if other is work]
             assert all(read == of_one[0] for read in of_one)
-    assert len(reads[4]) > 3 and len(reads[4][0][1]) > 100
+    assert len(reads[4]) > 2 and len(reads[4][0][1]) > 100
 
 
 def test_a_batch_that_does_not_fit_runs_in_the_usual_way_and_is_counted(answers, monkeypatch, caplog):
