@@ -218,9 +218,12 @@ class LoadedModel:
             choices = {streams[0].name: (partial, streams), **choices}
         self.triton = None
         if name == "triton":
-            from mpic.model.triton_attention import attention_of
+            from mpic.model.triton_attention import TritonAttention
 
-            self.triton = attention_of(self)
+            softcaps = {facts.softcap for facts in self.layers}
+            self.triton = TritonAttention(
+                self.shape, self.kinds, self.kind_of, self.device, self.dtype, softcaps
+            )
             self.attention_name, self.attention_note = self.triton.name, ""
             return
         if name == "auto":

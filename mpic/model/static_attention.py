@@ -8,7 +8,16 @@ import torch
 
 from mpic.kernels.attention import Write
 from mpic.model.hooks import KindCalls
+from mpic.model.loaded import LoadedModel
 from mpic.model.triton_attention import ModelKernel, TritonAttention
+
+
+def attention_of(model: LoadedModel) -> TritonAttention:
+    """Returns the Triton attention that a model is served with, or would be. Raises ModelRefused: it cannot be."""
+    if model.triton is not None:
+        return model.triton
+    softcaps = {facts.softcap for facts in model.layers}
+    return TritonAttention(model.shape, model.kinds, model.kind_of, model.device, model.dtype, softcaps)
 
 
 class StaticKernel(ModelKernel):

@@ -17,7 +17,6 @@ from mpic.model.trace import LayerKind
 if TYPE_CHECKING:
     from mpic.kernels.triton.launch import Geometry, Launches
     from mpic.kernels.triton.step import TritonStep
-    from mpic.model.loaded import LoadedModel
 
 Entry = TypeVar("Entry", Write, SpanCall)
 
@@ -69,11 +68,12 @@ class TritonAttention:
     """Prepares steps for the Triton kernels.
 
     ``programs`` and ``least`` say how finely tiles are cut along their keys (``mpic.kernels.triton.tiles.Shape``):
-    until the device is busy, which ``warm_up`` finds out.
+    until the device is busy, which is found out when everything that a step may launch is compiled.
 
     Args:
         kinds: of the model's layers.
         kind_of: the kind of each layer.
+        softcaps: whether layers cap their scores; there may be both.
 
     Raises:
         ModelRefused: Triton is missing, the device is none it compiles for, or the layers or heads are such that the
@@ -90,6 +90,7 @@ class TritonAttention:
         kind_of: Sequence[int],
         device: torch.device,
         dtype: torch.dtype,
+        softcaps: Collection[bool],
     ) -> None:
         refuse_layers(kinds)
         try:
@@ -106,6 +107,8 @@ class TritonAttention:
         self.kinds, self.kind_of, self.device = kinds, kind_of, device
         self.geometries = [self._geometry(kind, shape.head_dim) for kind in kinds]
         self.tiles = tuning.tiles_for(device, dtype, shape.head_dim, self.geometries[0].group)
+        if device.type == "cuda":
+            self._warm_up(softcaps, dtype)
 
     def _geometry(self, kind: LayerKind, dim: int) -> Geometry:
         rotary = kind.rotary
@@ -119,12 +122,7 @@ class TritonAttention:
         """The name that ``/health`` shows."""
         return self._launch.name(self.tiles)
 
-    def warm_up(self, softcaps: Collection[bool], dtype: torch.dtype) -> None:
-        """Compiles everything that a step may launch.
-
-        Args:
-            softcaps: whether layers cap their scores.
-        """
+    def _warm_up(self, softcaps: Collection[bool], dtype: torch.dtype) -> None:
         from mpic.kernels.triton.warmup import warm_up
 
         for geometry in dict.fromkeys(self.geometries):
@@ -163,13 +161,3 @@ class TritonAttention:
         """Returns the entry with a span that says where its source lies, as seen from the anchor."""
         strides = self._step.strides_of(entry.span.source.data, anchor)
         return entry._replace(span=entry.span._replace(source=strides))
-
-
-def attention_of(model: LoadedModel) -> TritonAttention:
-    """Returns the Triton attention that a model is served with, or would be. Raises ModelRefused: it cannot be."""
-    if model.triton is not None:
-        return model.triton
-    made = TritonAttention(model.shape, model.kinds, model.kind_of, model.device, model.dtype)
-    if model.device.type == "cuda":
-        made.warm_up({facts.softcap for facts in model.layers}, model.dtype)
-    return made

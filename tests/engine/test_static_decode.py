@@ -13,7 +13,7 @@ from mpic.engine.native import cuda_graphs, device_memory, static_decode
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import IntegrityError, ModelRefused
 from mpic.kv.pool import Pool
-from mpic.model.triton_attention import attention_of
+from mpic.model.static_attention import attention_of
 
 SHARED, OTHER = text_chunk(ids(70, 40)), text_chunk(ids(71, 23))
 PROMPTS = [

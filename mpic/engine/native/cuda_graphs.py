@@ -19,8 +19,7 @@ from mpic.kernels.span import Span
 from mpic.kv.pool import Extent
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import TOLERANCE
-from mpic.model.static_attention import StaticAttention
-from mpic.model.triton_attention import attention_of
+from mpic.model.static_attention import StaticAttention, attention_of
 
 log = logging.getLogger(__name__)
 

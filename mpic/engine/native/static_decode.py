@@ -24,9 +24,8 @@ from mpic.kernels.upload import upload
 from mpic.kv.pool import Pool
 from mpic.model.hooks import KindCalls, Step
 from mpic.model.loaded import LoadedModel
-from mpic.model.static_attention import StaticAttention, StaticKernel
+from mpic.model.static_attention import StaticAttention, StaticKernel, attention_of
 from mpic.model.structure import RowInputs
-from mpic.model.triton_attention import attention_of
 
 log = logging.getLogger(__name__)
 
