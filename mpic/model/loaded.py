@@ -220,10 +220,8 @@ class LoadedModel:
         if name == "triton":
             from mpic.model.triton_attention import TritonAttention
 
-            softcaps = {facts.softcap for facts in self.layers}
-            self.triton = TritonAttention(
-                self.shape, self.kinds, self.kind_of, self.device, self.dtype, softcaps
-            )
+            own = (self.shape, self.kinds, self.kind_of, self.device, self.dtype)
+            self.triton = TritonAttention(*own, {facts.softcap for facts in self.layers})
             self.attention_name, self.attention_note = self.triton.name, ""
             return
         if name == "auto":
