@@ -3,7 +3,8 @@ serves every such step of as many rows: only the numbers in the tables change.
 
 A step of fewer rows is filled up: rows beyond see nothing and are written nowhere, items beyond have no rows, and what
 would be merged beyond is no row. Tables have room for many more segments than a usual batch needs, which costs memory
-and no time; items cost a program each, so there are two grids for each number of rows.
+and no time; items cost a program each, so there are two grids for each number of rows. With the larger one segments may
+have holes, for which the kernel takes more registers.
 """
 
 from __future__ import annotations
@@ -131,14 +132,14 @@ class StaticTables:
 
 
 class StaticStep(Launches):
-    """The launches of static steps of one grid, whatever the tables say."""
+    """The launches of static steps of one grid, whatever the tables say; ``holes`` that there may be any."""
 
-    def __init__(self, tables: StaticTables, rows: int, grid: Grid) -> None:
+    def __init__(self, tables: StaticTables, rows: int, grid: Grid, holes: bool) -> None:
         super().__init__(
             tables.geometry,
             tables.tiles,
             grid,
-            Features(holes=True),
+            Features(holes),
             tables.tables,
             tables.rotations,
             tables.partials,
@@ -160,7 +161,7 @@ class StaticStep(Launches):
             and len(work.segments) <= room.segments
             and len(work.rotation_of) <= room.segments
             and len(work.bases) <= room.bases
-            and len(work.first_rows) <= _SLOTS
+            and len(work.first_rows) <= (_SLOTS if self.features.holes else 0)
             and work.partials <= room.partials
         )
         if not fits:

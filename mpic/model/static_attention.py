@@ -53,10 +53,10 @@ class StaticAttention:
         return partials + sum(tables.nbytes for tables in self._tables)
 
     def kernels(self, rows: int) -> list[StaticKernel]:
-        """Returns the kernels of steps of so many rows: for few items first, then for many."""
+        """Returns the kernels of steps of so many rows: for few items without holes first, then for others."""
         made = []
-        for grid in self._static.grids(rows, self._tables[0].shape):
-            steps = [self._static.StaticStep(tables, rows, grid) for tables in self._tables]
+        for holes, grid in enumerate(self._static.grids(rows, self._tables[0].shape)):
+            steps = [self._static.StaticStep(tables, rows, grid, bool(holes)) for tables in self._tables]
             made.append(StaticKernel(steps, self._attention.kind_of))
         return made
 

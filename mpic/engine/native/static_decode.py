@@ -41,7 +41,7 @@ class Bucket(NamedTuple):
 
     Args:
         ids, positions: ``[rows]`` and ``[p, rows]`` int64, filled before each step.
-        steps: what runs, by the grid of its attention: for few items, for many.
+        steps: what runs, by the grid of its attention: for few items without holes, for others.
     """
 
     rows: int
