@@ -87,6 +87,8 @@ class NativeEngine(Engine):
         self._inbox = Inbox()
         self._post = self._inbox.post
         self.pool = Pool(model.shape, pages, page_size, model.dtype, model.device)
+        self.runner = Runner(model, self.pool)
+        self.runner.static = static_decode_for(self.runner, max_running, cuda_graphs)  # before any thread runs
         self.device = DeviceCache(self.pool)
         self.tombstones = Tombstones()
         self.transfers = Transfers(
@@ -96,8 +98,6 @@ class NativeEngine(Engine):
             self.device, model.bos_id, self.transfers.load, self.transfers.save, self.tombstones
         )
         self.scheduler = Scheduler(self.memory, budget, max_running)
-        self.runner = Runner(model, self.pool)
-        self.runner.static = static_decode_for(self.runner, max_running, cuda_graphs)
         self.decider = Decider(self.runner)
         self.linker = ChunkLinker(model, adapter, store, self.device, self.tombstones)
         self.builder = RequestBuilder(model, store, self.linker, self.pool)
