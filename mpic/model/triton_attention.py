@@ -26,6 +26,7 @@ def refuse_layers(kinds: Sequence[LayerKind]) -> None:
     lacks = {
         "layers that differ in their heads": len({(kind.heads, kind.kv_heads, kind.dim) for kind in kinds})
         > 1,
+        "attention in both directions": any(kind.blocks for kind in kinds),
         "heads whose last dimensions turn": any(getattr(kind.rotary, "start", 0) for kind in kinds),
     }
     missing = [what for what, is_there in lacks.items() if is_there]
