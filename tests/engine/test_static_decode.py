@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -44,11 +45,14 @@ def answers(monkeypatch):
         monkeypatch.setattr("mpic.engine.native.engine.static_decode_for", given)
         engine = NativeEngine(family(name).loaded, pages=64, page_size=16, cuda_graphs=graphs)
         engine.pool.arena.fill_(float("nan"))
+        gate = threading.Event()
+        engine._post(lambda: gate.wait(60))  # all prompts are there when it begins
         try:
             streams = [
                 engine.submit(request_of(p, policy, n, logprobs=300))
                 for p, n in zip(PROMPTS, TOKENS, strict=True)
             ]
+            gate.set()
             found = [logits_of(stream, n) for stream, n in zip(streams, TOKENS, strict=True)]
             engine.check()
         finally:
@@ -107,7 +111,7 @@ def test_a_step_reads_the_same_addresses_whatever_the_batch(answers, monkeypatch
 
 def test_a_batch_that_does_not_fit_runs_in_the_usual_way_and_is_counted(answers, monkeypatch, caplog):
     expected, _ = answers("off")
-    monkeypatch.setattr("mpic.kernels.triton.static._SEGMENTS", 1)
+    monkeypatch.setattr("mpic.kernels.triton.static._SEGMENTS", 0)
     monkeypatch.setattr(cuda_graphs, "compare", lambda decode, runner: 0.0)  # would not fit either
     found, counters = answers("on")
     assert counters["static_too_large"] > 0
