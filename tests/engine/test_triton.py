@@ -123,7 +123,7 @@ def test_no_layer_waits_for_the_device(name, triton, monkeypatch):
     """Everything a layer needs was decided when the step's tables were built. transformers itself asks once a forward,
     before the first layer, whether the rows are several packed sequences."""
     loaded = triton(name)
-    forward, asked = type(loaded)._call, []
+    forward, asked = type(loaded).call, []
 
     def watched(self, *args):
         with Questions() as questions:
@@ -131,7 +131,7 @@ def test_no_layer_waits_for_the_device(name, triton, monkeypatch):
         asked.append(questions.asked)
         return out
 
-    monkeypatch.setattr(type(loaded), "_call", watched)
+    monkeypatch.setattr(type(loaded), "call", watched)
     prompt = prompt_of(ids(3, 5), text_chunk(ids(1, 20)), ids(6, 4))
     with engine_of(loaded) as engine:
         engine.submit(request_of(prompt, "mpic-4", 2)).result()
