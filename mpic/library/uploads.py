@@ -19,6 +19,7 @@ from mpic.library.catalog.quotas import NO_KEY
 from mpic.library.folder.originals import Originals
 from mpic.library.intake.checks import check_handle, check_life, check_page
 from mpic.library.intake.decode import decode_image, decode_text, image_key
+from mpic.library.intake.image_keys import ImageKeys
 from mpic.library.intake.tokens import TokenCache
 from mpic.library.limits import Limits
 from mpic.library.records import AsyncReader, File, FilePage, Removed, Scalar, State, Tokenize
@@ -55,6 +56,7 @@ class UploadLibrary:
         self._limits = limits
         self._clock = clock
         self._tokens = TokenCache()
+        self._image_keys = ImageKeys()
         self._intake = UploadIntake(rows, originals, limits, clock, self._remove)
 
     # Uploading
@@ -70,6 +72,7 @@ class UploadLibrary:
         replace: bool = False,
         split: Mapping[str, Any] | None = None,
         split_asked: bool = False,
+        press: str | None = None,
         key: KeyLimits = NO_KEY,
     ) -> File:
         """Stores an upload; when this returns, the upload survives a crash. Its state is ``compiling``, unless the user
@@ -82,6 +85,7 @@ class UploadLibrary:
             replace: takes the handle from another file, which is deleted.
             split: how a document is cut into chunks, for ``cut``; None: it is one chunk.
             split_asked: the client has said so, so a file that is cut otherwise is not the same; False for a default.
+            press: name of the press that compresses its chunks, or ``none``; None: the client has not said.
             key: limits of the API key that is used.
 
         Raises:
@@ -93,7 +97,7 @@ class UploadLibrary:
             LibraryGone, DatabaseBusy: nothing was stored; see ``Catalog.write``.
         """
         wanted = self._intake.admit(
-            user, filename, handle, expires_after, metadata, replace, split, split_asked, key
+            user, filename, handle, expires_after, metadata, replace, split, split_asked, press, key
         )
         return self._intake.take(wanted, source).file
 
@@ -108,12 +112,13 @@ class UploadLibrary:
         replace: bool = False,
         split: Mapping[str, Any] | None = None,
         split_asked: bool = False,
+        press: str | None = None,
         key: KeyLimits = NO_KEY,
     ) -> Stored:
         """Does what ``add`` does on an event loop, which it never blocks (see ``receive``), and tells what became of
         the upload. It is idempotent: the same bytes under the same handle once more change nothing but the lifetime,
         which is counted anew."""
-        arguments = (user, filename, handle, expires_after, metadata, replace, split, split_asked, key)
+        arguments = (user, filename, handle, expires_after, metadata, replace, split, split_asked, press, key)
         wanted = await asyncio.to_thread(self._intake.admit, *arguments)
         return await self._intake.receive(wanted, source)
 
@@ -194,7 +199,7 @@ class UploadLibrary:
         """
         if isinstance(file, str) or file.owner != user:
             file = self.get(user, file if isinstance(file, str) else file.id)
-        make = partial(Chunk, file.key, user, label=file.label, file_id=file.id)
+        make = partial(Chunk, file.key, user, label=file.label, file_id=file.id, press=file.press)
         if file.kind == "image":
             return make(load_image=partial(self._load_image, file))
         read = lambda: decode_text(self._read(file), self._limits)
@@ -221,7 +226,8 @@ class UploadLibrary:
             read = lambda start=start, end=end: text()[start:end]
             ids = self._tokens.ids(f"{file.id} {number}", self._tokenizer(), read)
             name = f"{file.label} {number + 1}/{len(pieces)}"
-            found.append(Chunk(ChunkKey("text", digest), user, ids, label=name, file_id=file.id))
+            key = ChunkKey("text", digest)
+            found.append(Chunk(key, user, ids, label=name, file_id=file.id, press=file.press))
         return found
 
     def counts(self, user: str, file_id: str | None = None) -> dict[str, int]:
@@ -245,13 +251,14 @@ class UploadLibrary:
 
     def inline_image(self, user: str, data: bytes, label: str | None = None) -> Chunk:
         """Returns the chunk of an image that came inside a request (data URL). It is checked like an upload and owned
-        by the user, but no file.
+        by the user, but no file. The same bytes once more are not decoded again to find their chunk.
 
         Raises:
             InvalidImage, TooLarge, DecoderBusy: as ``image_key``.
         """
         load = partial(decode_image, data, self._limits)
-        return Chunk(image_key(data, self._limits), user, load_image=load, label=label)
+        key = self._image_keys.key(user, data, partial(image_key, data, self._limits))
+        return Chunk(key, user, load_image=load, label=label)
 
     def inline_text(self, user: str, text: str, label: str | None = None) -> Chunk:
         """Returns the chunk of a document that came inside a request. It is checked like an upload and owned by the

@@ -129,6 +129,7 @@ def test_settings_are_kept_and_sent(fake, open_page):
     page.fill("#set-system", "Be brief.")
     page.fill("#set-temperature", "0.5")
     page.fill("#set-length", "3")
+    page.select_option("#set-press", "snapkv-50")
     page.select_option("#set-theme", "dark")
     page.keyboard.press("Escape")
     page.click(".picker >> nth=0")
@@ -143,6 +144,7 @@ def test_settings_are_kept_and_sent(fake, open_page):
     sent = asked.value.post_data_json
     assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
     assert (sent["temperature"], sent["max_tokens"], sent["mpic"]["policy"]) == (0.5, 3, "mpic-24")
+    assert sent["mpic"]["press"] == "snapkv-50"
     assert page.inner_text(".answer .text").strip() == "The tower is"
     page.click(".picker >> nth=0")
     page.keyboard.type("mpic-zzz")
