@@ -72,15 +72,20 @@ def prompts(linker):
 
 if kit.V2:  # the first runner's warm-up goes another way, which has no requests
 
-    def test_what_vllm_runs_on_a_gpu_before_it_serves_leaves_links_right(linker, monkeypatch):
+    def test_what_vllm_runs_on_a_gpu_before_it_serves_leaves_links_right(linker):
         """It warms its kernels up with steps that no scheduler made and that carry no instructions for links. This is
         the first test because it needs every place of the batch."""
         from vllm.v1.worker.gpu.warmup import warmup_kernels
 
         worker = linker.llm.llm_engine.model_executor.driver_worker.worker
-        grammars = worker.model_runner.structured_outputs_worker  # whose kernel the interpreter does not take
-        monkeypatch.setattr(grammars, "apply_grammar_bitmask", lambda *given: None)
-        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+        runner, steps = worker.model_runner, []
+
+        def not_sampled(grammar):  # the interpreter does not take all of the sampler's kernels
+            steps.append(runner.execute_model_state)
+            runner.execute_model_state = None
+
+        warmup_kernels(runner, worker.execute_model, not_sampled)
+        assert len(steps) > 2 and all(steps)
         prompt, policy = next(prompts(linker))
         (answer,) = linker.run(*zip(linker.link(prompt, policy)))
         assert answer.ids == linker.expected(prompt, policy)[0]

@@ -29,6 +29,7 @@ def run(*names: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@pytest.mark.timeout(900)
 def test_links_cut_into_steps_preempted_and_in_one_batch_are_right_in_the_second_runner():
     run("test_link_pressure.py", "-k", SOME)
 
