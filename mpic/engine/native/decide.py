@@ -83,9 +83,8 @@ class Decider:
         own = own_tokens(prompt.segments, everything, prompt.chunks, self._model.mrope, since)
         rows = own.rows()
         inputs = self._runner.inputs([BatchSlice(rows, 0, len(rows))], [0])
-        blocks = (
-            everything.blocks if since == 0 else ()
-        )  # later rows end at their first layer's keys and queries
+        # rows from the middle of a prompt end at their first layer, before they attend
+        blocks = () if since else everything.blocks
         return self._model.probe(inputs, rows.positions.to(self._model.device), layer, blocks)
 
     def _compiled(self, linked: LinkedChunk, layer: int, probe: Probe) -> torch.Tensor:
