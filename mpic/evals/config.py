@@ -1,8 +1,8 @@
 """The configuration of ``mpic eval run``: one TOML file, of which ``mpic eval example`` prints one (``cli.EXAMPLE``).
 
 Beside what the example has: ``title`` (of the report; left out: the model's name), ``at_once`` (questions in flight;
-more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype`` and ``packet`` (an adapter's file
-instead of the one beside the model).
+more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype``, ``quantize`` (``int8``, ``int4``) and
+``packet`` (an adapter's file instead of the one beside the model).
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class EvalConfig:
     title: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str = ""
     packet: str = ""
 
     def cells(self) -> list[tuple[str, Options]]:
@@ -130,8 +131,11 @@ class EvalConfig:
         return None if path is None else (self.folder / path).absolute()
 
     def fingerprint(self) -> str:
-        """Returns what changes with model, seed and dtype; policies and numbers of questions may be added to a run."""
+        """Returns what changes with model, its numbers and seed; policies and numbers of questions may be added to a
+        run."""
         kept = {"model": _identity(self.model), "seed": self.seed, "dtype": self.dtype}
+        if self.quantize:
+            kept["quantize"] = self.quantize
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
