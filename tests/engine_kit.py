@@ -88,8 +88,10 @@ def logits_of(stream, tokens: int, vocabulary: int = 300) -> tuple[list[int], to
     return list(answer.token_ids), rows
 
 
-def expected_of(name: str, prompt, policy_text: str, tokens: int = TOKENS) -> tuple[list[int], torch.Tensor]:
-    """The oracle's greedy ids and log-distributions."""
+def expected_of(
+    name: str, prompt, policy_text: str, tokens: int = TOKENS, kept=()
+) -> tuple[list[int], torch.Tensor]:
+    """The oracle's greedy ids and log-distributions; ``kept`` as ``StockOracle.generate`` takes it."""
     loaded, policy = family(name).loaded, parse_policy(policy_text)
     oracle = Oracle(family(name).stock, loaded.mrope, TYPES.get(name), loaded.stand_ins)
     made = [
@@ -107,7 +109,7 @@ def expected_of(name: str, prompt, policy_text: str, tokens: int = TOKENS) -> tu
     if not policy.context:
         prompt = Prompt(tuple(s for s in prompt.segments if not hasattr(s, "chunk")))
         made, selection = [], []
-    answer, logits = oracle.generate(prompt, made, policy, selection, tokens, loaded.bos_id)
+    answer, logits = oracle.generate(prompt, made, policy, selection, tokens, loaded.bos_id, kept)
     return answer, torch.log_softmax(logits, -1)
 
 

@@ -141,6 +141,9 @@ class FakeEngine(Engine):
         self.requests.append(request)
         return FakeStream(self, request)
 
+    def presses(self) -> list[str]:
+        return ["snapkv-R"]
+
     def compile(self, chunk: Chunk, wrapping: Wrapping = BARE) -> Future[int]:
         future: Future[int] = Future()
         self.compiled.append(chunk)

@@ -87,7 +87,7 @@ def test_a_limit_that_cannot_be_is_an_error_of_its_section(tmp_path):
         ({"engine": "vllm", "policy": "cacheblend-15"}, "does not run on the vllm engine: it looks at keys"),
         (
             {"engine": "vllm", "policy": "reuse-2step"},
-            "it takes two steps. Use another policy, or engine = native",
+            r"it takes two steps, and vLLM .*Use another policy, or engine = native",
         ),
         ({"engine": "vllm", "pipeline_parallel_size": 0}, "pipeline_parallel_size must be at least 1"),
     ],

@@ -20,8 +20,8 @@ FOLDERS = {
 
 LAYERS = [
     {"errors", "cancel", "figure", "cgroup", "limits", "version"},
-    {"database", "memory", "bounded_json", "data"},
-    {"durable", "keys", "imaging"},
+    {"database", "memory", "bounded_json", "data", "method"},
+    {"durable", "keys", "imaging", "press"},
     {"kernels"},
     {"kv", "link"},
     {"model", "prompt", "library"},

@@ -76,7 +76,7 @@ def attempt(image: str) -> None:
     container = buildah("from", "--pull-never", image)
     run = ["run", "--isolation", "chroot", container, "--"]
     key = buildah(*run, *mpic, "keys", "create", "me", "--role", "admin", "--data-dir", "/data").split()[-1]
-    server = subprocess.Popen(["buildah", *map(str, [*STORE, *run, *mpic, *command])], start_new_session=True)
+    server = subprocess.Popen(["buildah", *map(str, [*STORE, *run, *mpic, *command])])
     try:
         start = time.monotonic()
         while subprocess.run(
@@ -91,9 +91,18 @@ def attempt(image: str) -> None:
         print(buildah(*run, "env", *asked, "upload", "/opt/mpic/data/samples/eiffel2025.png"))
         print(buildah(*run, "env", *asked, "chat", "-m", QUESTION))
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        print("server ended", server.wait(timeout=60))
+        if server.poll() is None:
+            os.kill(server_process(server.pid), signal.SIGTERM)
+            server.wait(timeout=60)
         buildah("rm", container)
+
+
+def server_process(pid: int) -> int:
+    """Returns the process of the container below buildah's own, which kill it when they are asked to end."""
+    while not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"/opt/mpic/"):
+        threads = Path(f"/proc/{pid}/task").glob("*/children")
+        pid = int("".join(thread.read_text() for thread in threads).split()[0])
+    return pid
 
 
 def main() -> None:

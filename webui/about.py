@@ -53,6 +53,7 @@ def _about(app: FastAPI, visitor: Visitor) -> dict[str, Any]:
             **(DEMO_KNOWS if demo else OTHER_KNOWS),
         },
         "policies": policies.menu(state.engine.policies(), state.config.engine.policy),
+        "presses": policies.press_menu(state.engine.presses(), state.config.engine.press),
         "retrieval": policies.RETRIEVAL,
         "samples": [asdict(sample) for sample in samples()] if demo else [],
         "plots": [{"name": p.name, "title": p.title, "text": p.text} for p in plots()],

@@ -6,6 +6,7 @@ from typing import Any
 
 from mpic.errors import UnknownPolicy
 from mpic.link import POLICIES, parse_policy
+from mpic.press import NONE, parse_press
 
 FIRST = ("mpic-16", "mpic-32", "reuse", "prefix", "full")
 """Concrete policies that are offered before the others."""
@@ -31,6 +32,9 @@ MEASURED: dict[str, tuple[float, float]] = {
 }
 """Policy -> points lost of 100, and how many times fewer operations than ``full``, on the demo model: the columns
 ``lost`` and ``FLOPs`` of docs/evidence/README.md, which a test compares."""
+
+SHARES = ("30", "50")
+"""Percent of tokens removed by the presses that are offered; requests may name others."""
 
 RETRIEVAL = {
     "off": ("No search", "Answers use your files only."),
@@ -68,6 +72,26 @@ def offered(forms: list[str], default: str) -> list[str]:
         examples = BY_SYNTAX[form].examples if form in BY_SYNTAX else ()
         concrete += examples or (form,)
     return list(dict.fromkeys([default, *(name for name in FIRST if name in concrete), *concrete]))
+
+
+def press_menu(forms: list[str], default: str) -> list[dict[str, str]]:
+    """Returns the presses to choose from, the server's own choice first: ``name``, ``about``; nothing where the server
+    has none.
+
+    Args:
+        forms: presses that the server offers, as they are written (``snapkv-R``).
+    """
+    if not forms:
+        return []
+    shares = [form.removesuffix("R") + share for form in forms for share in SHARES]
+    names = dict.fromkeys([default or NONE, NONE, *shares])
+    return [{"name": name, "about": explain_press(name)} for name in names]
+
+
+def explain_press(name: str) -> str:
+    """Returns one line about a press."""
+    press = parse_press(name)
+    return press.explanation if press is not None else "Images and documents keep all of their tokens."
 
 
 def explain(policy: str) -> str:

@@ -125,6 +125,8 @@ class ChunkUsed(ClosedObject):
         "with vLLM also missing, mismatch, late, rows (too many ranges to link)"
     )
     ms: float
+    press: str | None = Field(description="what compressed its KV, or null")
+    bytes: int = Field(description="size of its KV, compressed as it is; 0 where none was read")
 
 
 class TraceSpan(ClosedObject):

@@ -190,6 +190,11 @@ class MPICOptions(Strict):
     policy: str | None = Field(
         None, description="which chunk tokens are recomputed, e.g. `mpic-16`, `reuse`, `full`"
     )
+    press: str | None = Field(
+        None,
+        description="how images and documents are compressed for this answer, e.g. `snapkv-50` (half of their tokens "
+        "leave every layer and head); `none`: not at all",
+    )
     trace: StrictBool = Field(False, description="add `usage.mpic.trace`: where every token came from")
     top_k: StrictInt = Field(0, ge=0, description="sample from the k most likely tokens; 0: from all")
     ignore_eos: StrictBool = Field(False, description="continue to max_tokens (benchmarks)")

@@ -46,6 +46,9 @@ class FileObject(Expiring):
     chunks: tuple[FileChunk, ...] | None = Field(
         None, description="of a document that was cut; only in the answer about this one file"
     )
+    press: str | None = Field(
+        None, description="how its upload asked for it to be compressed; none: not at all"
+    )
     state: CompileState
     tiers: Tiers = Field(default_factory=tuple)
     outcome: Annotated[str, one_of("created", "unchanged", "replaced")] | None = Field(
@@ -206,6 +209,9 @@ class ModelObject(ApiObject):
     policies: tuple[str, ...] = Field(
         default_factory=tuple, description="how the policies are written that requests may name"
     )
+    presses: tuple[str, ...] = Field(
+        default_factory=tuple, description="how the presses are written that requests may name"
+    )
 
 
 class ModelList(ItemList[ModelObject]):
@@ -249,6 +255,8 @@ class Health(ApiObject):
     engine: EngineState
     policy: str
     policies: tuple[str, ...]
+    press: str = ""
+    presses: tuple[str, ...] = ()
 
 
 # ---- errors

@@ -10,6 +10,7 @@ from mpic.cli import completion
 from mpic.cli.common import client_command, command_app, out, read_json
 from mpic.cli.repl import ReplSession, ask_once, run_repl
 from mpic.link import policy_names
+from mpic.press import press_names
 
 if TYPE_CHECKING:
     from mpic.client import MPIC
@@ -28,6 +29,12 @@ def chat(
         typer.Option(
             help=f"which chunk tokens are recomputed: {', '.join(policy_names())}; left out: the server's choice",
             autocompletion=completion.policies,
+        ),
+    ] = None,
+    press: Annotated[
+        str | None,
+        typer.Option(
+            help=f"how uploads are compressed: none, {', '.join(press_names())} (R percent removed)"
         ),
     ] = None,
     retrieval: Annotated[
@@ -54,6 +61,7 @@ def chat(
     if as_json and message is None:
         raise typer.BadParameter("--json needs --message")
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options["press"] = press
     options["retrieval"] = (
         read_json(retrieval, "--retrieval") if retrieval and retrieval.startswith("{") else retrieval
     )

@@ -344,7 +344,8 @@ def _recipe(text: str) -> str:
     recipe = json.loads(text)
     plain = recipe["dtype"] + ("" if recipe["codec"] == "raw" else f" {recipe['codec']}")
     behind = f" behind {recipe['sink']} BOS" if recipe["sink"] else ""
-    return plain + behind + (f" in packet {recipe['packet'][:12]}" if recipe.get("packet") else "")
+    pressed = f" under {recipe['press']}" if recipe.get("press") else ""
+    return plain + behind + (f" in packet {recipe['packet'][:12]}" if recipe.get("packet") else "") + pressed
 
 
 def _shown(key: str, value: Any) -> str:

@@ -22,6 +22,7 @@ from mpic.cli.common import (
     ttl_of,
 )
 from mpic.errors import BadRequest, MPICError
+from mpic.press import press_names
 
 if TYPE_CHECKING:
     from mpic.client import MPIC
@@ -58,6 +59,10 @@ def upload(
     split_tokens: Annotated[
         int, typer.Option(min=1, help="most tokens of a chunk, with --split other than auto")
     ] = 512,
+    press: Annotated[
+        str | None,
+        typer.Option(help=f"how it is compressed: none, {', '.join(press_names())} (R percent removed)"),
+    ] = None,
     ttl: Annotated[int | None, typer.Option(min=1, help="seconds until it expires; left out: never")] = None,
     expires: OldTTL = None,
     wait: Annotated[bool, typer.Option(help="wait until the KV cache is compiled")] = True,
@@ -78,7 +83,7 @@ def upload(
     if handle and len(paths) > 1:
         raise typer.BadParameter("a handle names one file; leave it out to name each by its stem")
     cut = {"mode": split, "tokens": split_tokens} if split not in ("auto", "none") else split
-    options = {"ttl": ttl_of(ttl, expires), "replace": replace, "split": cut}
+    options = {"ttl": ttl_of(ttl, expires), "replace": replace, "split": cut, "press": press}
     named = [(path, handle or stem_handle(path)) for path in dict.fromkeys(paths)]
     with _progress(quiet=as_json) as show:
         done = [_upload(client, path, name, options, wait, show) for path, name in named]

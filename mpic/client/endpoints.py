@@ -60,12 +60,13 @@ class ApiRequest(Generic[T]):
 class ChatOptions(TypedDict, total=False):
     """Fields of a chat completion besides ``messages`` and ``stream``. The server chooses what is left out.
 
-    ``policy``, ``retrieval`` (``"always"``, ``"auto"`` or a dictionary) and ``trace`` are ours; further options of ours
-    go in ``mpic``, further fields of the request in ``extra_body``.
+    ``policy``, ``press``, ``retrieval`` (``"always"``, ``"auto"`` or a dictionary) and ``trace`` are ours; further
+    options of ours go in ``mpic``, further fields of the request in ``extra_body``.
     """
 
     model: str | None
     policy: str | None
+    press: str | None
     retrieval: str | Mapping[str, Any] | None
     trace: bool
     mpic: Mapping[str, Any] | None
@@ -130,7 +131,8 @@ def chat(
     fields: dict[str, Any] = dict(options)
     check_options(fields, ChatOptions.__annotations__)
     trace, extra = fields.pop("trace", None), dict(fields.pop("extra_body", None) or {})
-    ours = given(policy=fields.pop("policy", None), retrieval=fields.pop("retrieval", None), trace=trace)
+    named = {name: fields.pop(name, None) for name in ("policy", "press", "retrieval")}
+    ours = given(**named, trace=trace)
     ours |= fields.pop("mpic", None) or {}
     ours |= extra.pop("mpic", None) or {}
     body = {"messages": list(messages), **given(**fields), **({"mpic": ours} if ours else {}), **extra}
@@ -192,11 +194,13 @@ def file_create(
     ttl: int | None,
     replace: bool,
     split: Mapping[str, Any] | str | None,
+    press: str | None,
     purpose: str,
 ) -> ApiRequest[types.File]:
     """Returns the request of an upload; it is repeatable with a handle, which names one file however often it comes."""
     check_seconds("ttl", ttl)
-    form = {"purpose": purpose, **given(handle=handle, ttl=None if ttl is None else str(ttl))}
+    life = None if ttl is None else str(ttl)
+    form = {"purpose": purpose, **given(handle=handle, ttl=life, press=press)}
     if replace:
         form["replace"] = "true"
     if split is not None:

@@ -27,6 +27,7 @@ def load_engine(
         NoAdapter, AdapterRefused: the policy needs an adapter that the model does not have; the one it has cannot be
             used.
         ConfigError: the engine cannot follow an option, or vLLM is not installed.
+        UnsupportedParameter: the press cannot compress chunks of this model.
     """
     from mpic.config import check_engine
 
@@ -35,6 +36,7 @@ def load_engine(
         return _load_vllm(config, store, host_bytes)
     from mpic.engine.native.device_memory import pool_pages
     from mpic.engine.native.engine import NativeEngine
+    from mpic.engine.native.presser import check_press
     from mpic.link import parse_policy
     from mpic.model.load import load_model
     from mpic.model.selftest import self_test
@@ -50,6 +52,7 @@ def load_engine(
     if config.attention != "auto":
         model.choose_attention(config.attention)
         self_test(model)
+    check_press(model, config.press)
     adapter = find_adapter(model, config.model, config.packet)
     if parse_policy(config.policy).wrapping.packet:
         require_adapter(adapter, model)

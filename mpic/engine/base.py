@@ -150,6 +150,7 @@ class ChunkUse:
     ``compiled`` (computed in this request) or ``none`` (the policy recomputes all of it). ``reason`` is why tokens were
     recomputed or the chunk compiled: ``policy``, ``new``, ``recipe``, ``evicted``, ``expired``, ``model_changed``,
     ``corrupt``, and from vLLM ``missing``, ``mismatch``, ``late``, ``rows`` (docs/vllm.md); None when nothing was.
+    ``press`` has compressed its KV, of which the prompt mapped a part of ``bytes`` (0: it mapped none).
     """
 
     key: str
@@ -160,6 +161,8 @@ class ChunkUse:
     tier: str
     reason: str | None = None
     ms: float = 0.0
+    press: str | None = None
+    bytes: int = 0
 
 
 class TraceSpan(NamedTuple):
@@ -244,6 +247,10 @@ class Engine(ABC):
     def policies(self) -> list[str]:
         """Returns how the policies it supports are written."""
         return [policy.syntax for policy in POLICIES if self.supports(policy)]
+
+    def presses(self) -> list[str]:
+        """Returns how the presses are written by which it compresses chunks of its model."""
+        return []
 
     @abstractmethod
     def submit(self, request: GenerationRequest) -> GenerationStream:

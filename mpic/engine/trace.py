@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from mpic.engine.base import ChunkUse, TraceSpan
-from mpic.kv.chunk import Chunk
+from mpic.kv.chunk import Chunk, KVKey
 from mpic.link import LinkPlan
 from mpic.prompt.segments import ChunkSegment, Segment
 
@@ -19,19 +19,28 @@ class TracedChunk(Protocol):
     reason: str | None
     ms: float
 
+    key: KVKey
+
     @property
     def tokens(self) -> int: ...
 
 
-def chunk_uses(plan: LinkPlan, linked: Sequence[TracedChunk]) -> tuple[ChunkUse, ...]:
-    """Returns what happened to each chunk, in prompt order."""
+def chunk_uses(plan: LinkPlan, linked: Sequence[TracedChunk], token_bytes: int) -> tuple[ChunkUse, ...]:
+    """Returns what happened to each chunk, in prompt order.
+
+    Args:
+        token_bytes: bytes of the KV of one token.
+    """
     uses = []
     for i, one in enumerate(linked):
         reused = plan.reused(i)
         recomputed = plan.places[i].length - reused
         reason = one.reason if one.tier == "compiled" else ("policy" if recomputed else None)
         key, label = str(one.chunk.key), one.chunk.label
-        uses.append(ChunkUse(key, label, one.tokens, reused, recomputed, one.tier, reason, round(one.ms, 3)))
+        recipe, ms = one.key.recipe, round(one.ms, 3)
+        size = recipe.slots(one.tokens) * token_bytes if reused else 0
+        counts = (one.tokens, reused, recomputed)
+        uses.append(ChunkUse(key, label, *counts, one.tier, reason, ms, recipe.press or None, size))
     return tuple(uses)
 
 

@@ -23,7 +23,8 @@ NAME = "answers.jsonl"
 class PolicyAnswer:
     """One answer of one policy. ``chunks`` is what the cell asked for, ``pieces`` how many the prompt links, and
     ``skipped`` why there is no answer. ``answer_tokens`` is the answer's length, None in runs of earlier versions
-    (EPIC, "Discussion of lengthy outputs": a policy may lose because it says too much). Times are in milliseconds, None
+    (EPIC, "Discussion of lengthy outputs": a policy may lose because it says too much). ``kv_bytes`` are those of the
+    compiled chunks that the prompt maps, each counted once, None as well. Times are in milliseconds, None
     where several questions were asked at once."""
 
     task: str
@@ -41,6 +42,7 @@ class PolicyAnswer:
     reused: int = 0
     computed: int = 0
     flops: float = 0.0
+    kv_bytes: int | None = None
     answer_tokens: int | None = None
     kl: float | None = None
     top1: bool | None = None

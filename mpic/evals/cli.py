@@ -72,13 +72,19 @@ def run(
     out: Annotated[Path, typer.Option(help="folder of the run; an unfinished run in it is resumed")] = Path(
         "eval-run"
     ),
+    model: Annotated[
+        str | None, typer.Option(help="a folder or hub id in place of the configuration's model")
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="also write the table of methods, as JSON: see `mpic eval table`")
+    ] = None,
 ) -> None:
     """Ask every question under every policy; then write the report."""
     from mpic.evals.config import load_eval_config
     from mpic.evals.judge import Grader, judge_run
     from mpic.evals.run import Evaluator
 
-    settings = load_eval_config(config)
+    settings = load_eval_config(config, model)
     evaluator = Evaluator(settings, out)
     columns = (
         TextColumn("{task.description:28}"),
@@ -92,6 +98,8 @@ def run(
             with closing(Grader(settings.judge, settings.folder)) as grader:
                 judge_run(settings, out, answers, grader, progress)
     report(out)
+    if table is not None:
+        write_methods(out, table)
 
 
 @app.command()
@@ -117,12 +125,24 @@ def report(out: Annotated[Path, typer.Argument(help="folder of a run")] = Path("
     console.print("report: " + str(next(path for path in written if path.suffix == ".html")), markup=False)
 
 
+@app.command("table")
+def write_methods(
+    out: Annotated[Path, typer.Argument(help="folder of a run")],
+    to: Annotated[Path, typer.Argument(help="the JSON file to write")] = Path("methods.json"),
+) -> None:
+    """Write the table of methods of a run: score and interval, TTFT, operations and bytes of every policy and press."""
+    from mpic.evals.methods import write_table
+
+    write_table(out, to)
+    typer.echo(f"table: {to}")
+
+
 @app.command()
 def fill(path: Annotated[Path, typer.Argument(help="a Markdown file with marks")]) -> None:
     """Write the tables of a report anew from the runs and bench results that its marks name.
 
     A mark is a line `<!-- made: losses my-run mpic-16 -->`, closed by `<!-- end -->`; `docs/evidence/README.md` is made
-    this way. Tables there are: summary, losses, cells, counts, runs, same, bench.
+    this way. Tables there are: summary, losses, cells, counts, runs, same, methods, bench.
     """
     from mpic.evals.evidence import fill as fill_in
 

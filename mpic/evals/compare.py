@@ -114,7 +114,7 @@ def losses(cells: Cells, policy: str) -> dict[str, Lost]:
 def lost(parts: Sequence[tuple[Sequence[PolicyAnswer], Sequence[PolicyAnswer]]]) -> Lost:
     """Returns the points lost over cells, given as (the policy's answers, those of ``full``)."""
     differences = [
-        np.array([_points(b) - _points(a) for a, b in zip(mine, full, strict=True)]) for mine, full in parts
+        np.array([points(b) - points(a) for a, b in zip(mine, full, strict=True)]) for mine, full in parts
     ]
     rng = np.random.default_rng(0)
     drawn = sum(one[rng.integers(len(one), size=(DRAWS, len(one)))].mean(1) for one in differences)
@@ -167,7 +167,7 @@ def at_count(
 
 def score(answers: Sequence[PolicyAnswer]) -> float:
     """Returns the mean of the task's metric, in points of 100."""
-    return statistics.mean(_points(answer) for answer in answers)
+    return statistics.mean(points(answer) for answer in answers)
 
 
 def ttft(answers: Sequence[PolicyAnswer]) -> float | None:
@@ -175,7 +175,8 @@ def ttft(answers: Sequence[PolicyAnswer]) -> float | None:
     return median_of(answer.ttft_ms for answer in answers)
 
 
-def _points(answer: PolicyAnswer) -> float:
+def points(answer: PolicyAnswer) -> float:
+    """Returns an answer's score by its task's metric, in points of 100."""
     return 100 * answer.scores[find(answer.task).metric]
 
 

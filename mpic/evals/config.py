@@ -1,8 +1,9 @@
 """The configuration of ``mpic eval run``: one TOML file, of which ``mpic eval example`` prints one (``cli.EXAMPLE``).
 
 Beside what the example has: ``title`` (of the report; left out: the model's name), ``at_once`` (questions in flight;
-more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype``, ``quantize`` (``int8``, ``int4``) and
-``packet`` (an adapter's file instead of the one beside the model).
+more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype``, ``quantize`` (``int8``, ``int4``),
+``packet`` (an adapter's file instead of the one beside the model), and ``pressed`` with ``presses``: policies that are
+asked over chunks under each of those presses (``mpic-16+snapkv-50``, which may also stand among the policies).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mpic.config import ConfigError, bundled_model
+from mpic.evals.linking import parse_linking
 from mpic.evals.tasks import Options, find
-from mpic.link import parse_policy
 
 DEFAULT_POLICIES = (
     "full", "prefix", "reuse", "mpic-8", "mpic-16", "mpic-32", "legolink-0", "legolink-16", "attnlink-16", "block-1",
@@ -54,11 +55,14 @@ class Judge:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """See the module's docstring. ``policies`` always include ``full``, with which all others are compared."""
+    """See the module's docstring. ``policies`` always include ``full``, with which all others are compared, and every
+    policy of ``pressed`` over chunks under each of ``presses``."""
 
     tasks: tuple[TaskEntry, ...]
     model: str = field(default_factory=bundled_model)
     policies: tuple[str, ...] = DEFAULT_POLICIES
+    pressed: tuple[str, ...] = ()
+    presses: tuple[str, ...] = ()
     questions: int = 50
     seed: int = 0
     fidelity: bool = True
@@ -139,8 +143,17 @@ class EvalConfig:
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load_eval_config(path: Path) -> EvalConfig:
-    """Raises ConfigError for what cannot be used, UnknownPolicy and TaskError for names that do not exist."""
+def load_eval_config(path: Path, model: str | None = None) -> EvalConfig:
+    """Reads a configuration.
+
+    Args:
+        model: a folder or hub id in place of the file's.
+
+    Raises:
+        ConfigError: it cannot be used.
+        UnknownPolicy, UnknownPress, TaskError: there is none of that name.
+        UnsupportedParameter: a policy does not link chunks under a press.
+    """
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -155,9 +168,13 @@ def load_eval_config(path: Path) -> EvalConfig:
         find(entry.name)
     judge = _build(Judge, body.pop("judge"), "[judge]") if "judge" in body else None
     config = _build(EvalConfig, {**body, "tasks": tasks, "judge": judge, "folder": path.parent}, str(path))
-    policies = tuple(dict.fromkeys(("full", *(parse_policy(name).name for name in config.policies))))
-    model = config.model
-    if (path.parent / model).is_dir():
+    asked = [
+        *config.policies,
+        *(f"{policy}+{press}" for policy in config.pressed for press in config.presses),
+    ]
+    policies = tuple(dict.fromkeys(("full", *(parse_linking(name).name for name in asked))))
+    model = config.model if model is None else str(model)
+    if model == config.model and (path.parent / model).is_dir():
         model = str((path.parent / model).absolute())
     packet = str((path.parent / config.packet).absolute()) if config.packet else ""
     config = dataclasses.replace(config, policies=policies, model=model, packet=packet)

@@ -15,6 +15,7 @@ task of it.
 ``counts score|ttft|gflop|computed RUN [POLICIES]``  a row a number of chunks
 ``runs POLICIES: RUN ...``                           a row a run: score of ``full``, points lost
 ``same RUN A B``                                     to how many questions two policies gave the same answer
+``methods FILE``                                     what ``mpic eval table`` wrote: a row a policy and press
 ``bench FILE [TABLES]``                              tables and plot of what ``mpic bench --json`` wrote
 ===================================================  ====================================================
 """
@@ -32,6 +33,7 @@ from typing import Any
 from mpic.errors import BadRequest
 from mpic.evals.answers import PolicyAnswer, read_answers
 from mpic.evals.compare import cells_of, compare_policies, score
+from mpic.evals.methods import read_table
 from mpic.evals.report import cell_table, count_table, loss_table, markdown_table, summary_table
 
 _MARK = re.compile(r"(<!-- made: (?P<what>[^\n]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -119,6 +121,13 @@ def _same(folder: Path, run: str, one: str, other: str) -> str:
     return f"`{one}` and `{other}` gave the same answer to {same} of {len(pairs)} questions."
 
 
+def _methods(folder: Path, file: str) -> str:
+    if not (folder / file).is_file():
+        run = f"mpic eval run {Path(file).with_suffix('.toml')} --table {file}"
+        return f"Not measured yet: `{run}` writes it."
+    return markdown_table(read_table(folder / file))
+
+
 def _bench(folder: Path, file: str, *tables: str) -> str:
     path = folder / file
     if not path.is_file():
@@ -154,5 +163,6 @@ _MAKERS: dict[str, Callable[..., str]] = {
     "counts": _counts,
     "runs": _runs,
     "same": _same,
+    "methods": _methods,
     "bench": _bench,
 }

@@ -26,9 +26,10 @@ from mpic.evals import metrics
 from mpic.evals.answers import NAME, PolicyAnswer, lines_of, ready
 from mpic.evals.config import EvalConfig
 from mpic.evals.flops import Flops
+from mpic.evals.linking import parse_linking
 from mpic.evals.resolve import LocalResolver, counter_of, fitter_of, splitter_of
 from mpic.evals.tasks import Options, Sample, TaskError, find
-from mpic.link import parse_policy
+from mpic.press import parse_press
 from mpic.prompt import ChatTemplate, Prompt, build_prompt
 
 LISTED = 1024
@@ -101,13 +102,17 @@ class Evaluator:
             quantize=config.quantize,
             packet=config.packet,
         )
-        packets = [policy for policy in config.policies if parse_policy(policy).wrapping.packet]
+        linkings = [parse_linking(name) for name in config.policies]
+        packets = [linking.policy.name for linking in linkings if linking.policy.wrapping.packet]
         if packets:
             settings = replace(settings, policy=packets[0])  # which is refused without an adapter
         engine, processor = load_engine(settings)
         try:
             if packets:
                 self._same_adapter(engine)
+            for press in (parse_press(linking.press) for linking in linkings):
+                if press is not None and press.syntax not in engine.presses():
+                    raise BadRequest(f"press {press} does not run on model {engine.info.name}")
             template = ChatTemplate(processor)
             session = _Session(engine, template, self.config)
             total = sum(questions_of(name, options) for name, options in cells)
@@ -187,16 +192,17 @@ class _Session:
         return list(answers.values())
 
     def _compile(self, prompt: Prompt, policies: list[str]) -> None:
-        wrappings = {parse_policy(p).wrapping for p in policies if parse_policy(p).uses_chunks}
-        for future in [self.engine.compile(c, w) for c in prompt.chunks for w in sorted(wrappings)]:
+        ways = {parse_linking(name).compiles for name in policies} - {None}
+        for future in [self.engine.compile(c.pressed(p), w) for c in prompt.chunks for w, p in sorted(ways)]:
             future.result()
 
     def _submit(self, prompt: Prompt, policy: str, salt: str = "", **sampling: Any) -> Iterator[Delta]:
         """Submits a request. Every policy is a user of its own: what one computed is no prefix of another's."""
+        linking = parse_linking(policy)
         request = GenerationRequest(
             f"eval-{next(self._requests)}",
-            prompt,
-            parse_policy(policy),
+            linking.over(prompt),
+            linking.policy,
             Sampling(**sampling),
             f"{policy} {salt}",
         )
@@ -227,6 +233,7 @@ class _Session:
             answer.pieces = len(prompt.chunks)
             answer.reused, answer.chunk_tokens = usage.reused, usage.reused + usage.recomputed
             answer.flops = self.flops.of(usage)
+            answer.kv_bytes = sum({use.key: use.bytes for use in usage.chunks}.values())
             names = {metric, "em", "f1"}
             scored = sample.scored(text).strip()
             answer.scores = {m: metrics.best(m, scored, sample.expected) for m in sorted(names)}

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from mpic.imaging.pixels import PixelDigest
+from mpic.press import parse_press
 
 Kind = Literal["text", "image"]
 
@@ -68,6 +69,7 @@ class Recipe:
         packet: digest of the adapter around the chunk (KV Packet, section 3.1), or empty.
         layout: ``latent`` where layers keep the latents of multi-head latent attention; empty where they keep the keys
             and values of every head.
+        press: name of the press that compressed the KV (``mpic.press``), or empty.
     """
 
     dtype: str
@@ -76,11 +78,17 @@ class Recipe:
     preprocessing: str = ""
     packet: str = ""
     layout: str = ""
+    press: str = ""
 
     def fields(self) -> dict[str, str | int]:
-        """Returns its fields as JSON values, as files and catalogues have them. An empty ``packet`` or ``layout`` is
-        left out: what was compiled before there were any keeps its digest."""
-        return {k: v for k, v in asdict(self).items() if v or k not in ("packet", "layout")}
+        """Returns its fields as JSON values, as files and catalogues have them. An empty ``packet``, ``layout`` or
+        ``press`` is left out: what was compiled before there were any keeps its digest."""
+        return {k: v for k, v in asdict(self).items() if v or k not in ("packet", "layout", "press")}
+
+    def slots(self, n: int) -> int:
+        """Returns how many tokens of n the KV holds in every layer and head."""
+        press = parse_press(self.press)
+        return n if press is None else press.slots(n)
 
     @property
     def digest(self) -> str:
@@ -130,6 +138,7 @@ class Chunk:
         load_image: for images, returns the decoded RGB image (only called when nothing is compiled yet).
         label: the name a person gave it, shown in traces.
         file_id: the library file it came from, or None for inline content.
+        press: name of the press that its KV is compressed by, ``none``, or empty where nobody has said.
     """
 
     key: ChunkKey
@@ -138,10 +147,16 @@ class Chunk:
     load_image: Callable[[], Image.Image] | None = field(default=None, compare=False, repr=False)
     label: str | None = None
     file_id: str | None = None
+    press: str = ""
 
     @property
     def kind(self) -> Kind:
         return self.key.kind
+
+    def pressed(self, asked: str | None, default: str = "") -> Chunk:
+        """Returns the chunk under the press that a request asks for; else under its own, or the server's."""
+        press = asked or self.press or default
+        return self if press == self.press else replace(self, press=press)
 
 
 @dataclass(frozen=True)
@@ -222,8 +237,8 @@ class KVShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """A compiled chunk in host memory: its inputs and ``kv [layers, 2, kv_heads, n, head_dim]`` with keys rotated at
-    their chunk-local positions (offset by ``recipe.sink``)."""
+    """A compiled chunk in host memory: its inputs and ``kv [layers, 2, kv_heads, m, head_dim]`` with keys rotated at
+    their chunk-local positions (offset by ``recipe.sink``); m is ``recipe.slots(n)``, n unless a press made it less."""
 
     key: KVKey
     inputs: ChunkInputs

@@ -17,7 +17,8 @@ from mpic.kv.prefix import Node, PrefixCache
 class Resident:
     """A chunk in the pool, immutable once ready and shared by every request that links it.
 
-    Token j of the chunk lies at slot ``first + j`` of the extent (``first`` > 0 behind dropped sink tokens).
+    Token j of the chunk lies at slot ``first + j`` of the extent (``first`` > 0 behind dropped sink tokens) until a
+    press has left ``slots`` of its tokens there, other ones in each layer and head.
     ``refs`` counts requests that link it, jobs that fill it, uploads that wait for it, and its copy to disk while that
     has to wait. ``progress`` says which layers are there while it is loaded straight into the extent.
     """
@@ -31,6 +32,16 @@ class Resident:
     last_use: float = 0.0
     dead: bool = False
     progress: LoadProgress | None = None
+
+    @property
+    def slots(self) -> int:
+        """Slots of the chunk's own tokens once it is ready."""
+        return self.key.recipe.slots(len(self.inputs))
+
+    @property
+    def is_pressed(self) -> bool:
+        """True where a press leaves fewer slots than the chunk has tokens."""
+        return self.slots < len(self.inputs)
 
 
 class DeviceCache:
@@ -60,6 +71,12 @@ class DeviceCache:
         resident = Resident(key, inputs, extent, sink, last_use=time.monotonic())
         self.chunks[key] = resident
         return resident
+
+    def shape(self, resident: Resident, pressed: bool) -> None:
+        """Lays a chunk's extent out for all of its tokens, or for the slots that a press leaves. What it holds is
+        lost; the pages stay reserved, since a chunk that cannot be read is compiled in place."""
+        tokens = resident.slots if pressed else len(resident.inputs)
+        resident.extent.tokens, resident.extent.kept = resident.first + tokens, None
 
     def acquire(self, resident: Resident) -> None:
         resident.refs += 1

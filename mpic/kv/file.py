@@ -4,8 +4,8 @@ The file is valid safetensors, laid out for reading with few large reads straigh
 
     8 bytes            length of the header, little endian
     header             JSON, padded with spaces so that the data starts at a multiple of 4 KiB
-    kv.000 kv.001 ...  one ``[2, kv_heads, n, head_dim]`` a layer: together the bytes of
-                       ``[layers, 2, kv_heads, n, head_dim]`` exactly as they lie in memory
+    kv.000 kv.001 ...  one ``[2, kv_heads, m, head_dim]`` a layer: together the bytes of
+                       ``[layers, 2, kv_heads, m, head_dim]`` exactly as they lie in memory
     pad                zeros up to a multiple of 4 KiB
     token_ids positions embeds deepstack
 
@@ -127,14 +127,15 @@ def encode(chunk: ChunkKV) -> list[memoryview]:
 
 
 def _check(chunk: ChunkKV) -> None:
-    recipe, n = chunk.key.recipe, len(chunk.inputs)
+    recipe = chunk.key.recipe
+    slots = recipe.slots(len(chunk.inputs))
     if recipe.codec != "raw":
         raise ValueError(f"no codec {recipe.codec!r}; there is: raw")
-    if chunk.kv.dim() != 5 or chunk.kv.shape[1] != 2 or chunk.kv.shape[3] != n:
-        raise ValueError(f"kv is {tuple(chunk.kv.shape)}, not [layers, 2, kv_heads, {n}, head_dim]")
+    if chunk.kv.dim() != 5 or chunk.kv.shape[1] != 2 or chunk.kv.shape[3] != slots:
+        raise ValueError(f"kv is {tuple(chunk.kv.shape)}, not [layers, 2, kv_heads, {slots}, head_dim]")
     if _dtype_name(chunk.kv.dtype) != recipe.dtype:
         raise ValueError(f"kv is {chunk.kv.dtype}, its recipe says {recipe.dtype}")
-    if n == 0:
+    if slots == 0:
         raise ValueError("a chunk of no tokens is not stored")
 
 
@@ -157,6 +158,7 @@ class ChunkFile:
         key: of the chunk that the file says it holds; equal to the key asked for.
         inputs: see ChunkInputs; in host memory, verified. None when they were not asked for.
         tokens: number of the chunk's tokens.
+        slots: how many of them are in the KV; fewer when it is compressed.
         shape: geometry of the KV.
         bytes: size of the file.
     """
@@ -164,6 +166,7 @@ class ChunkFile:
     key: KVKey
     inputs: ChunkInputs | None
     tokens: int
+    slots: int
     shape: KVShape
     dtype: torch.dtype
     bytes: int
@@ -199,7 +202,7 @@ class ChunkFile:
         self._close()
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
-        """Fills ``destination [layers, 2, kv_heads, n, head_dim]`` (host memory) and verifies every layer.
+        """Fills ``destination [layers, 2, kv_heads, slots, head_dim]`` (host memory) and verifies every layer.
 
         Bytes are read straight into the destination where it is contiguous; where it is not (a chunk behind sink
         slots) each layer goes through a buffer of a few MiB. Checksums are computed by the thread that has just read
@@ -214,7 +217,7 @@ class ChunkFile:
                 may be used of ``destination``.
             ValueError: the destination has another shape or type, or is not host memory.
         """
-        wanted = (self.shape.layers, 2, self.shape.kv_heads, self.tokens, self.shape.head_dim)
+        wanted = (self.shape.layers, 2, self.shape.kv_heads, self.slots, self.shape.head_dim)
         if tuple(destination.shape) != wanted or destination.dtype != self.dtype:
             got = f"{tuple(destination.shape)} {destination.dtype}"
             raise ValueError(f"the chunk is {wanted} {self.dtype}, the destination {got}")
@@ -272,10 +275,10 @@ class ChunkFile:
                 raise CorruptFile(f"layer {i} of {self.path.name} is not where it should be")
         if _dtype_name(self.dtype) != recipe.dtype or recipe.codec != "raw":
             raise CorruptFile(f"{self.path.name} is not stored as its recipe says")
-        self.tokens, self.inputs = shape[2], None
+        self.tokens, self.slots, self.inputs = header["token_ids"]["shape"][0], shape[2], None
         if inputs:
             self.inputs = self._read_inputs(header, len(layers) * step, metadata)
-        if shape[0] != 2 or (inputs and len(self.inputs) != self.tokens):
+        if shape[0] != 2 or self.slots != recipe.slots(self.tokens):
             raise CorruptFile(f"{self.path.name} has KV of shape {shape} for other inputs")
 
     def _read_header(self) -> dict[str, Any]:

@@ -132,6 +132,12 @@ class Pool:
         self.extents.remove(extent)
         self.free_pages += extent.pages
 
+    def trim(self, extent: Extent) -> None:
+        """Gives back the pages behind an extent's last slot."""
+        pages = self.pages_for(extent.tokens)
+        self.free_pages += extent.pages - pages
+        extent.pages = pages
+
     def view(self, extent: Extent) -> torch.Tensor:
         """Returns ``[layers, 2, kv_heads, tokens, head_dim]`` over the extent's memory. It is valid until the next
         ``alloc``."""

@@ -44,6 +44,7 @@ class File:
         metadata: scalars that the user attached to it.
         pinned: its compiled chunk is not evicted for newer uploads of the same user.
         split: how a document is cut into chunks (``mode``, ``tokens``, ``overlap``); None: it is one chunk.
+        press: name of the press that its upload asked for, ``none``, or empty where it said nothing.
     """
 
     id: str
@@ -63,6 +64,7 @@ class File:
     metadata: dict[str, Scalar] = field(default_factory=dict, hash=False)
     pinned: bool = False
     split: dict[str, Any] | None = field(default=None, hash=False)
+    press: str = ""
 
     @property
     def status(self) -> str:

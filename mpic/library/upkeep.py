@@ -233,7 +233,7 @@ def _read_whole(path: Path, key: KVKey) -> None:
     """
     file = ChunkFile(path, key)
     try:
-        shape = (file.shape.layers, 2, file.shape.kv_heads, file.tokens, file.shape.head_dim)
+        shape = (file.shape.layers, 2, file.shape.kv_heads, file.slots, file.shape.head_dim)
         for _ in file.read_layers(torch.empty(shape, dtype=file.dtype)):
             pass
     finally:

@@ -43,7 +43,7 @@ class Stored(NamedTuple):
 
 class Wanted(NamedTuple):
     """The checked arguments of an upload; ``expires_after`` is in seconds, ``asked`` tells that the client has said
-    how a document is to be cut."""
+    how a document is to be cut, and ``press`` is None where it has not said how the file is compressed."""
 
     owner: str
     filename: str
@@ -53,6 +53,7 @@ class Wanted(NamedTuple):
     replace: bool
     split: dict[str, Any] | None
     asked: bool
+    press: str | None
     key: KeyLimits
 
 
@@ -88,6 +89,7 @@ class UploadIntake:
         replace: bool,
         split: Mapping[str, Any] | None,
         split_asked: bool,
+        press: str | None,
         key: KeyLimits,
     ) -> Wanted:
         """Refuses what can be refused before a byte is read. Raises as ``UploadLibrary.add``."""
@@ -105,7 +107,7 @@ class UploadIntake:
             self._rows.check_quota(user, 1, key=key)
         name = clean_name(filename, self._limits)
         cut = dict(split) if split else None
-        return Wanted(user, name, handle, expires_after, checked, replace, cut, split_asked, key)
+        return Wanted(user, name, handle, expires_after, checked, replace, cut, split_asked, press, key)
 
     def take(self, wanted: Wanted, source: bytes | Path | BinaryIO | Iterable[bytes]) -> Stored:
         """Reads an upload and commits it. Raises as ``UploadLibrary.add``."""
@@ -150,7 +152,11 @@ class UploadIntake:
         old = self._rows.by_handle(wanted.owner, wanted.handle) if wanted.handle is not None else None
         if old is None:
             return None
-        if old.sha256 != incoming.sha256 or old.metadata != wanted.metadata or _cut_otherwise(old, wanted):
+        if (
+            old.sha256 != incoming.sha256
+            or old.metadata != wanted.metadata
+            or _compiled_otherwise(old, wanted)
+        ):
             if not wanted.replace:
                 raise handle_taken(old.handle or "")
             return None
@@ -191,11 +197,14 @@ class UploadIntake:
             path=self._originals.path(wanted.owner, file_id),
             metadata=wanted.metadata,
             split=wanted.split if key.kind == "text" else None,
+            press=wanted.press or "",
         )
 
 
-def _cut_otherwise(old: File, wanted: Wanted) -> bool:
-    """Tells whether a file is cut otherwise than the upload asks for. What is done unasked may change."""
+def _compiled_otherwise(old: File, wanted: Wanted) -> bool:
+    """Tells whether a file is cut or compressed otherwise than the upload asks for. What is done unasked may change."""
+    if wanted.press is not None and wanted.press != old.press:
+        return True
     return wanted.asked and wanted.split != old.split
 
 

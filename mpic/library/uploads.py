@@ -72,6 +72,7 @@ class UploadLibrary:
         replace: bool = False,
         split: Mapping[str, Any] | None = None,
         split_asked: bool = False,
+        press: str | None = None,
         key: KeyLimits = NO_KEY,
     ) -> File:
         """Stores an upload; when this returns, the upload survives a crash. Its state is ``compiling``, unless the user
@@ -84,6 +85,7 @@ class UploadLibrary:
             replace: takes the handle from another file, which is deleted.
             split: how a document is cut into chunks, for ``cut``; None: it is one chunk.
             split_asked: the client has said so, so a file that is cut otherwise is not the same; False for a default.
+            press: name of the press that compresses its chunks, or ``none``; None: the client has not said.
             key: limits of the API key that is used.
 
         Raises:
@@ -95,7 +97,7 @@ class UploadLibrary:
             LibraryGone, DatabaseBusy: nothing was stored; see ``Catalog.write``.
         """
         wanted = self._intake.admit(
-            user, filename, handle, expires_after, metadata, replace, split, split_asked, key
+            user, filename, handle, expires_after, metadata, replace, split, split_asked, press, key
         )
         return self._intake.take(wanted, source).file
 
@@ -110,12 +112,13 @@ class UploadLibrary:
         replace: bool = False,
         split: Mapping[str, Any] | None = None,
         split_asked: bool = False,
+        press: str | None = None,
         key: KeyLimits = NO_KEY,
     ) -> Stored:
         """Does what ``add`` does on an event loop, which it never blocks (see ``receive``), and tells what became of
         the upload. It is idempotent: the same bytes under the same handle once more change nothing but the lifetime,
         which is counted anew."""
-        arguments = (user, filename, handle, expires_after, metadata, replace, split, split_asked, key)
+        arguments = (user, filename, handle, expires_after, metadata, replace, split, split_asked, press, key)
         wanted = await asyncio.to_thread(self._intake.admit, *arguments)
         return await self._intake.receive(wanted, source)
 
@@ -196,7 +199,7 @@ class UploadLibrary:
         """
         if isinstance(file, str) or file.owner != user:
             file = self.get(user, file if isinstance(file, str) else file.id)
-        make = partial(Chunk, file.key, user, label=file.label, file_id=file.id)
+        make = partial(Chunk, file.key, user, label=file.label, file_id=file.id, press=file.press)
         if file.kind == "image":
             return make(load_image=partial(self._load_image, file))
         read = lambda: decode_text(self._read(file), self._limits)
@@ -223,7 +226,8 @@ class UploadLibrary:
             read = lambda start=start, end=end: text()[start:end]
             ids = self._tokens.ids(f"{file.id} {number}", self._tokenizer(), read)
             name = f"{file.label} {number + 1}/{len(pieces)}"
-            found.append(Chunk(ChunkKey("text", digest), user, ids, label=name, file_id=file.id))
+            key = ChunkKey("text", digest)
+            found.append(Chunk(key, user, ids, label=name, file_id=file.id, press=file.press))
         return found
 
     def counts(self, user: str, file_id: str | None = None) -> dict[str, int]:

@@ -7,6 +7,19 @@ from mpic.link import POLICIES, Need, Policy
 PROVIDES: dict[str, frozenset[Need]] = {"native": frozenset(Need), "vllm": frozenset({Need.SINK})}
 """The abilities of each engine that not every engine has."""
 
+LACKS: dict[Need, str] = {
+    Need.DECISION: "vLLM's scheduler says what a step computes before anything of the prompt has run",
+    Need.TWO_STEPS: "vLLM computes a prompt's rows in one order, each behind all before it",
+    Need.PACKET: "vLLM is given token ids, which trained vectors do not have",
+}
+"""Why the engine on vLLM does not do what some policies need."""
+
+NO_PRESS = (
+    "chunks are compressed on the native engine alone, not on the {engine} engine, whose paged cache has one set of "
+    "tokens for all heads: take press none, or set engine = native"
+)
+"""Why a press is refused."""
+
 HEADING = """# Policies
 
 A policy says which tokens of an image or document are computed again when it is linked into a prompt. `policy` of a
@@ -18,20 +31,38 @@ request chooses one, `--policy` of `mpic serve` the server's own choice. This pa
 """
 
 
+REFUSED = """
+## Not on vLLM
+
+The engine on vLLM refuses these by name, a server's own policy when it starts and a request's when it comes
+(`unsupported_parameter`). Each needs something that vLLM's step does not do:
+
+"""
+
+PRESS = """- `press` ([compression](compression.md)): vLLM's paged cache has one set of tokens for all heads of a layer.
+"""
+
+
 def refusal(policy: Policy, engine: str) -> str | None:
     """Returns why a policy does not run on the engine of that name, or None when it does."""
-    missing = sorted(need.value for need in policy.needs() - PROVIDES[engine])
-    if not missing:
+    lacking = policy.needs() - PROVIDES[engine]
+    if not lacking:
         return None
+    missing = [f"{need.value}, and {LACKS[need]}" for need in Need if need in lacking]
     return (
-        f"policy {policy} does not run on the {engine} engine: {' and '.join(missing)}. "
+        f"policy {policy} does not run on the {engine} engine: {'; '.join(missing)}. "
         "Use another policy, or engine = native"
     )
 
 
 def document() -> str:
     """Returns the text of ``docs/policies.md``."""
-    return HEADING + "".join(map(_row, POLICIES))
+    return HEADING + "".join(map(_row, POLICIES)) + REFUSED + "".join(map(_reason, POLICIES)) + PRESS
+
+
+def _reason(cls: type[Policy]) -> str:
+    missing = [f"{need.value}, and {LACKS[need]}" for need in Need if need in cls.needs() - PROVIDES["vllm"]]
+    return f"- `{cls.syntax}`: {'; '.join(missing)}.\n" if missing else ""
 
 
 def _row(cls: type[Policy]) -> str:

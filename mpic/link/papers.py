@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpic.link.policy import Paper
+from mpic.method import Paper
 
 A3 = Paper("A3", "https://arxiv.org/abs/2511.17560")
 CACHEBLEND = Paper("CacheBlend", "https://arxiv.org/abs/2405.16444")

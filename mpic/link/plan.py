@@ -57,14 +57,22 @@ class LinkPlan:
     places: tuple[ChunkPlace, ...]
     blocks: tuple[tuple[int, int], ...] = ()
 
-    def pairs(self, mapped: int = 0) -> int:
+    def pairs(self, mapped: int = 0, removed: Sequence[int] = ()) -> int:
         """Returns the (query, key) pairs of a layer's attention over the prompt, by the own tokens from index
-        ``mapped`` on; in blocks of both directions."""
+        ``mapped`` on; in blocks of both directions.
+
+        Args:
+            removed: of each chunk, the tokens that a press has removed; empty: none.
+        """
         own = self.own * (self.own + 1) // 2 - mapped * (mapped + 1) // 2
         for lo, hi in self.blocks:
             rows = max(0, hi - max(lo, mapped))
             own += rows * (rows - 1) // 2
-        return own + sum(s.tokens * (self.own - max(mapped, s.first(True))) for s in self.spans)
+        less = removed or [0] * len(self.places)
+        seen = (s.tokens - less[s.source] for s in self.spans)
+        return own + sum(
+            n * (self.own - max(mapped, s.first(True))) for n, s in zip(seen, self.spans, strict=True)
+        )
 
     def extends(self, shorter: LinkPlan) -> bool:
         """Returns whether everything of a shorter plan is in this one unchanged."""

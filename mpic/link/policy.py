@@ -1,20 +1,15 @@
-"""The base class of policies: each says all about itself and decides what a link recomputes.
-
-The registry, parsing, ``/health``, ``/v1/models``, the CLI's help, the web interface and ``docs/policies.md`` are made
-from these classes.
-"""
+"""The base class of policies: each says all about itself (``mpic.method``) and decides what a link recomputes."""
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import Field, field, fields
 from enum import Enum
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from mpic.errors import UnknownPolicy
+from mpic.method import Method
 
 if TYPE_CHECKING:
     import torch
@@ -53,13 +48,6 @@ BARE = Wrapping()
 """Chunks are compiled as they are."""
 
 
-class Paper(NamedTuple):
-    """A publication, by its short name and address."""
-
-    name: str
-    url: str
-
-
 class Need(Enum):
     """Something that not every engine does for a policy. The value says why a policy needs it, for error messages."""
 
@@ -69,28 +57,10 @@ class Need(Enum):
     PACKET = "its chunks are compiled inside a trained adapter"
 
 
-def parameter(unit: str, most: int, least: int = 0) -> Any:
-    """Declares a number in a policy's name as a dataclass field: field ``k`` stands for ``K`` in the syntax."""
-    return field(metadata={"unit": unit, "least": least, "most": most})
-
-
-def tokens(least: int = 0) -> Any:
-    """Declares a number of tokens."""
-    return parameter("tokens", 1_000_000, least)
-
-
-def percent() -> Any:
-    """Declares a share of tokens, 0 to 100."""
-    return parameter("percent", 100)
-
-
-class Policy(ABC):
+class Policy(Method):
     """Decides what a link recomputes. A subclass is a frozen dataclass whose fields are the numbers in its name.
 
-    Class attributes:
-        syntax: how people write it; an upper-case letter stands for the field of that name, as in ``mpic-K``.
-        summary: one line for people who choose.
-        paper: where it was published, or None for a control.
+    Class attributes (beside those of ``Method``):
         examples: concrete policies to offer; those without a number offer themselves.
         exact: the result equals a full prefill; such KV may enter the exact prefix namespace.
         uses_chunks: False when no compiled chunk is ever read (full, prefix).
@@ -101,9 +71,8 @@ class Policy(ABC):
         context: False when chunks are left out of the prompt (``nocache``).
     """
 
-    syntax: ClassVar[str]
-    summary: ClassVar[str]
-    paper: ClassVar[Paper | None] = None
+    unknown = UnknownPolicy
+    param = "mpic.policy"
     examples: ClassVar[tuple[str, ...]] = ()
     exact: ClassVar[bool] = False
     uses_chunks: ClassVar[bool] = True
@@ -116,10 +85,11 @@ class Policy(ABC):
     def select(self, chunks: Sequence[ChunkPlace]) -> list[Ranges]:
         """Returns for each chunk the ranges of its tokens that the request recomputes."""
 
-    @classmethod
-    def parameters(cls) -> tuple[Field[int], ...]:
-        """Returns the numbers in its name, in order."""
-        return fields(cls)  # type: ignore[arg-type]
+    @property
+    def head(self) -> int | None:
+        """The most first tokens of a chunk that it recomputes when these are the only ones; None when it may recompute
+        others, which takes all of the chunk's KV."""
+        return None
 
     @classmethod
     def needs(cls) -> frozenset[Need]:
@@ -130,43 +100,6 @@ class Policy(ABC):
             Need.PACKET: cls.wrapping.packet,
         }
         return frozenset(need for need, is_needed in wanted.items() if is_needed)
-
-    @classmethod
-    def parse(cls, text: str) -> Policy | None:
-        """Returns the policy that ``text`` names, or None when it names another one.
-
-        Raises:
-            UnknownPolicy: a number is out of its bounds.
-        """
-        match = re.fullmatch(re.sub("[A-Z]", r"(\\d{1,9})", cls.syntax), text)
-        if match is None:
-            return None
-        values = [int(group) for group in match.groups()]
-        for value, one in zip(values, cls.parameters(), strict=True):
-            unit, least, most = (one.metadata[key] for key in ("unit", "least", "most"))
-            if value < least:
-                raise UnknownPolicy(f"{text}: at least {least} {unit}", param="mpic.policy")
-            if value > most:
-                raise UnknownPolicy(f"{text}: at most {most} {unit}", param="mpic.policy")
-        return cls(*values)
-
-    @property
-    def name(self) -> str:
-        """The canonical short string; it parses back to an equal policy."""
-        return self._filled(self.syntax)
-
-    @property
-    def explanation(self) -> str:
-        """The summary with the policy's own numbers."""
-        return self._filled(self.summary)
-
-    def _filled(self, text: str) -> str:
-        for one in self.parameters():
-            text = re.sub(rf"\b{one.name.upper()}\b", str(getattr(self, one.name)), text)
-        return text
-
-    def __str__(self) -> str:
-        return self.name
 
 
 class Evidence(Enum):

@@ -70,6 +70,22 @@ class KindCalls(NamedTuple):
 
 
 @dataclass
+class Observed:
+    """The queries of the last ``count`` rows of a chunk that is being compiled, for a press, as layers saw them.
+
+    ``queries`` has parts ``[heads, rows, head_dim]`` in order, and ``scales`` the scale of the softmax, by layer.
+    """
+
+    count: int
+    queries: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    scales: dict[int, float] = field(default_factory=dict)
+
+    def take(self, layer: int, queries: torch.Tensor, scale: float) -> None:
+        self.queries.setdefault(layer, []).append(queries.clone())
+        self.scales[layer] = scale
+
+
+@dataclass
 class Step:
     """Everything a packed forward of T rows needs beside its input embeddings.
 
@@ -81,6 +97,7 @@ class Step:
         kernel: takes all writes and calls instead of ``partial`` call by call; then there are no ``singles``.
         barrier: loads that this step runs beside, or None.
         single_writes: where the keys and values of rows that stand alone go, or None.
+        observed: rows whose queries are kept, and by whom.
     """
 
     writes: list[Write]
@@ -90,6 +107,7 @@ class Step:
     kernel: StepKernel | None = None
     barrier: LayerBarrier | None = None
     single_writes: RowWrites | None = None
+    observed: list[tuple[slice, Observed]] = field(default_factory=list)
     layers_seen: set[int] = field(default_factory=set)
 
 
@@ -99,16 +117,18 @@ class Decided(Exception):
 
 @dataclass
 class Probe:
-    """A forward of one whole prompt that ends at ``layer`` and keeps that layer's queries, keys and values.
+    """A forward of whole prompts that ends at ``layer`` and keeps that layer's queries, keys and values.
 
-    Layers before it attend as in a full prefill of all rows; nothing is written anywhere. ``patterns`` has an entry a
-    layer; ``blocks`` are rows ``[lo, hi)`` that attend to each other in both directions.
+    Layers before it attend as in a full prefill of the rows of each prompt (``lengths``); nothing is written anywhere.
+    ``patterns`` has an entry a layer, ``blocks`` one a prompt: its rows ``[lo, hi)`` that attend to each other in both
+    directions.
     """
 
     layer: int
     partial: Partial
     patterns: Sequence[Pattern]
-    blocks: Sequence[tuple[int, int]] = ()
+    lengths: Sequence[int]
+    blocks: Sequence[Sequence[tuple[int, int]]]
     keys: torch.Tensor | None = None  # [kv_heads, T, head_dim], rotated at the rows' positions
     values: torch.Tensor | None = None
     queries: torch.Tensor | None = None  # [heads, T, head_dim], as the keys
@@ -127,9 +147,13 @@ class Probe:
         if layer == self.layer:
             self.queries, self.keys, self.values, self.scale = query[0], key[0], value[0], scale
             raise Decided
-        rows = query.shape[2]
-        fresh = Span(KVView(torch.stack([key[0], value[0]])[None]), 0, rows)
-        calls = fresh_calls(self.patterns[layer], 0, np.arange(rows), fresh, blocks=self.blocks)
+        fresh, pattern = KVView(torch.stack([key[0], value[0]])[None]), self.patterns[layer]
+        calls: list[SpanCall] = []
+        start = 0
+        for length, blocks in zip(self.lengths, self.blocks, strict=True):
+            span = Span(fresh, start, start + length)
+            calls += fresh_calls(pattern, start, np.arange(length), span, blocks=blocks)
+            start += length
         out = attend(query[0], calls, scale, self.partial, lambda base: None, extras=extras)
         return out[None].to(query.dtype)
 
@@ -199,6 +223,8 @@ def _layer(
         return step.attend(layer, query, key, value, scale, extras)
     k, v = key[0], value[0]
     step.layers_seen.add(layer)
+    for rows, observed in step.observed:
+        observed.take(layer, query[0][:, rows], scale)
     if step.kernel is not None:
         step.kernel.scatter(layer, k, v)
         if step.barrier is not None:

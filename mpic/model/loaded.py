@@ -297,18 +297,17 @@ class LoadedModel:
         inputs: RowInputs,
         positions: torch.Tensor,
         layer: int,
-        blocks: Sequence[tuple[int, int]] = (),
+        lengths: Sequence[int],
+        blocks: Sequence[Sequence[tuple[int, int]]],
     ) -> hooks.Probe:
-        """Runs one prompt of T rows as a full prefill up to ``layer``.
-
-        Args:
-            blocks: rows ``[lo, hi)`` that attend to each other in both directions, in layers that have such blocks.
+        """Runs T rows of prompts as full prefills up to ``layer``. ``lengths`` are the rows of each prompt, ``blocks``
+        those of its rows ``[lo, hi)`` that attend to each other in both directions, in layers that do so.
 
         Returns:
             What reached the layer's attention: queries ``[heads, T, head_dim]``, keys and values ``[kv_heads, T,
             head_dim]``, rotated at ``positions``.
         """
-        probe = hooks.Probe(layer, self.partial, self.patterns, blocks)
+        probe = hooks.Probe(layer, self.partial, self.patterns, lengths, blocks)
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         with contextlib.suppress(hooks.Decided):
             self.call(inputs, positions, probe, none)

@@ -59,7 +59,7 @@ class Settings:
     epochs: int = 10
     batch: int = 16
     tokens: int = 8
-    lr: float = 0.05
+    lr: float = 0.015
     objective: Literal["kl", "ce"] = "kl"
     answer: int = 48
     minutes: float = 0.0

@@ -33,6 +33,14 @@ class Prompt:
 
     segments: tuple[Segment, ...]
 
+    def pressed(self, asked: str | None, default: str = "") -> Prompt:
+        """Returns the prompt with every chunk under a press; see ``Chunk.pressed``."""
+        segments = (
+            ChunkSegment(s.chunk.pressed(asked, default)) if isinstance(s, ChunkSegment) else s
+            for s in self.segments
+        )
+        return Prompt(tuple(segments))
+
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         return tuple(s.chunk for s in self.segments if isinstance(s, ChunkSegment))

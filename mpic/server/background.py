@@ -38,6 +38,7 @@ class BackgroundJobs:
         self.savings = state.savings
         self._threads = state.pools.background
         self.wrapping = parse_policy(state.config.engine.policy).wrapping
+        self._press = state.config.engine.press
         self._compilations = asyncio.Semaphore(AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -97,7 +98,9 @@ class BackgroundJobs:
             try:
                 tokens = 0
                 for chunk in await self._threads.call(user, chunks_of):
-                    future = await run_in_threadpool(self.engine.compile, chunk, self.wrapping)
+                    future = await run_in_threadpool(
+                        self.engine.compile, chunk.pressed(None, self._press), self.wrapping
+                    )
                     tokens += await asyncio.wrap_future(future)
             except OutOfMemory:
                 raise

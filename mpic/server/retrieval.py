@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mpic.api.requests import RetrievalOptions
 from mpic.engine.base import Hit, Retrieval, RetrievalRound, SearchResult
 from mpic.errors import MPICError, UnsupportedParameter
+from mpic.kv.chunk import Chunk
 from mpic.link import Policy
 from mpic.prompt import build_prompt
 from mpic.prompt.calls import NOTHING, CallStyle, find_style, search_tools
@@ -60,15 +61,20 @@ def token_call_style(template: ChatTemplate, config: RetrievalConfig) -> CallSty
 
 @dataclass
 class Searcher:
-    """Searches for one request, with its options."""
+    """Searches for one request, with its options. ``press`` compresses the references that it finds; empty: none."""
 
     retriever: Retriever
     options: RetrievalOptions
+    press: str = ""
 
     def find(self, query: Query) -> list[SearchHit]:
         """Returns the best references. Raises what the retriever raises."""
         options = self.options
         return self.retriever.search(query, options.top_k, options.min_score, options.filter)
+
+    def chunk(self, hit: SearchHit) -> Chunk:
+        """Returns the chunk of a reference. Raises ReferenceNotFound: it was removed meanwhile."""
+        return self.retriever.library.references.chunk(hit.reference).pressed(self.press)
 
     def round(self, query: Query) -> tuple[list[SearchHit], RetrievalRound]:
         """Searches before the answer; returns the references and the record of the search."""
@@ -93,11 +99,10 @@ class AutoRetrieval(Retrieval):
         query = self._style.query(call)
         if query is None:
             return SearchResult(call, (), "bad_call")
-        library = self._searcher.retriever.library.references
         hits = []
         for hit in self._searcher.find(Query(query)):
             with suppress(MPICError):  # the reference was removed meanwhile
-                hits.append(Hit(library.chunk(hit.reference), citation(hit)))
+                hits.append(Hit(self._searcher.chunk(hit), citation(hit)))
         return SearchResult(query, tuple(hits))
 
     def insert(self, hits: Sequence[Hit], number: int) -> tuple[Segment, ...]:
@@ -187,7 +192,6 @@ def prefetch_likely(searcher: Searcher, query: Query, engine: Engine, policy: Po
     """Starts loading the KV of what the user's own words find, because the model may search for just that."""
     if not policy.uses_chunks or not (query.text.strip() or query.images):
         return
-    library = searcher.retriever.library.references
     with suppress(MPICError):  # nothing depends on it, and the model's own search will report the error
         for hit in searcher.find(query)[:PREFETCHED]:
-            engine.prefetch(library.chunk(hit.reference), policy.wrapping)
+            engine.prefetch(searcher.chunk(hit), policy.wrapping)

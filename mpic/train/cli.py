@@ -108,7 +108,7 @@ def packet(
     tokens: Annotated[int, typer.Option(min=0, help="of the header, and of the trailer")] = 8,
     lr: Annotated[
         float, typer.Option(min=0, help="first learning rate, in deviations of the embedding table")
-    ] = 0.05,
+    ] = 0.015,
     objective: Annotated[
         Literal["kl", "ce"], typer.Option(help="kl to the model's own distribution, or ce of its own answer")
     ] = "kl",

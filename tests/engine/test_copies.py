@@ -200,9 +200,9 @@ def test_a_dynamic_policy_decides_over_copies_that_have_happened(late, monkeypat
     ended, loads = [], []
     loaded, decide, settle = engine.transfers._loaded, engine.decider.decide, CopiedProgress.settle
 
-    def deciding(request):
-        loads.extend(linked.resident.progress for linked in request.prompt.chunks)
-        decide(request)
+    def deciding(requests, *told):
+        loads.extend(linked.resident.progress for request in requests for linked in request.prompt.chunks)
+        decide(requests, *told)
 
     # every copy has been started, and the engine has yet to hear that the loads are over
     monkeypatch.setattr(engine.transfers, "_loaded", lambda *load: ended.append(load))

@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 
 from mpic.config import ConfigError, EngineConfig, bundled_model
 from mpic.engine import load_engine
-from mpic.errors import BadRequest, UnknownPolicy
-from mpic.evals import cli
+from mpic.errors import BadRequest, UnknownPolicy, UnknownPress, UnsupportedParameter
+from mpic.evals import cli, methods
 from mpic.evals.answers import PolicyAnswer, lines_of, read_answers, ready
 from mpic.evals.compare import compare_policies
 from mpic.evals.config import EvalConfig, load_eval_config
+from mpic.evals.evidence import fill
 from mpic.evals.report import write_report
 from mpic.evals.resolve import LocalResolver
 from mpic.evals.run import LISTED, Evaluator, _Session
@@ -28,6 +29,8 @@ from mpic.prompt import ChatTemplate, build_prompt
 
 CONFIG = """
 policies = ["mpic-16", "reuse", "nocache"]
+pressed = ["mpic-16"]
+presses = ["snapkv-50"]
 questions = 2
 seed = 5
 [[task]]
@@ -49,15 +52,39 @@ def finished(tmp_path_factory):
 
 def test_every_policy_answers_every_sample_and_full_is_always_there(finished):
     _, answers = finished
-    assert len(answers) == 4 * 4
-    assert {a.policy for a in answers} == {"full", "mpic-16", "reuse", "nocache"}
+    assert len(answers) == 4 * 5
+    assert {a.policy for a in answers} == {"full", "mpic-16", "reuse", "nocache", "mpic-16+snapkv-50"}
     for answer in answers:
         assert answer.skipped is None and answer.ttft_ms > 0 and answer.flops > 0
         assert answer.kl == 0 if answer.policy == "full" else answer.kl >= 0
     reused = {a.policy: a.reused for a in answers if a.task == "world-image"}
     assert reused["full"] == reused["nocache"] == 0 < reused["mpic-16"] < reused["reuse"] == 128
+    token = 5 * 2 * 8 * 64 * 4  # bytes: layers, keys and values, heads, dimensions, float32
+    size = {a.policy: a.kv_bytes for a in answers if a.task == "world-image"}
+    assert size["full"] == size["nocache"] == 0 and size["reuse"] == size["mpic-16"] == 128 * token
+    assert size["mpic-16+snapkv-50"] == 64 * token
     flops = {a.policy: a.flops for a in answers if a.task == "world-image"}
+    assert flops["mpic-16+snapkv-50"] < flops["mpic-16"]
     assert flops["reuse"] < flops["mpic-16"] < flops["full"]
+
+
+def test_the_table_of_methods_has_a_row_a_policy_and_press(finished, tmp_path):
+    folder, answers = finished
+    done = CliRunner().invoke(cli.app, ["table", str(folder / "out"), str(tmp_path / "methods.json")])
+    assert done.exit_code == 0, done.output
+    table = json.loads((tmp_path / "methods.json").read_text())
+    rows = {row["policy"]: row for row in table["rows"]}
+    assert table["model"] == "demo" and table["questions"] == 4
+    assert set(rows) == {a.policy for a in answers}
+    for row in rows.values():
+        assert tuple(row) == methods.COLUMNS and row["ttft_ms"] > 0 and row["gflop"] > 0
+        assert 0 <= row["low"] <= row["score"] <= row["high"] <= 100
+    assert rows["mpic-16+snapkv-50"]["bytes"] < rows["mpic-16"]["bytes"] == rows["reuse"]["bytes"]
+    page = tmp_path / "page.md"
+    page.write_text("<!-- made: methods methods.json -->\n<!-- end -->\n")
+    assert fill(page) == 1 and "| `mpic-16+snapkv-50` |" in page.read_text()
+    page.write_text("<!-- made: methods none.json -->\n<!-- end -->\n")
+    assert fill(page) == 1 and "Not measured yet" in page.read_text()
 
 
 def test_a_run_resumes_where_it_was_interrupted_and_asks_nothing_twice(finished):
@@ -262,6 +289,8 @@ def test_a_policy_counts_as_near_only_if_no_task_loses_more_than_five_points():
         ("", ConfigError),
         ('[[task]]\nname = "nothing"', TaskError),
         ('policies = ["best"]\n[[task]]\nname = "world-image"', UnknownPolicy),
+        ('presses = ["best-50"]\npressed = ["reuse"]\n[[task]]\nname = "world-image"', UnknownPress),
+        ('policies = ["a3-15+snapkv-50"]\n[[task]]\nname = "world-image"', UnsupportedParameter),
         ('question = 4\n[[task]]\nname = "world-image"', ConfigError),
         ('[[task]]\nnames = "world-image"', ConfigError),
         ('task = "world-image"', ConfigError),

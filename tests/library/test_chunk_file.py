@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import suppress
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, StorageFull
-from mpic.kv.chunk import ChunkKey, KVKey, Recipe
+from mpic.kv.chunk import ChunkKey, ChunkKV, KVKey, Recipe
 from mpic.kv.file import BLOCK, IO_BYTES, PREFIX, ChunkFile, checksum, write
 
 
@@ -36,6 +37,19 @@ def test_a_chunk_comes_back_as_it_was(tmp_path, dtype, image, positions):
     assert same_inputs(stored.inputs, chunk.inputs)
     assert torch.equal(read(stored, chunk.kv), chunk.kv)
     assert os.listdir(tmp_path) == ["c.safetensors"]
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+def test_a_compressed_chunk_comes_back_with_fewer_slots_than_tokens(tmp_path, inputs):
+    whole = make_chunk(n=40)
+    key = replace(whole.key, recipe=replace(whole.key.recipe, press="snapkv-50-4"))
+    chunk = ChunkKV(key, whole.inputs, whole.kv[:, :, :, :20])
+    stored = ChunkFile(written(tmp_path, chunk), key, inputs=inputs)
+    assert (stored.tokens, stored.slots) == (40, 20) and stored.key.recipe.press == "snapkv-50-4"
+    assert torch.equal(read(stored, chunk.kv), chunk.kv)
+    for kv in (whole.kv, whole.kv[:, :, :, :19]):
+        with pytest.raises(ValueError, match=r"not \[layers, 2, kv_heads, 20, head_dim\]"):
+            write(tmp_path / "other", ChunkKV(key, whole.inputs, kv))
 
 
 def test_the_kv_is_one_aligned_range_of_bytes_in_the_order_of_memory(tmp_path):

@@ -13,7 +13,7 @@ async def test_models(server):
     [model] = (await server.http.get("/v1/models")).json()["data"]
     assert model["id"] == "fake" and model["object"] == "model"
     assert model["context_length"] == 512 and model["modalities"] == ["text", "image"]
-    assert "mpic-K" in model["policies"]
+    assert "mpic-K" in model["policies"] and model["presses"] == ["snapkv-R"]
     assert (await server.http.get("/v1/models/fake")).json() == model
     assert refusal(await server.http.get("/v1/models/other/name")) == (404, "model_not_found")
 
@@ -24,6 +24,7 @@ async def test_health_describes_what_runs(server):
     assert body["model"]["name"] == "fake" and body["model"]["attention"] == "reference"
     assert body["engine"]["pages"]["free"] == 400
     assert "mpic-K" in body["policies"] and body["policy"] == "mpic-16"
+    assert body["presses"] == ["snapkv-R"] and body["press"] == ""
     assert (await server.http.get("/health/live")).json() == {"live": True}
     assert (await server.http.get("/health/ready")).json() == {"ready": True}
 

@@ -38,7 +38,10 @@ async def test_a_whole_answer(server):
     [chunk] = ours["chunks"]
     tokens = {"tokens": CHUNK_TOKENS, "reused": CHUNK_TOKENS - 16, "recomputed": 16}
     assert chunk.pop("key")
-    assert chunk == {"label": "EIFFEL", **tokens, "tier": "device", "reason": "policy", "ms": 0.5}
+    assert chunk == {"label": "EIFFEL", **tokens, "tier": "device", "reason": "policy", "ms": 0.5} | {
+        "press": None,
+        "bytes": 0,
+    }
     assert "trace" not in ours
     assert server.engine.held == set()
 

@@ -29,7 +29,8 @@ def audit(request):
     yield audit
     counts = ", ".join(f"{what} {n:,}" for what, n in sorted(audit.count.items()))
     line = f"axe-core: {audit.views} views, {len(audit.violations)} violations; {counts}"
-    request.config.pluginmanager.getplugin("terminalreporter").write_line(f"\n{line}")
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{line}")
 
 
 def inspect(page, audit, view, touch=False):

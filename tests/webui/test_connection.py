@@ -72,8 +72,9 @@ def test_a_key_that_ends_is_said_and_another_login_goes_on_where_one_was(fake, o
 
 
 def test_a_login_the_chat_and_a_draft_outlast_the_server(fake, open_page):
+    key, _ = fake.keys.create("ann")
     page = open_page(fake.url, ready=False, expected=("401", *AWAY))
-    log_in(page, fake.keys.create("ann")[0])
+    log_in(page, key)
     ask(page, "before")
     page.fill(BOX, "half a question")
     fake.stop()

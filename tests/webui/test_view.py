@@ -77,7 +77,7 @@ def test_a_document_that_was_cut_is_shown_with_the_borders_of_its_chunks(fake, o
         made = http.post("/v1/files", data=form, files={"file": ("cut.md", text.encode())})
         assert made.status_code == 200, made.text
         page = open_page(fake.url, expected=("404",))
-        page.click("[title='Open FILE#CUT']")
+        page.click("[aria-label='Open FILE#CUT']")
         page.wait_for_selector("dialog .chunk")
         chunks = http.get(f"/v1/files/{made.json()['id']}").json()["chunks"]
     assert len(chunks) > 1
@@ -95,7 +95,7 @@ def test_an_image_and_a_document_open_from_chip_strip_and_library(fake, open_pag
     page.click(".facts")
     for place in (
         "button.chip:has-text('RED')",
-        "[title='Open IMAGE#RED'] >> nth=-1",
+        "[aria-label='Open IMAGE#RED']",
         ".block.image .block-head",
     ):
         page.click(place)
@@ -129,6 +129,7 @@ def test_settings_are_kept_and_sent(fake, open_page):
     page.fill("#set-system", "Be brief.")
     page.fill("#set-temperature", "0.5")
     page.fill("#set-length", "3")
+    page.select_option("#set-press", "snapkv-50")
     page.select_option("#set-theme", "dark")
     page.keyboard.press("Escape")
     page.click(".picker >> nth=0")
@@ -143,6 +144,7 @@ def test_settings_are_kept_and_sent(fake, open_page):
     sent = asked.value.post_data_json
     assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
     assert (sent["temperature"], sent["max_tokens"], sent["mpic"]["policy"]) == (0.5, 3, "mpic-24")
+    assert sent["mpic"]["press"] == "snapkv-50"
     assert page.inner_text(".answer .text").strip() == "The tower is"
     page.click(".picker >> nth=0")
     page.keyboard.type("mpic-zzz")

@@ -18,7 +18,7 @@ export const onChange = (act) => listeners.push(act);
 let abort = null, views = [], saved = 0;
 
 const fresh = () => ({ id: '', title: '', named: false, created: Date.now(), updated: Date.now(), turns: [] });
-const newRun = (policy) => ({ policy, retrieval: store.settings.retrieval, text: '', state: 'waiting', error: null, usage: null, citations: [] });
+const newRun = (policy, press = store.settings.press) => ({ policy, press, retrieval: store.settings.retrieval, text: '', state: 'waiting', error: null, usage: null, citations: [] });
 export const busy = () => Boolean(abort);
 const titleOf = (text) => {
   const words = text.replace(/\s+/g, ' ').trim(), plain = words.replace(/^(?:(?:IMAGE|FILE)#\S+\s+)+/, '');
@@ -107,6 +107,7 @@ const bodyOf = (index, run) => {
   const { temperature, length } = store.settings;
   const mpic = { trace: true };
   if (run.policy) mpic.policy = run.policy;
+  if (run.press) mpic.press = run.press;
   if (run.retrieval !== 'off') mpic.retrieval = run.retrieval;
   return { messages: messagesOf(index), stream: true, stream_options: { include_usage: true }, max_tokens: length,
     ...(temperature ? { temperature } : {}), mpic };
@@ -213,7 +214,7 @@ const change = (text, act) => {
 const compare = (index) => {
   if (busy()) return;
   const turn = chat.current.turns[index];
-  turn.again = { ...newRun('full'), retrieval: turn.answer.retrieval };
+  turn.again = { ...newRun('full', ''), retrieval: turn.answer.retrieval };
   answer(index, turn.again);
 };
 

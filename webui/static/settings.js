@@ -19,6 +19,15 @@ const number = (id, key, { min, max, step }) => h('input', {
 const colours = () => h('select', { id: 'set-theme', onchange: (event) => store.keep({ theme: event.target.value }) },
   [['system', 'as the system has them'], ['light', 'light'], ['dark', 'dark']].map(([value, name]) => h('option', { value, selected: store.settings.theme === value }, name)));
 
+/** A choice of presses; nothing where the server's engine has none. */
+const compression = ({ presses }) => {
+  if (!presses.length) return null;
+  const chosen = presses.slice(1).some((one) => one.name === store.settings.press) ? store.settings.press : '';
+  const options = presses.map(({ name, about }, i) => h('option', { value: i ? name : '', selected: (i ? name : '') === chosen, title: about }, i ? name : `${name}, the default`));
+  return field('set-press', 'Compression of images and documents', h('select', { id: 'set-press', 'aria-describedby': 'set-press-hint', onchange: (event) => store.keep({ press: event.target.value }) }, options),
+    'snapkv-50 removes half of their tokens from the compiled cache, with every policy that recomputes first tokens.');
+};
+
 const forget = async () => {
   if (!await confirm('Delete all chats?', 'All chats and drafts that this browser keeps for you are deleted. This cannot be undone; export them first if you may need them.', 'Delete all')) return;
   await store.clear();
@@ -33,6 +42,7 @@ export const openSettings = (about) => dialog('Settings', h('div', { class: 'sta
     'Stands before every chat. Small models such as the demo model do not follow one.'),
   field('set-temperature', 'Temperature', number('set-temperature', 'temperature', { min: 0, max: 2, step: 0.1 }), '0 always gives the likeliest answer, so comparisons are fair.'),
   field('set-length', 'Longest answer, in tokens', number('set-length', 'length', { min: 1, max: Math.max(1, about.model.context_length), step: 1 }), 'Policy and searching are chosen below the question; those choices are kept too.'),
+  compression(about),
   h('div', { class: 'field check' }, h('input', { type: 'checkbox', id: 'set-details', checked: store.settings.details, onchange: (event) => store.keep({ details: event.target.checked }) }),
     h('label', { for: 'set-details' }, 'Show what was reused under each new answer')),
   field('set-theme', 'Colours', colours()),

@@ -3,7 +3,7 @@
 
 export const MOST_CHATS = 300, MOST_DRAFTS = 40, DRAFT_CHARS = 50_000;
 export const DEFAULTS = {
-  system: '', temperature: 0, length: 512, policy: '', retrieval: 'off', details: false, theme: 'system', price: 0, currency: '$',
+  system: '', temperature: 0, length: 512, policy: '', press: '', retrieval: 'off', details: false, theme: 'system', price: 0, currency: '$',
 };
 
 let base = null, name = '', channel = null;

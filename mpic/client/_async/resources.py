@@ -102,6 +102,7 @@ class Files(Collection[types.File]):
         ttl: int | None = None,
         replace: bool = False,
         split: Mapping[str, Any] | str | None = None,
+        press: str | None = None,
         purpose: str = "user_data",
         wait: bool | float = False,
         progress: Progress | None = None,
@@ -119,6 +120,7 @@ class Files(Collection[types.File]):
             replace: takes the handle from another file, which is deleted.
             split: how a document is cut into chunks: ``auto`` (the default: if it is too long for one), ``none``,
                 ``fixed``, ``sentence``, ``paragraph``, ``section``, or ``{"mode", "tokens", "overlap"}``.
+            press: how it is compressed, such as ``snapkv-50``; ``none``: not at all; None: as the server does.
             wait: waits until it is compiled; a number is the most seconds to wait.
             progress: called with (bytes sent, bytes in all); the bytes of the form around the file are not counted.
             expires_in: the older name of ``ttl``.
@@ -130,7 +132,7 @@ class Files(Collection[types.File]):
         """
         upload = self._client.sources.upload(file, progress)
         life = endpoints.one_of_two("ttl", ttl, "expires_in", expires_in)
-        request = endpoints.file_create(upload, handle, life, replace, split, purpose)
+        request = endpoints.file_create(upload, handle, life, replace, split, press, purpose)
         return await self._create(request, wait)
 
     async def content(self, id: str) -> bytes:

@@ -15,6 +15,7 @@ from mpic.kv.chunk import ChunkInputs, KVKey
 from mpic.kv.device import Resident
 from mpic.kv.pool import Extent
 from mpic.model.bidirectional import Scope
+from mpic.model.hooks import Observed
 
 
 class EmbeddedTokens(NamedTuple):
@@ -64,9 +65,11 @@ class Rows:
 
 @dataclass(eq=False)
 class CompileJob(Rows):
-    """A chunk that is being compiled behind ``sink`` BOS tokens; its extent is the resident's."""
+    """A chunk that is being compiled behind ``sink`` BOS tokens; its extent is the resident's. ``observed`` keeps
+    queries for its press."""
 
     resident: Resident | None = None
+    observed: Observed | None = None
     block: tuple[int, int] | None = None
 
     @property

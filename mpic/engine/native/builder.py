@@ -12,6 +12,7 @@ from mpic.engine.checks import check_context, check_prompt, check_sampling
 from mpic.engine.detokenize import detokenizer_for
 from mpic.engine.native.batch import CompileRequest
 from mpic.engine.native.linker import ChunkLinker
+from mpic.engine.native.presser import check_press
 from mpic.engine.native.request import LinkedChunk, LinkedPrompt, Request, mapped_chunks, own_tokens
 from mpic.engine.native.sampling import Sampler
 from mpic.engine.native.scheduler import GROWTH
@@ -21,6 +22,7 @@ from mpic.kv.chunk import Chunk
 from mpic.kv.pool import Pool
 from mpic.kv.store import ChunkStore
 from mpic.link import DynamicPolicy, LinkPlan, Policy, SegmentShape, Wrapping, make_plan
+from mpic.link.pressing import check_presses
 from mpic.model.bidirectional import Scope
 from mpic.model.loaded import LoadedModel
 from mpic.prompt.segments import Segment, TextSegment
@@ -82,6 +84,7 @@ class RequestBuilder:
             )
         text = sum(len(segment) for segment in segments if isinstance(segment, TextSegment))
         check_context(text, None, self._model.context_length)  # before anything is decoded or encoded
+        self.check_presses(spec.prompt.chunks, policy)
         chunks = self.linker.link(spec.prompt.chunks, policy, arrived)
         shapes = shapes_of(segments, chunks, policy, self._model.scope)
         plan = make_plan(shapes, policy, whole_prompt=self.whole_prompt)
@@ -121,6 +124,7 @@ class RequestBuilder:
             UnsupportedModality, InvalidUpload, NoAdapter: the chunk's inputs cannot be made.
             ContextLengthExceeded, PoolTooSmall: it does not fit.
         """
+        check_press(self._model, chunk.press)
         key = self.linker.key(chunk, wrapping)
         stored = self._store.open(key) if self._store is not None else None
         if stored is not None:
@@ -131,6 +135,13 @@ class RequestBuilder:
         if self._pool.pages_for(len(request.inputs) + wrapping.sink) > self._pool.pages:
             raise self.too_large(request, self._pool.pages)
         return request
+
+    def check_presses(self, chunks: Sequence[Chunk], policy: Policy) -> None:
+        """Raises UnsupportedParameter: the policy or the model does not go with the press of a chunk."""
+        check_presses(policy, (chunk.press for chunk in chunks))
+        if policy.uses_chunks:
+            for chunk in chunks:
+                check_press(self._model, chunk.press)
 
     def tokens_left(self, plan: LinkPlan, needed: list[LinkedChunk]) -> int:
         """Returns how many tokens can still be generated once a request has been extended to ``plan``.

@@ -1,99 +1,192 @@
-"""The deciding pass of dynamic policies: a prompt's own keys and values say which chunk tokens it recomputes."""
+"""The deciding pass of dynamic policies: prompts' own keys, values or queries say which chunk tokens they recompute."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
+from mpic.engine.checks import as_failure
 from mpic.engine.native.batch import BatchSlice
-from mpic.engine.native.request import LinkedChunk, LinkedPrompt, Request, own_tokens
+from mpic.engine.native.request import LinkedChunk, Request, own_tokens
 from mpic.engine.native.runner import Runner
 from mpic.kernels.attention import rotate
 from mpic.link import DynamicPolicy, Evidence, make_plan
 from mpic.link.policies.full import Full
 from mpic.model.bidirectional import Scope
-from mpic.model.hooks import Probe
+
+log = logging.getLogger(__name__)
+
+MOST_ROWS = 2048
+"""Most rows of a pass over several prompts."""
+
+
+class Look(NamedTuple):
+    """What a pass saw of one prompt at its layer, rotated at the rows' positions.
+
+    Args:
+        keys, values: ``[kv_heads, T, head_dim]``.
+        queries: ``[heads, T, head_dim]``.
+        scale: of the layer's softmax.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    scale: float
 
 
 class Decider:
-    """Runs the deciding pass of a request: as many rows of its prompt as its policy looks at, in one go.
+    """Runs the deciding pass of requests: as many rows of their prompts as their policies look at, in one go.
 
     A pass of T tokens is a step of its own: it holds up the batch as an unchunked prefill of that many layers would.
     It reads resident chunks and writes nothing, so it may be repeated.
+
+    ``counters``: ``deciding_passes``.
     """
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._model, self._pool = runner, runner.model, runner.pool
         self._whole_prompt = runner.model.scope is Scope.PROMPT
+        self.counters: Counter[str] = Counter()
 
-    def decide(self, request: Request) -> None:
-        """Replaces the request's provisional plan. All of its chunks must be ready."""
-        policy, prompt = request.spec.policy, request.prompt
-        assert isinstance(policy, DynamicPolicy)
-        for linked in prompt.chunks:
+    def decide(
+        self,
+        requests: Sequence[Request],
+        decided: Callable[[Request], None],
+        failed: Callable[[Request, BaseException], None],
+    ) -> None:
+        """Replaces the provisional plans of requests whose chunks are all ready, and tells of each whether it worked.
+        Nothing is written before that, so an error is of its own request alone, or of those in one pass."""
+        for group in self._groups(requests):
+            looks: Sequence[Look | Exception]
+            try:
+                looks = self._look(group)
+                self.counters["deciding_passes"] += 1
+            except Exception as error:
+                looks = [error] * len(group)
+            for request, look in zip(group, looks, strict=True):
+                try:
+                    if isinstance(look, Exception):
+                        raise look
+                    self._choose(request, look)
+                    decided(request)
+                except Exception as error:
+                    log.exception("a dynamic policy failed")
+                    failed(request, as_failure(error))
+
+    def _groups(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """Returns the requests in order, put together that one pass looks at: their policies look for the same at the
+        same layer, and they have at most ``MOST_ROWS`` rows (a longer one is alone)."""
+        found: list[list[Request]] = []
+        open_groups: dict[tuple[Evidence, int], tuple[list[Request], int]] = {}
+        for request in requests:
+            kind = self._kind(request)
+            rows = request.prompt.plan.length - self._since(request)
+            group, held = open_groups.get(kind, ([], 0))
+            if not group or held + rows > MOST_ROWS:
+                group, held = [], 0
+                found.append(group)
+            group.append(request)
+            open_groups[kind] = group, held + rows
+        return found
+
+    def _look(self, requests: Sequence[Request]) -> list[Look]:
+        """Runs one group's pass. All chunks of the requests must be ready."""
+        for linked in (linked for request in requests for linked in request.prompt.chunks):
             if linked.resident.progress is not None:  # its last copy may have been started and not be done
                 linked.resident.progress.settle()
-        found, request.usage.probed = _EVIDENCE[policy.evidence](self, request, policy.layer)
+        slices, blocks = zip(*map(self._rows, requests), strict=True)
+        ends = list(accumulate(part.hi for part in slices))
+        starts = [0, *ends[:-1]]
+        positions = torch.cat([part.rows.positions for part in slices], 1).to(self._model.device)
+        _, layer = self._kind(requests[0])
+        lengths = [part.hi for part in slices]
+        probe = self._model.probe(self._runner.inputs(slices, starts), positions, layer, lengths, blocks)
+        seen = (probe.keys, probe.values, probe.queries)
+        return [
+            Look(*(x[:, start:end] for x in seen), probe.scale)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    def _choose(self, request: Request, look: Look) -> None:
+        """Replaces a request's provisional plan."""
+        policy, prompt = _policy(request), request.prompt
+        evidence, layer = self._kind(request)
+        found = _EVIDENCE[evidence](self, request, layer, look)
+        request.usage.probed = look.queries.shape[1]
         plan = make_plan(prompt.undecided, policy, policy.choose(found), self._whole_prompt)
         own = own_tokens(prompt.segments, plan, prompt.chunks, self._model.mrope)
         assert len(own.ids) == len(request), f"{policy} did not keep to its budget"
         request.decide(replace(prompt, plan=plan, undecided=()), own)
 
-    def deviations(self, request: Request, layer: int) -> tuple[list[torch.Tensor], int]:
-        """Returns ``Evidence.DEVIATION`` of each chunk, ``[tokens]`` fp32, and how many rows that took. Keys are
-        compared at chunk-local positions."""
-        layer = min(layer, self._model.shape.layers - 1)
-        prompt = request.prompt
-        probe = self._probe(prompt, layer, 0)
-        found = []
+    def deviations(self, request: Request, layer: int, look: Look) -> list[torch.Tensor]:
+        """Returns ``Evidence.DEVIATION`` of each chunk, ``[tokens]`` fp32. Keys are compared at chunk-local
+        positions."""
+        prompt, found = request.prompt, []
         for place, linked in zip(prompt.plan.places, prompt.chunks, strict=True):
             tokens = slice(place.start, place.start + place.length)
-            fresh, rotation = probe.keys[:, tokens], self._model.rotation(place.base, layer)
+            fresh, rotation = look.keys[:, tokens], self._model.rotation(place.base, layer)
             if rotation is not None:
                 fresh = rotate(fresh, rotation)
-            difference = torch.stack([fresh, probe.values[:, tokens]]).float() - self._compiled(
-                linked, layer, probe
-            )
+            compiled = self._compiled(linked, layer, look)
+            difference = torch.stack([fresh, look.values[:, tokens]]).float() - compiled
             found.append(self._model.distances(difference, layer))
-        return found, prompt.plan.length
+        return found
 
-    def attention(self, request: Request, layer: int) -> tuple[list[torch.Tensor], int]:
-        """Returns ``Evidence.ATTENTION`` of each chunk, ``[tokens]`` fp32, and how many rows that took. Queries are
-        turned to chunk-local positions, as in a link."""
+    def attention(self, request: Request, layer: int, look: Look) -> list[torch.Tensor]:
+        """Returns ``Evidence.ATTENTION`` of each chunk, ``[tokens]`` fp32. Queries are turned to chunk-local positions,
+        as in a link."""
         assert layer == 0, "deeper queries depend on what stands before them"
-        prompt = request.prompt
-        places = prompt.plan.places
-        since = max(place.start + place.length for place in places)
-        probe = self._probe(prompt, layer, since)
-        scores = []
-        for place, linked in zip(places, prompt.chunks, strict=True):
-            queries, rotation = probe.queries, self._model.rotation(place.base, layer)
+        places, scores = request.prompt.plan.places, []
+        for place, linked in zip(places, request.prompt.chunks, strict=True):
+            queries, rotation = look.queries, self._model.rotation(place.base, layer)
             if rotation is not None:
                 queries = rotate(queries, rotation)
-            keys = self._compiled(linked, layer, probe)[0]
+            keys = self._compiled(linked, layer, look)[0]
             keys = keys.repeat_interleave(queries.shape[0] // keys.shape[0], 0)
-            scores.append(queries.float() @ keys.transpose(1, 2) * probe.scale)
+            scores.append(queries.float() @ keys.transpose(1, 2) * look.scale)
         weights = torch.softmax(torch.cat(scores, -1), -1).sum((0, 1))
-        return list(weights.split([place.length for place in places])), probe.queries.shape[1]
+        return list(weights.split([place.length for place in places]))
 
-    def _probe(self, prompt: LinkedPrompt, layer: int, since: int) -> Probe:
-        """Runs a prompt's rows from sequence index ``since`` on up to a layer."""
+    def _kind(self, request: Request) -> tuple[Evidence, int]:
+        """Returns what a request's policy looks for, and at which layer."""
+        policy = _policy(request)
+        return policy.evidence, min(policy.layer, self._model.shape.layers - 1)
+
+    def _since(self, request: Request) -> int:
+        """Returns the sequence index from which on a request's policy looks at its prompt."""
+        if _policy(request).evidence is Evidence.DEVIATION:
+            return 0
+        return max(place.start + place.length for place in request.prompt.plan.places)
+
+    def _rows(self, request: Request) -> tuple[BatchSlice, Sequence[tuple[int, int]]]:
+        """Returns the rows of a prompt that its policy looks at, and the blocks among them."""
+        prompt = request.prompt
         everything = make_plan(prompt.undecided, Full(), whole_prompt=self._whole_prompt)
-        own = own_tokens(prompt.segments, everything, prompt.chunks, self._model.mrope, since)
-        rows = own.rows()
-        inputs = self._runner.inputs([BatchSlice(rows, 0, len(rows))], [0])
-        # rows from the middle of a prompt end at their first layer, before they attend
-        blocks = () if since else everything.blocks
-        return self._model.probe(inputs, rows.positions.to(self._model.device), layer, blocks)
+        since = self._since(request)
+        rows = own_tokens(prompt.segments, everything, prompt.chunks, self._model.mrope, since).rows()
+        # rows that begin later end at their first layer's keys and queries
+        return BatchSlice(rows, 0, len(rows)), everything.blocks if since == 0 else ()
 
-    def _compiled(self, linked: LinkedChunk, layer: int, probe: Probe) -> torch.Tensor:
-        """Returns a chunk's compiled keys and values at a probe's layer, ``[2, kv_heads, tokens, head_dim]`` fp32, of
+    def _compiled(self, linked: LinkedChunk, layer: int, look: Look) -> torch.Tensor:
+        """Returns a chunk's compiled keys and values at a layer, ``[2, kv_heads, tokens, head_dim]`` fp32, of
         the layer's own heads."""
         first = linked.resident.first
         kv = self._pool.view(linked.resident.extent)
-        heads, _, size = probe.keys.shape
+        heads, _, size = look.keys.shape
         return kv[layer, :, :heads, first : first + len(linked.inputs), :size].float()
 
 
 _EVIDENCE = {Evidence.DEVIATION: Decider.deviations, Evidence.ATTENTION: Decider.attention}
+
+
+def _policy(request: Request) -> DynamicPolicy:
+    policy = request.spec.policy
+    assert isinstance(policy, DynamicPolicy)
+    return policy

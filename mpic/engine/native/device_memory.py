@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from mpic.engine.native.batch import CompileJob, CompileRequest, compile_job
+from mpic.engine.native.presser import Presser
 from mpic.engine.native.request import LinkedChunk, Request
 from mpic.engine.native.transfers import LoadEnded
 from mpic.engine.tombstones import Tombstones
@@ -41,6 +42,7 @@ class DeviceMemory:
         load: starts to read a stored chunk into its resident's extent; lower orders are read first.
         save: makes a compiled chunk durable; the futures then get its token count.
         tombstones: chunks that unfinished requests must not re-insert.
+        presser: compresses compiled chunks whose recipe says so.
         scope: which tokens attend to each other in both directions.
 
     ``counters``: ``prefetched``, ``tokens_compiled``.
@@ -53,8 +55,10 @@ class DeviceMemory:
         load: Callable[[LinkedChunk, float], None],
         save: Callable[[Resident, list[Future[int]]], None],
         tombstones: Tombstones,
+        presser: Presser,
         scope: Scope | None = None,
     ) -> None:
+        self._presser = presser
         self.device, self.pool, self._bos, self._scope = device, device.pool, bos, scope
         self._load, self._save, self._tombstones = load, save, tombstones
         self.jobs: dict[Resident, CompileJob] = {}  # in order of admission
@@ -177,12 +181,14 @@ class DeviceMemory:
         """Starts to compile a resident chunk. The job holds it until it is ready."""
         job = compile_job(resident.inputs, resident.first, self._bos, self._scope)
         job.extent, job.resident = resident.extent, resident
+        self._presser.observe(job)
         self.device.acquire(resident)
         self.jobs[resident] = job
 
     def compiled(self, job: CompileJob) -> None:
         """Makes a chunk ready whose last row has run: it serves at once, and is saved in the background."""
         resident = job.resident
+        self._presser.press(job)
         del self.jobs[resident]
         resident.ready = True
         self.counters["tokens_compiled"] += len(resident.inputs)

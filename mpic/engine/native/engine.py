@@ -27,6 +27,7 @@ from mpic.engine.native.inbox import Inbox
 from mpic.engine.native.linker import ChunkLinker
 from mpic.engine.native.loader import loaders_for
 from mpic.engine.native.outputs import Outputs
+from mpic.engine.native.presser import Presser, refusal
 from mpic.engine.native.request import LinkedChunk, Request, Status
 from mpic.engine.native.runner import Runner
 from mpic.engine.native.sampling import choose
@@ -44,6 +45,7 @@ from mpic.link import BARE, Need, Wrapping
 from mpic.link.engines import PROVIDES
 from mpic.model.loaded import LoadedModel
 from mpic.packet.adapter import Adapter
+from mpic.press import PRESSES
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +91,14 @@ class NativeEngine(Engine):
         self.transfers = Transfers(
             self.device, store, self.tombstones, self._post, self._load_ended, loaders or loaders_for()
         )
+        presser = Presser(model, self.device, 0 if adapter is None else len(adapter.trailer))
         self.memory = DeviceMemory(
             self.device,
             model.bos_id,
             self.transfers.load,
             self.transfers.save,
             self.tombstones,
+            presser,
             model.scope,
         )
         self.scheduler = Scheduler(self.memory, budget, max_running)
@@ -138,6 +142,10 @@ class NativeEngine(Engine):
         if self._max_waiting is None or self.scheduler.blocked:
             return self._max_waiting
         return self._max_waiting + max(0, self.scheduler.max_running - len(self.scheduler.running))
+
+    def presses(self) -> list[str]:
+        """See ``Engine.presses``."""
+        return [press.syntax for press in PRESSES if refusal(self.model, press) is None]
 
     def compile(self, chunk: Chunk, wrapping: Wrapping = BARE) -> Future[int]:
         """See ``Engine.compile``; raises EngineStopped itself when the engine has been closed."""
@@ -196,7 +204,7 @@ class NativeEngine(Engine):
         running = sum(extent.pages for extent in extents if extent is not None)
         free = self.pool.free_pages
         counters = dict(self._counters)
-        for owner in (self.device, self.memory, scheduler, self.transfers, self.outputs):
+        for owner in (self.device, self.memory, scheduler, self.transfers, self.decider, self.outputs):
             counters |= owner.counters
         return {
             "waiting": len(scheduler.waiting),
@@ -307,13 +315,7 @@ class NativeEngine(Engine):
     def _decide(self) -> bool:
         """Lets dynamic policies look at their prompts. The rows they choose join the next step."""
         undecided = self.scheduler.undecided()
-        for request in undecided:
-            try:
-                self.decider.decide(request)
-                self.scheduler.decided(request)
-            except Exception as error:  # of this request alone: nothing has been written
-                log.exception("a dynamic policy failed")
-                self.outputs.fail(request, as_failure(error))
+        self.decider.decide(undecided, self.scheduler.decided, self.outputs.fail)
         return bool(undecided)
 
     def _commit(self, slices: list[BatchSlice], logits: torch.Tensor, barrier: LayerBarrier) -> None:

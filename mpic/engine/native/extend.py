@@ -94,6 +94,7 @@ class Extender:
         retrieval, links = request.spec.retrieval, {}
 
         def link(hit: Hit) -> None:
+            self._builder.check_presses([hit.chunk], request.spec.policy)
             links[id(hit.chunk)] = self._builder.linker.link([hit.chunk], request.spec.policy, arrived)[0]
 
         found = search.search(retrieval, call)

@@ -20,6 +20,7 @@ from mpic.kv.store import ChunkStore, StoredChunk
 from mpic.link import BARE, Policy, Wrapping
 from mpic.model.loaded import LoadedModel
 from mpic.packet.adapter import Adapter, require_adapter
+from mpic.press import parse_press
 
 log = logging.getLogger(__name__)
 
@@ -68,19 +69,20 @@ class ChunkLinker:
         self._lock = threading.Lock()
         self._encoder = threading.Lock()
 
-    def recipe(self, wrapping: Wrapping) -> Recipe:
-        """Returns how chunks are compiled that are wrapped so.
+    def recipe(self, wrapping: Wrapping, press: str = "") -> Recipe:
+        """Returns how chunks are compiled that are wrapped so, and compressed by a press of that name.
 
         Raises:
             NoAdapter: they shall be packets, and the model has no adapter.
         """
         packet = require_adapter(self._adapter, self._model).digest if wrapping.packet else ""
+        kept = "" if (found := parse_press(press)) is None else found.name
         model = self._model
         layout = "latent" if model.latents else ""
-        return Recipe(model.info.dtype, "raw", wrapping.sink, model.preprocessing, packet, layout)
+        return Recipe(model.info.dtype, "raw", wrapping.sink, model.preprocessing, packet, layout, kept)
 
     def key(self, chunk: Chunk, wrapping: Wrapping = BARE) -> KVKey:
-        return KVKey(chunk.owner, chunk.key, self._model.digest, self.recipe(wrapping))
+        return KVKey.of(chunk.owner, chunk.key, self._model.digest, self.recipe(wrapping, chunk.press))
 
     def link(self, chunks: Sequence[Chunk], policy: Policy, arrived: float) -> list[LinkedChunk]:
         """Returns every chunk with its inputs. The store is asked once for all that are not resident.
@@ -88,8 +90,11 @@ class ChunkLinker:
         Raises:
             UnsupportedModality, InvalidUpload, NoAdapter: the inputs of a chunk cannot be made.
         """
-        recipe = self.recipe(policy.wrapping)
-        keys = [KVKey.of(chunk.owner, chunk.key, self._model.digest, recipe) for chunk in chunks]
+        recipes = {
+            press: self.recipe(policy.wrapping, press if policy.uses_chunks else "")
+            for press in {chunk.press for chunk in chunks}
+        }
+        keys = [KVKey.of(c.owner, c.key, self._model.digest, recipes[c.press]) for c in chunks]
         ready = [r if r is not None and r.ready else None for r in map(self._device.get, keys)]
         known = [
             self._remembered(chunk, key) if resident is None else resident.inputs
@@ -110,7 +115,7 @@ class ChunkLinker:
                 linked.append(LinkedChunk(chunk, key, inputs, None, None))
             else:
                 linked.append(self._link_stored(chunk, key, inputs, found.get(key), arrived))
-        if recipe.packet:
+        if policy.wrapping.packet:
             for one in linked:
                 one.packet = len(self._adapter)
         return linked

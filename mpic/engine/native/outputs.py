@@ -48,6 +48,8 @@ class Outputs:
     ) -> None:
         self._scheduler, self._tombstones, self._eos = scheduler, tombstones, eos
         self.extender = Extender(builder, tombstones, post, self._searched)
+        pool = scheduler.memory.pool
+        self._token_bytes = pool.shape.per_token * pool.arena.element_size()
         self.unfinished: set[Request] = set()
         self.counters: Counter[str] = Counter()
 
@@ -118,13 +120,13 @@ class Outputs:
         """Ends a request without an error. Its own tokens enter the prefix cache."""
         usage, prompt = request.usage, request.prompt
         usage.total_ms = (time.monotonic() - request.arrived) * 1e3
-        usage.chunks = chunk_uses(prompt.plan, prompt.chunks)
+        usage.chunks = chunk_uses(prompt.plan, prompt.chunks, self._token_bytes)
         usage.compiled = sum({c.key: c.tokens for c in prompt.chunks if c.tier == "compiled"}.values())
         usage.computed = request.own_prompt - usage.prefix_hit
         usage.packet = sum(c.packet for c in prompt.chunks)
         if request.spec.trace:
             usage.trace = trace(prompt.segments, prompt.plan, prompt.chunks, usage.prefix_hit)
-        usage.attended = prompt.plan.pairs(usage.prefix_hit)
+        usage.attended = prompt.plan.pairs(usage.prefix_hit, [c.removed for c in prompt.chunks])
         if request.status.admitted and prompt.plan.prefix and reason != "abort":
             self._scheduler.memory.cache_prefix(request)
         self._release(request)

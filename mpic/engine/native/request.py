@@ -76,6 +76,19 @@ class LinkedChunk:
     def tokens(self) -> int:
         return len(self.inputs)
 
+    @property
+    def removed(self) -> int:
+        """The tokens that its press has removed from every layer and head."""
+        return self.tokens - self.key.recipe.slots(self.tokens)
+
+    def slots(self, lo: int, hi: int) -> tuple[int, int]:
+        """Returns the slots of tokens ``[lo, hi)``, counted from the chunk's first. In a compressed chunk they are the
+        protected first tokens, or all that are behind some of those (``mpic.press``)."""
+        removed = self.removed
+        if removed and hi < self.tokens:
+            raise IntegrityError(f"a compressed chunk has no slots of its tokens {lo} to {hi}")
+        return lo, hi - removed
+
 
 @dataclass(frozen=True, eq=False)
 class LinkedPrompt:
@@ -254,8 +267,8 @@ class Request(Rows):
 
     @property
     def namespace(self) -> tuple[str, ...]:
-        """Its prefix namespace: exact KV of a user, or KV that a user linked under one policy (and so one recipe).
-        Neither is ever found through the other."""
+        """Its prefix namespace: exact KV of a user, or KV that a user linked under one policy. Neither is ever found
+        through the other. The items of a prefix name the recipes of the chunks in it."""
         plan, user = self.prompt.plan, self.spec.user
         return ("exact", user) if plan.exact else ("linked", user, plan.policy)
 
@@ -274,5 +287,7 @@ class Request(Rows):
             if id(linked) in wanted:
                 resident, first = linked.resident, linked.resident.first
                 base = span.base - linked.key.recipe.sink
-                slots = (first + span.lo, first + span.hi)
-                self.spans.append(Span(resident.extent, *slots, base, *span[4:]))
+                lo, hi = linked.slots(span.lo, span.hi)
+                if lo == hi:  # a press has left nothing behind the tokens that are computed again
+                    continue
+                self.spans.append(Span(resident.extent, first + lo, first + hi, base, *span[4:]))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mpic.engine.native.batch import BatchSlice
+from mpic.engine.native.batch import BatchSlice, CompileJob
 from mpic.engine.native.step_tables import StepTables
 from mpic.kernels.upload import send, upload
 from mpic.kv.barrier import LayerBarrier
 from mpic.kv.pool import Pool
+from mpic.model.hooks import Observed
 from mpic.model.loaded import LoadedModel
 from mpic.model.structure import RowInputs
 
@@ -47,7 +48,7 @@ class Runner:
         table = upload({"positions": positions, "wanted": np.array(wanted, np.int64)}, self.model.device)
         inputs = self.inputs(slices, starts)
         step = self.tables.step(slices, starts)
-        step.barrier = barrier
+        step.barrier, step.observed = barrier, observed_rows(slices, starts)
         return self.model.forward(inputs, table["positions"], step, table["wanted"])
 
     def wait(self) -> None:
@@ -75,3 +76,14 @@ class Runner:
         if not features:
             return RowInputs(ids, embeds)
         return RowInputs(ids, embeds, (send(mask, device), torch.cat(features, 1)))
+
+
+def observed_rows(slices: list[BatchSlice], starts: list[int]) -> list[tuple[slice, Observed]]:
+    """Returns which rows of a step are among the last ones of a chunk whose press looks at their queries."""
+    found = []
+    for (rows, lo, hi), start in zip(slices, starts, strict=True):
+        if isinstance(rows, CompileJob) and rows.observed is not None:
+            first = max(lo, len(rows) - rows.observed.count)
+            if first < hi:
+                found.append((slice(start + first - lo, start + hi - lo), rows.observed))
+    return found

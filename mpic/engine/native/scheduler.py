@@ -100,8 +100,7 @@ class Scheduler:
             slices.append(BatchSlice(rows, rows.computed, hi))
             taken.add(id(rows))
             budget -= hi - rows.computed
-            if isinstance(rows, CompileJob) and hi == len(rows):
-                finishing.add(rows.resident)
+            finishing.update(_finishing(slices[-1:]))
 
         for request in self.running:
             for linked in request.prompt.needed:
@@ -287,8 +286,9 @@ class Scheduler:
 
 
 def _finishing(slices: list[BatchSlice]) -> set[Resident]:
-    """Returns the chunks of which the last row is computed in this step."""
-    return {s.rows.resident for s in slices if isinstance(s.rows, CompileJob) and s.hi == len(s.rows)}
+    """Returns the chunks that are ready within this step: their last row is computed in it, and no press follows."""
+    jobs = [s.rows for s in slices if isinstance(s.rows, CompileJob) and s.hi == len(s.rows)]
+    return {job.resident for job in jobs if not job.resident.is_pressed}
 
 
 def _end(request: Request) -> int:

@@ -106,6 +106,7 @@ class Transfers:
             order: loads of a lower order are read first.
         """
         resident, began = linked.resident, time.monotonic()
+        self.device.shape(resident, pressed=True)
         resident.extent.fixed += 1
         self.loading += 1
         self.device.acquire(resident)
@@ -165,9 +166,11 @@ class Transfers:
         self.loading -= 1
         linked.ms = (time.monotonic() - began) * 1e3
         if error is None:
+            self.device.pool.trim(resident.extent)
             resident.ready = True
             linked.tier, reason = linked.stored.tier, None
         else:
+            self.device.shape(resident, pressed=False)
             linked.tier = "compiled"
             linked.reason = reason = self._reason(linked, error)
         self._emit(LoadEnded(resident, linked.tier, reason))

@@ -32,13 +32,15 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass
 class Cache:
-    """Dense cache: ``keys/values[layer] [kv_heads, length, head_dim]``; rows at ``index`` are written, then attend."""
+    """Dense cache: ``keys/values[layer] [kv_heads, length, head_dim]``; rows at ``index`` are written, then attend.
+    ``removed[layer] [kv_heads, length]`` is true where no row sees a token, since a press has removed it."""
 
     index: torch.Tensor
     length: int
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    removed: dict[int, torch.Tensor] = field(default_factory=dict)
     scaling: float = 1.0
 
     def place(self, layer: int, where: slice | torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -47,6 +49,12 @@ class Cache:
             if layer not in held:
                 held[layer] = torch.full((new.shape[0], self.length, new.shape[2]), float("nan"))
             held[layer][:, where] = new
+
+    def remove(self, layer: int, start: int, n: int, kept: torch.Tensor) -> None:
+        """Hides of tokens ``[start, start + n)`` those that are not in ``kept [kv_heads, any]``, counted from start."""
+        removed = self.removed.setdefault(layer, torch.zeros(len(kept), self.length, dtype=torch.bool))
+        removed[:, start : start + n] = True
+        removed.scatter_(1, kept + start, False)
 
 
 _cache: Cache | None = None
@@ -70,6 +78,10 @@ def _attention(module, query, key, value, attention_mask, **kwargs: Any):
     keys, values = (torch.nan_to_num(held[layer])[None] for held in (cache.keys, cache.values))
     if attention_mask is None:  # the model leaves the mask to the implementation
         attention_mask = _mask(mask_function=lambda b, h, q, k: k <= q)
+    if layer in cache.removed:
+        removed = cache.removed[layer].repeat_interleave(query.shape[1] // key.shape[1], 0)
+        lowest = torch.finfo(attention_mask.dtype).min
+        attention_mask = attention_mask.masked_fill(removed[None, :, None], lowest)
     return eager(module, query, keys, values, attention_mask, **kwargs)
 
 
@@ -232,8 +244,14 @@ class StockOracle:
         selection: Sequence[Ranges],
         tokens: int,
         bos: int = 1,
+        kept: Sequence[Sequence[torch.Tensor]] = (),
     ) -> tuple[list[int], torch.Tensor]:
-        """Greedy answer and the logits of every answered position under a selection of recomputed chunk tokens."""
+        """Greedy answer and the logits of every answered position under a selection of recomputed chunk tokens.
+
+        Args:
+            kept: of each chunk, layer by layer, the tokens that a press has kept, ``[kv_heads, slots]``; empty where no
+                chunk is compressed.
+        """
         ids, embeds, positions, marks, deepstack, places, rotary_length = self._layout(prompt, inputs)
         own = torch.ones(len(embeds), dtype=torch.bool)
         compiled = []
@@ -249,9 +267,11 @@ class StockOracle:
         for step in range(tokens):
             length = len(embeds)
             cache = Cache(index, length)
-            for start, layers in compiled:
+            for i, (start, layers) in enumerate(compiled):
                 for layer, (k, v) in enumerate(layers):
                     cache.place(layer, slice(start, start + k.shape[1]), k, v)
+                    if kept:
+                        cache.remove(layer, start, k.shape[1], kept[i][layer])
             deep = None
             if deepstack is not None:
                 deep = marks[index], deepstack[:, own[: len(marks)][marks]]

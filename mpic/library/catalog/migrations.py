@@ -221,3 +221,9 @@ def m008_pieces_of_files(db: sqlite3.Connection) -> None:
         UNION ALL
         SELECT files.id, files.owner, files.kind, pieces.digest, files.pinned
         FROM pieces CROSS JOIN files ON files.id = pieces.file""")
+
+
+@migration
+def m009_presses_of_files(db: sqlite3.Connection) -> None:
+    """Adds files whose upload said how they are compressed: ``press`` names it, empty where nothing was said."""
+    db.execute("ALTER TABLE files ADD COLUMN press TEXT NOT NULL DEFAULT ''")

@@ -49,6 +49,7 @@ def give(
                 expires_after=_left(library, file.expires_at),
                 metadata=file.metadata,
                 split=file.split,
+                press=file.press or None,
             )
             library.files.delete(source, file.id)
             given.append(Given(name))

@@ -30,7 +30,18 @@ SidecarKind = Literal["file", "reference", "cache", "owner"]
 
 CONTENT = ("kind", "filename", "bytes", "sha256", "digest")
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "file": ("id", "owner", "handle", *CONTENT, "created_at", "expires_at", "metadata", "pinned", "split"),
+    "file": (
+        "id",
+        "owner",
+        "handle",
+        *CONTENT,
+        "created_at",
+        "expires_at",
+        "metadata",
+        "pinned",
+        "split",
+        "press",
+    ),
     "reference": (
         *("id", "version", "title", "description", "metadata", *CONTENT),
         *("created_at", "updated_at", "pinned"),
@@ -39,7 +50,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "owner": ("id", "created_at", "quota_files", "quota_bytes", "quota_disk"),
 }
 """Columns of the catalogue that a sidecar holds. State and tokens are not among them: they follow from compiling."""
-ADDED = {"file": {"split": None}}
+ADDED = {"file": {"split": None, "press": ""}}
 """Columns that the sidecars of earlier versions lack, with what that means."""
 CACHE_CHUNK = ("id", *CONTENT, "pinned", "position", "start", "end")
 

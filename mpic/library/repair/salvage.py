@@ -78,5 +78,12 @@ def _describe(path: Path, owner: str, limits: Limits) -> dict[str, Any] | None:
         words = {"title": reference.removeprefix("ref_"), "description": "", "filename": reference}
         return record | words | {"id": reference, "version": 1, "updated_at": at}
     if owner != SHARED and path.name.startswith("file-"):
-        return record | {"id": path.name, "owner": owner, "handle": None, "expires_at": None, "split": None}
+        return record | {
+            "id": path.name,
+            "owner": owner,
+            "handle": None,
+            "expires_at": None,
+            "split": None,
+            "press": "",
+        }
     return None

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpic.link import papers
-from mpic.link.policy import ChunkPlace, Policy, Ranges, tokens
+from mpic.link.policy import ChunkPlace, Policy, Ranges
+from mpic.method import tokens
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpic.link import papers
-from mpic.link.policy import ChunkPlace, Policy, Ranges, parameter
+from mpic.link.policy import ChunkPlace, Policy, Ranges
+from mpic.method import parameter
 
 PAGE = 16
 """Tokens of a page, as in the paper's engine, whatever the page size of the pool."""
@@ -22,6 +23,10 @@ class Block(Policy):
     paper = papers.MEPIC
     examples = ("block-1",)
     n: int = parameter("pages", 1_000_000)
+
+    @property
+    def head(self) -> int:
+        return self.n * PAGE
 
     def select(self, chunks: Sequence[ChunkPlace]) -> list[Ranges]:
         return [((0, min(self.n * PAGE, chunk.length)),) for chunk in chunks]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpic.link import papers
-from mpic.link.policy import ChunkPlace, DynamicPolicy, Ranges, percent, ranges_of
+from mpic.link.policy import ChunkPlace, DynamicPolicy, Ranges, ranges_of
+from mpic.method import percent
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpic.link import papers
-from mpic.link.policy import ChunkPlace, Policy, Ranges, tokens
+from mpic.link.policy import ChunkPlace, Policy, Ranges
+from mpic.method import tokens
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,10 @@ class LegoLink(Policy):
     paper = papers.EPIC
     examples = ("legolink-16",)
     k: int = tokens(least=1)
+
+    @property
+    def head(self) -> int:
+        return self.k
 
     def select(self, chunks: Sequence[ChunkPlace]) -> list[Ranges]:
         return [() if chunk.start == 0 else ((0, min(self.k, chunk.length)),) for chunk in chunks]

@@ -19,5 +19,9 @@ class LegoLink0(Policy):
     paper = papers.EPIC
     wrapping = Wrapping(sink=4)
 
+    @property
+    def head(self) -> int:
+        return 0
+
     def select(self, chunks: Sequence[ChunkPlace]) -> list[Ranges]:
         return [() for _ in chunks]

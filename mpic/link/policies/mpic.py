@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpic.link import papers
-from mpic.link.policy import ChunkPlace, Policy, Ranges, tokens
+from mpic.link.policy import ChunkPlace, Policy, Ranges
+from mpic.method import tokens
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,10 @@ class MPIC(Policy):
     paper = papers.MPIC
     examples = ("mpic-16", "mpic-32")
     k: int = tokens()
+
+    @property
+    def head(self) -> int:
+        return self.k
 
     def select(self, chunks: Sequence[ChunkPlace]) -> list[Ranges]:
         return [((0, min(self.k, chunk.length)),) for chunk in chunks]

@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpic.link.policy import ChunkPlace, Policy, Ranges, percent, ranges_of
+from mpic.link.policy import ChunkPlace, Policy, Ranges, ranges_of
+from mpic.method import percent
 
 
 @dataclass(frozen=True)

@@ -17,5 +17,9 @@ class Reuse(Policy):
     summary = "Recomputes nothing of images and documents. Fastest, and the least exact."
     paper = papers.MPIC
 
+    @property
+    def head(self) -> int:
+        return 0
+
     def select(self, chunks: Sequence[ChunkPlace]) -> list[Ranges]:
         return [() for _ in chunks]

@@ -17,7 +17,8 @@ from mpic.errors import UnsupportedParameter
 from mpic.http import errors
 from mpic.http.errors import CLIENT_CLOSED
 from mpic.http.sse import DONE, ClientDisconnected, EventStream, event, while_connected
-from mpic.link import parse_policy
+from mpic.link import Policy, parse_policy
+from mpic.press import parse_press
 from mpic.prompt import ChatTemplate, build_prompt
 from mpic.prompt.bounds import check_conversation
 from mpic.server import retrieval
@@ -96,6 +97,7 @@ def prepare(
             "n greedy answers would all be the same: set a temperature above 0", param="n"
         )
     policy = parse_policy(body.mpic.policy or state.config.engine.policy)
+    press = asked_press(body, policy)
     resolver = _resolver(state, user)
     messages = [m.model_dump(exclude_none=True, exclude=IGNORED) for m in body.messages]
     check_conversation(messages, state.engine.info.context_length, state.template.longest_token)
@@ -108,15 +110,28 @@ def prepare(
     if options.mode == "off":
         prompt = build_prompt(messages, state.template, resolver, tools)
     else:
-        searcher = retrieval.Searcher(state.retriever, options)
+        searcher = retrieval.Searcher(state.retriever, options, press or state.config.engine.press)
         query = retrieval.query_of(messages, _resolver(state, user))
         if options.mode == "always":
             prompt, round = retrieval.prompt_with_references(messages, searcher, query, state, resolver)
             rounds = (round,)
         else:
             prompt, search = retrieval.prompt_with_search(messages, searcher, query, state, resolver, policy)
+    prompt = prompt.pressed(press, state.config.engine.press)
     id = f"chatcmpl-{uuid.uuid4().hex}"
     return GenerationRequest(id, prompt, policy, sampling_of(body), user, body.mpic.trace, search), rounds
+
+
+def asked_press(body: ChatRequest, policy: Policy) -> str | None:
+    """Returns the press that a request asks for, if any. Raises UnknownPress; UnsupportedParameter: it would do
+    nothing."""
+    press = parse_press(body.mpic.press or "")
+    if press is not None and not policy.uses_chunks:
+        raise UnsupportedParameter(
+            f"press {press} does nothing under policy {policy}, which reads no compiled chunk",
+            param="mpic.press",
+        )
+    return body.mpic.press
 
 
 def _resolver(state: State, user: str) -> LibraryResolver:

@@ -10,9 +10,11 @@ from starlette.concurrency import run_in_threadpool
 
 from mpic.api.requests import FileChange
 from mpic.api.resources import FileChunk, FileDeleted, FileList, FileObject
+from mpic.engine.base import Engine
 from mpic.errors import BadRequest, DocumentTooLong, UnsupportedParameter
 from mpic.library import File as LibraryFile
 from mpic.library.intake.checks import check_life
+from mpic.press import NONE, parse_press
 from mpic.server.auth import CurrentUser
 from mpic.server.cutting import check_whole, split_of
 from mpic.server.json_routes import JSONRoute
@@ -29,6 +31,7 @@ FIELDS = frozenset(
         "handle",
         "replace",
         "split",
+        "press",
         "ttl",
         "expires_after[anchor]",
         "expires_after[seconds]",
@@ -52,6 +55,12 @@ async def upload(
         Form(
             description="how a document is cut into chunks: `auto` (if it is too long for one), `none`, `fixed`, "
             "`sentence`, `paragraph`, `section`, or an object with `mode`, `tokens` and `overlap`"
+        ),
+    ] = None,
+    press: Annotated[
+        str | None,
+        Form(
+            description="how it is compressed, e.g. `snapkv-50`; `none`: not at all; left out: as the server does"
         ),
     ] = None,
     ttl: Annotated[int | None, Form(ge=1, description="seconds until it expires; left out: never")] = None,
@@ -83,6 +92,7 @@ async def upload(
         replace=replace,
         split=split_of(split, name, state.config.library.split_tokens),
         split_asked=asked,
+        press=checked_press(press, state.engine),
         key=user.limits,
     )
     for removed in stored.removed:
@@ -94,6 +104,21 @@ async def upload(
     else:
         answer = await run_in_threadpool(get_file, stored.file.id, state, user)
     return answer.model_copy(update={"outcome": stored.outcome})
+
+
+def checked_press(press: str | None, engine: Engine) -> str | None:
+    """Returns a press's canonical name.
+
+    Raises:
+        UnknownPress: there is none of that name.
+        UnsupportedParameter: the engine does not compress chunks of its model by it.
+    """
+    found = parse_press(press or "")
+    if found is None:
+        return press and NONE
+    if found.syntax not in engine.presses():
+        raise UnsupportedParameter(f"press {found} does not run on model {engine.info.name}", param="press")
+    return found.name
 
 
 @router.get("")
@@ -156,4 +181,5 @@ def _show(file: LibraryFile, state: State, tiers: Tiers, counts: Mapping[str, in
     except DocumentTooLong as error:
         details = error.message
     more = {"purpose": purpose, "status_details": details, "chunk_count": counts.get(file.id, 1)}
+    more["press"] = file.press or None
     return shown(FileObject, file, tiers=tiers.get(file.id, ()), **more)

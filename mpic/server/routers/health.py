@@ -40,6 +40,8 @@ async def health(state: StateDep, user: CurrentUser) -> JSONResponse:
         engine=stats,
         policy=state.config.engine.policy,
         policies=tuple(state.engine.policies()),
+        press=state.config.engine.press,
+        presses=tuple(state.engine.presses()),
     )
     shown = body.model_dump(mode="json", exclude_unset=True)  # of the engine, what it counts
     return JSONResponse(shown, status_code=200 if ready else 503)

@@ -26,6 +26,7 @@ def _served(state: State) -> ModelObject:
         context_length=info.context_length,
         modalities=tuple(info.modalities),
         policies=tuple(state.engine.policies()),
+        presses=tuple(state.engine.presses()),
     )
 
 

@@ -17,7 +17,8 @@ from mpic.engine.vllm.wire import LinkOrder, make_link_order
 from mpic.errors import UnsupportedParameter
 from mpic.kv.chunk import Chunk
 from mpic.link import LinkPlan, Policy, Ranges, make_plan
-from mpic.link.engines import refusal
+from mpic.link.engines import NO_PRESS, refusal
+from mpic.press import parse_press
 from mpic.prompt.segments import Segment, TextSegment
 
 
@@ -67,6 +68,8 @@ class PromptPreparer:
         refused = refusal(request.policy, "vllm")
         if refused is not None:
             raise UnsupportedParameter(refused, param="mpic.policy")
+        if request.policy.uses_chunks and any(parse_press(chunk.press) for chunk in request.prompt.chunks):
+            raise UnsupportedParameter(NO_PRESS.format(engine="vllm"), param="mpic.press")
 
     def prepare(
         self,

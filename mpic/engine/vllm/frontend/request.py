@@ -270,9 +270,10 @@ class Request:
         usage.total_ms = (time.monotonic() - self.arrived) * 1e3
         usage.computed = usage.prompt_tokens - usage.reused - usage.prefix_hit
         usage.attended = plan.pairs(usage.prefix_hit)
+        token_bytes = self._runtime.model.page_token_bytes
         usage.chunks = tuple(
             replace(use, reason=chunk.reason) if chunk.tier == "none" and chunk.reason else use
-            for use, chunk in zip(chunk_uses(plan, linked), linked, strict=True)
+            for use, chunk in zip(chunk_uses(plan, linked, token_bytes), linked, strict=True)
         )
         if self.spec.trace:
             usage.trace = trace(self._prepared.segments, plan, linked, usage.prefix_hit)

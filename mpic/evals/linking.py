@@ -1,0 +1,45 @@
+"""What an evaluation compares: a policy, and the press of the chunks that it links, written ``mpic-16+snapkv-50``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpic.link import Policy, Wrapping, parse_policy
+from mpic.link.pressing import check_presses
+from mpic.press import NONE, parse_press
+from mpic.prompt import Prompt
+
+
+class Linking(NamedTuple):
+    """A policy over chunks under a press (``none``: uncompressed ones)."""
+
+    policy: Policy
+    press: str
+
+    @property
+    def name(self) -> str:
+        return self.policy.name if self.press == NONE else f"{self.policy}+{self.press}"
+
+    @property
+    def compiles(self) -> tuple[Wrapping, str] | None:
+        """How the chunks are compiled that it links; None when it reads no compiled chunk."""
+        return (self.policy.wrapping, self.press) if self.policy.uses_chunks else None
+
+    def over(self, prompt: Prompt) -> Prompt:
+        """Returns a prompt with its chunks under the press."""
+        return prompt.pressed(self.press)
+
+
+def parse_linking(text: str) -> Linking:
+    """Parses a policy's name, with or without a press behind it.
+
+    Raises:
+        UnknownPolicy, UnknownPress: there is none of that name.
+        UnsupportedParameter: they do not go together.
+    """
+    if not isinstance(text, str):
+        return Linking(parse_policy(text), NONE)
+    name, _, pressed = text.partition("+")
+    policy, press = parse_policy(name), parse_press(pressed)
+    check_presses(policy, [pressed])
+    return Linking(policy, NONE if press is None else press.name)

@@ -1,0 +1,94 @@
+"""The base class of presses: each scores a chunk's tokens, and the lowest leave its KV once it is compiled.
+
+A press removes the same share of tokens in every layer and head, other tokens in each, so what is left is
+rectangular: ``m`` slots for ``n`` tokens. Keys keep the rotation of the positions that they were compiled at. The chunk
+takes as many positions in a prompt as before, and queries turn by its one base, whichever tokens are left.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from mpic.errors import UnknownPress
+from mpic.method import Method, percent, tokens
+
+if TYPE_CHECKING:
+    import torch
+
+PROTECTED = 16
+"""First tokens of a chunk that a press keeps unless its name says otherwise: as many as ``mpic-16`` recomputes."""
+
+
+class LayerKV(NamedTuple):
+    """One layer of a chunk of n tokens that has just been compiled.
+
+    Args:
+        layer: its number.
+        keys, values: ``[kv_heads, n, head_dim]`` fp32, keys rotated at chunk-local positions.
+        unrotated: returns the keys as they were before their rotation.
+        queries: ``[heads, w, head_dim]`` fp32, rotated, of the last w tokens (``Press.observed``).
+        scale: of the layer's softmax.
+    """
+
+    layer: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    unrotated: Callable[[], torch.Tensor]
+    queries: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Press(Method):
+    """Removes ``r`` percent of a chunk's tokens from its KV, never one of its first ``p``.
+
+    Policies compute the first tokens again in a prompt (``mpic-K``). As every head keeps all of those, what a prompt
+    maps behind them is one range of slots in every head. A subclass overrides ``score``, and ``observed`` if it looks
+    at queries.
+
+    Class attributes:
+        needs_positions: it takes rotations off, which is done where positions have one axis (not M-RoPE).
+    """
+
+    unknown = UnknownPress
+    param = "mpic.press"
+    needs_positions: ClassVar[bool] = False
+    r: int = percent(99)
+    p: int = tokens(default=PROTECTED)
+
+    @abstractmethod
+    def score(self, kv: LayerKV) -> torch.Tensor:
+        """Returns ``[kv_heads, n]``; tokens of the lowest scores leave."""
+
+    def observed(self, n: int, trailer: int) -> int:
+        """Returns of how many last tokens it needs the queries.
+
+        Args:
+            n: tokens of the chunk.
+            trailer: how many of its last tokens are an adapter's.
+        """
+        return 0
+
+    def slots(self, n: int) -> int:
+        """Returns how many tokens are left of ``n`` in every layer and head."""
+        return max(n - n * self.r // 100, min(n, self.p))
+
+    def kept(self, kv: LayerKV) -> torch.Tensor:
+        """Returns the tokens that are left in each head, ``[kv_heads, slots]`` ascending. Of equal scores the earlier
+        token stays."""
+        scores = self.score(kv).clone()
+        scores[:, : self.p] = float("inf")
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        return order[:, : self.slots(scores.shape[-1])].sort(-1).values
+
+    @classmethod
+    def parse(cls, text: str) -> Press | None:
+        """See ``Method.parse``; a second number says how many first tokens are protected."""
+        return cls._parse(cls.syntax, text) or cls._parse(f"{cls.syntax}-P", text)
+
+    @property
+    def name(self) -> str:
+        return self._filled(self.syntax if self.p == PROTECTED else f"{self.syntax}-P")

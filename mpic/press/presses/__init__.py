@@ -1,0 +1,1 @@
+"""The presses, one file each."""

@@ -1,0 +1,26 @@
+"""A control: keep tokens blindly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpic.press.press import LayerKV, Press
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Random(Press):
+    """Random: what a size buys when nothing guides it. The draw depends only on layer, heads and length, so a chunk is
+    compressed the same way every time."""
+
+    syntax = "random-R"
+    summary = "Removes R percent of the tokens, drawn blindly. A control."
+
+    def score(self, kv: LayerKV) -> torch.Tensor:
+        import torch
+
+        drawn = torch.rand(kv.keys.shape[:2], generator=torch.Generator().manual_seed(kv.layer))
+        return drawn.to(kv.keys.device)
