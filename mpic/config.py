@@ -121,6 +121,8 @@ class EngineConfig:
             beside the model (native).
         attention: auto, or the name of an implementation (CPU: cpu-stream, cpu-flash,
             reference; CUDA: cuda-flash or cuda-efficient, reference, triton; vllm: one of its backends).
+        cuda_graphs: decoding steps captured in CUDA graphs: auto (on CUDA, where the model's layers allow it), on (or
+            the model is refused) or off (native).
         pool_bytes: memory for the KV of running requests and resident chunks, a device; 0 chooses by what is free.
         step_tokens: most tokens computed in one forward; longer prefills are cut.
         max_running: most requests in one batch.
@@ -141,6 +143,7 @@ class EngineConfig:
     quantize: str = ""
     packet: str = ""
     attention: str = "auto"
+    cuda_graphs: str = "auto"
     pool_bytes: int = 0
     step_tokens: int = 2048
     max_running: int = 64
@@ -213,6 +216,7 @@ class Config:
 
 
 ENGINES = tuple(PROVIDES)
+CUDA_GRAPHS = ("auto", "on", "off")
 QUANTIZE = ("", "int8", "int4")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SECTIONS = {
@@ -306,10 +310,20 @@ def check_engine(config: EngineConfig) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "vllm_args"):
             if getattr(config, name) != EngineConfig.__dataclass_fields__[name].default:
                 raise ConfigError(f"{name} has no effect with engine = native; set engine = vllm", param=name)
+        if config.cuda_graphs not in CUDA_GRAPHS:
+            raise ConfigError(
+                f"unknown cuda_graphs {config.cuda_graphs!r}; available: {_listed(CUDA_GRAPHS)}",
+                param="cuda_graphs",
+            )
     else:
         for name in ("packet", "quantize"):
             if getattr(config, name):
                 raise ConfigError(f"{name} has no effect with engine = vllm; set engine = native", param=name)
+        if config.cuda_graphs != "auto":
+            raise ConfigError(
+                "cuda_graphs has no effect with engine = vllm, whose own are set by vllm_args; set engine = native",
+                param="cuda_graphs",
+            )
     if config.quantize not in QUANTIZE:
         raise ConfigError(f"unknown quantize '{config.quantize}'; available: int8, int4", param="quantize")
     _check_press(config)

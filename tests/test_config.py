@@ -83,6 +83,8 @@ def test_a_limit_that_cannot_be_is_an_error_of_its_section(tmp_path):
     [
         ({"engine": "vlm"}, "unknown engine 'vlm'; available: native, vllm"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size has no effect with engine = native"),
+        ({"cuda_graphs": "yes"}, "unknown cuda_graphs 'yes'; available: auto, on, off"),
+        ({"engine": "vllm", "cuda_graphs": "on"}, "cuda_graphs has no effect with engine = vllm"),
         ({"vllm_args": "{}"}, "vllm_args has no effect with engine = native"),
         ({"engine": "vllm", "policy": "cacheblend-15"}, "does not run on the vllm engine: it looks at keys"),
         (

@@ -8,7 +8,7 @@ from rotation_kit import Rotary
 
 from mpic.kernels.attention import KVView, SpanCall
 from mpic.kernels.span import Span
-from mpic.kernels.triton.step import Geometry
+from mpic.kernels.triton.launch import Geometry
 from mpic.kernels.triton.tiles import Strides
 from mpic.kernels.triton.tuning import Tiles
 

@@ -8,8 +8,9 @@ so nothing is merged unless the work list cut a tile: then each item writes a pa
 Positions with several axes (M-RoPE) need nothing of their own: a base shifts all axes alike, so one cosine and sine
 row a base is right; dimensions beyond the rotary ones (partial rotary) pass unchanged.
 
-A step that holds both blocks of rows (prefill) and rows that stand alone (decoding) takes two launches, because their
-tiles differ in size by up to eight and a launch has one size; cut tiles add the merge.
+A step takes up to three launches, because their tiles differ in size by up to eight and a launch has one size: blocks
+of rows (prefill), rows that stand alone (decoding) and share what they see, and such rows over what is their own; cut
+tiles add the merge. Slots that every row of a tile sees are taken without a mask, in whole blocks.
 
 Roofline of a launch, with e bytes an element, H query and K key heads, d = head_dim, N the keys of all segments (of a
 tile), M the rows of a tile, R rows in all:
@@ -37,7 +38,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mpic.kernels.triton.tables import ITEM_WIDTH, ItemColumn, SegmentColumn
+from mpic.kernels.triton.tables import ITEM_WIDTH, NO_FLOORS, ItemColumn, SegmentColumn
 from mpic.kernels.triton.tiles import NEVER
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -57,6 +58,8 @@ _ROW_MIN = tl.constexpr(int(SegmentColumn.ROW_MIN))
 _ROW_MAX = tl.constexpr(int(SegmentColumn.ROW_MAX))
 _DIAGONAL = tl.constexpr(int(SegmentColumn.DIAGONAL))
 _FIRST_ROW = tl.constexpr(int(SegmentColumn.FIRST_ROW))
+_FLOORS = tl.constexpr(int(SegmentColumn.FLOORS))
+_NO_FLOORS = tl.constexpr(NO_FLOORS)
 
 _ITEM_WIDTH = tl.constexpr(ITEM_WIDTH)
 _ITEM_ROW = tl.constexpr(int(ItemColumn.ROW))
@@ -125,57 +128,81 @@ def _limit(segment, row, live, lo, hi):
 
 
 @triton.jit
+def _scores(x, scale, softcap, SOFTCAP: tl.constexpr):
+    """Returns the scores of products in base 2, capped as ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv
+    2408.00118, section 2)."""
+    if SOFTCAP:
+        doubled = x * (scale * 2 * _LOG2E / softcap)
+        falls = tl.exp2(-tl.abs(doubled))
+        return tl.where(doubled < 0, falls - 1, 1 - falls) / (1 + falls) * (softcap * _LOG2E)
+    return x * (scale * _LOG2E)
+
+
+@triton.jit
 def _over_keys(
     query,
     row,
+    floor,
     limit,
     d,
     anchor,  # the KV memory that origin counts from
     first_rows,  # [slots of segments with holes]
     origin,
     value,
+    begin,
     lo,
     hi,
     first_row,
-    factor,
+    scale,
+    softcap,
     top,
     norm,
     acc,
     DIM: tl.constexpr,
+    MASKED: tl.constexpr,
     HOLES: tl.constexpr,
+    FLOORED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Takes slots ``[lo, hi)`` into the running softmax: per query its largest score ``top [BLOCK_M]``, the sum of
-    weights ``norm [BLOCK_M]`` and the weighted values ``acc [BLOCK_M, DIM_PAD]``."""
+    """Takes slots ``[lo, hi)`` of a segment that begins at ``begin`` into the running softmax: per query its largest
+    score ``top [BLOCK_M]``, the sum of weights ``norm [BLOCK_M]`` and the weighted values ``acc [BLOCK_M, DIM_PAD]``.
+    Without ``MASKED`` every row sees all of them, and they fill whole blocks."""
     inner = d < DIM
     for j in range(lo, hi, BLOCK_N):
         n = j + tl.arange(0, BLOCK_N)
-        present = n < hi
-        if HOLES:
+        if MASKED:
+            present = n < hi
+        if MASKED and HOLES:
             has_table = present & (n * 0 + first_row >= 0)
-            first = tl.load(first_rows + first_row + (n - lo), mask=has_table, other=0)
+            first = tl.load(first_rows + first_row + (n - begin), mask=has_table, other=0)
             present = present & (first < _NEVER)
         key_offset = origin + n.to(tl.int64) * DIM
-        k = tl.load(
-            anchor + key_offset[None, :] + d[:, None], mask=present[None, :] & inner[:, None], other=0.0
-        )
-        x = _product(query, k, PRECISION, WIDEN) * factor
-        visible = n[None, :] < limit[:, None]
-        if HOLES:
-            visible = visible & present[None, :] & (row[:, None] >= first[None, :])
-        x = tl.where(visible, x, float("-inf"))
+        k_at = anchor + key_offset[None, :] + d[:, None]
+        v_at = anchor + value + key_offset[:, None] + d[None, :]
+        if MASKED:
+            k = tl.load(k_at, mask=present[None, :] & inner[:, None], other=0.0)
+        else:
+            k = tl.load(k_at, mask=inner[:, None], other=0.0)
+        x = _scores(_product(query, k, PRECISION, WIDEN), scale, softcap, SOFTCAP)
+        if MASKED:
+            visible = n[None, :] < limit[:, None]
+            if FLOORED:
+                visible = visible & (n[None, :] >= floor[:, None])
+            if HOLES:
+                visible = visible & present[None, :] & (row[:, None] >= first[None, :])
+            x = tl.where(visible, x, float("-inf"))
         new = tl.maximum(top, tl.max(x, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
+        safe = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
         p = tl.exp2(x - safe[:, None])
         keep = tl.exp2(top - safe)
         norm = norm * keep + tl.sum(p, 1)
-        v = tl.load(
-            anchor + value + key_offset[:, None] + d[None, :],
-            mask=present[:, None] & inner[None, :],
-            other=0.0,
-        )
+        if MASKED:
+            v = tl.load(v_at, mask=present[:, None] & inner[None, :], other=0.0)
+        else:
+            v = tl.load(v_at, mask=inner[None, :], other=0.0)
         acc = acc * keep[:, None] + _product(p.to(v.dtype), v, PRECISION, WIDEN)
         top = new
     return top, norm, acc
@@ -190,6 +217,7 @@ def _over_segment(
     sin,  # [bases, HALF] fp32
     rotation_of,  # [rotations of all segments] int32
     first_rows,  # [slots of segments with holes] int32
+    floors,  # [rows of windowed segments] int32
     q_offset,
     row,
     i,
@@ -197,7 +225,8 @@ def _over_segment(
     d,
     layer,
     kv_head,
-    factor,
+    scale,
+    softcap,
     top,
     norm,
     acc,
@@ -205,6 +234,8 @@ def _over_segment(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HOLES: tl.constexpr,
+    FLOORED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -222,10 +253,30 @@ def _over_segment(
         )
     limit = _limit(segment, row, live, lo, hi)
     first_row = tl.load(segment + _FIRST_ROW).to(tl.int32)
+    floor = limit * 0
+    if FLOORED:
+        floors_at = tl.load(segment + _FLOORS)
+        sees = live & (row * 0 + floors_at != _NO_FLOORS) & (limit > lo)
+        floor = tl.load(floors + floors_at + row, mask=sees, other=0)
+    whole = lo
+    if DIM <= 128:  # two loops over larger heads would not fit the registers
+        # slots that all rows see, in whole blocks: rows that are not live may see what they like, nobody reads them
+        seen = tl.min(tl.where(live, limit, hi), 0) - lo
+        if FLOORED:
+            seen = tl.where(floors_at != _NO_FLOORS, 0, seen)
+        if HOLES:
+            seen = tl.where(first_row >= 0, 0, seen)
+        whole = lo + tl.maximum(seen, 0) // BLOCK_N * BLOCK_N
+        # fmt: off
+        top, norm, acc = _over_keys(
+            query, row, floor, limit, d, anchor, first_rows, origin, value, lo, lo, whole, first_row,
+            scale, softcap, top, norm, acc, DIM, False, HOLES, FLOORED, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
+        )
+        # fmt: on
     # fmt: off
     return _over_keys(
-        query, row, limit, d, anchor, first_rows, origin, value, lo, hi, first_row,
-        factor, top, norm, acc, DIM, HOLES, PRECISION, WIDEN, BLOCK_N,
+        query, row, floor, limit, d, anchor, first_rows, origin, value, lo, whole, hi, first_row,
+        scale, softcap, top, norm, acc, DIM, True, HOLES, FLOORED, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
     )
     # fmt: on
 
@@ -254,8 +305,10 @@ def attend(
     rows,  # [rows of all items] int32
     rotation_of,  # [rotations of all segments] int32, rows of cos and sin
     first_rows,  # [slots of segments with holes] int32
+    floors,  # [rows of windowed segments] int32
     layer,
     scale,
+    softcap,
     total,
     q_row,
     q_head,
@@ -266,6 +319,8 @@ def attend(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HOLES: tl.constexpr,
+    FLOORED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -289,8 +344,9 @@ def attend(
     for index in range(tl.load(item + _ITEM_SEGMENT_LO), tl.load(item + _ITEM_SEGMENT_HI)):
         # fmt: off
         top, norm, acc = _over_segment(
-            segments + index * _SEGMENT_WIDTH, q, anchor, cos, sin, rotation_of, first_rows, q_offset, row, i, live, d,
-            layer, kv_head, scale * _LOG2E, top, norm, acc, DIM, HALF, INTERLEAVED, HOLES, PRECISION, WIDEN, BLOCK_N,
+            segments + index * _SEGMENT_WIDTH, q, anchor, cos, sin, rotation_of, first_rows, floors, q_offset, row, i,
+            live, d, layer, kv_head, scale, softcap, top, norm, acc, DIM, HALF, INTERLEAVED, HOLES, FLOORED, SOFTCAP,
+            PRECISION, WIDEN, BLOCK_N,
         )
         # fmt: on
 
@@ -304,50 +360,3 @@ def attend(
         entry = row.to(tl.int64) * heads + head
         tl.store(out + entry[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=inner)
         tl.store(lse + head.to(tl.int64) * total + row, log_sum, mask=live)
-
-
-@triton.jit(do_not_specialize=["total"])
-def merge(
-    out,  # [rows, heads, DIM]
-    lse,  # [heads, rows] fp32
-    part,  # [partials, heads, DIM] fp32
-    part_lse,  # [partials, heads] fp32
-    merged,  # [merged rows] int32
-    ends,  # [merged rows + 1] int32, into partial_of
-    partial_of,  # [partials] int32
-    total,
-    heads,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """Joins the partial results of one row and head. Grid ``(merged rows, heads)``; bound by reading the partials."""
-    row = tl.load(merged + tl.program_id(0)).to(tl.int64)
-    head = tl.program_id(1)
-    lo = tl.load(ends + tl.program_id(0))
-    hi = tl.load(ends + tl.program_id(0) + 1)
-    d = tl.arange(0, DIM_PAD)
-    top = tl.full([1], float("-inf"), tl.float32)
-    norm = tl.zeros([1], tl.float32)
-    acc = tl.zeros([DIM_PAD], tl.float32)
-    for j in range(lo, hi, BLOCK_S):
-        s = j + tl.arange(0, BLOCK_S)
-        present = s < hi
-        entry = tl.load(partial_of + s, mask=present, other=0).to(tl.int64) * heads + head
-        l = tl.load(part_lse + entry, mask=present, other=float("-inf"))
-        o = tl.load(
-            part + entry[:, None] * DIM + d[None, :], mask=present[:, None] & (d < DIM)[None, :], other=0.0
-        )
-        new = tl.maximum(top, tl.max(l, 0))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        weight = tl.exp(l - safe)
-        keep = tl.exp(top - safe)
-        norm = norm * keep + tl.sum(weight, 0)
-        acc = acc * keep + tl.sum(o * weight[:, None], 0)
-        top = new
-    seen_any = norm > 0.0
-    total_weight = tl.where(seen_any, norm, 1.0)
-    result = acc / total_weight
-    tl.store(out + (row * heads + head) * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
-    log_sum = tl.where(seen_any, top + tl.log(total_weight), float("-inf"))
-    tl.store(lse + head.to(tl.int64) * total + row + tl.arange(0, 1), log_sum)

@@ -44,6 +44,7 @@ def scatter(
     target = targets + row.to(tl.int64) * _WIDTH
     slot = tl.multiple_of(tl.load(target + _ORIGIN, mask=present, other=0), [16])
     value = tl.multiple_of(tl.load(target + _VALUE, mask=present, other=0), [16])
+    both = both & (value != 0)[:, None]
     slot += tl.multiple_of(tl.load(target + _LAYER, mask=present, other=0), [16]) * layer
     slot += tl.multiple_of(tl.load(target + _HEAD, mask=present, other=0), [16]) * head
     wide = row.to(tl.int64)[:, None]

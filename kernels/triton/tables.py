@@ -9,7 +9,8 @@ class SegmentColumn(IntEnum):
     """Columns of ``segments``, int64.
 
     ``ROTATION`` is where the segment's rows of the rotation table stand in ``rotation_of``, or -1 when no query is
-    rotated; ``ROTATION_STEP`` is 1 when each row of the tile has one of its own, 0 when all share one.
+    rotated; ``ROTATION_STEP`` is 1 when each row of the tile has one of its own, 0 when all share one. Row r sees slots
+    from ``floors[FLOORS + r]`` on, or all of them when ``FLOORS`` is ``NO_FLOORS``.
     """
 
     ORIGIN = 0
@@ -24,6 +25,11 @@ class SegmentColumn(IntEnum):
     ROW_MAX = 9
     DIAGONAL = 10
     FIRST_ROW = 11
+    FLOORS = 12
+
+
+NO_FLOORS = -(2**31)
+"""In ``SegmentColumn.FLOORS``, which may be negative."""
 
 
 class ItemColumn(IntEnum):
@@ -43,7 +49,7 @@ ITEM_WIDTH = 8
 
 class TargetColumn(IntEnum):
     """Columns of ``targets``, int64: where a row's key goes in layer 0 and head 0, and the strides from key to value,
-    from layer to layer, from head to head."""
+    from layer to layer, from head to head. A row whose ``VALUE`` is 0 is written nowhere (it fills up a batch)."""
 
     ORIGIN = 0
     VALUE = 1

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpic.kernels.attention import SpanCall
+from mpic.kernels.triton.tables import NO_FLOORS
 
 NEVER = 2**31 - 1
 """In ``first_rows``: no row sees the slot (a hole)."""
@@ -53,6 +54,16 @@ class Shape(NamedTuple):
     programs: int = 1
     least: int = 256
 
+    @property
+    def lone_m(self) -> int:
+        """Queries of a tile of rows that share little: a row's own, as many as a product takes at least."""
+        return max(16, power(self.group))
+
+    @property
+    def shared_m(self) -> int:
+        """Queries of a tile of rows that see the same slots."""
+        return max(64, power(self.group))
+
 
 class Segment(NamedTuple):
     """A span as one tile sees it: slots ``[lo, hi)`` of ``source``.
@@ -63,6 +74,8 @@ class Segment(NamedTuple):
         diagonal: row r sees slots below ``r + diagonal``; ``NEVER``: all.
         first_row: index into the step's ``first_rows`` of its first slot, where the first row that sees each slot is
             written; -1: all rows see all slots.
+        floors: where the step's ``floors`` hold the first slot that row r sees, less r; ``NO_FLOORS``: all rows see the
+            first slots.
     """
 
     source: Strides
@@ -73,6 +86,7 @@ class Segment(NamedTuple):
     row_max: int
     diagonal: int
     first_row: int
+    floors: int = NO_FLOORS
 
 
 class Tile(NamedTuple):
@@ -112,22 +126,36 @@ def row_ranges(calls: Sequence[SpanCall], total: int) -> list[tuple[tuple[int, i
     return ranges + [((row, row + 1), []) for row in range(end, total)]
 
 
-def block_tiles(
-    start: int, stop: int, calls: list[SpanCall], shape: Shape, first_rows: list[np.ndarray]
-) -> list[Tile]:
+class RowTables(NamedTuple):
+    """What a step's rows see of single slots, piece by piece as tiles are made; ``Segment`` points into it."""
+
+    first_rows: list[np.ndarray]
+    floors: list[np.ndarray]
+
+    @classmethod
+    def empty(cls) -> RowTables:
+        return cls([], [])
+
+
+def block_tiles(start: int, stop: int, calls: list[SpanCall], shape: Shape, tables: RowTables) -> list[Tile]:
     """Cuts rows ``[start, stop)``, which calls connect, into tiles of ``block_m`` queries. Appends to the step's
-    ``first_rows``."""
+    tables."""
     size = max(1, shape.block_m // shape.group)
-    causal = [c for c in calls if c.causal]
+    causal = [(call, _floors(call, tables)) for call in calls if call.causal]
     groups = [
-        (merged, [c.rows.start for c in merged.calls], _keep(merged.first_rows, first_rows))
+        (
+            merged,
+            [c.rows.start for c in merged.calls],
+            _keep(merged.first_rows, tables.first_rows),
+            _floors(merged.calls[0], tables),
+        )
         for merged in _merged([c for c in calls if not c.causal], shape)
     ]
     tiles = []
     for t0 in range(start, stop, size):
         t1 = min(t0 + size, stop)
-        segments = [s for call in causal for s in _causal(call, t0, t1)]
-        for merged, starts, table in groups:
+        segments = [s for call, floors in causal for s in _causal(call, floors, t0, t1)]
+        for merged, starts, table, floors in groups:
             visible = bisect_left(
                 starts, t1
             )  # later spans are seen by later rows, all of them to the same end
@@ -135,27 +163,43 @@ def block_tiles(
             if not visible or first.rows.stop <= t0:
                 continue
             last = merged.calls[visible - 1]
-            lo, hi = merged.lo, merged.slot(last, shape.dim) + last.span.tokens
+            lo, hi = merged.lo + _hidden(first, t0), merged.slot(last, shape.dim) + last.span.tokens
             row_min = first.rows.start if table < 0 else t0
             bases, row_max = (first.span.base,), first.rows.stop
-            segments.append(Segment(merged.source, lo, hi, bases, row_min, row_max, NEVER, table))
+            segments.append(Segment(merged.source, lo, hi, bases, row_min, row_max, NEVER, table, floors))
         tiles.append(Tile(tuple(range(t0, t1)), segments))
     return tiles
 
 
-def _causal(call: SpanCall, t0: int, t1: int) -> list[Segment]:
+def _floors(call: SpanCall, tables: RowTables) -> int:
+    """Appends the first slots that a call's rows see to the step's and returns where row r finds its own, less r."""
+    if call.visible is None:
+        return NO_FLOORS
+    tables.floors.append((call.visible.cpu().numpy() + call.span.lo).astype(np.int32))
+    return sum(map(len, tables.floors[:-1])) - call.rows.start
+
+
+def _hidden(call: SpanCall, row: int) -> int:
+    """Returns how many of the first slots neither this row nor a later one sees."""
+    return 0 if call.visible is None else int(call.visible[max(0, row - call.rows.start)])
+
+
+def _causal(call: SpanCall, floors: int, t0: int, t1: int) -> list[Segment]:
     """Returns the keys before the tile's first row, which need no mask, then the square on the diagonal."""
     start, stop, span = call.rows.start, call.rows.stop, call.span
     t0, t1 = max(t0, start), min(t1, stop)
     if t0 >= t1:
         return []
     middle, end = min(span.lo + t0 - start, span.hi), min(span.lo + t1 - start, span.hi)
+    first = span.lo + _hidden(call, t0)
     segments = []
-    if middle > span.lo:
-        segments.append(Segment(span.source, span.lo, middle, (span.base,), t0, stop, NEVER, -1))
+    if middle > first:
+        segments.append(Segment(span.source, first, middle, (span.base,), t0, stop, NEVER, -1, floors))
     if end > middle:
         diagonal = span.lo - start + 1
-        segments.append(Segment(span.source, middle, end, (span.base,), t0, stop, diagonal, -1))
+        segments.append(
+            Segment(span.source, max(first, middle), end, (span.base,), t0, stop, diagonal, -1, floors)
+        )
     return segments
 
 
@@ -214,6 +258,8 @@ def _continues(a: SpanCall, b: SpanCall, dim: int) -> bool:
     rows."""
     if a.rows.stop != b.rows.stop or a.span.base != b.span.base or b.rows.start < a.rows.start:
         return False
+    if a.visible is not None or b.visible is not None:
+        return False
     one, two = a.span.source, b.span.source
     begin = one.origin + a.span.lo * dim
     gap = two.origin + b.span.lo * dim - (one.origin + a.span.hi * dim)
@@ -233,14 +279,9 @@ _Slots = tuple[Strides, int, int, bytes | None]
 """Source, lo, hi, and which slots between are holes."""
 
 
-def single_tiles(
-    alone: dict[int, list[SpanCall]], shape: Shape, first_rows: list[np.ndarray]
-) -> tuple[list[Tile], int]:
-    """Makes a tile of all rows that see the same slots, each with its own base. Appends to the step's ``first_rows``.
-
-    Returns:
-        The tiles, and the most queries that one holds.
-    """
+def single_tiles(alone: dict[int, list[SpanCall]], shape: Shape, tables: RowTables) -> list[Tile]:
+    """Makes a tile of all rows that see the same slots, each with its own base, of at most ``shape.shared_m`` queries.
+    Appends to the step's tables."""
     readers: dict[tuple[_Slots, int], list[tuple[int, int]]] = {}
     tiles = []
     for row, calls in alone.items():
@@ -257,16 +298,14 @@ def single_tiles(
     for ((source, lo, hi, holes), _), members in readers.items():
         rows, bases = zip(*members)
         seen = None if holes is None else np.where(np.frombuffer(holes, bool), NEVER, 0).astype(np.int32)
-        segment = Segment(source, lo, hi, bases, 0, NEVER, NEVER, _keep(seen, first_rows))
+        segment = Segment(source, lo, hi, bases, 0, NEVER, NEVER, _keep(seen, tables.first_rows))
         cohorts.setdefault(rows, []).append(segment)
-    widest = max(map(len, cohorts), default=1) * shape.group
-    single_m = min(max(16, power(widest)), max(64, power(shape.group)))
-    size = single_m // shape.group
+    size = shape.shared_m // shape.group
     for rows, segments in cohorts.items():
         for begin in range(0, len(rows), size):
             part = slice(begin, begin + size)
             tiles.append(Tile(rows[part], [s._replace(bases=s.bases[part]) for s in segments]))
-    return tiles, single_m
+    return tiles
 
 
 def _one_slot(call: SpanCall) -> SpanCall:

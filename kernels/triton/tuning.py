@@ -1,9 +1,10 @@
 """Tile sizes by GPU: a table kept in the repository, filled by measuring, never guessed silently.
 
-``tuned.json`` holds ``{"schema": 1, "gpus": {"NVIDIA H100 80GB HBM3": {"bfloat16/128": {"block": [...], "single":
-[...], "measured": "..."}}}}``; an entry is ``[queries, keys, warps, stages]`` of a block tile and ``[keys, warps,
-stages]`` of a tile of single rows. ``make tune-gpu FILE`` measures the candidates and writes such a
-table. A GPU that is not in it runs the defaults below, and everything that reports says *untuned*.
+``tuned.json`` holds ``{"schema": 2, "gpus": {"NVIDIA H100 80GB HBM3": {"bfloat16/128/4": {"block": [...], "single":
+[...], "measured": "..."}}}}``, by dtype, head size and query heads of a key head; an entry is ``[queries, keys, warps,
+stages]`` of a block tile and ``[keys, warps, stages]`` of a tile of single rows. ``make tune-gpu FILE`` measures the
+candidates and writes such a table. A GPU that is not in it runs the defaults below, and everything that reports says
+*untuned*.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Tiles(NamedTuple):
@@ -37,15 +38,23 @@ class Tiles(NamedTuple):
     source: str
 
 
-def defaults(dtype: torch.dtype, dim: int) -> Tiles:
-    """Returns unmeasured sizes whose operands fit the shared memory of any GPU since sm_80 (checked by compiling)."""
+LARGE = 160 << 10
+"""Bytes of shared memory of a multiprocessor (sm_80, sm_90) that three stages of keys and values fit."""
+
+
+def defaults(dtype: torch.dtype, dim: int, shared: int = 0) -> Tiles:
+    """Returns unmeasured sizes whose operands fit the shared memory of any GPU since sm_80 (checked by compiling).
+
+    Args:
+        shared: bytes of shared memory of a multiprocessor, 0 for those of the smallest: more of it takes more stages.
+    """
     if dtype == torch.float32:
         if dim > 128:
             return Tiles(16, 16, 8, 1, 16, 8, 1, "untuned")
         return Tiles(32, 32, 8 if dim > 64 else 4, 1, 32, 4, 2, "untuned")
+    stages = 3 if dim <= 64 or shared >= LARGE else 2
     if dim > 128:
-        return Tiles(64, 32, 8, 2, 32, 4, 2, "untuned")
-    stages = 2 if dim > 64 else 3
+        return Tiles(64, 32, 8, stages, 32, 4, stages, "untuned")
     return Tiles(128, 64, 8, stages, 64, 4, stages, "untuned")
 
 
@@ -76,18 +85,18 @@ def _tiles(sizes: list[int]) -> list[int]:
 
 
 def tiles_for(
-    device: torch.device, dtype: torch.dtype, dim: int, table: dict[str, Any] | None = None
+    device: torch.device, dtype: torch.dtype, dim: int, group: int, table: dict[str, Any] | None = None
 ) -> Tiles:
     """Returns sizes for a device: from the table where it has the very GPU, else the defaults."""
     if device.type != "cuda":
         return defaults(dtype, dim)
-    gpu = torch.cuda.get_device_name(device)
-    return look_up(table or read_table(), gpu, dtype, dim)
+    gpu, properties = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device)
+    found = look_up(table or read_table(), gpu, dtype, dim, group)
+    return found or defaults(dtype, dim, properties.shared_memory_per_multiprocessor)
 
 
-def look_up(table: dict[str, Any], gpu: str, dtype: torch.dtype, dim: int) -> Tiles:
-    name = f"{str(dtype).removeprefix('torch.')}/{dim}"
+def look_up(table: dict[str, Any], gpu: str, dtype: torch.dtype, dim: int, group: int) -> Tiles | None:
+    """Returns the table's sizes for a GPU; None where it has none."""
+    name = f"{str(dtype).removeprefix('torch.')}/{dim}/{group}"
     entry = table["gpus"].get(gpu, {}).get(name)
-    if entry is None:
-        return defaults(dtype, dim)
-    return Tiles(*entry["block"], *entry["single"], f"tuned on {gpu}")
+    return None if entry is None else Tiles(*entry["block"], *entry["single"], f"tuned on {gpu}")

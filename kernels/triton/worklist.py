@@ -15,7 +15,7 @@ import numpy as np
 
 from mpic.kernels.attention import SpanCall
 from mpic.kernels.triton.tables import ITEM_WIDTH, SegmentColumn
-from mpic.kernels.triton.tiles import Segment, Shape, Tile, block_tiles, row_ranges, single_tiles
+from mpic.kernels.triton.tiles import RowTables, Segment, Shape, Tile, block_tiles, row_ranges, single_tiles
 
 
 class WorkList(NamedTuple):
@@ -23,11 +23,12 @@ class WorkList(NamedTuple):
 
     Args:
         segments: ``[segments, len(SegmentColumn)]``.
-        items: ``[items, ITEM_WIDTH]`` in two runs: ``blocks`` of them are tiles of blocks, the rest of single rows,
-            whose tiles hold ``single_m`` queries.
+        items: ``[items, ITEM_WIDTH]`` in three runs: ``blocks`` of them are tiles of blocks, then ``shared`` of single
+            rows that share what they see (``Shape.shared_m`` queries), and the rest of few rows (``Shape.lone_m``).
         rows: of all items, one after the other.
         rotation_of: rows of the rotation table, by segment.
         first_rows: the first row that sees each slot, for segments with holes.
+        floors: the first slot that each row sees, for segments of which rows see a suffix (windows).
         merged, ends, partial_of: row ``merged[i]`` has partial results ``partial_of[ends[i] : ends[i + 1]]``.
         bases: of the rows of the rotation table; the first is 0.
         partials: number of partial results.
@@ -38,36 +39,44 @@ class WorkList(NamedTuple):
     rows: np.ndarray
     rotation_of: np.ndarray
     first_rows: np.ndarray
+    floors: np.ndarray
     merged: np.ndarray
     ends: np.ndarray
     partial_of: np.ndarray
     bases: tuple[int, ...]
     blocks: int
-    single_m: int
+    shared: int
     partials: int
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Items of each run."""
+        return self.blocks, self.shared, len(self.items) - self.blocks - self.shared
 
 
 def build(calls: Sequence[SpanCall], total: int, shape: Shape) -> WorkList:
     """Cuts a step of ``total`` rows. Every row is in at least one item, so every output is written: a row that sees
     nothing gets zeros and a log-sum-exp of minus infinity."""
-    first_rows: list[np.ndarray] = []
+    per_row = RowTables.empty()
     blocks: list[Tile] = []
     alone: dict[int, list[SpanCall]] = {}
     for (start, stop), members in row_ranges(calls, total):
         if stop - start == 1:
             alone[start] = members
         else:
-            blocks += block_tiles(start, stop, members, shape, first_rows)
-    singles, single_m = single_tiles(alone, shape, first_rows)
+            blocks += block_tiles(start, stop, members, shape, per_row)
     enough = -(-shape.programs // shape.kv_heads)
     if len(blocks) < enough:
         blocks = _cut(blocks, shape, shape.block_n)
-    tiles = [*_longest_first(blocks), *_longest_first(_cut(singles, shape, shape.single_n))]
+    singles = _cut(single_tiles(alone, shape, per_row), shape, shape.single_n)
+    few = shape.lone_m // shape.group
+    shared, lone = ([tile for tile in singles if (len(tile.rows) > few) == wide] for wide in (True, False))
+    tiles = [*_longest_first(blocks), *_longest_first(shared), *_longest_first(lone)]
     uses = Counter(row for tile in tiles for row in tile.rows)
     tables = _Tables()
     for tile in tiles:
         tables.add(tile, uses)
-    return tables.finish(first_rows, len(blocks), single_m)
+    return tables.finish(per_row, len(blocks), len(shared))
 
 
 def _cut(tiles: list[Tile], shape: Shape, block_n: int) -> list[Tile]:
@@ -139,7 +148,7 @@ class _Tables:
         shared = len(set(bases)) == 1
         rotation = -1 if shared and bases[0] == 0 else self._rotation(bases[:1] if shared else bases)
         lies = (source.origin, source.value, source.layer, source.head, segment.lo, segment.hi)
-        visible = (segment.row_min, segment.row_max, segment.diagonal, segment.first_row)
+        visible = (segment.row_min, segment.row_max, segment.diagonal, segment.first_row, segment.floors)
         return (*lies, rotation, int(not shared), *visible)
 
     def _rotation(self, bases: tuple[int, ...]) -> int:
@@ -150,7 +159,7 @@ class _Tables:
             self._rotation_of += [self._bases.setdefault(base, len(self._bases)) for base in bases]
         return begin
 
-    def finish(self, first_rows: list[np.ndarray], blocks: int, single_m: int) -> WorkList:
+    def finish(self, per_row: RowTables, blocks: int, shared: int) -> WorkList:
         ends = np.cumsum([0, *map(len, self._partials_of.values())])
         flat = [partial for partials in self._partials_of.values() for partial in partials]
         return WorkList(
@@ -158,12 +167,12 @@ class _Tables:
             np.array(self._items, np.int32).reshape(-1, ITEM_WIDTH),
             np.array(self._rows, np.int32),
             np.array(self._rotation_of, np.int32),
-            np.concatenate(first_rows) if first_rows else np.zeros(0, np.int32),
+            *(np.concatenate(pieces or [np.zeros(0, np.int32)]) for pieces in per_row),
             np.array(list(self._partials_of), np.int32),
             ends.astype(np.int32),
             np.array(flat, np.int32),
             tuple(self._bases),
             blocks,
-            single_m,
+            shared,
             self._partials,
         )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpic.config import EngineConfig
     from mpic.engine.base import Engine
     from mpic.kv.store import ChunkStore
+
+
+log = logging.getLogger(__name__)
 
 
 def load_engine(
@@ -34,6 +38,7 @@ def load_engine(
     check_engine(config)
     if config.engine == "vllm":
         return _load_vllm(config, store, host_bytes)
+    from mpic.engine.native.cuda_graphs import reserved_bytes
     from mpic.engine.native.device_memory import pool_pages
     from mpic.engine.native.engine import NativeEngine
     from mpic.engine.native.presser import check_press
@@ -58,7 +63,12 @@ def load_engine(
         require_adapter(adapter, model)
     if adapter is not None:
         model.info.details["packet"] = adapter.digest
-    pages = pool_pages(model, config.pool_bytes)
+    graphs = config.cuda_graphs
+    if graphs == "auto" and config.attention not in ("auto", "triton"):
+        log.info("attention %s was asked for, so decoding steps are not captured", config.attention)
+        graphs = "off"
+    reserved = reserved_bytes(model, config.max_running, graphs)
+    pages = pool_pages(model, config.pool_bytes, reserved)
     engine = NativeEngine(
         model,
         store,
@@ -68,6 +78,7 @@ def load_engine(
         max_running=config.max_running,
         max_waiting=config.max_waiting,
         loaders=config.loaders,
+        cuda_graphs=graphs,
     )
     return engine, model.processor
 

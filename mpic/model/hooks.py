@@ -49,7 +49,9 @@ class StepKernel(Protocol):
     def scatter(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes the rows' keys and values ``[kv_heads, T, head_dim]`` to their slots."""
 
-    def attend(self, layer: int, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self, layer: int, q: torch.Tensor, scale: float, softcap: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``[T, heads, head_dim]`` for ``q [heads, T, head_dim]``, and its log-sum-exp ``[heads, T]``."""
 
 
@@ -229,7 +231,7 @@ def _layer(
         step.kernel.scatter(layer, k, v)
         if step.barrier is not None:
             step.barrier.wait(layer)
-        out, lse = step.kernel.attend(layer, query[0], scale)
+        out, lse = step.kernel.attend(layer, query[0], scale, extras.softcap)
         if extras.sinks is not None:
             out = out * torch.sigmoid(lse - extras.sinks.float()[:, None]).T[..., None].to(out.dtype)
         return out[None]

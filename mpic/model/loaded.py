@@ -200,10 +200,10 @@ class LoadedModel:
             choices = {streams[0].name: (partial, streams), **choices}
         self.triton = None
         if name == "triton":
-            from mpic.model.triton_attention import TritonAttention, plain_rotary
+            from mpic.model.triton_attention import TritonAttention
 
-            rotary = plain_rotary(self.kinds, self.layers)
-            self.triton = TritonAttention(self.shape, self.heads, rotary, self.device, self.dtype)
+            own = (self.shape, self.kinds, self.kind_of, self.device, self.dtype)
+            self.triton = TritonAttention(*own, {facts.softcap for facts in self.layers})
             self.attention_name, self.attention_note = self.triton.name, ""
             return
         if name == "auto":

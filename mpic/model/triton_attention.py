@@ -1,101 +1,164 @@
-"""Triton attention for one model: a step's writes and calls become tables of offsets."""
+"""Triton attention for one model: a step's writes and calls become tables of offsets, for each kind of layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from mpic.errors import ModelRefused
 from mpic.kernels.attention import SpanCall, Write
 from mpic.kv.chunk import KVShape
-from mpic.model.hooks import Step
+from mpic.model.hooks import KindCalls, Step
 from mpic.model.rotary import Rotary, Unrotated
-from mpic.model.trace import LayerFacts, LayerKind
+from mpic.model.trace import LayerKind
 
 if TYPE_CHECKING:
+    from mpic.kernels.triton.launch import Geometry, Launches
     from mpic.kernels.triton.step import TritonStep
 
 Entry = TypeVar("Entry", Write, SpanCall)
 
 
-def plain_rotary(kinds: Sequence[LayerKind], layers: Sequence[LayerFacts]) -> Rotary:
-    """Returns the rotary embedding of a model whose layers are all alike and have nothing special.
-
-    Raises:
-        ModelRefused: the kernels do not take this model's layers.
-    """
+def refuse_layers(kinds: Sequence[LayerKind]) -> None:
+    """Raises ModelRefused: the kernels do not take such layers."""
     lacks = {
-        "windows": any(kind.window for kind in kinds),
+        "layers that differ in their heads": len({(kind.heads, kind.kv_heads, kind.dim) for kind in kinds})
+        > 1,
         "attention in both directions": any(kind.blocks for kind in kinds),
-        "soft-capping": any(facts.softcap for facts in layers),
-        "layers without rotary embedding": any(isinstance(kind.rotary, Unrotated) for kind in kinds),
-        "layers that differ in rotary embedding or heads": len(kinds) > 1,
         "heads whose last dimensions turn": any(getattr(kind.rotary, "start", 0) for kind in kinds),
     }
     missing = [what for what, is_there in lacks.items() if is_there]
     if missing:
         raise ModelRefused(f"attention 'triton' does not take {' or '.join(missing)}")
-    rotary = kinds[0].rotary
-    assert isinstance(rotary, Rotary)
-    return rotary
+
+
+class ModelKernel(NamedTuple):
+    """The kernels of one step, by kind of layer; see ``mpic.model.hooks.StepKernel``.
+
+    Args:
+        kinds: the launches of each kind.
+        kind_of: the kind of each layer.
+    """
+
+    kinds: Sequence[Launches]
+    kind_of: Sequence[int]
+
+    def scatter(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.kinds[self.kind_of[layer]].scatter(layer, k, v)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, scale: float, softcap: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kinds[self.kind_of[layer]].attend(layer, q, scale, softcap)
+
+
+class TritonKernel(ModelKernel):
+    """Kernels with tables of their own size, which can be advanced."""
+
+    kinds: Sequence[TritonStep]
+
+    def advance(self) -> TritonKernel | None:
+        """Returns the kernels of the same single rows one step later; see ``TritonStep.advance``."""
+        advanced = [kind.advance() for kind in self.kinds]
+        return None if None in advanced else self
 
 
 class TritonAttention:
     """Prepares steps for the Triton kernels.
 
-    ``programs`` and ``least`` say how finely tiles are cut along their keys (``mpic.kernels.triton.tiles.Shape``).
+    ``programs`` and ``least`` say how finely tiles are cut along their keys (``mpic.kernels.triton.tiles.Shape``):
+    until the device is busy, which is found out when everything that a step may launch is compiled.
 
     Args:
-        heads: query heads.
+        kinds: of the model's layers.
+        kind_of: the kind of each layer.
+        softcaps: whether layers cap their scores; there may be both.
 
     Raises:
-        ModelRefused: Triton is missing, the device is none it compiles for, or the heads have a size that the
-            kernels do not take.
+        ModelRefused: Triton is missing, the device is none it compiles for, or the layers or heads are such that the
+            kernels do not take them.
     """
 
     programs: int | None = None
     least: int = 256
 
     def __init__(
-        self, shape: KVShape, heads: int, rotary: Rotary, device: torch.device, dtype: torch.dtype
+        self,
+        shape: KVShape,
+        kinds: Sequence[LayerKind],
+        kind_of: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
+        softcaps: Collection[bool],
     ) -> None:
+        refuse_layers(kinds)
         try:
-            from mpic.kernels.triton import step
+            from mpic.kernels.triton import launch, step, tuning
         except ImportError as error:
             raise ModelRefused(f"attention 'triton' needs the package triton: {error}") from error
-        if not step.available(device):
+        if not launch.available(device):
             raise ModelRefused(f"attention 'triton' needs CUDA and does not run on {device}")
         if shape.head_dim % 16 or shape.head_dim > 256:
             raise ModelRefused(
                 f"attention 'triton' takes heads of 16, 32, ... 256 dimensions, not {shape.head_dim}"
             )
-        self._step, self._rotary = step, rotary
-        self._geometry = step.Geometry(heads, shape.kv_heads, shape.head_dim, rotary.half, rotary.interleaved)
-        self.tiles = step.tiles_for(device, dtype, shape.head_dim)
+        self._launch, self._step = launch, step
+        self.kinds, self.kind_of, self.device = kinds, kind_of, device
+        self.geometries = [self._geometry(kind, shape.head_dim) for kind in kinds]
+        self.tiles = tuning.tiles_for(device, dtype, shape.head_dim, self.geometries[0].group)
+        if device.type == "cuda":
+            self._warm_up(softcaps, dtype)
+
+    def _geometry(self, kind: LayerKind, dim: int) -> Geometry:
+        rotary = kind.rotary
+        half, interleaved = (
+            (dim // 2, False) if isinstance(rotary, Unrotated) else (rotary.half, rotary.interleaved)
+        )
+        return self._launch.Geometry(kind.heads, kind.kv_heads, dim, half, interleaved)
 
     @property
     def name(self) -> str:
         """The name that ``/health`` shows."""
-        return self._step.name(self.tiles)
+        return self._launch.name(self.tiles)
 
-    def prepare(self, step: Step, rows: int) -> TritonStep:
+    def _warm_up(self, softcaps: Collection[bool], dtype: torch.dtype) -> None:
+        from mpic.kernels.triton.warmup import warm_up
+
+        for geometry in dict.fromkeys(self.geometries):
+            windows = any(kind.window for kind in self.kinds)
+            resident = warm_up(geometry, self.tiles, dtype, self.device, softcaps, windows)
+            self.programs = self.programs or resident
+
+    def prepare(self, step: Step, rows: int) -> TritonKernel:
         """Returns the step's tables on the device. Spans stay where they lie, so nothing is copied."""
         anchor = step.writes[0].span.source.data
-        return self._step.TritonStep(
-            [self._located(call, anchor) for call in step.kinds[0].calls],
-            rows,
-            self._geometry,
-            anchor,
-            self._rotary.rotation,
-            [self._located(write, anchor) for write in step.writes],
-            self.tiles,
-            self.programs,
-            self.least,
-        )
+        writes = [self.located(write, anchor) for write in step.writes]
+        made = [
+            self._step.TritonStep(
+                self.calls(kind, calls, anchor),
+                rows,
+                geometry,
+                anchor,
+                kind.rotary.rotation,
+                writes,
+                self.tiles,
+                self.programs,
+                self.least,
+            )
+            for kind, geometry, calls in zip(self.kinds, self.geometries, step.kinds, strict=True)
+        ]
+        return TritonKernel(made, self.kind_of)
 
-    def _located(self, entry: Entry, anchor: torch.Tensor) -> Entry:
+    def calls(self, kind: LayerKind, calls: KindCalls, anchor: torch.Tensor) -> list[SpanCall]:
+        """Returns what rows see in layers of a kind, as the tables are made of it."""
+        located = [self.located(call, anchor) for call in calls.calls]
+        if isinstance(kind.rotary, Rotary):
+            return located
+        return [call._replace(span=call.span._replace(base=0)) for call in located]
+
+    def located(self, entry: Entry, anchor: torch.Tensor) -> Entry:
         """Returns the entry with a span that says where its source lies, as seen from the anchor."""
         strides = self._step.strides_of(entry.span.source.data, anchor)
         return entry._replace(span=entry.span._replace(source=strides))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import tape
 import torch
 from engine_kit import family, ids, prompt_of, request_of, text_chunk
 from torch.overrides import TorchFunctionMode
@@ -19,6 +20,7 @@ from mpic.engine.base import Sampling
 from mpic.engine.native import sampling
 from mpic.engine.native.batch import BatchSlice, Rows
 from mpic.engine.native.runner import Runner
+from mpic.engine.native.static_decode import StaticDecode
 from mpic.kernels import cuda, upload
 from mpic.kernels.span import Span
 from mpic.kv.pool import Pool
@@ -150,6 +152,32 @@ def test_a_step_that_continues_the_last_one_copies_its_tokens_and_nothing_else(d
         run(device, runner, [grown(r) for r in decoding])
     assert device.copies == 3 * 2  # ids; positions and the rows whose logits are wanted
     assert (runner.tables.made, runner.tables.advanced) == (1, 3)
+
+
+class Nothing:
+    """A kernel whose launches do nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
+
+
+def test_a_static_step_copies_tokens_and_positions_and_waits_for_nothing(device, monkeypatch):
+    """Its tables, when they are made anew, come in one copy a kind of layer."""
+    for module, name in tape.KERNELS:
+        monkeypatch.setattr(module, name, Nothing())
+    monkeypatch.setattr("mpic.kernels.triton.launch.available", lambda device: True)
+    runner, pool = make(device)
+    runner.static = StaticDecode(runner.model, pool, 4)
+    chunks = [pool.alloc(n) for n in (24, 24, 17)]
+    decoding = [row(pool, 5, chunks), row(pool, 6, chunks[1:])]
+    copies = []
+    for rows in (decoding, decoding, decoding, decoding[:1]):
+        device.copies = 0
+        logits = run(device, runner, [grown(r) for r in rows])
+        assert logits.shape == (len(rows), 300) and logits.device == DEVICE
+        copies.append(device.copies)
+    assert copies == [2 + 3, 1, 1, 2]  # at first also the rotations by three bases
+    assert runner.static.counters["static_steps"] == 4
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import ModelRefused
-from mpic.kernels.triton import step as triton_step
+from mpic.kernels.triton import launch as triton_step
 from mpic.model import triton_attention
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import self_test
@@ -55,9 +55,10 @@ def engine_of(loaded, **options):
         yield engine
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen2_5_vl", "gpt_oss"])
 def test_answers_equal_the_oracle(name, triton):
-    """Grouped-query heads, partial rotary, positions with three axes; holes in chunks, a chunk linked twice."""
+    """Grouped-query heads, partial rotary, positions with three axes, windows and sinks; holes in chunks, a chunk that
+    is linked twice."""
     loaded = triton(name)
     document = text_chunk(ids(1, 20))
     chunk = image_chunk(random_image(0)) if loaded.has_vision else text_chunk(ids(2, 33))
@@ -82,8 +83,10 @@ def test_requests_decoding_together_over_one_chunk_equal_the_oracle(triton, monk
         engine.check()
 
 
-def test_the_load_time_self_test_runs_with_it(triton):
-    assert self_test(triton("llama")) < 1e-5
+@pytest.mark.parametrize("name", ["llama", "gemma2", "llama4"])
+def test_the_load_time_self_test_runs_with_it(name, triton):
+    """Also with capped scores, windows in chunks, and layers without rotary embedding."""
+    assert self_test(triton(name)) < 1e-5
 
 
 def test_what_runs_is_named(triton):
@@ -120,7 +123,7 @@ def test_no_layer_waits_for_the_device(name, triton, monkeypatch):
     """Everything a layer needs was decided when the step's tables were built. transformers itself asks once a forward,
     before the first layer, whether the rows are several packed sequences."""
     loaded = triton(name)
-    forward, asked = type(loaded)._call, []
+    forward, asked = type(loaded).call, []
 
     def watched(self, *args):
         with Questions() as questions:
@@ -128,7 +131,7 @@ def test_no_layer_waits_for_the_device(name, triton, monkeypatch):
         asked.append(questions.asked)
         return out
 
-    monkeypatch.setattr(type(loaded), "_call", watched)
+    monkeypatch.setattr(type(loaded), "call", watched)
     prompt = prompt_of(ids(3, 5), text_chunk(ids(1, 20)), ids(6, 4))
     with engine_of(loaded) as engine:
         engine.submit(request_of(prompt, "mpic-4", 2)).result()

@@ -120,10 +120,10 @@ def test_the_tuner_writes_a_table_that_can_be_read(tmp_path):
     path = tmp_path / "tuned.json"
     block, single = ((16, 16, 4, 1), (16, 32, 4, 1)), ((16, 4, 1),)
     for gpu in ("GPU A", "GPU B"):
-        kernel_times.tune(path, gpu, HERE, 32, block, single, *CASES[:2], repeats=1)
+        kernel_times.tune(path, gpu, HERE, 32, 2, block, single, *CASES[:2], repeats=1)
     table = read_table(path)
     assert set(table["gpus"]) == {"GPU A", "GPU B"}
-    found = look_up(table, "GPU A", torch.float32, 32)
+    found = look_up(table, "GPU A", torch.float32, 32, 2)
     assert found[:4] in block and found[4:7] in single and found.source == "tuned on GPU A"
 
 

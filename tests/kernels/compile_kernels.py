@@ -8,10 +8,12 @@ that need not be there, and print what each takes as JSON, one kernel a line.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,21 +21,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mpic.kernels.triton import attention, scatter
-from mpic.kernels.triton.step import power
-from mpic.kernels.triton.tuning import defaults
+from mpic.kernels.triton import attention, merge, scatter
+from mpic.kernels.triton.launch import Geometry, tile_sizes
+from mpic.kernels.triton.tiles import power
+from mpic.kernels.triton.tuning import LARGE, defaults
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FLOATS = dict.fromkeys(("lse", "part", "part_lse", "cos", "sin"), "*fp32")
-TABLES = dict.fromkeys(("items", "rows", "rotation_of", "first_rows", "merged", "ends", "partial_of"), "*i32")
+TABLES = dict.fromkeys(
+    ("items", "rows", "rotation_of", "first_rows", "floors", "merged", "ends", "partial_of"), "*i32"
+)
 TABLES |= dict.fromkeys(("segments", "targets"), "*i64")
 STRIDES = ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")
 
 
 def compiled(fn, dtype, constants, arch, warps, stages=2) -> dict[str, object]:
     data = {name: f"*{NAMES[dtype]}" for name in ("q", "k", "v", "anchor")}
-    known = data | FLOATS | TABLES | {"out": f"*{NAMES[dtype]}", "scale": "fp32"}
+    known = data | FLOATS | TABLES | {"out": f"*{NAMES[dtype]}", "scale": "fp32", "softcap": "fp32"}
     signature, values, hints = {}, {}, {}
     for i, name in enumerate(fn.arg_names):
         if name in constants:
@@ -65,40 +70,39 @@ def compiled(fn, dtype, constants, arch, warps, stages=2) -> dict[str, object]:
 
 
 def attend(
-    dtype, dim: int, arch: int, single: bool, holes=False, group: int = 4, readers: int = 1
+    dtype, dim: int, arch: int, tile: str, group: int = 4, large=True, **features: bool
 ) -> dict[str, object]:
-    """Compiles with the sizes of ``TritonStep`` and ``single_tiles``; ``readers`` rows share what a tile of single rows
-    sees."""
-    t = defaults(dtype, dim)
-    if single:
-        block_m = min(max(16, power(group * readers)), max(64, power(group)))
-        block_n, stages = t.single_n, t.single_stages
-        warps = min(8, t.single_warps * (2 if block_m >= 64 else 1))
-    else:
-        block_m, block_n, warps, stages = t.block_m, t.block_n, t.block_warps, t.block_stages
-        block_m = max(block_m, power(group))
+    """Compiles for a kind of tile (block, shared, lone) as the engine launches it.
+
+    Args:
+        large: the GPU is one with much shared memory.
+        features: holes, floors, softcap.
+    """
+    sizes = tile_sizes(Geometry(group, 1, dim, dim // 2), defaults(dtype, dim, LARGE if large else 0))
+    size = dict(zip(("block", "shared", "lone"), sizes, strict=True))[tile]
+    has = {name: features.get(name, False) for name in ("holes", "floors", "softcap")}
     constants = {"GROUP": group, "DIM": dim, "DIM_PAD": power(dim), "HALF": dim // 2, "INTERLEAVED": False}
-    constants |= {"HOLES": holes, "PRECISION": "ieee", "WIDEN": False, "BLOCK_M": block_m, "BLOCK_N": block_n}
-    found = compiled(attention.attend, dtype, constants, arch, warps, stages)
-    return found | {"dim": dim, "group": group, "queries": block_m, "single": single, "holes": holes}
+    constants |= {"HOLES": has["holes"], "FLOORED": has["floors"], "SOFTCAP": has["softcap"]}
+    constants |= {"PRECISION": "ieee", "WIDEN": False, "BLOCK_M": size.queries, "BLOCK_N": size.keys}
+    found = compiled(attention.attend, dtype, constants, arch, size.warps, size.stages)
+    return found | {"dim": dim, "group": group, "tile": tile, **size._asdict(), "large": large, **has}
 
 
-def everything(half: torch.dtype, arch: int) -> list[dict[str, object]]:
-    found = []
-    for group in (1, 4, 7):
-        for dim in (64, 80, 96, 128, 192, 256):
-            found.append(attend(half, dim, arch, single=False, group=group))
-            found += [attend(half, dim, arch, single=True, group=group, readers=n) for n in (1, 64)]
-    return found
+def everything(half: torch.dtype, arch: int) -> Iterator[dict[str, object]]:
+    for tile in ("shared", "lone"):  # as they are captured
+        yield attend(half, 128, arch, tile, holes=True)
+    dims = (128, 64, 256, 80, 96, 192)
+    for dim, group, tile in itertools.product(dims, (4, 1, 7), ("block", "shared", "lone")):
+        yield attend(half, dim, arch, tile, group)
 
 
 def main(arch: int, more: str = "") -> None:
     half = torch.bfloat16
     if more == "all":
         for result in everything(half, arch):
-            print(json.dumps(result))
+            print(json.dumps(result), flush=True)
         return
-    results = [attend(half, 128, arch, single=False), attend(half, 128, arch, single=True)]
+    results = [attend(half, 128, arch, "block", large=False), attend(half, 128, arch, "lone")]
     results += [] if arch < 90 else the_others(half, arch)
     for result in results:
         print(json.dumps(result))
@@ -106,10 +110,11 @@ def main(arch: int, more: str = "") -> None:
 
 def the_others(half: torch.dtype, arch: int) -> list[dict[str, object]]:
     return [
-        attend(half, 80, arch, single=False, holes=True),
-        attend(torch.float16, 256, arch, single=False),
-        attend(torch.float32, 64, arch, single=False),
-        compiled(attention.merge, half, {"DIM": 128, "DIM_PAD": 128, "BLOCK_S": 16}, arch, 4),
+        attend(half, 80, arch, "block", large=False, holes=True),
+        attend(half, 128, arch, "block", floors=True, softcap=True),
+        attend(torch.float16, 256, arch, "block", large=False),
+        attend(torch.float32, 64, arch, "block", large=False),
+        compiled(merge.merge, half, {"DIM": 128, "DIM_PAD": 128, "BLOCK_S": 16}, arch, 4),
         compiled(scatter.scatter, half, {"DIM": 128, "DIM_PAD": 128, "BLOCK": 16}, arch, 4),
     ]
 

@@ -4,6 +4,7 @@ Without a GPU the kernels run in Triton's interpreter; with one the same tests r
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -11,12 +12,16 @@ from hypothesis import strategies as st
 from triton_kit import DEVICE, LAYERS, SMALL, Described, World, rotary_of
 
 from mpic.kernels import reference
-from mpic.kernels.attention import SpanCall
+from mpic.kernels.attention import Extras, KVView, SpanCall
 from mpic.kernels.span import Span
-from mpic.kernels.triton.step import Geometry, TritonStep, strides_of
+from mpic.kernels.triton import attention
+from mpic.kernels.triton.launch import Geometry
+from mpic.kernels.triton.step import TritonStep, strides_of
 from mpic.kernels.triton.tables import ItemColumn, SegmentColumn
 from mpic.kernels.triton.tiles import Shape
+from mpic.kernels.triton.warmup import occupancy, warm_up
 from mpic.kernels.triton.worklist import WorkList, build
+from mpic.kernels.windows import Stretch, Window, own_calls, span_calls
 
 GENERATE = (Phase.explicit, Phase.generate)  # shrinking in the interpreter takes minutes
 BASES = [0, 0, 1, 511, 30_000]
@@ -58,12 +63,12 @@ def run(step: Described, rows: int, programs: int, layer: int) -> tuple[torch.Te
     rotation = rotary_of(g).rotation
     sizes = {"tiles": SMALL, "programs": programs, "least": 16}
     prepared = TritonStep(step.calls, rows, g, world.arena, rotation, **sizes)
-    prepared._part.fill_(float("nan"))
-    prepared._part_lse.fill_(float("nan"))
+    for partial in prepared.partials:
+        partial.fill_(float("nan"))
     q = world.random(rows, g.heads, g.dim).transpose(0, 1)  # as models give it: rows outside
     out = torch.full((rows, g.heads, g.dim), float("nan"), dtype=world.dtype, device=DEVICE)
     lse = torch.full((g.heads, rows), float("nan"), device=DEVICE)
-    prepared.attend(layer, q, g.dim**-0.5, out, lse)
+    prepared.attend(layer, q, g.dim**-0.5, None, out, lse)
     expected = reference.attend_lse(q.float(), step.expected, g.dim**-0.5, rotation, layer)
     return out, lse, *expected
 
@@ -137,6 +142,73 @@ def test_a_chunk_with_many_holes_is_one_segment():
     # before and on the diagonal, the chunk; the single rows share theirs
     assert len(work.segments) <= 3 * tiles + 1
     assert work.items[-1][ItemColumn.ROWS] == 2
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("cut", [False, True])
+def test_windows_and_capped_scores_equal_the_reference(softcap, cut):
+    """Rows of a block see suffixes of what stands before them and of themselves; a later tile begins behind the slots
+    that its rows do not see."""
+    world = World(Geometry(6, 2, 32, 16))
+    step = Described(world)
+    window = Window(9)
+    places = np.arange(40, 67)  # of the block's own tokens; a chunk stands before them
+    chunk, data = world.fill(25, 2)
+    own, own_data = world.fill(len(places))
+    by_value = {id(own): own_data, id(chunk): data}
+    for call in [
+        *own_calls(window, 0, places, own._replace(source=KVView(own_data)), []),
+        *span_calls(Window(30), 0, places, Stretch(chunk._replace(base=7, source=KVView(data)), 15)),
+    ]:
+        kept = own if call.span.source.data is own_data else chunk
+        step.calls.append(call._replace(span=call.span._replace(source=kept.source)))
+        slots = slice(call.span.lo - kept.lo, call.span.hi - kept.lo)
+        value = Span(KVView(by_value[id(kept)][:, :, :, slots].float()), 0, call.span.tokens, call.span.base)
+        step.expected.append(call._replace(span=value))
+    step.add(27, 28, *world.fill(33))
+    g = world.geometry
+    sizes = {"tiles": SMALL, "programs": 64 if cut else 1, "least": 16}
+    prepared = TritonStep(step.calls, 28, g, world.arena, rotary_of(g).rotation, **sizes)
+    q = world.random(28, g.heads, g.dim).transpose(0, 1) * 3
+    out, lse = prepared.attend(1, q, 0.5, softcap)
+    expected, expected_lse = reference.attend_lse(
+        q, step.expected, 0.5, rotary_of(g).rotation, 1, Extras(softcap=softcap)
+    )
+    assert (out - expected).abs().max() < 1e-5 and (lse - expected_lse).abs().max() < 1e-5
+    assert len(prepared.work.floors) and (not cut or prepared.work.partials)
+    assert keys_of(prepared.work) == 64 + 95 + 33  # slots that no row of a tile sees are not read
+
+
+def test_every_variant_that_steps_launch_is_compiled_before(monkeypatch):
+    """What the kernels are specialized on: all constants, of the launches of some steps and of the warm-up."""
+    launched: list[tuple] = []
+    compiled = attention.attend
+
+    class Noted:
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                launched.append(tuple(sorted(kwargs.items())))
+                return compiled[grid](*args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(attention, "attend", Noted())
+    geometry = Geometry(6, 2, 32, 16)
+    assert warm_up(geometry, SMALL, torch.float32, DEVICE, {False, True}, True) >= 1
+    before = set(launched)
+    launched.clear()
+    for test in (True, False):
+        test_windows_and_capped_scores_equal_the_reference(None, test)
+        test_windows_and_capped_scores_equal_the_reference(0.7, test)
+    assert launched and set(launched) <= before
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "programs"),
+    [(255, 0, 8, 1), (128, 0, 4, 4), (64, 98304, 4, 2), (32, 0, 8, 8)],
+)
+def test_a_multiprocessor_runs_as_many_programs_as_fit_it(registers, shared, warps, programs):
+    assert occupancy(registers, shared, warps, 233472, 2048) == programs
 
 
 def test_rows_that_share_a_chunk_read_it_once():

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-SMALLEST_SHARED = 99 * 1024
-"""Bytes of shared memory a program may have on the smallest GPU since sm_80 (sm_86, sm_89)."""
+SMALLEST_SHARED, LARGE_SHARED = 99 * 1024, 163 * 1024
+"""Bytes of shared memory a program may have on the smallest GPU since sm_80 (sm_86, sm_89), and on sm_80."""
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -27,7 +27,7 @@ def test_compiles_for_a_gpu_that_is_not_there(arch, tmp_path):
     others = {"merge", "scatter"} if arch == 90 else set()
     assert {one["kernel"] for one in found} == {"attend"} | others
     for one in found:
-        assert one["shared"] <= SMALLEST_SHARED, one
+        assert one["shared"] <= (LARGE_SHARED if one.get("large") else SMALLEST_SHARED), one
         assert 0 <= one["stack"] <= 128, f"registers spill: {one}"
         if one["kernel"] == "attend" and one["dtype"] != "fp32":
             assert one["tensor_cores"] > 0, one

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from triton_kit import LAYERS, SMALL, World, rotary_of
 
 from mpic.kernels.attention import SpanCall, Write
-from mpic.kernels.triton.step import Geometry, TritonStep
+from mpic.kernels.triton.launch import Geometry
+from mpic.kernels.triton.step import TritonStep
 
 GENERATE = (Phase.explicit, Phase.generate)  # shrinking in the interpreter takes minutes
 GEOMETRY = st.builds(

@@ -15,24 +15,31 @@ ENTRY = {"block": [64, 32, 4, 2], "single": [64, 4, 3], "measured": "2031-01-01,
 
 
 def test_a_gpu_in_the_table_gets_its_sizes_and_others_are_called_untuned():
-    table = {"schema": 1, "gpus": {"GPU A": {"bfloat16/128": ENTRY}}}
-    found = look_up(table, "GPU A", torch.bfloat16, 128)
+    table = {"schema": 2, "gpus": {"GPU A": {"bfloat16/128/4": ENTRY}}}
+    found = look_up(table, "GPU A", torch.bfloat16, 128, 4)
     assert tuple(found) == (64, 32, 4, 2, 64, 4, 3, "tuned on GPU A")
-    for gpu, dim in (("GPU B", 128), ("GPU A", 64)):
-        assert look_up(table, gpu, torch.bfloat16, dim) == defaults(torch.bfloat16, dim)
+    for gpu, dim, group in (("GPU B", 128, 4), ("GPU A", 64, 4), ("GPU A", 128, 7)):
+        assert look_up(table, gpu, torch.bfloat16, dim, group) is None
     assert defaults(torch.float32, 256).source == "untuned"
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_gpu_with_more_shared_memory_reads_three_blocks_ahead(dim):
+    large, small = defaults(torch.bfloat16, dim, 228 << 10), defaults(torch.bfloat16, dim, 100 << 10)
+    assert large.block_stages == large.single_stages == 3
+    assert small.block_stages == small.single_stages == (3 if dim == 64 else 2)
+
+
 def test_the_table_in_the_package_can_be_read():
-    assert read_table()["schema"] == 1
+    assert read_table()["schema"] == 2
 
 
 @pytest.mark.parametrize(
     ("table", "what"),
     [
-        ({"schema": 2, "gpus": {}}, "schema"),
+        ({"schema": 1, "gpus": {}}, "schema"),
         *(
-            ({"schema": 1, "gpus": {"A": {"bfloat16/128": ENTRY | wrong}}}, "entry")
+            ({"schema": 2, "gpus": {"A": {"bfloat16/128/4": ENTRY | wrong}}}, "entry")
             for wrong in ({"block": [64, 48, 4, 2]}, {"single": [64, 4]}, {"measured": ""})
         ),
     ],

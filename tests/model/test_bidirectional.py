@@ -17,7 +17,7 @@ from mpic.kernels.windows import Window
 from mpic.model.bidirectional import Scope, find_blocks
 from mpic.model.image_selftest import image_self_test
 from mpic.model.refusals import refuse_on_vllm, refuse_unsupported
-from mpic.model.triton_attention import plain_rotary
+from mpic.model.triton_attention import refuse_layers
 
 FOUND = {
     "gemma3_images": (Scope.IMAGE, [Pattern(Window(7), Blocks.WINDOWED), Pattern(None, Blocks.WHOLE)]),
@@ -117,4 +117,4 @@ def test_vllm_refuses_them_by_name(name):
 def test_triton_refuses_them_by_name():
     loaded = family("paligemma").loaded
     with pytest.raises(ModelRefused, match="attention in both directions"):
-        plain_rotary(loaded.kinds, loaded.layers)
+        refuse_layers(loaded.kinds)

@@ -18,7 +18,7 @@ from mpic.model.load import choose_device, load_model
 from mpic.model.loaded import LoadedModel
 from mpic.model.rotary import Unrotated
 from mpic.model.selftest import self_test
-from mpic.model.triton_attention import plain_rotary
+from mpic.model.triton_attention import refuse_layers
 
 
 def load(model) -> float:
@@ -147,10 +147,18 @@ def test_what_the_layers_have_is_read_from_the_model():
     assert [facts.sinks for facts in family("gpt_oss").loaded.layers] == [True] * 3
 
 
-def test_triton_refuses_by_name_the_layers_that_it_does_not_take():
-    loaded = family("llama4").loaded
-    with pytest.raises(ModelRefused, match="'triton' does not take windows or layers without rotary"):
-        plain_rotary(loaded.kinds, loaded.layers)
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("gemma4", "layers that differ in their heads"), ("deepseek", "heads whose last dimensions turn")],
+)
+def test_triton_refuses_by_name_the_layers_that_it_does_not_take(name, why):
+    with pytest.raises(ModelRefused, match=f"'triton' does not take {why}"):
+        refuse_layers(family(name).loaded.kinds)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "llama4"])
+def test_triton_takes_windows_capped_scores_and_layers_that_turn_in_different_ways(name):
+    refuse_layers(family(name).loaded.kinds)
 
 
 @pytest.mark.parametrize("name", VISION_FAMILIES)

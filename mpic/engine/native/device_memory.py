@@ -272,9 +272,9 @@ class DeviceMemory:
         self.device.prefix.insert(request.namespace, request.items[:end], names, take)
 
 
-def pool_pages(model: LoadedModel, pool_bytes: int = 0) -> int:
+def pool_pages(model: LoadedModel, pool_bytes: int = 0, reserved: int = 0) -> int:
     """Returns how many pages of ``PAGE_SIZE`` tokens fit ``pool_bytes``. 0 takes a share of what is free on the model's
-    device, and no more than 64 full contexts, which is as much as the largest batch can use.
+    device besides ``reserved`` bytes, and no more than 64 full contexts, which is as much as the largest batch can use.
 
     Raises:
         PoolTooSmall: not one page fits.
@@ -288,7 +288,7 @@ def pool_pages(model: LoadedModel, pool_bytes: int = 0) -> int:
         free = torch.cuda.mem_get_info(model.device)[0]
     else:
         free = psutil.virtual_memory().available
-    budget = int(free * _SHARE.get(model.device.type, 0.25))
+    budget = int(max(0, free - reserved) * _SHARE.get(model.device.type, 0.25))
     if model.device.type == "cpu":
         budget = min(budget, _CAP_CPU)
     return max(1, min(budget // page, 64 * -(-model.context_length // PAGE_SIZE)))

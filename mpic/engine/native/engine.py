@@ -21,6 +21,7 @@ from mpic.engine.base import Engine, GenerationRequest
 from mpic.engine.checks import as_failure
 from mpic.engine.native.batch import BatchSlice, CompileJob, CompileRequest
 from mpic.engine.native.builder import RequestBuilder
+from mpic.engine.native.cuda_graphs import static_decode_for
 from mpic.engine.native.decide import Decider
 from mpic.engine.native.device_memory import DeviceMemory
 from mpic.engine.native.inbox import Inbox
@@ -63,6 +64,7 @@ class NativeEngine(Engine):
         max_waiting: most requests that wait for their turn; None: any number.
         loaders: threads that read chunks from the store; 0 chooses by the machine's cores.
         check_when_idle: verify all invariants whenever nothing runs.
+        cuda_graphs: ``on``, ``off``, or ``auto``; see ``cuda_graphs.py``.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class NativeEngine(Engine):
         max_waiting: int | None = None,
         loaders: int = 0,
         check_when_idle: bool = True,
+        cuda_graphs: str = "off",
     ) -> None:
         self.model, self.info = model, model.info
         self.provides = PROVIDES["native"] - (
@@ -86,6 +89,10 @@ class NativeEngine(Engine):
         self._inbox = Inbox()
         self._post = self._inbox.post
         self.pool = Pool(model.shape, pages, page_size, model.dtype, model.device)
+        self.runner = Runner(model, self.pool)
+        self.runner.static = static_decode_for(
+            self.runner, max_running, cuda_graphs
+        )  # before any thread runs
         self.device = DeviceCache(self.pool)
         self.tombstones = Tombstones()
         self.transfers = Transfers(
@@ -102,7 +109,6 @@ class NativeEngine(Engine):
             model.scope,
         )
         self.scheduler = Scheduler(self.memory, budget, max_running)
-        self.runner = Runner(model, self.pool)
         self.decider = Decider(self.runner)
         self.linker = ChunkLinker(model, adapter, store, self.device, self.tombstones)
         self.builder = RequestBuilder(model, store, self.linker, self.pool)
@@ -206,6 +212,8 @@ class NativeEngine(Engine):
         counters = dict(self._counters)
         for owner in (self.device, self.memory, scheduler, self.transfers, self.decider, self.outputs):
             counters |= owner.counters
+        if self.runner.static is not None:
+            counters |= self.runner.static.counters
         return {
             "waiting": len(scheduler.waiting),
             "running": len(requests),

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from mpic.engine.native.batch import BatchSlice, CompileJob
+from mpic.engine.native.static_decode import StaticDecode
 from mpic.engine.native.step_tables import StepTables
 from mpic.kernels.upload import send, upload
 from mpic.kv.barrier import LayerBarrier
@@ -20,11 +21,15 @@ class Runner:
 
     Args:
         pool: None for ``inputs`` alone.
+
+    Attributes:
+        static: runs the steps that it can instead, or None.
     """
 
     def __init__(self, model: LoadedModel, pool: Pool | None) -> None:
         self.model, self.pool = model, pool
         self.tables = StepTables(model, pool) if pool is not None else None
+        self.static: StaticDecode | None = None
 
     def run(self, slices: list[BatchSlice], barrier: LayerBarrier | None = None) -> torch.Tensor:
         """Runs one forward of all slices.
@@ -38,6 +43,10 @@ class Runner:
         Returns:
             ``[w, vocabulary]`` fp32 on the device, one row for each slice that wants logits, in order.
         """
+        if self.static is not None and barrier is None:
+            logits = self.static.run(slices)
+            if logits is not None:
+                return logits
         wanted, starts, total = [], [], 0
         for part in slices:
             starts.append(total)

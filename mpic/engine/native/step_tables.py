@@ -19,7 +19,7 @@ from mpic.kernels.span import Span
 from mpic.kernels.windows import Stretch, span_calls
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Extent, Pool
-from mpic.model.hooks import Step, StepKernel
+from mpic.model.hooks import KindCalls, Step, StepKernel
 from mpic.model.loaded import LoadedModel
 
 
@@ -170,6 +170,23 @@ class StepTables:
             self._last = []
         return step
 
+    def forget(self) -> None:
+        """Makes the next step's tables anew, whatever its rows are."""
+        self._last = []
+
+    def continues(self, slices: Sequence[BatchSlice]) -> bool:
+        """Returns whether a step of single rows is the last one asked about, one token further, for tables that others
+        keep; never for a model with windows, which move."""
+        continues = self._continues([(part, row) for row, part in enumerate(slices)])
+        return continues and not any(kind.window for kind in self._model.kinds)
+
+    def alone(self, slices: Sequence[BatchSlice]) -> tuple[list[Write], list[KindCalls]]:
+        """Returns where a step of single rows writes, and what the rows see, by kind of layer."""
+        parts = [self._part(part, row) for row, part in enumerate(slices)]
+        calls = self._calls(parts)
+        kinds = [self._model.kind_calls(i, calls[kind.pattern]) for i, kind in enumerate(self._model.kinds)]
+        return [part.write for part in parts], kinds
+
     def _continues(self, alone: Sequence[tuple[BatchSlice, int]]) -> bool:
         """Returns whether these rows are the last step's, one token further, and notes them down."""
         rows = [
@@ -214,7 +231,8 @@ class StepTables:
 
     def _whole(self, step: Step, alone: list[tuple[BatchSlice, int]]) -> StepKernel:
         """Returns the tables of a step of single rows for an implementation that takes it whole."""
-        if self._continues(alone) and (advanced := self._kernel.advance()) is not None:
+        plain = not any(kind.window for kind in self._model.kinds)
+        if self._continues(alone) and plain and (advanced := self._kernel.advance()) is not None:
             self.advanced += 1
         else:
             self.made += 1

@@ -72,7 +72,8 @@ class Case:
 def build(case: Case, placement: Placement, tiles: Tiles | None = None) -> tuple[TritonStep, torch.Tensor]:
     """Returns a step of the case: extents side by side in one arena, as the pool lays them, every chunk at another
     base."""
-    from mpic.kernels.triton.step import Geometry, TritonStep, strides_of
+    from mpic.kernels.triton.launch import Geometry
+    from mpic.kernels.triton.step import TritonStep, strides_of
 
     g = Geometry(case.heads, case.kv_heads, case.dim, case.dim // 2)
     own, chunks = case.rows + 1, 1 if case.shared else case.requests

@@ -30,7 +30,9 @@ def decode(run: SectionRun) -> None:
     ids = Ids(model.vocabulary)
     own = sizes.text + sizes.tokens + SPARE
     chunks = count * sizes.set_chunks
-    with engine_for(loaded, chunks * (sizes.chunk + 16) + max(sizes.batches) * own) as engine:
+    with engine_for(
+        loaded, chunks * (sizes.chunk + 16) + max(sizes.batches) * own, cuda_graphs="auto"
+    ) as engine:
         sets = [[text_chunk(ids.fresh(sizes.chunk)) for _ in range(sizes.set_chunks)] for _ in range(count)]
         began = time.perf_counter()
         compile_all(engine, [chunk for one in sets for chunk in one])

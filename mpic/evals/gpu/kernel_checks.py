@@ -13,7 +13,7 @@ import torch
 from mpic.evals.gpu.context import Context
 from mpic.evals.gpu.supervise import SectionRun
 from mpic.kernels import cpu, cuda, reference
-from mpic.kernels.attention import KVView, Partial, QueryRotation, SpanCall, attend
+from mpic.kernels.attention import Extras, KVView, Partial, QueryRotation, SpanCall, attend
 from mpic.kernels.span import Span
 
 EXACT, ROUNDED = 1e-5, 2e-2
@@ -41,6 +41,13 @@ def kernels(run: SectionRun) -> None:
         shape = f"heads of {dim}, groups of {group}, {name}"
         work = functools.partial(_whole_step, dtype, dim, group)
         context.check("kernel check, a whole step", shape, "triton", work, *_limit(dtype))
+    name, dim, group = context.sizes.kernels[0]
+    dtype = getattr(torch, name)
+    shape, work = (
+        f"heads of {dim}, groups of {group}, {name}",
+        functools.partial(_windowed, dtype, dim, group),
+    )
+    context.check("kernel check, windows and capped scores", shape, "triton", work, *_limit(dtype))
     what = "scatter writes every row to its slot"
     context.check("kernel check, operation", what, "triton", _scatter, EXACT, "max error")
 
@@ -106,7 +113,8 @@ def _whole_step(dtype: torch.dtype, dim: int, group: int) -> float:
     not."""
     from triton_kit import Described, World, rotary_of
 
-    from mpic.kernels.triton.step import Geometry, TritonStep
+    from mpic.kernels.triton.launch import Geometry
+    from mpic.kernels.triton.step import TritonStep
 
     worst = 0.0
     for programs in (1, 64):
@@ -133,11 +141,36 @@ def _whole_step(dtype: torch.dtype, dim: int, group: int) -> float:
     return worst
 
 
+def _windowed(dtype: torch.dtype, dim: int, group: int) -> float:
+    """Returns the error of a block of rows and a chunk before it through windows, with capped scores."""
+    from triton_kit import Described, World, rotary_of
+
+    from mpic.kernels.triton.launch import Geometry
+    from mpic.kernels.triton.step import TritonStep
+
+    geometry, count = Geometry(2 * group, 2, dim, dim // 2), 45
+    world, rotation = World(geometry, dtype, seed=dim), rotary_of(geometry).rotation
+    step = Described(world)
+    (own, data), (chunk, chunk_data) = world.fill(count), world.fill(25)
+    step.add(0, count, own, data, causal=True)
+    step.add(0, count, chunk, chunk_data, base=511)
+    hidden = torch.arange(count)
+    for calls in (step.calls, step.expected):
+        calls[0] = calls[0]._replace(visible=(hidden - 8).clamp_min(0))
+        calls[1] = calls[1]._replace(visible=(hidden // 2).clamp_max(24))
+    prepared = TritonStep(step.calls, count, geometry, world.arena, rotation, programs=64, least=16)
+    q = world.random(count, geometry.heads, dim).transpose(0, 1)
+    out, _ = prepared.attend(1, q, dim**-0.5, 0.7)
+    extras = Extras(softcap=0.7)
+    return _error(out, reference.attend(q.float(), step.expected, dim**-0.5, rotation, 1, extras))
+
+
 def _scatter() -> float:
     from triton_kit import World
 
     from mpic.kernels.attention import Write
-    from mpic.kernels.triton.step import Geometry, TritonStep
+    from mpic.kernels.triton.launch import Geometry
+    from mpic.kernels.triton.step import TritonStep
 
     world, rows = World(Geometry(4, 2, 128, 64)), 21
     span = world.reserve(rows, 3)

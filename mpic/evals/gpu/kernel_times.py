@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -36,6 +37,7 @@ SINGLES: tuple[TileSizes, ...] = tuple(
     (n, warps, stages) for n in (32, 64, 128) for warps in (2, 4, 8) for stages in (2, 3, 4)
 )
 DIMS = (64, 80, 96, 128, 256)
+GROUPS = (1, 4, 7)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Largest difference of a comparator's output, whose values are averages of normally distributed ones."""
 PREFILL = Case("prefill", 32, 8, 128, 520, 1, 8, 2304)
@@ -106,6 +108,7 @@ def tuning(run: SectionRun) -> None:
     on_cuda = placement.device.type == "cuda"
     gpu = torch.cuda.get_device_name(placement.device) if on_cuda else "Triton's interpreter"
     prefill, decode = sizes.cases if run.quick else (PREFILL, DECODE)
+    group = prefill.heads // prefill.kv_heads
     for dim in sizes.tuned_dims:
         base = defaults(placement.dtype, dim)
         used = (base[:4], base[4:7])
@@ -118,8 +121,8 @@ def tuning(run: SectionRun) -> None:
                 context.timed("tiles", case.words, what, taken, case.cost(placement.dtype), "us")
 
         tried = [dict.fromkeys((own, *more)) for own, more in zip(used, (sizes.blocks, sizes.singles))]
-        best = tune(path, gpu, placement, dim, *tried, prefill, decode, sizes.kernel_repeats, write)
-        run.row("tiles", f"heads of {dim}", "the fastest", f"{best[0]} and {best[1]}")
+        best = tune(path, gpu, placement, dim, group, *tried, prefill, decode, sizes.kernel_repeats, write)
+        run.row("tiles", f"{group} heads of {dim} a key head", "the fastest", f"{best[0]} and {best[1]}")
 
 
 def tune(
@@ -127,6 +130,7 @@ def tune(
     gpu: str,
     placement: Placement,
     dim: int,
+    group: int,
     blocks: Iterable[TileSizes],
     singles: Iterable[TileSizes],
     prefill: Case,
@@ -134,8 +138,8 @@ def tune(
     repeats: int,
     seen: Callable[[Case, TileSizes, float | None], None] = lambda case, sizes, seconds: None,
 ) -> tuple[TileSizes, TileSizes]:
-    """Measures the candidates for one head dimension, writes the best into the table at ``path``, beside its other
-    entries, and returns them.
+    """Measures the candidates for one head dimension and one number of query heads a key head, writes the best into the
+    table at ``path``, beside its other entries, and returns them.
 
     Args:
         seen: is told every candidate and its seconds, None where the GPU has no room for it.
@@ -147,7 +151,8 @@ def tune(
 
     base, best = defaults(placement.dtype, dim), []
     for case, tried, fields in ((prefill, blocks, base._fields[:4]), (decode, singles, base._fields[4:7])):
-        case, measured = dataclasses.replace(case, dim=dim), dict[TileSizes, float]()
+        case = dataclasses.replace(case, dim=dim, heads=group * case.kv_heads)
+        measured: dict[TileSizes, float] = {}
         for one in tried:
             tiles = base._replace(**dict(zip(fields, one, strict=True)))
             taken = None
@@ -160,12 +165,12 @@ def tune(
         if not measured:
             raise BenchFailed(f"no candidate fits this GPU for heads of {dim}")
         best.append(min(measured, key=measured.__getitem__))
-    _enter(path, gpu, f"{str(placement.dtype).removeprefix('torch.')}/{dim}", *best)
+    _enter(path, gpu, f"{str(placement.dtype).removeprefix('torch.')}/{dim}/{group}", *best)
     return best[0], best[1]
 
 
 def _enter(path: Path, gpu: str, name: str, block: TileSizes, single: TileSizes) -> None:
-    """Writes the sizes of one GPU for a dtype and head dimension (``name``) into the table at ``path``."""
+    """Writes the sizes of one GPU for a dtype, head dimension and group (``name``) into the table at ``path``."""
     import triton
 
     table = read_table(path) if path.exists() else {"schema": SCHEMA, "gpus": {}}
@@ -186,8 +191,8 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     gpu = torch.cuda.get_device_name(device)
     for dtype in (torch.bfloat16, torch.float16):
-        for dim in DIMS:
-            tune(path, gpu, Placement(device, dtype), dim, BLOCKS, SINGLES, PREFILL, DECODE, 10)
+        for dim, group in itertools.product(DIMS, GROUPS):
+            tune(path, gpu, Placement(device, dtype), dim, group, BLOCKS, SINGLES, PREFILL, DECODE, 10)
 
 
 if __name__ == "__main__":

@@ -49,23 +49,25 @@ def profile(run: SectionRun) -> None:
 
             for _ in range(2):  # kernels are compiled, libraries chosen
                 _, usage = first_token(engine, request(4))
-            _steps(engine, lambda: first_token(engine, request(1)))  # the profiler starts
-            found = _steps(engine, lambda: first_token(engine, request(1)))
+            steps_of(engine, lambda: first_token(engine, request(1)))  # the profiler starts
+            found = steps_of(engine, lambda: first_token(engine, request(1)))
             cost = costs.prefill(usage)
-            _rows(context, f"link, {linked} linked tokens", attention, found, cost)
+            step_rows(context, f"link, {linked} linked tokens", attention, found, cost)
             streams = [engine.submit(request(200 if not run.quick else 40)) for _ in range(batch)]
             reading = [iter(stream) for stream in streams]
             for tokens in reading:
                 next(tokens)
-            found = _steps(engine, lambda last=reading[-1]: list(islice(last, 10)))
+            found = steps_of(engine, lambda last=reading[-1]: list(islice(last, 10)))
             for stream in streams:
                 stream.abort()
                 stream.result()
             cost = costs.step(batch, linked, linked + batch * 400)
-            _rows(context, f"decoding, batch {batch} over the same {linked} tokens", attention, found, cost)
+            step_rows(
+                context, f"decoding, batch {batch} over the same {linked} tokens", attention, found, cost
+            )
 
 
-def _steps(engine: NativeEngine, work: Callable[[], Any]) -> dict[str, Any]:
+def steps_of(engine: NativeEngine, work: Callable[[], Any]) -> dict[str, Any]:
     """Profiles some work; counts a step."""
     cuda = engine.model.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -101,7 +103,8 @@ def busy(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def _rows(context: Context, shape: str, attention: str, found: dict[str, Any], cost: Any) -> None:
+def step_rows(context: Context, shape: str, attention: str, found: dict[str, Any], cost: Any) -> None:
+    """Writes what ``steps_of`` has found: time, launches, copies and waits a step, busy share, longest kernels."""
     steps, taken = found["steps"], found["taken"]
     context.timed("step, profiled", shape, attention, taken / steps, cost, steps=steps)
     if not found["kernels"]:

@@ -24,6 +24,7 @@ SECTIONS: tuple[Section, ...] = (
     ),
     Section("selftest", f"{HERE}.model_checks:self_tests", 180, "self-tests on real shapes; reloads", MODELS),
     Section("profile", f"{HERE}.profile:profile", 150, "launches and busy share of a step", MODELS),
+    Section("graphs", f"{HERE}.graphs:graphs", 180, "decoding with CUDA graphs and without", MODELS),
     Section("link", f"{HERE}.first_tokens:link", 150, "first token over 8 resident images", MODELS),
     Section("decode", f"{HERE}.decoding:decode", 240, "decoding at batch 1 to 64, 4k and 32k", MODELS),
     Section("headline", f"{HERE}.first_tokens:headline", 300, "1 to 10 images under each policy", MODELS),

@@ -1,0 +1,194 @@
+"""Steps of single rows (decoding) whose tables, grid and memory stay where they are, so that a CUDA graph captured once
+serves every such step of as many rows: only the numbers in the tables change.
+
+A step of fewer rows is filled up: rows beyond see nothing and are written nowhere, items beyond have no rows, and what
+would be merged beyond is no row. Tables have room for many more segments than a usual batch needs, which costs memory
+and no time; items cost a program each, so there are two grids for each number of rows. With the larger one segments may
+have holes, for which the kernel takes more registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mpic.kernels.attention import Rotation, SpanCall, Write
+from mpic.kernels.triton.launch import Features, Geometry, Grid, Launches, shape_of
+from mpic.kernels.triton.step import advance, host_tables, rotation_table
+from mpic.kernels.triton.tables import ITEM_WIDTH, SegmentColumn, TargetColumn
+from mpic.kernels.triton.tiles import Shape, power
+from mpic.kernels.triton.tuning import Tiles
+from mpic.kernels.triton.worklist import build
+from mpic.kernels.upload import upload
+
+_SEGMENTS = 256
+"""Segments for each row that the tables have room for."""
+_BASES = 64
+"""Rotary offsets for each row, likewise."""
+_SLOTS = 1 << 20
+"""Slots of segments with holes, of all rows together."""
+_WIDER = 4
+"""How many times the items of the smaller grid the larger one has."""
+
+
+def grids(rows: int, shape: Shape) -> tuple[Grid, Grid]:
+    """Returns a small and a large grid for steps of so many rows: each row has a tile of its own, and tiles are cut
+    along their keys until the device is busy."""
+    pieces = -(-shape.programs // shape.kv_heads)
+    lone = power(rows + pieces)
+    shared = 0 if rows * shape.group <= shape.lone_m else power(rows // 2 + pieces)
+    return Grid(0, shared, lone, rows), Grid(0, _WIDER * shared, _WIDER * lone, rows)
+
+
+class Room(NamedTuple):
+    """How much the tables of steps of at most so many rows hold."""
+
+    rows: int
+    items: int
+    segments: int
+    bases: int
+    partials: int
+
+    @classmethod
+    def of(cls, rows: int, shape: Shape) -> Room:
+        _, grid = grids(rows, shape)
+        pieces = -(-shape.programs // shape.kv_heads)
+        return cls(rows, grid.shared + grid.lone, _SEGMENTS * rows, _BASES * rows + 1, rows * (pieces + 8))
+
+
+class Partials:
+    """The partial results of cut tiles, one layer after the other: ``[partials, heads, head_dim]`` fp32, and their
+    log-sum-exps ``[partials, heads]``. Layers of all kinds share them."""
+
+    def __init__(self, room: Room, geometry: Geometry, device: torch.device) -> None:
+        size = (room.partials, geometry.heads, geometry.dim)
+        self.tensors = (
+            torch.zeros(size, dtype=torch.float32, device=device),
+            torch.zeros(size[:2], dtype=torch.float32, device=device),
+        )
+
+
+class StaticTables:
+    """The tables of all static steps of one kind of layer, on the device, where they stay.
+
+    Args:
+        geometry, tiles, shape: of the layers' attention.
+        anchor: as ``Launches``.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        tiles: Tiles,
+        shape: Shape,
+        room: Room,
+        partials: Partials,
+        anchor: torch.Tensor,
+    ) -> None:
+        self.geometry, self.tiles, self.shape, self.room = geometry, tiles, shape, room
+        self.partials, self.anchor = partials.tensors, anchor
+        wide = (room.partials + room.rows,)
+        sizes: dict[str, tuple[int, ...]] = {
+            "segments": (room.segments, len(SegmentColumn)),
+            "grows": (room.segments,),
+            "targets": (room.rows, len(TargetColumn)),
+            "items": (room.items, ITEM_WIDTH),
+            "rows": wide,
+            "rotation_of": (room.segments,),
+            "first_rows": (_SLOTS,),
+            "floors": (1,),
+            "merged": (room.rows,),
+            "ends": (room.rows + 1,),
+            "partial_of": wide,
+        }
+        long = ("segments", "grows", "targets")
+        self.tables = {
+            name: torch.zeros(size, dtype=torch.int64 if name in long else torch.int32, device=anchor.device)
+            for name, size in sizes.items()
+        }
+        self.rotations = tuple(
+            torch.zeros(room.bases, geometry.half, dtype=torch.float32, device=anchor.device)
+            for _ in range(2)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.tables.values(), *self.rotations))
+
+    def fill(self, arrays: dict[str, np.ndarray], bases: Sequence[int], rotation: Rotation) -> None:
+        """Writes the numbers of a step that fits (``StaticStep.fill``), behind everything the device has been given."""
+        for name, new in upload(arrays, self.anchor.device).items():
+            self.tables[name][: len(new)].copy_(new)
+        turns = rotation_table(bases, rotation, self.geometry.half, self.anchor.device)
+        for mine, new in zip(self.rotations, turns, strict=True):
+            mine[: len(new)].copy_(new)
+
+    def advance(self) -> None:
+        """Makes the tables those of the same rows one token later."""
+        advance(self.tables, self.geometry.dim)
+
+
+class StaticStep(Launches):
+    """The launches of static steps of one grid, whatever the tables say; ``holes`` that there may be any."""
+
+    def __init__(self, tables: StaticTables, rows: int, grid: Grid, holes: bool) -> None:
+        super().__init__(
+            tables.geometry,
+            tables.tiles,
+            grid,
+            Features(holes),
+            tables.tables,
+            tables.rotations,
+            tables.partials,
+            rows,
+            tables.anchor,
+        )
+        self._static = tables
+
+    def fill(self, calls: Sequence[SpanCall], writes: Sequence[Write], rotation: Rotation) -> bool:
+        """Fills the tables for a step of at most ``rows`` single rows; see ``TritonStep``. Returns False, and leaves
+        them as they are, when the step does not fit."""
+        grid, room, work = self.grid, self._static.room, build(calls, self.rows, self._static.shape)
+        _, shared, lone = work.counts
+        fits = (
+            work.blocks == 0
+            and shared <= grid.shared
+            and lone <= grid.lone
+            and len(work.merged) <= grid.merged
+            and len(work.segments) <= room.segments
+            and len(work.rotation_of) <= room.segments
+            and len(work.bases) <= room.bases
+            and len(work.first_rows) <= (_SLOTS if self.features.holes else 0)
+            and work.partials <= room.partials
+        )
+        if not fits:
+            return False
+        arrays = host_tables(work, calls, writes, self.rows, self.geometry.dim)
+        items = np.zeros((grid.shared + grid.lone, ITEM_WIDTH), np.int32)
+        items[:shared], items[grid.shared : grid.shared + lone] = work.items[:shared], work.items[shared:]
+        beyond = grid.merged - len(work.merged)
+        arrays |= {
+            "items": items,
+            "merged": np.pad(work.merged, (0, beyond), constant_values=-1),
+            "ends": np.pad(work.ends, (0, beyond), mode="edge"),
+        }
+        del arrays["floors"]  # single rows see whole segments
+        self._static.fill(arrays, work.bases, rotation)
+        return True
+
+
+def tables_for(
+    geometry: Geometry,
+    tiles: Tiles,
+    rows: int,
+    programs: int,
+    least: int,
+    anchor: torch.Tensor,
+    partials: Partials,
+) -> StaticTables:
+    """Returns tables for static steps of at most so many rows."""
+    shape = shape_of(geometry, tiles, programs, least)
+    return StaticTables(geometry, tiles, shape, Room.of(rows, shape), partials, anchor)

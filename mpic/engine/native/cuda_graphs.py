@@ -1,0 +1,176 @@
+"""Capturing of decoding steps in CUDA graphs, and the decision whether decoding steps run so.
+
+What is captured is a step of ``static_decode.py``. Before anything is served, one such step is compared with the same
+rows run in the usual way.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from mpic.engine.native.batch import BatchSlice, Rows
+from mpic.engine.native.runner import Runner
+from mpic.engine.native.static_decode import Capture, StaticDecode, Work, bucket_sizes
+from mpic.errors import IntegrityError, ModelRefused
+from mpic.kernels.span import Span
+from mpic.kv.pool import Extent
+from mpic.model.loaded import LoadedModel
+from mpic.model.selftest import TOLERANCE
+from mpic.model.static_attention import StaticAttention, attention_of
+
+log = logging.getLogger(__name__)
+
+_GRAPH = 16 << 20
+"""Bytes that a graph's launches may take in the driver, to be reserved before any is captured."""
+_WORKSPACE = 64 << 20
+"""Bytes of the libraries' workspaces while graphs are captured."""
+
+
+class GraphCapture:
+    """Captures steps of one device. Graphs share one pool of memory, since only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Work:
+        """Runs the work twice, so that kernels are compiled and libraries have chosen theirs, then captures it."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                work()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # other threads may copy and allocate meanwhile
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            out = work()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+def reserved_bytes(model: LoadedModel, most: int, choice: str) -> int:
+    """Returns how much device memory static steps of up to ``most`` rows take at most, which a pool that takes a share
+    of what is free has to leave: buffers as they will be allocated, and a bound for graphs. 0 where there are none."""
+    if choice == "off" or model.device.type != "cuda":
+        return 0
+    try:
+        attention = attention_of(model)
+    except ModelRefused:  # `static_decode_for` says so
+        return 0
+    nowhere = torch.empty(0, dtype=model.dtype, device="meta")
+    logits = most * model.text_config.vocab_size * (2 * 4 + model.dtype.itemsize)
+    graphs = 2 * len(bucket_sizes(most)) * _GRAPH
+    return StaticAttention(attention, nowhere, most).nbytes + logits + graphs + _WORKSPACE
+
+
+def static_decode_for(
+    runner: Runner, most: int, choice: str, capture: Capture | None = None
+) -> StaticDecode | None:
+    """Returns the static decoding steps of an engine, or None, which is logged where they were to be expected.
+
+    Args:
+        choice: ``on``, ``off``, or ``auto``: where the device is CUDA and the model's layers are such that it can be.
+        capture: in place of CUDA's, for tests.
+
+    Raises:
+        ModelRefused: ``on``, and it cannot be.
+    """
+    model, device = runner.model, runner.model.device
+    if choice == "off" or (choice == "auto" and device.type != "cuda"):
+        return None
+    before, began = _allocated(device), time.monotonic()
+    try:
+        if device.type == "cuda":
+            capture = capture or GraphCapture(device)
+        decode = StaticDecode(model, runner.pool, most, capture)
+        error = compare(decode, runner)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        if choice == "on":
+            raise ModelRefused(f"decoding steps cannot be captured: {reason}") from error
+        log.warning("decoding without CUDA graphs, at many times the launches: %s", reason)
+        model.info.details["cuda_graphs"] = f"off: {reason}"
+        return None
+    taken = (_allocated(device) - before) >> 20
+    log.info(
+        "decoding steps of %d rows and fewer are ready after %.1f s, %d MiB, relative error %.1e",
+        most,
+        time.monotonic() - began,
+        taken,
+        error,
+    )
+    model.info.details["cuda_graphs"] = f"on: up to {most} rows, {taken} MiB, relative error {error:.1e}"
+    return decode
+
+
+def _allocated(device: torch.device) -> int:
+    """Returns the bytes of a device that are not free; 0 where nobody counts them."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+@torch.inference_mode()
+def compare(decode: StaticDecode, runner: Runner) -> float:
+    """Runs two decoding rows (one, where there may be but one) over a chunk and keys of their own, which are random,
+    both ways, and the next step, whose tables are advanced; returns the largest relative difference of the logits.
+
+    Raises:
+        IntegrityError: they differ, or the pool has no room for the comparison.
+    """
+    pool, model = runner.pool, runner.model
+    extents = [pool.alloc(tokens) for tokens in (24, 9, 11)]
+    try:
+        if None in extents:
+            raise IntegrityError("the pool is too small to compare decoding steps")
+        generator = torch.Generator().manual_seed(3)
+        for extent in extents:
+            view = pool.view(extent)
+            view.copy_(torch.randn(view.shape, generator=generator).to(view.dtype))
+        chunk, *own = extents
+        rows = [
+            _rows(model, chunk, extent, 5 + 2 * number) for number, extent in enumerate(own[: decode.most])
+        ]
+        difference = 0.0
+        for _ in range(2):
+            slices = [_next(one) for one in rows]
+            got = decode.run(slices)  # first, so that it reads what it has written itself
+            if got is None:
+                raise IntegrityError("a step of two rows does not fit the tables")
+            expected = runner.run(slices)
+            scale = expected.abs().max().clamp_min(1e-6)
+            difference = max(difference, float((got - expected).abs().max() / scale))
+    finally:
+        decode.forget()
+        decode.counters.clear()
+        runner.tables.forget()
+        for extent in extents:
+            if extent is not None:
+                pool.free(extent)
+    if not difference <= TOLERANCE.get(model.dtype, 2e-4):
+        raise IntegrityError(f"decoding steps differ from the usual ones by {difference:.1e}")
+    return difference
+
+
+def _rows(model: LoadedModel, chunk: Extent, extent: Extent, tokens: int) -> Rows:
+    """Returns so many own tokens that see a chunk at a base of their own."""
+    ids = [3 + n for n in range(tokens)]
+    positions = torch.arange(tokens + 2).expand(model.mrope, -1).contiguous()
+    return Rows(ids, positions, extent=extent, spans=[Span(chunk, 2, chunk.tokens, 50 + tokens, 1)])
+
+
+def _next(rows: Rows) -> BatchSlice:
+    """Adds a token and returns its slice."""
+    rows.computed = len(rows)
+    rows.ids.append(7)
+    return BatchSlice(rows, rows.computed, len(rows))

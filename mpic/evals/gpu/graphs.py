@@ -1,0 +1,77 @@
+"""Static decoding steps: whether they are right, what capturing them costs, and what they save a step."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+import torch
+
+from mpic.engine.native.engine import NativeEngine
+from mpic.engine.stream import DeltaStream
+from mpic.evals.bench.workload import Ids, compile_all, engine_for, framed, request_of, text_chunk
+from mpic.evals.gpu import profile
+from mpic.evals.gpu.context import Context
+from mpic.evals.gpu.roofline import Costs
+from mpic.evals.gpu.supervise import SectionRun
+from mpic.kv.chunk import Chunk
+from mpic.prompt.segments import Prompt
+
+SPARE = 1024
+"""Tokens of the pool beside a request's own text and answer."""
+
+
+def graphs(run: SectionRun) -> None:
+    """Decodes the same prompts with and without CUDA graphs: answers are the same, a step takes fewer launches."""
+    context = Context(run)
+    sizes = context.sizes
+    model = sizes.models[-1]
+    loaded, costs = context.model(model)
+    ids, most = Ids(model.vocabulary), max(sizes.batches)
+    chunks = [text_chunk(ids.fresh(sizes.chunk)) for _ in range(sizes.set_chunks)]
+    prompts = [framed(ids, chunks, sizes.text) for _ in range(most)]
+    room = sizes.set_chunks * (sizes.chunk + 16) + most * (sizes.text + sizes.tokens + SPARE)
+    answers: dict[str, list[tuple[int, ...]]] = {}
+    for choice in ("on", "off"):
+        began = time.perf_counter()
+        with engine_for(loaded, room, max_running=most, cuda_graphs=choice) as engine:
+            shape, how = f"steps of {most} rows and fewer", f"{context.attention}, graphs {choice}"
+            run.row("engine starts", shape, how, round(time.perf_counter() - began, 2), "s")
+            if choice == "on":  # it has compared a step with the usual one, or it would not have started
+                run.row("compared", shape, loaded.info.details["cuda_graphs"], None, "", ok=True)
+                run.row("buffers", shape, how, engine.runner.static.nbytes >> 20, "MiB")
+            answers[choice] = _decode(context, costs, engine, how, chunks, prompts)
+    same = sum(a == b for a, b in zip(answers["on"], answers["off"], strict=True))
+    exact = (
+        {"ok": same == most} if context.placement.dtype == torch.float32 else {}
+    )  # bf16 may round to another token
+    run.row(
+        "answers that are the same", f"{most} prompts", "with graphs and without", same, "answers", **exact
+    )
+
+
+def _decode(
+    context: Context, costs: Costs, engine: NativeEngine, how: str, chunks: list[Chunk], prompts: list[Prompt]
+) -> list[tuple[int, ...]]:
+    """Writes the rows of one engine and returns the answers to all prompts at once."""
+    sizes = context.sizes
+    compile_all(engine, chunks)
+    linked = len(chunks) * sizes.chunk
+
+    def ask(batch: int, tokens: int) -> list[DeltaStream]:
+        return [engine.submit(request_of(prompt, "reuse", tokens)) for prompt in prompts[:batch]]
+
+    for batch in sizes.batches:
+        for stream in ask(batch, 2):  # what the batch needs is compiled
+            stream.result()
+        streams = ask(batch, 2 * sizes.tokens)
+        reading = [iter(stream) for stream in streams]
+        for tokens in reading:
+            next(tokens)
+        found = profile.steps_of(engine, lambda last=reading[-1]: list(islice(last, sizes.tokens)))
+        for stream in streams:
+            stream.abort()
+            stream.result()
+        cost = costs.step(batch, linked, linked + batch * sizes.text)
+        profile.step_rows(context, f"decoding, batch {batch} over the same {linked} tokens", how, found, cost)
+    return [tuple(stream.result().token_ids) for stream in ask(len(prompts), sizes.tokens)]

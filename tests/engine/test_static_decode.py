@@ -1,0 +1,206 @@
+"""Decoding steps over memory that stays where it is: the answers of other steps, from the same addresses every time."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from engine_kit import family, ids, logits_of, prompt_of, request_of, text_chunk
+from tape import Tape, captured
+
+from mpic.engine.native import cuda_graphs, device_memory, static_decode
+from mpic.engine.native.engine import NativeEngine
+from mpic.errors import IntegrityError, ModelRefused
+from mpic.kv.pool import Pool
+from mpic.model.static_attention import attention_of
+
+SHARED, OTHER = text_chunk(ids(70, 40)), text_chunk(ids(71, 23))
+PROMPTS = [
+    prompt_of(ids(1, 5), SHARED, ids(2, 4), OTHER, ids(3, 3)),
+    prompt_of(ids(4, 5), SHARED, ids(5, 4)),
+    prompt_of(ids(6, 9)),
+]
+TOKENS = (5, 2, 3)  # so that the batch shrinks twice
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Few numbers of rows, tables that are cut anew soon, keys that are cut and merged."""
+    monkeypatch.setattr(static_decode, "bucket_sizes", lambda most: [4, 1])
+    monkeypatch.setattr("mpic.kernels.triton.static._WIDER", 2)
+    monkeypatch.setattr("mpic.model.triton_attention.TritonAttention.programs", 6)
+    monkeypatch.setattr("mpic.model.triton_attention.TritonAttention.least", 16)
+    monkeypatch.setattr("mpic.engine.native.scheduler.GROWTH", 2)
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Answers to all prompts at once with log-probabilities, and the engine's counters."""
+
+    def run(graphs: str, capture=None, name: str = "llama", policy: str = "mpic-4") -> tuple[list, dict]:
+        choose = cuda_graphs.static_decode_for
+        given = lambda runner, most, choice: choose(runner, 4, choice, capture)
+        monkeypatch.setattr("mpic.engine.native.engine.static_decode_for", given)
+        engine = NativeEngine(family(name).loaded, pages=64, page_size=16, cuda_graphs=graphs)
+        engine.pool.arena.fill_(float("nan"))
+        gate = threading.Event()
+        engine._post(lambda: gate.wait(60))  # all prompts are there when it begins
+        try:
+            streams = [
+                engine.submit(request_of(p, policy, n, logprobs=300))
+                for p, n in zip(PROMPTS, TOKENS, strict=True)
+            ]
+            gate.set()
+            found = [logits_of(stream, n) for stream, n in zip(streams, TOKENS, strict=True)]
+            engine.check()
+        finally:
+            engine.close()
+        return found, engine.stats()["counters"]
+
+    return run
+
+
+def assert_equal(found, expected):
+    for (got, logits), (wanted, wanted_logits) in zip(found, expected, strict=True):
+        assert got == wanted and (logits - wanted_logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "capture"), [("llama", captured), ("gemma3", None)], ids=["llama", "gemma3"]
+)
+def test_steps_that_are_played_again_give_the_tokens_of_steps_run_one_by_one(answers, name, capture):
+    """A tape in place of a CUDA graph: whatever changes between steps has to lie in the buffers. Batches of three, two
+    and one; extents that grow and move. And, run as they are, layers with windows and two rotary embeddings."""
+    found, counters = answers("on", capture, name)
+    expected, usual = answers("off", None, name)
+    assert counters["static_steps"] >= max(TOKENS) - 2 and "static_steps" not in usual
+    assert_equal(found, expected)
+
+
+def test_holes_in_chunks_are_left_out_of_static_steps(answers):
+    found, counters = answers("on", None, "llama", "random-20")
+    expected, _ = answers("off", None, "llama", "random-20")
+    assert counters["static_steps"] > 0
+    assert_equal(found, expected)
+
+
+def test_a_step_reads_the_same_addresses_whatever_the_batch(answers, monkeypatch):
+    """Everything that was there before the step, and every number from the host: pointers, shapes, strides, grids."""
+    reads: dict[int, list] = {}
+
+    def watched(work):
+        work()  # the first step makes the buffer of logits
+
+        def run():
+            tape = Tape()
+            out = tape.record(work)
+            reads.setdefault(len(out), []).append((work, tape.reads))
+            return out
+
+        return run
+
+    answers("on", watched)
+    for steps in reads.values():
+        for work in {work for work, _ in steps}:
+            of_one = [read for other, read in steps if other is work]
+            assert all(read == of_one[0] for read in of_one)
+    assert len(reads[4]) > 2 and len(reads[4][0][1]) > 100
+
+
+def test_a_batch_that_does_not_fit_runs_in_the_usual_way_and_is_counted(answers, monkeypatch, caplog):
+    expected, _ = answers("off")
+    monkeypatch.setattr("mpic.kernels.triton.static._SEGMENTS", 0)
+    monkeypatch.setattr(cuda_graphs, "compare", lambda decode, runner: 0.0)  # would not fit either
+    found, counters = answers("on")
+    assert counters["static_too_large"] > 0
+    assert "no CUDA graph" in caplog.text
+    assert_equal(found, expected)
+
+
+def test_steps_that_differ_are_not_served_and_the_reason_is_logged(answers, monkeypatch, caplog):
+    def wrong(work):
+        return lambda: work().add_(1)
+
+    with pytest.raises(ModelRefused, match="differ from the usual ones"):
+        answers("on", wrong)
+    loaded = family("llama").loaded
+    choose = cuda_graphs.static_decode_for
+    monkeypatch.setattr(loaded, "device", torch.device("cuda"))
+    monkeypatch.setattr(cuda_graphs, "_allocated", lambda device: 0)
+    monkeypatch.setattr(
+        static_decode.StaticDecode, "__init__", lambda *args: (_ for _ in ()).throw(IntegrityError("x"))
+    )
+    runner = type("Runner", (), {"model": loaded, "pool": None})()
+    assert choose(runner, 4, "auto", captured) is None
+    assert "decoding without CUDA graphs" in caplog.text
+    assert loaded.info.details.pop("cuda_graphs") == "off: IntegrityError: x"
+
+
+def test_a_step_is_run_twice_beside_everything_else_and_then_captured_in_the_memory_of_the_others(
+    monkeypatch,
+):
+    """What ``torch.cuda`` is asked for, in order, by a fake of it."""
+    said = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            said.append(f"{self.name} waits for {other.name}")
+
+    class Graph:
+        def replay(self):
+            said.append("replay")
+
+    @contextmanager
+    def stream(stream):
+        said.append(f"on {stream.name}")
+        yield
+
+    @contextmanager
+    def graph(graph, pool, stream, capture_error_mode):
+        said.append(f"capture on {stream.name} into {pool}, {capture_error_mode}")
+        yield
+
+    fakes = {"Stream": lambda device: Stream("side"), "current_stream": lambda device: Stream("main")}
+    fakes |= {"graph_pool_handle": lambda: "pool", "stream": stream, "CUDAGraph": Graph, "graph": graph}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    out = torch.zeros(3)
+    replay = cuda_graphs.GraphCapture(torch.device("cuda"))(lambda: said.append("work") or out)
+    assert replay() is out
+    assert said == [
+        *("side waits for main", "on side", "work", "work", "main waits for side"),
+        *("capture on side into pool, thread_local", "work", "replay"),
+    ]
+
+
+def test_what_is_reserved_is_what_buffers_take_and_a_bound_for_graphs(monkeypatch):
+    loaded = family("llama").loaded
+    assert cuda_graphs.reserved_bytes(loaded, 4, "auto") == 0  # not on the CPU
+    attention = attention_of(loaded)
+    with monkeypatch.context() as there:
+        there.setattr(cuda_graphs, "attention_of", lambda model: attention)
+        there.setattr(loaded, "device", torch.device("cuda"))
+        reserved = cuda_graphs.reserved_bytes(loaded, 4, "auto")
+        assert cuda_graphs.reserved_bytes(loaded, 4, "off") == 0
+    decode = static_decode.StaticDecode(loaded, Pool(loaded.shape, 4, 16, loaded.dtype), 4)
+    logits = 4 * 300 * (4 + 4 + 4)  # kept; of a step, in fp32 and as the model gives them
+    graphs = 2 * 3 * cuda_graphs._GRAPH  # for 4, 2 and 1 rows
+    assert reserved == decode.nbytes + logits + graphs + cuda_graphs._WORKSPACE
+
+
+def test_a_pool_that_takes_a_share_leaves_what_is_reserved(monkeypatch):
+    loaded = family("llama").loaded
+    page = 16 * loaded.shape.per_token * loaded.dtype.itemsize
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 * page, 300 * page))
+    monkeypatch.setattr(loaded, "device", torch.device("cuda"))
+    assert [device_memory.pool_pages(loaded, 0, n * page) for n in (0, 100)] == [170, 85]
+
+
+def test_without_cuda_they_are_off_unless_they_are_asked_for(answers):
+    _, counters = answers("auto")
+    assert "static_steps" not in counters
