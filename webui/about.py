@@ -9,13 +9,14 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
+from mpic.data.bundled import SAMPLES
 from mpic.errors import MPICError, NotFound
 from mpic.link import parse_policy
 from mpic.version import VERSION
 from mpic.webui import live, policies
 from mpic.webui.plots import plots
 from mpic.webui.proxy import ROOT
-from mpic.webui.samples import DEMO, sample_files, samples
+from mpic.webui.samples import sample_files, samples
 from mpic.webui.sessions import Visitor
 
 NO_STORE = {"cache-control": "no-store"}
@@ -41,7 +42,7 @@ def _about(app: FastAPI, visitor: Visitor) -> dict[str, Any]:
     """Returns who the visitor is, the model, the policies, the sample questions."""
     state = app.state.mpic
     info = state.engine.info
-    demo = info.name in DEMO
+    demo = info.name in SAMPLES
     return {
         "user": visitor.user,
         "role": visitor.role,
@@ -54,7 +55,7 @@ def _about(app: FastAPI, visitor: Visitor) -> dict[str, Any]:
         },
         "policies": policies.menu(state.engine.policies(), state.config.engine.policy),
         "retrieval": policies.RETRIEVAL,
-        "samples": [asdict(sample) for sample in samples()] if demo else [],
+        "samples": [asdict(sample) for sample in samples(info.name)],
         "plots": [{"name": p.name, "title": p.title, "text": p.text} for p in plots()],
     }
 
@@ -97,7 +98,7 @@ def router(app: FastAPI) -> APIRouter:
     @routes.get("/samples/{handle}")
     def sample(handle: str) -> Response:
         """The original of a sample file."""
-        path: Any = sample_files().get(handle)
+        path: Any = sample_files(app.state.mpic.engine.info.name).get(handle)
         if path is None:
             raise NotFound(f"no sample {handle!r}")
         return FileResponse(path, media_type="image/png" if path.suffix == ".png" else "text/plain")

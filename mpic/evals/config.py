@@ -2,7 +2,8 @@
 
 Beside what the example has: ``title`` (of the report; left out: the model's name), ``at_once`` (questions in flight;
 more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype`` and ``packet`` (an adapter's file
-instead of the one beside the model).
+instead of the one beside the model), and ``generation`` (1 or 2: how large the images and documents of the generated
+world are; left out: 2 for a model with 8,192 tokens of context or more, else 1; a hub id is taken to have them).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mpic.config import ConfigError, bundled_model
+from mpic.data.bundled import WORLDS, generation_for
 from mpic.evals.tasks import Options, find
 from mpic.link import parse_policy
 
@@ -69,10 +71,12 @@ class EvalConfig:
     device: str = "auto"
     dtype: str = "auto"
     packet: str = ""
+    generation: int | None = None
 
     def cells(self) -> list[tuple[str, Options]]:
         """Returns (task, options) of every task and number of chunks."""
         found = []
+        generation = self.generation or _generation_of(self.model)
         for entry in self.tasks:
             counts = entry.chunks if find(entry.name).counts_chunks else (0,)
             for count in counts:
@@ -87,6 +91,7 @@ class EvalConfig:
                     max_length=entry.max_length,
                     lengths=entry.lengths,
                     depths=entry.depths,
+                    generation=generation,
                 )
                 found.append((entry.name, options))
         return found
@@ -124,6 +129,8 @@ class EvalConfig:
             found[cell] = [file, options.split, options.tokens]
             if options.max_length is not None:
                 found[cell].append(options.max_length)
+            if name.startswith("world-") and options.generation != 1:
+                found[cell].append(f"generation {options.generation}")
         return found
 
     def _resolve(self, path: str | None) -> Path | None:
@@ -156,6 +163,8 @@ def load_eval_config(path: Path) -> EvalConfig:
     if (path.parent / model).is_dir():
         model = str((path.parent / model).absolute())
     packet = str((path.parent / config.packet).absolute()) if config.packet else ""
+    if config.generation is not None and config.generation not in WORLDS:
+        raise ConfigError(f"{path}: generation is 1 or 2, not {config.generation}")
     config = dataclasses.replace(config, policies=policies, model=model, packet=packet)
     config.data()
     return config
@@ -173,6 +182,16 @@ def _identity(model: str) -> list[Any]:
         config.read_text(encoding="utf-8") if config.is_file() else "",
         *((path.name, _digest(path)) for path in weights),
     ]
+
+
+def _generation_of(model: str) -> int:
+    """Returns the generation of the world that suits a model; a hub id is taken to have room for the second."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return 2
+    config = json.loads(path.read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    return generation_for(int(text.get("max_position_embeddings", 8192)))
 
 
 def _digest(path: Path) -> str:

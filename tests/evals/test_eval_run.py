@@ -8,12 +8,12 @@ import re
 import shutil
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from small_models import SMALL
 from typer.testing import CliRunner
 
-from mpic.config import ConfigError, EngineConfig, bundled_model
+from mpic.config import ConfigError, EngineConfig
 from mpic.engine import load_engine
 from mpic.errors import BadRequest, UnknownPolicy
 from mpic.evals import cli
@@ -26,7 +26,8 @@ from mpic.evals.run import LISTED, Evaluator, _Session
 from mpic.evals.tasks import TaskError
 from mpic.prompt import ChatTemplate, build_prompt
 
-CONFIG = """
+CONFIG = f"""
+model = "{SMALL.as_posix()}"
 policies = ["mpic-16", "reuse", "nocache"]
 questions = 2
 seed = 5
@@ -128,10 +129,10 @@ def test_an_answer_cut_off_within_a_letter_is_left_out(tmp_path):
 def test_a_run_resumes_after_the_models_folder_has_moved(finished, tmp_path):
     folder, _ = finished
     config = load_eval_config(folder / "eval.toml")
-    shutil.copytree(bundled_model(), tmp_path / "demo")
-    moved = replace(config, model=str(tmp_path / "demo"))
+    shutil.copytree(SMALL, tmp_path / SMALL.name)
+    moved = replace(config, model=str(tmp_path / SMALL.name))
     assert moved.fingerprint() == config.fingerprint()
-    (tmp_path / "demo" / "config.json").write_text("{}")
+    (tmp_path / SMALL.name / "config.json").write_text("{}")
     assert moved.fingerprint() != config.fingerprint()
 
 
@@ -224,7 +225,7 @@ def test_a_stranger_measures_policies_on_a_longbench_file_and_a_model_folder(tmp
     ]
     (tmp_path / "hotpotqa.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     (tmp_path / "my.toml").write_text(
-        f'model = "{Path(bundled_model()).as_posix()}"\npolicies = ["reuse", "mpic-16"]\n'
+        f'model = "{SMALL.as_posix()}"\npolicies = ["reuse", "mpic-16"]\n'
         '[[task]]\nname = "longbench-qa"\npath = "hotpotqa.jsonl"\n'
     )
     monkeypatch.chdir(tmp_path)

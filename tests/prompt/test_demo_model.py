@@ -1,24 +1,20 @@
 """The bundled demo models' own convention, as their training data is spelled, comes out of ``build_prompt``."""
 
-from pathlib import Path
-
 import pytest
 from chat_models import DictResolver, image_chunk
+from small_models import SMALL
 from transformers import AutoProcessor, CLIPImageProcessor, LlavaProcessor
 
-import mpic.data
 from mpic.data.generator import conversation as spelling
 from mpic.data.generator.tasks import EVAL_TASKS, Generator
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.prompt import ChatTemplate, ChunkSegment, TextSegment, build_prompt
 
-DEMO = Path(mpic.data.__file__).parent / "models" / "demo"
-
 
 @pytest.fixture(scope="module", params=["built here", "bundled"])
 def template(request):
     if request.param == "bundled":
-        return ChatTemplate(AutoProcessor.from_pretrained(DEMO))
+        return ChatTemplate(AutoProcessor.from_pretrained(SMALL))
     tokenizer = build_tokenizer()
     options = {"image_token": spelling.SPECIAL["image"], "chat_template": tokenizer.chat_template}
     return ChatTemplate(LlavaProcessor(CLIPImageProcessor(), tokenizer, patch_size=8, **options))
