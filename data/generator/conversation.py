@@ -1,11 +1,13 @@
-"""Conversations and how they are spelled: the one prompt convention of the demo models.
+"""Conversations and how they are spelled: the prompt conventions of the demo models.
 
     <s> [system] USER: PARTS ASSISTANT: answer</s> USER: ...
 
-An image is `image LABEL:<image> end of image LABEL.`, a document `document LABEL:TEXT end of document
-LABEL.`; LABEL is the chunk's name or, without one, its number in words, counted per kind over the
-conversation. A search is `ASSISTANT:<search> query</search> reference one:CHUNK end of reference one.
-answer</s>`. `chat_template.jinja` states the same for `apply_chat_template`; a test holds them together.
+With labels *around* a chunk (first generation) an image is `image LABEL:<image> end of image LABEL.`, a document
+`document LABEL:TEXT end of document LABEL.`; with labels *after* it (second generation) they are `image:<image> (image
+LABEL)` and `document:TEXT [document LABEL]`, so that no token of a chunk stands behind the label. LABEL is the chunk's
+name or, without one, its number in words, counted per kind over the conversation. A search is
+`ASSISTANT:<search> query</search> reference one:CHUNK end of reference one. answer</s>`. The chat templates
+state the same for `apply_chat_template`; a test holds them together.
 Chunks (`Segment.kind` image or document) are tokenized alone, and so is each piece of text between them.
 """
 
@@ -14,13 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from mpic.data.generator.words import NUMBERS
 
-CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text().rstrip("\n")
+Labels = Literal["around", "after"]
+"""Where a chunk's label stands."""
+_FOLDER = Path(__file__).parent
+CHAT_TEMPLATES: dict[Labels, str] = {
+    "around": (_FOLDER / "chat_template.jinja").read_text().rstrip("\n"),
+    "after": (_FOLDER / "chat_template_after.jinja").read_text().rstrip("\n"),
+}
 SPECIAL = {
     "pad": "<pad>",
     "bos": "<s>",
@@ -94,13 +102,15 @@ class _Labels:
         return f"{kind} {name or number_word(self.count[kind])}"
 
 
-def _chunk(part: Image | Document, label: str) -> Iterator[Segment]:
-    yield Segment("text", f" {label}:")
+def _chunk(part: Image | Document, label: str, place: Labels = "around") -> Iterator[Segment]:
+    noun = label.split()[0]
+    brackets = "()" if noun == "image" else "[]"
+    yield Segment("text", f" {label}:" if place == "around" else f" {noun}:")
     yield Segment("image", part.pixels) if isinstance(part, Image) else Segment("document", part.text)
-    yield Segment("text", f" end of {label}.")
+    yield Segment("text", f" end of {label}." if place == "around" else f" {brackets[0]}{label}{brackets[1]}")
 
 
-def _pieces(conversation: Conversation) -> Iterator[Segment]:
+def _pieces(conversation: Conversation, place: Labels) -> Iterator[Segment]:
     labels = _Labels()
     yield Segment("text", SPECIAL["bos"] + (f" {conversation.system}" if conversation.system else ""))
     for turn in conversation.turns:
@@ -110,7 +120,7 @@ def _pieces(conversation: Conversation) -> Iterator[Segment]:
                 yield Segment("text", f" {part}")
             else:
                 kind = "image" if isinstance(part, Image) else "document"
-                yield from _chunk(part, labels.next(kind, part.name))
+                yield from _chunk(part, labels.next(kind, part.name), place)
         yield Segment("text", " ASSISTANT:")
         if turn.query is not None:
             yield Segment("text", f"{SPECIAL['search']} {turn.query}{SPECIAL['end']}", True)
@@ -120,10 +130,14 @@ def _pieces(conversation: Conversation) -> Iterator[Segment]:
             yield Segment("text", f" {turn.answer}{SPECIAL['eos']}", True)
 
 
-def segments(conversation: Conversation) -> list[Segment]:
-    """Returns the conversation cut where chunks and answers begin and end, neighbouring texts joined."""
+def segments(conversation: Conversation, place: Labels = "around") -> list[Segment]:
+    """Returns the conversation cut where chunks and answers begin and end, neighbouring texts joined.
+
+    Args:
+        place: where the labels of images and documents stand; those of references stand around them.
+    """
     out: list[Segment] = []
-    for piece in _pieces(conversation):
+    for piece in _pieces(conversation, place):
         last = out[-1] if out else None
         if last and last.kind == "text" == piece.kind and last.target == piece.target:
             out[-1] = Segment("text", last.content + piece.content, last.target)

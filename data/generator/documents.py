@@ -1,4 +1,4 @@
-"""Documents: cards (no name inside), biographies, and needles, filled up with sentences without facts."""
+"""Documents: cards, biographies, and needles, filled up with sentences without facts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Fact:
     text: str
     facts: dict[str, str]
     subject: str = ""  # the person of a biography
+    title: str = ""  # what a card that names it is about
 
 
 def length_of(text: str) -> int:
@@ -52,18 +53,17 @@ def draw_value(rng: random.Random, attribute: str) -> str:
     return rng.choice({"city": CITIES, "job": JOBS, "pet": PETS}[attribute])
 
 
-def card(rng: random.Random, split: Split, words: tuple[int, int] = WORDS, scattered: bool = False) -> Fact:
-    """Returns a card with its facts in the first dozen tokens; with `scattered`, as sentences between filler.
+def card(rng: random.Random, split: Split, words: tuple[int, int] = WORDS, title: str = "") -> Fact:
+    """Returns a card with its facts in the first dozen tokens; only the label outside tells which card it is.
 
-    Only the label outside tells which card it is.
+    With a `title` the facts are sentences between filler, and each says that it is about the title.
     """
-    attributes = rng.sample(
-        ["code", "city", "job", "pet"], rng.randint(3, 4) if scattered else rng.randint(2, 3)
-    )
+    attributes = rng.sample(["code", "city", "job", "pet"], rng.randint(3, 4) if title else rng.randint(2, 3))
     facts = {a: draw_value(rng, a) for a in attributes}
-    if scattered:
-        rest = [f"The {a} is {v}." for a, v in facts.items()]
-        return Fact("card", _interleave(rng, [], rest, _pad(rest, rng, split, words)), facts)
+    if title:
+        rest = [f"The {a} of {title} is {v}." for a, v in facts.items()]
+        text = _interleave(rng, [], rest, _pad(rest, rng, split, words))
+        return Fact("card", text, facts, title=title)
     head = "Card: " + ", ".join(f"{a} {v}" for a, v in facts.items()) + "."
     return Fact("card", " ".join([head, *_pad([head], rng, split, words)]), facts)
 

@@ -60,6 +60,7 @@ def about_document(rng: random.Random, asking: Asking, fact: Fact, label: str) -
     """Returns a question about one document."""
     key = rng.choice(list(fact.facts))
     if fact.kind == "card":
+        label = fact.title or label
         return Question("card", ask(rng, asking, "card", L=label, x=key), fact.facts[key], f"{label} {key}")
     if fact.kind == "needle":
         return Question("needle", ask(rng, asking, "needle", x=key), fact.facts[key], key)

@@ -83,7 +83,8 @@ class Generator:
                 items.append(Labelled(label, self.image(about, handle), about))
                 continue
             if kind == "card":
-                about = documents.card(rng, split, words, scattered)
+                title = (handle or draw_handles(rng, 1, split)[0]) if scattered else ""
+                about = documents.card(rng, split, words, title)
             elif kind == "needle":
                 about = documents.needle(rng, split, [things.pop() for _ in range(each)], words)
             else:

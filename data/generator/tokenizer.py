@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mpic.data.generator.conversation import CHAT_TEMPLATE, SPECIAL
+from mpic.data.generator.conversation import CHAT_TEMPLATES, SPECIAL
 
 STORED = Path(__file__).parent / "tokenizer.json"
 
@@ -28,5 +28,5 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = CHAT_TEMPLATES["around"]
     return fast

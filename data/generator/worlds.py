@@ -1,9 +1,10 @@
-"""The two generations of the generated world: how large images and documents are, and where documents hold facts."""
+"""The two generations of the generated world: how large chunks are, where they hold facts and where labels stand."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpic.data.generator.conversation import Labels
 from mpic.data.generator.images import LARGE, SIZE
 
 
@@ -14,15 +15,17 @@ class World:
     Attributes:
         size: side of an image, pixels.
         words: fewest and most words of a document; a word or mark is about one token, three-digit codes are three.
-        scattered: facts stand anywhere in a document, in any order, with filler between; else a card begins with them
-            and a biography with its name.
+        scattered: facts stand anywhere in a document, in any order, with filler between, and a card names its subject
+            in each; else a card begins with them and a biography with its name.
+        labels: where the label of a chunk stands.
     """
 
     size: int
     words: tuple[int, int]
     scattered: bool
+    labels: Labels = "around"
 
 
 FIRST = World(SIZE, (44, 100), scattered=False)
-SECOND = World(LARGE, (290, 960), scattered=True)
+SECOND = World(LARGE, (290, 960), scattered=True, labels="after")
 """Documents of 300 to 1,000 tokens, images of 576."""

@@ -14,7 +14,7 @@ import torch
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from mpic.data.generator import Conversation, segments
-from mpic.data.generator.conversation import SPECIAL
+from mpic.data.generator.conversation import SPECIAL, Labels
 from mpic.train.attention import AttentionBlock, blocked
 from mpic.train.model import IMAGE_TOKENS, image_features
 from mpic.train.packing import pack_rows
@@ -40,11 +40,17 @@ class Encoder:
 
     Attributes:
         image_tokens: how many an image has.
+        labels: where the labels of chunks stand.
         pick: which of them a training conversation shows, anew for every image; None: all.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, image_tokens: int = IMAGE_TOKENS) -> None:
-        self.tokenizer, self.image_tokens = tokenizer, image_tokens
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        image_tokens: int = IMAGE_TOKENS,
+        labels: Labels = "around",
+    ) -> None:
+        self.tokenizer, self.image_tokens, self.labels = tokenizer, image_tokens, labels
         self.pick: Callable[[], Sequence[int]] | None = None
         self.image_id = tokenizer.convert_tokens_to_ids(SPECIAL["image"])
         self._cache: dict[str, list[int]] = {}
@@ -65,7 +71,7 @@ class Encoder:
 
     def __call__(self, conversation: Conversation) -> Example:
         example = Example(image_tokens=self.image_tokens)
-        for segment in segments(conversation):
+        for segment in segments(conversation, self.labels):
             start = len(example.ids)
             if segment.kind == "image":
                 before = len(example.pixels) * self.image_tokens

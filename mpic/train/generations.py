@@ -71,7 +71,7 @@ class Generation:
 
     def encoder(self, tokenizer: PreTrainedTokenizerFast) -> Encoder:
         """Returns an encoder for images of this generation."""
-        return Encoder(tokenizer, self.design.image_tokens)
+        return Encoder(tokenizer, self.design.image_tokens, self.world.labels)
 
     def scenes(
         self, encoder: Encoder, seed: int, progress: Callable[[], float]
@@ -139,9 +139,9 @@ SECOND = Generation(
     world=worlds.SECOND,
     init=partial(structured_init, kind=SinkWeights),
     stages=(
-        Stage("vision", 0.10, 0.02, 2e-3, 0.5),
-        Stage("base", 0.74, 0.01, 2e-3, 0.4),
-        Stage("pic", 0.16, 0.005, 1e-3, 0.8, pic_share=0.5),
+        Stage("vision", 0.05, 0.02, 2e-3, 0.5),
+        Stage("base", 0.80, 0.01, 2e-3, 0.4),
+        Stage("pic", 0.15, 0.005, 1e-3, 0.8, pic_share=0.5),
     ),
     continued=(
         Stage("vision", 0.02, 0.005, 5e-4, 0.5),
@@ -166,7 +166,7 @@ SECOND = Generation(
     scored=PATCH_LINKS,
     cells={**_CELLS, "both people": (2, 4, 8)},
     links=PATCH_LINKS[:3] + PATCH_LINKS[5:6],
-    watch_every=2400.0,
+    watch_every=1500.0,
 )  # fmt: skip
 """576 tokens an image, each of its own patch; documents of 300 to 1,000 tokens; 8,192 of context; attention sinks."""
 

@@ -17,6 +17,7 @@ The residual stream starts in blocks: 4 reserved features, 92 for word embedding
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
@@ -45,13 +46,21 @@ def gated_words() -> dict[str, list[str]]:
     }
 
 
+class Tags(NamedTuple):
+    """How to read, of a token, the most recent word of a flag, and the token so far back: [TAG, width] each."""
+
+    label: torch.Tensor
+    name: torch.Tensor
+    content: torch.Tensor
+    behind: dict[int, torch.Tensor]
+
+
 class InitialWeights:
     """The weights in the making; a subclass may lay the residual stream out otherwise.
 
     Attributes:
         recency: the rotary pairs with which a head looks for the most recent word of a flag.
         matching: the layers of the heads that match.
-        card_distance: how far the attribute of a card stands before its value, tokens.
     """
 
     reserved = RESERVED
@@ -61,7 +70,6 @@ class InitialWeights:
     after_words = 0  # features between the word block and the tags
     recency = {"label": range(3, 15), "name": range(4, 15), "content": range(8, 15)}
     matching: tuple[int, ...] = (1, 2, 3)
-    card_distance = 1
 
     def __init__(
         self, model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, seed: int
@@ -81,7 +89,7 @@ class InitialWeights:
         self.embed[:, 0] = CONSTANT
         for feature, gated in enumerate(self.flagged_words().values(), 1):
             ids = [i for w in gated if len(i := tokenizer(w, add_special_tokens=False).input_ids) == 1]
-            self.embed[torch.tensor(ids).flatten(), feature] = CONSTANT
+            self.embed[torch.tensor(ids, dtype=torch.long).flatten(), feature] = CONSTANT
         rotation = torch.zeros(self.width, self.width)
         rotation[self.word[0] : self.word[-1] + 1, self.word[0] : self.word[-1] + 1] = self.orthogonal(width)
         self.rotation = rotation
@@ -154,17 +162,13 @@ class InitialWeights:
         value = self.read_words(HEAD)
         self.put(layer, head, q=query, k=key, v=value, o=0.6 * self.rotation.T @ value.T)
 
-    def chunk_label(self, label: torch.Tensor, behind: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Returns how to read the label of the chunk that a token is in.
-
-        Args:
-            label: how to read the most recent label.
-            behind: how to read the token so far back.
-        """
-        return label
-
-    def finish(self) -> None:
-        """Writes what comes after all heads."""
+    def lookups(self, tags: Tags) -> None:
+        """Writes the heads that find what a question asks for."""
+        for layer in self.matching:
+            self.match(layer, 4, (tags.label, tags.label, 2.0), (tags.content, self.identity, 2.0))
+            self.match(layer, 5, (tags.name, tags.name, 2.0))
+            self.match(layer, 6, (tags.label, tags.label, 2.0), (tags.content, tags.behind[1], 1.6))
+            self.match(layer, 7, (tags.content, tags.behind[2], 1.6))
 
 
 @torch.no_grad()
@@ -185,15 +189,9 @@ def structured_init(
     label, name, content = (
         init.recent(head, flag, pairs, 4.0) for head, (flag, pairs) in enumerate(init.recency.items(), 4)
     )
-    of_chunk = init.chunk_label(label, behind)
-    for layer in init.matching:
-        init.match(layer, 4, (label, of_chunk, 2.0), (content, init.identity, 2.0))
-        init.match(layer, 5, (name, name, 2.0))
-        init.match(layer, 6, (label, of_chunk, 2.0), (content, behind[init.card_distance], 1.6))
-        init.match(layer, 7, (content, behind[2], 1.6))
+    init.lookups(Tags(label, name, content, behind))
     for layer in init.matching[:2]:
         init.match(layer, 0, (init.identity, behind[1], 1.5))  # induction
         own = init.read_words(TAG)
         init.match(layer, 1, (own, own, 1.5))  # the same token earlier
         init.match(layer, 2, (init.identity, behind[2], 1.5))  # skip-one induction
-    init.finish()

@@ -225,7 +225,7 @@ def _run_stage(worker: TrainingProcess, stage: Stage, resumed: dict[str, Any] | 
     _evaluate(worker, stage, clock, finished=True)
     if worker.is_main and not vision:  # first: a resumed run passes a finished stage over
         name = {"base": "plain"}.get(stage.name, stage.name)
-        save_model(worker.model, worker.tokenizer, settings.out / name)
+        save_model(worker.model, worker.tokenizer, settings.out / name, worker.generation.world.labels)
     _save_checkpoint(worker, stage, clock, optimizers, finished=True)
     bar.close()
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from mpic.data.generator.conversation import CHAT_TEMPLATE, SPECIAL
+from mpic.data.generator.conversation import CHAT_TEMPLATES, SPECIAL, Labels
 from mpic.data.generator.images import LARGE, SIZE
 
 
@@ -97,9 +97,12 @@ def image_features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -
 
 
 def save_model(
-    model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
+    model: LlavaForConditionalGeneration,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    labels: Labels = "around",
 ) -> None:
-    """Saves a demo model in bf16, with its processor, template and generation settings."""
+    """Saves a demo model in bf16, with its processor, generation settings and the template whose labels stand there."""
     stop = [
         tokenizer.eos_token_id,
         tokenizer.convert_tokens_to_ids(SPECIAL["end"]),
@@ -114,7 +117,7 @@ def save_model(
     tokenizer.image_token = SPECIAL["image"]
     tokenizer.model_max_length = model.config.text_config.max_position_embeddings
     pixels = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    save_folder(model, tokenizer, folder, CHAT_TEMPLATE, torch.bfloat16, **pixels)
+    save_folder(model, tokenizer, folder, CHAT_TEMPLATES[labels], torch.bfloat16, **pixels)
 
 
 def save_folder(

@@ -1,4 +1,4 @@
-"""Structured initialisation of the second generation: attention sinks, and labels that reach over a large chunk.
+"""Structured initialisation of the second generation: attention sinks, and labels that stand after a large chunk.
 
 The residual stream has, beside the blocks of the first generation (`mpic.train.initial_weights`), a *code* per token
 (random for every word and every patch of an image) and features for how its attention mixed those.
@@ -10,23 +10,22 @@ The residual stream has, beside the blocks of the first generation (`mpic.train.
   in language models (Gu et al. 2024, arXiv:2410.10781, and later work on value aggregation), written down instead of
   waited for. It depends on a token seeing only itself, so a chunk compiled alone gets a sink of its own. `<s>` is one
   wherever it stands.
-* **Labels.** A closing label (`end of image one.`) is as near to the next chunk as its own label (`image two:`). So
-  tokens of a chunk look in layer 1 for the most recent colon, which knows the words before it. Only tokens that may be
-  an answer do (objects, values): the others keep nothing of it.
+* **Labels.** No token of an image stands behind its label (`image:<image> (image one)`). The bracket that closes the
+  label belongs to the text of the prompt: in layer 1 it looks for the objects of the nearest image before it, with a
+  head for each quadrant, and a question finds in layer 4 the bracket of its label. Cards name their subject in every
+  fact, so that a value's most recent label is its own.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from mpic.data.generator import words
-from mpic.train.initial_weights import HALF, HEAD, IMAGE_CONSTANT, TAG, InitialWeights, gated_words
+from mpic.train.initial_weights import HALF, HEAD, IMAGE_CONSTANT, TAG, InitialWeights, Tags, gated_words
 
-FLAGS = ("label", "name", "content", "value", "colon")
-VALUE = 1 + FLAGS.index("value")
+FLAGS = ("label", "name", "content", "value", "closing", "image")
+VALUE, CLOSING, IMAGE = (1 + FLAGS.index(flag) for flag in ("value", "closing", "image"))
 LENGTH = 1 + len(FLAGS)  # feature: how far the squared length of the averaged code is over the threshold
 SINK = LENGTH + 1  # feature: massive where a token sees only itself
 RESERVED = SINK + 1
@@ -36,7 +35,9 @@ IMAGE_CODE_SIZE = 2.5  # of a patch's: image tokens are larger, and normalisatio
 FLAG_SIZE = IMAGE_CONSTANT  # of the value flag of an image token
 SINK_PAIR = HALF - 1  # the slowest rotary pair
 SINK_SIZE = 100.0
-VALUE_PREFERENCE = 3.0
+PREFERENCE = 3.0
+NEAREST = 3.0
+GATHERED = 1.4  # four words share a slot
 BEGIN = 10.0  # the length feature of `<s>`
 THRESHOLD = 5.5  # of the squared length, over the constant's square
 
@@ -44,12 +45,11 @@ THRESHOLD = 5.5  # of the squared length, over the constant's square
 class SinkWeights(InitialWeights):
     """Initial weights with attention sinks, and with labels that reach over a large chunk."""
 
-    reserved, flags, tags = RESERVED, FLAGS, 6
+    reserved, flags, tags = RESERVED, FLAGS, 7
     after_words = 2 * CODE
     slow = [j for i in range(16, SINK_PAIR) for j in (i, i + HALF)]
     recency = {"label": range(2, 12), "name": range(3, 12), "content": range(6, 12)}
     matching = (2, 3, 4)
-    card_distance = 2
 
     def __init__(
         self, model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, seed: int
@@ -61,6 +61,10 @@ class SinkWeights(InitialWeights):
             CODE_SIZE * self.embed.square().mean(1, keepdim=True).sqrt()
         )  # as long in every word, once normalised
         self.embed[:, self.code] = size * self.normal(len(tokenizer), CODE).sign()
+        self.quadrants = [
+            self.words[[tokenizer(f" {w}", add_special_tokens=False).input_ids[0] for w in position.split()]]
+            for position in words.POSITIONS
+        ]
         begin = tokenizer.bos_token_id  # several in a row would look like one
         self.embed[begin, self.code], self.embed[begin, LENGTH] = 0, BEGIN
 
@@ -72,24 +76,47 @@ class SinkWeights(InitialWeights):
             **flagged,
             "label": [*flagged["label"], *words.DIGITS],
             "value": values + digits,
-            "colon": [":"],
+            "closing": [")"],
+            "image": [],  # flagged by the vision tower
         }
 
-    def chunk_label(self, label: torch.Tensor, behind: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Writes a head with which values attend to the most recent colon and copy the words before it."""
-        query, key = torch.zeros(HEAD, self.width), torch.zeros(HEAD, self.width)
-        amplitude = math.sqrt(8 * 4.0) / 2.5
-        for i in range(3, 16):
-            query[i, VALUE] = amplitude
-            key[i, 1 + FLAGS.index("colon")] = amplitude
-        space = self.new_tag()
-        self.put(1, 4, q=query, k=key, v=behind[1] + 0.5 * behind[2], o=0.7 * space.T)
-        return space
-
-    def finish(self) -> None:
+    def lookups(self, tags: Tags) -> None:
+        for layer in self.matching:
+            self.match(layer, 4, (tags.content, self.identity, 2.0))
+            self.match(layer, 5, (tags.name, tags.name, 2.0))
+            self.match(layer, 6, (tags.label, tags.label, 2.0), (tags.content, tags.content, 1.6))
+            self.match(layer, 7, (tags.content, tags.behind[2], 1.6))
+        eye = torch.eye(self.width)
+        slots = [self.new_tag(), self.new_tag(), eye[list(self.average)], eye[list(self.code)]]
+        for quadrant, slot in enumerate(slots):
+            self.gather(1, 4 + quadrant, quadrant, slot)
+            self.read_slot(self.matching[-1], quadrant, tags, slot)
         self.sinks()
         for layer in self.matching:
-            self.prefer_values(layer, 5)
+            for head in (5, 6):
+                self.prefer(layer, head, VALUE)
+        for head in range(len(slots)):
+            self.prefer(self.matching[-1], head, CLOSING)
+
+    def gather(self, layer: int, head: int, quadrant: int, slot: torch.Tensor) -> None:
+        """Writes a head with which the bracket behind an image copies what the nearest image has in a quadrant."""
+        query, key = torch.zeros(HEAD, self.width), torch.zeros(HEAD, self.width)
+        for pair in range(2, 15):
+            query[pair, CLOSING] = key[pair, IMAGE] = NEAREST
+        first, second = self.slow[0], self.slow[2]
+        direction = self.quadrants[quadrant].sum(0)
+        query[first, CLOSING], key[first] = 3.5, 2.0 * direction / direction.norm()
+        query[second, CLOSING] = key[second, VALUE] = NEAREST
+        value = torch.zeros(HEAD, self.width)
+        value[: len(slot)] = self.identity[: len(slot)]
+        self.put(layer, head, q=query, k=key, v=value, o=GATHERED * slot.T)
+
+    def read_slot(self, layer: int, head: int, tags: Tags, slot: torch.Tensor) -> None:
+        """Writes a head that attends to the bracket of the asked label whose slot agrees, and copies the slot."""
+        self.match(layer, head, (tags.label, tags.label, 2.0), (tags.content, slot, 2.0))
+        value = torch.zeros(HEAD, self.width)
+        value[: len(slot)] = slot
+        self.put(layer, head, v=value, o=0.6 * self.rotation.T @ self.identity[: len(slot)].T)
 
     def sinks(self) -> None:
         """Has layers 0 and 1 find tokens that see only themselves; all heads of the later ones may rest there."""
@@ -119,10 +146,10 @@ class SinkWeights(InitialWeights):
                 query[head * HEAD + SINK_PAIR, 0] = 2.0
                 key[head * HEAD + SINK_PAIR, SINK] = 1.0
 
-    def prefer_values(self, layer: int, head: int) -> None:
-        """Has a head attend to values rather than to other tokens: after a name come many of those."""
+    def prefer(self, layer: int, head: int, flag: int) -> None:
+        """Has a head attend to tokens of a flag rather than to others: after a name come many that are no value."""
         attention, row = self.lm.layers[layer].self_attn, head * HEAD + SINK_PAIR + HALF
-        attention.q_proj.weight[row, 0] = attention.k_proj.weight[row, VALUE] = VALUE_PREFERENCE
+        attention.q_proj.weight[row, 0] = attention.k_proj.weight[row, flag] = PREFERENCE
 
 
 def patch_codes(model: LlavaForConditionalGeneration) -> torch.Tensor:

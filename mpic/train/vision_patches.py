@@ -17,7 +17,7 @@ from mpic.data.generator.words import POSITIONS, Split
 from mpic.train.batch import Encoder
 from mpic.train.initial_weights import IMAGE_CONSTANT
 from mpic.train.model import image_features
-from mpic.train.sink_weights import FLAG_SIZE, RESERVED, VALUE, code_features, patch_codes
+from mpic.train.sink_weights import FLAG_SIZE, IMAGE, RESERVED, VALUE, code_features, patch_codes
 from mpic.train.vision_summaries import draw_learnable
 
 COVERED = 0.25  # of a patch: more, and it shows the object
@@ -84,12 +84,12 @@ def draw_batch(
 def wanted(
     model: LlavaForConditionalGeneration, words: torch.Tensor, shown: torch.Tensor, patches: torch.Tensor
 ) -> torch.Tensor:
-    """Returns sums of word embeddings, with the constant feature of image tokens, the value flag and the code of the
+    """Returns sums of word embeddings, with the constant feature of image tokens, their flags and the code of the
     patch."""
     summed = model.model.language_model.embed_tokens.weight.detach()[words].sum(2)
     summed[..., :RESERVED] = 0
     summed[..., 0] = IMAGE_CONSTANT
-    summed[..., VALUE] = FLAG_SIZE * shown
+    summed[..., IMAGE], summed[..., VALUE] = FLAG_SIZE, FLAG_SIZE * shown
     summed[..., list(code_features(model))] = patch_codes(model).to(summed.device)[patches]
     return summed
 
