@@ -91,13 +91,13 @@ class Samples:
         return render(scene, self.rng, "eval")
 
     def _facts(self) -> Iterator[tuple[str, Fact]]:
-        sizes = {"words": self.world.words, "scattered": self.world.scattered}
+        words, scattered = self.world.words, self.world.scattered
         for handle, (person, friend) in BIOGRAPHIES.items():
-            yield handle, documents.biography(self.rng, "eval", person, friend, **sizes)
+            yield handle, documents.biography(self.rng, "eval", person, friend, words, scattered)
         for handle in CARDS:
-            yield handle, documents.card(self.rng, "eval", **sizes)
+            yield handle, documents.card(self.rng, "eval", words, handle if scattered else "")
         for handle, thing in NEEDLES.items():
-            yield handle, documents.needle(self.rng, "eval", thing, self.world.words)
+            yield handle, documents.needle(self.rng, "eval", thing, words)
 
     def label(self, handle: str) -> str:
         """Returns the chunk's name in the prompt, such as `image TOWER`."""
@@ -127,8 +127,9 @@ class Samples:
         return self._ask(kind, taught, L=self.label(handle), x=slot), answer
 
     def _card(self, handle: str, at: int = 0) -> tuple[str, str]:
-        key, value = list(self.facts[handle].facts.items())[at]
-        return self._ask("card", L=self.label(handle), x=key), value
+        fact = self.facts[handle]
+        key, value = list(fact.facts.items())[at]
+        return self._ask("card", L=fact.title or self.label(handle), x=key), value
 
     def _needle(self, handle: str) -> tuple[str, str]:
         ((thing, code),) = self.facts[handle].facts.items()
