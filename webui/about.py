@@ -9,7 +9,6 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from mpic.data.bundled import SAMPLES
 from mpic.errors import MPICError, NotFound
 from mpic.link import parse_policy
 from mpic.version import VERSION
@@ -21,13 +20,16 @@ from mpic.webui.sessions import Visitor
 
 NO_STORE = {"cache-control": "no-store"}
 
+PARAMETERS = {"demo": 13.7, "demo-plain": 13.7, "small": 6.6, "small-plain": 6.6}
+"""Millions, of each demo model."""
+
 DEMO_KNOWS = {
     "knows": [
         "drawings of coloured shapes and digits: what is where, which colour, how many",
         "short texts about people: where they live, their job, pet and friend",
         "cards and codes in short texts, across several documents at once",
     ],
-    "not": "Nothing else. It has 6.6 million parameters and has never seen a photograph or a fact about the world, "
+    "not": "Nothing else. It has {} million parameters and has never seen a photograph or a fact about the world, "
     "so questions about those get a confident and wrong answer.",
     "instead": "mpic serve --model PATH_OR_HUB_ID --dtype bfloat16",
 }
@@ -38,11 +40,17 @@ OTHER_KNOWS = {
 }
 
 
+def knows(model: str) -> dict[str, Any]:
+    """Returns what a model knows, what it does not, and what to do then."""
+    if model not in PARAMETERS:
+        return OTHER_KNOWS
+    return {**DEMO_KNOWS, "not": str(DEMO_KNOWS["not"]).format(PARAMETERS[model])}
+
+
 def _about(app: FastAPI, visitor: Visitor) -> dict[str, Any]:
     """Returns who the visitor is, the model, the policies, the sample questions."""
     state = app.state.mpic
     info = state.engine.info
-    demo = info.name in SAMPLES
     return {
         "user": visitor.user,
         "role": visitor.role,
@@ -51,7 +59,7 @@ def _about(app: FastAPI, visitor: Visitor) -> dict[str, Any]:
         "model": {
             **{name: getattr(info, name) for name in ("name", "dtype", "device", "context_length")},
             "images": "image" in info.modalities,
-            **(DEMO_KNOWS if demo else OTHER_KNOWS),
+            **knows(info.name),
         },
         "policies": policies.menu(state.engine.policies(), state.config.engine.policy),
         "retrieval": policies.RETRIEVAL,

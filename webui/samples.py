@@ -17,6 +17,7 @@ NAMES = {
     "CIRCLE_TRIANGLE": "cat9.png",
     "CROSS": "home.png",
     "DIGIT3": "party.png",
+    "DIGIT7": "tower.png",
     "GRACE": "vera.txt",
     "HUGO": "nico.txt",
     "EMMA": "karo.txt",
@@ -54,6 +55,12 @@ QUESTIONS = (
         "two-hop",
         "Two people, two steps",
         "FILE#GRACE FILE#HUGO What city does the friend of Grace Hart live in?",
+    ),
+    (
+        "eight-images",
+        "Eight drawings at once",
+        "IMAGE#CROSS IMAGE#SHAPES3 IMAGE#DIGIT3 IMAGE#SHAPES4 IMAGE#RING_STAR IMAGE#CIRCLE_TRIANGLE IMAGE#SHAPES2 "
+        "IMAGE#DIGIT7 In image SHAPES3, what colour is the circle?",
     ),
     (
         "eight",

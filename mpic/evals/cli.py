@@ -72,13 +72,17 @@ def run(
     out: Annotated[Path, typer.Option(help="folder of the run; an unfinished run in it is resumed")] = Path(
         "eval-run"
     ),
+    questions: Annotated[
+        int | None,
+        typer.Option(min=1, help="of every cell, in place of the file's; more may be asked for later"),
+    ] = None,
 ) -> None:
     """Ask every question under every policy; then write the report."""
     from mpic.evals.config import load_eval_config
     from mpic.evals.judge import Grader, judge_run
     from mpic.evals.run import Evaluator
 
-    settings = load_eval_config(config)
+    settings = load_eval_config(config, questions)
     evaluator = Evaluator(settings, out)
     columns = (
         TextColumn("{task.description:28}"),

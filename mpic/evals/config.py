@@ -142,8 +142,16 @@ class EvalConfig:
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load_eval_config(path: Path) -> EvalConfig:
-    """Raises ConfigError for what cannot be used, UnknownPolicy and TaskError for names that do not exist."""
+def load_eval_config(path: Path, questions: int | None = None) -> EvalConfig:
+    """Reads a configuration.
+
+    Args:
+        questions: of every cell, in place of what the file says.
+
+    Raises:
+        ConfigError: something of it cannot be used.
+        UnknownPolicy, TaskError: a name does not exist.
+    """
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -166,6 +174,9 @@ def load_eval_config(path: Path) -> EvalConfig:
     if config.generation is not None and config.generation not in WORLDS:
         raise ConfigError(f"{path}: generation is 1 or 2, not {config.generation}")
     config = dataclasses.replace(config, policies=policies, model=model, packet=packet)
+    if questions is not None:
+        tasks = tuple(dataclasses.replace(entry, questions=None) for entry in tasks)
+        config = dataclasses.replace(config, tasks=tasks, questions=questions)
     config.data()
     return config
 

@@ -46,7 +46,7 @@ def samples(tmp_path, url, monkeypatch):
             client.files.delete(file.id)
 
 
-def run(folder, files, questions, policies=("prefix", "mpic-16")):
+def run(folder, files, questions, policies=("prefix", "mpic-32")):
     (folder / "manifest.json").write_text(json.dumps({"files": files, "questions": questions}))
     console = Console(width=80, record=True)
     status = demo.run(policies, None, folder, folder / "out.json", console)
@@ -57,7 +57,7 @@ def test_a_missed_answer_fails_the_demo(samples):
     folder, files, questions, _ = samples
     status, text, body = run(folder, files, questions)
     assert status == 1
-    assert "mpic-16 missed: one, two" in text
+    assert "mpic-32 missed: one, two" in text
     assert "1. one: What is in IMAGE#DEMO_A and FILE#DEMO_B?" in text
     assert "2. two: IMAGE#DEMO_A And now?" in text
     assert len(body["answers"]) == 2 * 2 * 2
@@ -65,8 +65,8 @@ def test_a_missed_answer_fails_the_demo(samples):
     heads = [line.split() for line in text.splitlines() if line.split()[:2] == ["policy", "answer"]]
     assert heads == [["policy", "answer", "first", "ms", "again", "reused", "of"]] * 2  # whole, at 80 columns
     by = {(a["question"], a["policy"], a["turn"]): a for a in body["answers"]}
-    first = by["one", "mpic-16", "first"]
-    assert (first["reused"], first["recomputed"]) == (3, 32)  # 16 of 16 image tokens and of 19 text tokens
+    first = by["one", "mpic-32", "first"]
+    assert (first["reused"], first["recomputed"]) == (0, 35)  # 16 image tokens and 19 text tokens
     assert by["one", "prefix", "first"]["reused"] == 0
     assert by["one", "prefix", "again"]["prefix_hit"] > 0
     assert [f["handle"] for f in body["files"]] == ["DEMO_A", "DEMO_B"]
@@ -77,13 +77,13 @@ def test_expected_answers_pass_it(samples):
     for entry in files:
         client.files.create(folder / entry["path"], entry["handle"])
     for question in questions:
-        answer = client.chat.completions.create(question["messages"], max_tokens=4, policy="mpic-16")
+        answer = client.chat.completions.create(question["messages"], max_tokens=4, policy="mpic-32")
         question["expected"] = answer.text
     for file in client.files.list():
         client.files.delete(file.id)
-    status, text, _ = run(folder, files, questions, ["mpic-16"])
+    status, text, _ = run(folder, files, questions, ["mpic-32"])
     assert status == 0, text
-    assert "mpic-16 gave every expected answer." in text
+    assert "mpic-32 gave every expected answer." in text
 
 
 def test_each_policy_is_reported_when_it_is_done_where_no_spinner_shows(samples, monkeypatch):
@@ -92,15 +92,15 @@ def test_each_policy_is_reported_when_it_is_done_where_no_spinner_shows(samples,
     console = Console(file=printed, width=100)
 
     def ask(client, question, policy, turn, plain=demo.ask):
-        reported = [p for p in ("prefix", "mpic-16") if f"{p}: everything asked" in printed.getvalue()]
+        reported = [p for p in ("prefix", "mpic-32") if f"{p}: everything asked" in printed.getvalue()]
         seen.append((policy, reported))
         return plain(client, question, policy, turn)
 
     monkeypatch.setattr(demo, "ask", ask)
     (folder / "manifest.json").write_text(json.dumps({"files": files, "questions": questions}))
-    demo.run(("prefix", "mpic-16"), None, folder, None, console)
+    demo.run(("prefix", "mpic-32"), None, folder, None, console)
     assert not console.is_terminal
-    assert seen == [("prefix", [])] * 4 + [("mpic-16", ["prefix"])] * 4
+    assert seen == [("prefix", [])] * 4 + [("mpic-32", ["prefix"])] * 4
     assert printed.getvalue().count("everything asked twice in") == 2
     assert "started again in 0.1 s" in printed.getvalue()
 

@@ -34,6 +34,7 @@ _SUMMARIES = {
     "needle": "a code hidden in one of several documents",
     "biography": "a fact of one of several people",
     "two-hop": "a fact of the friend of one of several people",
+    "both people": "whether two of several people share a city or a job: needs both chunks",
     "last person": "a fact of whoever comes last, told by order alone",
     "mixed": "images and documents together",
 }
