@@ -118,8 +118,9 @@ def _runs(folder: Path, *words: str) -> str:
 
 def _needles(folder: Path, run: str, *policies: str) -> str:
     tables = needle_tables(_answers(folder, run))
-    if missing := set(policies) - set(tables):
-        raise BadRequest(f"{folder / run} has no grid of needles of {', '.join(sorted(missing))}")
+    missing = [policy for policy in policies or ["full"] if policy not in tables]
+    if missing:
+        raise BadRequest(f"{folder / run} has no grid of needles of {', '.join(missing)}")
     return "\n\n".join(f"`{p}`:\n\n{markdown_table(tables[p])}" for p in policies or tables)
 
 

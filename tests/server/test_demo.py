@@ -10,6 +10,7 @@ from server_helpers import png
 
 from mpic.client import MPIC
 from mpic.evals import demo
+from mpic.evals.demo_answers import PASSES, DemoAnswer, Headline, headline_of
 
 MESSAGES = [{"role": "user", "content": "What is in IMAGE#DEMO_A and FILE#DEMO_B?"}]
 PARTS = [
@@ -70,6 +71,51 @@ def test_a_missed_answer_fails_the_demo(samples):
     assert by["one", "prefix", "first"]["reused"] == 0
     assert by["one", "prefix", "again"]["prefix_hit"] > 0
     assert [f["handle"] for f in body["files"]] == ["DEMO_A", "DEMO_B"]
+
+
+def test_the_headline_is_over_the_questions_with_eight_images_but_the_first(samples):
+    folder, files, questions, _ = samples
+    eight = [
+        {"id": f"eight-{n}", "kind": "eight-images", "messages": PARTS, "expected": "?", "max_tokens": 2}
+        for n in range(3)
+    ]
+    _, text, body = run(folder, files, [*questions, *eight])
+    warm = [a for a in body["answers"] if a["turn"] == "warm"]
+    assert [(a["question"], a["policy"]) for a in warm] == [
+        (f"eight-{n}", policy) for n in (1, 2) for policy in ("prefix", "mpic-32")
+    ]
+    found = body["headline"]
+    ratios = [one["ttft_ms"] / other["ttft_ms"] for one, other in zip(warm[::2], warm[1::2], strict=True)]
+    assert found == {
+        "prefix_over_mpic": pytest.approx(sum(ratios) / 2, abs=1e-3), "right_prefix": 0, "right_mpic": 0, "asked": 4,
+    }  # fmt: skip
+    assert (
+        "Questions over eight images, asked by turns" in text and "Over eight images mpic-32 answers" in text
+    )
+    assert "3. eight" not in text and max(map(len, text.splitlines())) <= 80
+    assert run(folder, files, [*questions, *eight], ["mpic-32"])[2]["headline"] is None
+    assert run(folder, files, questions)[2]["headline"] is None
+
+
+def test_right_is_who_is_right_each_time():
+    def answer(question, policy, turn, right, ttft_ms=1.0):
+        rest = {"prompt_tokens": 0, "reused": 0, "recomputed": 0, "prefix_hit": 0, "compiled": 0, "tiers": ()}
+        return DemoAnswer(question, policy, turn, "", right, ttft_ms, 1.0, **rest)
+
+    asked = [
+        *(
+            answer("a", p, turn, right)
+            for p, right in (("prefix", True), ("mpic-32", False))
+            for turn in PASSES
+        ),
+        *(answer("b", p, turn, turn == "first") for p in ("prefix", "mpic-32") for turn in PASSES),
+        *(
+            answer(q, p, "warm", True, ms)
+            for q, ms in (("c", 8), ("d", 2), ("e", 3))
+            for p, ms in (("prefix", ms), ("mpic-32", 1))
+        ),
+    ]
+    assert headline_of(asked) == Headline(3, right_prefix=4, right_mpic=3, asked=5)
 
 
 def test_expected_answers_pass_it(samples):
