@@ -226,7 +226,7 @@ class Samples:
         handles = list(IMAGES)[:8]
         asked = (
             ("GARDEN", "colour", 3), ("EIFFEL2025", "position", 3), ("LOUVRE2025", "colour", 2), ("PARTY", "digit", 1),
-            ("BEACH", "shape", 2), ("TOWER", "colour", 2), ("HOME", "position", 2), ("GARDEN", "count", 0),
+            ("BEACH", "shape", 2), ("TOWER", "colour", 2),
         )  # fmt: skip
         for turn, (handle, kind, at) in enumerate(asked):
             order = handles[turn:] + handles[:turn]
