@@ -151,9 +151,10 @@ def _eight_images(asked: list[DemoAnswer], policies: Sequence[str]) -> Table:
 
 
 def _in_words(found: Headline) -> str:
+    times = f"{found.prefix_over_mpic:.1f} times sooner than {BASELINE}"
     return (
-        f"\n[bold]Over eight images {MUST_BE_RIGHT} answers {found.prefix_over_mpic:.1f} times sooner than "
-        f"{BASELINE}.[/] Right of all {found.asked}: {found.right_mpic}, with {BASELINE} {found.right_prefix}."
+        f"\n[bold]Over eight images {MUST_BE_RIGHT} answers {times}.[/]\n"
+        f"Right answers of {found.asked}: {MUST_BE_RIGHT} {found.right_mpic}, {BASELINE} {found.right_prefix}."
     )
 
 

@@ -98,10 +98,9 @@ def _haystack(rng: random.Random, options: Options, length: int, depth: int, nee
     """Returns the filler sentences that fit into ``length`` tokens, with the needle after ``depth`` percent of them."""
     count = options.count or (lambda text: len(text.split()))
     room, filler = length - count(f" {needle}"), list[str]()
-    while room > 0:
-        filler.append(rng.choice(fillers("eval")))
-        room -= count(f" {filler[-1]}")
-    filler.pop()
+    while (size := count(f" {(sentence := rng.choice(fillers('eval')))}")) <= room:
+        filler.append(sentence)
+        room -= size
     if not filler:
         raise TaskError(f"world-niah: a haystack of {length} tokens has no room for a needle and a sentence")
     filler.insert(round(len(filler) * depth / 100), needle)
