@@ -82,7 +82,7 @@ def run(
     from mpic.evals.judge import Grader, judge_run
     from mpic.evals.run import Evaluator
 
-    settings = load_eval_config(config, questions)
+    settings = load_eval_config(config, questions=questions)
     evaluator = Evaluator(settings, out)
     columns = (
         TextColumn("{task.description:28}"),
@@ -126,7 +126,7 @@ def fill(path: Annotated[Path, typer.Argument(help="a Markdown file with marks")
     """Write the tables of a report anew from the runs and bench results that its marks name.
 
     A mark is a line `<!-- made: losses my-run mpic-16 -->`, closed by `<!-- end -->`; `docs/evidence/README.md` is made
-    this way. Tables there are: summary, losses, cells, counts, runs, same, bench.
+    this way. Tables there are: summary, losses, cells, counts, runs, needles, same, bench.
     """
     from mpic.evals.evidence import fill as fill_in
 

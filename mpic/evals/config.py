@@ -142,7 +142,7 @@ class EvalConfig:
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load_eval_config(path: Path, questions: int | None = None) -> EvalConfig:
+def load_eval_config(path: Path, *, questions: int | None = None) -> EvalConfig:
     """Reads a configuration.
 
     Args:
