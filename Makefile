@@ -22,7 +22,7 @@ override ENGINE_SUFFIX := $(if $(filter-out native,$(ENGINE)),-$(ENGINE))
 # What the set-up depends on; when one of these changes it runs again.
 INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py tools/setup_vllm.py)
 
-.PHONY: help setup setup-dev setup-docs setup-vllm serve test parity fuzz soak soak-load demo bench bench-gpu report-gpu tune-gpu models screenshots docs lint format clean
+.PHONY: help setup setup-dev setup-docs setup-vllm serve test parity fuzz soak soak-load demo bench bench-gpu report-gpu tune-gpu models screenshots docs image lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -33,6 +33,7 @@ serve: setup $(ENGINE_SETUP) ## start the server (ENGINE=vllm: on vLLM)
 
 test: setup-dev ## run the tests
 	@"$(ROOT)/tools/get_chromium.sh"
+	@"$(ROOT)/tools/get_axe.sh"
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(ARGS)
 
 parity: setup-dev ## every vLLM test on every family, to be run when vLLM's version changes (20 minutes)
@@ -74,6 +75,9 @@ screenshots: setup-dev ## make docs/screenshots from the running web interface
 
 docs: setup-docs ## build the documentation site, links checked, to var/site
 	@cd "$(ROOT)" && mkdir -p var && "$(BIN)/python" tools/docs/build_site.py var/site
+
+image: ## build deploy/Dockerfile without Docker, in a chroot, and try the image (root on Debian; minutes)
+	@cd "$(ROOT)" && "$(PYTHON)" tools/try_image.py $(ARGS)
 
 lint: setup-dev ## ruff check and ruff format --check
 	@cd "$(ROOT)" && "$(BIN)/ruff" check && "$(BIN)/ruff" format --check

@@ -18,6 +18,8 @@ class Span(NamedTuple, Generic[Source]):
             are; queries are rotated by minus the base.
         row: the first of the request's own tokens that sees the span.
         place: where slot ``lo`` stands in the prompt, in tokens; only layers with windows ask.
+        ahead: the first own token that sees the span in layers where a block attends to itself in both directions
+            (``patterns.py``); None: ``row`` there too.
     """
 
     source: Source
@@ -26,7 +28,12 @@ class Span(NamedTuple, Generic[Source]):
     base: int = 0
     row: int = 0
     place: int = 0
+    ahead: int | None = None
 
     @property
     def tokens(self) -> int:
         return self.hi - self.lo
+
+    def first(self, in_blocks: bool) -> int:
+        """Returns the first own token that sees the span, in layers with or without blocks."""
+        return self.row if self.ahead is None or not in_blocks else self.ahead

@@ -7,6 +7,7 @@ MPICError                         500  internal_error
 │   ├── UnknownPolicy             400  unknown_policy
 │   ├── UnsupportedParameter      400  unsupported_parameter
 │   ├── ContextLengthExceeded     400  context_length_exceeded
+│   │   └── DocumentTooLong       400  document_too_long
 │   ├── PoolTooSmall              400  pool_too_small
 │   ├── InvalidUpload             400  invalid_upload
 │   │   ├── UnsupportedType       400  unsupported_type
@@ -116,6 +117,12 @@ class UnsupportedParameter(BadRequest):
 
 class ContextLengthExceeded(BadRequest):
     code = "context_length_exceeded"
+
+
+class DocumentTooLong(ContextLengthExceeded):
+    """No prompt can link this file whole."""
+
+    code = "document_too_long"
 
 
 class PoolTooSmall(BadRequest):

@@ -6,6 +6,9 @@ keys are made and revoked (``mpic keys``) beside a running server, which sees th
 A key reads ``mpic_<8 characters>_<43 characters>``. The first part is public: it names the key in lists and finds its
 row. The second part is 256 random bits, so a plain SHA-256 of the whole key suffices (nothing can be guessed, so a slow
 hash would protect nothing); it is compared in constant time. The key itself is shown once and never stored.
+
+Logins of the web interface lie in the same file, so that they outlast the server: the digest of a random cookie, and
+the key that it stands for. Whoever reads the file finds nothing that a browser could send.
 """
 
 from __future__ import annotations
@@ -27,7 +30,11 @@ from mpic.database import PATIENCE, translated
 from mpic.errors import BadRequest, IntegrityError, NotFound
 
 FILE = "keys.sqlite"
-VERSION = 1
+VERSION = 2
+LOGIN_SECONDS = 12 * 3600
+"""How long a login lasts."""
+MOST_LOGINS = 10_000
+"""Logins that are kept; the oldest end first."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 KEY = re.compile(r"mpic_([0-9a-f]{8})_[A-Za-z0-9_-]{43}")
 Role = Literal["user", "admin"]
@@ -167,6 +174,41 @@ class KeyStore:
         server."""
         return self._one("SELECT 1 FROM keys LIMIT 1") is not None
 
+    def log_in(self, key: Key) -> str:
+        """Returns a new cookie that stands for a key, for ``LOGIN_SECONDS`` or until the key is revoked."""
+        cookie, now = secrets.token_urlsafe(32), self._clock()
+        with self._lock, self._translated():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                self._db.execute("DELETE FROM logins WHERE until <= ?", (now,))
+                self._db.execute(
+                    "DELETE FROM logins WHERE rowid IN "
+                    "(SELECT rowid FROM logins ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+                    (MOST_LOGINS - 1,),
+                )
+                self._db.execute(
+                    "INSERT INTO logins VALUES (?, ?, ?)", (_hash(cookie), key.prefix, now + LOGIN_SECONDS)
+                )
+                self._db.execute("COMMIT")
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+        return cookie
+
+    def logged_in(self, cookie: str) -> Key | None:
+        """Returns the key that a cookie stands for; None if it stands for none any more."""
+        row = self._one(
+            "SELECT keys.* FROM logins JOIN keys ON keys.prefix = logins.key "
+            "WHERE logins.hash = ? AND until > ? AND revoked_at IS NULL",
+            *(_hash(cookie), self._clock()),
+        )
+        return row and _key(row)
+
+    def log_out(self, cookie: str) -> None:
+        """Ends a login, if there is one."""
+        with self._lock, self._translated():
+            self._db.execute("DELETE FROM logins WHERE hash = ?", (_hash(cookie),))
+
     def close(self) -> None:
         with self._lock:
             self._db.close()
@@ -197,6 +239,13 @@ class KeyStore:
                     concurrent INTEGER,
                     bytes INTEGER,
                     files INTEGER
+                )""")
+        if version < 2:
+            self._db.execute("""
+                CREATE TABLE logins (
+                    hash BLOB PRIMARY KEY,       -- SHA-256 of the cookie
+                    key TEXT NOT NULL REFERENCES keys (prefix),
+                    until REAL NOT NULL
                 )""")
             self._db.execute(f"PRAGMA user_version = {VERSION}")
         self._db.execute("COMMIT")

@@ -22,6 +22,7 @@ from tokenizers import (
 )
 from transformers import (
     CLIPImageProcessor,
+    LlavaNextImageProcessor,
     LlavaNextProcessor,
     LlavaProcessor,
     PreTrainedTokenizerFast,
@@ -226,7 +227,8 @@ def _with_template(tokenizer: Any, template: str) -> Any:
 
 def _llava(cls: type, tokenizer: Any, template: str) -> Any:
     options = {"patch_size": 14, "vision_feature_select_strategy": "default"}
-    return cls(CLIPImageProcessor(), tokenizer, chat_template=template, **options)
+    images = LlavaNextImageProcessor() if cls is LlavaNextProcessor else CLIPImageProcessor()
+    return cls(images, tokenizer, chat_template=template, **options)
 
 
 def _qwen2_vl() -> Any:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
-from families import Family, make_family
+from families import TYPES, Family, make_family
 from oracle import Oracle
 
 from mpic.engine.base import GenerationRequest, Sampling
@@ -91,7 +91,7 @@ def logits_of(stream, tokens: int, vocabulary: int = 300) -> tuple[list[int], to
 def expected_of(name: str, prompt, policy_text: str, tokens: int = TOKENS) -> tuple[list[int], torch.Tensor]:
     """The oracle's greedy ids and log-distributions."""
     loaded, policy = family(name).loaded, parse_policy(policy_text)
-    oracle = Oracle(family(name).stock, loaded.mrope)
+    oracle = Oracle(family(name).stock, loaded.mrope, TYPES.get(name), loaded.stand_ins)
     made = [
         loaded.image_inputs(c.load_image()) if c.token_ids is None else loaded.text_inputs(c.token_ids)
         for c in prompt.chunks

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import transformers as tf
+from odd_families import with_rotaries, with_sinks
 from PIL import Image
 from torch import nn
 
+from mpic.evals.models.oracle import IMAGE_TYPES, PREFIX_TYPES
 from mpic.model.loaded import LoadedModel
 
 TEXT = {
@@ -56,6 +58,12 @@ def _qwen_vision(text: Sizes, **more: object) -> Sizes:
 
 def _llama(text: Sizes) -> nn.Module:
     return tf.LlamaForCausalLM(tf.LlamaConfig(**text, rope_parameters=_LLAMA3))
+
+
+def _rotaries(text: Sizes) -> nn.Module:
+    """Three rotary embeddings, unevenly spread."""
+    sizes = {**text, "num_hidden_layers": 5}
+    return with_rotaries(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)), [1e4, 1e2, 1e6, 1e6, 1e2])
 
 
 def _mistral(text: Sizes) -> nn.Module:
@@ -167,10 +175,12 @@ def _qwen2_vl(text: Sizes) -> nn.Module:
     return tf.Qwen2VLForConditionalGeneration(config)
 
 
-def _qwen2_vl_window(text: Sizes) -> nn.Module:
-    """Windows beside positions with three axes: a window counts tokens, not positions."""
+def _qwen2_vl_odd(text: Sizes) -> nn.Module:
+    """Positions with three axes beside windows, which count tokens and not positions; sink logits; an odd number of
+    heads; windows in the last three of four layers."""
     window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    return _qwen2_vl({**text, **window})
+    heads = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "num_hidden_layers": 4}
+    return with_sinks(_qwen2_vl({**text, **window, **heads}))
 
 
 def _qwen2_5_vl(text: Sizes) -> nn.Module:
@@ -188,6 +198,64 @@ def _qwen3_vl(text: Sizes) -> nn.Module:
     return tf.Qwen3VLForConditionalGeneration(config)
 
 
+def _gemma3_images(text: Sizes, image_token: int = IMAGE_TOKEN) -> nn.Module:
+    """Images that attend to themselves in both directions, with windows smaller than an image and layers without."""
+    sizes = {**text, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7}
+    sizes["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    config = tf.Gemma3Config(
+        text_config=tf.Gemma3TextConfig(**sizes),
+        vision_config=tf.SiglipVisionConfig(**_VISION),
+        mm_tokens_per_image=16,
+        image_token_index=image_token,
+    )
+    return tf.Gemma3ForConditionalGeneration(config)
+
+
+def _gemma4_images(text: Sizes) -> nn.Module:
+    """Images that attend to themselves in both directions in the layers with windows alone; layers with embeddings of
+    their own, which look up another token for an image's."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    sizes = {**text, "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 16, "layer_types": kinds}
+    sizes |= {"sliding_window": 40, "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 8}
+    sizes |= {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": text["vocab_size"]}
+    vision = tf.Gemma4VisionConfig(
+        **{**_VISION, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+        pooling_kernel_size=2,
+    )
+    config = tf.Gemma4Config(
+        text_config=tf.Gemma4TextConfig(**sizes),
+        vision_config=vision,
+        audio_config=None,
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=6,
+        audio_token_id=7,
+    )
+    return tf.Gemma4ForConditionalGeneration(config)
+
+
+def _paligemma(text: Sizes, image_token: int = IMAGE_TOKEN) -> nn.Module:
+    """A prefix language model: the whole prompt attends to itself in both directions."""
+    config = tf.PaliGemmaConfig(
+        text_config=tf.GemmaConfig(**text, head_dim=16),
+        vision_config=tf.SiglipVisionConfig(**_VISION),
+        projection_dim=text["hidden_size"],
+        image_token_index=image_token,
+    )
+    return tf.PaliGemmaForConditionalGeneration(config)
+
+
+def _paligemma2(text: Sizes) -> nn.Module:
+    """The same with windows and capped scores: they bind what is generated and not the prompt."""
+    sizes = {**text, "head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0}
+    config = tf.PaliGemmaConfig(
+        text_config=tf.Gemma2Config(**sizes),
+        vision_config=tf.SiglipVisionConfig(**_VISION),
+        projection_dim=text["hidden_size"],
+        image_token_index=IMAGE_TOKEN,
+    )
+    return tf.PaliGemmaForConditionalGeneration(config)
+
+
 def _clip_processor() -> object:
     size = {"height": 32, "width": 32}
     return tf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size)
@@ -199,6 +267,14 @@ def _next_processor() -> object:
         crop_size={"height": 32, "width": 32},
         image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]],
     )
+
+
+def _siglip_processor() -> object:
+    return tf.SiglipImageProcessor(size={"height": 32, "width": 32})
+
+
+def _gemma4_processor() -> object:
+    return tf.Gemma4ImageProcessor(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70)
 
 
 def _qwen_processor() -> object:
@@ -213,6 +289,7 @@ FEATURES = {
     "llama4": _llama4,
     "gemma4": _gemma4,
     "deepseek": _deepseek,
+    "rotaries": _rotaries,
 }
 """One family for each thing that layers may have beside causal attention with one rotary embedding."""
 TEXT_FAMILIES |= FEATURES
@@ -222,9 +299,23 @@ VISION_FAMILIES = {
     "qwen2_vl": (_qwen2_vl, _qwen_processor),
     "qwen2_5_vl": (_qwen2_5_vl, _qwen_processor),
     "qwen3_vl": (_qwen3_vl, _qwen_processor),
-    "qwen2_vl_window": (_qwen2_vl_window, _qwen_processor),
+    "qwen2_vl_odd": (_qwen2_vl_odd, _qwen_processor),
+    "gemma3_images": (_gemma3_images, _siglip_processor),
+    "gemma4_images": (_gemma4_images, _gemma4_processor),
+    "paligemma": (_paligemma, _siglip_processor),
+    "paligemma2": (_paligemma2, _siglip_processor),
 }
-FAMILIES = [*TEXT_FAMILIES, *VISION_FAMILIES]
+ODD = ("rotaries", "qwen2_vl_odd")
+"""Families that transformers does not have; no checkpoint of them could be loaded."""
+TYPES = {
+    "gemma3_images": IMAGE_TYPES["token_type_ids"],
+    "gemma4_images": IMAGE_TYPES["mm_token_type_ids"],
+    "paligemma": PREFIX_TYPES,
+    "paligemma2": PREFIX_TYPES,
+}
+"""What the families' processors say of the types of tokens."""
+FAMILIES = [name for name in (*TEXT_FAMILIES, *VISION_FAMILIES) if name != "paligemma"]
+"""Those of the invariants; ``paligemma2`` has all that ``paligemma`` has."""
 
 
 @dataclass
@@ -236,10 +327,12 @@ class Family:
     stock: nn.Module
 
 
-def make_model(name: str, seed: int = 0, text: Sizes | None = None) -> tuple[nn.Module, object | None]:
+def make_model(
+    name: str, seed: int = 0, text: Sizes | None = None, **more: int
+) -> tuple[nn.Module, object | None]:
     """A family's tiny stock model and, of one that sees images, its image processor.
 
-    ``text`` overrides sizes of the text model (``TEXT``).
+    ``text`` overrides sizes of the text model (``TEXT``); ``more`` goes to the builder of a family with images.
     """
     torch.manual_seed(seed)
     sizes = {**TEXT, **(text or {})}
@@ -248,7 +341,7 @@ def make_model(name: str, seed: int = 0, text: Sizes | None = None) -> tuple[nn.
         model = TEXT_FAMILIES[name](sizes)
     else:
         build, make_processor = VISION_FAMILIES[name]
-        model = build(sizes)
+        model = build(sizes, **more)
         image_processor = make_processor()
     with torch.no_grad():
         for key, parameter in model.named_parameters():

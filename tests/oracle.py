@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpic.evals.models.oracle import Cache, StockOracle
+from mpic.evals.models.oracle import Cache, StockOracle, kinds_of
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.structure import RowInputs
 from mpic.prompt.segments import Prompt, TextSegment
@@ -43,7 +43,7 @@ class Oracle(StockOracle):
         ids, embeds, positions, marks, deepstack, places, _ = self._layout(prompt, inputs)
         whole = Cache(torch.arange(len(embeds)), len(embeds))
         deep = None if deepstack is None else (marks, deepstack)
-        self._run(whole, RowInputs(ids, embeds, deep), positions)
+        self._run(whole, RowInputs(ids, embeds, deep), positions, kinds_of(prompt, inputs))
         rows = [range(start, start + len(chunk)) for start, _, chunk in places]
         keys, queries = whole.keys[layer], whole.queries[layer][:, max(r.stop for r in rows) :]
         keys = keys.repeat_interleave(queries.shape[0] // keys.shape[0], 0)[:, [i for r in rows for i in r]]
@@ -72,4 +72,6 @@ class Oracle(StockOracle):
             extra = dict(image_processor(images=used, return_tensors="pt"))
             if self.mrope == 3:
                 extra["mm_token_type_ids"] = torch.tensor([kinds], dtype=torch.int32)
+        if self.types is not None:
+            extra |= self.types.of(kinds)
         return self.model(input_ids=torch.tensor([ids]), **extra, use_cache=False).logits[0, -1]

@@ -9,6 +9,7 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import families
 import httpx
@@ -16,7 +17,13 @@ import torch
 from fake_engine import FakeEngine
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+from transformers import (
+    CLIPImageProcessor,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
 
 from mpic.config import Config
 from mpic.keys import KeyLimits
@@ -67,6 +74,22 @@ def save_tiny_llava(folder: Path, seed: int = 0) -> Path:
         chat_template=CHATML,
     ).save_pretrained(folder)
     return folder
+
+
+def with_bos(**special: Any) -> PreTrainedTokenizerFast:
+    """The same tokenizer with a BOS token, and with further special tokens."""
+    plain = byte_tokenizer()
+    names = {"eos_token": "<|im_end|>", "bos_token": "<bos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, **names, **special)
+
+
+def gemma3_processor() -> Gemma3Processor:
+    """A processor that puts markers around an image, for which the template prints one token."""
+    special = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer = with_bos(extra_special_tokens={**special, "image_token": "<image_soft_token>"})
+    images = Gemma3ImageProcessor(size={"height": 32, "width": 32})
+    template = CHATML.replace("<image>", special["boi_token"])
+    return Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=16)
 
 
 def chat_template() -> ChatTemplate:

@@ -14,11 +14,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
-from families import IMAGE_TOKEN, TEXT_FAMILIES, VISION_FAMILIES, make_model
+from families import IMAGE_TOKEN, TEXT_FAMILIES, TYPES, VISION_FAMILIES, make_model
 from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -53,9 +54,16 @@ ENVIRONMENT = {
 """Environment of every process that runs vLLM in tests. vLLM must not be imported before it is set."""
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+"""Engines in this process have vLLM's second model runner (``tests/vllm/test_runner_v2.py`` starts such processes)."""
+if V2:  # it needs Triton, of which vLLM's CPU build takes a backend named "cpu" only: here that is the interpreter
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import backends as _triton_backends
+
+    _triton_backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
 TEXT = ("llama", "mistral", "qwen2", "qwen3")
-VISION = tuple(name for name in VISION_FAMILIES if name != "qwen2_vl_window")  # refused there
+VISION = tuple(name for name in VISION_FAMILIES if name not in ("qwen2_vl_odd", *TYPES))  # those are refused
 FAMILIES = (*TEXT, *VISION)
 assert set(TEXT) <= set(TEXT_FAMILIES)
 

@@ -10,14 +10,15 @@ from fastapi import APIRouter, Cookie, Form, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from mpic.http.hosts import is_loopback
+from mpic.keys import LOGIN_SECONDS
 from mpic.webui.proxy import HEADERS, LOGIN, ROOT
-from mpic.webui.sessions import COOKIE, LIFETIME_SECONDS, Sessions
+from mpic.webui.sessions import COOKIE
 
 if TYPE_CHECKING:
     from mpic.keys import KeyStore
 
 
-def router(sessions: Sessions, keys: KeyStore) -> APIRouter:
+def router(keys: KeyStore) -> APIRouter:
     routes = APIRouter(prefix=ROOT, include_in_schema=False)
 
     @routes.get("/login")
@@ -30,13 +31,14 @@ def router(sessions: Sessions, keys: KeyStore) -> APIRouter:
             return _page(
                 "Log in over https or from this machine: a key must not cross a network in the clear.", 403
             )
-        if keys.find(key.strip()) is None:
+        found = keys.find(key.strip())
+        if found is None:
             return _page("This key is not known here, or it was revoked.", 401)
         response = RedirectResponse(f"{ROOT}/", 303)
         response.set_cookie(
             COOKIE,
-            sessions.open(key.strip()),
-            max_age=LIFETIME_SECONDS,
+            keys.log_in(found),
+            max_age=LOGIN_SECONDS,
             path=ROOT,
             httponly=True,
             samesite="strict",
@@ -46,7 +48,8 @@ def router(sessions: Sessions, keys: KeyStore) -> APIRouter:
 
     @routes.post("/logout")
     def logout(session: Annotated[str | None, Cookie(alias=COOKIE)] = None) -> Response:
-        sessions.close(session)
+        if session:
+            keys.log_out(session)
         response = RedirectResponse(LOGIN, 303)
         response.delete_cookie(COOKIE, path=ROOT)
         return response

@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from mpic.http.hosts import is_loopback
 from mpic.webui import about, login, pages, pictures
 from mpic.webui.proxy import Proxy
-from mpic.webui.sessions import Sessions
 
 if TYPE_CHECKING:
     from mpic.config import Config
@@ -24,10 +23,9 @@ def mount(app: FastAPI, config: Config) -> None:
     """
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request, and a page makes many
     state = app.state.mpic
-    sessions = Sessions()
-    app.include_router(login.router(sessions, state.keys))
+    app.include_router(login.router(state.keys))
     app.include_router(pictures.router(app))
     app.include_router(about.router(app))
     app.include_router(pages.router())
     always = not is_loopback(config.server.host)
-    app.add_middleware(Proxy, sessions=sessions, keys=state.keys, always=always)
+    app.add_middleware(Proxy, keys=state.keys, always=always)

@@ -1,8 +1,8 @@
 """The access proxy of ``/ui``: ASGI middleware in front of everything else.
 
 It knows who the visitor is by the cookie, lets a short list of paths through, and turns what the page asks of the API
-(``/ui/v1/...``) into requests of the API itself with the visitor's key, so that sizes, validators, quotas, limits and
-ownership are the API's own.
+(``/ui/v1/...``) into requests of the API itself in the name of the visitor's key, so that sizes, validators, quotas,
+limits and ownership are the API's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpic.errors import Forbidden, MPICError, NotFound, Unauthorized
 from mpic.http import errors
-from mpic.webui.sessions import COOKIE, Sessions, Visitor
+from mpic.webui.sessions import COOKIE, Visitor
 
 if TYPE_CHECKING:
     from mpic.keys import KeyStore
@@ -58,14 +58,12 @@ class Proxy:
     """See the module. Puts the ``Visitor`` into ``scope["state"]["visitor"]``.
 
     Args:
-        sessions: the logged-in visitors.
-        keys: the server's API keys.
+        keys: the server's API keys, and the logins.
         always: require a key even while none exist.
     """
 
-    def __init__(self, app: ASGIApp, sessions: Sessions, keys: KeyStore, always: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyStore, always: bool) -> None:
         self.app = app
-        self.sessions = sessions
         self.keys = keys
         self.always = always
 
@@ -107,12 +105,10 @@ class Proxy:
         """Returns the visitor who has this cookie. Raises Unauthorized."""
         if not self.always and not self.keys.exist():
             return Visitor("local", "admin", None)
-        secret = self.sessions.key(cookie)
-        key = self.keys.find(secret) if secret else None
+        key = self.keys.logged_in(cookie) if cookie else None
         if key is None:
-            self.sessions.close(cookie)
             raise Unauthorized(f"log in at {LOGIN}")
-        return Visitor(key.user, key.role, secret)
+        return Visitor(key.user, key.role, key)
 
 
 def _same_origin(headers: Headers) -> None:
@@ -131,13 +127,12 @@ def _cookie(headers: Headers) -> str | None:
 
 
 def _to_api(scope: Scope, visitor: Visitor) -> None:
-    """Turns the request into the API's own, with the visitor's key."""
+    """Turns the request into the API's own, in the name of the visitor's key (``server/auth.py`` looks for it)."""
     scope["path"] = scope["path"].removeprefix(ROOT)
     scope["raw_path"] = scope["path"].encode()
-    kept = [(n, v) for n, v in scope["headers"] if n.lower() not in (b"authorization", b"cookie")]
-    scope["headers"] = kept
+    scope["headers"] = [(n, v) for n, v in scope["headers"] if n.lower() not in (b"authorization", b"cookie")]
     if visitor.key is not None:
-        kept.append((b"authorization", f"Bearer {visitor.key}".encode("latin-1")))
+        scope["state"]["login"] = visitor.key
 
 
 def _with_headers(send: Send) -> Send:

@@ -31,6 +31,7 @@ app = command_app(
 )
 
 Name = Annotated[str, typer.Argument(help="handle or file id", autocompletion=completion.handles)]
+Handle = Annotated[str, typer.Argument(help="NAME for IMAGE#NAME or FILE#NAME in prompts")]
 
 
 @client_command(app, "list")
@@ -83,6 +84,16 @@ def content(
             output.write_bytes(data)
         except OSError as exc:
             raise typer.BadParameter(f"{output}: {exc.strerror}", param_hint="--output") from exc
+
+
+@client_command(app)
+def rename(client: MPIC, name: Name, handle: Handle, as_json: Json = False) -> None:
+    """Give an upload another handle: `mpic files rename EIFFEL2025 TOWER`. Nothing is compiled again.
+
+    Prompts find it by the new handle only.
+    """
+    file = client.files.rename(find(client, name).id, handle)
+    print_result(file, f"{name} is {file.mention} now", as_json)
 
 
 @client_command(app)

@@ -138,6 +138,9 @@ def _show(done: list[Upload]) -> None:
     if files:
         rows = [(f.outcome, f.state, f.tokens, f.chunk_count, f.bytes, f.mention or f.id) for f in files]
         print_table(("outcome", "state", "tokens", "chunks", "bytes", "in prompts"), rows, "")
+    for file in files:
+        if file.status_details:
+            err.print(file.status_details, style="yellow", markup=False, highlight=False, soft_wrap=True)
     for one in done:
         if one.error:
             line = f"{one.path}: {error_line(one.error)}"

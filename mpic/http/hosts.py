@@ -16,6 +16,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def seen_from_here(url: str) -> str:
+    """Returns where a browser on this machine finds a server that listens on ``url``, which may be all addresses."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
 def is_address(name: str) -> bool:
     """Returns whether ``name`` is an IP address."""
     try:

@@ -66,6 +66,8 @@ class Recipe:
         sink: BOS tokens compiled in front of the chunk and dropped afterwards (LegoLink-0 of EPIC, section 4).
         preprocessing: digest of the tokenizer and image processor that made the chunk's inputs.
         packet: digest of the adapter around the chunk (KV Packet, section 3.1), or empty.
+        layout: ``latent`` where layers keep the latents of multi-head latent attention; empty where they keep the keys
+            and values of every head.
     """
 
     dtype: str
@@ -73,12 +75,12 @@ class Recipe:
     sink: int = 0
     preprocessing: str = ""
     packet: str = ""
+    layout: str = ""
 
     def fields(self) -> dict[str, str | int]:
-        """Returns its fields as JSON values, as files and catalogues have them. An empty ``packet`` is left out: what
-        was compiled before there were adapters keeps its digest."""
-        fields = asdict(self)
-        return fields if self.packet else {k: v for k, v in fields.items() if k != "packet"}
+        """Returns its fields as JSON values, as files and catalogues have them. An empty ``packet`` or ``layout`` is
+        left out: what was compiled before there were any keeps its digest."""
+        return {k: v for k, v in asdict(self).items() if v or k not in ("packet", "layout")}
 
     @property
     def digest(self) -> str:

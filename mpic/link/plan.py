@@ -41,6 +41,8 @@ class LinkPlan:
         spans: what is mapped, in sequence order; a span's source is the chunk's number in the prompt.
         own: number of computed tokens (sum over runs).
         places: one ChunkPlace a chunk, in prompt order.
+        blocks: own tokens ``[lo, hi)`` that attend to each other in both directions where a model's layers do, as the
+            tokens of an image; ascending.
     """
 
     policy: str
@@ -53,12 +55,16 @@ class LinkPlan:
     spans: tuple[Span[int], ...]
     own: int
     places: tuple[ChunkPlace, ...]
+    blocks: tuple[tuple[int, int], ...] = ()
 
     def pairs(self, mapped: int = 0) -> int:
         """Returns the (query, key) pairs of a layer's attention over the prompt, by the own tokens from index
-        ``mapped`` on."""
+        ``mapped`` on; in blocks of both directions."""
         own = self.own * (self.own + 1) // 2 - mapped * (mapped + 1) // 2
-        return own + sum(s.tokens * (self.own - max(mapped, s.row)) for s in self.spans)
+        for lo, hi in self.blocks:
+            rows = max(0, hi - max(lo, mapped))
+            own += rows * (rows - 1) // 2
+        return own + sum(s.tokens * (self.own - max(mapped, s.first(True))) for s in self.spans)
 
     def extends(self, shorter: LinkPlan) -> bool:
         """Returns whether everything of a shorter plan is in this one unchanged."""
@@ -71,20 +77,27 @@ class LinkPlan:
 
 
 class SegmentShape(NamedTuple):
-    """A segment as planning sees it: its tokens, its rotary length, and whether it is a chunk."""
+    """A segment as planning sees it: its tokens, its rotary length, whether it is a chunk, and whether its tokens
+    attend to each other in both directions."""
 
     length: int
     rotary_length: int
     is_chunk: bool
+    bidirectional: bool = False
 
 
 def make_plan(
-    segments: Sequence[SegmentShape], policy: Policy, decided: Sequence[Ranges] | None = None
+    segments: Sequence[SegmentShape],
+    policy: Policy,
+    decided: Sequence[Ranges] | None = None,
+    whole_prompt: bool = False,
 ) -> LinkPlan:
     """Lays out the segments, asks the policy, and cuts the prompt into computed runs and mapped spans.
 
     Args:
         decided: what a dynamic policy chose; None asks ``policy.select``.
+        whole_prompt: all tokens of the prompt attend to each other in both directions (a prefix language model). What
+            a token is then depends on what follows it, so no prefix of a prompt can be kept for another.
 
     Raises:
         ValueError: the policy chose ranges that are not within a chunk.
@@ -101,23 +114,30 @@ def make_plan(
     selection = iter(policy.select(places) if decided is None else decided)
     runs: list[OwnRun] = []
     spans: list[Span[int]] = []
+    blocks: list[tuple[int, int]] = []
     own = chunk = 0
     for i, segment in enumerate(segments):
         recomputed = next(selection) if segment.is_chunk else ((0, segment.length),)
-        end = 0  # of what is laid out so far
+        end, first = 0, own  # of what is laid out so far; the segment's first own token
         for lo, hi in (*recomputed, (segment.length, segment.length)):
             if not end <= lo <= hi <= segment.length:
                 raise ValueError(
                     f"{policy}: ranges {recomputed} do not fit a segment of {segment.length} tokens"
                 )
             if lo > end:
-                spans.append(Span(chunk, end, lo, bases[i], own, starts[i] + end))
+                ahead = first if segment.bidirectional else None
+                spans.append(Span(chunk, end, lo, bases[i], own, starts[i] + end, ahead))
             if hi > lo:
                 runs.append(OwnRun(i, lo, hi, starts[i] + lo, bases[i]))
                 own += hi - lo
             end = hi
         chunk += segment.is_chunk
+        if segment.bidirectional and own > first:
+            blocks.append((first, own))
+    if whole_prompt:
+        spans, blocks = [span._replace(ahead=0) for span in spans], [(0, own)]
     if policy.two_step:
-        spans = [span._replace(row=max(own - 1, 0)) for span in spans]
-    facts = (policy.name, policy.exact, policy.prefix, policy.two_step)
-    return LinkPlan(*facts, start, base, tuple(runs), tuple(spans), own, tuple(places))
+        spans = [span._replace(row=max(own - 1, 0), ahead=None) for span in spans]
+        blocks = [(lo, min(hi, own - 1)) for lo, hi in blocks if lo < own - 1]
+    facts = (policy.name, policy.exact, policy.prefix and not whole_prompt, policy.two_step)
+    return LinkPlan(*facts, start, base, tuple(runs), tuple(spans), own, tuple(places), tuple(blocks))

@@ -30,10 +30,11 @@ from mpic.kernels.attention import (
     Write,
     attend,
 )
+from mpic.kernels.patterns import Pattern, fresh_calls
 from mpic.kernels.span import Span
-from mpic.kernels.windows import Window, own_calls
 from mpic.kernels.writes import RowWrites
 from mpic.kv.barrier import LayerBarrier
+from mpic.model.latent import ATTRIBUTE as LATENT
 from mpic.model.trace import Trace
 
 NAME = "mpic"
@@ -100,12 +101,14 @@ class Decided(Exception):
 class Probe:
     """A forward of one whole prompt that ends at ``layer`` and keeps that layer's queries, keys and values.
 
-    Layers before it attend causally over all rows; nothing is written anywhere. ``windows`` has an entry a layer.
+    Layers before it attend as in a full prefill of all rows; nothing is written anywhere. ``patterns`` has an entry a
+    layer; ``blocks`` are rows ``[lo, hi)`` that attend to each other in both directions.
     """
 
     layer: int
     partial: Partial
-    windows: Sequence[Window | None]
+    patterns: Sequence[Pattern]
+    blocks: Sequence[tuple[int, int]] = ()
     keys: torch.Tensor | None = None  # [kv_heads, T, head_dim], rotated at the rows' positions
     values: torch.Tensor | None = None
     queries: torch.Tensor | None = None  # [heads, T, head_dim], as the keys
@@ -126,11 +129,7 @@ class Probe:
             raise Decided
         rows = query.shape[2]
         fresh = Span(KVView(torch.stack([key[0], value[0]])[None]), 0, rows)
-        window = self.windows[layer]
-        if window is None:
-            calls = [SpanCall(slice(0, rows), fresh, causal=True, first=True)]
-        else:
-            calls = own_calls(window, 0, np.arange(rows), fresh, [])
+        calls = fresh_calls(self.patterns[layer], 0, np.arange(rows), fresh, blocks=self.blocks)
         out = attend(query[0], calls, scale, self.partial, lambda base: None, extras=extras)
         return out[None].to(query.dtype)
 
@@ -174,6 +173,10 @@ def _attention(
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     extras = Extras(softcap, s_aux)
+    latent = getattr(module, LATENT, None)
+    if latent is not None:
+        query, key = latent.absorb(query, key)
+        return latent.expand(_layer(step, module.layer_idx, query, key, key, scale, extras)), None
     size, value_size = key.shape[-1], value.shape[-1]
     if size == value_size:
         return _layer(step, module.layer_idx, query, key, value, scale, extras), None

@@ -14,9 +14,10 @@ from PIL import Image
 
 from mpic.errors import ModelRefused
 from mpic.kv.chunk import ChunkInputs
+from mpic.model.bidirectional import token_types, types_name
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import TOLERANCE, Segments, as_step, stock_eager
-from mpic.model.structure import RowInputs
+from mpic.model.structure import RowInputs, plain_ids
 
 _TEXTS = (6, 3, 4)
 """Tokens of text before, between and behind the two images."""
@@ -35,7 +36,7 @@ def image_self_test(loaded: LoadedModel) -> float:
         _refuse_structure(loaded, images[0])
         chunks = [loaded.image_inputs(image) for image in images]
         rows, positions, segments = _prompt(loaded, chunks)
-        got = as_step(loaded, rows, positions.to(loaded.device), segments)
+        got = as_step(loaded, rows, positions.to(loaded.device), segments, loaded.scope)
         expected = _stock(loaded, rows.ids, images)
     except ModelRefused:
         raise
@@ -55,7 +56,7 @@ def image_self_test(loaded: LoadedModel) -> float:
 
 def _prompt(loaded: LoadedModel, chunks: Sequence[ChunkInputs]) -> tuple[RowInputs, torch.Tensor, Segments]:
     """Returns text, image, text, image, text: rows, positions, and segments."""
-    words = torch.tensor([t for t in range(3, 5 + sum(_TEXTS)) if t != loaded.image_token_id])
+    words = torch.tensor(plain_ids(loaded.config, sum(_TEXTS)))
     ids, embeds, marks, features, positions, segments = [], [], [], [], [], []
     base = 0
     for number, n in enumerate(_TEXTS):
@@ -84,8 +85,9 @@ def _stock(loaded: LoadedModel, ids: torch.Tensor, images: list[Image.Image]) ->
     extra = {k: v.to(loaded.device) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
     if isinstance(extra.get("pixel_values"), torch.Tensor):
         extra["pixel_values"] = extra["pixel_values"].to(loaded.dtype)
-    if loaded.mrope == 3:
-        extra["mm_token_type_ids"] = (ids == loaded.image_token_id).int()[None].to(loaded.device)
+    name = types_name(loaded.model)
+    if name is not None and (loaded.mrope == 3 or loaded.scope is not None):
+        extra[name] = token_types(loaded.scope, ids == loaded.image_token_id)[None].to(loaded.device)
     with stock_eager(loaded):
         return loaded.model(input_ids=ids[None].to(loaded.device), **extra, use_cache=False).logits[0].float()
 

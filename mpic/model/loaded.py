@@ -16,16 +16,23 @@ from mpic.errors import IntegrityError, ModelRefused, UnsupportedModality
 from mpic.kernels import reference
 from mpic.kernels.attention import Partial, QueryRotation, SingleRows, SpanCall
 from mpic.kernels.backends import backend, single_rows
+from mpic.kernels.patterns import Pattern
 from mpic.kernels.singles import Singles
 from mpic.kernels.upload import send
-from mpic.kernels.windows import Window
 from mpic.kv.chunk import ChunkInputs, KVShape
 from mpic.model import hooks
+from mpic.model.facts import find_facts
 from mpic.model.identity import VERIFIED, bos_id, eos_ids, fingerprint, preprocessing_digest
 from mpic.model.info import ModelInfo
 from mpic.model.refusals import context_limit, refuse_unsupported
-from mpic.model.structure import RowInputs, has_layer_embeddings, inner_of, per_layer_inputs, text_model_of
-from mpic.model.trace import ROWS, LayerFacts, LayerKind, Trace, trace
+from mpic.model.structure import (
+    RowInputs,
+    decoder_of,
+    has_layer_embeddings,
+    inner_of,
+    per_layer_inputs,
+)
+from mpic.model.trace import Trace
 
 if TYPE_CHECKING:
     from mpic.kernels.stream import StreamKernel
@@ -51,7 +58,7 @@ class LoadedModel:
         self.config = model.config
         self.text_config = self.config.get_text_config()
         refuse_unsupported(self.config, self.text_config)
-        self.text_model: nn.Module = self._find_text_model()
+        self.text_model: nn.Module = decoder_of(self.model)
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.heads = self.text_config.num_attention_heads
@@ -62,7 +69,8 @@ class LoadedModel:
         self._takes_per_layer = "per_layer_inputs" in inspect.signature(self.model.forward).parameters
         self.text_model.register_forward_pre_hook(self._inject, with_kwargs=True)
         self._hook(hooks.TRACED)
-        self.kinds, self.layers = self._trace()
+        self.stand_ins: dict[int, int] = {}
+        self.kinds, self.layers, self.latents, self.scope, self.stand_ins = find_facts(self)
         self._hook(hooks.NAME)
         self.kind_of = [facts.kind for facts in self.layers]
         self.shape = KVShape(
@@ -97,33 +105,6 @@ class LoadedModel:
     def _inner(self) -> nn.Module:
         return inner_of(self.model)
 
-    def _find_text_model(self) -> nn.Module:
-        text = text_model_of(self.model)
-        if not hasattr(text, "layers"):
-            raise ModelRefused(f"{type(self.model).__name__}: no decoder with layers")
-        return text
-
-    def _trace(self) -> tuple[list[LayerKind], list[LayerFacts]]:
-        """Returns the kinds of the model's layers and the facts of each. Raises ModelRefused: they cannot be linked."""
-        tokens = [t for t in range(3, 3 + ROWS + 2) if t != self.image_token_id][: ROWS + 1]
-        try:
-            return trace(
-                self.text_model, self._traced, tokens, self.text_config.num_hidden_layers, self.dtype
-            )
-        except ModelRefused as refusal:
-            raise ModelRefused(f"{self.config.model_type}: {refusal.message}") from refusal
-        except Exception as error:
-            raise ModelRefused(
-                f"{self.config.model_type}: it cannot be called with embeddings and positions: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    @torch.inference_mode()
-    def _traced(self, ids: torch.Tensor, start: int, run: Trace) -> torch.Tensor:
-        positions = torch.arange(start, start + len(ids), device=self.device).expand(self.mrope, -1)
-        rows = torch.arange(len(ids), device=self.device)
-        return self._call(self.rows(ids), positions, run, rows).logits[0].float()
-
     def _hook(self, name: str) -> None:
         if self.text_config is self.config:
             self.model.set_attn_implementation(name)
@@ -133,8 +114,6 @@ class LoadedModel:
             self.model.set_attn_implementation({key: name, **vision})
         if getattr(self.text_model.config, "_attn_implementation", None) != name:
             raise ModelRefused(f"{type(self.model).__name__} does not use transformers' attention interface")
-
-    # ---- inputs of the first layer
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -157,15 +136,18 @@ class LoadedModel:
         if not self.has_vision or self.processor is None or self.image_token_id is None:
             raise UnsupportedModality(f"model {self.info.name} does not take images")
         features = self.processor.image_processor(images=[image], return_tensors="pt")
-        keep = {k: v.to(self.device) for k, v in features.items() if k in ("image_sizes", "image_grid_thw")}
-        pixels = features["pixel_values"].to(self.device, self.dtype)
-        outputs = self._inner.get_image_features(pixel_values=pixels, **keep)
-        embeds = torch.cat([part.reshape(-1, part.shape[-1]) for part in outputs.pooler_output]).to(
-            self.dtype
-        )
-        deep = getattr(outputs, "deepstack_features", None)
+        taken = inspect.signature(self._inner.get_image_features).parameters
+        given = {
+            k: v.to(self.device, self.dtype if v.is_floating_point() else None)
+            for k, v in features.items()
+            if k in taken and isinstance(v, torch.Tensor)
+        }
+        outputs = self._inner.get_image_features(**given)
+        if getattr(outputs, "pooler_output", None) is None:
+            raise UnsupportedModality(f"model {self.info.name} gives no features for an image's tokens")
+        embeds = torch.cat([part.flatten(0, -2) for part in outputs.pooler_output]).to(self.dtype)
         deepstack = None
-        if deep:
+        if deep := getattr(outputs, "deepstack_features", None):
             deepstack = torch.stack([torch.cat(list(f)) if isinstance(f, list | tuple) else f for f in deep])
         n = embeds.shape[0]
         ids = torch.full((n,), self.image_token_id, dtype=torch.int64)
@@ -173,7 +155,7 @@ class LoadedModel:
         if self.mrope == 3:
             kinds = torch.ones(1, n, dtype=torch.int32, device=self.device)
             grid, _ = self._inner.get_rope_index(
-                ids[None].to(self.device), kinds, image_grid_thw=keep.get("image_grid_thw")
+                ids[None].to(self.device), kinds, image_grid_thw=given.get("image_grid_thw")
             )
             positions = grid[:, 0].cpu()
             rotary_length = int(positions.max()) + 1
@@ -244,21 +226,27 @@ class LoadedModel:
     def is_plain(self) -> bool:
         """True where all layers are alike and attend causally to everything before."""
         special = any(facts.softcap or facts.sinks for facts in self.layers)
-        return len(self.kinds) == 1 and not special and self.kinds[0].window is None
+        return len(self.kinds) == 1 and not special and self.kinds[0].pattern == Pattern()
 
     @property
     def takes_packets(self) -> bool:
         """True where a chunk's rows may be vectors that no token has (``mpic.packet``)."""
-        return not has_layer_embeddings(self.text_model)
+        return not has_layer_embeddings(self.text_model) and self.scope is None
 
     @property
-    def windows(self) -> list[Window | None]:
-        """The window of each layer."""
-        return [self.kinds[kind].window for kind in self.kind_of]
+    def patterns(self) -> list[Pattern]:
+        """The attention pattern of each layer."""
+        return [self.kinds[kind].pattern for kind in self.kind_of]
 
     def rotation(self, base: int, layer: int = 0) -> QueryRotation | None:
         """Returns the rotation of a layer's queries over a span at ``base``; None where it is none."""
         return self.kinds[self.kind_of[layer]].rotary.rotation(base)
+
+    def distances(self, difference: torch.Tensor, layer: int) -> torch.Tensor:
+        """Returns ``[n]``, the squared lengths over all heads of ``difference [2, kv_heads, n, head_dim]`` fp32 of keys
+        and values as a layer keeps them."""
+        latent = self.latents.get(layer)
+        return difference.square().sum((0, 1, 3)) if latent is None else latent.distances(difference)
 
     def single_rows(self, kind: int, calls: Sequence[SpanCall]) -> SingleRows:
         """Returns the tables of rows that stand alone, for layers of a kind.
@@ -296,24 +284,34 @@ class LoadedModel:
         step.layers_seen.clear()
         if self.triton is not None and step.kernel is None:
             step.kernel = self.triton.prepare(step, len(inputs.embeds))
-        out = self._call(inputs, positions, step, wanted)
+        out = self.call(inputs, positions, step, wanted)
         if len(step.layers_seen) != self.shape.layers:
             missing = sorted(set(range(self.shape.layers)) - step.layers_seen)
             raise IntegrityError(f"layers {missing} did not attend through MPIC")
-        return out.logits[0].float()
+        logits = out.logits[0] if out.logits.shape[1] == len(wanted) else out.logits[0, wanted]
+        return logits.float()  # some models compute those of all rows, whatever they are asked for
 
     @torch.inference_mode()
-    def probe(self, inputs: RowInputs, positions: torch.Tensor, layer: int) -> hooks.Probe:
-        """Runs one prompt of T rows under full causal attention up to ``layer``.
+    def probe(
+        self,
+        inputs: RowInputs,
+        positions: torch.Tensor,
+        layer: int,
+        blocks: Sequence[tuple[int, int]] = (),
+    ) -> hooks.Probe:
+        """Runs one prompt of T rows as a full prefill up to ``layer``.
+
+        Args:
+            blocks: rows ``[lo, hi)`` that attend to each other in both directions, in layers that have such blocks.
 
         Returns:
             What reached the layer's attention: queries ``[heads, T, head_dim]``, keys and values ``[kv_heads, T,
             head_dim]``, rotated at ``positions``.
         """
-        probe = hooks.Probe(layer, self.partial, self.windows)
+        probe = hooks.Probe(layer, self.partial, self.patterns, blocks)
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         with contextlib.suppress(hooks.Decided):
-            self._call(inputs, positions, probe, none)
+            self.call(inputs, positions, probe, none)
         if probe.keys is None or probe.values is None:
             raise IntegrityError(f"layer {layer} did not attend through MPIC")
         return probe
@@ -322,16 +320,18 @@ class LoadedModel:
     def observe(self, inputs: RowInputs, positions: torch.Tensor, probe: hooks.Probe) -> None:
         """Runs rows with a probe's own attention in every layer (analysis)."""
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self._call(inputs, positions, probe, none)
+        self.call(inputs, positions, probe, none)
 
-    def _call(
+    def call(
         self,
         inputs: RowInputs,
         positions: torch.Tensor,
         step: hooks.Step | hooks.Probe | Trace,
         wanted: torch.Tensor,
+        given: dict[str, torch.Tensor] | None = None,
     ) -> Any:
-        self._extra, extra = self._beside(inputs), {}
+        """Runs the model under a step; ``given`` are further arguments."""
+        self._extra, extra = self._beside(inputs), dict(given or {})
         if "per_layer_inputs" in self._extra and self._takes_per_layer:
             extra["per_layer_inputs"] = self._extra["per_layer_inputs"]
         try:
@@ -391,7 +391,7 @@ class LoadedModel:
         if inputs.deepstack is not None:
             marks, features = inputs.deepstack
             extra = {"visual_pos_masks": marks[None], "deepstack_visual_embeds": list(features)}
-        found = per_layer_inputs(self.text_model, inputs.ids)
+        found = per_layer_inputs(self.text_model, inputs.ids, self.stand_ins)
         return extra if found is None else {**extra, "per_layer_inputs": found}
 
     def _inject(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

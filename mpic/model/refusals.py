@@ -10,14 +10,15 @@ from typing import Any
 from mpic.errors import ModelRefused
 
 _REASONS = {
-    "gemma3": "its images attend to themselves in both directions",
-    "gemma3n": "its images attend to themselves in both directions",
-    "paligemma": "its prompt attends to itself in both directions",
     "mllama": "its images enter through cross-attention, not as tokens",
 }
-_ON_VLLM = dict.fromkeys(
-    ("smollm3", "cohere2", "llama4", "exaone4"), "some of its layers have no rotary embedding"
-)
+_ON_VLLM = {
+    **dict.fromkeys(
+        ("smollm3", "cohere2", "llama4", "exaone4"), "some of its layers have no rotary embedding"
+    ),
+    **dict.fromkeys(("gemma3", "gemma3n"), "its images attend to themselves in both directions"),
+    "paligemma": "its prompt attends to itself in both directions",
+}
 _STATES = ("linear", "conv", "mamba", "recurrent", "ssm")
 """Parts of the names of layers that keep a state."""
 
@@ -27,8 +28,6 @@ def refuse_unsupported(config: Any, text_config: Any) -> None:
     _refuse_by_name(config, text_config, _REASONS)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{config.model_type}: an encoder-decoder attends across, not over one prompt")
-    if getattr(text_config, "use_bidirectional_attention", None) not in (None, False, "vision"):
-        raise ModelRefused(f"{config.model_type}: attention in both directions depends on the whole prompt")
     kinds = set(getattr(text_config, "layer_types", None) or ())
     states = sorted(kind for kind in kinds if any(part in str(kind) for part in _STATES))
     if states:

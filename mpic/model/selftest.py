@@ -15,11 +15,13 @@ import torch
 
 from mpic.errors import ModelRefused
 from mpic.kernels.attention import KVView, SpanCall, Write
+from mpic.kernels.patterns import Pattern, fresh_calls
 from mpic.kernels.span import Span
-from mpic.kernels.windows import Stretch, Window, own_calls
+from mpic.kernels.windows import Stretch
+from mpic.model.bidirectional import Scope
 from mpic.model.hooks import NAME, Step
 from mpic.model.loaded import LoadedModel
-from mpic.model.structure import RowInputs
+from mpic.model.structure import RowInputs, as_plain
 
 Segments = tuple[tuple[int, int, bool], ...]
 """(start, end, is_chunk) in sequence order."""
@@ -38,8 +40,7 @@ def self_test(loaded: LoadedModel) -> float:
     n = _SEGMENTS[-1][1]
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, loaded.text_config.vocab_size, (n,), generator=generator)
-    if loaded.image_token_id is not None:  # stock forwards look for image placeholders
-        ids[ids == loaded.image_token_id] = 0
+    ids = as_plain(loaded.config, ids)
     positions = torch.arange(n).expand(loaded.mrope, n).clone()
     if loaded.mrope == 3:  # positions of an image: a grid inside the chunk
         for start, end, is_chunk in _SEGMENTS:
@@ -90,10 +91,18 @@ def _stock(loaded: LoadedModel, ids: torch.Tensor, positions: torch.Tensor) -> t
 
 
 def as_step(
-    loaded: LoadedModel, inputs: RowInputs, positions: torch.Tensor, segments: Segments
+    loaded: LoadedModel,
+    inputs: RowInputs,
+    positions: torch.Tensor,
+    segments: Segments,
+    scope: Scope | None = None,
 ) -> torch.Tensor:
     """Returns the logits of a prompt in which every segment lies in an extent of its own; a chunk's positions begin at
-    0."""
+    0.
+
+    Args:
+        scope: which tokens attend to each other in both directions: of each chunk, which is an image, or all.
+    """
     layers, heads, dim = loaded.shape
     local, writes, views, at = positions.clone(), [], [], bases(positions, segments)
     for start, end, _ in segments:
@@ -102,12 +111,12 @@ def as_step(
         local[:, start:end] -= at[len(views) - 1]
         writes.append(Write(slice(start, end), Span(views[-1], 0, end - start)))
 
-    kinds = [
-        loaded.kind_calls(
-            i, [c for n in range(len(views)) for c in _calls(views, n, kind.window, segments, at)]
-        )
-        for i, kind in enumerate(loaded.kinds)
-    ]
+    def calls(pattern: Pattern) -> list[SpanCall]:
+        if scope is None:
+            pattern = pattern._replace(blocks=None)
+        return [c for n in range(len(views)) for c in _calls(views, n, pattern, segments, at, scope)]
+
+    kinds = [loaded.kind_calls(i, calls(kind.pattern)) for i, kind in enumerate(loaded.kinds)]
     step = Step(writes, kinds, loaded.kind_of, loaded.partial)
     return loaded.forward(inputs, local, step, torch.arange(len(inputs.ids), device=loaded.device))
 
@@ -118,16 +127,25 @@ def bases(positions: torch.Tensor, segments: Segments) -> list[int]:
 
 
 def _calls(
-    views: list[KVView], at: int, window: Window | None, segments: Segments, base_of: list[int]
+    views: list[KVView],
+    at: int,
+    pattern: Pattern,
+    segments: Segments,
+    base_of: list[int],
+    scope: Scope | None,
 ) -> list[SpanCall]:
-    """Returns what the rows of a segment see: rows sit at ``p - base``, keys of earlier segments at their own."""
-    start, end, _ = segments[at]
-    rows, earlier = slice(start, end), []
-    for number, (begin, finish, _) in enumerate(segments[:at]):
-        span = Span(views[number], 0, finish - begin, base_of[number] - base_of[at], place=begin)
-        earlier.append(span)
-    fresh = Span(views[at], 0, end - start)
-    if window is None:
-        return [SpanCall(rows, fresh, causal=True, first=True), *(SpanCall(rows, span) for span in earlier)]
-    stretches = [Stretch(span, span.place) for span in earlier]
-    return own_calls(window, start, np.arange(start, end), fresh, stretches)
+    """Returns what the rows of a segment see: rows sit at ``p - base``, keys of other segments at their own."""
+    start, end, is_chunk = segments[at]
+    rows = end - start
+    spans = [
+        Span(views[number], 0, finish - begin, base_of[number] - base_of[at], place=begin)
+        for number, (begin, finish, _) in enumerate(segments)
+    ]
+    everywhere = scope is Scope.PROMPT and pattern.blocks is not None
+    blocks = [(0, rows)] if everywhere or (scope is Scope.IMAGE and is_chunk) else []
+    before = [] if everywhere else [Stretch(span, span.place) for span in spans[:at]]
+    fresh = Span(views[at], 0, rows)
+    made = fresh_calls(pattern, start, np.arange(start, end), fresh, before, blocks)
+    if everywhere:
+        made += (SpanCall(slice(start, end), span) for n, span in enumerate(spans) if n != at)
+    return made

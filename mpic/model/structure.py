@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from mpic.errors import ModelRefused
 from mpic.kernels.upload import send
 
 
@@ -32,14 +35,70 @@ def has_layer_embeddings(text_model: nn.Module) -> bool:
     return bool(sized) and hasattr(text_model, "get_per_layer_inputs")
 
 
-def per_layer_inputs(text_model: nn.Module, ids: torch.Tensor) -> torch.Tensor | None:
+def per_layer_inputs(
+    text_model: nn.Module, ids: torch.Tensor, stand_ins: Mapping[int, int] | None = None
+) -> torch.Tensor | None:
     """Returns what a model with embeddings of its own in every layer (Gemma 3n and 4) looks up for ``ids [T]`` in host
-    memory, or None. Without it such a model would look for each row's embedding in its whole table."""
+    memory, or None. Without it such a model would look for each row's embedding in its whole table.
+
+    Args:
+        stand_ins: the tokens that it looks up in place of others (``stand_ins_of``).
+    """
     if not has_layer_embeddings(text_model):
         return None
+    for token, other in (stand_ins or {}).items():
+        ids = ids.where(ids != token, other)
     look_up: Any = text_model.get_per_layer_inputs
     device = next(text_model.parameters()).device
     return look_up(send(ids, device)[None], *[None] * (len(inspect.signature(look_up).parameters) - 1))
+
+
+@torch.inference_mode()
+def stand_ins_of(model: nn.Module, text_model: nn.Module, image_token_id: int | None) -> dict[int, int]:
+    """Returns the token that a model looks up in its layers' embeddings in place of an image's: padding, mostly. It is
+    found by what reaches the text model when the whole model is called with an image's token.
+
+    Raises:
+        ModelRefused: it looks up something else.
+    """
+    if not has_layer_embeddings(text_model) or image_token_id is None:
+        return {}
+    given: list[torch.Tensor] = []
+    hook = text_model.register_forward_pre_hook(
+        lambda module, args, kwargs: given.append(kwargs["per_layer_inputs"]), with_kwargs=True
+    )
+    try:
+        model(
+            input_ids=torch.tensor([[image_token_id]], device=next(model.parameters()).device),
+            use_cache=False,
+        )
+    finally:
+        hook.remove()
+    padding = getattr(text_model.config, "pad_token_id", None)
+    for token in (image_token_id, padding, 0):
+        if token is not None and torch.equal(
+            given[0][0], per_layer_inputs(text_model, torch.tensor([token]))[0]
+        ):
+            return {image_token_id: token}
+    raise ModelRefused("its layers have embeddings for the tokens of an image that no token of text has")
+
+
+def _special_ids(config: Any) -> set[int]:
+    """Returns the tokens that a model's forward may look for: those that stand for images, video, audio, padding."""
+    named = config.to_dict().items()
+    return {v for k, v in named if isinstance(v, int) and k.endswith(("_token_id", "_token_index"))}
+
+
+def plain_ids(config: Any, count: int) -> list[int]:
+    """Returns the ids of ``count`` tokens of text, ascending."""
+    special = _special_ids(config)
+    return list(itertools.islice((i for i in itertools.count(3) if i not in special), count))
+
+
+def as_plain(config: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Returns ids with one of text in place of those that stand for something else."""
+    special = torch.tensor(sorted(_special_ids(config)), dtype=ids.dtype)
+    return ids.where(~torch.isin(ids, special), plain_ids(config, 1)[0])
 
 
 def inner_of(model: nn.Module) -> nn.Module:
@@ -58,3 +117,11 @@ def text_model_of(model: nn.Module) -> nn.Module:
         if isinstance(part, nn.Module):
             return inner_of(part) if part is not inner else part
     return inner
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """Returns the decoder over text. Raises ModelRefused: it has no layers."""
+    text = text_model_of(model)
+    if not hasattr(text, "layers"):
+        raise ModelRefused(f"{type(model).__name__}: no decoder with layers")
+    return text

@@ -10,7 +10,7 @@ the functions from which transformers would make them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mpic.errors import ModelRefused
+from mpic.kernels.patterns import Blocks, Pattern
 from mpic.kernels.windows import Window
 from mpic.model.rotary import Rotary, Unrotated, candidates, refuse_changing
 
@@ -50,6 +51,7 @@ class LayerKind:
         window: what they see; None: everything before.
         heads, kv_heads: of queries and of keys.
         dim: of a head as it is kept, the larger of its key's and its value's.
+        blocks: how the rows of a block see the later ones of it; None: they do not.
     """
 
     rotary: Rotary | Unrotated
@@ -57,6 +59,11 @@ class LayerKind:
     heads: int
     kv_heads: int
     dim: int
+    blocks: Blocks | None = None
+
+    @property
+    def pattern(self) -> Pattern:
+        return Pattern(self.window, self.blocks)
 
 
 class LayerFacts(NamedTuple):
@@ -74,17 +81,23 @@ class Seen:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    window: Window | None
+    window: Any  # the window, or what else the run reads of a mask
+    module: nn.Module
     softcap: bool
     sinks: bool
 
 
 @dataclass
 class Trace:
-    """A run that watches. ``mpic.model.hooks`` gives it every layer and every mask."""
+    """A run that watches. ``mpic.model.hooks`` gives it every layer and every mask.
 
+    Args:
+        read: what is noted of a layer's mask function.
+    """
+
+    read: Callable[[Callable[..., Any]], Any] = field(default_factory=lambda: window_of)
     layers: dict[int, Seen] = field(default_factory=dict)
-    _masks: dict[int, Window | ModelRefused | None] = field(default_factory=dict)
+    _masks: dict[int, Any] = field(default_factory=dict)
     _kept: list[torch.Tensor] = field(default_factory=list)
 
     def mask(
@@ -92,7 +105,7 @@ class Trace:
     ) -> torch.Tensor:
         """Returns a tensor that stands for a mask, to be recognised where a layer is given it."""
         try:
-            window: Window | ModelRefused | None = window_of(mask_function)
+            window: Any = self.read(mask_function)
         except ModelRefused as refusal:  # a model may make masks that no layer of it takes
             window = refusal
         tensor = torch.zeros(1, 1, q_length, kv_length, dtype=dtype or torch.float32)
@@ -119,7 +132,7 @@ class Trace:
         meaning -= {"softcap", "s_aux"}
         if meaning:
             raise ModelRefused(f"attention arguments that are not supported: {', '.join(sorted(meaning))}")
-        if given.get("is_causal", getattr(module, "is_causal", True)) is False:
+        if mask is None and given.get("is_causal", getattr(module, "is_causal", True)) is False:
             raise ModelRefused("attention in both directions depends on the whole prompt")
         if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
             raise ModelRefused("its attention is over other tokens than its own")
@@ -128,13 +141,14 @@ class Trace:
             key[0].float(),
             value[0].float(),
             self._window(mask),
+            module,
             given.get("softcap") is not None,
             given.get("s_aux") is not None,
         )
         own = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
         return own.transpose(1, 2).contiguous()
 
-    def _window(self, mask: Any) -> Window | None:
+    def _window(self, mask: Any) -> Any:
         if mask is None:
             return None
         if not isinstance(mask, torch.Tensor) or mask.untyped_storage().data_ptr() not in self._masks:
@@ -145,15 +159,18 @@ class Trace:
         return window
 
 
+def seen_by(mask_function: Callable[..., Any]) -> Callable[[int, int], bool]:
+    """Returns one of transformers' mask functions as a function of a row's and a key's place."""
+    return lambda row, key: bool(mask_function(0, 0, torch.tensor(row), torch.tensor(key)))
+
+
 def window_of(mask_function: Callable[..., Any]) -> Window | None:
     """Returns the window of one of transformers' mask functions ``(batch, head, row, key) -> seen``; None: all before.
 
     Raises:
         ModelRefused: it is neither causal nor a window.
     """
-
-    def sees(row: int, key: int) -> bool:
-        return bool(mask_function(0, 0, torch.tensor(row), torch.tensor(key)))
+    sees = seen_by(mask_function)
 
     def first(row: int) -> int:
         lo, hi = 0, row
@@ -235,9 +252,9 @@ def trace(
     changed[0] = tokens[ROWS]
     logits_changed = run(changed, 0, other)
     for number, seen in here.layers.items():
-        if not _alike(seen.value[:, 1:], other.layers[number].value[:, 1:], limit):
+        if not alike(seen.value[:, 1:], other.layers[number].value[:, 1:], limit):
             raise ModelRefused(_STATE)
-    if not _alike(logits[1:], logits_changed[1:], limit):
+    if not alike(logits[1:], logits_changed[1:], limit):
         raise ModelRefused(_STATE)
     moved = []
     for shift in SHIFTS:
@@ -259,7 +276,7 @@ def _facts(
     facts: list[LayerFacts] = []
     for number in sorted(here.layers):
         seen, there = here.layers[number], [trace.layers[number] for trace in moved]
-        if not all(_alike(seen.value, one.value, limit) for one in there):
+        if not all(alike(seen.value, one.value, limit) for one in there):
             raise ModelRefused("what its layers keep depends on absolute positions")
         rotary = _rotary(text_model, rotaries, seen, there, limit, device)
         if rotary not in rotaries:
@@ -281,7 +298,7 @@ def _rotary(
     device: torch.device,
 ) -> Rotary | Unrotated:
     """Returns what explains how a layer's queries and keys change with positions: something known, if it can."""
-    if all(_alike(seen.key, one.key, limit) and _alike(seen.query, one.query, limit) for one in there):
+    if all(alike(seen.key, one.key, limit) and alike(seen.query, one.query, limit) for one in there):
         return known[0]
     head_dim = seen.key.shape[-1]
     fitting = (r for r in known if isinstance(r, Rotary) and r.start + 2 * r.half <= head_dim)
@@ -295,9 +312,26 @@ def _rotary(
     raise ModelRefused("its keys change with positions in a way that no rotary embedding of it explains")
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor, limit: float) -> bool:
+def limit_of(module: nn.Module) -> float:
+    """Returns the largest relative difference of what rounding makes unequal."""
+    return _LIMITS.get(next(module.parameters()).dtype, 1e-3)
+
+
+def alike(a: torch.Tensor, b: torch.Tensor, limit: float) -> bool:
+    """Returns whether two tensors are the same but for rounding."""
     return float((a - b).abs().max()) <= limit * max(float(a.abs().max()), 1e-30)
 
 
 def _some(layers: Sequence[int]) -> str:
     return f"layers {', '.join(map(str, layers[:4]))}{', ...' if len(layers) > 4 else ''}"
+
+
+def with_blocks(
+    kinds: Sequence[LayerKind], layers: Sequence[LayerFacts], blocks: Sequence[Blocks | None]
+) -> tuple[list[LayerKind], list[LayerFacts]]:
+    """Returns kinds and facts of a model's layers, with the blocks of each layer."""
+    of_layers = [replace(kinds[facts.kind], blocks=one) for facts, one in zip(layers, blocks, strict=True)]
+    made = list(dict.fromkeys(of_layers))
+    return made, [
+        facts._replace(kind=made.index(kind)) for facts, kind in zip(layers, of_layers, strict=True)
+    ]

@@ -28,6 +28,7 @@ def plain_rotary(kinds: Sequence[LayerKind], layers: Sequence[LayerFacts]) -> Ro
     """
     lacks = {
         "windows": any(kind.window for kind in kinds),
+        "attention in both directions": any(kind.blocks for kind in kinds),
         "soft-capping": any(facts.softcap for facts in layers),
         "layers without rotary embedding": any(isinstance(kind.rotary, Unrotated) for kind in kinds),
         "layers that differ in rotary embedding or heads": len(kinds) > 1,

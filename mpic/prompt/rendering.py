@@ -19,12 +19,23 @@ Atom = int | Ref
 
 
 class Rendering:
-    """Prepares messages one by one (``message``), then reads the rendering of them all (``read``)."""
+    """Prepares messages one by one (``message``), then reads the rendering of them all (``read``).
 
-    def __init__(self, abilities: Abilities, guard: GuardedTokenizer, image_token: str | None) -> None:
+    Args:
+        markers: text of the processor before and behind an image.
+    """
+
+    def __init__(
+        self,
+        abilities: Abilities,
+        guard: GuardedTokenizer,
+        image_token: str | None,
+        markers: tuple[str, str] = ("", ""),
+    ) -> None:
         self.abilities = abilities
         self.guard = guard
         self.image_token = image_token
+        self.markers = markers
         self.placeholders = Placeholders()
         self.documents = 0
         self.parts: set[Ref] = set()  # chunks that the template gets as parts of their own
@@ -166,7 +177,14 @@ class Rendering:
                 pieces.append(value)
         self._check(atoms)
         self._check_calls(rendered)
-        return _separate([piece for piece in pieces if piece != ""])
+        return _separate([part for piece in pieces for part in self._marked(piece) if part != ""])
+
+    def _marked(self, piece: Fragment) -> tuple[Fragment, ...]:
+        """Returns a piece with the processor's markers, if it is an image."""
+        if not isinstance(piece, Ref) or piece.chunk.kind != "image":
+            return (piece,)
+        before, after = self.markers
+        return Trusted(before), piece, Trusted(after)
 
     def _at_image_tokens(self, text: str, images: Iterator[Ref]) -> Iterator[Trusted | Ref]:
         """Cuts text of the template at its image tokens, which stand for the images given as parts, in order."""

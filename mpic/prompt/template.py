@@ -2,7 +2,8 @@
 
 A prompt has this form:
 
-- Everything around chunks is the template's: vision start and end markers, newlines, labels that it prints. A text-only
+- Everything around chunks is the template's: vision start and end markers, newlines, labels that it prints; or the
+  processor's, where it replaces the template's image token by markers and the image (``markers.py``). A text-only
   prompt has exactly the ids of the stock tokenizer on the stock rendering, plus BOS if the template has none.
 - *Images* stay where the client put them. A template that keeps the order of parts gets image parts; for one that
   moves images to the front (LLaVA-1.5, LLaVA-NeXT), or takes strings only, a message whose images do not come first
@@ -30,6 +31,7 @@ from mpic.errors import BadRequest, UnsupportedParameter
 from mpic.kv.chunk import Chunk
 from mpic.prompt.bounds import Limit
 from mpic.prompt.guarded_tokenizer import Cut, GuardedTokenizer, Trusted
+from mpic.prompt.markers import image_markers
 from mpic.prompt.messages import Message, Ref, Resolver, Text, parse_messages
 from mpic.prompt.probes import TEMPLATE_ERRORS, Abilities, probe
 from mpic.prompt.rendering import Rendering
@@ -68,6 +70,7 @@ class ChatTemplate:
         self.image_token = image_token or getattr(processor, "image_token", None)
         self._source = getattr(processor, "chat_template", None) or self.tokenizer.chat_template or PLAIN
         self._guard = GuardedTokenizer(self.tokenizer, self.image_token)
+        self._markers = image_markers(processor)
         self.abilities: Abilities = probe(self._render, self.image_token)
         self.context: int | None = None
 
@@ -128,7 +131,15 @@ class ChatTemplate:
 
     def continuation(self, pieces: Sequence[Trusted | str | Chunk]) -> tuple[Segment, ...]:
         """Returns segments of text and chunks that continue a model's answer; nothing is put in front."""
-        cuts = [Cut(p.kind == "image") if isinstance(p, Chunk) else p for p in pieces]
+        before, after = self._markers
+        cuts: list[Trusted | str | Cut] = []
+        for piece in pieces:
+            if not isinstance(piece, Chunk):
+                cuts.append(piece)
+            elif piece.kind == "image":
+                cuts += [Trusted(before), Cut(True), Trusted(after)]
+            else:
+                cuts.append(Cut(False))
         runs = self._guard.encode_pieces([Cut(False), *cuts])[1:]
         segments: list[Segment] = [TextSegment(runs[0])] if runs[0] else []
         for chunk, run in zip((p for p in pieces if isinstance(p, Chunk)), runs[1:]):
@@ -157,7 +168,7 @@ class ChatTemplate:
         (``Ref``)."""
         if tools and not self.abilities.tools:
             raise UnsupportedParameter("the model's chat template does not print tools", param="tools")
-        rendering = Rendering(self.abilities, self._guard, self.image_token)
+        rendering = Rendering(self.abilities, self._guard, self.image_token, self._markers)
         try:
             conversation = [rendering.message(m) for m in self._fold_system(messages)]
             offered = rendering.placeholders.tree(list(tools or ()), self._guard.is_plain)

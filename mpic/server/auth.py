@@ -27,7 +27,8 @@ from mpic.keys import Key, KeyLimits, KeyStore, Role
 LOCAL_USER = "local"
 OPEN = frozenset({"/", "/docs", "/openapi.json", "/health/live", "/health/ready"})
 UI = "/ui"
-"""The web interface has its own login and calls this API with the key that was entered there."""
+"""The web interface has its own login. Its requests to this API come with the key of the login in
+``scope["state"]["login"]``, where no client can put one."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,9 @@ class Authenticate:
         path = scope["path"]
         if path in OPEN or path == UI or path.startswith(UI + "/"):
             return None
+        login: Key | None = scope.get("state", {}).get("login")
+        if login is not None:
+            return login
         scheme, _, secret = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not secret.strip():
             raise Unauthorized("an API key is needed: send the header Authorization: Bearer KEY")

@@ -7,22 +7,44 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from mpic.api.requests import SplitOptions
-from mpic.errors import BadRequest
+from mpic.errors import BadRequest, DocumentTooLong
 from mpic.library.caches import MOST_CHUNKS
 from mpic.prompt.sliced_tokenizer import SlicedTokenizer
 from mpic.prompt.split import MODES, Split, TooManyPieces
 from mpic.prompt.split_process import split_in_process
+
+if TYPE_CHECKING:
+    from mpic.library import File
 
 TOKENS = 512
 """Most tokens of a chunk of a document that is cut without being asked for; EPIC measures with as many (section 5)."""
 MARKDOWN = (".md", ".markdown")
 ONLY_OVER = "only_over"
 """In how a document is cut: only if it has more tokens; 0: than the model's context."""
+
+
+def check_whole(file: File, context: int) -> None:
+    """Refuses a compiled document that no prompt can link whole, because the model cannot read so much at once.
+
+    Args:
+        context: most tokens of the model.
+
+    Raises:
+        DocumentTooLong: it says how long the document is and what to do.
+    """
+    if file.tokens is not None and file.tokens >= context:
+        name = f"FILE#{file.handle}" if file.handle else file.id
+        raise DocumentTooLong(
+            f"{name} has {file.tokens:,} tokens, and this model reads at most {context:,} at once: no prompt can "
+            "link it whole; upload the parts that you ask about as files of their own",
+            prompt_tokens=file.tokens,
+            context_length=context,
+        )
 
 
 def split_of(asked: str | None, filename: str, only_over: int) -> dict[str, Any] | None:

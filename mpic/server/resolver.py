@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpic.errors import BadRequest, MPICError, UnknownHandle
 from mpic.kv.chunk import Chunk
+from mpic.server.cutting import check_whole
 
 if TYPE_CHECKING:
     from mpic.library import File, Library
@@ -20,12 +21,14 @@ class LibraryResolver:
     Args:
         user: the user whose uploads may be used.
         max_chunks: most images and documents linked in the request.
+        context: most tokens that the model reads; None: a document may have any number.
     """
 
-    def __init__(self, library: Library, user: str, max_chunks: int) -> None:
+    def __init__(self, library: Library, user: str, max_chunks: int, context: int | None = None) -> None:
         self.library = library
         self.user = user
         self.max_chunks = max_chunks
+        self.context = context
         self.found = 0
 
     def by_handle(self, kind: HandleKind, name: str) -> list[Chunk]:
@@ -40,7 +43,7 @@ class LibraryResolver:
             if file_id.startswith("ref_"):
                 shelf = self.library.references
                 return [self._counted(shelf.chunk(shelf.get(file_id)))]
-            return self._all(file_id)
+            return self._all(self.library.files.get(self.user, file_id))
 
     def by_cache_id(self, cache_id: str) -> list[Chunk]:
         with _without_param():
@@ -55,7 +58,9 @@ class LibraryResolver:
         with _without_param():
             return self._counted(self.library.files.inline_text(self.user, text, label))
 
-    def _all(self, file: File | str) -> list[Chunk]:
+    def _all(self, file: File) -> list[Chunk]:
+        if self.context is not None:
+            check_whole(file, self.context)
         return [self._counted(chunk) for chunk in self.library.files.chunks(self.user, file)]
 
     def _counted(self, chunk: Chunk) -> Chunk:

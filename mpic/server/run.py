@@ -19,7 +19,7 @@ import uvicorn
 
 from mpic import memory, preflight
 from mpic.config import Config, ServerConfig, proxies
-from mpic.http.hosts import is_loopback
+from mpic.http.hosts import is_loopback, seen_from_here
 from mpic.http.listening import bind, url_of
 from mpic.keys import any_keys
 from mpic.server import descriptors
@@ -157,10 +157,11 @@ class _Server(uvicorn.Server):
     def _welcome(self) -> str:
         state: State = self.config.app.state.mpic  # type: ignore[union-attr]
         info, config = state.engine.info, state.config
+        here = seen_from_here(self.url)
         return (
             f"MPIC listens on {self.url} ({_who_may_call(state)})\n"
-            f"  page     {self.url}/ui\n"
-            f"  docs     {self.url}/docs\n"
+            f"  page     {here}/ui\n"
+            f"  docs     {here}/docs\n"
             f"  model    {info.name}, {info.dtype} on {info.device}, attention {info.attention}\n"
             f"  policy   {config.engine.policy}\n"
             f"  library  {config.library.data_dir}\n"

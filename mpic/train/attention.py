@@ -1,9 +1,9 @@
 """Attention over packed rows where each block of rows reads only the keys it can see.
 
-torch's fused attention spends most of a training step on a CPU without matrix units: in bf16 it reaches a tenth of
-the speed of the plain matrix products. Here the rows are cut into blocks, and a block is two matrix products and a
-softmax over the range of keys that any of its rows sees. Scores are kept in the inputs' precision and summed in fp32,
-as in transformers' eager attention.
+torch's fused attention is no faster on a CPU: without matrix units it reaches in bf16 a tenth of the speed of the plain
+matrix products, with them its backward pass takes back what its forward pass gains. Here the rows are cut into blocks,
+and a block is two matrix products and a softmax over the range of keys that any of its rows sees. Scores are kept in
+the inputs' precision and summed in fp32, as in transformers' eager attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "mpic-blocks"
-BLOCK = 128
+BLOCK = 256
+"""Rows of a block. With bf16 matrix units 1.4 times as fast as 128 on conversations of 4,400 tokens."""
 
 
 @dataclass(frozen=True)

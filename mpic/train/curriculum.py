@@ -54,17 +54,17 @@ SUMMARY_STEPS = (
     CurriculumStep(1.01, _FULL_COUNTS, Mix(search=0.1, compare=0.22, order=0.4, alike=0.4)),
 )
 PATCH_STEPS = (
-    CurriculumStep(0.03, (1, 1, 2), Mix(_KINDS, 0.1, 0.0, 0.0, 0.0, 0.0, (20, 60)), 1024, (8,)),
-    CurriculumStep(0.08, (1, 2, 2, 3), Mix(named=0.2, search=0.05, compare=0.05, hop=0.0), 2048, (8,)),
+    CurriculumStep(0.04, (1, 1, 2), Mix(_KINDS, 0.1, 0.0, 0.0, 0.0, 0.0, (20, 60)), 1024, (8,)),
+    CurriculumStep(0.12, (1, 2, 2, 3), Mix(named=0.2, search=0.05, compare=0.05, hop=0.0), 2048, (8,)),
     CurriculumStep(
-        0.16,
+        0.25,
         (1, 2, 2, 3, 3, 4),
         Mix(named=0.3, search=0.1, compare=0.12, hop=0.15, both=0.04),
         2048,
-        (8, 8, 12),
+        (8,),
     ),
-    CurriculumStep(0.50, _FULL_COUNTS, _FULL, 2560, (8, 8, 8, 8, 8, 12, 12, 16, 24)),
-    CurriculumStep(0.80, _FULL_COUNTS, _FULL, 4096, (8, 12, 16, 24, 24)),
+    CurriculumStep(0.60, _FULL_COUNTS, _FULL, 2560, (8, 8, 8, 8, 8, 8, 8, 12)),
+    CurriculumStep(0.85, _FULL_COUNTS, _FULL, 4096, (8, 12, 16, 24, 24)),
     CurriculumStep(1.01, _FULL_COUNTS, _FULL, 8192, (12, 16, 24, 24, 24, 24)),
 )
 

@@ -36,8 +36,9 @@ FLAG_SIZE = IMAGE_CONSTANT  # of the value flag of an image token
 SINK_PAIR = HALF - 1  # the slowest rotary pair
 SINK_SIZE = 100.0
 PREFERENCE = 3.0
-NEAREST = 3.0
-GATHERED = 1.4  # four words share a slot
+NEAREST = 3.5
+BRACKETS = 8.0
+GATHERED = 1.0  # four words share a slot
 BEGIN = 10.0  # the length feature of `<s>`
 THRESHOLD = 5.5  # of the squared length, over the constant's square
 
@@ -96,17 +97,18 @@ class SinkWeights(InitialWeights):
             for head in (5, 6):
                 self.prefer(layer, head, VALUE)
         for head in range(len(slots)):
-            self.prefer(self.matching[-1], head, CLOSING)
+            self.prefer(self.matching[-1], head, CLOSING, BRACKETS)
+            self.prefer(self.matching[-1], head, IMAGE, -BRACKETS)
 
     def gather(self, layer: int, head: int, quadrant: int, slot: torch.Tensor) -> None:
         """Writes a head with which the bracket behind an image copies what the nearest image has in a quadrant."""
         query, key = torch.zeros(HEAD, self.width), torch.zeros(HEAD, self.width)
-        for pair in range(2, 15):
+        for pair in range(7, 15):
             query[pair, CLOSING] = key[pair, IMAGE] = NEAREST
         first, second = self.slow[0], self.slow[2]
         direction = self.quadrants[quadrant].sum(0)
-        query[first, CLOSING], key[first] = 3.5, 2.0 * direction / direction.norm()
-        query[second, CLOSING] = key[second, VALUE] = NEAREST
+        query[first, CLOSING], key[first] = 4.0, 4.0 * direction / direction.norm()
+        query[second, CLOSING] = key[second, VALUE] = 2.0
         value = torch.zeros(HEAD, self.width)
         value[: len(slot)] = self.identity[: len(slot)]
         self.put(layer, head, q=query, k=key, v=value, o=GATHERED * slot.T)
@@ -146,10 +148,10 @@ class SinkWeights(InitialWeights):
                 query[head * HEAD + SINK_PAIR, 0] = 2.0
                 key[head * HEAD + SINK_PAIR, SINK] = 1.0
 
-    def prefer(self, layer: int, head: int, flag: int) -> None:
+    def prefer(self, layer: int, head: int, flag: int, strength: float = PREFERENCE) -> None:
         """Has a head attend to tokens of a flag rather than to others: after a name come many that are no value."""
         attention, row = self.lm.layers[layer].self_attn, head * HEAD + SINK_PAIR + HALF
-        attention.q_proj.weight[row, 0] = attention.k_proj.weight[row, flag] = PREFERENCE
+        attention.q_proj.weight[row, 0], attention.k_proj.weight[row, flag] = abs(strength), strength
 
 
 def patch_codes(model: LlavaForConditionalGeneration) -> torch.Tensor:

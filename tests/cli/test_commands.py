@@ -48,6 +48,18 @@ def test_one_file(mpic, image, tmp_path):
     assert mpic("files", "show", "NOBODY", fails=True).code == "file_not_found"
 
 
+def test_uploads_are_listed_and_get_other_handles(mpic, image):
+    for command in (("ls",), ("files", "list")):
+        assert image.id in mpic(*command) and "IMAGE#CLI_RED" in mpic(*command)
+    assert json.loads(mpic("ls", "--json")) == json.loads(mpic("files", "list", "--json"))
+    assert "cli_red is IMAGE#CLI_SCARLET now" in mpic("files", "rename", "cli_red", "CLI_SCARLET")
+    assert image.id in mpic("files", "show", "CLI_SCARLET")
+    assert mpic("files", "show", "CLI_RED", fails=True).code == "file_not_found"
+    assert mpic("files", "rename", image.id, "not a handle", fails=True).code == "bad_request"
+    renamed = json.loads(mpic("files", "rename", image.id, "CLI_RED", "--json"))
+    assert (renamed["id"], renamed["handle"]) == (image.id, "CLI_RED")
+
+
 def test_handles_ignore_case(mpic, image):
     for name in ("cli_red", "IMAGE#Cli_Red"):
         assert image.id in mpic("files", "show", name)

@@ -17,6 +17,7 @@ CPU = Placement(torch.device("cpu"), torch.float32)
 TINY = DecoderShape(layers=2, hidden=128, heads=4, intermediate=64, vocabulary=300, context=2048)
 TOWER = TowerShape(layers=1, hidden=32, heads=2, size=56, patch=8)
 PROMPT = {"images": 3, "system": 8, "text": 24, "answers": 2, "tokens": 12, "arrivals": 2, "gap": 0.02}
+PROMPT |= {"questions": 4}
 ONCE = {"repeats": 1, "vision_repeats": 1, "decode_repeats": 1}
 LOAD = {"pool": 3, "linked": 2, "text": 16, "answer": 2, "backlog": 0.1, "seconds": 0.2}
 SETTINGS = {
@@ -27,7 +28,7 @@ HEADLINES = {
     "ttft": {"prefix_over_mpic32", "mpic32_over_floor", "decode_idle_over_vllm"},
     "serving": {"mpic32_over_prefix", "p99_prefix_over_mpic32"},
 }
-HEADLINES["ttft"].add("decode_while_linking_over_vllm")
+HEADLINES["ttft"] |= {"decode_while_linking_over_vllm", "questions_one_by_one_over_at_once"}
 needs_vllm = pytest.mark.skipif(not vllm_kit.available(), reason="vLLM is not installed (make setup-vllm)")
 
 
@@ -49,6 +50,8 @@ def test_writes_machine_settings_rows_headline_and_a_plot(name, engine, tmp_path
         reused = {row["column"]: row["reused"] for row in result["rows"] if "column" in row}
         linked = dict.fromkeys((ttft_vllm.HOST, ttft_vllm.PAGES, ttft_vllm.DISK), 51)
         assert reused == {ttft_vllm.ALONE: 0, ttft_vllm.FLOOR: 64, **linked}
+        sent = [(row["sent"], row["questions"]) for row in result["rows"] if row["table"] == "questions"]
+        assert sent == [(ttft_vllm.ONE_BY_ONE, 4), (ttft_vllm.AT_ONCE, 4)]
 
 
 @pytest.mark.parametrize("name", HEADLINES)

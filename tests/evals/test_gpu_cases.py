@@ -3,15 +3,19 @@ of the pen is found on the day there is a GPU."""
 
 from __future__ import annotations
 
+import importlib.machinery
 import math
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mpic.errors import ModelRefused
 from mpic.evals.bench.harness import Placement
-from mpic.evals.gpu import attention_cases, context, first_tokens, kernel_times, machine, record
+from mpic.evals.gpu import attention_cases, comparators, context, first_tokens, kernel_times, machine, record
 from mpic.evals.gpu.sizes import QUICK
 from mpic.evals.gpu.supervise import SectionRun
 from mpic.kernels import reference
@@ -121,3 +125,100 @@ def test_the_tuner_writes_a_table_that_can_be_read(tmp_path):
     assert set(table["gpus"]) == {"GPU A", "GPU B"}
     found = look_up(table, "GPU A", torch.float32, 32)
     assert found[:4] in block and found[4:7] in single and found.source == "tuned on GPU A"
+
+
+class _Wrapper:
+    """FlashInfer's two wrappers, by their documented contract."""
+
+    def __init__(self, workspace, kv_layout="NHD"):
+        assert workspace.dtype == torch.uint8 and kv_layout == "NHD"
+
+    def plan(self, **given):
+        self.given = given
+
+
+class _Ragged(_Wrapper):
+    def run(self, q, k, v):
+        plan = self.given
+        starts = zip(plan["qo_indptr"].tolist(), plan["kv_indptr"].tolist())
+        bounds = list(zip(starts, zip(plan["qo_indptr"][1:].tolist(), plan["kv_indptr"][1:].tolist())))
+        parts = [
+            flash(q[None, a:b], k[None, c:d], v[None, c:d], plan["sm_scale"], plan["causal"])
+            for (a, c), (b, d) in bounds
+        ]
+        return torch.cat(parts, 1)[0]
+
+
+class _Paged(_Wrapper):
+    def run(self, q, pages):
+        plan, size = self.given, self.given["page_size"]
+        out = []
+        for i, row in enumerate(q):
+            lo, hi = plan["indptr"][i : i + 2].tolist()
+            keys = (hi - lo - 1) * size + int(plan["last_page_len"][i])
+            k, v = (each[plan["indices"][lo:hi].long()].flatten(0, 1)[None, :keys] for each in pages)
+            out.append(flash(row[None, None], k, v, plan["sm_scale"], False)[0])
+        return torch.cat(out)
+
+
+def flash(q, k, v, softmax_scale, causal):
+    """FlashAttention by its documented contract: the causal mask ends at the last query and the last key."""
+    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    mask = mask if causal else None
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """Installs stand-ins for the packages of other projects."""
+    functions = {
+        "flash_attn": {"flash_attn_func": flash},
+        "flashinfer": {
+            "BatchPrefillWithRaggedKVCacheWrapper": _Ragged,
+            "BatchDecodeWithPagedKVCacheWrapper": _Paged,
+        },
+    }
+    for package, names in functions.items():
+        module = ModuleType(package)
+        module.__spec__ = importlib.machinery.ModuleSpec(package, None)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, package, module)
+    return functions
+
+
+ODD = attention_cases.Case("prefill, odd", 4, 2, 32, 5, 3, 2, 13)
+
+
+@pytest.mark.parametrize("case", (*CASES, ODD), ids=lambda case: case.name)
+@pytest.mark.parametrize("name", comparators.COMPARATORS)
+def test_other_projects_attention_is_asked_for_what_a_case_describes(others, name, case):
+    inputs = comparators.random_inputs(case, HERE)
+    found = comparators.COMPARATORS[name].build(case, inputs)()
+    assert comparators.error_of(found, case, inputs) < 1e-5
+    assert comparators.error_of(found.flip(-1), case, inputs) > 0.01
+
+
+def rows_of_attention(measured):
+    sizes = replace(QUICK, cases=tuple(replace(case, name=f"{case.name}") for case in CASES[:2]))
+    rows = measured("attention", kernel_times.attention, sizes)
+    return rows, {row["headline"]: row["value"] for row in rows if "headline" in row}
+
+
+def test_kernels_are_measured_against_other_projects_where_they_are_installed(measured, others):
+    rows, heads = rows_of_attention(measured)
+    kinds = [f"{kind}_over_" for kind in ("prefill", "decode")]
+    assert set(heads) == {kind + by for kind in kinds for by in ("flash", "flash_attn", "flashinfer")}
+    assert all(row["ok"] for row in rows if row["measured"].startswith("is right"))
+
+
+def test_what_is_not_installed_is_named_and_what_is_wrong_is_not_timed(measured, monkeypatch, others):
+    wrong = lambda q, k, v, softmax_scale, causal: q * 0
+    monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_func", wrong)
+    monkeypatch.delitem(sys.modules, "flashinfer")
+    monkeypatch.setattr(kernel_times, "installed", lambda package: package in sys.modules)
+    rows, heads = rows_of_attention(measured)
+    assert set(heads) == {"prefill_over_flash", "decode_over_flash"}
+    assert [row["ok"] for row in rows if row["measured"].startswith("is right")] == [False, False]
+    left_out = [row["why"] for row in rows if row["with"] == "left out"]
+    assert left_out == ["flashinfer-python is not installed"]

@@ -20,7 +20,7 @@ KIND = "causal-lm"
 def test_families_are_checked_in_processes_and_rows_and_table_are_written(tmp_path):
     """One of each result: served right, refused with the reason, and one of which no small instance can be made."""
     rows, table = tmp_path / "rows.json", tmp_path / "models.md"
-    names = ["gemma3_text", "mamba", "reformer"]
+    names = ["gemma3_text", "mamba", "reformer", "paligemma"]
     done = CliRunner().invoke(app, ["check", *names, "--json", str(rows), "--table", str(table)])
     assert done.exit_code == 0, done.output
     found = {row["family"]: row for row in json.loads(rows.read_text())}
@@ -28,6 +28,7 @@ def test_families_are_checked_in_processes_and_rows_and_table_are_written(tmp_pa
         "gemma3_text": "verified",
         "mamba": "refused",
         "reformer": "not built",
+        "paligemma": "verified",
     }
     assert "keep a state" in found["mamba"]["reason"]
     assert "| gemma3_text | verified |  |" in table.read_text()

@@ -124,3 +124,25 @@ def test_cacheblend_recomputes_the_tokens_that_deviate_most_over_all_chunks():
     near[3], far[[0, 1, 2, 8, 9]] = 1.0, torch.tensor([5.0, 6.0, 7.0, 8.0, 9.0])
     assert policy.choose([near, far]) == [((3, 4),), ((0, 3), (8, 10))]
     assert policy.choose([torch.zeros(10), torch.zeros(10)]) == [((0, 6),), ()]
+
+
+def test_the_tokens_of_an_image_that_attends_to_itself_are_a_block_and_see_the_spans_behind_them():
+    shapes = [
+        SegmentShape(3, 3, False),
+        SegmentShape(20, 20, True, bidirectional=True),
+        SegmentShape(4, 4, False),
+    ]
+    plan = make_plan(shapes, parse_policy("mpic-8"))
+    assert plan.blocks == ((3, 11),)
+    assert [(s.row, s.ahead, s.first(False), s.first(True)) for s in plan.spans] == [(11, 3, 11, 3)]
+    assert make_plan(shapes, parse_policy("full")).blocks == ((3, 23),)
+    assert make_plan(shapes, parse_policy("reuse")).blocks == ()
+    assert make_plan(shapes, parse_policy("full")).pairs() == 27 * 28 // 2 + 20 * 19 // 2
+
+
+def test_a_prompt_that_attends_to_itself_is_one_block_that_sees_every_span_and_keeps_no_prefix():
+    shapes = [SegmentShape(3, 3, False), SegmentShape(20, 20, True), SegmentShape(4, 4, False)]
+    plan = make_plan(shapes, parse_policy("mpic-8"), whole_prompt=True)
+    assert plan.blocks == ((0, 15),) and [s.ahead for s in plan.spans] == [0] and not plan.prefix
+    two = make_plan(shapes, parse_policy("reuse-2step"), whole_prompt=True)
+    assert two.blocks == ((0, 6),) and [s.first(True) for s in two.spans] == [6]

@@ -76,6 +76,23 @@ async def test_one_handle_links_all_chunks_in_order(tmp_path, template):
             assert chunks[0].label == f"LONG 1/{file['chunk_count']}"
 
 
+async def test_a_document_that_no_prompt_can_hold_says_so_when_it_is_uploaded_and_when_it_is_asked_about(
+    tmp_path, template
+):
+    async with fake_server(tmp_path, template, FakeEngine(context=1000, pool=10**6)) as server:
+        split = json.dumps({"mode": "sentence", "tokens": 120})
+        fits = await server.uploaded(LONG[:300].encode(), "short.txt", handle="SHORT")
+        file = await server.uploaded(LONG.encode(), "long.txt", handle="LONG", split=split)
+        assert (file["state"], fits["status_details"]) == ("ready", None)
+        size = f"FILE#LONG has {file['tokens']:,} tokens, and this model reads at most 1,000"
+        assert file["status_details"].startswith(size) and "upload the parts" in file["status_details"]
+        [listed] = [f for f in (await server.http.get("/v1/files")).json()["data"] if f["handle"] == "LONG"]
+        assert listed["status_details"] == file["status_details"]
+        for content in ("What does FILE#LONG say?", [{"type": "file", "file": {"file_id": file["id"]}}]):
+            error = (await server.ask(content)).json()["error"]
+            assert (error["code"], error["message"]) == ("document_too_long", file["status_details"])
+
+
 async def test_deleting_it_forgets_all_of_its_chunks(server):
     file = await server.uploaded(LONG.encode(), "long.txt")
     compiled = {chunk.key for chunk in server.engine.compiled}

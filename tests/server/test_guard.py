@@ -13,7 +13,7 @@ from starlette.routing import Route
 from mpic.config import ConfigError
 from mpic.errors import MPICError
 from mpic.http.errors import response
-from mpic.http.hosts import is_loopback
+from mpic.http.hosts import is_loopback, seen_from_here
 from mpic.http.listening import bind, url_of
 from mpic.server.guard import MULTIPART_SLACK, OPEN_BYTES, BodyLimit, HostGuard
 
@@ -32,6 +32,12 @@ def client(url="http://127.0.0.1:8000"):
     app.add_middleware(BodyLimit, uploads=1000, other=100, open=1 << 30)
     app.add_middleware(HostGuard)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url)
+
+
+def test_a_browser_on_the_server_finds_one_that_listens_everywhere():
+    assert seen_from_here("http://0.0.0.0:8000") == "http://127.0.0.1:8000"
+    assert seen_from_here("http://[::]:8000") == "http://[::1]:8000"
+    assert seen_from_here("http://10.0.0.1:8000") == "http://10.0.0.1:8000"
 
 
 @pytest.mark.parametrize(

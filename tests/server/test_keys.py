@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from mpic.errors import BadRequest
-from mpic.keys import KeyLimits, KeyNotFound, KeyStore
+from mpic.keys import LOGIN_SECONDS, KeyLimits, KeyNotFound, KeyStore
 
 
 @pytest.fixture
@@ -82,6 +82,51 @@ def test_a_newer_file_is_refused(tmp_path):
     db.close()
     with pytest.raises(Exception, match="version 99"):
         KeyStore(tmp_path)
+
+
+# ---- logins of the web interface
+
+
+def test_a_login_ends_by_itself_by_logging_out_and_with_its_key(tmp_path):
+    now = [0.0]
+    store = KeyStore(tmp_path, clock=lambda: now[0])
+    _, key = store.create("ann")
+    first, second, third = (store.log_in(key) for _ in range(3))
+    assert store.logged_in(first) == key and store.logged_in("guessed") is None
+    store.log_out(first)
+    assert store.logged_in(first) is None and store.logged_in(second) == key
+    now[0] = LOGIN_SECONDS - 1
+    assert store.logged_in(second) == key
+    now[0] = LOGIN_SECONDS
+    assert store.logged_in(second) is None
+    fourth = store.log_in(key)  # which forgets the others
+    with sqlite3.connect(tmp_path / "keys.sqlite") as db:
+        assert db.execute("SELECT COUNT(*) FROM logins").fetchone() == (1,)
+    db.close()
+    store.revoke(key.prefix)
+    assert store.logged_in(fourth) is None and store.logged_in(third) is None
+    store.close()
+
+
+def test_the_oldest_logins_end_first_when_there_are_too_many(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpic.keys.MOST_LOGINS", 2)
+    store = KeyStore(tmp_path)
+    _, key = store.create("ann")
+    cookies = [store.log_in(key) for _ in range(3)]
+    assert [store.logged_in(cookie) is not None for cookie in cookies] == [False, True, True]
+    store.close()
+
+
+def test_a_file_from_before_logins_were_kept_still_has_its_keys(tmp_path):
+    store = KeyStore(tmp_path)
+    secret, key = store.create("ann")
+    store.close()
+    with sqlite3.connect(tmp_path / "keys.sqlite") as db:
+        db.executescript("DROP TABLE logins; PRAGMA user_version = 1;")
+    db.close()
+    store = KeyStore(tmp_path)
+    assert store.find(secret) == key == store.logged_in(store.log_in(key))
+    store.close()
 
 
 # ---- mpic keys

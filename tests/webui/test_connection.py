@@ -69,11 +69,22 @@ def test_a_key_that_ends_is_said_and_another_login_goes_on_where_one_was(fake, o
     page.wait_for_selector("#notice", state="hidden")
     assert page.input_value(BOX) == "half a question" and page.locator(".turn").count() == 1
     ask(page, "after")
-    # and the start of the server, which forgets who was logged in
+
+
+def test_a_login_the_chat_and_a_draft_outlast_the_server(fake, open_page):
+    page = open_page(fake.url, ready=False, expected=("401", *AWAY))
+    log_in(page, fake.keys.create("ann")[0])
+    ask(page, "before")
+    page.fill(BOX, "half a question")
     fake.stop()
+    page.wait_for_selector("#notice:visible")
     fake.start()
-    look(page)
-    page.wait_for_selector("#notice:has-text('logged out')")
+    page.wait_for_selector("#notice", state="hidden")
+    assert page.input_value(BOX) == "half a question"
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    assert page.input_value(BOX) == "half a question" and page.locator(".turn").count() == 1
+    ask(page, "after")
 
 
 def test_the_page_is_painted_before_the_server_has_said_anything_and_nothing_jumps(fake, open_page):

@@ -11,11 +11,10 @@ from server_helpers import chat_template, png, running
 from watched import opened
 
 from mpic.config import Config, LibraryConfig
-from mpic.keys import KeyLimits
+from mpic.keys import KeyLimits, KeyStore
 from mpic.library import Library, Limits
 from mpic.server import create_app
 from mpic.webui.pages import static_files
-from mpic.webui.sessions import Sessions
 
 LIMIT = 200_000
 
@@ -303,13 +302,24 @@ async def test_logging_out_and_revoking_end_a_session_at_once(server, log_in):
     assert (await server.http.get("/ui/", headers=bob)).status_code == 401
 
 
-def test_a_session_ends_by_itself():
-    now = [0.0]
-    sessions = Sessions(lambda: now[0])
-    cookie = sessions.open("key")
-    assert sessions.key(cookie) == "key" and sessions.key("other") is None and sessions.key(None) is None
-    now[0] = 13 * 3600
-    assert sessions.key(cookie) is None
+async def test_a_login_outlasts_the_server_until_its_key_is_revoked(server, log_in, tmp_path):
+    ann = await log_in("ann")
+    bob = await log_in("bob")
+    [key] = [k for k in server.keys.listing() if k.user == "bob"]
+    later = KeyStore(tmp_path)  # as the next start opens it
+    assert later.logged_in(ann["cookie"].split("=")[1]).user == "ann"
+    server.keys.revoke(key.prefix)
+    assert later.logged_in(bob["cookie"].split("=")[1]) is None
+    later.close()
+    cookies = {name: who["cookie"].split("=")[1].encode() for name, who in (("ann", ann), ("bob", bob))}
+    stored = b"".join(path.read_bytes() for path in tmp_path.glob("keys.sqlite*"))
+    assert not any(cookie in stored for cookie in cookies.values())  # only digests
+
+
+async def test_no_header_of_a_client_stands_for_a_login(server, log_in):
+    await log_in("ann", "admin")
+    for name in ("login", "state", "mpic-login", "x-login"):
+        assert (await server.http.get("/v1/files", headers={name: "ann"})).status_code == 401
 
 
 async def test_pictures_are_shown_to_a_key_that_allows_one_request_at_a_time(server, log_in):

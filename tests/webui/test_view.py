@@ -77,7 +77,7 @@ def test_a_document_that_was_cut_is_shown_with_the_borders_of_its_chunks(fake, o
         made = http.post("/v1/files", data=form, files={"file": ("cut.md", text.encode())})
         assert made.status_code == 200, made.text
         page = open_page(fake.url, expected=("404",))
-        page.click("[aria-label='Open FILE#CUT']")
+        page.click("[title='Open FILE#CUT']")
         page.wait_for_selector("dialog .chunk")
         chunks = http.get(f"/v1/files/{made.json()['id']}").json()["chunks"]
     assert len(chunks) > 1
@@ -95,7 +95,7 @@ def test_an_image_and_a_document_open_from_chip_strip_and_library(fake, open_pag
     page.click(".facts")
     for place in (
         "button.chip:has-text('RED')",
-        "[aria-label='Open IMAGE#RED'] >> nth=-1",
+        "[title='Open IMAGE#RED'] >> nth=-1",
         ".block.image .block-head",
     ):
         page.click(place)

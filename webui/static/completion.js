@@ -1,5 +1,6 @@
 // Completion of handles in the box: IMAGE# and FILE# open a list of what they may name.
 import { $, fold, h, mention, picture } from './dom.js';
+import { announce } from './ui.js';
 
 /** Puts a text into the box as if it had been typed. */
 export const write = (box, text, caret) => {
@@ -16,7 +17,6 @@ export const completeHandles = (box, files) => {
   let choices = [], active = 0, from = 0;
   const close = () => {
     list.hidden = true;
-    box.setAttribute('aria-expanded', 'false');
     box.removeAttribute('aria-activedescendant');
     box.removeAttribute('aria-controls');
   };
@@ -25,8 +25,8 @@ export const completeHandles = (box, files) => {
       id: `handle-${i}`, role: 'option', class: i === active ? 'active' : '', 'aria-selected': String(i === active),
       onpointerdown: (event) => { event.preventDefault(); complete(i); },
     }, picture(file), mention(file))));
+    if (list.hidden) announce(`${choices.length} handles to choose from, with the arrow keys.`);
     list.hidden = false;
-    box.setAttribute('aria-expanded', 'true');
     box.setAttribute('aria-controls', list.id);
     box.setAttribute('aria-activedescendant', `handle-${active}`);
     list.children[active].scrollIntoView({ block: 'nearest' });

@@ -68,7 +68,7 @@ const row = (file) => h('li', { class: 'file', data: { handle: file.handle || ''
     ['Put into the question', () => insert(mention(file))], ['Open', () => open(file)], ['Rename', () => rename(file)],
     file.expires_at && ['Keep for another day', () => change(file, { ttl: Math.max(0, Math.round(file.expires_at - Date.now() / 1000)) + DAY })],
     ['Delete', () => remove(file), { bad: true }]]),
-  file.state === 'failed' && h('p', { class: 'field-error' }, file.status_details || 'It could not be compiled.'));
+  (file.state === 'failed' || file.status_details) && h('p', { class: 'field-error' }, file.status_details || 'It could not be compiled.'));
 
 const draw = () => {
   const shown = files.filter((file) => !hidden.has(file.id));

@@ -27,7 +27,7 @@ const remove = async (reference) => {
 
 const facts = (one) => [one.tokens && count(one.tokens, 'token'), size(one.bytes), one.state !== 'ready' && one.state].filter(Boolean).join(' · ');
 const card = (one) => h('li', { class: 'card reference', data: { id: one.id, state: one.state } },
-  h('button', { type: 'button', class: 'card-open', onclick: () => open({ reference: one.id }), 'aria-label': `Open ${one.title}` },
+  h('button', { type: 'button', class: 'card-open', onclick: () => open({ reference: one.id }), title: `Open ${one.title}` },
     picture({ kind: one.kind, id: one.id, version: one.sha256.slice(0, 16) }), h('span', {}, h('b', {}, one.title), h('small', {}, facts(one)), one.description && h('small', {}, one.description))),
   one.score === undefined ? null : h('span', { class: 'score', title: 'similarity to the query' }, one.score.toFixed(2)),
   admin && iconButton('close', `Remove ${one.title}`, () => remove(one)));

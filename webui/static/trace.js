@@ -65,7 +65,7 @@ const blockOf = (block, cell, each, open) => {
     block.spans.map((span) => drawn(span, block, columns, cell, each)));
   const words = [h('b', {}, block.label || block.kind), h('small', {}, `${block.end - block.start} tokens`)];
   const head = block.kind === 'text' ? null
-    : h('button', { type: 'button', class: 'block-head', onclick: () => open(block), 'aria-label': `Open ${block.label || block.kind}` },
+    : h('button', { type: 'button', class: 'block-head', onclick: () => open(block), title: `Open ${block.label || block.kind}` },
       picture({ kind: block.kind, id: block.id }), h('span', {}, words));
   return h('div', { class: `block ${block.kind}` }, head, h('div', { class: 'cells', style: { '--cell': `${cell}px` } }, grid, h('i', {})));
 };

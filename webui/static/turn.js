@@ -19,7 +19,7 @@ export const withChips = (text, files, open) => {
     const content = [picture(file || { kind }), name];
     out.push(text.slice(at, match.index));
     out.push(file && open
-      ? h('button', { type: 'button', class: 'chip', onclick: () => open(file), 'aria-label': `Open ${match[1]}#${name}` }, content)
+      ? h('button', { type: 'button', class: 'chip', onclick: () => open(file), title: `Open ${match[1]}#${name}` }, content)
       : h('span', { class: 'chip' }, content));
     at = match.index + match[1].length + 1 + name.length;
   }
@@ -57,8 +57,8 @@ const body = (run, other) => {
       : h('div', { class: `text${run.state === 'writing' ? ' writing' : ''}` }, markdown(run.text));
   if (run.state !== 'failed') return text || h('div', { class: 'text hint' }, 'The answer is empty.');
   const code = run.error?.code || 'internal_error';
-  const advice = code === 'context_length_exceeded' ? 'Delete earlier turns, or begin a new chat. ' : '';
-  return [text, h('p', { class: 'error', role: 'alert' }, h('b', {}, 'No answer. '), `${run.error?.message || ''} ${advice}`, h('code', {}, code))];
+  const advice = code === 'context_length_exceeded' ? ' Delete earlier turns, or begin a new chat.' : '';
+  return [text, h('p', { class: 'error', role: 'alert' }, h('b', {}, 'No answer. '), `${run.error?.message || ''}.${advice} `.replace(/([.!?])\./, '$1'), h('code', {}, code))];
 };
 
 const factor = (times) => (times >= 1 ? `${times.toFixed(1)}× sooner` : `${(1 / times).toFixed(1)}× later`);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from mpic.kernels.span import Span
 from mpic.kv.chunk import ChunkInputs, KVKey
 from mpic.kv.device import Resident
 from mpic.kv.pool import Extent
+from mpic.model.bidirectional import Scope
 
 
 class EmbeddedTokens(NamedTuple):
@@ -42,6 +44,19 @@ class Rows:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def blocks(self) -> Sequence[tuple[int, int]]:
+        """Tokens ``[lo, hi)`` that attend to each other in both directions where the model's layers do; ascending."""
+        return ()
+
+    def cut(self, hi: int) -> int:
+        """Returns how far a step goes that would go up to token ``hi``. A block is computed in one step, so it ends
+        before a block that it would cut; one that it begins with it computes whole."""
+        for lo, end in self.blocks:
+            if max(lo, self.computed) < hi < end:
+                return lo if lo > self.computed else end
+        return hi
+
     def places(self) -> np.ndarray:
         """Returns where in the prompt the tokens stand, ``[tokens]`` ascending; for layers with windows."""
         return np.arange(len(self.ids))
@@ -52,14 +67,29 @@ class CompileJob(Rows):
     """A chunk that is being compiled behind ``sink`` BOS tokens; its extent is the resident's."""
 
     resident: Resident | None = None
+    block: tuple[int, int] | None = None
+
+    @property
+    def blocks(self) -> Sequence[tuple[int, int]]:
+        return () if self.block is None else (self.block,)
 
 
-def compile_job(inputs: ChunkInputs, sink: int, bos: int) -> CompileJob:
-    """Returns the rows of a chunk that is compiled alone, at positions 0.. (``sink`` BOS tokens first)."""
+def compile_job(inputs: ChunkInputs, sink: int, bos: int, scope: Scope | None = None) -> CompileJob:
+    """Returns the rows of a chunk that is compiled alone, at positions 0.. (``sink`` BOS tokens first).
+
+    Args:
+        scope: which tokens of a prompt attend to each other in both directions.
+    """
     heads = torch.arange(sink).expand(inputs.positions.shape[0], sink)
     positions = torch.cat([heads, inputs.positions + sink], 1)
     embedded = [EmbeddedTokens(sink, inputs.embeds, inputs.deepstack)] if inputs.embeds is not None else []
-    return CompileJob([bos] * sink + inputs.token_ids.tolist(), positions, embedded)
+    ids = [bos] * sink + inputs.token_ids.tolist()
+    block = None
+    if scope is Scope.PROMPT:
+        block = (0, len(ids))
+    elif scope is Scope.IMAGE and inputs.embeds is not None:
+        block = (sink, len(ids))
+    return CompileJob(ids, positions, embedded, block=block)
 
 
 @dataclass(eq=False)

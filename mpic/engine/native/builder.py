@@ -21,16 +21,27 @@ from mpic.kv.chunk import Chunk
 from mpic.kv.pool import Pool
 from mpic.kv.store import ChunkStore
 from mpic.link import DynamicPolicy, LinkPlan, Policy, SegmentShape, Wrapping, make_plan
+from mpic.model.bidirectional import Scope
 from mpic.model.loaded import LoadedModel
 from mpic.prompt.segments import Segment, TextSegment
 
 
 def shapes_of(
-    segments: Sequence[Segment], chunks: Sequence[LinkedChunk], policy: Policy
+    segments: Sequence[Segment], chunks: Sequence[LinkedChunk], policy: Policy, scope: Scope | None = None
 ) -> list[SegmentShape]:
-    """Returns what planning needs of segments, of which ``chunks`` are the chunk segments in order."""
+    """Returns what planning needs of segments, of which ``chunks`` are the chunk segments in order.
+
+    Args:
+        scope: which tokens attend to each other in both directions.
+    """
     sizes = ((len(linked.inputs), linked.inputs.rotary_length) for linked in chunks)
-    return segment_shapes(segments, sizes, policy)
+    shapes, following = segment_shapes(segments, sizes, policy), iter(chunks)
+    if scope is not Scope.IMAGE:
+        return shapes
+    return [
+        shape._replace(bidirectional=shape.is_chunk and next(following).inputs.embeds is not None)
+        for shape in shapes
+    ]
 
 
 class RequestBuilder:
@@ -38,6 +49,16 @@ class RequestBuilder:
 
     def __init__(self, model: LoadedModel, store: ChunkStore | None, linker: ChunkLinker, pool: Pool) -> None:
         self._model, self._store, self.linker, self._pool = model, store, linker, pool
+
+    @property
+    def scope(self) -> Scope | None:
+        """Which tokens of the model attend to each other in both directions."""
+        return self._model.scope
+
+    @property
+    def whole_prompt(self) -> bool:
+        """True where all tokens of a prompt do."""
+        return self.scope is Scope.PROMPT
 
     def build(self, spec: GenerationRequest, stream: DeltaStream, arrived: float) -> Request:
         """Returns the request, nothing of it computed.
@@ -53,11 +74,17 @@ class RequestBuilder:
             raise UnsupportedParameter(
                 f"policy {policy} cannot take references while decoding", param="mpic.policy"
             )
+        if spec.retrieval is not None and self.whole_prompt:
+            raise UnsupportedParameter(
+                f"model {self._model.info.name} cannot take references while decoding: its prompt attends to itself "
+                "in both directions",
+                param="mpic.retrieval",
+            )
         text = sum(len(segment) for segment in segments if isinstance(segment, TextSegment))
         check_context(text, None, self._model.context_length)  # before anything is decoded or encoded
         chunks = self.linker.link(spec.prompt.chunks, policy, arrived)
-        shapes = shapes_of(segments, chunks, policy)
-        plan = make_plan(shapes, policy)
+        shapes = shapes_of(segments, chunks, policy, self._model.scope)
+        plan = make_plan(shapes, policy, whole_prompt=self.whole_prompt)
         chunk_tokens = sum(place.length for place in plan.places)
         chooses = isinstance(policy, DynamicPolicy) and plan.length - chunk_tokens < plan.own < plan.length
         prompt = LinkedPrompt(

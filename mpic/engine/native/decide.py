@@ -12,6 +12,7 @@ from mpic.engine.native.runner import Runner
 from mpic.kernels.attention import rotate
 from mpic.link import DynamicPolicy, Evidence, make_plan
 from mpic.link.policies.full import Full
+from mpic.model.bidirectional import Scope
 from mpic.model.hooks import Probe
 
 
@@ -24,6 +25,7 @@ class Decider:
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._model, self._pool = runner, runner.model, runner.pool
+        self._whole_prompt = runner.model.scope is Scope.PROMPT
 
     def decide(self, request: Request) -> None:
         """Replaces the request's provisional plan. All of its chunks must be ready."""
@@ -33,7 +35,7 @@ class Decider:
             if linked.resident.progress is not None:  # its last copy may have been started and not be done
                 linked.resident.progress.settle()
         found, request.usage.probed = _EVIDENCE[policy.evidence](self, request, policy.layer)
-        plan = make_plan(prompt.undecided, policy, policy.choose(found))
+        plan = make_plan(prompt.undecided, policy, policy.choose(found), self._whole_prompt)
         own = own_tokens(prompt.segments, plan, prompt.chunks, self._model.mrope)
         assert len(own.ids) == len(request), f"{policy} did not keep to its budget"
         request.decide(replace(prompt, plan=plan, undecided=()), own)
@@ -53,7 +55,7 @@ class Decider:
             difference = torch.stack([fresh, probe.values[:, tokens]]).float() - self._compiled(
                 linked, layer, probe
             )
-            found.append(difference.square().sum((0, 1, 3)))
+            found.append(self._model.distances(difference, layer))
         return found, prompt.plan.length
 
     def attention(self, request: Request, layer: int) -> tuple[list[torch.Tensor], int]:
@@ -77,11 +79,14 @@ class Decider:
 
     def _probe(self, prompt: LinkedPrompt, layer: int, since: int) -> Probe:
         """Runs a prompt's rows from sequence index ``since`` on up to a layer."""
-        everything = make_plan(prompt.undecided, Full())
+        everything = make_plan(prompt.undecided, Full(), whole_prompt=self._whole_prompt)
         own = own_tokens(prompt.segments, everything, prompt.chunks, self._model.mrope, since)
         rows = own.rows()
         inputs = self._runner.inputs([BatchSlice(rows, 0, len(rows))], [0])
-        return self._model.probe(inputs, rows.positions.to(self._model.device), layer)
+        blocks = (
+            everything.blocks if since == 0 else ()
+        )  # later rows end at their first layer's keys and queries
+        return self._model.probe(inputs, rows.positions.to(self._model.device), layer, blocks)
 
     def _compiled(self, linked: LinkedChunk, layer: int, probe: Probe) -> torch.Tensor:
         """Returns a chunk's compiled keys and values at a probe's layer, ``[2, kv_heads, tokens, head_dim]`` fp32, of

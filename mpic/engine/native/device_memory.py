@@ -22,6 +22,7 @@ from mpic.kv.chunk import ChunkKey
 from mpic.kv.device import DeviceCache, Resident
 from mpic.kv.pool import Extent
 from mpic.kv.prefix import own
+from mpic.model.bidirectional import Scope
 from mpic.model.loaded import LoadedModel
 
 PAGE_SIZE = 16
@@ -40,6 +41,7 @@ class DeviceMemory:
         load: starts to read a stored chunk into its resident's extent; lower orders are read first.
         save: makes a compiled chunk durable; the futures then get its token count.
         tombstones: chunks that unfinished requests must not re-insert.
+        scope: which tokens attend to each other in both directions.
 
     ``counters``: ``prefetched``, ``tokens_compiled``.
     """
@@ -51,8 +53,9 @@ class DeviceMemory:
         load: Callable[[LinkedChunk, float], None],
         save: Callable[[Resident, list[Future[int]]], None],
         tombstones: Tombstones,
+        scope: Scope | None = None,
     ) -> None:
-        self.device, self.pool, self._bos = device, device.pool, bos
+        self.device, self.pool, self._bos, self._scope = device, device.pool, bos, scope
         self._load, self._save, self._tombstones = load, save, tombstones
         self.jobs: dict[Resident, CompileJob] = {}  # in order of admission
         self._uploads: dict[Resident, list[CompileRequest]] = {}  # admitted; each holds its resident
@@ -172,7 +175,7 @@ class DeviceMemory:
 
     def _compile(self, resident: Resident) -> None:
         """Starts to compile a resident chunk. The job holds it until it is ready."""
-        job = compile_job(resident.inputs, resident.first, self._bos)
+        job = compile_job(resident.inputs, resident.first, self._bos, self._scope)
         job.extent, job.resident = resident.extent, resident
         self.device.acquire(resident)
         self.jobs[resident] = job

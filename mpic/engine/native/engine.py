@@ -90,7 +90,12 @@ class NativeEngine(Engine):
             self.device, store, self.tombstones, self._post, self._load_ended, loaders or loaders_for()
         )
         self.memory = DeviceMemory(
-            self.device, model.bos_id, self.transfers.load, self.transfers.save, self.tombstones
+            self.device,
+            model.bos_id,
+            self.transfers.load,
+            self.transfers.save,
+            self.tombstones,
+            model.scope,
         )
         self.scheduler = Scheduler(self.memory, budget, max_running)
         self.runner = Runner(model, self.pool)

@@ -120,7 +120,7 @@ class Extender:
         # copies: a chunk that is found twice is linked twice
         found = [copy(links[id(s.chunk)]) for s in inserted if isinstance(s, ChunkSegment)]
         chunks = [*prompt.chunks, *found]
-        plan = make_plan(shapes_of(segments, chunks, policy), policy)
+        plan = make_plan(shapes_of(segments, chunks, policy, self._builder.scope), policy)
         check_extends(plan, prompt.plan, policy)
         since = prompt.plan.length + len(generated)
         own = own_tokens(segments, plan, chunks, request.positions.shape[0], since)

@@ -75,7 +75,9 @@ class ChunkLinker:
             NoAdapter: they shall be packets, and the model has no adapter.
         """
         packet = require_adapter(self._adapter, self._model).digest if wrapping.packet else ""
-        return Recipe(self._model.info.dtype, "raw", wrapping.sink, self._model.preprocessing, packet)
+        model = self._model
+        layout = "latent" if model.latents else ""
+        return Recipe(model.info.dtype, "raw", wrapping.sink, model.preprocessing, packet, layout)
 
     def key(self, chunk: Chunk, wrapping: Wrapping = BARE) -> KVKey:
         return KVKey(chunk.owner, chunk.key, self._model.digest, self.recipe(wrapping))

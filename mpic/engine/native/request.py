@@ -249,6 +249,10 @@ class Request(Rows):
         return np.concatenate([*(np.arange(r.start, r.start + r.hi - r.lo) for r in plan.runs), generated])
 
     @property
+    def blocks(self) -> Sequence[tuple[int, int]]:
+        return self.prompt.plan.blocks
+
+    @property
     def namespace(self) -> tuple[str, ...]:
         """Its prefix namespace: exact KV of a user, or KV that a user linked under one policy (and so one recipe).
         Neither is ever found through the other."""
@@ -271,4 +275,4 @@ class Request(Rows):
                 resident, first = linked.resident, linked.resident.first
                 base = span.base - linked.key.recipe.sink
                 slots = (first + span.lo, first + span.hi)
-                self.spans.append(Span(resident.extent, *slots, base, span.row, span.place))
+                self.spans.append(Span(resident.extent, *slots, base, *span[4:]))

@@ -94,7 +94,7 @@ class Scheduler:
 
         def schedule(rows: Rows, end: int) -> None:
             nonlocal budget
-            hi = min(end, rows.computed + budget)
+            hi = rows.cut(min(end, rows.computed + max(budget, 0)))
             if id(rows) in taken or hi == rows.computed:
                 return
             slices.append(BatchSlice(rows, rows.computed, hi))
@@ -127,7 +127,7 @@ class Scheduler:
         A step waits ``Transfers.patience`` at most. Then, and when a load fails, it computes on, the rows of the
         links concerned are thrown away, and they are computed again when their chunks are ready.
         """
-        if budget == 0 or any(isinstance(s.rows, Request) for s in slices):
+        if budget <= 0 or any(isinstance(s.rows, Request) for s in slices):
             return
         compiling = {s.rows.resident for s in slices if isinstance(s.rows, CompileJob)}
         finishing = _finishing(slices)
@@ -141,9 +141,9 @@ class Scheduler:
             if None in loads or not all(load.flowing or load.complete for load in loads):
                 continue
             others = {c.resident for r in self.running if r is not request for c in r.prompt.needed}
-            if budget == 0 or compiling & (others - needed) or (followed and not loads <= followed):
+            if budget <= 0 or compiling & (others - needed) or (followed and not loads <= followed):
                 continue
-            hi = min(_end(request), request.computed + budget)
+            hi = request.cut(min(_end(request), request.computed + budget))
             slices.append(BatchSlice(request, request.computed, hi))
             budget -= hi - request.computed
             followed |= loads

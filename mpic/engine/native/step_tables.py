@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from mpic.engine.native.batch import BatchSlice, Rows
 from mpic.kernels.attention import KVView, SingleRows, SpanCall, Write
+from mpic.kernels.patterns import Blocks, Pattern, fresh_calls, pieces
 from mpic.kernels.span import Span
-from mpic.kernels.windows import Stretch, Window, own_calls, span_calls
+from mpic.kernels.windows import Stretch, span_calls
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Extent, Pool
 from mpic.model.hooks import Step, StepKernel
@@ -55,39 +58,57 @@ class Part(NamedTuple):
     def write(self) -> Write:
         return Write(slice(self.start, self.start + self.hi - self.lo), self.fresh)
 
-    def calls(self, window: Window | None) -> list[SpanCall]:
-        """Returns what the rows see through a window, their own tokens first."""
-        return self._all() if window is None else self._windowed(window)
-
-    def _all(self) -> list[SpanCall]:
-        """Returns what the rows see, all of it: block by block, or in one call a span where there is one row."""
-        lo, hi, start, own = self.lo, self.hi, self.start, self.fresh
-        end, before = start + hi - lo, own.lo
-        if hi - lo == 1:
-            made = [SpanCall(slice(start, end), own._replace(lo=0), first=True)]
+    def calls(self, pattern: Pattern) -> list[SpanCall]:
+        """Returns what the rows see in layers of a pattern, their own tokens first."""
+        places = None if pattern.window is None else self.rows.places()[: self.hi]
+        if (
+            places is not None and pattern.window.floor(places[-1:])[0] <= 0
+        ):  # nothing is outside of the window yet
+            places = None
+        own, blocks = self.fresh, self._blocks(pattern)
+        if places is None:
+            return [*self._own(pattern.blocks, blocks), *self._spans(pattern.blocks)]
+        before = (
+            [Stretch(own._replace(lo=0, hi=own.lo), places[self.rows.mapped : self.lo])] if own.lo else []
+        )
+        if self.hi - self.lo > 1 or blocks:
+            made = fresh_calls(pattern, self.start, places[self.lo :], own, before, blocks)
         else:
-            made = [SpanCall(slice(start, end), own, causal=True, first=True)]
-            if before:
-                made.append(SpanCall(slice(start, end), own._replace(lo=0, hi=before)))
+            floors = pattern.window.floor(places[self.lo :])
+            skipped = int(Stretch(own._replace(lo=0), places[self.rows.mapped :]).skipped(floors)[0])
+            made = [SpanCall(slice(self.start, self.start + 1), own._replace(lo=skipped), first=True)]
+        return made + self._windowed_spans(pattern, places, blocks)
+
+    def _blocks(self, pattern: Pattern) -> list[tuple[int, int]]:
+        """Returns the blocks of a pattern's layers that reach into the slice, counted from its first row."""
+        if pattern.blocks is None:
+            return []
+        blocks = self.rows.blocks
+        return [(lo - self.lo, hi - self.lo) for lo, hi in blocks if hi > self.lo and lo < self.hi]
+
+    def _own(self, kind: Blocks | None, blocks: Sequence[tuple[int, int]]) -> list[SpanCall]:
+        """Returns what the rows see of each other and of the tokens before them: in one call where there is one row."""
+        own, rows = self.fresh, self.hi - self.lo
+        if rows == 1:
+            return [SpanCall(slice(self.start, self.start + 1), own._replace(lo=0), first=True)]
+        before = [Stretch(own._replace(lo=0, hi=own.lo), 0)] if own.lo else []
+        return fresh_calls(Pattern(None, kind), self.start, np.empty(rows), own, before, blocks)
+
+    def _spans(self, kind: Blocks | None) -> list[SpanCall]:
+        """Returns what the rows see of mapped spans, all of them."""
+        made = []
         for span in self.spans:
-            first = max(lo, span.row)
-            if first < hi:
-                made.append(SpanCall(slice(start + first - lo, end), span))
+            first = max(self.lo, span.first(kind is not None))
+            if first < self.hi:
+                rows = slice(self.start + first - self.lo, self.start + self.hi - self.lo)
+                made.append(SpanCall(rows, span))
         return made
 
-    def _windowed(self, window: Window) -> list[SpanCall]:
-        """Returns what the rows see through a window."""
-        lo, hi, own = self.lo, self.hi, self.fresh
-        places = self.rows.places()[:hi]
-        floors = window.floor(places[lo:hi])
-        if floors[-1] <= 0:
-            return self._all()
-        earlier, made, mapped = Stretch(own._replace(lo=0, hi=own.lo), places[self.rows.mapped : lo]), [], 0
-        if hi - lo == 1:
-            skipped = int(Stretch(own._replace(lo=0), places[self.rows.mapped :]).skipped(floors)[0])
-            made.append(SpanCall(slice(self.start, self.start + 1), own._replace(lo=skipped), first=True))
-        else:
-            made += own_calls(window, self.start, places[lo:hi], own, [earlier] if own.lo else [])
+    def _windowed_spans(
+        self, pattern: Pattern, places: np.ndarray, blocks: Sequence[tuple[int, int]]
+    ) -> list[SpanCall]:
+        """Returns what the rows, at ``places[lo:]``, see of mapped spans through a window."""
+        made, mapped, window = [], 0, pattern.window
         for span in self.spans:
             stretch = Stretch(span, span.place)
             if (
@@ -95,9 +116,15 @@ class Part(NamedTuple):
             ):  # the prefix cache's come first, and cover the tokens before its own
                 stretch = Stretch(span, places[mapped : mapped + span.tokens])
                 mapped += span.tokens
-            first = max(lo, span.row)
-            if first < hi:
-                made += span_calls(window, self.start + first - lo, places[first:hi], stretch)
+            first = max(self.lo, span.first(pattern.blocks is not None))
+            for piece in pieces(self.hi - self.lo, blocks):
+                lo, hi = max(piece.lo, first - self.lo), piece.hi
+                if lo >= hi:
+                    continue
+                if piece.is_block and pattern.blocks is Blocks.WHOLE:
+                    made.append(SpanCall(slice(self.start + lo, self.start + hi), span))
+                else:
+                    made += span_calls(window, self.start + lo, places[self.lo + lo : self.lo + hi], stretch)
         return made
 
 
@@ -127,7 +154,7 @@ class StepTables:
         alone = [(part, start) for part, start in placed if part.hi - part.lo == 1]
         blocks = [self._part(*at) for at in placed if whole or at[0].hi - at[0].lo > 1]
         calls = self._calls(blocks)
-        kinds = [self._model.kind_calls(i, calls[kind.window]) for i, kind in enumerate(self._model.kinds)]
+        kinds = [self._model.kind_calls(i, calls[kind.pattern]) for i, kind in enumerate(self._model.kinds)]
         step = Step([part.write for part in blocks], kinds, self._model.kind_of, self._model.partial)
         if whole:
             if len(alone) == len(slices):
@@ -156,12 +183,12 @@ class StepTables:
         if not all(row.continues(old) for row, old in zip(rows, before, strict=True)):
             return False
         # a span behind the last step's row, which this one would be the first to see
-        return not any(span.row == row.at for row in rows for span in row.spans)
+        return not any(row.at in (span.row, span.ahead) for row in rows for span in row.spans)
 
     def _together(self, alone: list[tuple[BatchSlice, int]]) -> tuple[list[SingleRows], RowWrites | None]:
         """Returns the tables of the rows that stand alone: by kind of layer what they attend to, and where they write
         (None: as blocks do, since layers differ in their heads)."""
-        plain = not any(kind.window for kind in self._model.kinds)
+        plain = not any(kind.pattern.window for kind in self._model.kinds)
         if self._continues(alone) and plain:
             advanced = [rows.advance() for rows in self._singles]
             if None not in advanced:
@@ -173,7 +200,7 @@ class StepTables:
         self.made += 1
         calls = self._calls([self._part(*at) for at in alone])
         kinds = enumerate(self._model.kinds)
-        self._singles = [self._model.single_rows(i, calls[kind.window]) for i, kind in kinds]
+        self._singles = [self._model.single_rows(i, calls[kind.pattern]) for i, kind in kinds]
         self._writes = None if self._model.is_uneven else self._row_writes(alone)
         return self._singles, self._writes
 
@@ -201,7 +228,7 @@ class StepTables:
         spans = [span._replace(source=self._pool.kv(span.source)) for span in rows.spans]
         return Part(rows, lo, hi, start, Span(own, before, before + hi - lo), spans)
 
-    def _calls(self, parts: Sequence[Part]) -> dict[Window | None, list[SpanCall]]:
-        """Returns what the rows see through each window (None: without one). Kinds with one window share it."""
-        windows = {kind.window for kind in self._model.kinds}
-        return {window: [call for part in parts for call in part.calls(window)] for window in windows}
+    def _calls(self, parts: Sequence[Part]) -> dict[Pattern, list[SpanCall]]:
+        """Returns what the rows see in layers of each pattern. Kinds with one pattern share it."""
+        patterns = {kind.pattern for kind in self._model.kinds}
+        return {pattern: [call for part in parts for call in part.calls(pattern)] for pattern in patterns}

@@ -19,9 +19,19 @@ from mpic.link import LinkPlan
 
 FIELD = "mpic"
 VERSION = 1
+KNOWN_VERSIONS = ("0.32", "0.33")
+"""Versions of vLLM in which everything private that the plugin uses has been looked up (docs/vllm.md has what ran)."""
 MAX_CHUNKS = 4096
 DISK_FULL, NOT_WRITTEN = "-full.failed", "-error.failed"
 """Ends of the names of empty files that stand for parts of a compiled chunk that could not be written."""
+
+
+def unknown_version(version: str) -> str | None:
+    """Returns why links are not known to be right in a version of vLLM; None where they are."""
+    if ".".join(version.split(".")[:2]) in KNOWN_VERSIONS:
+        return None
+    known = " and ".join(KNOWN_VERSIONS)
+    return f"vLLM {version} is installed, and links are known to be right in {known} only"
 
 
 class BadOrder(BadRequest):

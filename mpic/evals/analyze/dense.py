@@ -87,7 +87,7 @@ class DenseLinker:
     def __init__(self, model: LoadedModel) -> None:
         if not model.is_plain:
             raise UnsupportedParameter(
-                f"{model.info.name} has layers that cannot be drawn yet (windows, sinks)"
+                f"{model.info.name} has layers that cannot be drawn yet (windows, sinks, both directions)"
             )
         self.model = model
         self._inputs = Runner(model, None).inputs  # of rows; needs no pool
@@ -104,7 +104,7 @@ class DenseLinker:
         head_dim]``."""
         job = compile_job(inputs, sink, self.model.bos_id)
         n = len(job)
-        recorder = Recorder(-1, self.model.partial, self.model.windows, index=torch.arange(n), length=n)
+        recorder = Recorder(-1, self.model.partial, self.model.patterns, index=torch.arange(n), length=n)
         rows = self._inputs([BatchSlice(job, 0, n)], [0])
         self.model.observe(rows, job.positions.to(self.model.device), recorder)
         keys, values = (
@@ -135,7 +135,7 @@ class DenseLinker:
         ]
         whole = own_tokens(prompt.segments, everything, linked, self.model.mrope).rows()
         rows = _rows(plan)
-        recorder = Recorder(-1, self.model.partial, self.model.windows, index=rows, length=len(whole))
+        recorder = Recorder(-1, self.model.partial, self.model.patterns, index=rows, length=len(whole))
         for place, chunk in zip(plan.places, inputs, strict=True):
             self._place(recorder, place, *self.compile(chunk, recipe.sink), place.base - recipe.sink)
         ids, embeds, deepstack = self._inputs([BatchSlice(whole, 0, len(whole))], [0])

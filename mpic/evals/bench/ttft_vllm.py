@@ -48,6 +48,7 @@ NOTHING, PREFILLED, CACHED, LINKS = (
     "the same prompts, all cached",
     "links",
 )
+ONE_BY_ONE, AT_ONCE = "one after the other", "at once"
 
 
 @bench(
@@ -58,6 +59,7 @@ NOTHING, PREFILLED, CACHED, LINKS = (
     wants={
         "prefix_over_mpic32": ">= 5",
         "mpic32_over_floor": "<= 1.25",
+        "questions_one_by_one_over_at_once": ">= 1",
         "decode_idle_over_vllm": ">= 0.95",
         "decode_while_linking_over_vllm": ">= 0.95",
     },
@@ -77,9 +79,14 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
             linked = Ours(settings, ours, prompts, library)
             alone = Alone(settings, plain, prompts)
             first, vision = _first_tokens(settings, alone, linked, ticker)
+            questions = _questions(settings, linked, ticker)
             decoding = _decoding(settings, alone, linked, ticker)
     rows = _rows("vision encoding left out", first, settings, linked.usage)
     rows += _rows("vision encoding in the request", vision, settings, linked.usage)
+    rows += [
+        {"table": "questions", "sent": name, "questions": settings.questions, **series.row()}
+        for name, series in questions.items()
+    ]
     rows += [
         {"table": "decoding", "engine": side, "arrives meanwhile": what, **series.row("tokens_s")}
         for (side, what), series in decoding.items()
@@ -88,6 +95,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
     headline = {
         "prefix_over_mpic32": paired(first[ALONE], first[HOST]),
         "mpic32_over_floor": paired(first[HOST], first[FLOOR]),
+        "questions_one_by_one_over_at_once": paired(questions[ONE_BY_ONE], questions[AT_ONCE]),
         "decode_idle_over_vllm": paired(idle, decoding[ALONE, NOTHING]),
         "decode_while_linking_over_vllm": paired(while_linking, decoding[ALONE, PREFILLED]),
     }
@@ -113,6 +121,8 @@ def _notes(settings: Settings) -> dict[str, Any]:
         "from the page cache; keys are rotated and copied into the cache's blocks in every column",
         "decoding": f"{settings.answers} answers of {settings.tokens} tokens at once; {settings.arrivals} prompts "
         f"arrive, one every {settings.gap} s; tokens/s of the answers while all of them are being generated",
+        "questions": f"{settings.questions} prompts about the same images: sent one after the other, the sum of their "
+        "times to the first token; sent at once, the time until all of them have it",
         "headline": "median over rounds of the ratio within a round",
     }
 
@@ -135,6 +145,14 @@ def _first_tokens(
     ticker.expect((settings.repeats + 1) * len(columns) + settings.vision_repeats * len(encoded))
     first = interleave(columns, settings.repeats, ticker)
     return first, interleave(encoded, settings.vision_repeats, ticker, cold=False)
+
+
+def _questions(settings: Settings, linked: Ours, ticker: Ticker) -> dict[str, Series]:
+    """Returns the times until several questions about the same images have their first tokens. Links of one user,
+    policy and set of images have one salt; they are computed in the same steps."""
+    columns = {ONE_BY_ONE: linked.one_by_one, AT_ONCE: linked.at_once}
+    ticker.expect(settings.vision_repeats * len(columns))
+    return interleave(columns, settings.vision_repeats, ticker, cold=False)
 
 
 def _decoding(

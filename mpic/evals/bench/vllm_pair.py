@@ -42,6 +42,7 @@ class Settings(ttft.Settings):
     Args:
         answers, tokens: long answers that are generated while prompts arrive, and the tokens of each.
         arrivals, gap: how many prompts with images arrive meanwhile, and the seconds between them.
+        questions: prompts about the same images that are sent at once, or one after the other.
         block: tokens of a block of vLLM's cache.
     """
 
@@ -51,6 +52,7 @@ class Settings(ttft.Settings):
     tokens: int = 96
     arrivals: int = 3
     gap: float = 1.0
+    questions: int = 4
     block: int = 128
 
     @property
@@ -89,7 +91,8 @@ def both_engines(
 def _config(settings: Settings, placement: Placement, model: str) -> EngineConfig:
     """Returns the configuration of both engines. The pool has room for what runs at once, for the floor's prefix and,
     as vLLM wants it, for one prompt as long as the model's context."""
-    tokens = (settings.arrivals + 1) * (settings.length + settings.block)
+    prompts = max(settings.arrivals + 1, settings.questions)
+    tokens = prompts * (settings.length + settings.block)
     tokens += settings.answers * (settings.system + settings.tokens + settings.block)
     tokens = max(tokens, settings.decoder.context + settings.block)
     return EngineConfig(
@@ -157,7 +160,8 @@ class Ours:
         self._others = [image_chunk(image) for image in others]
         compile_all(engine, [*prompts.chunks, *self._others])
         self._files = [library.store.path(engine.compiler.key(chunk)) for chunk in prompts.chunks]
-        self._readers = ThreadPoolExecutor(settings.answers + settings.arrivals, "bench-read")
+        readers = max(settings.answers + settings.arrivals, settings.questions)
+        self._readers = ThreadPoolExecutor(readers, "bench-read")
         self.usage: dict[str, GenerationUsage] = {}
         self.version: str = engine.info.details["vllm"]
 
@@ -184,6 +188,16 @@ class Ours:
         if usage.computed != self._settings.computed or late:
             raise BenchFailed(f"{LINK} computed {usage.computed} of {self._settings.computed} tokens {late}")
         return elapsed, usage
+
+    def one_by_one(self) -> float:
+        """Asks several questions about the same images, each when the one before it has been answered; returns the sum
+        of the milliseconds to their first tokens."""
+        return sum(self._link(self._prompts.chunks)[0] for _ in range(self._settings.questions))
+
+    def at_once(self) -> float:
+        """Asks as many questions at once; returns the milliseconds until all have their first token."""
+        asked = [self.arrive() for _ in range(self._settings.questions)]
+        return max(one.result()[0] for one in asked)
 
     def arrive(self) -> Future[Any]:
         return self._readers.submit(self._link, self._prompts.chunks)

@@ -13,6 +13,8 @@ import datetime
 import json
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -20,8 +22,9 @@ import torch
 from mpic.errors import MPICError
 from mpic.evals.bench.harness import BenchFailed, Placement, median_seconds
 from mpic.evals.gpu.attention_cases import Case, segment_attention, torch_attention
+from mpic.evals.gpu.comparators import COMPARATORS, Comparator, error_of, random_inputs
 from mpic.evals.gpu.context import Context
-from mpic.evals.gpu.supervise import SectionRun
+from mpic.evals.gpu.supervise import SectionRun, installed
 from mpic.kernels.triton.tuning import SCHEMA, defaults, read_table
 from mpic.model.load import choose_device
 
@@ -33,6 +36,8 @@ SINGLES: tuple[TileSizes, ...] = tuple(
     (n, warps, stages) for n in (32, 64, 128) for warps in (2, 4, 8) for stages in (2, 3, 4)
 )
 DIMS = (64, 80, 96, 128, 256)
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""Largest difference of a comparator's output, whose values are averages of normally distributed ones."""
 PREFILL = Case("prefill", 32, 8, 128, 520, 1, 8, 2304)
 DECODE = Case("decode", 32, 8, 128, 1, 8, 4, 2304)
 
@@ -43,23 +48,53 @@ def attention(run: SectionRun) -> None:
     placement, repeats = context.placement, context.sizes.kernel_repeats
     on_cuda = placement.device.type == "cuda"
     flush = torch.empty(256 << 20 if on_cuda else 1, dtype=torch.uint8, device=placement.device)
-    over: dict[str, float] = {}
+    over: dict[tuple[str, str], float] = {}
     for case in context.sizes.cases:
         ours = median_seconds(segment_attention(case, placement), placement, repeats, flush.zero_)
         theirs = median_seconds(torch_attention(case, placement), placement, repeats, flush.zero_)
         theirs /= case.masked(placement.dtype)  # throughput, not time; and torch never shares keys
-        over[case.name] = theirs / ours
-        for name, taken in (("triton", ours), ("torch SDPA", theirs)):
-            more = {"over torch": round(theirs / taken, 3)}
-            cost = case.cost(placement.dtype)
+        over["torch SDPA", case.name] = theirs / ours
+        times = {"triton": ours, "torch SDPA": theirs, **_comparators(context, case, flush.zero_)}
+        for name, taken in times.items():
+            if name in COMPARATORS:
+                over[name, case.name] = taken / ours
+            more, cost = {"over torch": round(theirs / taken, 3)}, case.cost(placement.dtype)
             context.timed(f"attention, {case.name}", case.words, name, taken, cost, "us", **more)
-    for kind in ("prefill", "decode"):
-        worst = [ratio for name, ratio in over.items() if name.startswith(f"{kind},")]
+    for other, one in COMPARATORS.items():
+        if not installed(one.package):
+            context.left_out("attention", other, f"{one.distribution} is not installed")
+    for kind, other in product(("prefill", "decode"), ("torch SDPA", *COMPARATORS)):
+        worst = [ratio for (by, case), ratio in over.items() if by == other and case.startswith(f"{kind},")]
         if worst:
-            name = f"{kind}_over_flash"
+            name = f"{kind}_over_{COMPARATORS[other].package if other in COMPARATORS else 'flash'}"
             run.row(
-                "headline", f"{kind} cases", "triton", round(min(worst), 3), "", headline=name, goal=">= 0.8"
+                "headline",
+                f"{kind} cases, against {other}",
+                "triton",
+                round(min(worst), 3),
+                "",
+                headline=name,
+                goal=">= 0.8",
             )
+
+
+def _comparators(context: Context, case: Case, before: Callable[[], object]) -> dict[str, float]:
+    """Returns the seconds of every other project's attention that is installed and computes the case rightly."""
+    seconds: dict[str, float] = {}
+    inputs = random_inputs(case, context.placement)
+    limit = TOLERANCE[context.placement.dtype]
+
+    def measure(name: str, one: Comparator) -> None:
+        attend = one.build(case, inputs)
+        right = lambda: error_of(attend(), case, inputs)
+        if context.check(f"is right, {case.name}", case.words, name, right, limit, "largest difference"):
+            repeats = context.sizes.kernel_repeats
+            seconds[name] = median_seconds(attend, context.placement, repeats, before)
+
+    for name, one in COMPARATORS.items():
+        if installed(one.package):
+            context.attempt(f"attention, {case.name}", f"{name}: {case.words}", partial(measure, name, one))
+    return seconds
 
 
 def tuning(run: SectionRun) -> None:

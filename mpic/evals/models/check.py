@@ -17,12 +17,14 @@ from mpic.engine.native.engine import NativeEngine
 from mpic.errors import ModelRefused, MPICError
 from mpic.evals.models.images import processor_of, stock_answer
 from mpic.evals.models.instances import build, one_line
-from mpic.evals.models.oracle import StockOracle
+from mpic.evals.models.oracle import IMAGE_TYPES, PREFIX_TYPES, StockOracle, TokenTypes
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey
 from mpic.link import ChunkPlace, Policy, parse_policy
+from mpic.model.bidirectional import Scope, types_name
 from mpic.model.image_selftest import image_self_test
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import self_test
+from mpic.model.structure import as_plain
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 
 POLICIES = ("full", "mpic-5", "reuse")
@@ -81,7 +83,8 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
     Raises:
         ModelRefused: the model takes no images.
     """
-    a, b = _chunk(1, 17), _chunk(2, 21)
+    config = loaded.config
+    a, b = _chunk(config, 1, 17), _chunk(config, 2, 21)
     images: list[Image.Image] = []
     if kind == "image-text-to-text":
         processor, images = processor_of(family, loaded)
@@ -90,13 +93,15 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
             Chunk(ChunkKey.of_image(image), "local", load_image=functools.partial(_same, image))
             for image in images
         )
-    prompt = Prompt((_text(3, 6), ChunkSegment(a), _text(4, 3), ChunkSegment(b), _text(5, 4)))
+    texts = (_text(config, 3, 6), _text(config, 4, 3), _text(config, 5, 4))
+    prompt = Prompt((texts[0], ChunkSegment(a), texts[1], ChunkSegment(b), texts[2]))
     inputs = [
         loaded.image_inputs(chunk.load_image()) if chunk.load_image else loaded.text_inputs(chunk.token_ids)
         for chunk in (a, b)
     ]
     worst = 0.0
-    oracle = StockOracle(stock, loaded.mrope)
+    types = _types_of(loaded)
+    oracle = StockOracle(stock, loaded.mrope, types, loaded.stand_ins)
     engine = NativeEngine(loaded, pages=256, page_size=8)
     try:
         engine.pool.arena.fill_(float("nan"))
@@ -112,12 +117,22 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
                     break
             if images and name == "full":
                 ids, kinds = _ids_of(prompt, inputs)
-                answer = _stock_answer(stock, processor, ids, kinds, images)
+                answer = _stock_answer(
+                    stock, processor, ids, images, {} if types is None else types.of(kinds)
+                )
                 worst = max(worst, _difference(got[0], answer))
         engine.check()
     finally:
         engine.close()
     return worst
+
+
+def _types_of(loaded: LoadedModel) -> TokenTypes | None:
+    """Returns what the processor of a family says of the types of tokens."""
+    name = types_name(loaded.model)
+    if name is None:
+        return None
+    return PREFIX_TYPES if loaded.scope is Scope.PROMPT else IMAGE_TYPES[name]
 
 
 def _stock_answer(stock: torch.nn.Module, *given: Any) -> torch.Tensor:
@@ -150,14 +165,15 @@ def _ids_of(prompt: Prompt, inputs: Sequence[ChunkInputs]) -> tuple[list[int], l
     return ids, kinds
 
 
-def _chunk(seed: int, n: int) -> Chunk:
-    ids = tuple(_text(seed, n).token_ids)
+def _chunk(config: Any, seed: int, n: int) -> Chunk:
+    ids = tuple(_text(config, seed, n).token_ids)
     return Chunk(ChunkKey.of_text(" ".join(map(str, ids))), "local", ids)
 
 
-def _text(seed: int, n: int) -> TextSegment:
+def _text(config: Any, seed: int, n: int) -> TextSegment:
     generator = torch.Generator().manual_seed(seed)
-    return TextSegment(tuple(torch.randint(10, 290, (n,), generator=generator).tolist()))
+    ids = torch.randint(10, 290, (n,), generator=generator)
+    return TextSegment(tuple(as_plain(config, ids).tolist()))
 
 
 def _slots(prompt: Prompt, inputs: Sequence[ChunkInputs]) -> list[ChunkPlace]:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-FEW = ("llama", "mistral", "qwen3", "gemma3_text", "gpt_oss", "smollm3", "deepseek_v3", "mamba")
+FEW = ("llama", "mistral", "qwen3", "gemma3", "gemma3_text", "gpt_oss", "smollm3", "deepseek_v3", "mamba")
 
 
 def check(

@@ -25,6 +25,8 @@ MAPPINGS = {
 }
 
 WINDOW = 8
+GRID = [[32, 64], [64, 32], [64, 64]]
+"""Sizes of images that are cut into tiles of 32 by 32 pixels."""
 _SMALL: dict[str, Any] = {
     "vocab_size": 300,
     "vocab_size_per_layer_input": 300,
@@ -89,6 +91,13 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "mm_tokens_per_image": 16,
+    "projection_dim": 64,
+    "image_grid_pinpoints": GRID,
+    "vision_feature_layers": [-2, -1],
+    "projection_hidden_size": 64,
+    "projector_patch_to_query_dict": {61 * 61: 4},
+    "full_attn_idxs": [1, 3],
 }
 _VISION: dict[str, Any] = {
     **{k: v for k, v in _SMALL.items() if not k.endswith("token_id") and "position" not in k},
@@ -100,7 +109,10 @@ _VISION: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 8,
     "out_hidden_size": 64,
-    "projection_dim": 64,
+    "intermediate_size": 256,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+    "vision_output_dim": 64,
 }
 _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type", "attention_layers")
 
@@ -222,6 +234,8 @@ def small(
         if settable and isinstance(entries, list | tuple) and entries:
             kinds = sorted(dict.fromkeys(entries), key=lambda kind: kind == "full_attention")
             changes[name] = [kinds[i % len(kinds)] for i in range(layers)]
+    if "full_attn_idxs" in changes:  # the kinds of its layers follow from these
+        changes.pop("layer_types", None)
     return cls(**changes)
 
 
@@ -231,7 +245,7 @@ def _is_token(name: str) -> bool:
 
 def _has_size(default: PretrainedConfig, name: str) -> bool:
     """Returns whether a configuration uses a size: one that is None by default is derived or switched off."""
-    if name.endswith("token_id") or name in ("num_experts_per_tok", "n_routed_experts"):
+    if name.endswith("token_id") or name in ("num_experts_per_tok", "n_routed_experts", "full_attn_idxs"):
         return True
     try:
         return getattr(default, name, None) is not None

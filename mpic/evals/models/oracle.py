@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -77,16 +77,47 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
 
 
+class TokenTypes(NamedTuple):
+    """A processor's types of tokens: the argument that the model takes them in, and those of text, of images and of
+    what is generated."""
+
+    name: str
+    text: int
+    image: int
+    generated: int
+
+    def of(self, kinds: Sequence[int], generated: int = 0) -> dict[str, torch.Tensor]:
+        """Returns the argument for a prompt's tokens (1: of an image) and ``generated`` more."""
+        types = [self.image if kind else self.text for kind in kinds]
+        return {self.name: torch.tensor([types + [self.generated] * generated])}
+
+
+IMAGE_TYPES = {
+    name: TokenTypes(name, text=0, image=1, generated=0) for name in ("token_type_ids", "mm_token_type_ids")
+}
+PREFIX_TYPES = TokenTypes("token_type_ids", text=0, image=0, generated=1)
+"""Of a prefix language model (PaliGemma)."""
+
+
 class StockOracle:
     """Answers for one stock model.
 
     Args:
         stock: an unhooked model (its attention implementation is switched as needed).
         mrope: 3 for models with M-RoPE, else 1.
+        types: what its processor says of the types of tokens: the argument's name, and the types of text, of images
+            and of what is generated; None: nothing that matters.
+        stand_ins: the tokens that the layers' own embeddings are looked up for in place of others.
     """
 
-    def __init__(self, stock: nn.Module, mrope: int) -> None:
-        self.model, self.mrope = stock, mrope
+    def __init__(
+        self,
+        stock: nn.Module,
+        mrope: int,
+        types: TokenTypes | None = None,
+        stand_ins: Mapping[int, int] | None = None,
+    ) -> None:
+        self.model, self.mrope, self.types, self.stand_ins = stock, mrope, types, stand_ins
         self.text = text_model_of(stock)
         self.text_config = stock.config.get_text_config()
         self.cache: Cache | None = None
@@ -104,8 +135,16 @@ class StockOracle:
         finally:
             handle.remove()
 
-    def _run(self, cache: Cache, rows: RowInputs, positions: torch.Tensor) -> torch.Tensor:
-        """Runs the model over rows; logits ``[rows, vocabulary]``."""
+    def _run(
+        self,
+        cache: Cache,
+        rows: RowInputs,
+        positions: torch.Tensor,
+        kinds: Sequence[int] = (),
+        generated: int = 0,
+    ) -> torch.Tensor:
+        """Runs the model over rows; logits ``[rows, vocabulary]``. ``kinds`` says for each token of the prompt whether
+        it is of an image; ``generated`` more follow."""
         global _cache
         _cache = self.cache = cache
         self.text.config._attn_implementation_internal = NAME
@@ -113,11 +152,12 @@ class StockOracle:
         if rows.deepstack is not None:
             marks, features = rows.deepstack
             extra = {"visual_pos_masks": marks[None], "deepstack_visual_embeds": list(features)}
-        found, given = per_layer_inputs(self.text, rows.ids), {}
+        given: dict[str, Any] = {} if self.types is None else self.types.of(kinds, generated)
+        found = per_layer_inputs(self.text, rows.ids, self.stand_ins)
         if found is not None:
             extra["per_layer_inputs"] = found
             if "per_layer_inputs" in inspect.signature(self.model.forward).parameters:
-                given = {"per_layer_inputs": found}
+                given["per_layer_inputs"] = found
         with self._beside(extra):
             return self.model(
                 inputs_embeds=rows.embeds[None],
@@ -148,7 +188,8 @@ class StockOracle:
             marks = torch.cat([torch.zeros(sink, dtype=torch.bool), torch.ones(n, dtype=torch.bool)])
             deep = marks, inputs.deepstack
         cache = Cache(torch.arange(sink + n), sink + n)
-        self._run(cache, RowInputs(ids, embeds, deep), torch.cat([heads, inputs.positions + base], 1))
+        kinds = [0] * sink + [int(inputs.embeds is not None)] * n
+        self._run(cache, RowInputs(ids, embeds, deep), torch.cat([heads, inputs.positions + base], 1), kinds)
         return [(cache.keys[i][:, sink:], cache.values[i][:, sink:]) for i in sorted(cache.keys)]
 
     # ---- whole prompts
@@ -214,7 +255,8 @@ class StockOracle:
             deep = None
             if deepstack is not None:
                 deep = marks[index], deepstack[:, own[: len(marks)][marks]]
-            last = self._run(cache, RowInputs(ids[index], embeds[index], deep), positions[:, index])[-1]
+            rows = RowInputs(ids[index], embeds[index], deep)
+            last = self._run(cache, rows, positions[:, index], kinds_of(prompt, inputs), step)[-1]
             logits.append(last)
             token = int(last.argmax())
             answer.append(token)
@@ -234,10 +276,23 @@ class StockOracle:
         compiled = [self.compile(chunk, 0, 0, base)[layer] for _, base, chunk in places]
         whole = Cache(torch.arange(len(embeds)), len(embeds))
         deep = None if deepstack is None else (marks, deepstack)
-        self._run(whole, RowInputs(ids, embeds, deep), positions)
+        self._run(whole, RowInputs(ids, embeds, deep), positions, kinds_of(prompt, inputs))
         found = []
         for (start, _, chunk), (k, v) in zip(places, compiled, strict=True):
             rows = slice(start, start + len(chunk))
             keys, values = whole.keys[layer][:, rows] - k, whole.values[layer][:, rows] - v
             found.append(keys.square().sum((0, 2)) + values.square().sum((0, 2)))
         return found
+
+
+def kinds_of(prompt: Prompt, inputs: Sequence[ChunkInputs]) -> list[int]:
+    """Returns for each token of a prompt whether it is of an image."""
+    kinds: list[int] = []
+    following = iter(inputs)
+    for segment in prompt.segments:
+        if isinstance(segment, TextSegment):
+            kinds += [0] * len(segment.token_ids)
+        else:
+            chunk = next(following)
+            kinds += [int(chunk.embeds is not None)] * len(chunk)
+    return kinds

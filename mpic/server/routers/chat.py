@@ -96,7 +96,7 @@ def prepare(
             "n greedy answers would all be the same: set a temperature above 0", param="n"
         )
     policy = parse_policy(body.mpic.policy or state.config.engine.policy)
-    resolver = LibraryResolver(state.library, user, state.config.server.max_chunks)
+    resolver = _resolver(state, user)
     messages = [m.model_dump(exclude_none=True, exclude=IGNORED) for m in body.messages]
     check_conversation(messages, state.engine.info.context_length, state.template.longest_token)
     options = body.mpic.retrieval
@@ -109,9 +109,7 @@ def prepare(
         prompt = build_prompt(messages, state.template, resolver, tools)
     else:
         searcher = retrieval.Searcher(state.retriever, options)
-        query = retrieval.query_of(
-            messages, LibraryResolver(state.library, user, state.config.server.max_chunks)
-        )
+        query = retrieval.query_of(messages, _resolver(state, user))
         if options.mode == "always":
             prompt, round = retrieval.prompt_with_references(messages, searcher, query, state, resolver)
             rounds = (round,)
@@ -119,6 +117,12 @@ def prepare(
             prompt, search = retrieval.prompt_with_search(messages, searcher, query, state, resolver, policy)
     id = f"chatcmpl-{uuid.uuid4().hex}"
     return GenerationRequest(id, prompt, policy, sampling_of(body), user, body.mpic.trace, search), rounds
+
+
+def _resolver(state: State, user: str) -> LibraryResolver:
+    return LibraryResolver(
+        state.library, user, state.config.server.max_chunks, state.engine.info.context_length
+    )
 
 
 def sampling_of(body: ChatRequest) -> Sampling:

@@ -10,14 +10,14 @@ from starlette.concurrency import run_in_threadpool
 
 from mpic.api.requests import FileChange
 from mpic.api.resources import FileChunk, FileDeleted, FileList, FileObject
-from mpic.errors import BadRequest, UnsupportedParameter
+from mpic.errors import BadRequest, DocumentTooLong, UnsupportedParameter
 from mpic.library import File as LibraryFile
 from mpic.library.intake.checks import check_life
 from mpic.server.auth import CurrentUser
-from mpic.server.cutting import split_of
+from mpic.server.cutting import check_whole, split_of
 from mpic.server.json_routes import JSONRoute
 from mpic.server.routers.common import After, Order, Tiers, download, form_fields, shown, tiers_of
-from mpic.server.state import StateDep
+from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/files", tags=["files"], route_class=JSONRoute)
 
@@ -90,7 +90,7 @@ async def upload(
             state.engine.forget(chunk)
     if stored.compile:
         request.app.state.background.compile(stored.file)
-        answer = _show(stored.file, {}, {})
+        answer = _show(stored.file, state, {}, {})
     else:
         answer = await run_in_threadpool(get_file, stored.file.id, state, user)
     return answer.model_copy(update={"outcome": stored.outcome})
@@ -109,7 +109,7 @@ def list_files(
     kind = {None: None, "vision": "image", "user_data": "text"}.get(purpose, "none")
     page = state.library.files.page(user.id, after=after, limit=limit, order=order, kind=kind)
     tiers, counts = tiers_of(state, user.id), state.library.files.counts(user.id)
-    return FileList.of((_show(file, tiers, counts) for file in page.files), page.has_more)
+    return FileList.of((_show(file, state, tiers, counts) for file in page.files), page.has_more)
 
 
 @router.get("/{file_id}")
@@ -118,7 +118,7 @@ def get_file(file_id: str, state: StateDep, user: CurrentUser) -> FileObject:
     file = state.library.files.get(user.id, file_id)
     borders = state.library.files.borders(user.id, file_id)
     chunks = tuple(FileChunk(start=piece.start, end=piece.end) for piece in borders) or None
-    found = _show(file, tiers_of(state, user.id, file_id), {file_id: len(borders)} if borders else {})
+    found = _show(file, state, tiers_of(state, user.id, file_id), {file_id: len(borders)} if borders else {})
     return found.model_copy(update={"chunks": chunks})
 
 
@@ -149,7 +149,11 @@ def delete_file(file_id: str, state: StateDep, user: CurrentUser) -> FileDeleted
     return FileDeleted(id=file_id)
 
 
-def _show(file: LibraryFile, tiers: Tiers, counts: Mapping[str, int]) -> FileObject:
-    purpose = "vision" if file.kind == "image" else "user_data"
-    more = {"purpose": purpose, "status_details": file.error, "chunk_count": counts.get(file.id, 1)}
+def _show(file: LibraryFile, state: State, tiers: Tiers, counts: Mapping[str, int]) -> FileObject:
+    purpose, details = "vision" if file.kind == "image" else "user_data", file.error
+    try:
+        check_whole(file, state.engine.info.context_length)
+    except DocumentTooLong as error:
+        details = error.message
+    more = {"purpose": purpose, "status_details": details, "chunk_count": counts.get(file.id, 1)}
     return shown(FileObject, file, tiers=tiers.get(file.id, ()), **more)

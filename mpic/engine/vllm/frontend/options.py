@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from mpic.config import ConfigError, EngineConfig
-from mpic.engine.vllm.wire import MAX_CHUNKS
+from mpic.engine.vllm.wire import MAX_CHUNKS, unknown_version
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -96,7 +96,7 @@ def prepare_environment() -> bool:
         True if vLLM's build is one for CPUs.
 
     Raises:
-        ConfigError: vLLM is not installed, or cannot be imported.
+        ConfigError: vLLM is not installed, cannot be imported, or is of a version that is not known here.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
@@ -109,14 +109,16 @@ def prepare_environment() -> bool:
         "VLLM_NO_USAGE_STATS": "1",  # it reports to its makers by default
         "VLLM_LOGGING_LEVEL": level,
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output is our commands' own
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # our mixin is for the first one
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
     }.items():
         os.environ.setdefault(name, value)
     try:
+        import vllm
         from vllm.platforms import current_platform
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(f"vLLM is installed and cannot be imported: {error}", param="engine") from error
+    if reason := unknown_version(vllm.__version__):
+        raise ConfigError(f"{reason}; install another one, or use engine = native", param="engine")
     return current_platform.is_cpu()
 
 

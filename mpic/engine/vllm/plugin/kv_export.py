@@ -10,7 +10,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -21,7 +21,7 @@ from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, part_name
 from mpic.kv.chunk import ChunkInputs
 
 if TYPE_CHECKING:
-    from mpic.engine.vllm.plugin.runner import LinkRunner
+    from mpic.engine.vllm.plugin.runner import LinkRunner, PromptInputs
 
 
 class KVExporter:
@@ -61,9 +61,11 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str
             path.with_name(path.stem + (DISK_FULL if full else NOT_WRITTEN)).touch()
 
 
-def _copy(runner: Any, request: str, export: ChunkExport) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    state, paged = runner.requests[request], runner.paged
-    length = len(state.prompt_token_ids)
+def _copy(
+    runner: LinkRunner, request: str, export: ChunkExport
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    prompt, paged = runner.prompt_inputs(request), runner.paged
+    length = len(prompt.token_ids)
     kv = paged.read(torch.tensor(export.blocks), export.skip, length)
     parallel = runner.vllm_config.parallel_config
     metadata = {
@@ -73,27 +75,27 @@ def _copy(runner: Any, request: str, export: ChunkExport) -> tuple[dict[str, tor
     }
     tensors = {"kv": kv}
     if paged.rank == (0, 0):
-        inputs = _inputs(runner, state, export.skip, length)
+        inputs = _inputs(runner, prompt, export.skip, length)
         metadata["extent"] = str(inputs.rotary_length)
         given = {name: getattr(inputs, name) for name in ("token_ids", "positions", "embeds", "deepstack")}
         tensors |= {name: tensor.contiguous() for name, tensor in given.items() if tensor is not None}
     return tensors, metadata
 
 
-def _inputs(runner: Any, state: Any, skip: int, length: int) -> ChunkInputs:
-    ids = torch.tensor(state.prompt_token_ids[skip:], dtype=torch.int64)
+def _inputs(runner: LinkRunner, prompt: PromptInputs, skip: int, length: int) -> ChunkInputs:
+    ids = torch.tensor(prompt.token_ids[skip:], dtype=torch.int64)
     positions, rotary_length = torch.arange(length - skip)[None], length - skip
-    if runner.uses_mrope:
-        positions = state.mrope_positions[:, skip:length].to(torch.int64) - skip
+    if prompt.positions is not None:
+        positions = prompt.positions[:, skip:length].to(torch.int64) - skip
         rotary_length = int(positions.max()) + 1
     embeds = deepstack = None
-    if state.mm_features:
-        width = runner.model_config.hf_text_config.hidden_size
-        widths = (runner.encoder_cache[feature.identifier].shape[-1] for feature in state.mm_features)
+    if prompt.features:
+        width = runner.vllm_config.model_config.hf_text_config.hidden_size
+        widths = (prompt.encoded[feature.identifier].shape[-1] for feature in prompt.features)
         rows = torch.zeros(length - skip, max(width, *widths), dtype=runner.dtype)
         words = torch.ones(length - skip, dtype=torch.bool)
-        for feature in state.mm_features:
-            place, encoded = feature.mm_position, runner.encoder_cache[feature.identifier]
+        for feature in prompt.features:
+            place, encoded = feature.mm_position, prompt.encoded[feature.identifier]
             index = torch.arange(place.offset, place.offset + place.length)
             index = (index if place.is_embed is None else index[place.is_embed]) - skip
             rows[index], words[index] = encoded.cpu(), False
@@ -102,7 +104,7 @@ def _inputs(runner: Any, state: Any, skip: int, length: int) -> ChunkInputs:
                 raise ValueError(
                     "the embedding table is divided among ranks and cannot be read from one of them"
                 )
-            table = runner.get_model().get_language_model().embed_input_ids
+            table = runner.language_model.embed_input_ids
             rows[words, :width] = table(ids[words].to(runner.device)).cpu()
         embeds = rows[:, :width]
         if rows.shape[1] > width:

@@ -1,4 +1,4 @@
-"""Links inside vLLM's model runner (V1), by permuted tokens and pseudo-sequences (docs/vllm.md, "How it works").
+"""Links inside vLLM's model runner, by permuted tokens and pseudo-sequences (docs/vllm.md, "How it works").
 
 The connector claims all but the link's S computed tokens, so vLLM schedules "the last S" of the prompt's N tokens. Here
 the scheduled token i of [N - S, N) is replaced by the computed token number i - (N - S): its id, its position, its
@@ -9,21 +9,25 @@ the mask of selective attention.
 
 The sequence index of a computed token is never above that of the scheduled token it replaces, so a step needs no block
 that is not allocated yet, and chunks are placed up to the end of the step's scheduled tokens, its *frontier*.
+
+vLLM has two model runners, which share no code. ``LinkRunner`` is what links need of either; ``runner_v1`` and
+``runner_v2`` put it into vLLM's methods.
 """
 
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -35,10 +39,25 @@ from mpic.engine.vllm.plugin.step_messages import Fault, StepReport
 from mpic.errors import CorruptFile
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 logger = init_logger(__name__)
+
+
+class LinkedRequest(NamedTuple):
+    """A request of a step whose scheduled tokens are replaced.
+
+    Args:
+        row: its number in the batch.
+        offset: its first token in the batch.
+        tokens: ``[n]`` sequence indices that are computed in place of the scheduled ones.
+    """
+
+    row: int
+    offset: int
+    link: ActiveLink
+    tokens: np.ndarray
 
 
 @dataclass
@@ -46,38 +65,46 @@ class LinkStep:
     """The rows of attention in a step with links.
 
     Args:
-        links: ``(link, offset in the batch, sequence indices)``.
+        links: the requests with links.
         owners: ``[rows]`` numbers of their requests in the batch.
         queries, ends: ``[rows]`` int32 query and sequence lengths.
     """
 
-    links: list[tuple[ActiveLink, int, np.ndarray]]
+    links: list[LinkedRequest]
     owners: np.ndarray
     queries: np.ndarray
     ends: np.ndarray
 
 
-class WithoutFullGraphs:
-    """vLLM's dispatcher of captured graphs for a step with links. A full graph has one row of attention per request;
-    the pieces of a piecewise one have no attention in them and are used as always.
+class PromptInputs(NamedTuple):
+    """What the runner knows of a request's prompt.
 
-    ``invalid_modes`` is how vLLM itself leaves full graphs out for a batch (encoder outputs, spec decoding); its model
-    runner has no argument that would ask for it.
+    Args:
+        token_ids: its N tokens.
+        positions: its M-RoPE positions ``[3, N]``, or None where the model has one position a token.
+        features: its images, as vLLM describes them.
+        encoded: what the vision encoder made of images, by their identifiers.
     """
 
-    def __init__(self, dispatcher: CudagraphDispatcher) -> None:
-        self._dispatcher = dispatcher
-
-    def dispatch(self, *args: Any, **options: Any) -> Any:
-        options["invalid_modes"] = {*(options.get("invalid_modes") or ()), CUDAGraphMode.FULL}
-        return self._dispatcher.dispatch(*args, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dispatcher, name)
+    token_ids: list[int]
+    positions: torch.Tensor | None
+    features: Sequence[Any]
+    encoded: Mapping[str, torch.Tensor]
 
 
 class LinkRunner:
-    """A mixin for ``GPUModelRunner`` or ``CPUModelRunner``. Without a link in the batch it changes nothing."""
+    """What links need of a model runner. Without a link in the batch it changes nothing.
+
+    A subclass is mixed into vLLM's runner. It calls ``begin_links`` before vLLM takes the step's requests in,
+    ``plan_step`` when their tokens are known, gives the attention backend ``step_metadata`` and clears ``_step`` when
+    the step has ended.
+    """
+
+    # of vLLM's runner
+    device: torch.device
+    dtype: torch.dtype
+    vllm_config: VllmConfig
+    attn_groups: list[list[Any]]
 
     _links: dict[str, ActiveLink]
     _step: LinkStep | None = None
@@ -98,21 +125,31 @@ class LinkRunner:
         model = self.get_model()
         return model.get_language_model() if hasattr(model, "get_language_model") else model
 
-    # state
+    @abstractmethod
+    def prompt_inputs(self, request: str) -> PromptInputs:
+        """Returns what is known of the prompt of a request that the step which is ending has computed."""
 
-    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+    @abstractmethod
+    def block_ids(self, request: str) -> list[int]:
+        """Returns the blocks that a request with a link holds, in order."""
+
+    # a step
+
+    def begin_links(self, scheduler_output: SchedulerOutput) -> None:
+        """Forgets links whose requests are gone and starts those that are admitted."""
         self._step = None
-        instructions = scheduler_output.kv_connector_metadata
         if self._links:
-            gone = scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids
+            gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
             for request in gone & self._links.keys():
                 del self._links[request]
+        instructions = scheduler_output.kv_connector_metadata
+        if instructions is None:  # vLLM warms its kernels up with steps that no scheduler made
+            return
         for request, start in instructions.links.items():
             try:
                 self._links[request] = ActiveLink(start, self.paged)
             except Exception as error:  # in another process the file can be gone by now
                 self._fail(request, error)
-        return super()._update_states(scheduler_output)
 
     def _fail(self, request: str, error: Exception) -> None:
         logger.exception("the link of request %s cannot be placed", request)
@@ -121,57 +158,45 @@ class LinkRunner:
         code = {FileNotFoundError: "missing", CorruptFile: "corrupt"}.get(type(error), "internal_error")
         self.report.faults[request] = Fault(code, f"a chunk could not be placed: {error!r}")
 
-    def _init_mrope_positions(self, req_state: Any) -> None:
-        link = self._links.get(req_state.req_id)
-        if link is not None:
-            req_state.mrope_positions, req_state.mrope_position_delta = link.positions()
-            return
-        super()._init_mrope_positions(req_state)
+    def plan_step(
+        self, requests: Sequence[str], scheduled: np.ndarray, computed: np.ndarray
+    ) -> LinkStep | None:
+        """Places what a step's links map and makes its rows of attention.
 
-    # a step
+        Args:
+            requests: ids in the order of the batch.
+            scheduled: ``[requests]`` tokens of each in this step.
+            computed: ``[requests]`` tokens of each that stand before them.
 
-    def execute_model(self, *args: Any, **options: Any) -> Any:
-        try:
-            return super().execute_model(*args, **options)
-        finally:
-            self._step = None  # what vLLM runs between steps (warm-up, idle ranks) has no links
-
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        if self._links:
-            self._permute(num_scheduled_tokens)
-        return prepared
-
-    def _permute(self, scheduled: np.ndarray) -> None:
-        batch = self.input_batch
+        Returns:
+            The step, which is ``_step`` from now on; None where no request has a link.
+        """
+        if not self._links:
+            return None
         offsets = np.cumsum(scheduled) - scheduled
-        before = batch.num_computed_tokens_cpu[: batch.num_reqs]
         links, writes, owners, queries, ends = [], [], [], [], []
-        for i, request in enumerate(batch.req_ids):
-            count, lo, link = int(scheduled[i]), int(before[i]), self._links.get(request)
+        for row, request in enumerate(requests):
+            count, lo, link = int(scheduled[row]), int(computed[row]), self._links.get(request)
             if link is None or lo >= link.length:
                 runs = [(lo + count, count)]
             else:
                 tokens = link.tokens(lo, lo + count)
                 writes += self._advance(request, link, lo + count)
-                self._move(i, int(offsets[i]), link, tokens)
-                links.append((link, int(offsets[i]), tokens))
+                links.append(LinkedRequest(row, int(offsets[row]), link, tokens))
                 cuts = np.flatnonzero(np.diff(tokens) != 1) + 1
                 bounds = [0, *cuts.tolist(), count]
                 runs = [(int(tokens[b - 1]) + 1, b - a) for a, b in pairwise(bounds)]
-            owners += [i] * len(runs)
+            owners += [row] * len(runs)
             ends += [end for end, _ in runs]
             queries += [query for _, query in runs]
         if not links:
-            return
+            return None
         self._place(writes)
-        total = int(scheduled.sum())
-        query_start = self.query_start_loc.gpu[: batch.num_reqs + 1]
-        batch.block_table.compute_slot_mapping(batch.num_reqs, query_start, self.positions[:total])
         self._step = LinkStep(links, np.array(owners), np.array(queries, np.int32), np.array(ends, np.int32))
+        return self._step
 
     def _advance(self, request: str, link: ActiveLink, frontier: int) -> list[tuple[str, PagedWrite]]:
-        blocks = torch.tensor(self.requests[request].block_ids[0])
+        blocks = torch.tensor(self.block_ids(request))
         writes = [(request, write) for write in link.advance(frontier, blocks, self.paged)]
         if link.frontier == link.length:
             self.report.placed[request] = link.seconds
@@ -197,41 +222,21 @@ class LinkRunner:
             else:
                 self._links[request].seconds += share
 
-    def _move(self, i: int, offset: int, link: ActiveLink, tokens: np.ndarray) -> None:
-        """Replaces ids and positions of the scheduled tokens by those of the computed ones."""
-        index = torch.from_numpy(tokens)
-        batch = slice(offset, offset + len(tokens))
-        self.positions[batch] = index.to(self.device)
-        self.input_ids.gpu[batch] = self.input_batch.token_ids_cpu_tensor[i, index].to(self.device)
-        if self.uses_mrope:
-            prompt = int(np.searchsorted(tokens, link.length))
-            positions = self.requests[self.input_batch.req_ids[i]].mrope_positions[:, index[:prompt]]
-            self.mrope_positions.gpu[:, offset : offset + prompt] = positions.to(self.mrope_positions.gpu)
+    # what the attention backend and the model get
 
-    def _determine_batch_execution_and_padding(self, *args: Any, **options: Any) -> Any:
-        if self._step is None:
-            return super()._determine_batch_execution_and_padding(*args, **options)
-        dispatcher = self.cudagraph_dispatcher
-        self.cudagraph_dispatcher = WithoutFullGraphs(dispatcher)
-        try:
-            return super()._determine_batch_execution_and_padding(*args, **options)
-        finally:
-            self.cudagraph_dispatcher = dispatcher
+    def step_metadata(
+        self, step: LinkStep, blocks: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> dict[str, Any]:
+        """Returns the attention metadata of a step by layer name.
 
-    def _build_attention_metadata(self, **options: Any) -> Any:
-        step = self._step
-        if step is None:
-            return super()._build_attention_metadata(**options)
-        (group,), (slots,) = self.attn_groups[0], options["slot_mappings"].values()
-        metadata = self.attention_metadata(
-            torch.from_numpy(step.owners),
-            torch.from_numpy(step.queries),
-            torch.from_numpy(step.ends),
-            self.input_batch.block_table[0].get_device_tensor(self.input_batch.num_reqs),
-            slots,
-            self.positions[: options["num_tokens"]],
-        )
-        return dict.fromkeys(group.layer_names, metadata), None
+        Args:
+            blocks: ``[requests, most blocks]`` int32, on the device.
+            slots, positions: ``[tokens]`` of the computed tokens, on the device.
+        """
+        (group,) = self.attn_groups[0]
+        owners, queries, ends = (torch.from_numpy(each) for each in (step.owners, step.queries, step.ends))
+        metadata = self.attention_metadata(owners, queries, ends, blocks, slots, positions)
+        return dict.fromkeys(group.layer_names, metadata)
 
     def attention_metadata(
         self,
@@ -282,12 +287,22 @@ class LinkRunner:
         builder = group.backend.get_builder_cls()
         return builder(group.kv_cache_spec, group.layer_names, config, self.device)
 
-    def _gather_mm_embeddings(self, scheduler_output: SchedulerOutput, shift_computed_tokens: int = 0) -> Any:
-        embeds, mask = super()._gather_mm_embeddings(scheduler_output, shift_computed_tokens)
+    def with_chunk_embeddings(
+        self, embeds: Sequence[torch.Tensor], mask: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        """Adds the images of links to those that vLLM gathered.
+
+        Args:
+            embeds: ``[n, width]`` of each of vLLM's, in the order of the batch.
+            mask: ``[tokens]`` bool, on the CPU, where they go.
+
+        Returns:
+            The same for both.
+        """
         if self._step is None:
             return embeds, mask
         linked, parts = torch.zeros_like(mask), []
-        for link, offset, tokens in self._step.links:
+        for _, offset, link, tokens in self._step.links:
             image, rows = link.embeddings(tokens)
             linked[offset : offset + len(tokens)] = torch.from_numpy(image)
             parts += rows

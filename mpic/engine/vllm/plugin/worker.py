@@ -1,4 +1,4 @@
-"""vLLM's workers with links: the platform's own worker, with ``LinkRunner`` mixed into its model runner.
+"""vLLM's workers with links: the platform's own worker, with a ``LinkRunner`` mixed into its model runner.
 
 Settings under which answers would be wrong are refused when the engine starts.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -15,10 +16,10 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
-from mpic.engine.vllm.plugin.runner import LinkRunner
 from mpic.engine.vllm.plugin.scheduler import LinkScheduler
 from mpic.engine.vllm.plugin.selftest import self_test
 from mpic.engine.vllm.plugin.watchdog import end_with_parent
+from mpic.engine.vllm.wire import unknown_version
 from mpic.errors import ModelRefused
 from mpic.model.refusals import refuse_on_vllm
 
@@ -43,6 +44,11 @@ class LinkWorker(PlatformWorker):
 
     def init_device(self) -> None:
         super().init_device()
+        # vLLM's runners are made in different methods of its CPU and GPU workers; both are whole by now
+        if self.use_v2_model_runner:
+            from mpic.engine.vllm.plugin.runner_v2 import LinkRunnerV2 as LinkRunner
+        else:
+            from mpic.engine.vllm.plugin.runner_v1 import LinkRunnerV1 as LinkRunner
         runner = type(self.model_runner)
         self.model_runner.__class__ = type(f"Link{runner.__name__}", (LinkRunner, runner), {})
 
@@ -54,7 +60,7 @@ class LinkWorker(PlatformWorker):
             raise ModelRefused("another engine in this process holds vLLM's KV connector; shut it down first")
         if len(runner.attn_groups) != 1 or len(runner.attn_groups[0]) != 1:
             raise ModelRefused("its layers use several attention backends")
-        if runner.reorder_batch_threshold is not None:
+        if runner.attn_groups[0][0].get_metadata_builder().reorder_batch_threshold is not None:
             raise ModelRefused("its attention backend sorts decodes in front of prefills")
         backends = {group.backend.get_name() for group in runner.attn_groups[0]}
         context = self.compilation_config.static_forward_context
@@ -69,7 +75,9 @@ class LinkWorker(PlatformWorker):
 
 
 def refuse(config: VllmConfig) -> None:
-    """Raises ModelRefused for settings that links cannot be combined with."""
+    """Raises ModelRefused for settings, and versions of vLLM, that links cannot be combined with."""
+    if reason := unknown_version(vllm.__version__):
+        raise ModelRefused(reason)
     parallel, model, scheduler = config.parallel_config, config.model_config, config.scheduler_config
     cls = scheduler.get_scheduler_cls()
     reasons = {
@@ -79,7 +87,6 @@ def refuse(config: VllmConfig) -> None:
             cls, LinkScheduler
         ),
         "it needs --no-async-scheduling": bool(scheduler.async_scheduling),
-        "it needs the V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0": bool(config.use_v2_model_runner),
         "speculative decoding is not supported": config.speculative_config is not None,
         "context parallelism is not supported": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,

@@ -1,0 +1,39 @@
+"""Links in vLLM's second model runner, whose Triton kernels run in the interpreter; everything else is vLLM's own code.
+vLLM looks for Triton when it is imported, so these engines run in processes of their own. What needs no engine is in
+``test_runner.py``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SOME = "cut_into_steps or preempted_while_it_answers or in_the_same_steps or before_it_serves"
+WHOLE = ("test_links.py", "test_link_pressure.py", "test_faults.py", "test_bad_files.py")
+
+
+def run(*names: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *names]
+    done = subprocess.run(
+        command,
+        cwd=HERE,
+        env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_links_cut_into_steps_preempted_and_in_one_batch_are_right_in_the_second_runner():
+    run("test_link_pressure.py", "-k", SOME)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_test_of_links_holds_in_the_second_runner(name):
+    run(name, "--parity", "--timeout", "1800")
