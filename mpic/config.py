@@ -110,7 +110,9 @@ class EngineConfig:
         model: folder of a transformers model, or a hub id. Default: the bundled demo model.
         policy: what a request recomputes when it does not say.
         device: auto, cpu, cuda, cuda:N or mps.
-        dtype: auto (the model's own on an accelerator, float32 on the CPU), float32, bfloat16 or float16.
+        dtype: auto (the model's own on an accelerator, float32 on the CPU and with quantize bfloat16), float32,
+            bfloat16 or float16.
+        quantize: int8 or int4 rounds the decoder's weights to so many bits when they are loaded; on the CPU (native).
         packet: file of the model's adapter, for the policies packet and packet-K; default: packet/adapter.safetensors
             beside the model (native).
         attention: auto, or the name of an implementation (CPU: cpu-stream, cpu-flash,
@@ -131,6 +133,7 @@ class EngineConfig:
     policy: str = "mpic-16"
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str = ""
     packet: str = ""
     attention: str = "auto"
     pool_bytes: int = 0
@@ -205,6 +208,7 @@ class Config:
 
 
 ENGINES = tuple(PROVIDES)
+QUANTIZE = ("", "int8", "int4")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SECTIONS = {
     "server": ServerConfig,
@@ -297,8 +301,12 @@ def check_engine(config: EngineConfig) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "vllm_args"):
             if getattr(config, name) != EngineConfig.__dataclass_fields__[name].default:
                 raise ConfigError(f"{name} has no effect with engine = native; set engine = vllm", param=name)
-    elif config.packet:
-        raise ConfigError("packet has no effect with engine = vllm; set engine = native", param="packet")
+    else:
+        for name in ("packet", "quantize"):
+            if getattr(config, name):
+                raise ConfigError(f"{name} has no effect with engine = vllm; set engine = native", param=name)
+    if config.quantize not in QUANTIZE:
+        raise ConfigError(f"unknown quantize '{config.quantize}'; available: int8, int4", param="quantize")
     refused = refusal(parse_policy(config.policy), config.engine)
     if refused is not None:
         raise ConfigError(refused, param="policy")

@@ -25,6 +25,9 @@ def demo(
         Path | None, typer.Option(help="folder with manifest.json; default: the bundled one")
     ] = None,
     engine: Annotated[str, typer.Option(help="native or vllm")] = "native",
+    quantize: Annotated[
+        str, typer.Option(help="int8 or int4: round the weights when they are loaded (native)")
+    ] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="write every figure to this file")] = None,
 ) -> None:
     """Start a server, upload the samples, ask about them under several policies, compare the answers.
@@ -37,4 +40,4 @@ def demo(
     from mpic.evals.demo import run
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the server is ended too
-    raise typer.Exit(run(policies.split(","), model, samples, json_path, engine=engine))
+    raise typer.Exit(run(policies.split(","), model, samples, json_path, engine=engine, quantize=quantize))

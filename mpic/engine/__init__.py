@@ -41,7 +41,11 @@ def load_engine(
     from mpic.packet.adapter import find_adapter, require_adapter
 
     model = load_model(
-        config.model, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code
+        config.model,
+        device=config.device,
+        dtype=config.dtype,
+        quantize=config.quantize,
+        trust_remote_code=config.trust_remote_code,
     )
     if config.attention != "auto":
         model.choose_attention(config.attention)

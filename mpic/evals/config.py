@@ -1,9 +1,10 @@
 """The configuration of ``mpic eval run``: one TOML file, of which ``mpic eval example`` prints one (``cli.EXAMPLE``).
 
 Beside what the example has: ``title`` (of the report; left out: the model's name), ``at_once`` (questions in flight;
-more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype`` and ``packet`` (an adapter's file
-instead of the one beside the model), and ``generation`` (1 or 2: how large the images and documents of the generated
-world are; left out: 2 for a model with 8,192 tokens of context or more, else 1; a hub id is taken to have them).
+more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype``, ``quantize`` (``int8``, ``int4``),
+``packet`` (an adapter's file instead of the one beside the model), and ``generation`` (1 or 2: how large the images and
+documents of the generated world are; left out: 2 for a model with 8,192 tokens of context or more, else 1; a hub id is
+taken to have them).
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class EvalConfig:
     title: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str = ""
     packet: str = ""
     generation: int | None = None
 
@@ -137,8 +139,11 @@ class EvalConfig:
         return None if path is None else (self.folder / path).absolute()
 
     def fingerprint(self) -> str:
-        """Returns what changes with model, seed and dtype; policies and numbers of questions may be added to a run."""
+        """Returns what changes with model, its numbers and seed; policies and numbers of questions may be added to a
+        run."""
         kept = {"model": _identity(self.model), "seed": self.seed, "dtype": self.dtype}
+        if self.quantize:
+            kept["quantize"] = self.quantize
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -56,9 +56,10 @@ def run(
     json_path: Path | None = None,
     console: Console | None = None,
     engine: str = "native",
+    quantize: str = "",
 ) -> int:
     """Runs the demo; the result is the process's exit status."""
-    flags = ("--engine", engine)
+    flags = ("--engine", engine, *(("--quantize", quantize) if quantize else ()))
     console = console or Console()
     folder = samples or samples_folder(model or DEFAULT)
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))

@@ -95,7 +95,11 @@ class Evaluator:
             raise TaskError("\n".join(missing))
         config = self.config
         settings = EngineConfig(
-            model=config.model, device=config.device, dtype=config.dtype, packet=config.packet
+            model=config.model,
+            device=config.device,
+            dtype=config.dtype,
+            quantize=config.quantize,
+            packet=config.packet,
         )
         packets = [policy for policy in config.policies if parse_policy(policy).wrapping.packet]
         if packets:

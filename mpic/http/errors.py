@@ -149,7 +149,8 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
         return BadRequest(f"the body is not JSON: {first.get('ctx', {}).get('error', message)}")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return UnsupportedModality(
-            f"{path}: content parts are text, image_url, image, file, document or cache", param=path
+            f"{path}: content parts are text, image_url, image, file, document or cache (of a video, send the frames)",
+            param=path,
         )
     if kind == "missing":
         return BadRequest(f"{path} is required", param=path)

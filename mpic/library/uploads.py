@@ -19,6 +19,7 @@ from mpic.library.catalog.quotas import NO_KEY
 from mpic.library.folder.originals import Originals
 from mpic.library.intake.checks import check_handle, check_life, check_page
 from mpic.library.intake.decode import decode_image, decode_text, image_key
+from mpic.library.intake.image_keys import ImageKeys
 from mpic.library.intake.tokens import TokenCache
 from mpic.library.limits import Limits
 from mpic.library.records import AsyncReader, File, FilePage, Removed, Scalar, State, Tokenize
@@ -55,6 +56,7 @@ class UploadLibrary:
         self._limits = limits
         self._clock = clock
         self._tokens = TokenCache()
+        self._image_keys = ImageKeys()
         self._intake = UploadIntake(rows, originals, limits, clock, self._remove)
 
     # Uploading
@@ -245,13 +247,14 @@ class UploadLibrary:
 
     def inline_image(self, user: str, data: bytes, label: str | None = None) -> Chunk:
         """Returns the chunk of an image that came inside a request (data URL). It is checked like an upload and owned
-        by the user, but no file.
+        by the user, but no file. The same bytes once more are not decoded again to find their chunk.
 
         Raises:
             InvalidImage, TooLarge, DecoderBusy: as ``image_key``.
         """
         load = partial(decode_image, data, self._limits)
-        return Chunk(image_key(data, self._limits), user, load_image=load, label=label)
+        key = self._image_keys.key(user, data, partial(image_key, data, self._limits))
+        return Chunk(key, user, load_image=load, label=label)
 
     def inline_text(self, user: str, text: str, label: str | None = None) -> Chunk:
         """Returns the chunk of a document that came inside a request. It is checked like an upload and owned by the

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import cached_file
@@ -39,6 +39,22 @@ def streamed_fingerprint(path: str, model: PreTrainedModel, dtype: torch.dtype) 
     try:
         return _streamed(path, model, dtype)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise NotStreamable(f"its files cannot be read: {error!r}") from error
+
+
+def stored_fingerprint(path: str, config: PretrainedConfig) -> str:
+    """Returns a digest of a configuration and of the tensors as the files hold them: of a quantised checkpoint, whose
+    weights only the program that runs it unpacks.
+
+    Raises:
+        NotStreamable: the weights are in no safetensors files here that can be read.
+    """
+    try:
+        with ExitStack() as files:
+            opened = [files.enter_context(safe_open(shard, framework="pt")) for shard in _shards(path)]
+            where = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 - not a dictionary
+            return fingerprint_of(config, ((key, where[key].get_tensor(key)) for key in sorted(where)))
+    except (OSError, ValueError, SafetensorError) as error:
         raise NotStreamable(f"its files cannot be read: {error!r}") from error
 
 

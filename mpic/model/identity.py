@@ -65,10 +65,20 @@ def fingerprint_of(configuration: Any, tensors: Iterable[tuple[str, torch.Tensor
     return h.hexdigest()
 
 
+_PLAIN = "_mpic_weights_digest"
+
+
+def remember_weights(model: nn.Module) -> None:
+    """Keeps a model's ``weights_digest`` as it is now; to be called before its weights are quantised."""
+    setattr(model, _PLAIN, weights_digest(model))
+
+
 def weights_digest(model: nn.Module) -> str:
-    """Returns a digest of configuration and weights that is the same for every dtype a checkpoint is loaded in, as what
-    was trained with the weights fits them in all: of every tensor its name, its shape and 4,096 evenly spaced values,
-    rounded to bfloat16."""
+    """Returns a digest of configuration and weights that is the same for every dtype a checkpoint is loaded in, and
+    when it is quantised while it is loaded, as what was trained with the weights fits them in all: of every tensor its
+    name, its shape and 4,096 evenly spaced values, rounded to bfloat16."""
+    if known := getattr(model, _PLAIN, ""):
+        return known
     config = _without_dtype(model.config.to_dict())
     h = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):

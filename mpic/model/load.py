@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -20,6 +21,9 @@ from transformers import (
 from mpic.errors import ModelRefused
 from mpic.model.image_selftest import image_self_test
 from mpic.model.loaded import LoadedModel
+from mpic.model.own_code import own_code
+from mpic.model.quantize import quantize_weights, refuse_quantize
+from mpic.model.quantized_checkpoint import described, quantization_of, refuse_quantized
 from mpic.model.refusals import refuse_unsupported
 from mpic.model.selftest import self_test
 
@@ -47,21 +51,33 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 def load_model(
-    path: str, *, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False
+    path: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: str = "",
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Loads, hooks and self-tests a model.
 
     Args:
         path: local folder or hub id of any transformers decoder or vision-language model.
-        dtype: ``auto`` is float32 on the CPU and the checkpoint's own on accelerators.
+        dtype: ``auto`` is float32 on the CPU, bfloat16 there with ``quantize``, and the checkpoint's own on
+            accelerators.
+        quantize: ``int8`` or ``int4`` rounds the decoder's weights (``mpic.model.quantize``); empty for none.
 
     Raises:
         ModelRefused: it cannot be loaded, cannot be right, or fails the self-test; the message says which.
     """
     where = choose_device(device)
     config = load_config(path, dtype, trust_remote_code)
-    wanted = DTYPES.get(dtype, torch.float32 if where.type == "cpu" else "auto")
-    model = load_weights(path, config, wanted, trust_remote_code).to(where)
+    own = "auto" if where.type != "cpu" else torch.bfloat16 if quantize else torch.float32
+    refuse_quantized(config)
+    if quantize:
+        refuse_quantize(quantize, where, quantization_of(config))
+    model = load_weights(path, config, DTYPES.get(dtype, own), trust_remote_code, where)
+    parameters = sum(p.numel() for p in model.parameters())
+    details = quantize_weights(model, quantize) if quantize else described(config, model)
     processor = load_processor(path, is_vision(config), trust_remote_code)
     name = model_name(path)
     loaded = LoadedModel(model, processor, name)
@@ -73,6 +89,8 @@ def load_model(
         log.warning("%s: decoding is slower than it could be: %s", name, loaded.attention_note)
     loaded.info.details["self_test_error"] = error
     loaded.info.details["transformers"] = transformers.__version__
+    if details is not None:
+        loaded.info.details.update(quantization=details, parameters=parameters)
     return loaded
 
 
@@ -93,9 +111,12 @@ def load_config(path: str, dtype: str, trust_remote_code: bool) -> PretrainedCon
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelRefused(f"unknown dtype '{dtype}'; available: auto, {', '.join(DTYPES)}")
+    if trust_remote_code and (code := own_code_of(path)):
+        log.warning("%s: running Python that comes with the model: %s", model_name(path), ", ".join(code))
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
+        _refuse_own_code(path, trust_remote_code, error)
         why = str(error).strip().partition("\n")[0]
         where = (
             "" if Path(path).exists() else ", neither a folder here nor one of the hub that can be reached"
@@ -106,14 +127,34 @@ def load_config(path: str, dtype: str, trust_remote_code: bool) -> PretrainedCon
 
 
 def load_weights(
-    path: str, config: PretrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
+    path: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype | str,
+    trust_remote_code: bool,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Returns a model on the CPU. Raises ModelRefused: its weights cannot be loaded."""
+    """Returns a model on a device, None for the CPU.
+
+    Raises:
+        ModelRefused: its weights cannot be loaded, or some of them are missing.
+    """
     auto = AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    elsewhere = device is not None and device.type != "cpu"
+    packed = quantization_of(config) is not None
+    if packed and elsewhere:  # some of these cannot be moved once they are loaded
+        options["device_map"] = {"": device}
     try:
-        return auto.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        model, report = auto.from_pretrained(path, output_loading_info=True, **options)
     except Exception as error:
+        _refuse_own_code(path, trust_remote_code, error)
         raise ModelRefused(f"the weights at '{path}' could not be loaded: {error}") from error
+    absent = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
+    if absent:  # transformers gives them random values
+        raise ModelRefused(
+            f"the weights at '{path}' lack {len(absent)} that the model has, such as {absent[0]}"
+        )
+    return model.to(device) if elsewhere and not packed else model
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -129,5 +170,25 @@ def load_processor(path: str, vision: bool, trust_remote_code: bool = False) -> 
     try:
         return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
+        _refuse_own_code(path, trust_remote_code, error)
         what = "processor" if vision else "tokenizer"
         raise ModelRefused(f"the model at '{path}' has no usable {what}: {error}") from error
+
+
+def own_code_of(path: str) -> list[str]:
+    """Returns the names of Python code that comes with the model (``own_code``), or none if its files cannot be read,
+    of which loading complains."""
+    try:
+        return own_code(path)
+    except (OSError, ValueError):
+        return []
+
+
+def _refuse_own_code(path: str, trust_remote_code: bool, error: Exception) -> None:
+    """Raises ModelRefused if loading failed because code of the model's own was not allowed to run."""
+    if trust_remote_code or not isinstance(error, ValueError) or "trust_remote_code" not in str(error):
+        return
+    raise ModelRefused(
+        f"the model at '{path}' comes with Python of its own ({', '.join(own_code_of(path))}), which is run only with "
+        "trust_remote_code (--trust-remote-code); set it if you trust its author"
+    ) from error

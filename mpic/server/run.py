@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -22,6 +22,7 @@ from mpic.config import Config, ServerConfig, proxies
 from mpic.http.hosts import is_loopback, seen_from_here
 from mpic.http.listening import bind, url_of
 from mpic.keys import any_keys
+from mpic.limits import MiB
 from mpic.server import descriptors
 from mpic.server.connections import Connections
 from mpic.server.protocol import HTTPConnection
@@ -157,17 +158,22 @@ class _Server(uvicorn.Server):
     def _welcome(self) -> str:
         state: State = self.config.app.state.mpic  # type: ignore[union-attr]
         info, config = state.engine.info, state.config
+        weights = f", {_quantization(info.details['quantization'])}" if "quantization" in info.details else ""
         here = seen_from_here(self.url)
         return (
             f"MPIC listens on {self.url} ({_who_may_call(state)})\n"
             f"  page     {here}/ui\n"
             f"  docs     {here}/docs\n"
-            f"  model    {info.name}, {info.dtype} on {info.device}, attention {info.attention}\n"
+            f"  model    {info.name}, {info.dtype} on {info.device}, attention {info.attention}{weights}\n"
             f"  policy   {config.engine.policy}\n"
             f"  library  {config.library.data_dir}\n"
             f"  clients  at most {self.connections.most:,} connections, "
             f"{config.server.max_connections_per_address:,} of one address"
         )
+
+
+def _quantization(details: dict[str, Any]) -> str:
+    return f"weights quantised ({details['method']}, {details['bytes'] / MiB:,.0f} MiB)"
 
 
 def _who_may_call(state: State) -> str:

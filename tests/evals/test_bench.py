@@ -17,6 +17,7 @@ from mpic.evals.bench import (
     disk,
     flat,
     flops,
+    frames,
     load,
     memory,
     parallel,
@@ -42,6 +43,7 @@ SETTINGS = {
     "ttft": ttft.Settings(TINY, TOWER, images=2, system=8, text=24, repeats=1, vision_repeats=1),
     "flat": flat.Settings(decoder=TINY, documents=2, totals=(64, 128), fixed=32, text=8, repeats=1),
     "flops": flops.Settings(decoder=TINY, counts=(1, 2), chunk_tokens=48, text=8),
+    "frames": frames.Settings(TINY, TOWER, frames=8, window=3, system=8, text=4, question=8),
     "memory": memory.Settings(
         TINY, **LOADS, counts=(1, 2), rates=(1.0,), seconds=0.05, text=8, policy="mpic-4"
     ),
@@ -59,6 +61,7 @@ HEADLINES = {
     "ttft": {"prefix_over_mpic32", "mpic32_over_floor"},
     "flat": {"full_growth", "legolink16_growth"},
     "flops": {"full_over_mpic32", "cacheblend15_over_legolink16"},
+    "frames": {"prefix_over_mpic16", "mpic16_growth"},
     "memory": {f"copies_over_shared{at}" for at in ("", "_at_most_chunks", "_at_highest_rate")},
     "serving": {"legolink16_over_cacheblend15", "mpic32_over_prefix", "p99_prefix_over_mpic32"},
     "load": {"cold_over_raw", "warm_over_memcpy", "lookup_p50_ms", "lookup_p99_ms"},

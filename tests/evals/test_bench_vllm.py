@@ -9,7 +9,7 @@ from bench_kit import run_bench
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from typer.testing import CliRunner
 
-from mpic.evals.bench import checkpoint, cli, serving_http, ttft_vllm
+from mpic.evals.bench import checkpoint, cli, frames_vllm, serving_http, ttft_vllm
 from mpic.evals.bench.harness import BENCHES, BenchFailed, Placement
 from mpic.evals.bench.workload import DecoderShape, TowerShape, random_image, random_model
 
@@ -22,9 +22,11 @@ ONCE = {"repeats": 1, "vision_repeats": 1, "decode_repeats": 1}
 LOAD = {"pool": 3, "linked": 2, "text": 16, "answer": 2, "backlog": 0.1, "seconds": 0.2}
 SETTINGS = {
     "ttft": ttft_vllm.Settings(TINY, TOWER, **PROMPT, **ONCE, block=32),
+    "frames": frames_vllm.Settings(TINY, TOWER, frames=8, window=3, system=8, text=4, question=8),
     "serving": serving_http.Settings(TINY, TOWER, **LOAD),
 }
 HEADLINES = {
+    "frames": {"prefix_over_mpic16", "mpic16_growth"},
     "ttft": {"prefix_over_mpic32", "mpic32_over_floor", "decode_idle_over_vllm"},
     "serving": {"mpic32_over_prefix", "p99_prefix_over_mpic32"},
 }
@@ -39,6 +41,7 @@ needs_vllm = pytest.mark.skipif(not vllm_kit.available(), reason="vLLM is not in
     [
         ("ttft", "vllm"),
         ("serving", "native-http"),
+        pytest.param("frames", "vllm", marks=pytest.mark.parity),
         pytest.param("serving", "vllm", marks=pytest.mark.parity),
     ],
 )

@@ -16,6 +16,8 @@ from mpic.evals.bench import (  # noqa: F401 - each registers itself
     decode,
     flat,
     flops,
+    frames,
+    frames_vllm,
     load,
     memory,
     parallel,

@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 from mpic.config import EngineConfig
 from mpic.kv.chunk import KVShape, Recipe, digest
 from mpic.link import Wrapping
-from mpic.model.checkpoint import NotStreamable, streamed_fingerprint
+from mpic.model.checkpoint import NotStreamable, stored_fingerprint, streamed_fingerprint
 from mpic.model.identity import bos_id, eos_ids, fingerprint, preprocessing_digest, shape_of
 from mpic.model.load import (
     DTYPES,
@@ -28,6 +28,7 @@ from mpic.model.load import (
     load_weights,
     model_name,
 )
+from mpic.model.quantized_checkpoint import quantization_of
 from mpic.model.refusals import context_on_vllm, refuse_on_vllm
 
 log = logging.getLogger(__name__)
@@ -134,6 +135,8 @@ def _fingerprint(config: EngineConfig, found: PretrainedConfig, dtype: torch.dty
     """Reads the weights from their files, or loads all of them into host memory where the files do not tell them."""
     path, trust = config.model, config.trust_remote_code
     try:
+        if quantization_of(found) is not None:  # vLLM unpacks weights that transformers may not be able to
+            return stored_fingerprint(path, found)
         return streamed_fingerprint(path, empty_model(found, dtype, trust), dtype)
     except NotStreamable as why:
         log.info("the weights of %s are loaded for that: %s", path, why)

@@ -1,0 +1,98 @@
+"""``frames`` on the vLLM engine: links inside vLLM against vLLM alone with its prefix cache, step by step."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mpic.evals.bench import checkpoint, frames, vllm_pair
+from mpic.evals.bench.baseline_vllm import PlainVLLM
+from mpic.evals.bench.disk import fresh_library
+from mpic.evals.bench.frames import LINK, Measure, check_compiled
+from mpic.evals.bench.harness import BenchFailed, Placement, Report, Ticker, bench
+from mpic.evals.bench.workload import first_token, in_words, random_model, request_of
+from mpic.prompt.segments import Prompt
+
+ALONE = vllm_pair.ALONE
+
+
+@dataclass(frozen=True)
+class Settings(frames.Settings):
+    """Sizes of the ``frames`` bench on vLLM.
+
+    Args:
+        block: tokens of a block of vLLM's cache.
+        context: of the model; vLLM's cache has room for one prompt of so many tokens.
+    """
+
+    block: int = 32
+    context: int = 8192
+
+    def of_engines(self) -> vllm_pair.Settings:
+        """Returns what the two engines are started with."""
+        return vllm_pair.Settings(
+            replace(self.decoder, context=self.context),
+            self.tower,
+            images=self.window,
+            system=self.system,
+            text=self.window * self.text + self.question,
+            answers=0,
+            arrivals=1,
+            block=self.block,
+        )
+
+
+@bench(
+    "frames",
+    "time to first token over 200 steps of an agent with a sliding window of 8 frames, against vLLM alone",
+    Settings,
+    quick=frames.QUICK,
+    wants={"prefix_over_mpic16": ">= 2", "mpic16_growth": "<= 1.2"},
+    engine="vllm",
+    in_process=False,
+)
+def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+    """Measures every step with both engines, which run in processes of their own."""
+    started = settings.of_engines()
+    model = random_model(started.decoder, placement, settings.tower, seed=settings.seed)
+    described = in_words(model, settings.decoder)
+    with tempfile.TemporaryDirectory(prefix="mpic-bench-") as folder, fresh_library() as library:
+        ticker.say("starting vLLM, twice")
+        path = Path(folder, "bench")
+        checkpoint.save(model, started.decoder, path)
+        del model
+        with vllm_pair.both_engines(started, placement, str(path), library) as (plain, ours):
+            ways = {LINK: _linked(ours), ALONE: _alone(plain, settings)}
+            samples = frames.measure(settings, ways, ticker)
+            version = ours.info.details["vllm"]
+    notes = {"engine": "vllm", "vllm": version, "model": described, **frames.words(settings)}
+    notes["files"] = (
+        "a new frame's KV is written to its file on the disk before the step that links it goes on"
+    )
+    return frames.report(settings, samples, ALONE, notes)
+
+
+def _linked(engine: Any) -> Measure:
+    def once(prompt: Prompt) -> float:
+        elapsed, usage = first_token(engine, request_of(prompt, LINK, 2))
+        check_compiled(usage)
+        return elapsed
+
+    return once
+
+
+def _alone(engine: PlainVLLM, settings: Settings) -> Measure:
+    steps = 0
+
+    def once(prompt: Prompt) -> float:
+        nonlocal steps
+        parts = [getattr(segment, "chunk", None) or segment.token_ids for segment in prompt.segments]
+        answer = engine.ask(parts, 2).result()
+        steps += 1
+        if steps > settings.window and answer.cached >= settings.system + settings.text + settings.block:
+            raise BenchFailed(f"vLLM found {answer.cached} tokens, more than the system prompt")
+        return answer.first_ms
+
+    return once

@@ -1,0 +1,44 @@
+"""Identities of images that came inside requests: an agent sends the same frames again in every step, and a file that
+was decoded once need not be decoded to know which chunk it is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import Lock
+
+from mpic.kv.chunk import ChunkKey
+
+REMEMBERED = 1 << 14
+"""Files whose identities are remembered; 200 bytes each."""
+
+
+class ImageKeys:
+    """Chunk keys by user and digest of a file; the least recently used are dropped. Thread-safe.
+
+    One user's files are not looked up for another: how long a request takes must not tell who has sent an image before.
+    """
+
+    def __init__(self, capacity: int = REMEMBERED) -> None:
+        self._capacity = capacity
+        self._keys: OrderedDict[tuple[str, bytes], ChunkKey] = OrderedDict()
+        self._lock = Lock()
+
+    def key(self, user: str, data: bytes, decode: Callable[[], ChunkKey]) -> ChunkKey:
+        """Returns the key of the image in a file.
+
+        Args:
+            decode: finds it from the pixels, or refuses the file; called only if this file is not remembered.
+        """
+        name = (user, hashlib.sha256(data).digest())
+        with self._lock:
+            if (known := self._keys.get(name)) is not None:
+                self._keys.move_to_end(name)
+                return known
+        found = decode()
+        with self._lock:
+            self._keys[name] = found
+            while len(self._keys) > self._capacity:
+                self._keys.popitem(last=False)
+        return found
