@@ -8,10 +8,10 @@ from functools import cache
 
 import pytest
 from hypothesis import strategies as st
+from small_models import SMALL
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mpic.config import bundled_model
 from mpic.prompt.sliced_tokenizer import SlicedTokenizer
 
 SCRIPTS = ("The quick brown fox", "Привет мир", "東京は 日本の 首都", "한국어 문장", "مرحبا بالعالم")
@@ -39,7 +39,7 @@ def prose(characters: int) -> str:
 
 @cache
 def demo() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(bundled_model())
+    return AutoTokenizer.from_pretrained(SMALL)
 
 
 @cache

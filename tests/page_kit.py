@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-from pathlib import Path
-
 from server_helpers import png
+from small_models import SMALL_SAMPLES
 
-SAMPLES = Path(str(files("mpic.data"))) / "samples"
 BOX = "#box"
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 TABLET = {"viewport": {"width": 820, "height": 1180}, "has_touch": True}
@@ -28,7 +25,7 @@ def more(page, turn, action):
 
 
 def upload(page, *names):
-    page.set_input_files("#file-input", [SAMPLES / name for name in names])
+    page.set_input_files("#file-input", [SMALL_SAMPLES / name for name in names])
     for name in names:
         page.wait_for_selector(f'.file[data-handle="{name.split(".")[0].upper()}"][data-state=ready]')
 

@@ -1,17 +1,17 @@
-"""The vLLM engine behind ``mpic.engine.base``, with a library of the bundled samples."""
+"""The vLLM engine behind ``mpic.engine.base``, with a library of the small demo model's samples."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import time
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from library_tools import drop
+from small_models import SMALL, SMALL_SAMPLES
 
 from mpic.config import EngineConfig
 from mpic.engine import load_engine
@@ -23,8 +23,7 @@ from mpic.prompt import ChatTemplate, build_prompt
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 from mpic.server.resolver import LibraryResolver
 
-SAMPLES = Path(str(files("mpic.data") / "samples"))
-MANIFEST = json.loads((SAMPLES / "manifest.json").read_text(encoding="utf-8"))
+MANIFEST = json.loads((SMALL_SAMPLES / "manifest.json").read_text(encoding="utf-8"))
 _ids = itertools.count()
 
 
@@ -33,7 +32,12 @@ class Bench:
 
     def __init__(self, root: Path, **config: Any) -> None:
         self.library = Library.open(root)
-        settings = {"pool_bytes": 1 << 28, "max_running": 8, "vllm_args": '{"block_size": 32}'}
+        settings = {
+            "model": str(SMALL),
+            "pool_bytes": 1 << 28,
+            "max_running": 8,
+            "vllm_args": '{"block_size": 32}',
+        }
         config = EngineConfig(engine="vllm", **{**settings, **config})
         others = psutil.Process().children(recursive=True)
         self.engine, processor = load_engine(config, self.library.store)
@@ -42,7 +46,7 @@ class Bench:
         self.library.files.tokenize = self.template.tokenize_document
         self.library.references.tokenize = self.template.tokenize_document
         for entry in MANIFEST["files"]:
-            self.library.files.add("local", SAMPLES / entry["path"], entry["path"], entry["handle"])
+            self.library.files.add("local", SMALL_SAMPLES / entry["path"], entry["path"], entry["handle"])
 
     def __enter__(self) -> Bench:
         return self
@@ -76,7 +80,7 @@ class Bench:
 
     def native(self) -> Any:
         """Returns a native engine on the same library."""
-        return load_engine(EngineConfig(pool_bytes=1 << 28), self.library.store)[0]
+        return load_engine(EngineConfig(model=str(SMALL), pool_bytes=1 << 28), self.library.store)[0]
 
     def compiled(self, engine: Any, chunk: Chunk, sink: int) -> tuple[ChunkInputs, torch.Tensor]:
         """Returns what an engine writes for a chunk without a file: inputs, KV [layers, 2, heads, tokens, head_dim]."""

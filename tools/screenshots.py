@@ -89,7 +89,7 @@ def compare_last(page) -> None:
 
 
 def compare(page) -> None:
-    sample(page, "three")
+    sample(page, "eight-images")
     page.click(".facts")
     compare_last(page)
 

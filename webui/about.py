@@ -15,10 +15,13 @@ from mpic.version import VERSION
 from mpic.webui import live, policies
 from mpic.webui.plots import plots
 from mpic.webui.proxy import ROOT
-from mpic.webui.samples import DEMO, sample_files, samples
+from mpic.webui.samples import sample_files, samples
 from mpic.webui.sessions import Visitor
 
 NO_STORE = {"cache-control": "no-store"}
+
+PARAMETERS = {"demo": 13.7, "demo-plain": 13.7, "small": 6.6, "small-plain": 6.6}
+"""Millions, of each demo model."""
 
 DEMO_KNOWS = {
     "knows": [
@@ -26,7 +29,7 @@ DEMO_KNOWS = {
         "short texts about people: where they live, their job, pet and friend",
         "cards and codes in short texts, across several documents at once",
     ],
-    "not": "Nothing else. It has 6.6 million parameters and has never seen a photograph or a fact about the world, "
+    "not": "Nothing else. It has {} million parameters and has never seen a photograph or a fact about the world, "
     "so questions about those get a confident and wrong answer.",
     "instead": "mpic serve --model PATH_OR_HUB_ID --dtype bfloat16",
 }
@@ -37,11 +40,17 @@ OTHER_KNOWS = {
 }
 
 
+def knows(model: str) -> dict[str, Any]:
+    """Returns what a model knows, what it does not, and what to do then."""
+    if model not in PARAMETERS:
+        return OTHER_KNOWS
+    return {**DEMO_KNOWS, "not": str(DEMO_KNOWS["not"]).format(PARAMETERS[model])}
+
+
 def _about(app: FastAPI, visitor: Visitor) -> dict[str, Any]:
     """Returns who the visitor is, the model, the policies, the sample questions."""
     state = app.state.mpic
     info = state.engine.info
-    demo = info.name in DEMO
     return {
         "user": visitor.user,
         "role": visitor.role,
@@ -50,12 +59,12 @@ def _about(app: FastAPI, visitor: Visitor) -> dict[str, Any]:
         "model": {
             **{name: getattr(info, name) for name in ("name", "dtype", "device", "context_length")},
             "images": "image" in info.modalities,
-            **(DEMO_KNOWS if demo else OTHER_KNOWS),
+            **knows(info.name),
         },
         "policies": policies.menu(state.engine.policies(), state.config.engine.policy),
         "presses": policies.press_menu(state.engine.presses(), state.config.engine.press),
         "retrieval": policies.RETRIEVAL,
-        "samples": [asdict(sample) for sample in samples()] if demo else [],
+        "samples": [asdict(sample) for sample in samples(info.name)],
         "plots": [{"name": p.name, "title": p.title, "text": p.text} for p in plots()],
     }
 
@@ -98,7 +107,7 @@ def router(app: FastAPI) -> APIRouter:
     @routes.get("/samples/{handle}")
     def sample(handle: str) -> Response:
         """The original of a sample file."""
-        path: Any = sample_files().get(handle)
+        path: Any = sample_files(app.state.mpic.engine.info.name).get(handle)
         if path is None:
             raise NotFound(f"no sample {handle!r}")
         return FileResponse(path, media_type="image/png" if path.suffix == ".png" else "text/plain")

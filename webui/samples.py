@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
-DEMO = frozenset({"demo", "demo-plain"})
-"""Models that know what the samples show."""
+from mpic.data.bundled import SAMPLES, samples_folder
 
 NAMES = {
     "SHAPES2": "eiffel2025.png",
@@ -19,6 +17,7 @@ NAMES = {
     "CIRCLE_TRIANGLE": "cat9.png",
     "CROSS": "home.png",
     "DIGIT3": "party.png",
+    "DIGIT7": "tower.png",
     "GRACE": "vera.txt",
     "HUGO": "nico.txt",
     "EMMA": "karo.txt",
@@ -26,7 +25,7 @@ NAMES = {
     "PET_CITY": "menu6.txt",
     "PET_JOB": "office.txt",
 }
-"""Handle -> file in ``data/samples``."""
+"""Handle -> file, in the samples of each demo model."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,12 @@ QUESTIONS = (
         "FILE#GRACE FILE#HUGO What city does the friend of Grace Hart live in?",
     ),
     (
+        "eight-images",
+        "Eight drawings at once",
+        "IMAGE#CROSS IMAGE#SHAPES3 IMAGE#DIGIT3 IMAGE#SHAPES4 IMAGE#RING_STAR IMAGE#CIRCLE_TRIANGLE IMAGE#SHAPES2 "
+        "IMAGE#DIGIT7 In image SHAPES3, what colour is the circle?",
+    ),
+    (
         "eight",
         "Eight pieces",
         "IMAGE#CROSS FILE#PET_JOB IMAGE#DIGIT3 FILE#EMMA FILE#PIANO IMAGE#CIRCLE_TRIANGLE IMAGE#SHAPES2 "
@@ -68,15 +73,18 @@ QUESTIONS = (
 
 
 @cache
-def sample_files() -> dict[str, Path]:
-    """Returns the sample files by handle; none if the samples are not installed."""
-    folder = Path(str(files("mpic.data"))) / "samples"
+def sample_files(model: str) -> dict[str, Path]:
+    """Returns the sample files that a model knows, by handle: none for a model that is not ours, or where they are not
+    installed."""
+    folder = samples_folder(model)
+    if model not in SAMPLES:
+        return {}
     return {handle: folder / name for handle, name in NAMES.items() if (folder / name).is_file()}
 
 
 @cache
-def samples() -> tuple[Sample, ...]:
-    """Returns the sample questions whose files are there."""
+def samples(model: str) -> tuple[Sample, ...]:
+    """Returns the sample questions for a model whose files are there."""
     found = []
     for id, title, text in QUESTIONS:
         used = {
@@ -84,6 +92,6 @@ def samples() -> tuple[Sample, ...]:
             for word in text.replace("?", " ").split()
             if "#" in word
         }
-        if used.keys() <= sample_files().keys():
+        if used.keys() <= sample_files(model).keys():
             found.append(Sample(id, title, text, used))
     return tuple(found)

@@ -1,6 +1,7 @@
-"""The sample images and documents of `data/samples`, with questions and the answers they must get.
+"""The sample images and documents, with questions and the answers they must get: those of the default model in
+`data/samples`, those of the first generation beside its model.
 
-    python -m mpic.data.generator.samples [--out FOLDER] [--seed N]
+    python -m mpic.data.generator.samples [--generation 1|2] [--out FOLDER] [--seed N]
 
 Ten images and eight documents with handles, in the held-out half of the generated world: sprites, names, handles and
 filler sentences that training never sees. So are the wordings of most questions; comparisons inside a sentence, the
@@ -20,16 +21,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from PIL import Image as PILImage
 
+from mpic.data.bundled import SAMPLES, WORLDS
 from mpic.data.generator import documents, questions
 from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn
 from mpic.data.generator.documents import Fact
-from mpic.data.generator.images import POSITIONS, Scene, render
+from mpic.data.generator.images import POSITIONS, Scene, render, render_large
+from mpic.data.generator.tasks import SYSTEMS
 from mpic.data.generator.wordings import WORDINGS
 
-FOLDER = Path(__file__).parents[1] / "samples"
 SEED = 20
+FOLDERS = {1: SAMPLES["small"], 2: SAMPLES["demo"]}
+"""Generation -> where its samples are."""
 
 # handle -> what is in the four quadrants: top left, top right, bottom left, bottom right
 IMAGES: dict[str, tuple[str, str, str, str]] = {
@@ -53,6 +58,8 @@ BIOGRAPHIES = {
 }
 CARDS = ("OFFICE", "MENU6")
 NEEDLES = {"PLAN5": "piano", "ALPS3": "camera"}
+EIGHT_IMAGES = "eight-images"
+"""The kind of the questions that the headline of `mpic demo` is measured with."""
 
 
 class SampleQuestion(NamedTuple):
@@ -67,23 +74,30 @@ class SampleQuestion(NamedTuple):
 class Samples:
     """The chunks by handle, and questions about them."""
 
-    def __init__(self, seed: int = SEED) -> None:
+    def __init__(self, seed: int = SEED, generation: int = 2) -> None:
         self.rng = random.Random(f"samples-{seed}")
+        self.generation, self.world = generation, WORLDS[generation]
         self.scenes = {handle: _scene(cells) for handle, cells in IMAGES.items()}
         self.facts = dict(self._facts())
         self.chunks: dict[str, Image | Document] = {}
         for handle, scene in self.scenes.items():
-            self.chunks[handle] = Image(render(scene, self.rng, "eval"), handle)
+            self.chunks[handle] = Image(self._render(scene), handle)
         for handle, fact in self.facts.items():
             self.chunks[handle] = Document(fact.text, handle)
 
+    def _render(self, scene: Scene) -> np.ndarray:
+        if self.world.scattered:
+            return render_large(scene, self.rng, "eval")[0]
+        return render(scene, self.rng, "eval")
+
     def _facts(self) -> Iterator[tuple[str, Fact]]:
+        words, scattered = self.world.words, self.world.scattered
         for handle, (person, friend) in BIOGRAPHIES.items():
-            yield handle, documents.biography(self.rng, "eval", person, friend)
+            yield handle, documents.biography(self.rng, "eval", person, friend, words, scattered)
         for handle in CARDS:
-            yield handle, documents.card(self.rng, "eval")
+            yield handle, documents.card(self.rng, "eval", words, handle if scattered else "")
         for handle, thing in NEEDLES.items():
-            yield handle, documents.needle(self.rng, "eval", thing)
+            yield handle, documents.needle(self.rng, "eval", thing, words)
 
     def label(self, handle: str) -> str:
         """Returns the chunk's name in the prompt, such as `image TOWER`."""
@@ -113,8 +127,9 @@ class Samples:
         return self._ask(kind, taught, L=self.label(handle), x=slot), answer
 
     def _card(self, handle: str, at: int = 0) -> tuple[str, str]:
-        key, value = list(self.facts[handle].facts.items())[at]
-        return self._ask("card", L=self.label(handle), x=key), value
+        fact = self.facts[handle]
+        key, value = list(fact.facts.items())[at]
+        return self._ask("card", L=fact.title or self.label(handle), x=key), value
 
     def _needle(self, handle: str) -> tuple[str, str]:
         ((thing, code),) = self.facts[handle].facts.items()
@@ -138,15 +153,15 @@ class Samples:
         verdict = "first" if first > second else "second"
         return Conversation([Turn(parts, f"{first} and {second}, so the {verdict}")])
 
-    def _over(self, handles: str, *turns: tuple[str, str]) -> Conversation:
+    def _over(self, handles: str, *turns: tuple[str, str], system: str | None = None) -> Conversation:
         """Returns one conversation: chunks first, then questions, as turns."""
         asked = [Turn([text], answer) for text, answer in turns]
         asked[0].user = [*(self.chunks[h] for h in handles.split()), *asked[0].user]
-        return Conversation(asked)
+        return Conversation(asked, system)
 
     @functools.cached_property
     def questions(self) -> list[SampleQuestion]:
-        """All questions, from one image to eight chunks of both kinds."""
+        """All questions, from one image to eight chunks of both kinds; of the second generation also eight images."""
         people = self._friend("VERA", "NICO", "city")
         place = self._image("MAP7", "position", 2)
         last = self._ask("last city", taught=True)
@@ -202,7 +217,23 @@ class Samples:
                     self._image("PARTY", "colour", 3),
                 ),
             ),
+            *(self._eight_images() if self.generation == 2 else ()),
         ]
+
+    def _eight_images(self) -> Iterator[SampleQuestion]:
+        """Yields questions over the same eight images, each time in another order and behind an instruction that other
+        questions lack, so that no prompt begins as another does."""
+        handles = list(IMAGES)[:8]
+        asked = (
+            ("GARDEN", "colour", 3), ("EIFFEL2025", "position", 3), ("LOUVRE2025", "colour", 2), ("PARTY", "digit", 1),
+            ("BEACH", "shape", 2), ("TOWER", "colour", 2),
+        )  # fmt: skip
+        for turn, (handle, kind, at) in enumerate(asked):
+            order = handles[turn:] + handles[:turn]
+            question = self._over(
+                " ".join(order), self._image(handle, kind, at, taught=True), system=SYSTEMS[-1]
+            )
+            yield SampleQuestion(f"{EIGHT_IMAGES}-{turn + 1}", EIGHT_IMAGES, question)
 
     def manifest(self) -> dict[str, Any]:
         """Returns the content of `manifest.json`."""
@@ -247,6 +278,8 @@ def _path(chunk: Image | Document) -> str:
 def chat(conversation: Conversation, as_parts: bool = False) -> list[dict[str, Any]]:
     """Returns a conversation over named chunks as OpenAI messages: handles in the text, or content parts."""
     out: list[dict[str, Any]] = []
+    if conversation.system:
+        out.append({"role": "system", "content": conversation.system})
     for turn in conversation.turns:
         if as_parts and any(not isinstance(p, str) for p in turn.user):
             content: Any = [_part(p) for p in turn.user]
@@ -271,12 +304,15 @@ def _part(part: Part) -> dict[str, Any]:
 def main() -> None:
     """Write the samples."""
     parser = argparse.ArgumentParser(description="Write the sample images, documents and questions.")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to (default: data/samples)")
+    parser.add_argument("--generation", type=int, choices=sorted(WORLDS), default=2, help="of the demo model")
+    parser.add_argument(
+        "--out", type=Path, help="folder to write to (default: where those of the generation are)"
+    )
     parser.add_argument("--seed", type=int, default=SEED, help="another seed gives other sprites and facts")
     args = parser.parse_args()
-    samples = Samples(args.seed)
-    samples.write(args.out)
-    print(f"{len(samples.chunks)} files and {len(samples.questions)} questions in {args.out}")
+    samples, out = Samples(args.seed, args.generation), args.out or FOLDERS[args.generation]
+    samples.write(out)
+    print(f"{len(samples.chunks)} files and {len(samples.questions)} questions in {out}")
 
 
 if __name__ == "__main__":

@@ -78,13 +78,17 @@ def run(
     table: Annotated[
         Path | None, typer.Option(help="also write the table of methods, as JSON: see `mpic eval table`")
     ] = None,
+    questions: Annotated[
+        int | None,
+        typer.Option(min=1, help="of every cell, in place of the file's; more may be asked for later"),
+    ] = None,
 ) -> None:
     """Ask every question under every policy; then write the report."""
     from mpic.evals.config import load_eval_config
     from mpic.evals.judge import Grader, judge_run
     from mpic.evals.run import Evaluator
 
-    settings = load_eval_config(config, model)
+    settings = load_eval_config(config, model, questions=questions)
     evaluator = Evaluator(settings, out)
     columns = (
         TextColumn("{task.description:28}"),
@@ -142,7 +146,7 @@ def fill(path: Annotated[Path, typer.Argument(help="a Markdown file with marks")
     """Write the tables of a report anew from the runs and bench results that its marks name.
 
     A mark is a line `<!-- made: losses my-run mpic-16 -->`, closed by `<!-- end -->`; `docs/evidence/README.md` is made
-    this way. Tables there are: summary, losses, cells, counts, runs, same, methods, bench.
+    this way. Tables there are: summary, losses, cells, counts, runs, needles, same, methods, bench.
     """
     from mpic.evals.evidence import fill as fill_in
 

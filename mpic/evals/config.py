@@ -4,6 +4,8 @@ Beside what the example has: ``title`` (of the report; left out: the model's nam
 more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype``, ``quantize`` (``int8``, ``int4``),
 ``packet`` (an adapter's file instead of the one beside the model), and ``pressed`` with ``presses``: policies that are
 asked over chunks under each of those presses (``mpic-16+snapkv-50``, which may also stand among the policies).
+``generation`` (1 or 2) says how large the images and documents of the generated world are; left out: 2 for a model with
+8,192 tokens of context or more, else 1; a hub id is taken to have them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mpic.config import ConfigError, bundled_model
+from mpic.data.bundled import WORLDS, generation_for
 from mpic.evals.linking import parse_linking
 from mpic.evals.tasks import Options, find
 
@@ -74,10 +77,12 @@ class EvalConfig:
     dtype: str = "auto"
     quantize: str = ""
     packet: str = ""
+    generation: int | None = None
 
     def cells(self) -> list[tuple[str, Options]]:
         """Returns (task, options) of every task and number of chunks."""
         found = []
+        generation = self.generation or _generation_of(self.model)
         for entry in self.tasks:
             counts = entry.chunks if find(entry.name).counts_chunks else (0,)
             for count in counts:
@@ -92,6 +97,7 @@ class EvalConfig:
                     max_length=entry.max_length,
                     lengths=entry.lengths,
                     depths=entry.depths,
+                    generation=generation,
                 )
                 found.append((entry.name, options))
         return found
@@ -129,6 +135,8 @@ class EvalConfig:
             found[cell] = [file, options.split, options.tokens]
             if options.max_length is not None:
                 found[cell].append(options.max_length)
+            if name.startswith("world-") and options.generation != 1:
+                found[cell].append(f"generation {options.generation}")
         return found
 
     def _resolve(self, path: str | None) -> Path | None:
@@ -143,14 +151,15 @@ class EvalConfig:
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load_eval_config(path: Path, model: str | None = None) -> EvalConfig:
+def load_eval_config(path: Path, model: str | None = None, *, questions: int | None = None) -> EvalConfig:
     """Reads a configuration.
 
     Args:
         model: a folder or hub id in place of the file's.
+        questions: of every cell, in place of what the file says.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: something of it cannot be used.
         UnknownPolicy, UnknownPress, TaskError: there is none of that name.
         UnsupportedParameter: a policy does not link chunks under a press.
     """
@@ -177,7 +186,12 @@ def load_eval_config(path: Path, model: str | None = None) -> EvalConfig:
     if model == config.model and (path.parent / model).is_dir():
         model = str((path.parent / model).absolute())
     packet = str((path.parent / config.packet).absolute()) if config.packet else ""
+    if config.generation is not None and config.generation not in WORLDS:
+        raise ConfigError(f"{path}: generation is 1 or 2, not {config.generation}")
     config = dataclasses.replace(config, policies=policies, model=model, packet=packet)
+    if questions is not None:
+        tasks = tuple(dataclasses.replace(entry, questions=None) for entry in tasks)
+        config = dataclasses.replace(config, tasks=tasks, questions=questions)
     config.data()
     return config
 
@@ -194,6 +208,16 @@ def _identity(model: str) -> list[Any]:
         config.read_text(encoding="utf-8") if config.is_file() else "",
         *((path.name, _digest(path)) for path in weights),
     ]
+
+
+def _generation_of(model: str) -> int:
+    """Returns the generation of the world that suits a model; a hub id is taken to have room for the second."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return 2
+    config = json.loads(path.read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    return generation_for(int(text.get("max_position_embeddings", 8192)))
 
 
 def _digest(path: Path) -> str:

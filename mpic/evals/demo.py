@@ -9,69 +9,44 @@ The samples are described by ``data/samples/manifest.json``::
 Every policy has a user of its own, so that it meets an empty prefix cache and compiled chunks that are on disk alone:
 the server is started once for the uploads and once more for the questions. Every question is asked, and then every
 question again.
+
+Questions of the kind ``eight-images`` are for the headline (``demo_answers.py``): the policies are asked them by turns,
+one request at a time.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
-from importlib.resources import files
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 
 from mpic.client import MPIC
-from mpic.client.types import File, Health
+from mpic.client.types import File
+from mpic.data.bundled import DEFAULT, samples_folder
+from mpic.data.generator.samples import EIGHT_IMAGES
 from mpic.errors import MPICError
+from mpic.evals import demo_tables
+from mpic.evals.demo_answers import MUST_BE_RIGHT, PASSES, WARM, DemoAnswer, headline_of
 from mpic.keys import KeyStore
 
-MUST_BE_RIGHT = "mpic-16"
 START_SECONDS = 600
-POOL_BYTES = 256 << 20  # plenty for the samples, and quick to set up
-PASSES = ("first", "again")
-LEGEND = (
-    "ms: time to the first token (in the totals: the median). first: asked after a restart, so a chunk comes from disk "
-    "when it is first linked. again: the same question once more, when the prompt's own prefix is cached too; prefix: "
-    "tokens found that way. reused of: tokens of images and documents that were linked as compiled, of all of them."
-)
+POOL_BYTES = 1 << 30  # the samples of three policies' users and the longest prompts
 
 
 class StartFailed(MPICError):
     """The server ended before it answered."""
 
     code = "server_failed"
-
-
-@dataclass(frozen=True)
-class DemoAnswer:
-    """One answer under one policy. Times in milliseconds; ``tiers`` are where the chunks' KV came from."""
-
-    question: str
-    policy: str
-    turn: str
-    answer: str
-    right: bool
-    ttft_ms: float
-    total_ms: float
-    prompt_tokens: int
-    reused: int
-    recomputed: int
-    prefix_hit: int
-    compiled: int
-    tiers: tuple[str, ...]
 
 
 def run(
@@ -86,10 +61,9 @@ def run(
     """Runs the demo; the result is the process's exit status."""
     flags = ("--engine", engine, *(("--quantize", quantize) if quantize else ()))
     console = console or Console()
-    folder = samples or Path(str(files("mpic.data") / "samples"))
+    folder = samples or samples_folder(model or DEFAULT)
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     questions = manifest["questions"]
-    asked: list[DemoAnswer] = []
     policies = list(dict.fromkeys(policies))
     with tempfile.TemporaryDirectory(prefix="mpic-demo-") as data_dir:
         keys = make_users(Path(data_dir), policies)
@@ -99,26 +73,18 @@ def run(
                     with MPIC(url, key) as client:
                         health = client.health()
                         uploaded = upload_samples(client, folder, manifest["files"])
-        console.print(_what_runs(health, seconds), highlight=False)
-        console.print(_uploads(uploaded))
+        console.print(demo_tables.what_runs(health, seconds), highlight=False)
+        console.print(demo_tables.uploads(uploaded))
         with console.status("starting it again, and asking"):
             with running_server(Path(data_dir), model, *flags) as (url, seconds):
                 console.print(f"started again in {seconds:.1f} s, so that all is on disk", highlight=False)
-                for policy, key in keys.items():
-                    began = time.monotonic()
-                    with MPIC(url, key) as client:
-                        for turn in PASSES:
-                            asked += [ask(client, question, policy, turn) for question in questions]
-                    took = time.monotonic() - began
-                    console.print(f"{policy}: everything asked twice in {took:.1f} s", highlight=False)
-    for block in _answers(questions, asked, policies):
-        console.print(block, highlight=False)
-    console.print()
-    console.print(_totals(asked, policies))
-    console.print(LEGEND, style="dim")
+                asked = _ask_all(url, keys, questions, console)
+    found = headline_of(asked)
+    demo_tables.show(console, [q for q in questions if q["kind"] != EIGHT_IMAGES], asked, policies, found)
     if json_path is not None:
         body = {
             "model": health.model.model_dump(),
+            "headline": found and asdict(found),
             "files": [f.model_dump() for f in uploaded],
             "questions": questions,
         }
@@ -127,6 +93,27 @@ def run(
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return _verdict(console, asked)
+
+
+def _ask_all(
+    url: str, keys: Mapping[str, str], questions: Sequence[dict[str, Any]], console: Console
+) -> list[DemoAnswer]:
+    """Asks the common questions twice, policy by policy, then those over eight images by turns."""
+    asked: list[DemoAnswer] = []
+    common = [q for q in questions if q["kind"] != EIGHT_IMAGES]
+    for policy, key in keys.items():
+        began = time.monotonic()
+        with MPIC(url, key) as client:
+            for turn in PASSES:
+                asked += [ask(client, question, policy, turn) for question in common]
+        took = time.monotonic() - began
+        console.print(f"{policy}: everything asked twice in {took:.1f} s", highlight=False)
+    with ExitStack() as stack:
+        clients = {policy: stack.enter_context(MPIC(url, key)) for policy, key in keys.items()}
+        for number, question in enumerate(q for q in questions if q["kind"] == EIGHT_IMAGES):
+            answers = [ask(client, question, policy, WARM) for policy, client in clients.items()]
+            asked += answers if number else []  # the first makes everything warm
+    return asked
 
 
 def make_users(data_dir: Path, policies: Sequence[str]) -> dict[str, str]:
@@ -212,86 +199,6 @@ def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Ite
             process.kill()
             process.wait()
         process.stdout.close()
-
-
-# ---- what is printed
-
-
-def _what_runs(health: Health, seconds: float) -> str:
-    model = health.model
-    where = f"{model['device']} {model['dtype']}, attention {model['attention']}"
-    if model["details"].get("engine") == "vllm":
-        where = f"vLLM {model['details']['vllm']}, {where}"
-    return f"{model['name']} ({model['family']}, {where}), started in {seconds:.1f} s"
-
-
-def _uploads(uploaded: list[File]) -> Table:
-    table = Table(title="Compiled once", title_justify="left", box=SIMPLE, padding=(0, 1))
-    for name, side in (("upload", "left"), ("tokens", "right")) * 2:  # two uploads a line
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
-    cells = [(f.mention, str(f.tokens)) for f in uploaded]
-    for pair in zip_longest(cells[::2], cells[1::2], fillvalue=("", "")):
-        table.add_row(*pair[0], *pair[1])
-    return table
-
-
-def _text(messages: list[dict[str, Any]]) -> str:
-    """Returns the conversation as a person would read it."""
-    return " → ".join(_content_text(m["content"]) for m in messages)
-
-
-def _content_text(content: str | list[dict[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    return " ".join(p.get("text") or f"{p['type'].upper()}#{p.get('handle', '?')}" for p in content)
-
-
-def _answers(
-    questions: list[dict[str, Any]], asked: list[DemoAnswer], policies: Sequence[str]
-) -> Iterator[Any]:
-    """Yields the policies' answers question by question."""
-    for number, question in enumerate(questions, 1):
-        text = f"\n[bold]{number}. {question['id']}[/]: {escape(_text(question['messages']))}"
-        yield f"{text}\n[dim]expected:[/] {escape(question['expected'])}"
-        table = Table(box=None, padding=(0, 1), header_style="dim", expand=True)
-        for name, width in (("policy", 12), ("", 1), ("answer", None)):
-            table.add_column(name, width=width, ratio=None if width else 1)
-        for name, width in (("first ms", 8), ("again", 6), ("reused of", 9)):
-            table.add_column(name, justify="right", width=width)
-        for policy in policies:
-            first, again = (_find(asked, question["id"], policy, turn) for turn in PASSES)
-            answer = first.answer if first.answer == again.answer else f"{first.answer} | {again.answer}"
-            table.add_row(
-                policy,
-                "[green]✓[/]" if first.right and again.right else "[red]✗[/]",
-                escape(answer) or "[dim](nothing)[/]",
-                f"{first.ttft_ms:.1f}",
-                f"{again.ttft_ms:.1f}",
-                f"{first.reused}/{first.reused + first.recomputed}",
-            )
-        yield table
-
-
-def _totals(asked: list[DemoAnswer], policies: Sequence[str]) -> Table:
-    table = Table(Column("policy", no_wrap=True), title="All questions", title_justify="left", box=SIMPLE)
-    for name in ("right", "first ms", "again ms", "prompt", "reused", "recomp.", "prefix"):
-        table.add_column(name, justify="right")
-    for policy in policies:
-        first, again = ([a for a in asked if a.policy == policy and a.turn == turn] for turn in PASSES)
-        right = sum(a.right and b.right for a, b in zip(first, again))
-        table.add_row(
-            policy,
-            f"{right}/{len(first)}",
-            f"{statistics.median(a.ttft_ms for a in first):.1f}",
-            f"{statistics.median(a.ttft_ms for a in again):.1f}",
-            *(str(sum(getattr(a, n) for a in first)) for n in ("prompt_tokens", "reused", "recomputed")),
-            str(sum(a.prefix_hit for a in again)),
-        )
-    return table
-
-
-def _find(asked: list[DemoAnswer], question: str, policy: str, turn: str) -> DemoAnswer:
-    return next(a for a in asked if (a.question, a.policy, a.turn) == (question, policy, turn))
 
 
 def _verdict(console: Console, asked: list[DemoAnswer]) -> int:

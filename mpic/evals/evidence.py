@@ -14,6 +14,7 @@ task of it.
 ``cells RUN [POLICIES]``                             a row a task and number of chunks: scores and times
 ``counts score|ttft|gflop|computed RUN [POLICIES]``  a row a number of chunks
 ``runs POLICIES: RUN ...``                           a row a run: score of ``full``, points lost
+``needles RUN POLICIES``                             scores by length (column) and depth (row), a table a policy
 ``same RUN A B``                                     to how many questions two policies gave the same answer
 ``methods FILE``                                     what ``mpic eval table`` wrote: a row a policy and press
 ``bench FILE [TABLES]``                              tables and plot of what ``mpic bench --json`` wrote
@@ -34,7 +35,14 @@ from mpic.errors import BadRequest
 from mpic.evals.answers import PolicyAnswer, read_answers
 from mpic.evals.compare import cells_of, compare_policies, score
 from mpic.evals.methods import read_table
-from mpic.evals.report import cell_table, count_table, loss_table, markdown_table, summary_table
+from mpic.evals.report import (
+    cell_table,
+    count_table,
+    loss_table,
+    markdown_table,
+    needle_tables,
+    summary_table,
+)
 
 _MARK = re.compile(r"(<!-- made: (?P<what>[^\n]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -110,6 +118,14 @@ def _runs(folder: Path, *words: str) -> str:
     return markdown_table(rows)
 
 
+def _needles(folder: Path, run: str, *policies: str) -> str:
+    tables = needle_tables(_answers(folder, run))
+    missing = [policy for policy in policies or ["full"] if policy not in tables]
+    if missing:
+        raise BadRequest(f"{folder / run} has no grid of needles of {', '.join(missing)}")
+    return "\n\n".join(f"`{p}`:\n\n{markdown_table(tables[p])}" for p in policies or tables)
+
+
 def _same(folder: Path, run: str, one: str, other: str) -> str:
     pairs = [
         (a, b)
@@ -162,6 +178,7 @@ _MAKERS: dict[str, Callable[..., str]] = {
     "cells": _cells,
     "counts": _counts,
     "runs": _runs,
+    "needles": _needles,
     "same": _same,
     "methods": _methods,
     "bench": _bench,

@@ -30,7 +30,7 @@ from mpic.evals.compare import (
     ttft,
 )
 from mpic.evals.judge import read_grades
-from mpic.evals.tasks import find
+from mpic.evals.tasks import GRIDS, find
 from mpic.figure import save_png
 
 ENOUGH = 100
@@ -85,10 +85,10 @@ def grade_table(answers: Iterable[PolicyAnswer], grades: Grades) -> list[list[st
 
 
 def needle_tables(answers: Iterable[PolicyAnswer]) -> dict[str, list[list[str]]]:
-    """Returns for each policy the scores of the ``niah`` task: a row a depth (percent), a column a length (tokens)."""
+    """Returns for each policy the scores of a grid of needles: a row a depth (percent), a column a length (tokens)."""
     found: dict[str, dict[tuple[int, int], list[PolicyAnswer]]] = {}
     for (task, _), cell in cells_of(answers).items():
-        for policy, given in cell.items() if task == "niah" else ():
+        for policy, given in cell.items() if task in GRIDS else ():
             for answer in given:
                 length, depth = answer.sample.partition("#")[0].split("@")
                 found.setdefault(policy, {}).setdefault((int(depth), int(length)), []).append(answer)

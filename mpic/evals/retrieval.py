@@ -23,6 +23,7 @@ from rich.table import Table
 
 from mpic.api.requests import RetrievalOptions
 from mpic.config import EngineConfig, RetrievalConfig, bundled_model
+from mpic.data.bundled import WORLDS, generation_for
 from mpic.data.generator import references
 from mpic.data.generator.client import content_part
 from mpic.data.generator.tasks import Generator
@@ -176,11 +177,11 @@ def answers(setup: RetrievalSetup, queries: Sequence[dict[str, Any]]) -> list[di
 
 def searches(setup: RetrievalSetup, questions: int) -> list[dict[str, Any]]:
     """Returns how often the model asks although what it needs is in the context, by task."""
-    rows = []
+    rows, world = [], WORLDS[generation_for(setup.engine.info.context_length)]
     for task in CONTEXT_TASKS:
         requests = []
         for seed in range(questions):
-            (turn, *_) = Generator(50_000 + seed, "eval").task(task, 2).turns
+            (turn, *_) = Generator(50_000 + seed, "eval", world=world).task(task, 2).turns
             requests.append(
                 setup.auto(
                     setup.plain([{"role": "user", "content": [content_part(part) for part in turn.user]}])

@@ -28,7 +28,7 @@ from mpic.evals.config import EvalConfig
 from mpic.evals.flops import Flops
 from mpic.evals.linking import parse_linking
 from mpic.evals.resolve import LocalResolver, counter_of, fitter_of, splitter_of
-from mpic.evals.tasks import Options, Sample, TaskError, find
+from mpic.evals.tasks import GRIDS, Options, Sample, TaskError, find
 from mpic.press import parse_press
 from mpic.prompt import ChatTemplate, Prompt, build_prompt
 
@@ -136,7 +136,7 @@ class Evaluator:
 
 def questions_of(name: str, options: Options) -> int:
     """Returns how many samples a task has at most; of needles as many for every length and depth."""
-    return options.questions * (len(options.lengths) * len(options.depths) if name == "niah" else 1)
+    return options.questions * (len(options.lengths) * len(options.depths) if name in GRIDS else 1)
 
 
 def _map(

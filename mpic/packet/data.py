@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mpic.data.bundled import WORLDS, generation_for
 from mpic.data.generator import Generator
 from mpic.data.generator.client import messages_of
 from mpic.errors import BadRequest
@@ -42,10 +43,11 @@ class TrainingDataError(BadRequest):
     code = "training_data_error"
 
 
-def generated(seed: int) -> Iterator[list[dict[str, Any]]]:
+def generated(seed: int, context: int) -> Iterator[list[dict[str, Any]]]:
     """Yields conversations of the demo models' world, without end: names, sprites and wordings of its training
-    split."""
-    generator, rng = Generator(seed, "train"), random.Random(f"packet-{seed}")
+    split, images and documents of the generation that suits a model with so many tokens of context."""
+    world = WORLDS[generation_for(context)]
+    generator, rng = Generator(seed, "train", world=world), random.Random(f"packet-{seed}")
     while True:
         yield messages_of(generator.task(rng.choice(TASKS), rng.choice(CHUNKS)))
 
@@ -80,15 +82,16 @@ def _messages(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": str(entry["question"])}]}]
 
 
-def prompts(path: Path | None, template: ChatTemplate, count: int, seed: int) -> list[Prompt]:
-    """Returns ``count`` prompts that link at least one chunk: those of a file, shuffled, or generated ones.
+def prompts(path: Path | None, template: ChatTemplate, count: int, seed: int, context: int) -> list[Prompt]:
+    """Returns ``count`` prompts that link at least one chunk: those of a file, shuffled, or generated ones
+    that suit a model with so many tokens of context.
 
     Raises:
         TrainingDataError: the file has fewer.
     """
     resolver = InlineResolver(template, lambda data: decode_image(data, Limits()), OWNER)
     if path is None:
-        conversations: Iterator[list[dict[str, Any]]] = generated(seed)
+        conversations: Iterator[list[dict[str, Any]]] = generated(seed, context)
     else:
         shuffled = list(read(path))
         random.Random(seed).shuffle(shuffled)

@@ -172,7 +172,9 @@ class Trainer:
         options, began = self.settings, time.monotonic() - self.seconds
         held = max(8, options.samples // 8)
         template = ChatTemplate(self.model.processor)
-        found = prompts(options.data, template, options.samples + held, options.seed)
+        found = prompts(
+            options.data, template, options.samples + held, options.seed, self.model.context_length
+        )
         room = Classroom(self.model)
         lessons = self._lessons(room, found)
         train, valid = lessons[held:], lessons[:held]

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from small_models import SMALL_SAMPLES
 
 from mpic import MPIC
 
@@ -62,7 +63,8 @@ def test_the_page_can_be_followed_twice_in_one_shell(page, place, url, tmp_path)
     for name, run in {"mpic": "-m mpic.cli", "python": ""}.items():
         (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {run} "$@"\n')
         (tools / name).chmod(0o755)
-    (tmp_path / "data").symlink_to(ROOT / "data")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "samples").symlink_to(SMALL_SAMPLES)  # which the tiny model has room for
     shown = blocks(page)
     assert shown
     once = place(as_script(shown))

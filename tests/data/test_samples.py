@@ -1,4 +1,4 @@
-"""The bundled samples: made from their seed, complete, and spelled for the model as it was taught."""
+"""The samples of both generations: made from their seed, complete, and spelled for the model as it was taught."""
 
 import json
 from pathlib import Path
@@ -7,24 +7,27 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
+from mpic.data.bundled import WORLDS
 from mpic.data.generator import segments
-from mpic.data.generator.samples import FOLDER, Samples, chat
+from mpic.data.generator.conversation import CHAT_TEMPLATES
+from mpic.data.generator.samples import EIGHT_IMAGES, FOLDERS, Samples, chat
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.prompt.messages import parse_messages
 from mpic.prompt.segments import TextSegment
 from mpic.prompt.template import ChatTemplate
 
-MANIFEST = json.loads((FOLDER / "manifest.json").read_text())
+MANIFESTS = {g: json.loads((folder / "manifest.json").read_text()) for g, folder in FOLDERS.items()}
+GENERATIONS = pytest.mark.parametrize("generation", FOLDERS)
 
 
 class Library:
     """Finds the samples by handle; the text of a document becomes ids through the template, as on a server."""
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate, generation: int) -> None:
         self.chunks = {}
-        for entry in MANIFEST["files"]:
-            path = FOLDER / entry["path"]
+        for entry in MANIFESTS[generation]["files"]:
+            path = FOLDERS[generation] / entry["path"]
             if entry["kind"] == "image":
                 chunk = Chunk(ChunkKey.of_image(PILImage.open(path)), "me")
             else:
@@ -36,14 +39,16 @@ class Library:
         return self.chunks[name]
 
 
-@pytest.fixture(scope="module")
-def template():
-    return ChatTemplate(build_tokenizer(), "<image>")
+def template_of(generation: int) -> ChatTemplate:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATES[WORLDS[generation].labels]
+    return ChatTemplate(tokenizer, "<image>")
 
 
-def test_the_same_seed_gives_the_bundled_files(tmp_path: Path):
-    Samples().write(tmp_path)
-    made, bundled = ({p.name: p for p in f.iterdir()} for f in (tmp_path, FOLDER))
+@GENERATIONS
+def test_the_same_seed_gives_the_bundled_files(generation: int, tmp_path: Path):
+    Samples(generation=generation).write(tmp_path)
+    made, bundled = ({p.name: p for p in f.iterdir()} for f in (tmp_path, FOLDERS[generation]))
     assert made.keys() == bundled.keys()
     for name, path in made.items():
         if path.suffix == ".png":  # pixels, because compressors differ
@@ -58,27 +63,40 @@ def test_another_seed_gives_other_files():
     assert not np.array_equal(first.chunks["BEACH"].pixels, second.chunks["BEACH"].pixels)
 
 
-def test_the_manifest_covers_what_a_newcomer_should_see():
-    files, questions = MANIFEST["files"], MANIFEST["questions"]
+@GENERATIONS
+def test_the_manifest_covers_what_a_newcomer_should_see(generation: int):
+    files, questions = MANIFESTS[generation]["files"], MANIFESTS[generation]["questions"]
     kinds = [entry["kind"] for entry in files]
     assert kinds.count("image") == 10 and kinds.count("text") == 8
     assert len({entry["handle"] for entry in files}) == len({entry["path"] for entry in files}) == len(files)
-    assert {entry["path"] for entry in files} | {"manifest.json"} == {p.name for p in FOLDER.iterdir()}
+    assert {entry["path"] for entry in files} | {"manifest.json"} == {
+        p.name for p in FOLDERS[generation].iterdir()
+    }
     assert len({question["id"] for question in questions}) == len(questions) >= 10
     kinds = {"image", "images", "images in a sentence", "order", "document", "documents"}
-    assert {q["kind"] for q in questions} == kinds | {"two-hop", "mixed", "multi-turn"}
+    assert {q["kind"] for q in questions} == kinds | {"two-hop", "mixed", "multi-turn"} | (
+        {EIGHT_IMAGES} if generation == 2 else set()
+    )
     used = json.dumps([question["messages"] for question in questions])
     assert all(f"#{e['handle']}" in used or f'"{e["handle"]}"' in used for e in files)
 
 
-def test_a_server_spells_every_question_as_the_model_was_taught(template):
-    library = Library(template)
-    for question, entry in zip(Samples().questions, MANIFEST["questions"], strict=True):
+def test_every_question_over_eight_images_begins_with_another_image():
+    asked = [q.conversation.turns[0].user for q in Samples().questions if q.kind == EIGHT_IMAGES]
+    assert {len(parts) for parts in asked} == {9} and len({parts[0].name for parts in asked}) == len(asked)
+
+
+@GENERATIONS
+def test_a_server_spells_every_question_as_the_model_was_taught(generation: int):
+    template, labels = template_of(generation), WORLDS[generation].labels
+    library = Library(template, generation)
+    made = Samples(generation=generation).questions
+    for question, entry in zip(made, MANIFESTS[generation]["questions"], strict=True):
         prompt = template.prompt(parse_messages(entry["messages"], library))
         ids, expected = [], []
         for s in prompt.segments:
             ids += s.token_ids if isinstance(s, TextSegment) else s.chunk.token_ids or ()
-        *taught, answer = [s for s in segments(question.conversation) if s.kind != "image"]
+        *taught, answer = [s for s in segments(question.conversation, labels) if s.kind != "image"]
         for s in taught:
             expected += template.tokenizer(s.content, add_special_tokens=False).input_ids
         assert ids == expected, entry["id"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_kit import family, ids, image_chunk, prompt_of, select, text_chunk
 from families import random_image
+from small_models import SMALL
 from typer.testing import CliRunner
 
 from mpic.errors import UnsupportedParameter
@@ -71,7 +72,9 @@ def test_the_command_writes_its_figures_and_numbers(tmp_path, monkeypatch):
         return save(path, draw_and_look, *size, **options)
 
     monkeypatch.setattr(figures, "save_png", spied)
-    result = CliRunner().invoke(cli.app, ["--chunks", "2", "--out", str(tmp_path), "--policies", "reuse"])
+    result = CliRunner().invoke(
+        cli.app, ["--model", str(SMALL), "--chunks", "2", "--out", str(tmp_path), "--policies", "reuse"]
+    )
     assert result.exit_code == 0, result.output
     names = {path.name for path in tmp_path.iterdir()}
     assert names >= {"attention-shares.png", "kv-distance.png", "attention-maps.png", "attention-error.png"}

@@ -87,7 +87,16 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps(bench))
     (tmp_path / "b.png").touch()
     marks = ["losses run", "losses run:world-card", "summary run mpic-16", "cells run", "counts score run"]
-    marks += ["runs mpic-16: run", "same run full mpic-16", "bench b.json u", "bench later.json"]
+    grid = [PolicyAnswer("niah", 0, f"600@{d}#0", "full", scores={"contains": d / 50}) for d in (0, 50)]
+    (tmp_path / "grid").mkdir()
+    (tmp_path / "grid" / "answers.jsonl").write_text(lines_of(grid))
+    marks += [
+        "needles grid full",
+        "runs mpic-16: run",
+        "same run full mpic-16",
+        "bench b.json u",
+        "bench later.json",
+    ]
     path = tmp_path / "report.md"
     made = "".join(f"<!-- made: {mark} -->\nold\n<!-- end -->\n" for mark in marks)
     path.write_text(f"Before\n{made}After\n")
@@ -96,13 +105,22 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
     assert text.startswith("Before\n") and text.endswith("After\n") and "old" not in text
     assert "| world-card | 4 | 100.0 | +25.0 [+0.0, +75.0] |" in text
     assert "same answer to 4 of 4 questions" in text
+    assert "`full`:\n\n| depth | 600 |" in text and "| 50 % | 100 |" in text
     assert "![b](b.png)" in text
     assert "| y |" in text and "| x |" not in text and "**2.50**" in text
     assert "Not measured yet: `mpic bench later" in text
     assert fill(path) == len(marks) and path.read_text() == text
 
 
-WRONG = ["", "nothing run", "losses", "losses run", "losses run:world-image", "counts speed run"]
+WRONG = [
+    "",
+    "nothing run",
+    "losses",
+    "losses run",
+    "losses run:world-image",
+    "counts speed run",
+    "needles run",
+]
 
 
 @pytest.mark.parametrize("mark", [*WRONG, "bench b.json other"])

@@ -8,12 +8,12 @@ import re
 import shutil
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from small_models import SMALL
 from typer.testing import CliRunner
 
-from mpic.config import ConfigError, EngineConfig, bundled_model
+from mpic.config import ConfigError, EngineConfig
 from mpic.engine import load_engine
 from mpic.errors import BadRequest, UnknownPolicy, UnknownPress, UnsupportedParameter
 from mpic.evals import cli, methods
@@ -27,7 +27,8 @@ from mpic.evals.run import LISTED, Evaluator, _Session
 from mpic.evals.tasks import TaskError
 from mpic.prompt import ChatTemplate, build_prompt
 
-CONFIG = """
+CONFIG = f"""
+model = "{SMALL.as_posix()}"
 policies = ["mpic-16", "reuse", "nocache"]
 pressed = ["mpic-16"]
 presses = ["snapkv-50"]
@@ -152,13 +153,33 @@ def test_an_answer_cut_off_within_a_letter_is_left_out(tmp_path):
     assert (tmp_path / "answers.jsonl").read_bytes() == whole
 
 
+def test_more_questions_may_be_asked_for_on_the_command_line(finished):
+    folder, _ = finished
+    config = load_eval_config(folder / "eval.toml", questions=7)
+    assert {options.questions for _, options in config.cells()} == {7}
+
+
+def test_the_generated_world_is_that_of_the_model_unless_it_is_said(tmp_path):
+    def found(text):
+        (tmp_path / "e.toml").write_text(text)
+        config = load_eval_config(tmp_path / "e.toml")
+        return {options.generation for _, options in config.cells()}, next(iter(config.data().values()))
+
+    assert found(CONFIG) == ({1}, [None, "passage", 512])
+    second = ({2}, [None, "passage", 512, "generation 2"])
+    assert found(f"generation = 2\n{CONFIG}") == second
+    assert found(CONFIG.replace(SMALL.as_posix(), "some/hub-id")) == second
+    with pytest.raises(ConfigError, match="generation is 1 or 2, not 3"):
+        found(f"generation = 3\n{CONFIG}")
+
+
 def test_a_run_resumes_after_the_models_folder_has_moved(finished, tmp_path):
     folder, _ = finished
     config = load_eval_config(folder / "eval.toml")
-    shutil.copytree(bundled_model(), tmp_path / "demo")
-    moved = replace(config, model=str(tmp_path / "demo"))
+    shutil.copytree(SMALL, tmp_path / SMALL.name)
+    moved = replace(config, model=str(tmp_path / SMALL.name))
     assert moved.fingerprint() == config.fingerprint()
-    (tmp_path / "demo" / "config.json").write_text("{}")
+    (tmp_path / SMALL.name / "config.json").write_text("{}")
     assert moved.fingerprint() != config.fingerprint()
 
 
@@ -251,7 +272,7 @@ def test_a_stranger_measures_policies_on_a_longbench_file_and_a_model_folder(tmp
     ]
     (tmp_path / "hotpotqa.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     (tmp_path / "my.toml").write_text(
-        f'model = "{Path(bundled_model()).as_posix()}"\npolicies = ["reuse", "mpic-16"]\n'
+        f'model = "{SMALL.as_posix()}"\npolicies = ["reuse", "mpic-16"]\n'
         '[[task]]\nname = "longbench-qa"\npath = "hotpotqa.jsonl"\n'
     )
     monkeypatch.chdir(tmp_path)
@@ -330,7 +351,7 @@ def test_documents_are_cut_by_kvsplit_in_the_models_tokens(tmp_path, mode):
     entry = {"input": "What is the code of the lamp?", "context": text, "answers": ["123"]}
     (tmp_path / "cut.jsonl").write_text(json.dumps(entry) + "\n")
     (tmp_path / "e.toml").write_text(
-        'policies = ["reuse"]\nfidelity = false\n[[task]]\nname = "longbench-qa"\n'
+        f'model = "{SMALL.as_posix()}"\npolicies = ["reuse"]\nfidelity = false\n[[task]]\nname = "longbench-qa"\n'
         f'path = "cut.jsonl"\nsplit = "{mode}"\ntokens = 40'
     )
     full, reuse = Evaluator(load_eval_config(tmp_path / "e.toml"), tmp_path / "out").run()
@@ -341,7 +362,8 @@ def test_a_prompt_the_model_cannot_take_is_kept_as_skipped_with_the_reason(tmp_p
     entry = {"input": "Who?", "context": "word " * 4000, "answers": ["x"]}
     (tmp_path / "long.jsonl").write_text(json.dumps(entry) + "\n")
     (tmp_path / "e.toml").write_text(
-        'policies = []\n[[task]]\nname = "longbench-qa"\npath = "long.jsonl"\nsplit = "none"\n'
+        f'model = "{SMALL.as_posix()}"\npolicies = []\n'
+        '[[task]]\nname = "longbench-qa"\npath = "long.jsonl"\nsplit = "none"\n'
         "max_length = 100000"  # otherwise its middle is left out, and it fits
     )
     (answer,) = Evaluator(load_eval_config(tmp_path / "e.toml"), tmp_path / "out").run()

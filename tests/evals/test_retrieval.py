@@ -3,12 +3,13 @@
 from io import StringIO
 
 from rich.console import Console
+from small_models import SMALL
 
 from mpic.evals.retrieval import evaluate, print_report
 
 
 def test_it_reports_recall_answers_and_searches():
-    report = evaluate(limit=2)
+    report = evaluate(limit=2, model=str(SMALL))
     assert report["entries"] == 200 and report["embedder"]["dimension"] == 128
     recall = {(row["task"], row["form"]): row for row in report["recall"]}
     assert recall["text->text", "search"]["recall@1"] > 0.9 and recall["text->text", "all"]["queries"] == 6

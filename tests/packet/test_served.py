@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from small_models import SMALL, SMALL_PLAIN, SMALL_SAMPLES
 
-from mpic.config import EngineConfig, bundled_model
+from mpic.config import EngineConfig
 from mpic.data.generator.client import data_url
 from mpic.engine import load_engine
 from mpic.engine.base import GenerationRequest, Sampling
@@ -17,17 +17,14 @@ from mpic.packet.adapter import PLACE
 from mpic.prompt import ChatTemplate, build_prompt
 from mpic.prompt.inline import InlineResolver
 
-SAMPLES = Path(bundled_model()).parents[1] / "samples"
-
 
 def picture(name: str) -> dict[str, str]:
-    image = decode_image((SAMPLES / f"{name.lower()}.png").read_bytes(), Limits())
+    image = decode_image((SMALL_SAMPLES / f"{name.lower()}.png").read_bytes(), Limits())
     return {"type": "image", "image": data_url(image), "name": name}
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-plain"])
-def test_a_bundled_model_answers_over_packets(name):
-    folder = Path(bundled_model()).parent / name
+@pytest.mark.parametrize("folder", [SMALL, SMALL_PLAIN], ids=lambda folder: folder.name)
+def test_a_bundled_model_answers_over_packets(folder):
     config = EngineConfig(model=str(folder), policy="packet", pool_bytes=1 << 26)
     engine, processor = load_engine(config)
     try:

@@ -130,10 +130,10 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_never_interrupted(tiny, data
 def test_prompts_come_from_a_file_or_the_generator_and_a_bad_file_is_named(tiny, data, tmp_path):
     template = ChatTemplate(tiny.processor)
     for path in (data, None):
-        found = prompts(path, template, 5, 0)
+        found = prompts(path, template, 5, 0, tiny.context_length)
         assert len(found) == 5 and all(prompt.chunks for prompt in found)
     with pytest.raises(TrainingDataError, match="has 40 prompts with documents or images; 41 are needed"):
-        prompts(data, template, 41, 0)
+        prompts(data, template, 41, 0, tiny.context_length)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"documents": ["a"], "question": "b"}\n{"document": "a"}\n')
     with pytest.raises(TrainingDataError, match=r"line 2 of .*bad\.jsonl is neither"):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import chat_models
 import pytest
+from small_models import SMALL
 from transformers import AutoTokenizer
 
-from mpic.config import bundled_model
 from mpic.data.generator.conversation import Conversation, Document, Turn, segments
 from mpic.errors import UnsupportedParameter
 from mpic.kv.chunk import Chunk, ChunkKey
@@ -21,7 +19,7 @@ PICTURE = Chunk(ChunkKey("image", "0" * 64), "@shared")
 
 @pytest.fixture(scope="module")
 def demo() -> ChatTemplate:
-    return ChatTemplate(AutoTokenizer.from_pretrained(Path(bundled_model())), image_token="<image>")
+    return ChatTemplate(AutoTokenizer.from_pretrained(SMALL), image_token="<image>")
 
 
 def texts(template, found):

@@ -1,27 +1,27 @@
 """The bundled demo models' own convention, as their training data is spelled, comes out of ``build_prompt``."""
 
-from pathlib import Path
-
 import pytest
 from chat_models import DictResolver, image_chunk
+from small_models import SMALL
 from transformers import AutoProcessor, CLIPImageProcessor, LlavaProcessor
 
-import mpic.data
 from mpic.data.generator import conversation as spelling
 from mpic.data.generator.tasks import EVAL_TASKS, Generator
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.prompt import ChatTemplate, ChunkSegment, TextSegment, build_prompt
 
-DEMO = Path(mpic.data.__file__).parent / "models" / "demo"
+
+@pytest.fixture(scope="module", params=[*spelling.CHAT_TEMPLATES, "bundled"])
+def labels(request):
+    return request.param
 
 
-@pytest.fixture(scope="module", params=["built here", "bundled"])
-def template(request):
-    if request.param == "bundled":
-        return ChatTemplate(AutoProcessor.from_pretrained(DEMO))
-    tokenizer = build_tokenizer()
-    options = {"image_token": spelling.SPECIAL["image"], "chat_template": tokenizer.chat_template}
-    return ChatTemplate(LlavaProcessor(CLIPImageProcessor(), tokenizer, patch_size=8, **options))
+@pytest.fixture(scope="module")
+def template(labels):
+    if labels == "bundled":
+        return ChatTemplate(AutoProcessor.from_pretrained(SMALL))
+    options = {"image_token": spelling.SPECIAL["image"], "chat_template": spelling.CHAT_TEMPLATES[labels]}
+    return ChatTemplate(LlavaProcessor(CLIPImageProcessor(), build_tokenizer(), patch_size=8, **options))
 
 
 class Resolver(DictResolver):
@@ -42,7 +42,7 @@ def test_abilities_of_the_templates(template):
 
 
 @pytest.mark.parametrize("task", [task for task in EVAL_TASKS if not task.startswith("search")])
-def test_prompts_are_spelled_as_in_training(template, task):
+def test_prompts_are_spelled_as_in_training(template, labels, task):
     for seed in range(3):
         told = Generator(seed, "eval").task(task, 4)
         assert all(turn.query is None for turn in told.turns)  # the model writes searches itself
@@ -53,7 +53,7 @@ def test_prompts_are_spelled_as_in_training(template, task):
                     part["image"] = "file-x"
         *messages, answer = messages
         segments = ask(template, messages).segments
-        expected = spelling.segments(told)
+        expected = spelling.segments(told, "after" if labels == "after" else "around")
         assert expected.pop().content.startswith(f" {answer['content'][-1]['text']}")
         assert len(segments) == len(expected)
         for segment, wanted in zip(segments, expected):
@@ -65,13 +65,19 @@ def test_prompts_are_spelled_as_in_training(template, task):
             assert found == ids
 
 
-def test_handles_at_word_level(template):
+def test_handles_at_word_level(template, labels):
     text = "compare the tower in IMAGE#EIFFEL2025 with IMAGE#LOUVRE2025. In IMAGE#EIFFEL2025, what is FILE#REPORT?"
     built = ask(template, [{"role": "user", "content": text}])
     told = "".join(
         template.tokenizer.decode(s.token_ids) if isinstance(s, TextSegment) else f"@{s.chunk.label}"
         for s in built.segments
     )
+    if labels == "after":
+        assert told == (
+            "<s> USER: compare the tower in image:@EIFFEL2025 (image EIFFEL2025) with image:@LOUVRE2025 "
+            "(image LOUVRE2025) . In image EIFFEL2025, what is document:@REPORT [document REPORT] ? ASSISTANT:"
+        )
+        return
     assert told == (
         "<s> USER: compare the tower in image EIFFEL2025:@EIFFEL2025 end of image EIFFEL2025. with image LOUVRE2025:"
         "@LOUVRE2025 end of image LOUVRE2025. . In image EIFFEL2025, what is document REPORT:@REPORT end of document "

@@ -9,31 +9,29 @@ import itertools
 import json
 import random
 import time
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from server_helpers import wait_until
+from small_models import SMALL, SMALL_SAMPLES
 
-import mpic.data
 from mpic.evals.demo import running_server
 
 CLIENTS = 64
 READERS = 48
 """SQLite keeps the file of a closed reader open while others read (a lock of POSIX would go with it) and uses it again:
 as many as ever read at once, which the server's worker threads bound."""
-SAMPLES = Path(mpic.data.__file__).parent / "samples"
 POLICIES = ("mpic-16", "reuse", "prefix", "legolink-16", "full")
 POOL_BYTES = 48 << 20
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """(url, process) of a server on the bundled demo model, with every sample of the manifest's first dozen."""
+    """(url, process) of a server on the small demo model, with every sample of the manifest's first dozen."""
     data = tmp_path_factory.mktemp("load")
     before = {p.pid for p in psutil.Process().children()}
-    with running_server(data, None, "--pool-bytes", str(POOL_BYTES)) as (url, _):
+    with running_server(data, str(SMALL), "--pool-bytes", str(POOL_BYTES)) as (url, _):
         [process] = [p for p in psutil.Process().children() if p.pid not in before]
         yield url, process
 
@@ -97,11 +95,11 @@ def held(process):
 
 
 async def upload(url, n=6):
-    listed = json.loads((SAMPLES / "manifest.json").read_text())["files"]
+    listed = json.loads((SMALL_SAMPLES / "manifest.json").read_text())["files"]
     entries = [e for e in listed if e["kind"] == "image"][:n]
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         for entry in entries:
-            files = {"file": (entry["path"], (SAMPLES / entry["path"]).read_bytes())}
+            files = {"file": (entry["path"], (SMALL_SAMPLES / entry["path"]).read_bytes())}
             form = {"purpose": "vision", "handle": entry["handle"]}
             id = (await http.post("/v1/files", data=form, files=files)).json()["id"]
             while (await http.get(f"/v1/files/{id}")).json()["state"] == "compiling":

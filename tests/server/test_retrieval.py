@@ -9,9 +9,10 @@ import chat_models
 import pytest
 import torch
 from server_helpers import events, png, running, wait_until
+from small_models import SMALL
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mpic.config import Config, EngineConfig, bundled_model
+from mpic.config import Config, EngineConfig
 from mpic.data.generator import references
 from mpic.engine import load_engine
 from mpic.engine.native.engine import NativeEngine
@@ -28,7 +29,7 @@ QUESTION = "What code does the ladder have?"
 @pytest.fixture
 async def demo(tmp_path):
     library = Library.open(tmp_path)
-    engine, processor = load_engine(EngineConfig(model=bundled_model(), pool_bytes=1 << 27), library.store)
+    engine, processor = load_engine(EngineConfig(model=str(SMALL), pool_bytes=1 << 27), library.store)
     async with running(create_app(engine, library, ChatTemplate(processor), Config())) as server:
         yield server
 

@@ -9,11 +9,12 @@ import shutil
 
 import pytest
 import vllm_kit  # noqa: F401 - sets the environment before vLLM is imported
+from small_models import SMALL
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
-from mpic.config import ConfigError, EngineConfig, bundled_model
+from mpic.config import ConfigError, EngineConfig
 from mpic.engine import load_engine
 from mpic.engine.vllm import wire
 from mpic.engine.vllm.frontend import model as models
@@ -32,15 +33,17 @@ from mpic.model.load import load_model
 
 @pytest.fixture(scope="module")
 def described():
-    return describe_model(EngineConfig(), cpu=True)
+    return describe_model(EngineConfig(model=str(SMALL)), cpu=True)
 
 
 def args(described, tmp_path, cpu=True, host_bytes=0, **config):
-    return engine_args(EngineConfig(engine="vllm", **config), described, cpu, tmp_path, host_bytes)
+    return engine_args(
+        EngineConfig(engine="vllm", **{"model": str(SMALL), **config}), described, cpu, tmp_path, host_bytes
+    )
 
 
 def test_a_model_has_the_native_engines_digests(described):
-    native = load_model(bundled_model())
+    native = load_model(str(SMALL))
     assert (described.digest, described.preprocessing) == (native.digest, native.preprocessing)
     assert (described.bos, described.eos, described.shape) == (native.bos_id, native.eos_ids, native.shape)
     assert (described.context, described.image) == (native.context_length, native.image_token_id)
@@ -147,7 +150,7 @@ def test_a_version_of_vllm_that_is_not_known_is_refused_by_name(monkeypatch):
 
 def test_weights_are_read_once_until_a_file_changes(tmp_path, monkeypatch, described):
     folder, memory = tmp_path / "model", tmp_path / "store" / "models.json"
-    shutil.copytree(bundled_model(), folder)
+    shutil.copytree(SMALL, folder)
     read = []
     plain = models._fingerprint
     monkeypatch.setattr(models, "_fingerprint", lambda *args: read.append(1) or plain(*args))
@@ -170,9 +173,9 @@ def test_weights_are_not_loaded_for_their_fingerprint_where_their_files_tell_it(
         raise AssertionError("the weights were loaded")
 
     monkeypatch.setattr(models, "load_weights", loaded)
-    assert describe_model(EngineConfig(model=str(bundled_model())), True).digest == described.digest
+    assert describe_model(EngineConfig(model=str(SMALL)), True).digest == described.digest
     folder = tmp_path / "model"
-    shutil.copytree(bundled_model(), folder)
+    shutil.copytree(SMALL, folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     with pytest.raises(AssertionError, match="were loaded"):  # which says what is wrong with them
@@ -183,7 +186,7 @@ def test_a_model_that_cannot_be_loaded_is_refused(tmp_path):
     with pytest.raises(ModelRefused, match="no transformers model"):
         describe_model(EngineConfig(model=str(tmp_path)), True)
     with pytest.raises(ModelRefused, match="unknown dtype 'int3'"):
-        describe_model(EngineConfig(dtype="int3"), True)
+        describe_model(EngineConfig(model=str(SMALL), dtype="int3"), True)
 
 
 def test_salts_differ_by_user_policy_and_chunks_and_by_nothing_else():

@@ -1,4 +1,4 @@
-"""One ``mpic serve`` on the demo model and one browser for all tests; pages that watch what they are asked for."""
+"""One ``mpic serve`` on the small demo model and one browser for all tests; pages that watch what they ask for."""
 
 import time
 from contextlib import ExitStack
@@ -8,6 +8,7 @@ import pytest
 from browsing import Watched, find_browser, open_browser, serving
 from fake_engine import FakeEngine
 from server_helpers import chat_template
+from small_models import SMALL
 
 from mpic.config import Config
 from mpic.evals.demo import running_server
@@ -27,9 +28,9 @@ def browser():
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory, browser):
-    """``mpic serve`` on the demo model with an empty library, and the seconds until it listened."""
+    """``mpic serve`` on the small demo model with an empty library, and the seconds until it listened."""
     begun = time.monotonic()
-    with running_server(tmp_path_factory.mktemp("data")) as (url, _):
+    with running_server(tmp_path_factory.mktemp("data"), str(SMALL)) as (url, _):
         yield url, time.monotonic() - begun
 
 

@@ -1,13 +1,15 @@
 """What the page says about the server: policies with what was measured, samples, figures."""
 
 import re
-from importlib.resources import files
 from pathlib import Path
 
+import pytest
+
+from mpic.data.bundled import SAMPLES, model_folder
 from mpic.link import POLICIES, policy_names
 from mpic.link.engines import PROVIDES
 from mpic.webui import live, policies
-from mpic.webui.about import DEMO_KNOWS
+from mpic.webui.about import PARAMETERS, knows
 from mpic.webui.plots import EXPLAINED, plots
 from mpic.webui.samples import NAMES, QUESTIONS, sample_files, samples
 
@@ -33,7 +35,7 @@ def test_only_policies_that_the_engine_supports_are_offered():
 
 def test_what_the_menu_says_was_measured_is_what_the_evidence_says():
     text = (ROOT / "docs" / "evidence" / "README.md").read_text(encoding="utf-8")
-    table = text.partition("made: summary demo -->")[2].partition("<!-- end")[0]
+    table = text.partition("made: summary small -->")[2].partition("<!-- end")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line
     ]
@@ -46,15 +48,20 @@ def test_what_the_menu_says_was_measured_is_what_the_evidence_says():
 
 
 def test_the_samples_and_the_plots_that_are_shown_exist():
-    assert [s.id for s in samples()] == [id for id, _, _ in QUESTIONS]
-    assert sample_files().keys() == NAMES.keys()
+    for model in SAMPLES:
+        assert [s.id for s in samples(model)] == [id for id, _, _ in QUESTIONS]
+        assert sample_files(model).keys() == NAMES.keys()
+    assert samples("llava-1.5-7b-hf") == () and sample_files("llava-1.5-7b-hf") == {}
+    assert sample_files("demo")["GRACE"] != sample_files("small")["GRACE"]
     assert {"ttft", "flat", "memory", "decode"} <= {p.name for p in plots()} and "ttft" in EXPLAINED
 
 
-def test_what_the_demo_is_said_to_know_is_what_its_card_says():
-    card = (Path(str(files("mpic.data"))) / "models" / "demo" / "README.md").read_text(encoding="utf-8")
-    assert "6.6 M parameters" in card and "coloured shapes and digits, cards, biographies, codes" in card
-    assert "6.6 million" in DEMO_KNOWS["not"]
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_what_a_demo_model_is_said_to_know_is_what_its_card_says(model):
+    card = (model_folder(model) / "README.md").read_text(encoding="utf-8")
+    assert f"{PARAMETERS[model]} M parameters" in card
+    assert "coloured shapes and digits, cards, biographies, codes" in card
+    assert f"{PARAMETERS[model]} million" in knows(model)["not"]
 
 
 METRICS = """

@@ -4,7 +4,8 @@ import re
 import time
 
 import httpx
-from page_kit import BOX, PHONE, SAMPLES, ask, more, until, upload
+from page_kit import BOX, PHONE, ask, more, until, upload
+from small_models import SMALL_SAMPLES
 
 from mpic.data.generator import references as generated
 
@@ -125,11 +126,11 @@ def test_an_admin_adds_finds_and_removes_references(demo_url, open_page):
         page.get_attribute("#add-title", "placeholder") is None
     )  # nothing that looks like a text already there
     for name in ("beach", "tower"):
-        page.set_input_files("#add-file", SAMPLES / f"{name}.png")
+        page.set_input_files("#add-file", SMALL_SAMPLES / f"{name}.png")
         page.fill("#add-title", f"The {name}")
         page.click(".add-reference .primary")
         page.wait_for_selector(f'.reference[data-state=ready]:has-text("The {name}")')
-    page.set_input_files(".find [type=file]", SAMPLES / "tower.png")
+    page.set_input_files(".find [type=file]", SMALL_SAMPLES / "tower.png")
     page.wait_for_selector(".score")
     assert page.locator(".reference b").first.inner_text() == "The tower"
     assert page.locator(".query-picture").evaluate("e => e.naturalWidth") > 0  # the query is shown

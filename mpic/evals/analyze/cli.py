@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +42,7 @@ def analyze(
     `attention-error.png` (policies side by side), and `analysis.json`.
     """
     from mpic.config import bundled_model
+    from mpic.data.bundled import generation_for
     from mpic.evals.analyze import figures, measures
     from mpic.evals.analyze.dense import DenseLinker
     from mpic.evals.resolve import LocalResolver, splitter_of
@@ -53,6 +55,7 @@ def analyze(
     loaded = load_model(model or bundled_model())
     template = ChatTemplate(loaded.processor)
     options = Options(path=path, chunks=chunks, questions=sample + 1, splitter=splitter_of(template))
+    options = replace(options, generation=generation_for(loaded.context_length))
     asked = next(itertools.islice(find(task).load(options), sample, None), None)
     if asked is None:
         raise TaskError(f"{task} has no sample {sample}")

@@ -61,6 +61,7 @@ class Options:
         lengths: of generated haystacks, in tokens.
         depths: where needles lie in them, in percent.
         max_length: most tokens of such a prompt; None: what the model's context has room for.
+        generation: of the generated world, for its tasks: 1 has small images and short documents, 2 the papers' sizes.
     """
 
     path: Path | None = None
@@ -76,6 +77,7 @@ class Options:
     count: Callable[[str], int] | None = None
     lengths: tuple[int, ...] = (512, 1024)
     depths: tuple[int, ...] = (0, 25, 50, 75, 100)
+    generation: int = 2
 
 
 @dataclass(frozen=True)

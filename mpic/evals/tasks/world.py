@@ -4,16 +4,22 @@ They stand for the public ones: ``image`` and ``image-named`` for MMDU (several 
 ``word-level`` for SparklesEval (images inside a sentence), ``needle`` and ``card`` for needles in a haystack,
 ``biography`` for biography retrieval, ``two-hop`` for 2WikiMQA, HotpotQA and MuSiQue, ``few-shot`` for SAMSum's
 examples in context, ``mixed`` for images and documents together. ``long-text`` has all people in one text, a paragraph
-each, which KVSplit cuts (``split``, ``tokens``).
+each, which KVSplit cuts (``split``, ``tokens``). Images and documents have the sizes of the options' ``generation``.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from mpic.data.bundled import WORLDS
 from mpic.data.generator import EVAL_TASKS, Document, Generator
 from mpic.data.generator.client import messages_of
-from mpic.evals.tasks.base import Options, Sample, task
+from mpic.data.generator.documents import draw_value, reference_fact
+from mpic.data.generator.wordings import draw
+from mpic.data.generator.words import OBJECTS, fillers
+from mpic.evals.tasks.base import Options, Sample, TaskError, task
 from mpic.evals.tasks.documents import ask, parts_of
 
 _SUMMARIES = {
@@ -28,14 +34,20 @@ _SUMMARIES = {
     "needle": "a code hidden in one of several documents",
     "biography": "a fact of one of several people",
     "two-hop": "a fact of the friend of one of several people",
+    "both people": "whether two of several people share a city or a job: needs both chunks",
     "last person": "a fact of whoever comes last, told by order alone",
     "mixed": "images and documents together",
 }
 
 
+def generator_of(options: Options) -> Generator:
+    """Returns the held-out half of the world that the options ask for; a number of chunks has a seed of its own."""
+    return Generator(options.seed * 1000 + options.chunks, "eval", world=WORLDS[options.generation])
+
+
 def _loader(name: str) -> Callable[[Options], Iterator[Sample]]:
     def load(options: Options) -> Iterator[Sample]:
-        generator = Generator(options.seed * 1000 + options.chunks, "eval")
+        generator = generator_of(options)
         for number in range(options.questions):
             conversation = generator.task(name, options.chunks)
             answer = conversation.turns[-1].answer
@@ -54,9 +66,42 @@ for _name, _summary in _SUMMARIES.items():
 )
 def long_text(options: Options) -> Iterator[Sample]:
     """Asks about ``chunks`` people in one text; how many chunks the text becomes is the splitter's choice."""
-    generator = Generator(options.seed * 1000 + options.chunks, "eval")
+    generator = generator_of(options)
     for number in range(options.questions):
         (turn,) = generator.task("biography", options.chunks).turns
         text = "\n\n".join(part.text for part in turn.user if isinstance(part, Document))
         (question,) = (part for part in turn.user if isinstance(part, str))
         yield Sample(str(number), ask(parts_of(text, options), "", question), (turn.answer,), max_tokens=48)
+
+
+@task("world-niah", "one code in filler, by length (tokens) and depth (percent)", "em")
+def needle_grid(options: Options) -> Iterator[Sample]:
+    """Hides the code of one object in held-out filler sentences: for every length and depth ``questions`` of them. Ids
+    read ``LENGTH@DEPTH#NUMBER``.
+
+    The haystack has at most ``length`` tokens of the model (words, for a judge, who reads the question only), and is
+    cut into documents of ``tokens``.
+    """
+    cut = replace(options, split="fixed") if options.split == "passage" else options
+    for length in options.lengths:
+        for depth in options.depths:
+            for number in range(options.questions):
+                rng = random.Random(f"{options.seed} {length} {depth} {number}")
+                thing, code = rng.choice(OBJECTS), draw_value(rng, "code")
+                text = _haystack(rng, options, length, depth, reference_fact("code", thing, code))
+                question = draw(rng, "eval", "needle").format(x=thing)
+                messages = ask(parts_of(text, cut), "", question)
+                yield Sample(f"{length}@{depth}#{number}", messages, (code,), 16)
+
+
+def _haystack(rng: random.Random, options: Options, length: int, depth: int, needle: str) -> str:
+    """Returns the filler sentences that fit into ``length`` tokens, with the needle after ``depth`` percent of them."""
+    count = options.count or (lambda text: len(text.split()))
+    room, filler = length - count(f" {needle}"), list[str]()
+    while (size := count(f" {(sentence := rng.choice(fillers('eval')))}")) <= room:
+        filler.append(sentence)
+        room -= size
+    if not filler:
+        raise TaskError(f"world-niah: a haystack of {length} tokens has no room for a needle and a sentence")
+    filler.insert(round(len(filler) * depth / 100), needle)
+    return " ".join(filler)

@@ -1,0 +1,33 @@
+"""What comes with the program: the demo models, the samples that each can be asked about, and the world it knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpic.data.generator.worlds import FIRST, SECOND
+
+HERE = Path(__file__).parent
+DEFAULT = "demo"
+"""The model that is served when none is named."""
+_SMALL = HERE / "models" / "small" / "samples"
+SAMPLES = {"demo": HERE / "samples", "demo-plain": HERE / "samples", "small": _SMALL, "small-plain": _SMALL}
+"""Demo model -> the folder of its samples. `demo` is of the second generation, `small` of the first; the plain ones
+have had ordinary training only."""
+WORLDS = {1: FIRST, 2: SECOND}
+"""Generation -> the world that its models know."""
+
+
+def model_folder(name: str = DEFAULT) -> Path:
+    """Returns the folder of a bundled model."""
+    return HERE / "models" / name
+
+
+def samples_folder(model: str) -> Path:
+    """Returns the samples to ask a model about, by its name or folder; those of the default model for any other."""
+    return SAMPLES.get(Path(model).name, SAMPLES[DEFAULT])
+
+
+def generation_for(context: int) -> int:
+    """Returns the generation whose images and documents suit a model with so many tokens of context: the second, whose
+    sizes are those of the papers, where ten documents of 300 to 1,000 tokens fit, else the first."""
+    return 2 if context >= 8192 else 1

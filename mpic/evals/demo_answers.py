@@ -1,0 +1,78 @@
+"""The answers of ``mpic demo``, and what they come to.
+
+The headline is MPIC's own case: one question over eight images at a time, which earlier prompts had in another order,
+so that prefix caching finds nothing of them, although it is on. All else is alike for the policies that are compared:
+the server is warm, features of the images are kept, and no other request runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+PASSES = ("first", "again")
+WARM = "warm"
+"""The turns: common questions are asked twice, those of the headline when everything is warm."""
+BASELINE, MUST_BE_RIGHT = "prefix", "mpic-32"
+"""The policies of the headline; the demo fails where the second one misses an answer."""
+
+
+@dataclass(frozen=True)
+class DemoAnswer:
+    """One answer under one policy. Times in milliseconds; ``tiers`` are where the chunks' KV came from."""
+
+    question: str
+    policy: str
+    turn: str
+    answer: str
+    right: bool
+    ttft_ms: float
+    total_ms: float
+    prompt_tokens: int
+    reused: int
+    recomputed: int
+    prefix_hit: int
+    compiled: int
+    tiers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """``prefix`` against ``mpic-32``.
+
+    Attributes:
+        prefix_over_mpic: time to the first token over eight images, the median of the questions' ratios.
+        right_prefix, right_mpic: questions of all kinds that were answered right each time.
+        asked: how many there are.
+    """
+
+    prefix_over_mpic: float
+    right_prefix: int
+    right_mpic: int
+    asked: int
+
+
+def headline_of(asked: Sequence[DemoAnswer]) -> Headline | None:
+    """Returns the headline; None where one of its two policies or its questions were not asked."""
+    ratios = ratios_to(asked, MUST_BE_RIGHT)
+    if not ratios:
+        return None
+    return Headline(
+        round(statistics.median(ratios), 3),
+        len(right_of(asked, BASELINE)),
+        len(right_of(asked, MUST_BE_RIGHT)),
+        len({answer.question for answer in asked}),
+    )
+
+
+def ratios_to(asked: Iterable[DemoAnswer], policy: str) -> list[float]:
+    """Returns by how much the first token came sooner than under ``prefix``, a ratio a question over eight images."""
+    times = {(a.policy, a.question): a.ttft_ms for a in asked if a.turn == WARM}
+    return [times[BASELINE, q] / ms for (p, q), ms in times.items() if p == policy and (BASELINE, q) in times]
+
+
+def right_of(asked: Iterable[DemoAnswer], policy: str) -> set[str]:
+    """Returns the questions that a policy answered right each time."""
+    mine = [answer for answer in asked if answer.policy == policy]
+    return {answer.question for answer in mine} - {answer.question for answer in mine if not answer.right}

@@ -1,0 +1,10 @@
+"""The bundled models that tests run on: those of the first generation, because they are quick. Only
+``tests/evals/test_default_model.py`` is about the default one."""
+
+from pathlib import Path
+
+from mpic.data.bundled import SAMPLES, model_folder
+
+SMALL = model_folder("small")
+SMALL_PLAIN = model_folder("small-plain")
+SMALL_SAMPLES: Path = SAMPLES["small"]
