@@ -4,20 +4,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from mpic.errors import ModelRefused
 from mpic.kernels.patterns import Blocks
 from mpic.model.bidirectional import Mask, Scope, find_blocks, types_name
 from mpic.model.hooks import running
 from mpic.model.latent import LatentLayer, keep_latents
-from mpic.model.structure import plain_ids, stand_ins_of
+from mpic.model.structure import RowInputs, plain_ids, stand_ins_of
 from mpic.model.trace import ROWS, LayerFacts, LayerKind, Trace, seen_by, trace, with_blocks
 
-if TYPE_CHECKING:
-    from mpic.model.loaded import LoadedModel
+
+class Runnable(Protocol):
+    """What is asked of a model to find its facts; see ``LoadedModel``."""
+
+    model: nn.Module
+    text_model: nn.Module
+    config: Any
+    text_config: Any
+    device: torch.device
+    dtype: torch.dtype
+    mrope: int
+    image_token_id: int | None
+
+    def rows(self, token_ids: torch.Tensor) -> RowInputs: ...
+
+    def call(
+        self,
+        inputs: RowInputs,
+        positions: torch.Tensor,
+        step: Trace,
+        wanted: torch.Tensor,
+        given: dict[str, torch.Tensor] | None = None,
+    ) -> Any: ...
 
 
 class ModelFacts(NamedTuple):
@@ -32,7 +54,7 @@ class ModelFacts(NamedTuple):
 
 
 @torch.inference_mode()
-def find_facts(model: LoadedModel) -> ModelFacts:
+def find_facts(model: Runnable) -> ModelFacts:
     """Returns the facts of a model whose layers attend through ``hooks.TRACED``.
 
     Raises:
@@ -64,7 +86,7 @@ def find_facts(model: LoadedModel) -> ModelFacts:
     return ModelFacts(*kept, scope, stand_ins)
 
 
-def _blocks(model: LoadedModel, windows: Sequence) -> tuple[Scope | None, list[Blocks | None]]:
+def _blocks(model: Runnable, windows: Sequence) -> tuple[Scope | None, list[Blocks | None]]:
     """Returns which tokens attend to each other in both directions, and how the layers do."""
     name = types_name(model.model)
     if name is None:

@@ -146,9 +146,9 @@ def _projection(
     if not alike(seen.key[:1, :, still:].expand(heads, -1, -1), seen.key[:, :, still:], limit):
         return None
     for module in seen.module.modules():
-        if not isinstance(module, nn.Linear) or module.bias is not None or module not in inputs:
+        if type(module) is not nn.Linear or module.bias is not None or module not in inputs:
             continue
-        if not module.weight.is_floating_point() or module.weight.ndim != 2:  # quantised
+        if type(module.weight) is not nn.Parameter:  # quantised: the layer stays expanded
             continue
         kept, latents = module.in_features + size - still, inputs[module].reshape(-1, module.in_features)
         if module.out_features != heads * (still + seen.value.shape[-1]) or len(latents) != rows:
