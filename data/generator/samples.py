@@ -1,5 +1,5 @@
-"""The sample images and documents, with questions and the answers they must get: those of the default model in
-`data/samples`, those of the first generation beside its model.
+"""The sample images and documents, with questions and the answers they must get: those of the first generation in
+`data/samples`, those of the second in `data/samples-large`.
 
     python -m mpic.data.generator.samples [--generation 1|2] [--out FOLDER] [--seed N]
 

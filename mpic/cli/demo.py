@@ -19,7 +19,7 @@ app = command_app()
 def demo(
     policies: Annotated[
         str, typer.Option(help="comma-separated", autocompletion=completion.policies)
-    ] = "prefix,reuse,mpic-32",
+    ] = "prefix,reuse,mpic-16,legolink-16",
     model: Annotated[str | None, typer.Option(help="model folder; default: the bundled demo model")] = None,
     samples: Annotated[
         Path | None, typer.Option(help="folder with manifest.json; default: the bundled one")
@@ -35,7 +35,7 @@ def demo(
     Questions over eight images come last, in an order of their own each: by how much sooner the first token comes than
     with prefix caching is the headline.
 
-    The exit status is not zero if an expected answer is missed under mpic-32.
+    The exit status is not zero if an expected answer is missed under mpic-16.
     """
     from mpic.evals.demo import run
 

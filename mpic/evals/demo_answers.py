@@ -14,7 +14,7 @@ from dataclasses import dataclass
 PASSES = ("first", "again")
 WARM = "warm"
 """The turns: common questions are asked twice, those of the headline when everything is warm."""
-BASELINE, MUST_BE_RIGHT = "prefix", "mpic-32"
+BASELINE, MUST_BE_RIGHT = "prefix", "mpic-16"
 """The policies of the headline; the demo fails where the second one misses an answer."""
 
 
@@ -39,7 +39,7 @@ class DemoAnswer:
 
 @dataclass(frozen=True)
 class Headline:
-    """``prefix`` against ``mpic-32``.
+    """``prefix`` against ``mpic-16``.
 
     Attributes:
         prefix_over_mpic: time to the first token over eight images, the median of the questions' ratios.

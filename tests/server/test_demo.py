@@ -47,7 +47,7 @@ def samples(tmp_path, url, monkeypatch):
             client.files.delete(file.id)
 
 
-def run(folder, files, questions, policies=("prefix", "mpic-32")):
+def run(folder, files, questions, policies=("prefix", "mpic-16")):
     (folder / "manifest.json").write_text(json.dumps({"files": files, "questions": questions}))
     console = Console(width=80, record=True)
     status = demo.run(policies, None, folder, folder / "out.json", console)
@@ -58,7 +58,7 @@ def test_a_missed_answer_fails_the_demo(samples):
     folder, files, questions, _ = samples
     status, text, body = run(folder, files, questions)
     assert status == 1
-    assert "mpic-32 missed: one, two" in text
+    assert "mpic-16 missed: one, two" in text
     assert "1. one: What is in IMAGE#DEMO_A and FILE#DEMO_B?" in text
     assert "2. two: IMAGE#DEMO_A And now?" in text
     assert len(body["answers"]) == 2 * 2 * 2
@@ -66,8 +66,8 @@ def test_a_missed_answer_fails_the_demo(samples):
     heads = [line.split() for line in text.splitlines() if line.split()[:2] == ["policy", "answer"]]
     assert heads == [["policy", "answer", "first", "ms", "again", "reused", "of"]] * 2  # whole, at 80 columns
     by = {(a["question"], a["policy"], a["turn"]): a for a in body["answers"]}
-    first = by["one", "mpic-32", "first"]
-    assert (first["reused"], first["recomputed"]) == (0, 35)  # 16 image tokens and 19 text tokens
+    first = by["one", "mpic-16", "first"]
+    assert (first["reused"], first["recomputed"]) == (3, 32)  # 16 of 16 image tokens and of 19 text tokens
     assert by["one", "prefix", "first"]["reused"] == 0
     assert by["one", "prefix", "again"]["prefix_hit"] > 0
     assert [f["handle"] for f in body["files"]] == ["DEMO_A", "DEMO_B"]
@@ -82,7 +82,7 @@ def test_the_headline_is_over_the_questions_with_eight_images_but_the_first(samp
     _, text, body = run(folder, files, [*questions, *eight])
     warm = [a for a in body["answers"] if a["turn"] == "warm"]
     assert [(a["question"], a["policy"]) for a in warm] == [
-        (f"eight-{n}", policy) for n in (1, 2) for policy in ("prefix", "mpic-32")
+        (f"eight-{n}", policy) for n in (1, 2) for policy in ("prefix", "mpic-16")
     ]
     found = body["headline"]
     ratios = [one["ttft_ms"] / other["ttft_ms"] for one, other in zip(warm[::2], warm[1::2], strict=True)]
@@ -90,11 +90,11 @@ def test_the_headline_is_over_the_questions_with_eight_images_but_the_first(samp
         "prefix_over_mpic": pytest.approx(sum(ratios) / 2, abs=1e-3), "right_prefix": 0, "right_mpic": 0, "asked": 4,
     }  # fmt: skip
     assert (
-        "Questions over eight images, asked by turns" in text and "Over eight images mpic-32 answers" in text
+        "Questions over eight images, asked by turns" in text and "Over eight images mpic-16 answers" in text
     )
     table = text.partition("Questions over eight images")[2]
     assert "3. eight" not in text and max(map(len, table.splitlines())) <= 80
-    assert run(folder, files, [*questions, *eight], ["mpic-32"])[2]["headline"] is None
+    assert run(folder, files, [*questions, *eight], ["mpic-16"])[2]["headline"] is None
     assert run(folder, files, questions)[2]["headline"] is None
 
 
@@ -106,14 +106,14 @@ def test_right_is_who_is_right_each_time():
     asked = [
         *(
             answer("a", p, turn, right)
-            for p, right in (("prefix", True), ("mpic-32", False))
+            for p, right in (("prefix", True), ("mpic-16", False))
             for turn in PASSES
         ),
-        *(answer("b", p, turn, turn == "first") for p in ("prefix", "mpic-32") for turn in PASSES),
+        *(answer("b", p, turn, turn == "first") for p in ("prefix", "mpic-16") for turn in PASSES),
         *(
             answer(q, p, "warm", True, ms)
             for q, ms in (("c", 8), ("d", 2), ("e", 3))
-            for p, ms in (("prefix", ms), ("mpic-32", 1))
+            for p, ms in (("prefix", ms), ("mpic-16", 1))
         ),
     ]
     assert headline_of(asked) == Headline(3, right_prefix=4, right_mpic=3, asked=5)
@@ -124,13 +124,13 @@ def test_expected_answers_pass_it(samples):
     for entry in files:
         client.files.create(folder / entry["path"], entry["handle"])
     for question in questions:
-        answer = client.chat.completions.create(question["messages"], max_tokens=4, policy="mpic-32")
+        answer = client.chat.completions.create(question["messages"], max_tokens=4, policy="mpic-16")
         question["expected"] = answer.text
     for file in client.files.list():
         client.files.delete(file.id)
-    status, text, _ = run(folder, files, questions, ["mpic-32"])
+    status, text, _ = run(folder, files, questions, ["mpic-16"])
     assert status == 0, text
-    assert "mpic-32 gave every expected answer." in text
+    assert "mpic-16 gave every expected answer." in text
 
 
 def test_each_policy_is_reported_when_it_is_done_where_no_spinner_shows(samples, monkeypatch):
@@ -139,15 +139,15 @@ def test_each_policy_is_reported_when_it_is_done_where_no_spinner_shows(samples,
     console = Console(file=printed, width=100)
 
     def ask(client, question, policy, turn, plain=demo.ask):
-        reported = [p for p in ("prefix", "mpic-32") if f"{p}: everything asked" in printed.getvalue()]
+        reported = [p for p in ("prefix", "mpic-16") if f"{p}: everything asked" in printed.getvalue()]
         seen.append((policy, reported))
         return plain(client, question, policy, turn)
 
     monkeypatch.setattr(demo, "ask", ask)
     (folder / "manifest.json").write_text(json.dumps({"files": files, "questions": questions}))
-    demo.run(("prefix", "mpic-32"), None, folder, None, console)
+    demo.run(("prefix", "mpic-16"), None, folder, None, console)
     assert not console.is_terminal
-    assert seen == [("prefix", [])] * 4 + [("mpic-32", ["prefix"])] * 4
+    assert seen == [("prefix", [])] * 4 + [("mpic-16", ["prefix"])] * 4
     assert printed.getvalue().count("everything asked twice in") == 2
     assert "started again in 0.1 s" in printed.getvalue()
 
