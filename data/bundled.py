@@ -7,11 +7,11 @@ from pathlib import Path
 from mpic.data.generator.worlds import FIRST, SECOND
 
 HERE = Path(__file__).parent
-DEFAULT = "small"
+DEFAULT = "demo"
 """The model that is served when none is named."""
 _LARGE = HERE / "samples-large"
-SAMPLES = {"small": HERE / "samples", "small-plain": HERE / "samples", "demo": _LARGE, "demo-plain": _LARGE}
-"""Demo model -> the folder of its samples. `small` is of the first generation; `demo`, of the second, is what
+SAMPLES = {"demo": HERE / "samples", "demo-plain": HERE / "samples", "large": _LARGE, "large-plain": _LARGE}
+"""Demo model -> the folder of its samples. `demo` is of the first generation; `large`, of the second, is what
 `mpic train mllm --generation 2` makes, and is not among the bundled models yet (docs/demo-model.md). The plain ones
 have had ordinary training only."""
 WORLDS = {1: FIRST, 2: SECOND}

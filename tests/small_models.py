@@ -5,6 +5,6 @@ from pathlib import Path
 
 from mpic.data.bundled import SAMPLES, model_folder
 
-SMALL = model_folder("small")
-SMALL_PLAIN = model_folder("small-plain")
-SMALL_SAMPLES: Path = SAMPLES["small"]
+SMALL = model_folder("demo")
+SMALL_PLAIN = model_folder("demo-plain")
+SMALL_SAMPLES: Path = SAMPLES["demo"]

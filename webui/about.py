@@ -20,7 +20,7 @@ from mpic.webui.sessions import Visitor
 
 NO_STORE = {"cache-control": "no-store"}
 
-PARAMETERS = {"demo": 13.7, "demo-plain": 13.7, "small": 6.6, "small-plain": 6.6}
+PARAMETERS = {"demo": 6.6, "demo-plain": 6.6, "large": 13.7, "large-plain": 13.7}
 """Millions, of each demo model."""
 
 DEMO_KNOWS = {

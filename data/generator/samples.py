@@ -33,7 +33,7 @@ from mpic.data.generator.tasks import SYSTEMS
 from mpic.data.generator.wordings import WORDINGS
 
 SEED = 20
-FOLDERS = {1: SAMPLES["small"], 2: SAMPLES["demo"]}
+FOLDERS = {1: SAMPLES["demo"], 2: SAMPLES["large"]}
 """Generation -> where its samples are."""
 
 # handle -> what is in the four quadrants: top left, top right, bottom left, bottom right

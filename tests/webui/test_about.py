@@ -35,7 +35,7 @@ def test_only_policies_that_the_engine_supports_are_offered():
 
 def test_what_the_menu_says_was_measured_is_what_the_evidence_says():
     text = (ROOT / "docs" / "evidence" / "README.md").read_text(encoding="utf-8")
-    table = text.partition("made: summary small -->")[2].partition("<!-- end")[0]
+    table = text.partition("made: summary demo -->")[2].partition("<!-- end")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line
     ]
@@ -52,7 +52,7 @@ def test_the_samples_and_the_plots_that_are_shown_exist():
         assert [s.id for s in samples(model)] == [id for id, _, _ in QUESTIONS]
         assert sample_files(model).keys() == NAMES.keys()
     assert samples("llava-1.5-7b-hf") == () and sample_files("llava-1.5-7b-hf") == {}
-    assert sample_files("demo")["GRACE"] != sample_files("small")["GRACE"]
+    assert sample_files("large")["GRACE"] != sample_files("demo")["GRACE"]
     assert {"ttft", "flat", "memory", "decode"} <= {p.name for p in plots()} and "ttft" in EXPLAINED
 
 
