@@ -7,7 +7,7 @@ from mpic.server.run import _Server
 
 
 def test_the_first_lines_name_the_page_and_the_documentation():
-    info = SimpleNamespace(name="tiny", dtype="float32", device="cpu", attention="reference")
+    info = SimpleNamespace(name="tiny", dtype="float32", device="cpu", attention="reference", details={})
     state = SimpleNamespace(
         engine=SimpleNamespace(info=info), config=Config(), keys=SimpleNamespace(exist=lambda: False)
     )

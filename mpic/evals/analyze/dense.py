@@ -104,7 +104,7 @@ class DenseLinker:
         head_dim]``."""
         job = compile_job(inputs, sink, self.model.bos_id)
         n = len(job)
-        recorder = Recorder(-1, self.model.partial, self.model.patterns, index=torch.arange(n), length=n)
+        recorder = self._recorder(torch.arange(n), n)
         rows = self._inputs([BatchSlice(job, 0, n)], [0])
         self.model.observe(rows, job.positions.to(self.model.device), recorder)
         keys, values = (
@@ -135,7 +135,7 @@ class DenseLinker:
         ]
         whole = own_tokens(prompt.segments, everything, linked, self.model.mrope).rows()
         rows = _rows(plan)
-        recorder = Recorder(-1, self.model.partial, self.model.patterns, index=rows, length=len(whole))
+        recorder = self._recorder(rows, len(whole))
         for place, chunk in zip(plan.places, inputs, strict=True):
             self._place(recorder, place, *self.compile(chunk, recipe.sink), place.base - recipe.sink)
         ids, embeds, deepstack = self._inputs([BatchSlice(whole, 0, len(whole))], [0])
@@ -150,6 +150,11 @@ class DenseLinker:
             torch.stack([recorder.cache[i][part] for i in sorted(recorder.cache)]) for part in (0, 1)
         )
         return DenseLink(policy.name, rows, recorder.weights, keys, values, plan.places)
+
+    def _recorder(self, rows: torch.Tensor, length: int) -> Recorder:
+        return Recorder(
+            -1, self.model.partial, self.model.patterns, [len(rows)], [()], index=rows, length=length
+        )
 
     def _place(
         self, recorder: Recorder, place: ChunkPlace, keys: torch.Tensor, values: torch.Tensor, base: int
