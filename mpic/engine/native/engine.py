@@ -90,24 +90,16 @@ class NativeEngine(Engine):
         self._post = self._inbox.post
         self.pool = Pool(model.shape, pages, page_size, model.dtype, model.device)
         self.runner = Runner(model, self.pool)
-        self.runner.static = static_decode_for(
-            self.runner, max_running, cuda_graphs
-        )  # before any thread runs
+        # before any thread runs
+        self.runner.static = static_decode_for(self.runner, max_running, cuda_graphs)
         self.device = DeviceCache(self.pool)
         self.tombstones = Tombstones()
         self.transfers = Transfers(
             self.device, store, self.tombstones, self._post, self._load_ended, loaders or loaders_for()
         )
         presser = Presser(model, self.device, 0 if adapter is None else len(adapter.trailer))
-        self.memory = DeviceMemory(
-            self.device,
-            model.bos_id,
-            self.transfers.load,
-            self.transfers.save,
-            self.tombstones,
-            presser,
-            model.scope,
-        )
+        load, save = self.transfers.load, self.transfers.save
+        self.memory = DeviceMemory(self.device, model.bos_id, load, save, self.tombstones, presser, model.scope)
         self.scheduler = Scheduler(self.memory, budget, max_running)
         self.decider = Decider(self.runner)
         self.linker = ChunkLinker(model, adapter, store, self.device, self.tombstones)
