@@ -99,7 +99,9 @@ class NativeEngine(Engine):
         )
         presser = Presser(model, self.device, 0 if adapter is None else len(adapter.trailer))
         load, save = self.transfers.load, self.transfers.save
-        self.memory = DeviceMemory(self.device, model.bos_id, load, save, self.tombstones, presser, model.scope)
+        self.memory = DeviceMemory(
+            self.device, model.bos_id, load, save, self.tombstones, presser, model.scope
+        )
         self.scheduler = Scheduler(self.memory, budget, max_running)
         self.decider = Decider(self.runner)
         self.linker = ChunkLinker(model, adapter, store, self.device, self.tombstones)
