@@ -38,6 +38,10 @@ def load_engine(
     check_engine(config)
     if config.engine == "vllm":
         return _load_vllm(config, store, host_bytes)
+    return _load_native(config, store)
+
+
+def _load_native(config: EngineConfig, store: ChunkStore | None) -> tuple[Engine, Any]:
     from mpic.engine.native.cuda_graphs import reserved_bytes
     from mpic.engine.native.device_memory import pool_pages
     from mpic.engine.native.engine import NativeEngine

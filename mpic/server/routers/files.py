@@ -77,11 +77,7 @@ async def upload(
         raise UnsupportedParameter(
             f"purpose {purpose!r} is not supported; known: {', '.join(PURPOSES)}", param="purpose"
         )
-    if (anchor is None) != (lifetime is None):
-        raise BadRequest("expires_after needs both anchor and seconds", param="expires_after")
-    if ttl is not None and lifetime is not None and ttl != lifetime:
-        raise BadRequest("ttl and expires_after differ; the latter is OpenAI's name for it", param="ttl")
-    life = lifetime if ttl is None else ttl
+    life = _lifetime(ttl, anchor, lifetime)
     name, asked = file.filename or "", split not in (None, "auto")
     stored = await state.library.files.upload(
         user.id,
@@ -104,6 +100,15 @@ async def upload(
     else:
         answer = await run_in_threadpool(get_file, stored.file.id, state, user)
     return answer.model_copy(update={"outcome": stored.outcome})
+
+
+def _lifetime(ttl: int | None, anchor: str | None, seconds: int | None) -> int | None:
+    """Returns the lifetime of an upload, seconds: ours or OpenAI's. Raises BadRequest: they are in conflict."""
+    if (anchor is None) != (seconds is None):
+        raise BadRequest("expires_after needs both anchor and seconds", param="expires_after")
+    if ttl is not None and seconds is not None and ttl != seconds:
+        raise BadRequest("ttl and expires_after differ; the latter is OpenAI's name for it", param="ttl")
+    return seconds if ttl is None else ttl
 
 
 def checked_press(press: str | None, engine: Engine) -> str | None:
