@@ -193,6 +193,7 @@ async def test_an_answer_finishes_although_its_reference_is_deleted(qwen):
     retriever.search = search
     chunk_of = qwen.library.references.chunk
     await qwen.add("ref_two", b"The lamp is in the cellar.", title="Lamp two")
+    await qwen.settled("ref_two", "references")
     held = []
 
     def hold_then_lose(reference):
@@ -202,7 +203,7 @@ async def test_an_answer_finishes_although_its_reference_is_deleted(qwen):
 
     qwen.library.references.chunk = hold_then_lose
     _, _, rounds = await asked(qwen, "Where?", 80)
-    assert rounds[0]["references"] == ["ref_two"]
+    assert rounds[0]["references"] == ["ref_two"], rounds[0]
     found = await qwen.http.post("/v1/references/search", json={"query": "the lamp"})
     assert found.json()["data"] == []
     qwen.engine.check()
