@@ -94,7 +94,8 @@ class Proxy:
         if (method, path) in OPEN or PUBLIC.fullmatch(asked):
             return
         visitor = self.visitor(_cookie(headers))
-        scope.setdefault("state", {})["visitor"] = visitor
+        # a dictionary of this request's own, whatever the server shares between requests
+        scope["state"] = {**scope.get("state", {}), "visitor": visitor}
         if PAGES.fullmatch(asked):
             return
         if not API.fullmatch(asked):
