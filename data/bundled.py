@@ -1,4 +1,4 @@
-"""What comes with the program: the demo models, the samples that each can be asked about, and the world it knows."""
+"""The demo models that come with the program, the samples that each can be asked about, and the world it knows."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Blocks(Enum):
 
 
 class Pattern(NamedTuple):
-    """What the rows of a layer see: all before them or a window of it, and in blocks also what comes after."""
+    """A pattern says which keys a layer's rows see: all before them or a window of those; in blocks, later ones too."""
 
     window: Window | None = None
     blocks: Blocks | None = None

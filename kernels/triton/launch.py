@@ -46,7 +46,7 @@ class Grid(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What a step's tables need of the kernels: parts that are compiled in, or left out."""
+    """The parts of the kernels that a step's tables need; others are not compiled in."""
 
     holes: bool = False
     floors: bool = False

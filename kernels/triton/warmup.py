@@ -18,7 +18,7 @@ from mpic.kernels.triton.tiles import power
 from mpic.kernels.triton.tuning import Tiles
 
 _REGISTERS = 65536
-"""Of a multiprocessor of every GPU since sm_70."""
+"""Registers of a multiprocessor, on every GPU since sm_70."""
 _BLOCK, _CHUNK = 4, 40
 """Rows of the block, and slots of the chunk, that are warmed up with."""
 

@@ -54,7 +54,7 @@ class RequestBuilder:
 
     @property
     def scope(self) -> Scope | None:
-        """Which tokens of the model attend to each other in both directions."""
+        """The tokens of the model that attend to each other in both directions."""
         return self._model.scope
 
     @property
