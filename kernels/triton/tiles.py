@@ -127,7 +127,7 @@ def row_ranges(calls: Sequence[SpanCall], total: int) -> list[tuple[tuple[int, i
 
 
 class RowTables(NamedTuple):
-    """What a step's rows see of single slots, piece by piece as tiles are made; ``Segment`` points into it."""
+    """Single slots that a step's rows see, piece by piece as tiles are made; ``Segment`` points into them."""
 
     first_rows: list[np.ndarray]
     floors: list[np.ndarray]

@@ -1,4 +1,4 @@
-"""What ``mpic demo`` prints, at 80 columns."""
+"""The tables that ``mpic demo`` prints, at 80 columns."""
 
 from __future__ import annotations
 

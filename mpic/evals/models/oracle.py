@@ -108,7 +108,7 @@ IMAGE_TYPES = {
     name: TokenTypes(name, text=0, image=1, generated=0) for name in ("token_type_ids", "mm_token_type_ids")
 }
 PREFIX_TYPES = TokenTypes("token_type_ids", text=0, image=0, generated=1)
-"""Of a prefix language model (PaliGemma)."""
+"""Token types of a prefix language model (PaliGemma)."""
 
 
 class StockOracle:
