@@ -1,4 +1,4 @@
-# `make serve` and `make test` are all one needs; both set up .venv on first use.
+# `make serve` and `make test` set up .venv on first use.
 # Options of a command go in ARGS: make serve ARGS="--port 9000", make test ARGS="-k linking".
 
 SHELL := /bin/bash
@@ -36,53 +36,55 @@ test: setup-dev ## run the tests
 	@"$(ROOT)/tools/get_axe.sh"
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(ARGS)
 
-parity: setup-dev ## every vLLM test on every family, to be run when vLLM's version changes (20 minutes)
-	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/vllm tests/evals/test_bench_vllm.py --parity --timeout 1800 $(ARGS)
+parity: setup-dev ## when vLLM's version changes: its tests on every family, then FAMILIES (all) for docs/models.md (an hour)
+	@cd "$(ROOT)" && status=0; \
+	  "$(BIN)/python" -m pytest tests/vllm tests/evals/test_bench_vllm.py --parity --timeout 1800 $(ARGS) || status=1; \
+	  "$(BIN)/mpic" models check --engine vllm $(or $(FAMILIES),--all) || status=1; exit $$status
 
-fuzz: setup-dev ## schemathesis against a live server, many examples an operation (FUZZ=300)
+fuzz: setup-dev ## run schemathesis against a live server, many examples per operation (FUZZ=300)
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_schemathesis.py --fuzz $(FUZZ) --timeout 7200 $(ARGS)
 
-soak: setup-dev ## kill -9 a server SOAK (50) times amid uploads; many more torn and reordered writes
+soak: setup-dev ## kill a server SOAK (50) times during uploads, and test many more torn and reordered writes
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/library/test_kill.py tests/library/test_crash.py \
 	  --soak $(SOAK) --timeout 0 $(ARGS)
 
-soak-load: setup-dev ## 64 streaming clients on the demo model for SOAK_SECONDS (600); fails on a leak
+soak-load: setup-dev ## run 64 streaming clients on the demo model for SOAK_SECONDS (600); fails on a leak
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_load.py -s --load-seconds $(SOAK_SECONDS) --timeout 7200 $(ARGS)
 
 demo: setup $(ENGINE_SETUP) ## start the server on the bundled model, upload the samples, ask, compare the answers (ENGINE=vllm: on vLLM)
 	@cd "$(ROOT)" && "$(BIN)/mpic" demo $(ENGINE_FLAG) $(ARGS)
 
-bench: setup $(ENGINE_SETUP) ## run the benches in BENCH ("ttft flat memory decode load parallel"; of vLLM "ttft serving"); to var/bench
+bench: setup $(ENGINE_SETUP) ## run the benches in BENCH ("ttft flat memory decode load parallel"; with ENGINE=vllm "ttft serving"); results go to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && for name in $(BENCH); do \
 	  "$(BIN)/mpic" bench $$name $(ENGINE_FLAG) --json var/bench/$$name$(ENGINE_SUFFIX).json $(ARGS) || exit 1; done
 
-bench-gpu: setup ## the sections of report-gpu that say how fast a CUDA GPU is: kernels, copies, first token, decoding
+bench-gpu: setup ## run the sections of report-gpu that measure speed: kernels, copies, first token, decoding
 	@cd "$(ROOT)" && mkdir -p var/bench && "$(BIN)/python" tools/gpu_report.py --out var/bench/gpu-report.jsonl \
 	  --sections ceilings,attention,dma,headline,decode $(ARGS)
 
-report-gpu: ## check and measure a CUDA GPU section by section, without a set-up (docs/gpu.md); to var/bench
+report-gpu: ## check and measure a CUDA GPU section by section, without a set-up (docs/gpu.md); results go to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && "$(PYTHON)" tools/gpu_report.py --out var/bench/gpu-report.jsonl $(ARGS)
 
-tune-gpu: setup ## measure tile sizes on the GPU that is here and write them to kernels/triton/tuned.json
+tune-gpu: setup ## measure tile sizes on this machine's GPU and write them to kernels/triton/tuned.json
 	@cd "$(ROOT)" && "$(BIN)/python" -m mpic.evals.gpu.kernel_times kernels/triton/tuned.json
 
-models: setup ## check every model family that transformers knows and remake docs/models.md (5 minutes)
+models: setup ## check every model family in transformers and write docs/models.md again (5 minutes)
 	@cd "$(ROOT)" && "$(BIN)/mpic" models check --all --table docs/models.md $(ARGS)
 
 screenshots: setup-dev ## make docs/screenshots from the running web interface
 	@"$(ROOT)/tools/get_chromium.sh"
 	@cd "$(ROOT)" && "$(BIN)/python" tools/screenshots.py
 
-docs: setup-docs ## build the documentation site, links checked, to var/site
+docs: setup-docs ## build the documentation site in var/site and check its links
 	@cd "$(ROOT)" && mkdir -p var && "$(BIN)/python" tools/docs/build_site.py var/site
 
-image: ## build deploy/Dockerfile without Docker, in a chroot, and try the image (root on Debian; minutes)
+image: ## build deploy/Dockerfile without Docker, in a chroot, and try the image (needs root on Debian; takes minutes)
 	@cd "$(ROOT)" && "$(PYTHON)" tools/try_image.py $(ARGS)
 
-lint: setup-dev ## ruff check and ruff format --check
+lint: setup-dev ## check the code with ruff, without changing it
 	@cd "$(ROOT)" && "$(BIN)/ruff" check && "$(BIN)/ruff" format --check
 
-format: setup-dev ## let ruff mend what it can
+format: setup-dev ## fix what ruff can fix, and format the code
 	@cd "$(ROOT)" && "$(BIN)/ruff" check --fix; "$(BIN)/ruff" format
 
 clean: ## remove .venv, caches and build output
@@ -90,9 +92,9 @@ clean: ## remove .venv, caches and build output
 	@find "$(ROOT)" -name __pycache__ -not -path '*/.git/*' -prune -exec rm -rf {} +
 
 setup: $(VENV)/.setup ## create .venv with everything the server needs
-setup-dev: $(VENV)/.setup-dev ## the same, and what the tests need (vLLM's CPU build too, where it installs)
+setup-dev: $(VENV)/.setup-dev ## create .venv with what the tests need, too (and vLLM's CPU build, where it can be installed)
 setup-docs: $(VENV)/.setup-docs
-setup-vllm: $(VENV)/.setup-vllm ## the same, and vLLM, for --engine vllm
+setup-vllm: $(VENV)/.setup-vllm ## create .venv with vLLM, for --engine vllm
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "MPIC needs Python 3.11 or newer"; exit 1; }

@@ -1,8 +1,8 @@
-"""Span attention: what one layer of a step has to do, and the seam its implementations share.
+"""Span attention: the work of one layer in a step, and the interface that its implementations share.
 
-A step's rows (queries of all requests, packed) attend to *spans*: slots of KV extents that lie in memory as they were
-compiled. Keys are rotated at their own, span-local positions; instead of re-rotating them, the query is rotated back
-by the span's base, because RoPE scores depend on relative position only::
+A step's rows (queries of all requests, packed) attend to *spans*: slots of KV extents, which are in memory as they were
+compiled. Keys are rotated at their own, span-local positions; instead of re-rotating them, the query is rotated back by
+the span's base, because RoPE scores depend on relative position only::
 
     R(p) q . R(s + j) k  ==  R(-s) (R(p) q) . R(j) k
 
@@ -50,7 +50,8 @@ class KVView:
     """Keys and values of an extent in memory, valid until the extent moves.
 
     Args:
-        data: ``[layers, 2, kv_heads, slots, head_dim]``, any strides with head_dim dense.
+        data: ``[layers, parts, kv_heads, slots, head_dim]``, any strides with head_dim dense. The parts are keys and
+            values; where there is one, the values are the keys (``mpic.model.latent``).
     """
 
     __slots__ = ("_cuts", "data")
@@ -60,18 +61,19 @@ class KVView:
         self._cuts: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def layers(self, lo: int, hi: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns keys and values of slots ``[lo, hi)``, ``[kv_heads, hi - lo, head_dim]`` each, layer by layer."""
+        """Returns keys and values of slots ``[lo, hi)``, ``[kv_heads, hi - lo, head_dim]`` each, layer by layer; one
+        tensor twice where the values are the keys."""
         cut = self._cuts.get((lo, hi))
         if cut is None:
             if len(self._cuts) >= _KEPT_CUTS:
                 self._cuts.clear()
-            keys, values = self.data[:, :, :, lo:hi].unbind(1)
-            cut = self._cuts[lo, hi] = list(zip(keys.unbind(0), values.unbind(0), strict=True))
+            by_part = [part.unbind(0) for part in self.data[:, :, :, lo:hi].unbind(1)]
+            cut = self._cuts[lo, hi] = list(zip(by_part[0], by_part[-1], strict=True))
         return cut
 
 
 class Write(NamedTuple):
-    """The keys and values of a step's rows go to as many slots."""
+    """A write of the keys and values of some of a step's rows to the same number of slots."""
 
     rows: slice
     span: Span[KVView]
@@ -81,12 +83,12 @@ class SpanCall(NamedTuple):
     """Rows of a step that attend to a span.
 
     Args:
-        rows: which of the step's queries attend.
+        rows: the rows of the step whose queries attend.
         span: at least one slot; the queries are rotated by minus its base.
-        causal: rows are the span's own tokens, one a slot: row i sees slots up to its own. Otherwise every row sees
-            every slot.
-        first: no earlier call of the step covers any of these rows, so the result is stored, not merged.
-        visible: ``[rows]`` int64, how many of the first slots each row does not see (a window); None: it sees all.
+        causal: True if the rows are the span's own tokens, one per slot, so that row i sees slots up to its own.
+            Otherwise every row sees every slot.
+        first: True if no earlier call of the step covers any of these rows, so that the result is stored, not merged.
+        visible: ``[rows]`` int64, the number of first slots that each row does not see (a window); None: it sees all.
     """
 
     rows: slice
@@ -97,11 +99,11 @@ class SpanCall(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """The parts of a layer's softmax beside its scores.
+    """The parts of a layer's softmax other than its scores.
 
     Args:
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
-        sinks: ``[heads]`` one logit a head that joins the softmax of every row once and has no value (gpt-oss), or
+        sinks: ``[heads]``, one logit per head that joins the softmax of every row once and has no value (gpt-oss), or
             None.
     """
 
@@ -122,8 +124,8 @@ class SingleRows(Protocol):
     rows: torch.Tensor
 
     def advance(self) -> SingleRows | None:
-        """Returns the same rows one step later, when each has got one own token more (a span whose call is ``first``)
-        and all else is as it was; None when they have to be made anew. The old ones are used no more."""
+        """Returns the same rows one step later, if each has one more own token (a span whose call is ``first``) and
+        nothing else has changed; None if they have to be made anew. The old object must not be used afterwards."""
         ...
 
     def attend(self, q: torch.Tensor, layer: int, scale: float, extras: Extras = PLAIN) -> torch.Tensor:
@@ -179,18 +181,18 @@ def attend(
 
     Args:
         q: ``[heads, rows, head_dim]``, rotated at the rows' own positions.
-        calls: of blocks of rows, in an order in which every row's first call has ``first=True``.
+        calls: the calls of blocks of rows, in an order in which every row's first call has ``first=True``.
         scale: softmax scale.
         partial: the implementation (see ``mpic.kernels.backends``).
-        singles: rows that stand alone.
-        layer: the model's layer whose keys and values are read.
-        kv_heads: of the layer, and its heads have q's size, where layers have fewer or smaller ones than the views.
+        singles: the rows that stand alone.
+        layer: number of the model's layer whose keys and values are read.
+        kv_heads: number of the layer's KV heads, which have q's size, if it has fewer or smaller ones than the views.
 
     Returns:
         ``[rows, heads, head_dim]``, fp32; rows that no call covers are undefined.
     """
     heads, rows, dim = q.shape
-    if singles is not None and not calls:  # then the single rows are all there are, in order
+    if singles is not None and not calls:  # then all rows of the step are single rows, in order
         return singles.attend(q, layer, scale, extras)
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(heads, rows, dtype=torch.float32, device=q.device)

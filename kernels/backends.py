@@ -1,7 +1,8 @@
-"""The choice of an implementation of span attention for a device. Each is imported only when it is chosen."""
+"""Chooses the implementation of span attention for a device. Each is imported only when it is chosen."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,11 +10,12 @@ import torch
 from mpic.kernels.attention import Partial
 
 if TYPE_CHECKING:
+    from mpic.kernels.block import BlockKernel
     from mpic.kernels.stream import StreamKernel
 
 
 def backend(device: torch.device, dtype: torch.dtype) -> tuple[str, Partial]:
-    """Returns the implementation for a device, by name; chosen here and nowhere else, and shown in ``/health``.
+    """Returns the name and the implementation for a device. The choice is made only here, and is shown in ``/health``.
 
     ``mpic.kernels.triton`` takes whole steps instead of calls and has to be asked for by name until it has been
     measured on a GPU (``LoadedModel.choose_attention``).
@@ -30,8 +32,8 @@ def backend(device: torch.device, dtype: torch.dtype) -> tuple[str, Partial]:
 
 
 def single_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[StreamKernel | None, str]:
-    """Returns a kernel made for single rows, where the device has one, or None and the reason ("" where there can be
-    none)."""
+    """Returns a kernel for single rows, if the device has one, or None and the reason ("" where none exists for the
+    device)."""
     from mpic.kernels import stream
 
     if device.type != "cpu":
@@ -39,4 +41,19 @@ def single_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> tupl
     try:
         return stream.load(head_dim, dtype), ""
     except stream.KernelUnavailable as error:
+        return None, str(error)
+
+
+def row_blocks(
+    device: torch.device, dtype: torch.dtype, dims: Iterable[int]
+) -> tuple[BlockKernel | None, str]:
+    """Returns a kernel for blocks of rows with heads of these dimensions, if the device has one, or None and the reason
+    ("" where none exists for the device and dtype)."""
+    from mpic.kernels import block
+
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return None, ""
+    try:
+        return block.load(dims), ""
+    except block.KernelUnavailable as error:
         return None, str(error)

@@ -1,8 +1,8 @@
 """Span attention on the CPU through torch's flash kernel, which returns the log-sum-exp.
 
-Its traps (checked on torch 2.13): zero-length keys kill the process; rectangular ``is_causal`` is top-left aligned,
-so only square calls are causal here. Grouped-query heads are native, but folding a group's heads into the query
-rows of an unmasked call reads every key once instead of once a head, which is what decoding is bound by.
+Its pitfalls (checked on torch 2.13): zero-length keys kill the process, and a rectangular ``is_causal`` is top-left
+aligned, so only square calls are causal here. Grouped-query heads are native, but folding a group's heads into the
+query rows of an unmasked call reads every key once instead of once per head, and reading keys is what limits decoding.
 """
 
 from __future__ import annotations

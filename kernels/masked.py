@@ -1,4 +1,4 @@
-"""Span attention with explicit scores in fp32, for what torch's kernels do not have: windows and soft-capping.
+"""Span attention with explicit scores in fp32, for the features that torch's kernels lack: windows and soft-capping.
 
 It runs on every device. Windows are cut into tiles before (``windows.py``), so scores are few; without a window, rows
 are taken in blocks whose scores fit a budget.

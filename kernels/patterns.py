@@ -1,9 +1,9 @@
-"""Attention patterns: which slots the rows of a layer see, by their places in the prompt.
+"""Attention patterns: the slots that the rows of a layer see, by their places in the prompt.
 
 Rows attend causally, through a window where the layer has one. In some models the tokens of an image also see each
 other in both directions (Gemma 3), or those of the whole prompt do (PaliGemma): such tokens are a *block*. A block's
-rows are computed in one step, so a step is text pieces and whole blocks, and each of them one square of scores with
-what stands before it.
+rows are computed in one step, so a step consists of text pieces and whole blocks, each of which is one square of scores
+plus the keys before it.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def fresh_calls(
     before: Sequence[Stretch] = (),
     blocks: Sequence[tuple[int, int]] = (),
 ) -> list[SpanCall]:
-    """Returns the calls of a slice of rows over their own slots and what stands before all of them.
+    """Returns the calls of a slice of rows over their own slots and the keys before all of them.
 
     Args:
         start: the step's row that the slice begins with.
-        places: ``[r]`` in the prompt.
-        fresh: the rows' own slots, one a row.
-        before: computed in earlier steps.
-        blocks: of the rows, counted from the slice's first.
+        places: ``[r]``, the rows' places in the prompt.
+        fresh: the rows' own slots, one per row.
+        before: the own tokens that were computed in earlier steps.
+        blocks: the blocks of the rows, counted from the slice's first.
     """
     calls: list[SpanCall] = []
     for lo, hi, is_block in pieces(len(places), blocks if pattern.blocks else ()):

@@ -47,7 +47,8 @@ def attend_lse(
     layer: int = 0,
     extras: Extras = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``attend``, with the log-sum-exp ``[heads, rows]``. A row without calls gets zeros, minus infinity."""
+    """Like ``attend``, but also returns the log-sum-exp ``[heads, rows]``. A row without calls gets zeros and minus
+    infinity."""
     heads, rows, dim = q.shape
     out = torch.zeros(rows, heads, dim, dtype=torch.float64, device=q.device)
     lse = torch.full((heads, rows), float("-inf"), dtype=torch.float64, device=q.device)
@@ -58,7 +59,7 @@ def attend_lse(
             if row not in members:
                 continue
             span, turn = call.span, rotation(call.span.base)
-            k, v = span.source.data[layer, :, :, span.lo : span.hi].double()
+            k, v = (x.double() for x in span.source.layers(span.lo, span.hi)[layer])
             group = heads // k.shape[0]
             query = q[:, row : row + 1] if turn is None else rotate(q[:, row : row + 1], turn)
             end = members.index(row) + 1 if call.causal else span.tokens
@@ -69,7 +70,7 @@ def attend_lse(
                 product = extras.softcap * torch.tanh(product / extras.softcap)
             scores.append(product)
             values.append(v[:, begin:end].repeat_interleave(group, 0))
-        if scores and extras.sinks is not None:  # a key like any other, whose value is zero
+        if scores and extras.sinks is not None:  # the sink acts like a key whose value is zero
             scores.append(extras.sinks.double()[:, None, None])
             values.append(torch.zeros_like(values[0][:, :1]))
         if scores:

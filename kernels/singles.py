@@ -1,4 +1,4 @@
-"""Single rows: grouped by what they read, and attended through any implementation's ``Partial``.
+"""Single rows, grouped by the slots that they read, and attended through any implementation's ``Partial``.
 
 ``Singles`` serves every device that has no kernel of its own for single rows (``stream.py`` is the CPU's).
 """
@@ -31,7 +31,7 @@ class SharedSpan(NamedTuple):
 
     Args:
         readers: (number of the row among the single rows, base at which the row sees the slots).
-        grows: it is a row's own tokens: one slot more in the row's next step.
+        grows: True for a row's own tokens, which have one more slot in the row's next step.
     """
 
     view: KVView
@@ -69,14 +69,14 @@ class Singles(NamedTuple):
     Args:
         rows: ``[R]`` int64, the step's single rows.
         source: ``[P]`` int64, the step row of each partial.
-        rotation: ``cos, sin [P, rotary_dim / 2]`` of each partial, or None when no span lies elsewhere.
+        rotation: ``cos, sin [P, rotary_dim / 2]`` of each partial, or None when no span is moved.
         of_row: ``[R, S]`` int64, the partials of each row, padded with any of its own.
-        padding: ``[R, S, 1]`` fp32, minus infinity where ``of_row`` is padded, else 0; None where nowhere.
+        padding: ``[R, S, 1]`` fp32, minus infinity where ``of_row`` is padded, else 0; None if there is no padding.
         batches: (first partial, spans, partials of each span), in the order of ``spans``.
         spans: the batches' KV, ``[layers, 2, spans, kv_heads, n, head_dim]`` each.
         partial: the implementation.
         runs: the spans of each batch.
-        kv_heads: of the layers, and their heads have q's size, where views have more or larger ones; else None.
+        kv_heads: number of the layers' KV heads, which have q's size, if views have more or larger ones; else None.
     """
 
     rows: torch.Tensor
@@ -127,8 +127,8 @@ class Singles(NamedTuple):
         )
 
     def advance(self) -> Singles:
-        """Returns the same rows one step later, when each has got one own token more and all else is as it was. No
-        table changes, so nothing goes to the device."""
+        """Returns the same rows one step later, if each has one more own token and nothing else has changed. No table
+        changes, so nothing is copied to the device."""
         runs = tuple(
             [span._replace(hi=span.hi + 1) for span in run] if run[0].grows else run for run in self.runs
         )
@@ -136,7 +136,7 @@ class Singles(NamedTuple):
         return self._replace(runs=runs, spans=spans)
 
     def attend(self, q: torch.Tensor, layer: int, scale: float, extras: Extras = PLAIN) -> torch.Tensor:
-        """See ``SingleRows.attend``. It makes one kernel call a batch of spans and a handful of operations for all
+        """See ``SingleRows.attend``. It makes one kernel call per batch of spans and a handful of operations for all
         merges, so that decoding with many chunks is bound by reading them, not by launching."""
         heads, _, dim = q.shape
         partials = self.source.shape[0]
@@ -169,8 +169,8 @@ class Singles(NamedTuple):
 
 
 def evenly_spaced(shared: Sequence[SharedSpan]) -> list[list[SharedSpan]]:
-    """Groups equal ranges of equal views, read by as many rows each, whose distances in one tensor's memory are equal.
-    Any two of a kind are evenly spaced."""
+    """Groups equal ranges of equal views that have the same number of readers and are evenly spaced in one tensor's
+    memory. Any two such ranges are evenly spaced."""
     kinds: dict[tuple[object, ...], list[SharedSpan]] = {}
     for span in sorted(shared, key=lambda span: span.view.data.storage_offset()):
         data = span.view.data
@@ -196,11 +196,12 @@ def stack(run: Sequence[SharedSpan]) -> torch.Tensor:
     """Returns the slots of evenly spaced spans as one tensor over their memory, ``[layers, 2, spans, kv_heads, n,
     head_dim]``."""
     first, data = run[0], run[0].view.data
-    layers, two, heads, _, dim = data.shape
-    to_layer, to_value, to_head, to_slot, one = data.stride()
+    layers, parts, heads, _, dim = data.shape
+    to_layer, to_part, to_head, to_slot, one = data.stride()
+    to_value = to_part if parts == 2 else 0  # else the values are the keys
     gap = _distance(run[0], run[1]) if len(run) > 1 else 0
     return data.as_strided(
-        (layers, two, len(run), heads, first.hi - first.lo, dim),
+        (layers, 2, len(run), heads, first.hi - first.lo, dim),
         (to_layer, to_value, gap, to_head, to_slot, one),
         data.storage_offset() + first.lo * to_slot,
     )

@@ -11,13 +11,13 @@ class Span(NamedTuple, Generic[Source]):
     """Slots ``[lo, hi)`` of ``source`` that a request maps and does not compute.
 
     Args:
-        source: the KV meant, nearer to memory at each stage: a chunk's number in a plan, an extent of the pool in the
-            engine, a tensor or its strides in a kernel.
+        source: the KV, in the form of each stage: a chunk's number in a plan, an extent of the pool in the engine, a
+            tensor or its strides in a kernel.
         lo, hi: slots (tokens) of the source, half-open.
-        base: rotary offset by which the positions that the keys were compiled at appear moved. Keys stay as they
-            are; queries are rotated by minus the base.
+        base: rotary offset between the positions at which the keys were compiled and those in the prompt. Keys stay as
+            they are; queries are rotated by minus the base.
         row: the first of the request's own tokens that sees the span.
-        place: where slot ``lo`` stands in the prompt, in tokens; only layers with windows ask.
+        place: place of slot ``lo`` in the prompt, in tokens; only layers with windows use it.
         ahead: the first own token that sees the span in layers where a block attends to itself in both directions
             (``patterns.py``); None: ``row`` there too.
     """

@@ -2,34 +2,28 @@
 
 The floor of decoding on a CPU is the time to read the weights and every span once, ``bytes / bandwidth``. Two cores of
 an AMD EPYC (Zen 4) stream 50 to 56 GB/s. A model of 110 M fp32 parameters with 4,160 tokens (307 MB of KV) a request
-cannot take a step in less than 14 ms, and with eight such requests in less than 53 ms. Torch's flash kernel reads KV
-at 27 GB/s when there is one query a key head and at 9 when there are four, because it multiplies for blocks of
-queries; this kernel reached 40 to 48 and 33. The time above the floor is mostly that of torch's matrix products, which
-read weights at 12 GB/s for one row.
+cannot take a step in less than 14 ms, and with eight such requests in less than 53 ms. Torch's flash kernel reads KV at
+27 GB/s with one query per key head and at 9 GB/s with four, because it multiplies for blocks of queries; this kernel
+reached 40 to 48 and 33 GB/s. The time above the floor is mostly that of torch's matrix products, which read weights at
+12 GB/s for one row.
 
-The C file is compiled once for each head dimension and dtype, in less than a second, and kept in the user's cache
-folder under a name that covers the source, the compiler and its options. Where that cannot be done (no C compiler, no
-OpenMP, another dtype) ``load`` says why, and single rows go through torch (``singles.py``), slower.
-Threads are torch's own: the object leaves OpenMP's symbols open, and they resolve to the runtime torch has loaded.
+The C file is compiled once for each head dimension and dtype (``c_kernel.py``). Where that cannot be done (no C
+compiler, no OpenMP, another dtype) ``load`` says why, and single rows go through torch (``singles.py``), slower.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from mpic.kernels import c_kernel
 from mpic.kernels.attention import PLAIN, Extras, KVView, QueryRotation, Rotations, SpanCall, rotate
+from mpic.kernels.c_kernel import KernelUnavailable
 from mpic.kernels.singles import SharedSpan, share
 from mpic.kernels.span import Span
 
@@ -37,16 +31,9 @@ SOURCE = Path(__file__).with_name("stream.c")
 SECTION = 512
 """Most tokens of a task. Long enough for the memory to stream, short enough that two cores end together."""
 
-_COMPILERS = ("cc", "gcc", "clang")
-_OPTIONS = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC", f"-DSECTION={SECTION}")
-_LEVELS = {"AVX512": "-march=x86-64-v4", "AVX2": "-march=x86-64-v3"}
 _COUNT = 5
 """Column of a section's number of tokens."""
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-
-
-class KernelUnavailable(Exception):
-    """The kernel cannot run here; the message says why."""
 
 
 class _Step(ctypes.Structure):
@@ -86,7 +73,8 @@ class StreamRows:
         for span in shared:
             kernel.check(span, heads, kv_heads)
             kv = span.view.data
-            to_layer, to_value, to_head, to_slot, _ = kv.stride()
+            to_layer, to_part, to_head, to_slot, _ = kv.stride()
+            to_value = to_part if kv.shape[1] == 2 else 0  # else the values are the keys
             size = kv.element_size()
             rotated = [bases.setdefault(base, len(bases)) if base else -1 for _, base in span.readers]
             for lo in range(span.lo, span.hi, SECTION):
@@ -107,7 +95,7 @@ class StreamRows:
         cosine, sine, interleaved, turned = turn or QueryRotation(torch.zeros(0, 0), torch.zeros(0, 0))
         work = torch.empty(len(numbers), heads, kernel.head_dim + 2)
         tables = [np.array(t, dtype=np.int64) for t in (sections, source, angles, begin, order)]
-        self._kept = (shared, tables, cosine, sine, work)  # C holds their addresses
+        self._kept = (shared, tables, cosine, sine, work)  # kept alive, because C holds their addresses
         self._ends = tables[0].reshape(len(sections), -1)[:, _COUNT]
         self._growing = np.array(growing, dtype=np.int64)
         addresses = [t.ctypes.data for t in tables]
@@ -143,9 +131,9 @@ class StreamKernel:
 
     name = "cpu-stream"
 
-    def __init__(self, head_dim: int, dtype: torch.dtype, path: Path) -> None:
+    def __init__(self, head_dim: int, dtype: torch.dtype, library: ctypes.CDLL) -> None:
         self.head_dim, self.dtype = head_dim, dtype
-        self.function = ctypes.CDLL(str(path)).attend
+        self.function = library.attend
         i64, address = ctypes.c_int64, ctypes.c_void_p
         step = ctypes.POINTER(_Step)
         f32 = ctypes.c_float
@@ -161,23 +149,24 @@ class StreamKernel:
         """Builds the tables of one step.
 
         Args:
-            calls: of the rows that stand alone, one or more a row.
-            heads: of the queries.
-            kv_heads: of the layers that it is used for, where views have more heads, or larger ones, than they.
+            calls: the calls of the rows that stand alone, one or more per row.
+            heads: number of query heads.
+            kv_heads: number of the layers' KV heads, if views have more or larger ones.
 
         Raises:
-            ValueError: a span that the kernel cannot read.
+            ValueError: the kernel cannot read a span.
         """
         return StreamRows(self, calls, heads, rotations, kv_heads)
 
     def check(self, span: SharedSpan, heads: int, part: int | None = None) -> None:
-        """Raises ValueError: the kernel cannot read the span (``part`` heads of it, if given) for so many heads."""
+        """Raises ValueError if the kernel cannot read the span (``part`` heads of it, if given) for this number of
+        heads."""
         kv = span.view.data
-        _, two, kv_heads, slots, dim = kv.shape
+        _, parts, kv_heads, slots, dim = kv.shape
         if part is not None and part <= kv_heads and self.head_dim <= dim:
             kv_heads, dim = part, self.head_dim
-        readable = (dim, kv.dtype, kv.stride(4), two) == (self.head_dim, self.dtype, 1, 2)
-        if not readable or not 0 <= span.lo < span.hi <= slots or heads % kv_heads:
+        readable = (dim, kv.dtype, kv.stride(4)) == (self.head_dim, self.dtype, 1)
+        if not readable or parts not in (1, 2) or not 0 <= span.lo < span.hi <= slots or heads % kv_heads:
             raise ValueError(
                 f"{self} cannot read a span {tuple(kv.shape)} {kv.dtype} of slots {span.lo} to {span.hi} "
                 f"for {heads} heads"
@@ -189,62 +178,20 @@ def load(head_dim: int, dtype: torch.dtype) -> StreamKernel:
     """Builds the kernel, or takes it from the cache folder, and proves it on a small example.
 
     Raises:
-        KernelUnavailable: with the reason.
+        KernelUnavailable: the kernel cannot be built or is wrong; the message says why.
     """
     if dtype not in _DTYPES:
         raise KernelUnavailable(f"it reads float32 and bfloat16, not {str(dtype).removeprefix('torch.')}")
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        raise KernelUnavailable(f"no C compiler ({', '.join(_COMPILERS)})")
-    try:
-        kernel = StreamKernel(head_dim, dtype, _built(compiler, head_dim, dtype))
-    except subprocess.CalledProcessError as error:
-        output = error.stderr.strip().splitlines() or ["nothing"]
-        raise KernelUnavailable(f"{compiler} could not build it: {output[0]}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelUnavailable(f"it could not be built or loaded: {error}") from error
+    options = [f"-DSECTION={SECTION}", f"-DDIM={head_dim}", f"-DBFLOAT16={_DTYPES[dtype]}"]
+    name = f"{head_dim}-{str(dtype).removeprefix('torch.')}"
+    kernel = StreamKernel(head_dim, dtype, c_kernel.build(SOURCE, name, options))
     _prove(kernel)
     return kernel
 
 
-def _built(compiler: str, head_dim: int, dtype: torch.dtype) -> Path:
-    level = torch.backends.cpu.get_cpu_capability().split("_")[0]
-    options = [*_OPTIONS, f"-DDIM={head_dim}", f"-DBFLOAT16={_DTYPES[dtype]}"]
-    if platform.machine() in ("x86_64", "AMD64"):
-        options += [_LEVELS[level]] if level in _LEVELS else []
-    version = _run(compiler, "--version")
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), version, *options]).encode()).hexdigest()[:16]
-    folder = _cache_folder()
-    path = folder / f"stream-{head_dim}-{str(dtype).removeprefix('torch.')}-{key}.so"
-    if path.exists():
-        return path
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        object_, library = Path(scratch) / "stream.o", Path(scratch) / "stream.so"
-        _run(compiler, *options, "-c", str(SOURCE), "-o", str(object_))
-        _run(compiler, "-shared", str(object_), "-o", str(library), "-lm")
-        os.replace(library, path)
-    return path
-
-
-def _cache_folder() -> Path:
-    """Returns the folder in which built kernels are kept for this user."""
-    try:
-        import platformdirs
-    except ImportError as error:
-        raise KernelUnavailable(
-            f"the package platformdirs is missing, which says where to keep it: {error}"
-        ) from error
-    return Path(platformdirs.user_cache_dir("mpic", appauthor=False)) / "kernels"
-
-
-def _run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-
-
 def _prove(kernel: StreamKernel) -> None:
-    """Compares the kernel with torch on a small example: a compiler that makes something else of it must be found
-    here, not in an answer. Seven heads a key head take every path: tiles of four, two and one.
+    """Compares the kernel with torch on a small example, so that a miscompiled kernel is found here and not in an
+    answer. Seven heads per key head take every path: tiles of four, two and one.
 
     Raises:
         KernelUnavailable: the results differ.
@@ -261,4 +208,4 @@ def _prove(kernel: StreamKernel) -> None:
     weights = torch.softmax(keys @ rotate(q.float(), turn).transpose(1, 2) * scale, 1)
     difference = float((got - (weights * values).sum(1)).abs().max())
     if not difference < 1e-4:
-        raise KernelUnavailable(f"what the compiler made of it is wrong by {difference:.1e}")
+        raise KernelUnavailable(f"the compiled kernel gives wrong results (difference {difference:.1e})")

@@ -1,4 +1,4 @@
-"""Small tables of a step on their way to the device: all of them in one copy that nobody waits for."""
+"""Uploads the small tables of a step to the device in one copy, without waiting for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALIGNED = 16
 
 
 def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies tables to the device, where they have the shapes and types that they have here.
+    """Copies tables to the device, with the same shapes and types.
 
     On CUDA the copy comes from pinned memory, which torch keeps until it is done, so that the host does not wait. On
     the CPU the tables are the arrays.
@@ -35,7 +35,7 @@ def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, 
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns host memory on the device, without waiting for the copy (``upload``)."""
+    """Copies host memory to the device, without waiting for the copy (``upload``)."""
     if device.type == "cpu" or tensor.device == device:
         return tensor
     buffer = staging(tensor.nbytes, device).view(tensor.dtype).view(tensor.shape)
@@ -43,7 +43,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def staging(size: int, device: torch.device) -> torch.Tensor:
-    """Returns host memory of so many bytes that the device can copy from while the host goes on."""
+    """Returns host memory of this many bytes, from which the device can copy while the host continues."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 

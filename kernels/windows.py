@@ -1,10 +1,10 @@
-"""Windows: which slots of a span a row sees, by their places in the prompt.
+"""Windows: the slots of a span that a row sees, by their places in the prompt.
 
-A layer with a window sees, of everything before a row, only what stands at or behind a *floor* that rises with the
-row's own place. So of any stretch of the prompt in order (own tokens, a chunk's span) a row sees a suffix. Stretches
-are cut to what their rows see before a kernel reads them: what is outside the window is never read, and a row that
-stands alone needs no mask at all. Places are counted in tokens, as transformers' masks count them, not in rotary
-positions (which advance differently inside images).
+In a layer with a window, a row sees only the tokens from a *floor* on, and the floor rises with the row's own place. So
+of any stretch of the prompt in order (own tokens, a chunk's span) a row sees a suffix. Stretches are cut to what their
+rows see before a kernel reads them: slots outside the window are never read, and a row that stands alone needs no mask
+at all. Places are counted in tokens, as transformers' masks count them, not in rotary positions (which advance
+differently inside images).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Window(NamedTuple):
     chunked: bool = False
 
     def floor(self, places: np.ndarray) -> np.ndarray:
-        """Returns for rows at ``places [r]`` of the prompt the first place that each sees."""
+        """Returns the first place that each row sees, for rows at ``places [r]`` of the prompt."""
         if self.chunked:
             return places // self.size * self.size
         return np.maximum(places - self.size + 1, 0)
@@ -69,13 +69,13 @@ def seen(stretch: Stretch, start: int, floors: np.ndarray, device: torch.device)
 def own_calls(
     window: Window, start: int, places: np.ndarray, fresh: Span[KVView], before: Sequence[Stretch]
 ) -> list[SpanCall]:
-    """Returns the calls of a block of rows over their own slots and what stands before all of them.
+    """Returns the calls of a block of rows over their own slots and the keys before all of them.
 
     Args:
         start: the step's row that the block begins with.
-        places: ``[r]`` in the prompt.
-        fresh: the rows' own slots, one a row.
-        before: computed in earlier steps; all rows come after it.
+        places: ``[r]``, the rows' places in the prompt.
+        fresh: the rows' own slots, one per row.
+        before: the own tokens computed in earlier steps; all rows come after them.
     """
     device = fresh.source.data.device
     floors, calls = window.floor(places), []

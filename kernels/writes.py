@@ -1,4 +1,4 @@
-"""Where the keys and values of a step's single rows go: all of a layer in one copy."""
+"""Writes the keys and values of a step's single rows to their slots, with one copy per layer."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from mpic.kernels.upload import upload
 
 
 class RowWrites:
-    """Slots of single rows, as rows of ``head_dim`` elements of the memory that all of them lie in.
+    """The slots of single rows, as rows of ``head_dim`` elements of their common memory.
 
     Args:
-        memory: contiguous; every target lies in it.
+        memory: a contiguous tensor that contains every target.
         rows: the step's rows, in order.
-        targets: ``[layers, 2, kv_heads, slots, head_dim]``, the extent that each row is written to.
+        targets: ``[layers, parts, kv_heads, slots, head_dim]``, the extent that each row is written to. With one part
+            the values are the keys, and the keys are written.
         slots: of each row.
     """
 
     def __init__(
         self, memory: torch.Tensor, rows: Sequence[int], targets: Sequence[torch.Tensor], slots: Sequence[int]
     ) -> None:
-        layers, two, heads, _, dim = targets[0].shape
+        layers, parts, heads, _, dim = targets[0].shape
         places = np.array(
             [[t.storage_offset() + slot * t.stride(3), *t.stride()[:3]] for t, slot in zip(targets, slots)]
         )
         if memory.numel() % dim or (places % dim).any() or any(t.stride(3) != dim for t in targets):
             raise ValueError(f"rows of {dim} elements do not lie side by side in the memory")
-        first, to_layer, to_value, to_head = (places // dim).T
-        steps = [np.arange(n).reshape(-1, *[1] * (3 - axis)) for axis, n in enumerate((layers, two, heads))]
-        index = first + steps[0] * to_layer + steps[1] * to_value + steps[2] * to_head
+        first, to_layer, to_part, to_head = (places // dim).T
+        steps = [np.arange(n).reshape(-1, *[1] * (3 - axis)) for axis, n in enumerate((layers, parts, heads))]
+        index = first + steps[0] * to_layer + steps[1] * to_part + steps[2] * to_head
         table = upload({"index": index.reshape(layers, -1), "rows": np.array(rows)}, memory.device)
         self._memory = memory.view(-1, dim)
-        self._index, self._rows = table["index"], table["rows"]
+        self._index, self._rows, self._parts = table["index"], table["rows"], parts
 
     def advance(self) -> None:
         """Moves every row to its next slot."""
@@ -42,7 +43,7 @@ class RowWrites:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes the rows' keys and values of ``k, v [kv_heads, T, head_dim]`` of all rows of a step."""
-        both = torch.stack([k, v])
+        both = k[None] if self._parts == 1 else torch.stack([k, v])
         if len(self._rows) != k.shape[1]:  # otherwise they are all there are, in order
             both = both.index_select(2, self._rows)
         self._memory.index_copy_(0, self._index[layer], both.reshape(-1, self._memory.shape[1]))

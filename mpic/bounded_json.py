@@ -1,4 +1,5 @@
-"""JSON from strangers: it is bounded before it is parsed, and parsed without blocking other threads.
+"""Parses JSON from untrusted clients: it is checked against bounds before it is parsed, and does not block other
+threads.
 
 ``json.loads`` lets no other thread run until it is done, and 60 MB of JSON can become a hundred million objects.
 Therefore a text is scanned first, in slices and by numpy, which lets other threads run: the scan counts its values,
@@ -38,7 +39,7 @@ HIGH_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 
 
 class TooMuch(ValueError):
-    """A text exceeds a bound. The message continues a sentence after "it has".
+    """A text exceeds a bound. The message is phrased to follow the words "it has".
 
     Args:
         what: name of the bound in ``Bounds``, or ``loose``.
@@ -55,13 +56,14 @@ class HalfPair(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on a JSON text.
+    """The bounds of a JSON text.
 
     Args:
-        values: most objects, lists, strings, numbers and so on. Names in objects do not count; an empty object or list
-            counts twice.
-        text: most bytes of all strings, as they are written; data URLs do not count. None: any number.
-        depth: most nested containers.
+        values: maximum number of objects, lists, strings, numbers and so on. Names in objects do not count; an empty
+            object or list counts twice.
+        text: maximum number of bytes of all strings together, as they are written; data URLs do not count. None: no
+            limit.
+        depth: maximum depth of nested containers.
     """
 
     values: int = 1 << 18
@@ -100,7 +102,7 @@ class _Scan:
 
     Attributes:
         long: the long strings, in order.
-        escapes: whether there may be an escaped character (``\\u``).
+        escapes: True if there may be an escaped character (``\\u``).
     """
 
     def __init__(self, body: bytes | bytearray, bounds: Bounds) -> None:
@@ -217,7 +219,7 @@ def _cut(body: bytes | bytearray, start: int, end: int) -> int:
 
 
 def _escapes(body: bytes | bytearray, start: int, at: int) -> bool:
-    """Tells whether a backslash begins an escape; one that is itself escaped does not."""
+    """Returns whether a backslash begins an escape; one that is itself escaped does not."""
     before = bytes(body[start : at + 1])
     return (len(before) - len(before.rstrip(b"\\"))) % 2 == 1
 

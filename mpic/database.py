@@ -1,4 +1,4 @@
-"""SQLite's errors as errors of the tree, for the catalogue and the key store."""
+"""Translates SQLite's errors to those of ``mpic.errors``, for the catalogue and the key store."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ FAILED = frozenset(
 
 @contextmanager
 def translated(name: str, advice: str = "") -> Iterator[None]:
-    """Translates SQLite's errors about the disk and about other processes, inside the block, into errors of the tree.
+    """Translates SQLite's errors about the disk and about other processes inside the block to those of ``mpic.errors``.
     An error that only a mistake in a statement can cause (a constraint, for example) stays as it is.
 
     Args:
-        name: of the database, for the message: "the catalogue".
-        advice: what an operator can do about a damaged database.
+        name: the database's name in messages, such as "the catalogue".
+        advice: a sentence about what an operator can do about a damaged database.
 
     Raises:
         DatabaseBusy: another process keeps it locked.
         StorageFull: the disk is full.
-        DatabaseDamaged: it is not a database any more.
+        DatabaseDamaged: the file is no longer a valid database.
         DatabaseFailed: it cannot be read or written for another reason.
     """
     try:
@@ -51,9 +51,9 @@ def translated(name: str, advice: str = "") -> Iterator[None]:
 
 
 def translation(error: sqlite3.Error, name: str, advice: str = "") -> MPICError | None:
-    """Returns the error of the tree for one of SQLite's, or None; see ``translated``."""
+    """Returns the error of ``mpic.errors`` for one of SQLite's, or None; see ``translated``."""
     code = getattr(error, "sqlite_errorcode", None)
-    if code is None:  # raised by Python's module itself: a closed connection, a wrong number of values
+    if code is None:  # Python's module itself raises it: a closed connection, a wrong number of values
         return None
     primary = code & 0xFF
     if primary in BUSY:

@@ -83,8 +83,8 @@ class FileSystem:
         thread may use the connection, one at a time.
 
         Args:
-            create: make the database if it is missing. Otherwise that is an error, so that a reader never leaves an
-                empty file where somebody has just removed a database.
+            create: make the database if it is missing. Otherwise a missing database is an error, so that a reader never
+                creates an empty file where a database has just been removed.
         """
         uri = f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
         return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=PATIENCE)
@@ -98,7 +98,7 @@ class FileSystem:
 
 
 def write_all(files: FileSystem, fd: int, data: memoryview) -> None:
-    """Writes every byte, however short the single writes are."""
+    """Writes all bytes, with as many system calls as it takes."""
     while data:
         data = data[files.write(fd, data) :]
 

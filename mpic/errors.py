@@ -1,67 +1,8 @@
-"""The error tree. Every error has a stable ``code`` and maps to one HTTP status.
+"""The error tree. Every error has a stable ``code`` and one HTTP status.
 
-MPICError                         500  internal_error
-├── BadRequest                    400  bad_request
-│   ├── EmptyPrompt               400  empty_prompt
-│   ├── EmptyQuery                400  empty_query
-│   ├── UnknownPolicy             400  unknown_policy
-│   ├── UnknownPress              400  unknown_press
-│   ├── UnsupportedParameter      400  unsupported_parameter
-│   ├── ContextLengthExceeded     400  context_length_exceeded
-│   │   └── DocumentTooLong       400  document_too_long
-│   ├── PoolTooSmall              400  pool_too_small
-│   ├── InvalidUpload             400  invalid_upload
-│   │   ├── UnsupportedType       400  unsupported_type
-│   │   ├── InvalidImage          400  invalid_image
-│   │   │   └── AnimatedImage     400  animated_image
-│   │   └── InvalidText           400  invalid_text
-│   │       └── EmptyUpload       400  empty_upload
-│   ├── UnsupportedModality       400  unsupported_modality
-│   ├── NoAdapter                 400  no_adapter
-│   ├── ConfigError               400  config_error         (mpic.config; at start, never over HTTP)
-│   ├── InvalidHTTP               400  invalid_http
-│   └── MethodNotAllowed          405  method_not_allowed
-├── Unauthorized                  401  unauthorized
-├── Forbidden                     403  forbidden
-│   └── StorageQuotaExceeded      403  storage_quota_exceeded
-├── NotFound                      404  not_found
-│   ├── FileNotFound              404  file_not_found
-│   ├── CacheNotFound             404  cache_not_found
-│   ├── UnknownHandle             404  unknown_handle
-│   ├── ReferenceNotFound         404  reference_not_found
-│   ├── KeyNotFound               404  key_not_found        (mpic.keys; never over HTTP)
-│   └── ModelNotFound             404  model_not_found
-├── Conflict                      409  conflict
-│   ├── HandleTaken               409  handle_taken
-│   ├── ReferenceExists           409  reference_exists
-│   └── EmbedderMismatch          409  embedder_mismatch
-├── RequestTimeout                408  request_timeout
-├── TooLarge                      413  too_large
-│   ├── ImageTooLarge             413  image_too_large
-│   └── ImageTooCostly            413  image_too_costly
-├── HeadersTooLarge               431  headers_too_large
-├── RateLimited                   429  rate_limited
-│   ├── QueueFull                 429  queue_full
-│   ├── DecoderBusy               429  decoder_busy
-│   └── TooManyAtOnce             429  too_many_concurrent
-├── CompileFailed                 500  compile_failed
-├── EmbeddingFailed               500  embedding_failed    (of a reference: told by the state of the index)
-├── StorageFull                   507  storage_full
-├── Unavailable                   503  unavailable
-│   ├── EmbedderUnavailable       503  embedder_unavailable
-│   ├── OutOfMemory               503  out_of_memory
-│   ├── TooManyConnections        503  too_many_connections
-│   ├── EngineStopped             503  engine_stopped
-│   ├── DatabaseBusy              503  database_busy
-│   ├── DatabaseFailed            503  database_failed
-│   ├── LibraryGone               503  library_gone
-│   ├── LibraryInUse              503  library_in_use    (by another process; never over HTTP)
-│   └── ForeignFolder             503  foreign_folder    (at start; never over HTTP)
-├── CorruptFile                   500  corrupt_file      (handled inside: recompiled, counted)
-├── IntegrityError                500  integrity_error   (an invariant of ours is broken)
-│   └── DatabaseDamaged           500  database_damaged
-├── AdapterRefused                500  adapter_refused   (at load; never over HTTP)
-└── ModelRefused                  500  model_refused     (at load; never over HTTP)
+`make docs` draws the tree with all codes. Its leaves ``ConfigError`` (`mpic.config`) and ``KeyNotFound`` (`mpic.keys`)
+are defined where they are raised. ``LibraryInUse``, ``ForeignFolder``, ``AdapterRefused`` and ``ModelRefused`` keep a
+server from starting, and ``CorruptFile`` makes it compile a chunk again, so none of these comes over HTTP.
 """
 
 from __future__ import annotations
@@ -73,7 +14,7 @@ class MPICError(Exception):
     """Base of all errors that this system raises on purpose.
 
     Args:
-        message: what happened and what to do about it, for the person who made the request.
+        message: a sentence for the person who made the request: what happened and what to do about it.
         param: the request field at fault, as OpenAI names it, or None.
         **details: facts for programs (numbers, ids) that JSON can hold.
     """
@@ -125,7 +66,7 @@ class ContextLengthExceeded(BadRequest):
 
 
 class DocumentTooLong(ContextLengthExceeded):
-    """No prompt can link this file whole."""
+    """The file is too long for any prompt to link all of it."""
 
     code = "document_too_long"
 
@@ -146,10 +87,20 @@ class AnimatedImage(InvalidImage):
     code = "animated_image"
 
 
+class InvalidVideo(InvalidUpload):
+    code = "invalid_video"
+
+
 class UnsupportedType(InvalidUpload):
-    """A known type that is not accepted; the message names it."""
+    """The type of the upload is known but not accepted; the message names it."""
 
     code = "unsupported_type"
+
+
+class NoVideoDecoder(UnsupportedType):
+    """The package that decodes such videos is not installed; the message names the command that installs it."""
+
+    code = "no_video_decoder"
 
 
 class InvalidText(InvalidUpload):
@@ -250,6 +201,18 @@ class ImageTooCostly(TooLarge):
     code = "image_too_costly"
 
 
+class VideoTooLarge(TooLarge):
+    """The clip is longer, or its frames have more pixels, than is accepted."""
+
+    code = "video_too_large"
+
+
+class VideoTooCostly(TooLarge):
+    """The clip takes far more time or memory to decode than its size explains."""
+
+    code = "video_too_costly"
+
+
 class HeadersTooLarge(MPICError):
     status, code = 431, "headers_too_large"
 
@@ -291,7 +254,7 @@ class CompileFailed(MPICError):
 
 
 class EmbeddingFailed(MPICError):
-    """The embedder works, but makes no vector of this image or text."""
+    """The embedder works, but cannot make a vector of this image or text."""
 
     code = "embedding_failed"
 
@@ -382,7 +345,7 @@ class NoAdapter(BadRequest):
 
 
 class AdapterRefused(MPICError):
-    """A file of trained tokens that cannot be used with the model."""
+    """A file of trained tokens cannot be used with the model."""
 
     code = "adapter_refused"
 

@@ -11,7 +11,7 @@ def save_png(path: Path, draw: Callable[[Any], None], size: tuple[float, float],
     """Draws into a matplotlib figure and writes it as PNG, without a display.
 
     Args:
-        size: in inches.
+        size: width and height in inches.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

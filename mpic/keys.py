@@ -1,14 +1,14 @@
 """API keys with their users, roles and limits.
 
 They are kept in a small SQLite file beside the catalogue, because the library's folder belongs to one process, while
-keys are made and revoked (``mpic keys``) beside a running server, which sees the change with its next request.
+keys are made and revoked (``mpic keys``) while the server runs. The server sees the change with its next request.
 
 A key reads ``mpic_<8 characters>_<43 characters>``. The first part is public: it names the key in lists and finds its
 row. The second part is 256 random bits, so a plain SHA-256 of the whole key suffices (nothing can be guessed, so a slow
 hash would protect nothing); it is compared in constant time. The key itself is shown once and never stored.
 
-Logins of the web interface lie in the same file, so that they outlast the server: the digest of a random cookie, and
-the key that it stands for. Whoever reads the file finds nothing that a browser could send.
+Logins of the web interface are kept in the same file, so that they outlast the server: the digest of a random cookie,
+and the key that it stands for. The file contains nothing that a browser could send.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FILE = "keys.sqlite"
 VERSION = 2
 LOGIN_SECONDS = 12 * 3600
 """How long a login lasts."""
-MOST_LOGINS = 10_000
-"""Logins that are kept; the oldest end first."""
+MOST_LOGINS = 100
+"""Logins of one key that are kept; the oldest end first."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 KEY = re.compile(r"mpic_([0-9a-f]{8})_[A-Za-z0-9_-]{43}")
 Role = Literal["user", "admin"]
@@ -49,7 +49,7 @@ class KeyNotFound(NotFound):
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """Limits of one key. None means no limit.
+    """Limits of one key. None means no limit. A request for several answers (``n``) counts once.
 
     Args:
         requests_per_minute: requests of any kind, refilled evenly; those of a whole minute may come at once.
@@ -88,8 +88,8 @@ class KeyStore:
     Every method may raise the errors of ``translated``: DatabaseBusy, DatabaseFailed, DatabaseDamaged, StorageFull.
 
     Args:
-        folder: the library's.
-        clock: seconds since the epoch.
+        folder: the library's folder.
+        clock: function that returns seconds since the epoch.
         patience: seconds to wait for a process that has the file locked; short in a server, which asks on its event
             loop.
 
@@ -102,24 +102,25 @@ class KeyStore:
     ) -> None:
         self.path = folder / FILE
         self._clock = clock
-        self._lock = threading.Lock()
+        # Every request reads, and must not wait for those who write, as these wait for the disk.
+        self._reading, self._writing = threading.Lock(), threading.Lock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with self._translated():
-            self._db = sqlite3.connect(
-                self.path, isolation_level=None, check_same_thread=False, timeout=PATIENCE
-            )
-            self._db.row_factory = sqlite3.Row
+            self._writer = self._connect()
             self.path.chmod(0o600)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
+            self._writer.execute("PRAGMA journal_mode = WAL")
+            self._writer.execute("PRAGMA synchronous = FULL")
             self._migrate()
-            self._db.execute(f"PRAGMA busy_timeout = {round(patience * 1000)}")
+            self._reader = self._connect()
+            self._reader.row_factory = sqlite3.Row
+            for db in (self._writer, self._reader):
+                db.execute(f"PRAGMA busy_timeout = {round(patience * 1000)}")
 
     def create(self, user: str, role: Role = "user", limits: KeyLimits | None = None) -> tuple[str, Key]:
         """Makes a key for a user and returns it; the key itself cannot be retrieved again.
 
         Raises:
-            BadRequest: an impossible user name or role.
+            BadRequest: the user name or the role is not valid.
         """
         limits = limits or KeyLimits()
         if not NAME.fullmatch(user):
@@ -133,8 +134,8 @@ class KeyStore:
         secret = f"mpic_{prefix}_{secrets.token_urlsafe(32)}"
         row = (prefix, _hash(secret), user, role, self._clock(), None)
         row += (limits.requests_per_minute, limits.concurrent, limits.bytes, limits.files)
-        with self._lock, self._translated():
-            self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        with self._writing, self._translated():
+            self._writer.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         return secret, self.get(prefix)
 
     def find(self, secret: str) -> Key | None:
@@ -155,48 +156,49 @@ class KeyStore:
 
     def listing(self) -> list[Key]:
         """Lists all keys, oldest first, including revoked ones."""
-        with self._lock, self._translated():
-            return [_key(row) for row in self._db.execute("SELECT * FROM keys ORDER BY created_at, prefix")]
+        with self._reading, self._translated():
+            rows = self._reader.execute("SELECT * FROM keys ORDER BY created_at, prefix")
+            return [_key(row) for row in rows]
 
     def revoke(self, prefix: str) -> Key:
         """Revokes a key, at once and for good. Raises KeyNotFound."""
         prefix = match[1] if (match := KEY.fullmatch(prefix)) else prefix.removeprefix("mpic_")
         self.get(prefix)
-        with self._lock, self._translated():
-            self._db.execute(
+        with self._writing, self._translated():
+            self._writer.execute(
                 "UPDATE keys SET revoked_at = COALESCE(revoked_at, ?) WHERE prefix = ?",
                 (self._clock(), prefix),
             )
         return self.get(prefix)
 
     def exist(self) -> bool:
-        """Tells whether a key was ever made here. Revoked keys count: revoking the last key must not open the
+        """Returns whether a key was ever made here. Revoked keys count, because revoking the last key must not open the
         server."""
         return self._one("SELECT 1 FROM keys LIMIT 1") is not None
 
     def log_in(self, key: Key) -> str:
         """Returns a new cookie that stands for a key, for ``LOGIN_SECONDS`` or until the key is revoked."""
         cookie, now = secrets.token_urlsafe(32), self._clock()
-        with self._lock, self._translated():
-            self._db.execute("BEGIN IMMEDIATE")
+        with self._writing, self._translated():
+            self._writer.execute("BEGIN IMMEDIATE")
             try:
-                self._db.execute("DELETE FROM logins WHERE until <= ?", (now,))
-                self._db.execute(
+                self._writer.execute("DELETE FROM logins WHERE until <= ?", (now,))
+                self._writer.execute(
                     "DELETE FROM logins WHERE rowid IN "
-                    "(SELECT rowid FROM logins ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                    (MOST_LOGINS - 1,),
+                    "(SELECT rowid FROM logins WHERE key = ? ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+                    (key.prefix, MOST_LOGINS - 1),
                 )
-                self._db.execute(
+                self._writer.execute(
                     "INSERT INTO logins VALUES (?, ?, ?)", (_hash(cookie), key.prefix, now + LOGIN_SECONDS)
                 )
-                self._db.execute("COMMIT")
+                self._writer.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                self._writer.execute("ROLLBACK")
                 raise
         return cookie
 
     def logged_in(self, cookie: str) -> Key | None:
-        """Returns the key that a cookie stands for; None if it stands for none any more."""
+        """Returns the key that a cookie stands for, or None if the login has ended."""
         row = self._one(
             "SELECT keys.* FROM logins JOIN keys ON keys.prefix = logins.key "
             "WHERE logins.hash = ? AND until > ? AND revoked_at IS NULL",
@@ -206,28 +208,32 @@ class KeyStore:
 
     def log_out(self, cookie: str) -> None:
         """Ends a login, if there is one."""
-        with self._lock, self._translated():
-            self._db.execute("DELETE FROM logins WHERE hash = ?", (_hash(cookie),))
+        with self._writing, self._translated():
+            self._writer.execute("DELETE FROM logins WHERE hash = ?", (_hash(cookie),))
 
     def close(self) -> None:
-        with self._lock:
-            self._db.close()
+        with self._writing, self._reading:
+            self._reader.close()
+            self._writer.close()
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=PATIENCE)
 
     def _one(self, sql: str, *values: Any) -> sqlite3.Row | None:
-        with self._lock, self._translated(), closing(self._db.execute(sql, values)) as cursor:
+        with self._reading, self._translated(), closing(self._reader.execute(sql, values)) as cursor:
             return cursor.fetchone()
 
     def _translated(self) -> AbstractContextManager[None]:
         return translated("the key store", f"put a copy of {FILE} back, or remove it and make new keys")
 
     def _migrate(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-        [version] = self._db.execute("PRAGMA user_version").fetchone()
+        self._writer.execute("BEGIN IMMEDIATE")
+        [version] = self._writer.execute("PRAGMA user_version").fetchone()
         if version > VERSION:
-            self._db.execute("ROLLBACK")
+            self._writer.execute("ROLLBACK")
             raise IntegrityError(f"{self.path} has version {version}, this program knows {VERSION}")
         if version == 0:
-            self._db.execute("""
+            self._writer.execute("""
                 CREATE TABLE keys (
                     prefix TEXT PRIMARY KEY,
                     hash BLOB NOT NULL,          -- SHA-256 of the whole key
@@ -241,18 +247,19 @@ class KeyStore:
                     files INTEGER
                 )""")
         if version < 2:
-            self._db.execute("""
+            self._writer.execute("""
                 CREATE TABLE logins (
                     hash BLOB PRIMARY KEY,       -- SHA-256 of the cookie
                     key TEXT NOT NULL REFERENCES keys (prefix),
                     until REAL NOT NULL
                 )""")
-            self._db.execute(f"PRAGMA user_version = {VERSION}")
-        self._db.execute("COMMIT")
+            self._writer.execute(f"PRAGMA user_version = {VERSION}")
+        self._writer.execute("COMMIT")
 
 
 def any_keys(folder: Path) -> bool:
-    """Tells whether a key was ever made for this folder; unlike a ``KeyStore``, makes neither the folder nor a file."""
+    """Returns whether a key was ever made for this folder. Unlike a ``KeyStore``, it creates neither the folder nor a
+    file."""
     if not (folder / FILE).is_file():
         return False
     with closing(KeyStore(folder)) as keys:

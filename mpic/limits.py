@@ -1,6 +1,6 @@
-"""Bounds on what a library accepts and keeps, as an operator may set them.
+"""The bounds of a library that an operator can set.
 
-They stand below the library, so that the configuration has them too without loading what the library needs.
+They are in a module of their own, so that the configuration can use them without importing the library.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ from dataclasses import dataclass
 MiB = 1 << 20
 GiB = 1 << 30
 
-POSITIVE = ("upload_bytes", "text_bytes", "image_pixels", "decode_bytes", "disk_bytes")
+POSITIVE = (
+    "upload_bytes",
+    "text_bytes",
+    "image_pixels",
+    "video_seconds",
+    "video_pixels",
+    "decode_bytes",
+    "disk_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -22,26 +30,31 @@ class StorageLimits:
         text_bytes: largest text document, in bytes of UTF-8.
         image_pixels: most pixels of an image; checked before it is decoded.
         image_aspect: longest side of an image over its shortest.
-        decode_bytes: memory that decoding images may take at a time, all together.
+        video_seconds: longest clip.
+        video_pixels: most pixels of the frames that a model is shown of a clip, all together; each takes three bytes.
+        decode_bytes: memory that decoding images and clips may take at a time, all together.
         gif: accept GIF and take its first frame; otherwise GIF is refused.
-        user_files: most files of one user; 0: no quota.
-        user_bytes: most bytes of one user's originals; 0: no quota.
-        user_disk_bytes: most bytes of one user's compiled chunks on disk; 0: a fair share of the budget.
+        user_files: maximum number of files of one user; 0: no quota.
+        user_bytes: maximum number of bytes of one user's originals; 0: no quota.
+        user_disk_bytes: maximum number of bytes of one user's compiled chunks on disk; 0: a fair share of the budget.
         disk_bytes: budget of compiled chunks on disk. When it is full, every user keeps a fair share.
-        host_bytes: budget of compiled chunks in host memory; used when the engine runs on an accelerator.
+        host_bytes: budget of compiled chunks in host memory, the staging ring included; used when the engine runs on an
+            accelerator.
         user_host_bytes: most bytes of one user there; 0: a fair share.
         shared_fraction: part of each budget that is kept for references while any are stored.
         orphan_days: how long files that the catalogue does not know are kept in quarantine before a start deletes
             them; 0: for ever.
 
     Raises:
-        ValueError: one of them cannot be.
+        ValueError: a value is not valid.
     """
 
     upload_bytes: int = 64 * MiB
     text_bytes: int = 8 * MiB
     image_pixels: int = 40_000_000
     image_aspect: float = 200.0
+    video_seconds: int = 600
+    video_pixels: int = 128_000_000
     decode_bytes: int = 1 * GiB
     gif: bool = False
     user_files: int = 0

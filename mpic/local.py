@@ -1,7 +1,7 @@
 """A server inside the caller's process, for ``MPIC.local()``.
 
-It stands above client and server. The client looks it up by name when it is called, so that the SDK depends on neither
-the server nor torch.
+This module depends on both client and server. The client imports it by name when it is needed, so that the SDK depends
+on neither the server nor torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def local_transport(
     model: str | None, data_dir: Folder, settings: Mapping[str, Any], told: Told
 ) -> InProcess:
     """Returns a transport to a server that runs in this process and ends with the transport; ``told`` is called with
-    what begins."""
+    each stage that begins."""
     local = Local(model, data_dir, settings, told)
     return InProcess(local.app, local.remove)
 

@@ -1,4 +1,4 @@
-"""The memory of this process: how much may still be allocated, how much is set aside, and returning freed pages.
+"""The memory of this process: the amount that may still be allocated, reservations, and returning freed pages.
 
 Some libraries end the process when an allocation fails (tokenizers, in Rust, for example), which no ``except`` can
 catch. The memory that a request will need there is therefore set aside first, and the request is refused if there is
@@ -26,7 +26,7 @@ UNCHECKED = 1 * MiB
 """Smaller amounts are not checked, because a check takes a tenth of a millisecond."""
 FLOOR = 64 * MiB
 """This much is left for everything that does not set its memory aside."""
-M_ARENA_MAX, ARENAS = -8, 2  # of malloc.h
+M_ARENA_MAX, ARENAS = -8, 2  # constants of malloc.h
 
 _EXHAUSTED = re.compile(r"can't allocate|not enough memory|out of memory|can't start new thread", re.I)
 _lock = threading.Lock()
@@ -49,7 +49,7 @@ def set_aside(size: int, what: str) -> Iterator[None]:
     cannot all rely on the same free memory.
 
     Args:
-        what: the work that needs the memory, as the subject of the error's sentence.
+        what: the work that needs the memory, phrased as the subject of the error message.
 
     Raises:
         OutOfMemory: there is not enough memory, or an allocation inside the block has failed.
@@ -74,7 +74,7 @@ def set_aside(size: int, what: str) -> Iterator[None]:
 
 @contextmanager
 def as_errors() -> Iterator[None]:
-    """Turns every form in which a library reports that memory is exhausted into OutOfMemory."""
+    """Converts all errors by which libraries report exhausted memory to OutOfMemory."""
     try:
         yield
     except Exception as error:
@@ -84,7 +84,7 @@ def as_errors() -> Iterator[None]:
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Tells whether an exception reports that memory (or a thread's stack) could not be allocated."""
+    """Returns whether an exception reports that memory (or a thread's stack) could not be allocated."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if type(error) is RuntimeError or type(error).__name__ == "OutOfMemoryError":  # torch, threading

@@ -40,10 +40,11 @@ class Method(ABC):
     """A method. A subclass is a frozen dataclass whose fields are the numbers in its name.
 
     Class attributes:
-        syntax: how people write it; an upper-case letter stands for the field of that name, as in ``mpic-K``.
-        summary: one line for people who choose.
-        paper: where it was published, or None for a control.
-        unknown, param: the error for names that mean nothing, and the request's field that it blames.
+        syntax: the form in which users write it; an upper-case letter stands for the field of that name, as in
+        ``mpic-K``.
+        summary: one line that helps users to choose.
+        paper: the publication it comes from, or None for a control.
+        unknown, param: the error for unknown names, and the request field that the error names.
     """
 
     syntax: ClassVar[str]

@@ -1,6 +1,6 @@
-"""Checks of everything that can stop a server, made in the first second, before torch is imported.
+"""Checks everything that can prevent a server from starting, in the first second, before torch is imported.
 
-Nothing is changed here. Everything is checked once more when it is used, because it may change until then.
+Nothing is changed here. Everything is checked again when it is used, because it may change until then.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def check(config: Config) -> None:
     """Checks everything about a configuration that needs no model.
 
     Raises:
-        ConfigError: a setting cannot be right, the port is taken, or a file that it names is not there.
-        ModelRefused: the model is a folder that is not there, or is none of a model.
+        ConfigError: a setting is not valid, the port is taken, or a file that a setting names does not exist.
+        ModelRefused: the model is a folder that does not exist or holds no model.
         LibraryInUse: another process has the library open.
     """
     root = Path(config.library.data_dir)
@@ -59,7 +59,7 @@ def check_folder(root: Path) -> None:
     if there != root.absolute():
         return
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:  # the lock that FolderLock holds; a file system without locks on folders is left to it
+    try:  # the lock that FolderLock holds; file systems that cannot lock folders are left to FolderLock
         with suppress(OSError):
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -73,7 +73,7 @@ def check_folder(root: Path) -> None:
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Checks the settings of an engine that are names. Raises ConfigError."""
+    """Checks the names in an engine's settings. Raises ConfigError."""
     if not DEVICE.fullmatch(config.device):
         raise ConfigError(
             f"unknown device {config.device!r}; available: auto, cpu, cuda, cuda:N, mps", param="device"
@@ -98,7 +98,7 @@ def check_engine(config: EngineConfig) -> None:
 
 
 def check_model(model: str) -> None:
-    """Checks that a model that is named by a path is there. Raises ModelRefused."""
+    """Checks that the folder of a model exists, if the model is named by a path. Raises ModelRefused."""
     path = Path(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -110,7 +110,7 @@ def check_model(model: str) -> None:
 
 
 def check_embedder(config: RetrievalConfig) -> None:
-    """Checks that an embedder that is named by a path is there. Raises ConfigError."""
+    """Checks that the folder of an embedder exists, if it is named by a path. Raises ConfigError."""
     name, weights = config.embedder, config.embedder_weights
     path = Path(name)
     if path.is_dir():
@@ -133,5 +133,5 @@ def check_embedder(config: RetrievalConfig) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Tells whether a name may be an id of the hub: ``gpt2`` or ``Qwen/Qwen2.5-VL-3B-Instruct``."""
+    """Returns whether a name may be a hub id, such as ``gpt2`` or ``Qwen/Qwen2.5-VL-3B-Instruct``."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name) is not None

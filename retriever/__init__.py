@@ -1,4 +1,5 @@
-"""Retrieval of references (the *dynamic library* of MPIC, section 4.2): vectors of references, found by text or image.
+"""Retrieval of references (the *dynamic library* of MPIC, section 4.2): finds references by text or image through their
+vectors.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Embedding a batch in which one item may fail: the others are still embedded, and the failure is reported."""
+"""Embeds a batch in which single items may fail: the others are still embedded, and the failures are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def embed_each(embedder: Embedder, kind: Kind, contents: Sequence[Any]) -> list[
     """Embeds images or texts, together if that works. Returns for each a vector ``[dimension]`` fp32 or an error.
 
     Raises:
-        Exception: whatever the embedder raises when it does not work at all.
+        Exception: any error of an embedder that does not work at all.
     """
     embed = embedder.images if kind == "image" else embedder.texts
     try:
@@ -37,7 +37,7 @@ def embed_each(embedder: Embedder, kind: Kind, contents: Sequence[Any]) -> list[
 
 
 class Failures:
-    """References that have no vector, and why; at most the newest 100. Thread-safe."""
+    """References that have no vector, with the reasons; at most the newest 100. Thread-safe."""
 
     def __init__(self) -> None:
         self._errors: OrderedDict[str, MPICError | OSError] = OrderedDict()
@@ -67,7 +67,7 @@ class Failures:
 def _one(embed: Callable[[Sequence[Any]], np.ndarray], content: Any) -> np.ndarray | EmbeddingFailed:
     try:
         return embed([content])[0]
-    except Exception as error:  # an image processor or tokenizer raises nearly anything
+    except Exception as error:  # an image processor or tokenizer may raise almost any exception
         return EmbeddingFailed(f"{type(error).__name__}: {error}"[:300])
 
 

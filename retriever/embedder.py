@@ -1,4 +1,4 @@
-"""Images and texts as vectors of one space, by any open_clip model."""
+"""Embeds images and texts in one vector space, with any open_clip model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EmbedderName(NamedTuple):
     Args:
         architecture: open_clip's name, or the folder's name of a local model.
         weights: SHA-256 over all parameters.
-        dimension: of the vectors.
+        dimension: dimension of the vectors.
     """
 
     architecture: str
@@ -44,7 +44,7 @@ class Embedder:
     Args:
         model: an architecture of open_clip (``ViT-B-32``), a hub id (``hf-hub:...``) or a local folder.
         pretrained: tag or file of the weights; a folder and a hub id bring their own.
-        device: of torch.
+        device: the torch device.
     """
 
     def __init__(self, model: str, pretrained: str = "", device: str = "cpu") -> None:
@@ -110,7 +110,7 @@ class Embedder:
                 source, pretrained=self.pretrained or None, device=self.device
             )
             tokenize = open_clip.get_tokenizer(source)
-        except Exception as error:  # open_clip raises whatever its readers raise
+        except Exception as error:  # open_clip passes on any exception of its readers
             raise EmbedderUnavailable(
                 f"the embedder {self.model!r} cannot be loaded: {error}", embedder=self.model
             ) from error

@@ -1,10 +1,9 @@
 """Nearest neighbours by inner product, changed in place while others search.
 
-Exact search over ``IndexIDMap2(IndexFlatIP)``. There are two copies (left and right). Readers use the one that is
-shown; a writer changes the other, shows it, waits until nobody reads the first, and changes that too. A reader
-therefore never waits and never sees half a change, and nothing is ever rebuilt; the price is twice the memory. A
-larger index type would replace ``_new``: IVF needs ``DirectMap.Hashtable`` for removal by id, HNSW cannot remove at
-all.
+Exact search over ``IndexIDMap2(IndexFlatIP)``. There are two copies (left and right). Readers use the published one; a
+writer changes the other, publishes it, waits until the first has no readers, and then changes that, too. A reader
+therefore never waits and never sees half a change, and nothing is ever rebuilt; the price is twice the memory. A larger
+index type would replace ``_new``: IVF needs ``DirectMap.Hashtable`` for removal by id, HNSW cannot remove at all.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class VectorIndex:
     """Vectors of length 1 by id. Thread-safe.
 
     Args:
-        dimension: of the vectors.
+        dimension: dimension of the vectors.
     """
 
     def __init__(self, dimension: int) -> None:
@@ -80,11 +79,11 @@ class VectorIndex:
         """Adds vectors, in place of those that have the same ids.
 
         Args:
-            ids: distinct.
+            ids: distinct ids.
             vectors: ``[len(ids), dimension]`` fp32 of length 1.
 
         Raises:
-            IntegrityError: the index does not hold what it should afterwards.
+            IntegrityError: the index does not have the expected content afterwards.
         """
         ids = np.asarray(ids, np.int64)
         vectors = np.ascontiguousarray(vectors, np.float32)

@@ -19,8 +19,8 @@ class IndexFile:
     """The file of an index: ``MPICVEC1``, length of the header (u32), header (JSON), faiss's bytes.
 
     Args:
-        path: of the file.
-        name: of the embedder whose vectors it holds.
+        path: path of the file.
+        name: name of the embedder whose vectors it holds.
     """
 
     def __init__(self, path: Path, name: EmbedderName, files: FileSystem | None = None) -> None:
@@ -44,7 +44,7 @@ class IndexFile:
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: it is damaged, stale or another embedder's; the message tells which.
+            ValueError: it is damaged, stale or belongs to another embedder; the message says which.
         """
         raw = np.fromfile(self.path, np.uint8)
         head = raw[12 : 12 + int.from_bytes(raw[8:12].tobytes(), "little")]

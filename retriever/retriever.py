@@ -70,7 +70,7 @@ class Retriever:
     def __init__(self, library: Library, embedder: Embedder, duplicates: float = 0.999) -> None:
         self.library, self.embedder, self.duplicates = library, embedder, duplicates
         self.counters: Counter[str] = Counter()
-        self.problem: str | None = None  # of the last batch that could not be embedded
+        self.problem: str | None = None  # the error of the last batch that could not be embedded
         self._failed = Failures()
         self._vectors: Vectors | None = None
         self._opening = threading.Lock()
@@ -102,12 +102,12 @@ class Retriever:
 
         Raises:
             EmptyQuery: the query has neither text nor images.
-            BadRequest: an impossible bound or filter.
+            BadRequest: a bound or the filter is not valid.
             EmbedderUnavailable: the embedder has no weights.
             EmbedderMismatch: another embedder made the library's vectors.
-            EmbeddingFailed: the embedder makes no vector of the query.
+            EmbeddingFailed: the embedder cannot make a vector of the query.
             DecoderBusy: too many searches with images are waiting.
-            Others: whatever decoding an image of the query raises.
+            MPICError: any error from decoding an image of the query.
         """
         if not query.text.strip() and not query.images:
             raise EmptyQuery("a search needs a text or an image", param="query")
@@ -142,7 +142,7 @@ class Retriever:
             hits: list[SearchHit] = []
             kept: list[int] = []
             for at, neighbour in enumerate(neighbours):
-                reference = current.get(versions.get(neighbour.id, ("", 0)))  # of an older version: not yet
+                reference = current.get(versions.get(neighbour.id, ("", 0)))  # None: of an older version
                 if reference is None or (min_score is not None and neighbour.score < min_score):
                     continue
                 alike = kept and float((vectors[kept] @ vectors[at]).max()) >= self.duplicates
@@ -171,7 +171,7 @@ class Retriever:
         return self.embedder.images([image if isinstance(image, Image.Image) else image()])
 
     def soon(self, work: Callable[..., None], *args: Any) -> None:
-        """Runs a search on a thread of the retriever's, or drops it if too many are waiting."""
+        """Runs a search on a thread of the retriever, or drops it if too many are waiting."""
         with self._work:
             if self._stopping or self._guesses >= MAX_GUESSES:
                 return
@@ -355,13 +355,13 @@ class Retriever:
         try:
             references = self.library.references
             return references.image(reference) if reference.kind == "image" else references.text(reference)
-        except (MPICError, OSError) as error:  # one of many must not stop the others
+        except (MPICError, OSError) as error:  # one failure must not stop the others
             self._fail(reference, error)
             return None
 
     def _fail(self, reference: Reference, error: MPICError | OSError) -> None:
-        """Records a reference that cannot be embedded. If its content is refused for good, its old vectors are removed:
-        they would count as vectors to be made anew, for ever."""
+        """Records a reference that cannot be embedded. If its content is refused for good, its old vectors are removed,
+        because they would count as missing for ever."""
         log.warning("%s cannot be embedded: %s", reference.id, error)
         self.counters["unembeddable" if isinstance(error, EmbeddingFailed) else "unreadable"] += 1
         if isinstance(error, ReferenceNotFound):

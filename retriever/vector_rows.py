@@ -1,4 +1,4 @@
-"""Vectors in the catalogue, of which the index is a cache. All SQL of retrieval."""
+"""The rows of vectors in the catalogue, of which the index is a cache. All SQL of retrieval is here."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class VectorRows:
         with self._catalog.write() as db:
             for at, (reference, vector) in enumerate(zip(references, vectors, strict=True)):
                 name = reference.id, reference.version, reference.key.kind, reference.key.digest
-                # a reference that was removed and added again starts with version 1 anew
+                # a reference that was removed and added again starts with version 1
                 same = "id = ? AND version = ? AND kind = ? AND digest = ?"
                 if not db.execute(f"SELECT 1 FROM refs WHERE {same}", name).fetchone():
                     continue
@@ -133,7 +133,7 @@ class VectorRows:
                 and text is neither less nor greater than a number.
 
         Raises:
-            BadRequest: an impossible value or comparison.
+            BadRequest: a value or comparison is not valid.
         """
         if len(filter) > FILTER_KEYS:
             raise BadRequest(f"a filter has at most {FILTER_KEYS} keys, not {len(filter)}", param="filter")

@@ -26,8 +26,8 @@ class Vectors:
     any thread may search.
 
     Attributes:
-        opened_from: ``file``, or why the index had to be rebuilt.
-        damaged: whether there was a file that could not be used.
+        opened_from: ``file``, or the reason why the index had to be rebuilt.
+        damaged: True if there was a file that could not be used.
         mismatch: embedders that have vectors of references of which this embedder has none.
     """
 
@@ -76,7 +76,7 @@ class Vectors:
         if revision == self._saved:
             return
         try:
-            self._guard()  # a folder that was removed is not made again
+            self._guard()  # a folder that was removed is not created again
             self._file.write(self.index, revision)
             self._saved = revision
         except (StorageFull, LibraryGone, OSError) as error:

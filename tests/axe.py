@@ -1,4 +1,4 @@
-"""axe-core on a page of a real browser: what it finds, and how much it looked at."""
+"""Runs axe-core on a page of a real browser, and counts how much it examined."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN = """async () => {
 
 
 class Audit:
-    """What axe-core has found on the pages it was shown."""
+    """The results of axe-core on the pages it has examined."""
 
     def __init__(self) -> None:
         self.views = 0
@@ -36,7 +36,7 @@ class Audit:
         self.count: Counter[str] = Counter()
 
     def look(self, page) -> list[str]:
-        """Audits what a page shows now, by all rules of axe-core. Returns its violations, of any impact."""
+        """Audits the present state of a page by all rules of axe-core. Returns its violations, of any impact."""
         if not page.evaluate("'axe' in window"):
             page.evaluate(SOURCE.read_text(encoding="utf-8"))
         found = page.evaluate(RUN)

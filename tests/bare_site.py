@@ -1,4 +1,4 @@
-"""A folder of packages as a bare machine has them, made of links to those installed here."""
+"""Makes a folder with the packages of a bare machine, as links to those installed here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MISSING = ("rich", "pydantic")
 
 
 def needed(roots: tuple[str, ...] = PACKAGES) -> dict[str, metadata.Distribution]:
-    """The packages and what they require, by canonical name; optional extras are left out."""
+    """Returns the packages and their requirements by canonical name; optional extras are left out."""
     found: dict[str, metadata.Distribution] = {}
     waiting = list(roots)
     while waiting:
@@ -33,7 +33,7 @@ def needed(roots: tuple[str, ...] = PACKAGES) -> dict[str, metadata.Distribution
 
 
 def make(folder: Path) -> Path:
-    """Fill ``folder`` with links to the packages' files, their metadata included, and nothing else."""
+    """Fills ``folder`` with links to the packages' files, their metadata included, and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     for distribution in needed().values():
         tops = {

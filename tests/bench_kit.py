@@ -1,4 +1,4 @@
-"""For tests of benches: a run of the command at a tiny size."""
+"""Runs the bench command at a tiny size, for tests of benches."""
 
 import json
 import math
@@ -10,7 +10,8 @@ from mpic.evals.bench.harness import Bench
 
 
 def run_bench(monkeypatch, settings, folder, name, *options):
-    """The result that ``mpic bench NAME`` writes, whole and with its plot, and the text that it prints."""
+    """Returns the result that ``mpic bench NAME`` writes, and the text that it prints, after checking that its plot
+    exists."""
     monkeypatch.setattr(Bench, "configured", lambda self, quick, **changes: settings[self.name])
     path = folder / f"{name}.json"
     done = CliRunner().invoke(cli.app, [name, *options, "--json", str(path)])

@@ -37,7 +37,7 @@ def open_browser() -> Iterator:
 
 
 class Watched:
-    """Requests and complaints of a page."""
+    """Records the requests and errors of a page."""
 
     def __init__(self, page) -> None:
         self.urls: list[str] = []
@@ -57,7 +57,7 @@ class Watched:
 
 @contextmanager
 def serving(app, port: int = 0) -> Iterator[str]:
-    """An application on a port of this machine, a free one unless it is given, in a thread."""
+    """Serves an application in a thread, on a free port of this machine unless one is given."""
     import uvicorn
 
     sock = socket.create_server(("127.0.0.1", port))

@@ -1,6 +1,6 @@
 """Tokenizers, processors and chat templates of well-known model families, tiny, built in a moment.
 
-The templates do what the families' own do (trim, reorder, alternate, refuse, escape), written anew and short.
+The templates imitate those of the families (trim, reorder, alternate, refuse, escape) in short form.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""For all tests: one thread a process, because the models are tiny and waiting for a second core costs more than it
-gives; no deadlines, because machines differ; and temporary folders in memory."""
+"""Set-up for all tests: one thread per process, because the models are tiny and a second core costs more than it gains;
+no deadlines, because machines differ; and temporary folders in memory."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def soak(request: pytest.FixtureRequest) -> int:
-    """0 in the suite; how often to repeat in ``make soak``."""
+    """Number of repetitions in ``make soak``; 0 in the suite."""
     return request.config.getoption("--soak")
 
 
 @pytest.fixture(scope="session")
 def fuzz(request: pytest.FixtureRequest) -> int:
-    """0 in the suite; how many examples in ``make fuzz``."""
+    """Number of examples in ``make fuzz``; 0 in the suite."""
     return request.config.getoption("--fuzz")
 
 
@@ -86,7 +86,7 @@ def url(served_folder, tiny_model):
 
 @pytest.fixture
 def mpic(monkeypatch, capsys):
-    """Runs the command line in this process; gives (exit status, stdout, stderr)."""
+    """Runs the command line in this process; returns (exit status, stdout, stderr)."""
     from mpic import cli
 
     def run(*args):

@@ -4,9 +4,9 @@
 ``FileSystem``, SQLite's through a VFS of apsw that hands out files recorded in the same order. ``Journal.image`` then
 says what a disk may hold when the power fails after the first n changes:
 
-- of every file, what it held when it was last synced, and any part of what was written to it since, in any order and
-  torn at sectors of 512 bytes;
-- of every folder, the names it had when it was last synced, and any of the creations, renames and removals since.
+- for every file, its content at the last sync, and any part of the later writes, in any order and torn at sectors of
+  512 bytes;
+- for every folder, its names at the last sync, and any of the later creations, renames and removals.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Journal:
         """A disk after a crash: content by path relative to the root; None for a folder.
 
         Args:
-            changes: how many had been made.
-            mode: of what was not synced, nothing is there (``dropped``), all of it (``kept``), all but a part of the
-                last write to each file (``torn``), or any of it (``reordered``, by ``seed``).
+            changes: number of changes before the crash.
+            mode: the unsynced changes that survive: none (``dropped``), all (``kept``), all but a part of the last
+                write to each file (``torn``), or any of them (``reordered``, by ``seed``).
         """
         disk = _Disk(mode, random.Random(f"{changes} {seed}"))
         for change in self.changes[:changes]:
@@ -158,7 +158,7 @@ class _Disk:
             self.names[values[1]] = values[2]
 
     def _lose(self, inode: _Inode) -> None:
-        """Apply what this crash lets through of the unsynced writes to a file."""
+        """Applies the unsynced writes to a file that survive this crash."""
         if self.mode == "dropped":
             return
         last = len(inode.pending) - 1
@@ -176,7 +176,7 @@ class _Disk:
 
 
 def write_image(image: dict[str, bytes | None], root: Path) -> None:
-    """Lay an image down as real files."""
+    """Writes an image as real files."""
     root.mkdir(exist_ok=True)
     for name, content in image.items():
         if content is None:
@@ -186,7 +186,7 @@ def write_image(image: dict[str, bytes | None], root: Path) -> None:
 
 
 class RecordingFiles(FileSystem):
-    """The real disk, every change recorded."""
+    """The real disk, with every change recorded."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()
@@ -235,8 +235,8 @@ class RecordingFiles(FileSystem):
 
 
 class RecordingVFS(apsw.VFS):
-    """SQLite's Unix file layer, every change recorded. Shared memory of the WAL is left to it: it holds nothing that
-    must survive."""
+    """SQLite's Unix file layer, with every change recorded. Shared memory of the WAL is not recorded, because nothing
+    in it must survive."""
 
     def __init__(self, journal: Journal) -> None:
         self.name, self.journal = f"recording-{id(journal)}", journal
@@ -280,7 +280,7 @@ class RecordingFile(apsw.VFSFile):
 
 
 class Connection:
-    """As much of ``sqlite3.Connection`` as the catalogue uses, over apsw."""
+    """The part of ``sqlite3.Connection`` that the catalogue uses, over apsw."""
 
     def __init__(self, db: apsw.Connection) -> None:
         self._db = db

@@ -1,4 +1,4 @@
-"""Building blocks for tests of retrieval while decoding: look-ups that find what they are given, and the oracle."""
+"""Building blocks for tests of retrieval while decoding: look-ups with given results, and the oracle."""
 
 from __future__ import annotations
 
@@ -63,21 +63,22 @@ def ask(engine, prompt, policy: str, tokens: int, retrieval=None, **sampling):
 
 
 def begun(engine, policy: str = "reuse", name: str = "llama"):
-    """A prompt with one chunk, how its answer begins (the call), and the family's chunks."""
+    """Returns a prompt with one chunk, the beginning of its answer (the call), and the family's chunks."""
     chunks = chunks_of(name)
     prompt = prompt_of(ids(1, 6), chunks[0], ids(4, 4))
     return prompt, logits_of(ask(engine, prompt, policy, SAID), SAID)[0], chunks
 
 
 def extended(name: str, prompt: Prompt, policy: str, call: list[int], lookup: Lookup, *found: Chunk):
-    """The oracle's answer to a prompt that has the call and what it found in it from the start."""
+    """Returns the oracle's answer to a prompt that has the call and its result from the start."""
     return expected_of(
         name, from_the_start(prompt, call, lookup.insert([Hit(c, {}) for c in found], 1)), policy
     )
 
 
 def searching(engine, policy: str, tokens: int):
-    """A request that waits for its search: its prompt, its look-up (let go with ``gate.set()``) and its stream."""
+    """Returns the prompt, the look-up (released by ``gate.set()``) and the stream of a request that waits for its
+    search."""
     prompt, call, (_, _, b) = begun(engine, policy)
     lookup = Lookup(call, b)
     lookup.gate.clear()

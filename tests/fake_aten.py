@@ -82,7 +82,7 @@ def _attend(
     lse = torch.logsumexp(scores, -1)
     found = torch.exp(scores - lse[..., None]) @ value.float()
     batch, heads, _, dim = query.shape
-    out = torch.empty(batch, rows, heads, dim, dtype=query.dtype)  # as the kernels write it
+    out = torch.empty(batch, rows, heads, dim, dtype=query.dtype)  # in the layout of the kernels
     out.copy_(found.transpose(1, 2))
     return out.transpose(1, 2), lse
 

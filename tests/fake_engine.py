@@ -1,4 +1,4 @@
-"""An engine that computes nothing: it answers with a fixed text, word by word, and counts what it holds."""
+"""An engine that computes nothing: it answers with a fixed text, word by word, and counts the requests it holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNK_TOKENS = 36
 
 
 class FakeStream:
-    """Words of the answer with a pause between them; ``fail_at`` raises before that word."""
+    """Streams the words of the answer with a pause between them; ``fail_at`` raises before that word."""
 
     def __init__(self, engine: FakeEngine, request: GenerationRequest) -> None:
         self.id = request.id

@@ -141,8 +141,14 @@ def _deepseek(text: Sizes) -> nn.Module:
         "v_head_dim": 12,
     }
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-    sizes = {**text, "num_key_value_heads": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 2}
-    return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**sizes, **latent, **experts))
+    sizes = {
+        **latent,
+        **text,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 2,
+    }
+    return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**sizes, **experts))
 
 
 def llava(text: Sizes, image_token: int = IMAGE_TOKEN) -> nn.Module:
@@ -245,7 +251,7 @@ def _paligemma(text: Sizes, image_token: int = IMAGE_TOKEN) -> nn.Module:
 
 
 def _paligemma2(text: Sizes) -> nn.Module:
-    """The same with windows and capped scores: they bind what is generated and not the prompt."""
+    """The same with windows and capped scores: they apply to generated tokens, not to the prompt."""
     sizes = {**text, "head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0}
     config = tf.PaliGemmaConfig(
         text_config=tf.Gemma2Config(**sizes),
@@ -330,7 +336,7 @@ class Family:
 def make_model(
     name: str, seed: int = 0, text: Sizes | None = None, **more: int
 ) -> tuple[nn.Module, object | None]:
-    """A family's tiny stock model and, of one that sees images, its image processor.
+    """Returns a family's tiny stock model and, for a vision model, its image processor.
 
     ``text`` overrides sizes of the text model (``TEXT``); ``more`` goes to the builder of a family with images.
     """

@@ -63,12 +63,12 @@ class Front:
         return dict(self.connections.closed)
 
     def settled(self, count: int = 0) -> bool:
-        """True if exactly so many connections are open soon."""
+        """Returns whether exactly this many connections are open soon."""
         return eventually(lambda: len(self.connections) == count)
 
 
 class Client:
-    """A socket, and what the server says on it."""
+    """A socket, and the server's output on it."""
 
     def __init__(self, front: Front, source: str, receive_buffer: int = 0) -> None:
         self.key = front.key.encode()
@@ -83,14 +83,14 @@ class Client:
         self.socket.sendall(data)
 
     def head(self, line: str, *fields: str, key: bool = True) -> None:
-        """Send a header."""
+        """Sends a header."""
         self.send(f"{line} HTTP/1.1\r\nHost: 127.0.0.1\r\n".encode())
         if key:
             self.send(b"Authorization: Bearer " + self.key + b"\r\n")
         self.send("".join(f"{field}\r\n" for field in fields).encode() + b"\r\n")
 
     def chat(self, **fields: Any) -> None:
-        """Send a chat request."""
+        """Sends a chat request."""
         body = json.dumps({"messages": [{"role": "user", "content": "hello"}], **fields}).encode()
         self.head(
             "POST /v1/chat/completions", f"Content-Length: {len(body)}", "Content-Type: application/json"
@@ -98,7 +98,7 @@ class Client:
         self.send(body)
 
     def trickle(self, piece: bytes, every: float, seconds: float = 10.0) -> float:
-        """Send a piece now and then until the server closes; how long that took."""
+        """Sends a piece periodically until the server closes; returns the time it took."""
         start = time.monotonic()
         while time.monotonic() - start < seconds:
             if self.is_closed():
@@ -111,11 +111,11 @@ class Client:
         raise AssertionError(f"the connection is still open after {seconds} s")
 
     def is_closed(self) -> bool:
-        """True once the server has closed; its reply is left to be read."""
+        """Returns whether the server has closed; its reply can still be read."""
         return self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED
 
     def rest(self) -> bytes:
-        """All the server says until it closes."""
+        """Returns the server's output until it closes."""
         said = b""
         try:
             while piece := self.socket.recv(65536):
@@ -125,7 +125,7 @@ class Client:
         return said
 
     def answer(self) -> tuple[int, Any]:
-        """Status and JSON body (None when it is none) of one answer with a Content-Length."""
+        """Returns status and JSON body (None if it is not JSON) of one response with a Content-Length."""
         stream = self.socket.makefile("rb")
         status = stream.readline().split()
         length = 0
@@ -136,7 +136,7 @@ class Client:
         return int(status[1]) if status else 0, json.loads(body) if body.startswith(b"{") else None
 
     def refusal(self) -> tuple[int, str]:
-        """Status and code of an error, after which this end closes too."""
+        """Returns status and code of an error, and closes this end."""
         status, body = self.answer()
         self.close()
         return status, body["error"]["code"] if body else ""

@@ -1,4 +1,4 @@
-"""Texts that are hard on tokenizers and on whatever cuts them, and a tokenizer that remembers what it was given."""
+"""Texts that are difficult for tokenizers and splitters, and a tokenizer that records its input."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def sentencepiece(legacy: bool = True) -> PreTrainedTokenizerFast:
 
 
 class Recorder:
-    """In place of a tokenizers.Tokenizer: what it was given and by which thread. It has only what lets other threads
-    run meanwhile."""
+    """Replaces a tokenizers.Tokenizer and records texts and threads. It only has methods that let other threads run
+    meanwhile."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -90,7 +90,7 @@ class Recorder:
 
 
 def recorded(sliced: SlicedTokenizer, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Records the texts that a tokenizer is given from now on."""
+    """Records the texts that a tokenizer receives from now on."""
     recorder = Recorder(sliced.tokenizer)
     monkeypatch.setattr(sliced, "tokenizer", recorder)
     return recorder

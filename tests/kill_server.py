@@ -26,7 +26,7 @@ def _serve(words: list[str], out: Connection, log: Path) -> None:
 
 
 class Server:
-    """Running after construction; ``kill`` is kill -9."""
+    """A server that runs after construction; ``kill`` is kill -9."""
 
     def __init__(self, data_dir: Path, model: Path) -> None:
         words = ["--json", "--port", "0", "--log-level", "warning", "--data-dir", str(data_dir)]

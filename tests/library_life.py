@@ -16,8 +16,8 @@ SHARED_CHUNK = make_chunk(text_key("new reference", owner=SHARED), n=6)
 
 
 class Life:
-    """A piece of a library's life, recorded. What must be found after a crash, and what may be, follows from when each
-    step began and when it was acknowledged.
+    """A recorded part of a library's life. The things that must and may be found after a crash follow from the times at
+    which each step began and was acknowledged.
 
     ``states[thing]`` lists (begun, acknowledged, value) in changes made to the disk so far; None means gone.
     """
@@ -27,7 +27,7 @@ class Life:
         self.states = {}
 
     def step(self, values, action):
-        """Run a step that gives things new values."""
+        """Runs a step that gives things new values."""
         begun = len(self.journal)
         result = action()
         for thing, value in values.items():
@@ -35,14 +35,14 @@ class Life:
         return result
 
     def allowed(self, thing, changes):
-        """The values that may be found when the power fails after so many changes."""
+        """Returns the values that may be found when the power fails after this many changes."""
         states = [state for state in self.states[thing] if state[0] <= changes]
         certain = max(i for i, state in enumerate(states) if state[1] <= changes)
         return [value for _, _, value in states[certain:]]
 
 
 def live(life):
-    """Everything the library can do to its disk, twice opened."""
+    """Does everything that the library can do to its disk, and opens it twice."""
     root, files, clock = life.journal.root, RecordingFiles(life.journal), Clock()
     library = Library.open(root, LIMITS, filesystem=files, clock=clock)
     add = library.files.add
@@ -84,7 +84,7 @@ def live(life):
 
 
 class Unsynced(FileSystem):
-    """For looking at an image: there is no second crash."""
+    """A file system without syncs, for examining an image, since there is no second crash."""
 
     def sync(self, fd):
         pass
@@ -99,7 +99,7 @@ class Unsynced(FileSystem):
 
 
 class Quick:
-    """A connection that ignores the wish for durability."""
+    """A connection that ignores requests for durability."""
 
     def __init__(self, db):
         self.__dict__["_db"] = db

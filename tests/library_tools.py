@@ -57,7 +57,7 @@ def size_of(chunk):
 
 
 def same_inputs(a, b):
-    """Two ChunkInputs hold the same."""
+    """Returns whether two ChunkInputs are equal."""
     for name in ("token_ids", "positions", "embeds", "deepstack"):
         x, y = getattr(a, name), getattr(b, name)
         if (x is None) != (y is None) or (x is not None and not (x.dtype == y.dtype and torch.equal(x, y))):
@@ -66,7 +66,7 @@ def same_inputs(a, b):
 
 
 def read(stored, like):
-    """The KV of a stored chunk, whose layers come in order."""
+    """Reads the KV of a stored chunk, and checks that its layers come in order."""
     destination = torch.full_like(like, float("nan"))
     assert list(stored.read_layers(destination)) == list(range(like.shape[0]))
     return destination
@@ -85,15 +85,15 @@ def picture(seed=0, size=(16, 12)):
 
 
 def everything(root, sidecars=False):
-    """All files below a folder, relative, except the catalogue, the lock, the marker, and (as a rule) the sidecars of
-    originals that are there."""
+    """Returns all files below a folder, relative to it, except the catalogue, the lock, the marker, and (by default)
+    the sidecars of existing originals."""
     found = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     found = {name for name in found if not name.startswith(("catalog.sqlite", "lock", "mpic-library.json"))}
     return found if sidecars else found - {f"{name}.json" for name in found}
 
 
 def in_threads(work, arguments):
-    """Runs ``work`` with each of the arguments, all at once; raises what one of them raised."""
+    """Runs ``work`` with each of the arguments, all at once; raises the exception of one of them."""
     arguments = list(arguments)
     with ThreadPoolExecutor(len(arguments)) as pool:
         return list(pool.map(work, arguments))
@@ -108,7 +108,7 @@ class Clock:
 
 
 class Upload:
-    """An async reader, as a server would hand in; ``before`` runs before each piece."""
+    """An async reader like that of a server; ``before`` runs before each piece."""
 
     def __init__(self, data, before=None):
         self._stream = io.BytesIO(data)
@@ -121,7 +121,7 @@ class Upload:
 
 
 class FullDisk(FileSystem):
-    """A disk with this many bytes left; None: enough. Writes what fits, then fails."""
+    """A disk with this many bytes left (None: no limit). It writes what fits, then fails."""
 
     def __init__(self, left=None):
         super().__init__()
@@ -182,14 +182,14 @@ class CrashingFiles(FileSystem):
 
 
 def kill(library: Library):
-    """Let go of a library as a dying process does: nothing is written down."""
+    """Drops a library like a dying process, without writing anything."""
     library._open = False
     library.catalog.close()
     library.folder.release()
 
 
 def downgrade(root, version, monkeypatch):
-    """Rewrite the catalogue of a closed library as a program of this version would have left it."""
+    """Rewrites the catalogue of a closed library to the form of an earlier version."""
     new, old = root / "catalog.sqlite", root / "old.sqlite"
     with monkeypatch.context() as patch:
         patch.setattr(database, "MIGRATIONS", database.MIGRATIONS[:version])
@@ -197,7 +197,7 @@ def downgrade(root, version, monkeypatch):
     with closing(sqlite3.connect(old)) as db:
         db.execute("ATTACH ? AS new", (str(new),))
         for (table,) in db.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'").fetchall():
-            if not table.startswith("sqlite_") and table != "usage":  # which triggers fill
+            if not table.startswith("sqlite_") and table != "usage":  # triggers fill this table
                 columns = ", ".join(row[1] for row in db.execute(f"PRAGMA main.table_info({table})"))
                 db.execute(f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM new.{table}")
         db.commit()

@@ -1,5 +1,5 @@
-"""Layers that no family of transformers has together, put into stock models: what the load step reads off a model must
-not depend on which families exist."""
+"""Puts combinations of layers that no family of transformers has into stock models, because the facts found at load
+time must not depend on existing families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A person uses the page."""
+"""Actions of a person who uses the page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def log_in(page, key):
 
 
 def until(page, true, steps=1000):
-    """Waits until a script gives something true, or a function does. (Playwright's own waiting for functions needs
+    """Waits until a script or a function returns something true. (Playwright's own waiting for functions needs
     ``eval``, which the page forbids.)"""
     for _ in range(steps):
         if true() if callable(true) else page.evaluate(true):
@@ -58,7 +58,7 @@ def until(page, true, steps=1000):
 
 
 def look(page):
-    """Makes the page look for the server now, not after seconds."""
+    """Makes the page check for the server now, not after seconds."""
     page.evaluate("dispatchEvent(new Event('online'))")
 
 

@@ -1,4 +1,4 @@
-"""For tests of retrieval: an embedder without a model, and a library with a retriever over it."""
+"""Helpers for tests of retrieval: an embedder without a model, and a library with a retriever over it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def wait(shelf) -> bool:
 
 
 class Held:
-    """A method of an embedder that waits: each call goes on after a ``release``, and ``reached`` awaits the first."""
+    """Makes a method of an embedder wait: each call continues after a ``release``, and ``reached`` awaits the first."""
 
     def __init__(self, embedder, method: str = "texts") -> None:
         self._entered, self._gate, embed = (

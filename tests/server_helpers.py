@@ -38,11 +38,11 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-POOL_PAGES = 64  # of the real server's pool: half of the tiny model's context, 12,288 bytes each
+POOL_PAGES = 64  # pages of the real server's pool: half of the tiny model's context, 12,288 bytes each
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and the control tokens of a ChatML model with images."""
+    """Returns a tokenizer with one token per byte, and the control tokens of a ChatML model with images."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -55,7 +55,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def save_tiny_llava(folder: Path, seed: int = 0) -> Path:
     """A random LLaVA of three small layers, with processor and chat template, as ``from_pretrained`` wants it.
 
-    An image is 16 tokens, text is one token a byte, the context has 2048 tokens.
+    An image is 16 tokens, text has one token per byte, and the context has 2048 tokens.
     """
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer()
@@ -104,7 +104,7 @@ def png(colour: str = "red", size: tuple[int, int] = (32, 24)) -> bytes:
 
 @dataclass
 class Server:
-    """The server under test, as a test uses it."""
+    """The server under test, with helpers for tests."""
 
     http: httpx.AsyncClient
     engine: FakeEngine
@@ -117,13 +117,13 @@ class Server:
         return await self.http.post("/v1/files", data=form, files={"file": file})
 
     async def uploaded(self, data=None, name="red.png", **form):
-        """Upload and wait until it is compiled."""
+        """Uploads a file and waits until it is compiled."""
         answer = await self.upload(data, name, **form)
         assert answer.status_code == 200, answer.text
         return await self.settled(answer.json()["id"])
 
     async def settled(self, id, kind="files"):
-        """Wait until a file, cache or reference is compiled."""
+        """Waits until a file, cache or reference is compiled."""
 
         async def compiled():
             shown = (await self.http.get(f"/v1/{kind}/{id}")).json()
@@ -160,7 +160,7 @@ async def running(app):
 
 
 async def wait_until(true, seconds=30):
-    """Wait for what ``true`` returns, a value or a coroutine, to be true."""
+    """Waits until ``true`` returns a true value, directly or from a coroutine."""
     end = time.monotonic() + seconds
     while True:
         value = true()
@@ -172,7 +172,7 @@ async def wait_until(true, seconds=30):
 
 
 async def post_raw(app, path, incoming, sent, leaves=None, content_type="application/json"):
-    """Post below HTTP: the pieces ``incoming``, then the client leaves (when ``leaves`` is set, if it is given)."""
+    """Posts the pieces ``incoming`` below HTTP, then disconnects (when ``leaves`` is set, if it is given)."""
     pieces = [{"type": "http.request", "body": body, "more_body": True} for body in incoming]
     if leaves is not None:
         pieces[-1]["more_body"] = False

@@ -1,6 +1,6 @@
-"""A CUDA graph's contract on the CPU: what ran once runs again over the very same memory with the very same numbers
-from the host, and nothing of the host's part runs. A step that is right when it is played again depends on nothing but
-what lies in its buffers."""
+"""Imitates a CUDA graph on the CPU: recorded work runs again over the same memory with the same numbers from the host,
+and none of the host's code runs. A step that is right when it is replayed depends only on the content of its
+buffers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ KERNELS = ((attention, "attend"), (merge, "merge"), (scatter, "scatter"))
 
 
 class Tape(TorchDispatchMode):
-    """Notes down what a piece of work does: torch's operations that write memory, and launches of our kernels.
+    """Records a piece of work: torch's operations that write memory, and launches of our kernels.
 
     Attributes:
-        calls: each of them again.
+        calls: functions that repeat each of them.
         reads: data pointer, shape, strides and dtype of everything that was there before, in order of use.
     """
 
@@ -71,9 +71,8 @@ class Tape(TorchDispatchMode):
                     tape.note(grid, args, kwargs)
                     tape._kept.append((args, kwargs))
                     tape.calls.append(lambda: kernel[grid](*args, **kwargs))
-                    with (
-                        _disable_current_modes()
-                    ):  # what the interpreter does with torch is no part of the work
+                    # the interpreter's own use of torch is not part of the work
+                    with _disable_current_modes():
                         return kernel[grid](*args, **kwargs)
 
                 return launch
@@ -81,7 +80,7 @@ class Tape(TorchDispatchMode):
         return Launcher()
 
     def record(self, work):
-        """Returns what the work returns."""
+        """Records the work and returns its result."""
         kept = [(module, name, getattr(module, name)) for module, name in KERNELS]
         for module, name, kernel in kept:
             setattr(module, name, self.launcher(kernel))
@@ -98,7 +97,7 @@ def _tensors(out):
 
 
 def captured(work):
-    """In place of ``mpic.engine.native.cuda_graphs.GraphCapture``."""
+    """Replaces ``mpic.engine.native.cuda_graphs.GraphCapture``."""
     work()
     tape = Tape()
     out = tape.record(work)

@@ -1,4 +1,5 @@
-"""For tests of chat templates: what ``mpic.prompt`` renders, and what transformers renders and tokenizes itself."""
+"""Helpers for tests of chat templates: renderings of ``mpic.prompt``, and renderings and tokens of transformers
+itself."""
 
 import copy
 
@@ -9,7 +10,6 @@ from mpic.prompt.messages import Ref, parse_messages
 
 TEMPLATES = {family: ChatTemplate(processor(family)) for family in BUILD}
 FILES = {"REPORT": "profit rose </s><image> by half", "NOTES": "the lazy dog"}
-WITHOUT_ASSISTANT_PARTS = ("llava-next",)
 
 
 def resolver(family):

@@ -1,4 +1,4 @@
-"""JSON that is bounded before it is parsed, and otherwise comes out as ``json.loads`` gives it."""
+"""JSON is bounded before it is parsed, and otherwise equals the result of ``json.loads``."""
 
 import json
 

@@ -91,6 +91,17 @@ def test_a_limit_that_cannot_be_is_an_error_of_its_section(tmp_path):
             {"engine": "vllm", "policy": "reuse-2step"},
             r"it takes two steps, and vLLM .*Use another policy, or engine = native",
         ),
+        ({"engine": "vllm", "staging_slots": 4}, "staging_slots has no effect with engine = vllm"),
+        (
+            {"engine": "vllm", "staging_slot_bytes": 65536},
+            "staging_slot_bytes has no effect with engine = vllm",
+        ),
+        ({"staging_slots": 0}, "staging_slots must be at least 1"),
+        (
+            {"staging_slot_bytes": 100_000},
+            "staging_slot_bytes must be 0 or a power of two from 65536 on, not 100000",
+        ),
+        ({"staging_slot_bytes": 32768}, "staging_slot_bytes must be 0 or a power of two"),
         ({"engine": "vllm", "pipeline_parallel_size": 0}, "pipeline_parallel_size must be at least 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The import graph: packages depend on those below them only, and no modules import each other in a circle."""
+"""The import graph: packages depend only on those below them, and no modules import each other in a circle."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sources() -> dict[str, Path]:
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """Module -> modules of ours that it imports anywhere in its text, for type checking too."""
+    """Returns for every module our modules that it imports anywhere, for type checking, too."""
     modules = sources()
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():

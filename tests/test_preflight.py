@@ -1,4 +1,4 @@
-"""What stops a server is told before anything slow is loaded."""
+"""Problems that prevent a start are reported before anything slow is loaded."""
 
 import fcntl
 import os
@@ -68,7 +68,7 @@ def test_a_port_that_is_taken_is_told_with_the_way_out(config):
 
 @pytest.mark.parametrize("flags", [("--model", "/no/where"), ("--dtype", "float8")])
 def test_nothing_slow_is_loaded_before(flags, tmp_path):
-    """A server that cannot start says so at once: without torch, which takes seconds to import."""
+    """A server that cannot start says so at once, without importing torch, which takes seconds."""
     code = (
         "import sys; from mpic.cli import main\n"
         "try: main()\nexcept SystemExit as end: print(end.code)\n"

@@ -83,7 +83,7 @@ _CHATML = (
 
 
 def available() -> bool:
-    """Says whether vLLM is installed. The folder ``tests/vllm`` looks like a package too, but has no origin."""
+    """Returns whether vLLM is installed. The folder ``tests/vllm`` looks like a package, too, but has no origin."""
     spec = importlib.util.find_spec("vllm")
     return spec is not None and spec.origin is not None
 
@@ -147,7 +147,8 @@ def _save_model(model: nn.Module, folder: Path) -> None:
 
 
 def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """One token a byte, from id 10 on; below stand the control tokens of ``families.py``, above unused words."""
+    """Returns a tokenizer with one token per byte from id 10 on. Lower ids are the control tokens of ``families.py``,
+    higher ones unused words."""
     image = "<|image_pad|>" if is_qwen_vl(name) else "<image>"
     control = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", image]
     control += ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<unk>"]
@@ -282,7 +283,7 @@ def _answer(output: Any) -> GreedyAnswer:
     )
 
 
-# the truth
+# the reference
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What a process opens: a record of the files below a folder."""
+"""Records the files below a folder that a process opens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def opened(folder: Path) -> Iterator[list[str]]:
-    """The files under a folder that this process opens meanwhile."""
+    """Yields the list of files below a folder that this process opens inside the block."""
     seen: list[str] = []
 
     def told(real: Callable) -> Callable:

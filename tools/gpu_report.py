@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measure MPIC on a GPU: one command, on a bare machine, from a checkout that has not been installed.
+"""Measures MPIC on a GPU with one command, on a bare machine, from a checkout that has not been installed.
 
     python3 tools/gpu_report.py --out gpu.jsonl            # everything, about 15 minutes on an H100
     python3 tools/gpu_report.py --out gpu.jsonl            # again: runs the sections that have not ended well
     python3 tools/gpu_report.py --sections kernels,decode --out gpu.jsonl
     python3 tools/gpu_report.py --device cpu --quick       # tiny sizes, Triton's interpreter
 
-Every row is a line of JSON in the file as soon as it is measured. A section that fails, hangs or crashes ends alone.
-The exit status is 0 when the script came to its end, whatever the sections found; see docs/gpu.md.
+Every row is a line of JSON in the file as soon as it is measured. A section that fails, hangs or crashes does not
+affect the others. The exit status is 0 when the script has completed, whatever the sections found; see docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOLDERS |= {"mpic.data": "data"}
 
 
 class Checkout(importlib.abc.MetaPathFinder):
-    """Finds the packages of this checkout before any that is installed."""
+    """An import finder that prefers the packages of this checkout to installed ones."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
         folder = FOLDERS.get(name)
@@ -62,10 +62,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(names: str, file: Path) -> list:
-    """Returns the sections to run: those named, or all that have not ended well in the file.
+    """Returns the sections to run: the named ones, or all that have not succeeded in the file.
 
     Raises:
-        SystemExit: an unknown name.
+        SystemExit: a name is unknown.
     """
     from mpic.evals.gpu import record
     from mpic.evals.gpu.sections import SECTIONS
@@ -83,10 +83,10 @@ def chosen(names: str, file: Path) -> list:
 
 
 def start(options: argparse.Namespace) -> None:
-    """Writes which run this is, and prints what is missing.
+    """Writes the facts about this run, and prints what is missing.
 
     Raises:
-        SystemExit: the file is of another device or size, so that its rows cannot be distinguished from this run's.
+        SystemExit: the file belongs to another device or size, and its rows could not be distinguished from this run's.
     """
     from mpic.evals.gpu import record, supervise
     from mpic.evals.gpu.sections import SECTIONS
@@ -162,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def warm_up() -> None:
-    """Imports once what the forked sections share; a section that needs what is missing says so itself."""
+    """Imports the modules that forked sections share. A section reports missing modules itself."""
     for name in ("mpic.evals.gpu.context", "mpic.evals.gpu.first_tokens", "mpic.library"):
         try:
             importlib.import_module(name)

@@ -103,7 +103,7 @@ def declare_operators(torchvision_init):
     for library in [*package.glob("_C*.so"), *package.glob("_C*.pyd")]:
         try:
             torch.ops.load_library(str(library))
-            return  # it fits this torch: the real operators exist
+            return  # the library fits this torch, so the real operators exist
         except (ImportError, OSError):
             pass
     names = set()
@@ -132,7 +132,7 @@ def _import_error(name, hooked):
 
 
 def _is_mended(name, error):
-    """Returns whether a hooked import went as it should: torchcodec has to say that it is absent."""
+    """Returns whether a hooked import had the intended result, which for torchcodec is an ImportError."""
     return error is None or (name == "torchcodec" and "ImportError: torchcodec does not fit" in error)
 
 
@@ -147,9 +147,8 @@ def main():
     installed = [name for name in SYMPTOMS if importlib.util.find_spec(name) is not None]
     errors = {name: error for name in installed if (error := _import_error(name, hooked=False))}
     broken = [name for name, error in errors.items() if SYMPTOMS[name] in error]
-    for name in (
-        errors.keys() - set(broken) - {"torchcodec"}
-    ):  # torchcodec may want FFmpeg; nothing of ours does
+    # torchcodec may want FFmpeg, which we do not need
+    for name in errors.keys() - set(broken) - {"torchcodec"}:
         print(f"{name}: import fails, and not in the way this script mends:\n{errors[name]}", file=sys.stderr)
         return 1
     if not broken:

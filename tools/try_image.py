@@ -31,13 +31,13 @@ QUESTION = "IMAGE#EIFFEL2025 What is the colour of the ring?"
 
 
 def buildah(*words: object, **options: object) -> str:
-    """Runs buildah and returns what it prints. Raises subprocess.CalledProcessError."""
+    """Runs buildah and returns its output. Raises subprocess.CalledProcessError."""
     command = ["buildah", *map(str, STORE), *map(str, words)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, **options).stdout.strip()
 
 
 def install_tools() -> None:
-    """Installs what builds."""
+    """Installs the tools that build the image."""
     missing = [tool for tool in ("buildah", "debootstrap") if shutil.which(tool) is None]
     if missing:
         subprocess.run(["apt-get", "update", "-qq"], check=True)
@@ -45,7 +45,8 @@ def install_tools() -> None:
 
 
 def make_base(base: str) -> None:
-    """Makes an image ``debian:SUITE-slim`` of Debian's packages, once. Ends the script for another base."""
+    """Makes an image ``debian:SUITE-slim`` from Debian's packages, once. Ends the script if the base is a different
+    one."""
     image = f"docker.io/library/{base}"
     if image in buildah("images", "--format", "{{.Name}}:{{.Tag}}").split():
         return
@@ -70,7 +71,8 @@ def base_of(options: list[str]) -> str:
 
 
 def attempt(image: str) -> None:
-    """Runs what the image says it runs, as its user. Raises subprocess.CalledProcessError or AssertionError."""
+    """Runs the image's entrypoint, command and health check as its user. Raises subprocess.CalledProcessError or
+    AssertionError."""
     config = json.loads(buildah("inspect", "--type", "image", image))["Docker"]["config"]
     mpic, command, probe = config["Entrypoint"], config["Cmd"], config["Healthcheck"]["Test"][1:]
     container = buildah("from", "--pull-never", image)
@@ -98,7 +100,7 @@ def attempt(image: str) -> None:
 
 
 def server_process(pid: int) -> int:
-    """Returns the process of the container below buildah's own, which kill it when they are asked to end."""
+    """Returns the container's process, which is a child of buildah's processes; ending those directly would kill it."""
     while not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"/opt/mpic/"):
         threads = Path(f"/proc/{pid}/task").glob("*/children")
         pid = int("".join(thread.read_text() for thread in threads).split()[0])

@@ -1,4 +1,4 @@
-"""What the page must know about the server: ``/ui/about``, ``/ui/live``, ``/ui/policy``, ``/ui/samples``."""
+"""Facts about the server for the page: ``/ui/about``, ``/ui/live``, ``/ui/policy``, ``/ui/samples``."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ OTHER_KNOWS = {
 
 
 def knows(model: str) -> dict[str, Any]:
-    """Returns what a model knows, what it does not, and what to do then."""
+    """Returns what a model knows, what it does not know, and what a user can do in that case."""
     if model not in PARAMETERS:
         return OTHER_KNOWS
     return {**DEMO_KNOWS, "not": str(DEMO_KNOWS["not"]).format(PARAMETERS[model])}
 
 
 def _about(app: FastAPI, visitor: Visitor) -> dict[str, Any]:
-    """Returns who the visitor is, the model, the policies, the sample questions."""
+    """Returns the visitor, the model, the policies and the sample questions."""
     state = app.state.mpic
     info = state.engine.info
     return {
@@ -77,19 +77,21 @@ def router(app: FastAPI) -> APIRouter:
         return JSONResponse(_about(app, request.state.visitor), headers=NO_STORE)
 
     @routes.get("/alive")
-    async def alive() -> JSONResponse:
-        """Whether the server answers; a visitor who is logged out gets 401."""
+    async def alive(request: Request) -> JSONResponse:
+        """Shows that the server answers, and to whom: an open page then notices that somebody else has logged in. A
+        visitor who is logged out gets 401."""
         state = app.state.mpic
+        user = request.state.visitor.user
         try:
             state.engine.ready()
             await run_in_threadpool(state.library.folder.check)
         except MPICError as error:
-            return JSONResponse({"ready": False, "message": error.message}, headers=NO_STORE)
-        return JSONResponse({"ready": True}, headers=NO_STORE)
+            return JSONResponse({"ready": False, "message": error.message, "user": user}, headers=NO_STORE)
+        return JSONResponse({"ready": True, "user": user}, headers=NO_STORE)
 
     @routes.get("/policy")
     def policy(name: str = "") -> JSONResponse:
-        """Whether there is a policy of this name, and what it does."""
+        """Returns whether there is a policy of this name, and its description."""
         try:
             known = parse_policy(name[:80])
         except MPICError as error:
@@ -98,7 +100,7 @@ def router(app: FastAPI) -> APIRouter:
 
     @routes.get("/live")
     async def figures(request: Request) -> JSONResponse:
-        """The figures of the server, for administrators."""
+        """Returns the figures of the server, for administrators."""
         if request.state.visitor.role != "admin":
             return JSONResponse({"admin": False}, headers=NO_STORE)
         text = await run_in_threadpool(app.state.mpic.metrics.text)
@@ -106,7 +108,7 @@ def router(app: FastAPI) -> APIRouter:
 
     @routes.get("/samples/{handle}")
     def sample(handle: str) -> Response:
-        """The original of a sample file."""
+        """Returns the original of a sample file."""
         path: Any = sample_files(app.state.mpic.engine.info.name).get(handle)
         if path is None:
             raise NotFound(f"no sample {handle!r}")

@@ -1,4 +1,4 @@
-"""The figures of the server for the page, from the text of ``/metrics``."""
+"""Extracts the server's figures for the page from the text of ``/metrics``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Figures:
 
 
 def figures(text: str) -> dict[str, Any]:
-    """Returns what the panel of an administrator shows. Times are milliseconds, None while there was no answer."""
+    """Returns the figures for the administrator's panel. Times are milliseconds, None while there was no answer."""
     found = Figures(text)
     buckets = found.buckets("mpic_time_to_first_token_seconds")
     requested = found.get("mpic_prompt_tokens_total", state="requested")

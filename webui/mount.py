@@ -21,9 +21,9 @@ def mount(app: FastAPI, config: Config) -> None:
     Call it last: the proxy must stand in front of every other middleware, because it turns requests of the page into
     requests to the API, which those then check.
     """
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request, and a page makes many
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request, and a page makes many
     state = app.state.mpic
-    app.include_router(login.router(state.keys))
+    app.include_router(login.router(app))
     app.include_router(pictures.router(app))
     app.include_router(about.router(app))
     app.include_router(pages.router())

@@ -48,7 +48,7 @@ def router(app: FastAPI) -> APIRouter:
 
 
 def _thumbnail(library: Library, user: str, id: str, kept: Kept) -> bytes:
-    """Returns the thumbnail of a file of this user or of a reference. Raises NotFound and what is derived from it."""
+    """Returns the thumbnail of a file of this user or of a reference. Raises NotFound or a subclass of it."""
     if id.startswith("ref"):
         reference = library.references.get(id)
         key = ("", id, reference.sha256)

@@ -1,4 +1,4 @@
-"""Plots of results that come with the program, with their descriptions."""
+"""The plots of results that come with the program, with their descriptions."""
 
 from __future__ import annotations
 

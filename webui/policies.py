@@ -1,4 +1,4 @@
-"""The policies in words and figures, for the menu and the page that helps to choose one."""
+"""Descriptions and figures of the policies, for the menu and the page that helps to choose one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ BY_SYNTAX = {policy.syntax: policy for policy in POLICIES}
 
 MEASURED: dict[str, tuple[float, float]] = {
     "full": (0.0, 1.0),
-    "prefix": (0.0, 1.12),
-    "mpic-32": (0.6, 2.06),
-    "attnlink-16": (1.6, 3.22),
-    "mpic-16": (1.7, 3.27),
-    "legolink-16": (1.7, 3.27),
-    "block-1": (1.7, 3.27),
-    "mpic-8": (1.8, 4.59),
-    "mpic-4": (8.6, 5.73),
-    "cacheblend-15": (8.7, 2.08),
-    "random-15": (9.9, 4.01),
-    "legolink-0": (26.2, 7.53),
-    "reuse": (27.8, 7.54),
+    "prefix": (0.0, 1.01),
+    "mpic-32": (0.6, 1.87),
+    "attnlink-16": (1.6, 2.92),
+    "mpic-16": (1.7, 2.96),
+    "legolink-16": (1.7, 2.96),
+    "block-1": (1.7, 2.96),
+    "mpic-8": (1.8, 4.16),
+    "mpic-4": (8.6, 5.2),
+    "cacheblend-15": (8.7, 1.85),
+    "random-15": (9.9, 3.65),
+    "legolink-0": (26.2, 6.9),
+    "reuse": (27.8, 6.9),
     "reuse-2step": (48.7, 7.7),
     "nocache": (90.3, 7.74),
 }
@@ -55,8 +55,8 @@ def menu(forms: list[str], default: str) -> list[dict[str, Any]]:
     ``lost`` and ``fewer``.
 
     Args:
-        forms: policies that the server offers, as they are written (``mpic-K``).
-        default: the server's own choice.
+        forms: syntax of the policies that the server offers (``mpic-K``).
+        default: the server's default policy.
     """
     found = []
     for name in offered(forms, default):
@@ -79,7 +79,7 @@ def press_menu(forms: list[str], default: str) -> list[dict[str, str]]:
     has none.
 
     Args:
-        forms: presses that the server offers, as they are written (``snapkv-R``).
+        forms: syntax of the presses that the server offers (``snapkv-R``).
     """
     if not forms:
         return []

@@ -1,8 +1,8 @@
 """The access proxy of ``/ui``: ASGI middleware in front of everything else.
 
-It knows who the visitor is by the cookie, lets a short list of paths through, and turns what the page asks of the API
-(``/ui/v1/...``) into requests of the API itself in the name of the visitor's key, so that sizes, validators, quotas,
-limits and ownership are the API's own.
+It identifies the visitor by the cookie, lets a short list of paths through, and turns the page's requests
+(``/ui/v1/...``) into requests of the API itself with the visitor's key, so that the API checks sizes, validity, quotas,
+limits and ownership as for any client.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import RedirectResponse
@@ -71,7 +72,7 @@ class Proxy:
         path = scope.get("path", "")
         if path != ROOT and not path.startswith(ROOT + "/"):
             return await self.app(scope, receive, send)
-        if scope["type"] != "http":  # a websocket, which nothing here uses
+        if scope["type"] != "http":  # a websocket, which the page does not use
             return await send({"type": "websocket.close", "code": 1008})
         send = _with_headers(send)
         try:
@@ -94,12 +95,13 @@ class Proxy:
         if (method, path) in OPEN or PUBLIC.fullmatch(asked):
             return
         visitor = self.visitor(_cookie(headers))
-        # a dictionary of this request's own, whatever the server shares between requests
+        # a new dictionary for this request, since the server may share one between requests
         scope["state"] = {**scope.get("state", {}), "visitor": visitor}
         if PAGES.fullmatch(asked):
             return
         if not API.fullmatch(asked):
             raise NotFound(f"no such route: {method} {scope['path']}")
+        _same_user(headers, visitor)
         _to_api(scope, visitor)
 
     def visitor(self, cookie: str | None) -> Visitor:
@@ -117,6 +119,13 @@ def _same_origin(headers: Headers) -> None:
     origin = headers.get("origin")
     if origin is not None and re.sub("^https?://", "", origin) != headers.get("host"):
         raise Forbidden(f"requests from pages of {origin!r} are refused", param="Origin")
+
+
+def _same_user(headers: Headers, visitor: Visitor) -> None:
+    """Refuses requests of a page whose user is no longer the one who is logged in in this browser."""
+    user = headers.get("x-mpic-user")
+    if user is not None and unquote(user) != visitor.user:
+        raise Unauthorized("somebody else has logged in in this browser; reload the page")
 
 
 def _cookie(headers: Headers) -> str | None:

@@ -74,8 +74,8 @@ QUESTIONS = (
 
 @cache
 def sample_files(model: str) -> dict[str, Path]:
-    """Returns the sample files that a model knows, by handle: none for a model that is not ours, or where they are not
-    installed."""
+    """Returns the sample files that a model knows, by handle. There are none for a model that is not ours, or where
+    they are not installed."""
     folder = samples_folder(model)
     if model not in SAMPLES:
         return {}

@@ -1,4 +1,4 @@
-"""Who makes a request to the interface: a cookie stands for a login, which the key store keeps."""
+"""Finds out who makes a request to the interface: a cookie stands for a login, which the key store keeps."""
 
 from __future__ import annotations
 

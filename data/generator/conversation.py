@@ -60,7 +60,7 @@ Part = str | Image | Document
 
 @dataclass
 class Turn:
-    """One question and its answer; with `query`, the answer needs the library: one of these references, best first."""
+    """A question and its answer. With `query`, the answer needs one of these references of the library, best first."""
 
     user: list[Part]
     answer: str
@@ -134,7 +134,7 @@ def segments(conversation: Conversation, place: Labels = "around") -> list[Segme
     """Returns the conversation cut where chunks and answers begin and end, neighbouring texts joined.
 
     Args:
-        place: where the labels of images and documents stand; those of references stand around them.
+        place: place of the labels of images and documents; labels of references stand around them.
     """
     out: list[Segment] = []
     for piece in _pieces(conversation, place):

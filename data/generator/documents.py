@@ -12,7 +12,7 @@ WORDS = (44, 100)  # a word or mark is about one token; three-digit codes are th
 
 @dataclass(frozen=True)
 class Fact:
-    """One text document and what it states: attribute (or object) -> value."""
+    """A text document with the facts that it states: the value of each attribute (or object)."""
 
     kind: str  # "card", "biography", "needle"
     text: str

@@ -15,7 +15,7 @@ class Mix:
     compare: float = 0.15
     hop: float = 0.35
     order: float = 0.3
-    words: tuple[int, int] | None = None  # of a document; None: as the world has it
+    words: tuple[int, int] | None = None  # words of a document; None: the world's default
     both: float = 0.0  # questions that compare a fact of two people
     digits: bool = True
     alike: float = 0.0  # share of conversations whose chunks are all of one kind

@@ -108,7 +108,7 @@ class Samples:
         held_out = questions.ask(self.rng, "eval", kind, **slots)
         return WORDINGS["train"][kind][0].format(**slots) if taught else held_out
 
-    # one turn each: (text, answer)
+    # one turn per question: (text, answer)
 
     def _image(self, handle: str, kind: str, at: int = 0, taught: bool = False) -> tuple[str, str]:
         """Returns a question about the object in quadrant `at` of an image, or about all of it."""

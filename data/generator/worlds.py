@@ -17,7 +17,7 @@ class World:
         words: fewest and most words of a document; a word or mark is about one token, three-digit codes are three.
         scattered: facts stand anywhere in a document, in any order, with filler between, and a card names its subject
             in each; else a card begins with them and a biography with its name.
-        labels: where the label of a chunk stands.
+        labels: place of the label of a chunk.
     """
 
     size: int

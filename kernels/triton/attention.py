@@ -1,16 +1,16 @@
 """Segment attention in Triton: the attention of a whole step's rows over all their spans, in one launch a layer.
 
 A program holds the queries of one tile (rows x the query heads of one KV head) and walks over the segments the tile
-sees. Keys lie as they were compiled; at each segment the *query* is turned back by the segment's base, in registers,
+sees. Keys stay as they were compiled; at each segment the *query* is turned back by the segment's base, in registers,
 once per (row, segment) (``docs/design.md``, "Rotation on the query side"). One running softmax goes over all segments,
 so nothing is merged unless the work list cut a tile: then each item writes a partial result with its log-sum-exp, and
 ``merge`` joins them.
-Positions with several axes (M-RoPE) need nothing of their own: a base shifts all axes alike, so one cosine and sine
-row a base is right; dimensions beyond the rotary ones (partial rotary) pass unchanged.
+Positions with several axes (M-RoPE) need nothing special: a base shifts all axes by the same amount, so one cosine and
+sine row per base is right; dimensions beyond the rotary ones (partial rotary) pass unchanged.
 
 A step takes up to three launches, because their tiles differ in size by up to eight and a launch has one size: blocks
-of rows (prefill), rows that stand alone (decoding) and share what they see, and such rows over what is their own; cut
-tiles add the merge. Slots that every row of a tile sees are taken without a mask, in whole blocks.
+of rows (prefill), rows that stand alone (decoding) and share spans, and such rows over spans of their own; cut tiles
+add the merge. Slots that every row of a tile sees are taken without a mask, in whole blocks.
 
 Roofline of a launch, with e bytes an element, H query and K key heads, d = head_dim, N the keys of all segments (of a
 tile), M the rows of a tile, R rows in all:
@@ -260,7 +260,7 @@ def _over_segment(
         floor = tl.load(floors + floors_at + row, mask=sees, other=0)
     whole = lo
     if DIM <= 128:  # two loops over larger heads would not fit the registers
-        # slots that all rows see, in whole blocks: rows that are not live may see what they like, nobody reads them
+        # slots that all rows see, in whole blocks; results of rows that are not live are never read
         seen = tl.min(tl.where(live, limit, hi), 0) - lo
         if FLOORED:
             seen = tl.where(floors_at != _NO_FLOORS, 0, seen)

@@ -1,6 +1,6 @@
-"""The launches of a step: every layer is one scatter, up to three of attention, and one that merges.
+"""The launches of a step: for every layer one scatter, up to three of attention, and one that merges.
 
-Nothing here waits for the device: launches take tables that are there and Python integers that the host knows.
+Nothing here waits for the device: launches use tables on the device and Python integers that the host knows.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Geometry(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Number of query heads per KV head."""
         return self.heads // self.kv_heads
 
 
 class Grid(NamedTuple):
-    """How many programs the launches have for each KV head, and for each head those that merge. Items of ``items`` lie
-    in this order; empty ones fill it up."""
+    """The number of programs of the launches for each KV head, and of those that merge for each head. Items of
+    ``items`` are in this order; empty ones fill it up."""
 
     blocks: int
     shared: int
@@ -58,12 +58,12 @@ def interpreted() -> bool:
 
 
 def available(device: torch.device) -> bool:
-    """Returns whether the kernels run there: compiled ones need CUDA, interpreted ones the CPU."""
+    """Returns whether the kernels run on the device: compiled ones need CUDA, interpreted ones the CPU."""
     return device.type == ("cpu" if interpreted() else "cuda")
 
 
 def shape_of(geometry: Geometry, tiles: Tiles, programs: int, least: int) -> Shape:
-    """Returns how the work of a step is cut for tiles of these sizes."""
+    """Returns the ``Shape`` by which the work of a step is cut for tiles of these sizes."""
     block_m = max(tiles.block_m, power(geometry.group))
     sizes = (block_m, tiles.block_n, tiles.single_n)
     return Shape(geometry.group, geometry.kv_heads, geometry.dim, *sizes, programs, least)
@@ -79,11 +79,13 @@ class TileSize(NamedTuple):
 
 
 def tile_sizes(geometry: Geometry, tiles: Tiles) -> tuple[TileSize, TileSize, TileSize]:
-    """Returns the sizes of a step's launches: of blocks of rows, of rows that share what they see, of other rows."""
+    """Returns the tile sizes of a step's launches: for blocks of rows, for rows that share what they see, and for other
+    rows."""
     shape, t = shape_of(geometry, tiles, 1, 1), tiles
 
     def single(queries: int) -> TileSize:
-        warps = min(8, t.single_warps * (2 if queries >= 64 else 1))  # or the queries leave the registers
+        # with more the queries do not fit the registers
+        warps = min(8, t.single_warps * (2 if queries >= 64 else 1))
         return TileSize(queries, t.single_n, warps, t.single_stages)
 
     block = TileSize(shape.block_m, t.block_n, t.block_warps, t.block_stages)
@@ -94,12 +96,12 @@ class Launches:
     """The launches of a step over its tables on the device.
 
     Args:
-        tables: of ``WorkList``, and ``targets``, on the device.
+        tables: the tables of ``WorkList``, and ``targets``, on the device.
         rotations: cosines and sines ``[bases, half]``, by which ``rotation_of`` counts.
         partials: results ``[partials, heads, head_dim]`` fp32 and log-sum-exps ``[partials, heads]`` of cut tiles.
-        rows: of the step.
+        rows: number of the step's rows.
         anchor: a tensor of the KV's dtype and device that all offsets count from.
-        scattered: whether the step writes anything.
+        scattered: True if the step writes anything.
     """
 
     def __init__(
@@ -156,8 +158,8 @@ class Launches:
 
         Args:
             q: ``[heads, rows, head_dim]``, rotated at the rows' own positions.
-            softcap: as ``mpic.kernels.attention.Extras``.
-            out, lse: where to write, contiguous; new tensors by default.
+            softcap: see ``mpic.kernels.attention.Extras``.
+            out, lse: contiguous tensors for the results; new ones by default.
 
         Returns:
             ``[rows, heads, head_dim]`` in q's dtype and its log-sum-exp ``[heads, rows]`` fp32. A row that sees
@@ -205,7 +207,7 @@ class Launches:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> Any:
-        """Launches ``count`` items, whose tiles have a size. Returns the kernel."""
+        """Launches ``count`` items with tiles of one size. Returns the kernel."""
         g, t = self.geometry, self.tables
         return attention.attend[(count, g.kv_heads)](
             q,
@@ -269,12 +271,12 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor with rows of dense elements."""
+    """Returns the tensor, or a copy, with contiguous rows."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Returns those of a GPU; 1 for the interpreter, which runs one program after the other."""
+    """Returns the number of multiprocessors of a GPU; 1 for the interpreter, which runs one program after the other."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 1

@@ -1,4 +1,4 @@
-"""Joining the partial results of rows whose tiles were cut, in Triton. Bound by reading the partials."""
+"""Joins the partial results of rows whose tiles were cut, in Triton. Its time is bound by reading the partials."""
 
 from __future__ import annotations
 

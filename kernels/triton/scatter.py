@@ -1,4 +1,4 @@
-"""Writing a step's own keys and values into their slots, in Triton.
+"""Writes a step's own keys and values into their slots, in Triton.
 
 The kernel only copies, so it is bound by DRAM: 4 T K d e bytes a layer are read and written, 2 MB for 512 rows of 8
 heads of 128 in bf16, so in fact it is bound by its launch.

@@ -1,10 +1,10 @@
 """Steps of single rows (decoding) whose tables, grid and memory stay where they are, so that a CUDA graph captured once
-serves every such step of as many rows: only the numbers in the tables change.
+serves every such step with the same number of rows: only the numbers in the tables change.
 
-A step of fewer rows is filled up: rows beyond see nothing and are written nowhere, items beyond have no rows, and what
-would be merged beyond is no row. Tables have room for many more segments than a usual batch needs, which costs memory
-and no time; items cost a program each, so there are two grids for each number of rows. With the larger one segments may
-have holes, for which the kernel takes more registers.
+A step of fewer rows is filled up: the additional rows see nothing and are not written, the additional items have no
+rows, and the additional merges are skipped. Tables have room for many more segments than a usual batch needs, which
+costs memory and no time; items cost a program each, so there are two grids for each number of rows. With the larger one
+segments may have holes, for which the kernel takes more registers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WIDER = 4
 
 
 def grids(rows: int, shape: Shape) -> tuple[Grid, Grid]:
-    """Returns a small and a large grid for steps of so many rows: each row has a tile of its own, and tiles are cut
+    """Returns a small and a large grid for steps with this number of rows: each row has its own tile, and tiles are cut
     along their keys until the device is busy."""
     pieces = -(-shape.programs // shape.kv_heads)
     lone = power(rows + pieces)
@@ -44,7 +44,7 @@ def grids(rows: int, shape: Shape) -> tuple[Grid, Grid]:
 
 
 class Room(NamedTuple):
-    """How much the tables of steps of at most so many rows hold."""
+    """The capacity of the tables for steps with a limited number of rows."""
 
     rows: int
     items: int
@@ -75,8 +75,8 @@ class StaticTables:
     """The tables of all static steps of one kind of layer, on the device, where they stay.
 
     Args:
-        geometry, tiles, shape: of the layers' attention.
-        anchor: as ``Launches``.
+        geometry, tiles, shape: those of the layers' attention.
+        anchor: see ``Launches``.
     """
 
     def __init__(
@@ -132,7 +132,8 @@ class StaticTables:
 
 
 class StaticStep(Launches):
-    """The launches of static steps of one grid, whatever the tables say; ``holes`` that there may be any."""
+    """The launches of static steps with one grid, for any content of the tables; ``holes`` allows segments with
+    holes."""
 
     def __init__(self, tables: StaticTables, rows: int, grid: Grid, holes: bool) -> None:
         super().__init__(
@@ -189,6 +190,6 @@ def tables_for(
     anchor: torch.Tensor,
     partials: Partials,
 ) -> StaticTables:
-    """Returns tables for static steps of at most so many rows."""
+    """Returns tables for static steps with at most this number of rows."""
     shape = shape_of(geometry, tiles, programs, least)
     return StaticTables(geometry, tiles, shape, Room.of(rows, shape), partials, anchor)

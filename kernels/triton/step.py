@@ -30,7 +30,7 @@ _ALIGNED = 16
 
 
 def strides_of(data: torch.Tensor, anchor: torch.Tensor) -> Strides:
-    """Returns where ``data [layers, 2, kv_heads, slots, head_dim]`` lies, as seen from the anchor.
+    """Returns the place of ``data [layers, 2, kv_heads, slots, head_dim]`` relative to the anchor.
 
     Raises:
         ValueError: the kernels cannot read such strides or offsets.
@@ -61,7 +61,7 @@ def host_tables(
 
 
 def advance(tables: dict[str, torch.Tensor], dim: int) -> None:
-    """Makes the tables of single rows those of one token later, on the device: two additions."""
+    """Advances the tables of single rows by one token, with two additions on the device."""
     tables["segments"][:, SegmentColumn.HI].add_(tables["grows"])
     tables["targets"][:, TargetColumn.ORIGIN].add_(dim)
 
@@ -70,12 +70,12 @@ class TritonStep(Launches):
     """A step with tables of its own size.
 
     Args:
-        calls: which rows see what; a span's source is its ``Strides``.
-        rows: of the step.
-        anchor: as ``Launches``.
-        rotation: gives the rotation by minus a base.
+        calls: the calls of the rows; a span's source is its ``Strides``.
+        rows: number of the step's rows.
+        anchor: see ``Launches``.
+        rotation: function that returns the rotation by minus a base.
         writes: cover every row at most once.
-        programs: how many programs the device wants at once; by default two a multiprocessor.
+        programs: number of programs that keep the device busy; by default two per multiprocessor.
         least: a tile is not cut into items of fewer keys.
     """
 
@@ -114,8 +114,9 @@ class TritonStep(Launches):
         )
 
     def advance(self) -> TritonStep | None:
-        """Returns a step of single rows one token later, when each has got one own token more (a span whose call is
-        ``first``) and all else is as it was; None when it has to be cut anew. Two additions on the device are all."""
+        """Returns a step of single rows one token later, if each has one more own token (a span whose call is
+        ``first``) and nothing else has changed; None if it has to be cut anew. It takes only two additions on the
+        device."""
         if self._left <= 0:
             return None
         self._left -= 1
@@ -124,7 +125,7 @@ class TritonStep(Launches):
 
 
 def _targets(writes: Sequence[Write], rows: int, dim: int) -> np.ndarray:
-    """Returns the table ``[rows, TargetColumn]`` of where each row's key and value go."""
+    """Returns the table ``[rows, TargetColumn]`` of the destinations of each row's key and value."""
     targets = np.zeros((rows, len(TargetColumn)), np.int64)
     for write in writes:
         span, source = write.span, write.span.source

@@ -3,8 +3,8 @@
 Rows of a block that follow one another make tiles; rows that stand alone (decoding) make a tile with all rows that see
 the same segments, so that a chunk shared by several requests is read once.
 
-All offsets are in elements from one anchor tensor, so segments may lie anywhere; nothing here touches the device. A
-span's source is its ``Strides`` here.
+All offsets are in elements from one anchor tensor, so segments may be anywhere in memory; nothing here touches the
+device. A span's source is its ``Strides`` here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NEVER = 2**31 - 1
 
 
 class Strides(NamedTuple):
-    """Where the keys and values of a span's source lie, in elements from the step's anchor: the key of slot s, head h
-    and layer l is at ``origin + l * layer + h * head + s * head_dim``, its value ``value`` elements further."""
+    """The place of the keys and values of a span's source, in elements from the step's anchor: the key of slot s, head
+    h and layer l is at ``origin + l * layer + h * head + s * head_dim``, its value ``value`` elements further."""
 
     origin: int
     layer: int
@@ -34,15 +34,15 @@ class Strides(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How work is cut.
+    """The parameters by which work is cut.
 
     Args:
-        group: query heads of a KV head.
-        kv_heads, dim: of the model.
+        group: number of query heads per KV head.
+        kv_heads, dim: number of the model's KV heads, and their dimension.
         block_m, block_n: queries (rows x group) and keys of a block tile.
         single_n: keys of a tile of single rows.
-        programs: so many should run at once; tiles are cut along their keys until they do.
-        least: a cut item has at least so many keys.
+        programs: number of programs that should run at once; tiles are cut along their keys until they do.
+        least: minimum number of keys of a cut item.
     """
 
     group: int
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
 
     @property
     def lone_m(self) -> int:
-        """Queries of a tile of rows that share little: a row's own, as many as a product takes at least."""
+        """Number of queries of a tile of rows that share little: a row's own, but at least the minimum of a product."""
         return max(16, power(self.group))
 
     @property
@@ -69,13 +69,13 @@ class Segment(NamedTuple):
     """A span as one tile sees it: slots ``[lo, hi)`` of ``source``.
 
     Args:
-        bases: of the span; one for all rows of the tile, or one a row.
+        bases: bases of the span: one for all rows of the tile, or one per row.
         row_min, row_max: rows ``[row_min, row_max)`` see it.
         diagonal: row r sees slots below ``r + diagonal``; ``NEVER``: all.
         first_row: index into the step's ``first_rows`` of its first slot, where the first row that sees each slot is
             written; -1: all rows see all slots.
-        floors: where the step's ``floors`` hold the first slot that row r sees, less r; ``NO_FLOORS``: all rows see the
-            first slots.
+        floors: index into the step's ``floors``, less r, of the first slot that row r sees; ``NO_FLOORS``: all rows see
+            the first slots.
     """
 
     source: Strides
@@ -254,7 +254,7 @@ def _first_rows(group: list[SpanCall], dim: int) -> np.ndarray | None:
 
 
 def _continues(a: SpanCall, b: SpanCall, dim: int) -> bool:
-    """Returns whether ``b`` lies behind ``a`` in the same run of memory and is seen the same way, perhaps by fewer
+    """Returns whether ``b`` follows ``a`` in the same run of memory and is seen in the same way, perhaps by fewer
     rows."""
     if a.rows.stop != b.rows.stop or a.span.base != b.span.base or b.rows.start < a.rows.start:
         return False

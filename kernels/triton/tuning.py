@@ -1,10 +1,9 @@
-"""Tile sizes by GPU: a table kept in the repository, filled by measuring, never guessed silently.
+"""Tile sizes by GPU, in a table in the repository that is filled by measuring and never guessed silently.
 
 ``tuned.json`` holds ``{"schema": 2, "gpus": {"NVIDIA H100 80GB HBM3": {"bfloat16/128/4": {"block": [...], "single":
 [...], "measured": "..."}}}}``, by dtype, head size and query heads of a key head; an entry is ``[queries, keys, warps,
 stages]`` of a block tile and ``[keys, warps, stages]`` of a tile of single rows. ``make tune-gpu FILE`` measures the
-candidates and writes such a table. A GPU that is not in it runs the defaults below, and everything that reports says
-*untuned*.
+candidates and writes such a table. A GPU that is not in it uses the defaults below, and all reports then say *untuned*.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ SCHEMA = 2
 
 
 class Tiles(NamedTuple):
-    """Sizes of a launch.
+    """The tile sizes of a launch.
 
     Args:
         block_m, block_n, block_warps, block_stages: queries and keys of a tile of blocks.
         single_n, single_warps, single_stages: keys of a tile of single rows.
-        source: where they come from, for ``/health`` and the bench's header.
+        source: origin of the sizes, for ``/health`` and the bench's header.
     """
 
     block_m: int
@@ -46,7 +45,8 @@ def defaults(dtype: torch.dtype, dim: int, shared: int = 0) -> Tiles:
     """Returns unmeasured sizes whose operands fit the shared memory of any GPU since sm_80 (checked by compiling).
 
     Args:
-        shared: bytes of shared memory of a multiprocessor, 0 for those of the smallest: more of it takes more stages.
+        shared: bytes of shared memory per multiprocessor, 0 for those of the smallest GPU; more memory allows more
+            stages.
     """
     if dtype == torch.float32:
         if dim > 128:
@@ -62,7 +62,7 @@ def read_table(path: Path | None = None) -> dict[str, Any]:
     """Returns the table in the package, or one at ``path``.
 
     Raises:
-        ValueError: it is of another schema, or an entry is not what it should be.
+        ValueError: the table has another schema, or an entry is malformed.
     """
     text = (path or files(__package__) / "tuned.json").read_text(encoding="utf-8")
     table = json.loads(text)
@@ -87,7 +87,7 @@ def _tiles(sizes: list[int]) -> list[int]:
 def tiles_for(
     device: torch.device, dtype: torch.dtype, dim: int, group: int, table: dict[str, Any] | None = None
 ) -> Tiles:
-    """Returns sizes for a device: from the table where it has the very GPU, else the defaults."""
+    """Returns the sizes for a device: from the table if it has exactly this GPU, else the defaults."""
     if device.type != "cuda":
         return defaults(dtype, dim)
     gpu, properties = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device)

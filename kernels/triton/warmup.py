@@ -1,5 +1,5 @@
-"""Every variant of the kernels that an engine will launch is compiled before it serves, since one that is first met
-under load stalls everybody for seconds; and what a variant takes of a multiprocessor says how finely tiles are cut.
+"""Compiles every variant of the kernels that an engine will launch before it serves, since compiling one under load
+stalls all requests for seconds. The resources that a variant takes of a multiprocessor decide how finely tiles are cut.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def warm_up(
     """Launches every variant once.
 
     Args:
-        softcaps: whether layers cap their scores: there may be both kinds.
-        windows: whether there are layers with windows.
+        softcaps: whether layers cap their scores; both values are possible in one model.
+        windows: True if there are layers with windows.
 
     Returns:
-        How many programs of single rows the device runs at once.
+        The number of programs for single rows that the device runs at once.
     """
     resident = 0
     for holes, floors, softcap in itertools.product((False, True), {False, windows}, softcaps):
@@ -57,7 +57,7 @@ def _step(
     """Returns a step with a block of rows, rows that share what they see, and rows that share nothing, each cut along
     its keys, and queries for it."""
     g = geometry
-    sharing = max(16, power(g.group)) // g.group + 1  # too many for a tile of few rows
+    sharing = max(16, power(g.group)) // g.group + 1  # too many rows for a tile of few rows
     rows = _BLOCK + sharing
     per_token = 2 * g.kv_heads * g.dim
     arena = torch.zeros((rows + _CHUNK) * per_token, dtype=dtype, device=device)
@@ -96,9 +96,9 @@ def occupancy(registers: int, shared: int, warps: int, shared_memory: int, threa
     """Returns how many programs a multiprocessor runs at once.
 
     Args:
-        registers: of a thread; they are given to a warp by 256.
-        shared: bytes of shared memory of a program, of which the driver takes 1 KiB more.
-        shared_memory, threads: of a multiprocessor.
+        registers: registers per thread, which a warp is given in units of 256.
+        shared: bytes of shared memory of a program, to which the driver adds 1 KiB.
+        shared_memory, threads: shared memory and maximum number of threads of a multiprocessor.
     """
     of_warp = -(-registers * 32 // 256) * 256
     return max(

@@ -1,4 +1,4 @@
-"""The work of a layer, cut into equal programs on the host once a step.
+"""Cuts the work of a layer into equal programs, on the host and once per step.
 
 ``tiles.py`` makes tiles of a step's calls. Tiles that would leave the device idle are cut along their keys into
 *items*; rows of several items get partial results that are merged by log-sum-exp. The kernel reads tables of items,
@@ -25,12 +25,12 @@ class WorkList(NamedTuple):
         segments: ``[segments, len(SegmentColumn)]``.
         items: ``[items, ITEM_WIDTH]`` in three runs: ``blocks`` of them are tiles of blocks, then ``shared`` of single
             rows that share what they see (``Shape.shared_m`` queries), and the rest of few rows (``Shape.lone_m``).
-        rows: of all items, one after the other.
+        rows: the rows of all items, one item after the other.
         rotation_of: rows of the rotation table, by segment.
         first_rows: the first row that sees each slot, for segments with holes.
         floors: the first slot that each row sees, for segments of which rows see a suffix (windows).
         merged, ends, partial_of: row ``merged[i]`` has partial results ``partial_of[ends[i] : ends[i + 1]]``.
-        bases: of the rows of the rotation table; the first is 0.
+        bases: the bases of the rows of the rotation table; the first is 0.
         partials: number of partial results.
     """
 
@@ -80,7 +80,7 @@ def build(calls: Sequence[SpanCall], total: int, shape: Shape) -> WorkList:
 
 
 def _cut(tiles: list[Tile], shape: Shape, block_n: int) -> list[Tile]:
-    """Cuts tiles along their keys into as many as keep the device busy, if they are long enough for that."""
+    """Cuts tiles along their keys until there are enough to keep the device busy, if they are long enough."""
     total = sum(tile.keys for tile in tiles)
     most = max(shape.least, -(-total * shape.kv_heads // shape.programs), 1)
     most = -(-most // block_n) * block_n
@@ -95,7 +95,7 @@ def _cut(tiles: list[Tile], shape: Shape, block_n: int) -> list[Tile]:
                     cut.append(Tile(tile.rows, part))
                     part, room = [], most
                 hi = min(segment.hi, lo + room)
-                if segment.hi - hi < block_n:  # no crumbs
+                if segment.hi - hi < block_n:  # no tiny items
                     hi = segment.hi
                 part.append(_from(segment, lo, hi))
                 room -= hi - lo
@@ -152,7 +152,7 @@ class _Tables:
         return (*lies, rotation, int(not shared), *visible)
 
     def _rotation(self, bases: tuple[int, ...]) -> int:
-        """Returns where the rotations of these bases stand in ``rotation_of``."""
+        """Returns the index of these bases' rotations in ``rotation_of``."""
         begin = self._rotation_at.get(bases)
         if begin is None:
             begin = self._rotation_at[bases] = len(self._rotation_of)

@@ -1,4 +1,4 @@
-"""The base of all answers of the server."""
+"""The base classes of all responses of the server."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ItemList(ApiObject, Generic[T]):
 
 
 class ItemPage(ItemList[T], Generic[T]):
-    """One page of a listing."""
+    """A page of a listing."""
 
     first_id: str | None
     last_id: str | None

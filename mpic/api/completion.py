@@ -23,7 +23,7 @@ class TopLogprob(TypedDict):
     logprob: float
     bytes: Annotated[
         list[int] | None,
-        Field(description="joined over a text's tokens they are the text; null: not known"),
+        Field(description="the token's bytes; joined over all tokens they are the text; null: not known"),
     ]
 
 
@@ -96,7 +96,9 @@ class TokenCounts(ClosedObject):
     packet: int = Field(
         description="tokens of `prompt_tokens` that trained adapters add around chunks (policy packet)"
     )
-    compiled: int = Field(description="tokens of chunks that had to be compiled first; they come on top")
+    compiled: int = Field(
+        description="tokens of chunks that had to be compiled first, in addition to the prompt"
+    )
 
 
 class Milliseconds(ClosedObject):
@@ -110,7 +112,7 @@ class Milliseconds(ClosedObject):
 
 
 class ChunkUsed(ClosedObject):
-    """How one linked image or document was used. Chunks are listed in prompt order."""
+    """The use of one linked image or document. Chunks are listed in prompt order."""
 
     key: str
     label: str | None
@@ -125,8 +127,8 @@ class ChunkUsed(ClosedObject):
         "with vLLM also missing, mismatch, late, rows (too many ranges to link)"
     )
     ms: float
-    press: str | None = Field(description="what compressed its KV, or null")
-    bytes: int = Field(description="size of its KV, compressed as it is; 0 where none was read")
+    press: str | None = Field(description="name of the press that compressed its KV, or null")
+    bytes: int = Field(description="size of its KV, after compression; 0 where none was read")
 
 
 class TraceSpan(ClosedObject):
@@ -138,7 +140,7 @@ class TraceSpan(ClosedObject):
         description="new: your text, computed; prefix: found in the prefix cache; recomputed: of an image or document, "
         "computed again; else reused, from where: device, host, disk, or compiled in this request"
     )
-    kind: Annotated[str, one_of("text", "image", "document")]
+    kind: Annotated[str, one_of("text", "image", "video", "document")]
     label: str | None
     file_id: str | None
 
@@ -153,7 +155,7 @@ class TraceTimes(ClosedObject):
 
 
 class Trace(ClosedObject):
-    """Where every token of the prompt came from: the spans tile `[0, tokens)` in prompt order."""
+    """The source of every token of the prompt: the spans tile `[0, tokens)` in prompt order."""
 
     tokens: int
     spans: tuple[TraceSpan, ...]
@@ -161,13 +163,13 @@ class Trace(ClosedObject):
 
 
 class RetrievalRound(ClosedObject):
-    """One search of the reference library."""
+    """A search of the reference library."""
 
     query: str
     references: tuple[str, ...] = Field(description="ids of the references the model was given, best first")
     at: int = Field(description="tokens of the answer before the search; 0 before the answer")
     tokens: int = Field(description="tokens inserted into the answer's context (part of the prompt tokens)")
-    reused: int = Field(description="those of them that were linked without being computed")
+    reused: int = Field(description="inserted tokens that were linked without being computed")
     search_ms: float
     link_ms: float = Field(description="time from the references to the next token")
     error: str | None = Field(
@@ -184,7 +186,7 @@ class MPICUsage(ClosedObject):
     retrieval: tuple[RetrievalRound, ...] | None = Field(
         None, description="with `mpic.retrieval`: the searches made"
     )
-    trace: Trace | None = Field(None, description="with `mpic.trace`: where every token came from")
+    trace: Trace | None = Field(None, description="with `mpic.trace`: the source of every token")
 
 
 class Usage(ClosedObject):
@@ -265,7 +267,7 @@ class ChunkChoice(ClosedObject):
 
 
 class ChatCompletionChunk(ClosedObject):
-    """One event of a stream. With `stream_options.include_usage` the last one has no choices, but the usage."""
+    """An event of a stream. With `stream_options.include_usage` the last one has the usage and no choices."""
 
     id: str
     object: Literal["chat.completion.chunk"]

@@ -1,4 +1,4 @@
-"""Answers and files as notebooks show them: small HTML without scripts, every text escaped."""
+"""Renders answers and files for notebooks: small HTML without scripts, with all texts escaped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def strip(parts: Iterable[tuple[str, int, str]]) -> str:
     """Returns a bar whose parts are as wide as they have tokens.
 
     Args:
-        parts: (where the tokens come from, their number, what they are) in order.
+        parts: (source of the tokens, their number, their description) in order.
     """
     shown = [part for part in parts if part[1] > 0]
     whole = sum(tokens for _, tokens, _ in shown) or 1
@@ -51,7 +51,7 @@ def fields(rows: Iterable[tuple[str, object]]) -> str:
 
 
 def link(url: str, text: str) -> str:
-    """Returns a link, of an address of the web alone."""
+    """Returns a link, if the address is one of the web."""
     if not url.startswith(("http://", "https://")):
         return escape(text)
     return f'<a href="{escape(url, quote=True)}" target="_blank" rel="noopener">{escape(text)}</a>'

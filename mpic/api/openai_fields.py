@@ -1,9 +1,9 @@
-"""The fields of OpenAI's chat completions that do nothing here: which of their values are taken, because they change
-nothing, and why others are refused.
+"""The fields of OpenAI's chat completions that have no effect here: the values that are accepted, because they would
+change nothing, and the reasons why others are refused.
 
-This one table makes the fields of ``ChatRequest`` that check them, the words of refusals, the table in ``docs/api.md``
-(``python -m mpic.api.openai_fields`` prints it) and the tests (``tests/server/test_openai_fields.py``). ``null`` is
-always taken.
+This one table is the source of the fields of ``ChatRequest`` that check them, the messages of refusals, the table in
+``docs/api.md`` (``python -m mpic.api.openai_fields`` prints it) and the tests (``tests/server/test_openai_fields.py``).
+``null`` is always accepted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Names = Annotated[dict[str, Name], Field(max_length=64)]
 
 @dataclass(frozen=True)
 class OpenAIField:
-    """One field.
+    """A field of OpenAI's API.
 
     Args:
-        kind: the type of the values that are taken; None: only null is.
-        taken: the same in words.
-        why: what is the case here, for refusals and the documentation.
-        yes: values that are taken, for tests.
-        no: values that are refused, for tests.
+        kind: the type of the accepted values; None: only null is accepted.
+        taken: the accepted values in words.
+        why: the reason, for refusals and the documentation.
+        yes: accepted values, for tests.
+        no: refused values, for tests.
         inside: the field that holds it; None: the request itself.
     """
 
@@ -177,7 +177,7 @@ def of_the_request() -> dict[str, Any]:
 
 def table(fields: Sequence[OpenAIField] = OPENAI_FIELDS) -> str:
     """Returns the table of the documentation, in Markdown."""
-    lines = ["| field | values that are taken | why |", "|---|---|---|"]
+    lines = ["| field | accepted values | why |", "|---|---|---|"]
     for field in fields:
         name = f"`{field.inside}.{field.name}`" if field.inside else f"`{field.name}`"
         lines.append(f"| {name} | {field.taken or 'null alone'} | {field.why} |")

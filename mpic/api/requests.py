@@ -53,6 +53,20 @@ class ImageURLPart(Strict):
     name: str | None = LABEL
 
 
+class VideoURL(Strict):
+    url: str = Field(
+        description="a data URL (a video, or an animated GIF, WebP or PNG), or the id of an uploaded clip"
+    )
+
+
+class VideoURLPart(Strict):
+    """A clip, in the form that vLLM takes it: one chunk, for models that take videos. They sample its frames."""
+
+    type: Literal["video_url"]
+    video_url: VideoURL
+    name: str | None = LABEL
+
+
 class ImagePart(Strict):
     """An image by one of `image` (a data URL or file id), `file_id` and `handle`."""
 
@@ -69,7 +83,7 @@ class FileRef(Strict):
 
 
 class FilePart(Strict):
-    """An uploaded document (or image) by one of `file`, `file_id` and `handle`."""
+    """An uploaded document (or image, or clip) by one of `file`, `file_id` and `handle`."""
 
     type: Literal["file"]
     file: FileRef | None = None
@@ -95,7 +109,8 @@ class CachePart(Strict):
 
 
 Part = Annotated[
-    TextPart | ImageURLPart | ImagePart | FilePart | DocumentPart | CachePart, Field(discriminator="type")
+    TextPart | ImageURLPart | VideoURLPart | ImagePart | FilePart | DocumentPart | CachePart,
+    Field(discriminator="type"),
 ]
 
 
@@ -118,14 +133,14 @@ Annotations = Annotated[list[dict[str, Any]], FIRST_ERROR]
 
 
 class MessageParam(Strict):
-    """One message. Answers may be sent back as they came."""
+    """A message. Earlier answers may be sent back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Parts | None = Field(description="null only beside tool calls")
+    content: str | Parts | None = Field(description="null only together with tool calls")
     tool_calls: ToolCallParams | None = Field(None, description="only in assistant messages")
     tool_call_id: str | None = Field(None, description="only in tool messages")
     refusal: None = None
-    annotations: Annotations | None = Field(None, description="those of an earlier answer; ignored")
+    annotations: Annotations | None = Field(None, description="annotations of an earlier answer; ignored")
     audio: None = None
     function_call: None = None
 
@@ -134,9 +149,9 @@ class MessageParam(Strict):
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls belong to assistant messages")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("tool messages, and only they, need a tool_call_id")
+            raise ValueError("a tool_call_id is needed in tool messages, and allowed in no others")
         if self.content is None and not self.tool_calls:
-            raise ValueError("content may be null only beside tool_calls")
+            raise ValueError("content may be null only together with tool_calls")
         return self
 
 
@@ -167,21 +182,21 @@ Filter = dict[str, FilterValue | FilterValues | dict[str, FilterValue]]
 
 
 class RetrievalOptions(Strict):
-    """How the reference library is searched for an answer, if at all."""
+    """Settings of the search of the reference library for an answer."""
 
     mode: Literal["off", "always", "auto"] = Field(
         "off",
         description="`always`: by the last user message, before the answer; `auto`: when the model asks, while it "
         "answers; what is found is linked at that place",
     )
-    top_k: StrictInt = Field(1, ge=1, le=16, description="most references of one search")
+    top_k: StrictInt = Field(1, ge=1, le=16, description="maximum number of references of one search")
     min_score: float | None = Field(None, ge=-1, le=1, description="leave out less similar references")
     filter: Filter | None = Field(
         None,
         description="`id`, `kind`, `title` or metadata keys -> a value, values, or comparisons (`gt`, `gte`, `lt`, "
         "`lte`, `ne`)",
     )
-    rounds: StrictInt = Field(2, ge=1, le=8, description="most searches in one answer (`auto`)")
+    rounds: StrictInt = Field(2, ge=1, le=8, description="maximum number of searches in one answer (`auto`)")
 
 
 class MPICOptions(Strict):
@@ -195,8 +210,10 @@ class MPICOptions(Strict):
         description="how images and documents are compressed for this answer, e.g. `snapkv-50` (half of their tokens "
         "leave every layer and head); `none`: not at all",
     )
-    trace: StrictBool = Field(False, description="add `usage.mpic.trace`: where every token came from")
-    top_k: StrictInt = Field(0, ge=0, description="sample from the k most likely tokens; 0: from all")
+    trace: StrictBool = Field(False, description="add `usage.mpic.trace`, the source of every token")
+    top_k: StrictInt = Field(
+        0, ge=0, le=2**31 - 1, description="sample from the k most likely tokens; 0: from all"
+    )
     ignore_eos: StrictBool = Field(False, description="continue to max_tokens (benchmarks)")
     retrieval: RetrievalOptions = RetrievalOptions()
 
@@ -209,7 +226,7 @@ class MPICOptions(Strict):
 class ReferenceSearch(Strict):
     """A search of the reference library, by text, by image, or both."""
 
-    query: str | None = Field(None, description="what to look for")
+    query: str | None = Field(None, description="text to search for")
     image: str | None = Field(None, description="a data URL")
     top_k: StrictInt = Field(5, ge=1, le=100)
     min_score: float | None = Field(None, ge=-1, le=1)
@@ -217,7 +234,7 @@ class ReferenceSearch(Strict):
 
 
 class ChatFields(Strict):
-    """The fields of a chat completion that do something."""
+    """The fields of a chat completion that have an effect."""
 
     messages: Annotated[list[MessageParam], FIRST_ERROR]
     model: str | None = Field(None, description="the served model's name; may be left out")
@@ -292,18 +309,18 @@ class ChatRequest(AllChatFields):  # type: ignore[misc, valid-type]
 
 
 class SplitOptions(Strict):
-    """How a text is cut (KVSplit). Chunks hold as many whole sentences, paragraphs or sections as fit into `tokens`;
-    `fixed` cuts between any two tokens; `none` does not cut."""
+    """Settings by which a text is cut (KVSplit). Chunks hold as many whole sentences, paragraphs or sections as fit
+    into `tokens`; `fixed` cuts between any two tokens; `none` does not cut."""
 
     mode: Literal["none", "fixed", "sentence", "paragraph", "section"] = "none"
-    tokens: StrictInt = Field(512, ge=1, le=1 << 20, description="most tokens of a chunk")
+    tokens: StrictInt = Field(512, ge=1, le=1 << 20, description="maximum number of tokens of a chunk")
     overlap: StrictInt = Field(
-        0, ge=0, description="most tokens that neighbours share; at most half of `tokens`"
+        0, ge=0, description="maximum number of tokens that neighbours share; at most half of `tokens`"
     )
 
 
 class CacheRequest(Strict):
-    """Either `text`, cut as `split` says, or `chunks`, taken as they are."""
+    """Either `text`, which is cut according to `split`, or `chunks`, which are not cut."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -332,12 +349,12 @@ class CacheRequest(Strict):
         if (self.text is None) == (self.chunks is None):
             raise ValueError("send either text or chunks")
         if self.chunks is not None and self.split.mode != "none":
-            raise ValueError("split cuts a text; chunks are taken as they are")
+            raise ValueError("split applies to text alone; chunks are not cut")
         return self
 
 
 class FileChange(Strict):
-    """A new lifetime or a new handle of a file, or both. What is left out stays as it is."""
+    """A new lifetime or a new handle of a file, or both. Fields that are left out do not change."""
 
     ttl: StrictInt | None = Field(None, ge=1, description="seconds from now; null: it never expires")
     handle: StrictStr | None = Field(None, description="NAME for `IMAGE#NAME` and `FILE#NAME`; null: none")
@@ -345,7 +362,7 @@ class FileChange(Strict):
     @model_validator(mode="after")
     def _changes_something(self) -> FileChange:
         if not self.model_fields_set:
-            raise ValueError("name what changes: ttl, handle or both")
+            raise ValueError("give a ttl, a handle or both")
         return self
 
 

@@ -19,14 +19,14 @@ Tiers = Annotated[tuple[str, ...], Field(description="tiers below the device tha
 
 
 class FileChunk(ApiObject):
-    """Where a chunk of a document begins and ends, in characters of its text."""
+    """The begin and the end of a chunk of a document, in characters of its text."""
 
     start: int
     end: int
 
 
 class FileObject(Expiring):
-    """An uploaded image or document. `status` is OpenAI's, `state` is ours."""
+    """An uploaded image, clip or document. `status` is OpenAI's, `state` is ours."""
 
     id: str
     object: Literal["file"] = "file"
@@ -38,21 +38,19 @@ class FileObject(Expiring):
     status: Annotated[str, one_of("uploaded", "processed", "error")]
     status_details: str | None = None
     handle: str | None = Field(None, description="NAME in `IMAGE#NAME` or `FILE#NAME`")
-    kind: Kind
+    kind: Annotated[str, one_of("image", "video", "text")]
     tokens: int | None = Field(None, description="length of its compiled chunks, once they are compiled")
     chunk_count: int = Field(
         1, description="a long document is cut into several, when it is compiled or first used"
     )
     chunks: tuple[FileChunk, ...] | None = Field(
-        None, description="of a document that was cut; only in the answer about this one file"
+        None, description="the chunks of a document that was cut; only in the response about this one file"
     )
-    press: str | None = Field(
-        None, description="how its upload asked for it to be compressed; none: not at all"
-    )
+    press: str | None = Field(None, description="the press that its upload asked for; none: no compression")
     state: CompileState
     tiers: Tiers = Field(default_factory=tuple)
     outcome: Annotated[str, one_of("created", "unchanged", "replaced")] | None = Field(
-        None, description="what the upload did; only in its own answer"
+        None, description="the outcome of the upload; only in the response to it"
     )
 
     @property
@@ -88,7 +86,7 @@ class FileDeleted(Deleted):
 
 
 class CacheChunkObject(Expiring):
-    """One cached text. Link it by `id`: `{"type": "cache", "cache_id": id}`."""
+    """A cached text. Link it by `id`: `{"type": "cache", "cache_id": id}`."""
 
     id: str
     object: Literal["cache.chunk"] = "cache.chunk"
@@ -100,7 +98,7 @@ class CacheChunkObject(Expiring):
     expires_at: int | None = None
     tokens: int | None = Field(None, description="length of the compiled chunk, once it is compiled")
     state: CompileState
-    error: str | None = Field(None, description="why it failed")
+    error: str | None = Field(None, description="the reason if it failed")
     tiers: Tiers = Field(default_factory=tuple)
 
 
@@ -110,7 +108,7 @@ class CacheObject(Expiring):
     id: str
     object: Literal["cache"] = "cache"
     name: str
-    split: dict[str, Any] | None = Field(None, description="how the text was cut")
+    split: dict[str, Any] | None = Field(None, description="the settings by which the text was cut")
     bytes: int
     created_at: int
     expires_at: int | None = None
@@ -191,8 +189,8 @@ class IndexState(ApiObject):
     missing: int = Field(description="references without a vector of this embedder")
     reindexing: bool
     mismatch: tuple[str, ...] = Field(description="other embedders that made vectors: reindex")
-    index: str = Field(description="`file`, or why it was rebuilt")
-    problem: str | None = Field(description="why the last batch was not embedded at all")
+    index: str = Field(description="`file`, or the reason why it was rebuilt")
+    problem: str | None = Field(description="the reason why the last batch was not embedded at all")
     failed: tuple[IndexFailure, ...] = Field(description="references that cannot be embedded, the newest 100")
 
 
@@ -207,10 +205,10 @@ class ModelObject(ApiObject):
     context_length: int
     modalities: tuple[str, ...]
     policies: tuple[str, ...] = Field(
-        default_factory=tuple, description="how the policies are written that requests may name"
+        default_factory=tuple, description="syntax of the policies that requests may name"
     )
     presses: tuple[str, ...] = Field(
-        default_factory=tuple, description="how the presses are written that requests may name"
+        default_factory=tuple, description="syntax of the presses that requests may name"
     )
 
 
@@ -222,9 +220,9 @@ class ServedModel(ReadAsDict):
     """The model that a server has loaded, as it runs."""
 
     name: str = ""
-    digest: str = Field("", description="of the weights and the configuration")
+    digest: str = Field("", description="digest of the weights and the configuration")
     family: str = ""
-    context_length: int = Field(0, description="most tokens of a prompt and its answer")
+    context_length: int = Field(0, description="maximum number of tokens of a prompt and its answer together")
     dtype: str = ""
     device: str = ""
     modalities: tuple[str, ...] = ()
@@ -235,9 +233,9 @@ class ServedModel(ReadAsDict):
 class EngineState(ReadAsDict):
     """The engine's counters for administrators; every engine adds its own."""
 
-    error: str | None = Field(None, description="the code of what keeps it from working")
-    running: int | None = Field(None, description="requests that are computed")
-    waiting: int | None = Field(None, description="requests that wait for their turn")
+    error: str | None = Field(None, description="the error code if the engine is not ready")
+    running: int | None = Field(None, description="number of running requests")
+    waiting: int | None = Field(None, description="number of requests that wait for their turn")
 
 
 class Health(ApiObject):

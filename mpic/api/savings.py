@@ -18,7 +18,7 @@ class SavingsSum(ApiObject):
 
 
 class SavingsDay(SavingsSum):
-    day: str = Field(description="in UTC, as 2026-03-31")
+    day: str = Field(description="date in UTC, such as 2026-03-31")
 
 
 class SavingsUser(SavingsSum):
@@ -26,16 +26,16 @@ class SavingsUser(SavingsSum):
 
 
 class ReuseOfItem(ApiObject):
-    """How often answers have reused a file or a reference since the ledger was begun."""
+    """The number of times that answers have reused a file or a reference since the ledger was begun."""
 
     id: str
     name: str = Field(description="handle, file name or title")
-    kind: Annotated[str, one_of("image", "text")]
+    kind: Annotated[str, one_of("image", "text", "video")]
     bytes: int
     created_at: int
     uses: int = Field(description="answers that reused some of its tokens")
     saved_tokens: int
-    last_used: int | None = Field(description="Unix time of the last of them")
+    last_used: int | None = Field(description="Unix time of the last of these answers")
 
 
 class Savings(ApiObject):
@@ -50,7 +50,7 @@ class Savings(ApiObject):
         description="milliseconds that computing one more prompt token takes, fitted to this server's answers; null: "
         "not known yet, because too few answers computed different numbers of tokens"
     )
-    users: tuple[SavingsUser, ...] = Field((), description="of scope all: most saved first")
+    users: tuple[SavingsUser, ...] = Field((), description="with scope all: the users, most saved first")
     items: tuple[ReuseOfItem, ...] = Field(
-        description="least reused first: files, or of scope all references"
+        description="files (with scope all: references), least reused first"
     )

@@ -1,4 +1,4 @@
-"""Shared by the commands: consoles, options, the client, tables, errors. Its imports are light."""
+"""Helpers of all commands: consoles, options, the client, tables, errors. This module has no slow imports."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def command_app(help: str | None = None) -> typer.Typer:
 def client_command(
     app: typer.Typer, name: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a command that talks to a server: it is given a ``client``, made from options for address and key."""
+    """Registers a command that talks to a server. It receives a ``client`` that is made from the options for address
+    and key."""
 
     def register(command: Callable[..., None]) -> Callable[..., None]:
         def run(*, url: str, api_key: str | None, **arguments: Any) -> None:
@@ -77,14 +78,14 @@ def client_command(
 
 
 def option(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    """Returns a parameter that Typer reads as an option."""
+    """Returns a parameter that Typer treats as an option."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def take_parameters(
     run: Callable[..., None], command: Callable[..., None], parameters: Iterable[inspect.Parameter]
 ) -> None:
-    """Gives ``run`` the name and the help of ``command``, and the parameters that Typer shall read."""
+    """Gives ``run`` the name and the help of ``command``, and the parameters for Typer."""
     keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
     run.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in keyword}
@@ -105,7 +106,7 @@ def print_result(value: Any, line: str, as_json: bool) -> None:
 
 
 def read_json(text: str, option: str) -> Any:
-    """Returns the value of an option in JSON. Raises typer.BadParameter: it is not JSON."""
+    """Returns the value of an option in JSON. Raises typer.BadParameter if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError as exc:
@@ -113,7 +114,8 @@ def read_json(text: str, option: str) -> Any:
 
 
 def ttl_of(ttl: int | None, expires: int | None) -> int | None:
-    """Returns a lifetime by its name or its older name. Raises typer.BadParameter: both are given."""
+    """Returns the lifetime from its option or the older name of that option. Raises typer.BadParameter if both are
+    given."""
     if ttl is not None and expires is not None:
         raise typer.BadParameter("--expires is the older name of --ttl: give one of them")
     return expires if ttl is None else ttl

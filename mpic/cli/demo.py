@@ -39,5 +39,6 @@ def demo(
     """
     from mpic.evals.demo import run
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the server is ended too
+    # raised as an exception, so that the server is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     raise typer.Exit(run(policies.split(","), model, samples, json_path, engine=engine, quantize=quantize))

@@ -124,7 +124,8 @@ def delete(
 
 
 def find(client: MPIC, name: str) -> File:
-    """Returns an upload by id or handle (also ``IMAGE#NAME``; handles ignore case). Raises FileNotFound."""
+    """Returns an upload by its id or its handle (also in the form ``IMAGE#NAME``), ignoring case. Raises
+    FileNotFound."""
     if name.startswith("file-"):
         return client.files.retrieve(name)
     handle = name.removeprefix("IMAGE#").removeprefix("FILE#")
@@ -139,6 +140,6 @@ def show_files(files: Iterable[File], as_json: bool) -> None:
     if as_json:
         print_json(list(files))
         return
-    columns = ("state", "tokens", "chunks", "in prompts", "id")  # they fit into 80 columns
+    columns = ("state", "tokens", "chunks", "in prompts", "id")  # the columns that fit into 80 characters
     rows = ((f.state, f.tokens, f.chunk_count, f.mention or f.filename, f.id) for f in files)
     print_table(columns, rows, "no files yet: mpic upload PATH")

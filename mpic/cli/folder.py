@@ -24,7 +24,7 @@ ConfigFile = Annotated[Path | None, typer.Option(help="the server's TOML file, f
 def open_library(
     data_dir: Path | None, config: Path | None, reconcile: bool = True, create: bool = False
 ) -> Library:
-    """Opens the library for this process alone. Raises Unavailable: a server has it open, or there is none."""
+    """Opens the library for this process alone. Raises Unavailable if a server has it open, or there is none."""
     from mpic.library import Library
 
     root, limits = library_location(data_dir, config)
@@ -47,7 +47,8 @@ def inspect_library(data_dir: Path | None, config: Path | None) -> Iterator[Libr
 def open_or_inspect(
     data_dir: Path | None, config: Path | None, quiet: bool, reconcile: bool = True
 ) -> Iterator[Library]:
-    """Opens the library for this process alone or, beside a running server, only for reading, and says so."""
+    """Opens the library for this process alone or, if a server has it open, only for reading, and prints a note about
+    that."""
     from mpic.errors import LibraryInUse
 
     try:

@@ -1,4 +1,4 @@
-"""``mpic library``: the folder of a server, for the person who runs it."""
+"""``mpic library``: commands for operators on the folder of a server."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ def library_check(
 ) -> None:
     """Verify the catalogue and every byte of every original, sidecar and compiled chunk.
 
-    What a crash left behind is repaired first. A damaged chunk is moved to `quarantine/` and compiled again on next
+    The effects of a crash are repaired first. A damaged chunk is moved to `quarantine/` and compiled again on next
     use; a damaged original stays for you to replace. Files that the catalogue does not know are counted: those that a
-    start could not add lie in `quarantine/orphans/DATE/` for `orphan_days`. Exit status 1 if anything was damaged or
-    lost.
+    start could not add are kept in `quarantine/orphans/DATE/` for `orphan_days`. Exit status 1 if anything was damaged
+    or lost.
 
     Beside a running server it changes and repairs nothing.
     """
@@ -153,7 +153,7 @@ def library_gc(
     config: ConfigFile = None,
     as_json: Json = False,
 ) -> None:
-    """Remove what is not needed: leftovers of crashes, expired files, replaced references, damaged chunks put aside.
+    """Remove files that are not needed: leftovers of crashes, expired files, replaced references, quarantined chunks.
 
     A server does this by itself, except for the damaged chunks. Files that the catalogue does not know are not removed:
     they are added, or put into `quarantine/orphans/DATE/` and deleted after `orphan_days`.

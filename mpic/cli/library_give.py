@@ -20,8 +20,8 @@ def give(
     """Give every upload and cache of a user to another: `mpic library give local alice` after making alice's key.
 
     Stop the server for it. Handles, names and lifetimes stay; ids are new, and everything is compiled again when the
-    server starts. What cannot be given (a handle that the other user has already) stays, and the exit status is 1. It
-    may be repeated.
+    server starts. Files that cannot be given (because the other user has that handle already) stay, and the exit status
+    is 1. It may be repeated.
     """
     from mpic.library.copies.give import give as run
 

@@ -76,7 +76,7 @@ def replace(
     meta: Metadata = None,
     as_json: Json = False,
 ) -> None:
-    """Replace a reference by a new version; what is left out stays as it was."""
+    """Replace a reference by a new version; values that are left out stay as they were."""
     fields: dict[str, Any] = {"description": description, "metadata": _metadata(meta), "wait": True}
     _show([client.references.replace(id, path, title, **fields)], as_json)
 
@@ -253,7 +253,7 @@ def _ask(ask: Callable[[], Reference]) -> Reference:
         return ask()
     except MPICError as error:
         if error.status == 0 or error.status >= 500:
-            raise Unavailable(error.message) from error  # it ends the import
+            raise Unavailable(error.message) from error  # such an error ends the import
         raise
 
 

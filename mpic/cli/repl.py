@@ -1,4 +1,4 @@
-"""A chat in a terminal: reads questions, prints answers."""
+"""The chat in a terminal, which reads questions and prints answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ReplSession:
 
     Args:
         options: fields of every request (max_tokens, temperature, ...).
-        policy: None: the server chooses.
+        policy: the policy of the next requests; None: the server's default.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ReplSession:
         return {**self.options, "policy": self.policy}
 
     def ask(self, text: str, out: Console) -> Usage:
-        """Prints the answer as it comes and returns its usage. A question that failed is not remembered."""
+        """Prints the answer as it arrives and returns its usage. A question that failed is not remembered."""
         question = {"role": "user", "content": text}
         answer = ""
         completions = self.client.chat.completions
@@ -157,7 +157,7 @@ def run_repl(session: ReplSession, out: Console) -> None:
     with tab_completion(session.client, health.policies):
         while True:
             try:
-                text = input("> ").strip()  # not by rich, because readline must know the prompt
+                text = input("> ").strip()  # not printed by rich, because readline must know the prompt
             except KeyboardInterrupt:
                 out.print()
                 continue
@@ -191,7 +191,7 @@ def run_line(session: ReplSession, text: str, out: Console, policies: tuple[str,
         )
     elif command == "/retrieval":
         if rest and rest not in MODES:
-            raise BadRequest(f"unknown mode {rest!r}; there is {', '.join(MODES)}")
+            raise BadRequest(f"unknown mode {rest!r}; available: {', '.join(MODES)}")
         session.options["retrieval"] = rest or "off"
         out.print(f"retrieval {rest or 'off'}", highlight=False)
     elif command == "/again":
@@ -207,14 +207,15 @@ def run_line(session: ReplSession, text: str, out: Console, policies: tuple[str,
 
 
 def known_policy(name: str, policies: tuple[str, ...]) -> str:
-    """Returns a policy's name. Raises UnknownPolicy: there is none of it, which is better told before a question."""
+    """Returns a policy's name. Raises UnknownPolicy if it does not exist, which is better reported before the next
+    question."""
     if name not in policies:
         parse_policy(name)
     return name
 
 
 def upload(session: ReplSession, arguments: str, out: Console) -> None:
-    """Uploads a file and waits until it is compiled. Raises BadRequest: it cannot be read."""
+    """Uploads a file and waits until it is compiled. Raises BadRequest if it cannot be read."""
     words = shlex.split(arguments)
     if not 1 <= len(words) <= 2:
         raise BadRequest("write /upload PATH, or /upload PATH HANDLE")
@@ -232,7 +233,7 @@ def tab_completion(client: MPIC, policies: tuple[str, ...]) -> Iterator[None]:
     """Lets Tab complete commands, policies and handles of uploads, if the system has readline."""
     try:
         import readline
-    except ImportError:  # Windows
+    except ImportError:  # not available on Windows
         yield
         return
     old, delimiters = readline.get_completer(), readline.get_completer_delims()
@@ -264,7 +265,7 @@ def tab_matches(client: MPIC, policies: tuple[str, ...], line: str, word: str) -
         return [c for c in (values if space else names) if c.startswith(word)]
     try:
         handles = [f.mention for f in client.files.list(limit=1000) if f.mention]
-    except MPICError:  # the next question will show the error
+    except MPICError:  # the next question will report the error
         return []
     name = word.removeprefix("IMAGE#").removeprefix("FILE#")
     return sorted(h for h in handles if h.startswith(word) or (word and h.partition("#")[2].startswith(name)))

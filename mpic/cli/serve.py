@@ -34,7 +34,7 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
             flag = typer.Option(
                 help=f"{helps[name]} {shown(name, defaults[name])}".rstrip(),
                 rich_help_panel=panel,
-                show_default=False,  # of Typer, for which the default is that the flag is not given
+                show_default=False,  # Typer's default is that the flag is not given
                 autocompletion=completion.policies if name == "policy" else None,
             )
             keys.append(option(name, Annotated[kind | None, flag]))
@@ -49,14 +49,14 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def described(doc: str) -> dict[str, str]:
-    """Returns what a docstring says of each argument, whole sentences on one line."""
+    """Returns the description of each argument in a docstring, joined to one line."""
     found = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)$", doc, re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text) for name, text in found}
 
 
 def shown(name: str, default: object) -> str:
-    """Returns the sentence of the help that tells a default."""
-    if default is dataclasses.MISSING:  # it is computed; the others are bundled models, as their help says
+    """Returns the sentence of the help text that names a default."""
+    if default is dataclasses.MISSING:  # computed; the others are bundled models, as their help says
         return f"Default: {default_data_dir()}." if name == "data_dir" else ""
     return f"Default: {default}." if default not in ("", False) else ""
 
@@ -81,7 +81,7 @@ def serve(
     `mpic serve --config mpic.toml --port 9000`.
     """
     settings = load_config(config, flags)
-    preflight.check(settings)  # before torch is imported, which takes seconds
+    preflight.check(settings)  # checked before torch is imported, which takes seconds
     from mpic.server.run import serve as run
 
     run(settings, as_json)

@@ -32,7 +32,7 @@ app = command_app()
 
 
 class Upload(NamedTuple):
-    """The outcome of one file of a batch."""
+    """The outcome for one file of a batch."""
 
     path: Path
     handle: str
@@ -68,7 +68,7 @@ def upload(
     wait: Annotated[bool, typer.Option(help="wait until the KV cache is compiled")] = True,
     as_json: Json = False,
 ) -> None:
-    """Upload images and documents; each is compiled once into a KV cache that any prompt can link.
+    """Upload images, clips and documents; each is compiled once into a KV cache that any prompt can link.
 
     A document that is too long for one chunk is cut into several, all behind its one handle.
 
@@ -100,7 +100,7 @@ Show = Callable[[str, int, int], None]
 
 
 def _upload(client: MPIC, path: Path, handle: str, options: dict[str, Any], wait: bool, show: Show) -> Upload:
-    """Uploads one file. A failure becomes its result, except one that every other file would meet too."""
+    """Uploads one file. A failure becomes its result, unless every other file would fail the same way."""
     from mpic.client import BadResponse, Unreachable
     from mpic.errors import Forbidden, StorageQuotaExceeded, Unauthorized
 

@@ -29,6 +29,7 @@ __all__ = [
     "data_url",
 ]
 
-for _name in __all__:  # as in httpx: a traceback and repr show where users import a name from
+# as httpx does it, so that tracebacks and repr show the module that users import a name from
+for _name in __all__:
     if hasattr(_value := globals()[_name], "__qualname__"):
         _value.__module__ = __name__

@@ -1,4 +1,4 @@
-"""Checks of what a caller passes, so that a wrong argument is told where it is made, not by a server or by httpx."""
+"""Checks of arguments, so that a wrong one is reported where it is passed, not by a server or by httpx."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def check_options(given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses options that the SDK does not know. Raises TypeError, which names the nearest one."""
+    """Refuses unknown options. Raises a TypeError that names the most similar known option."""
     names = list(known)
     for name in given:
         if name not in names:
@@ -20,7 +20,8 @@ def check_options(given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def check_id(id: Any) -> None:
-    """Refuses what is no id. Raises TypeError, or ValueError: it is empty, and would name the whole collection."""
+    """Checks an id. Raises TypeError if it is not a string, or ValueError if it is empty, since an empty id would name
+    the whole collection."""
     if not isinstance(id, str):
         hint = f": pass its id, {id.id!r}" if isinstance(getattr(id, "id", None), str) else ""
         raise TypeError(f"an id is a text, not {type(id).__name__}{hint}")
@@ -29,7 +30,7 @@ def check_id(id: Any) -> None:
 
 
 def check_messages(messages: Any) -> None:
-    """Refuses what is no conversation. Raises TypeError."""
+    """Checks that a value is a conversation. Raises TypeError."""
     if isinstance(messages, str):
         return
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
@@ -43,7 +44,7 @@ def check_messages(messages: Any) -> None:
 
 
 def check_source(source: Any) -> None:
-    """Refuses what is no file to send. Raises TypeError."""
+    """Checks that a value is a file to send. Raises TypeError."""
     content = source[1] if isinstance(source, tuple) and len(source) == 2 else source
     if isinstance(content, io.TextIOBase):
         raise TypeError("the file is open as text: open it with 'rb'")
@@ -57,6 +58,6 @@ def check_source(source: Any) -> None:
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Refuses what is no lifetime. Raises TypeError."""
+    """Checks that a value is a lifetime. Raises TypeError."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f"{name} is a whole number of seconds or None, not {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Every request of the REST API as a value: what to send and how to read the response.
+"""Every request of the REST API as a value that says what to send and how to read the response.
 
 There is no input or output here, so the synchronous and the asynchronous client cannot differ.
 """
@@ -26,12 +26,12 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass(frozen=True)
 class ApiRequest(Generic[T]):
-    """One request.
+    """A request of the API.
 
     Args:
-        read: reads the whole response.
-        repeatable: doing it twice is as good as once, so it is sent again when the connection breaks.
-        accept: error statuses that are answers all the same.
+        read: converts the response to a result.
+        repeatable: True if it can be done twice without harm, so that it is sent again when the connection breaks.
+        accept: error statuses whose responses are results, too.
     """
 
     method: str
@@ -50,7 +50,7 @@ class ApiRequest(Generic[T]):
         return self.upload is None or self.upload.replayable
 
     def result(self, response: httpx.Response) -> T:
-        """Returns what the response says. Raises BadResponse: the response is not one of this API."""
+        """Returns the result in the response. Raises BadResponse if the response is not one of this API."""
         try:
             return self.read(response)
         except (ValueError, KeyError, TypeError) as exc:
@@ -58,7 +58,7 @@ class ApiRequest(Generic[T]):
 
 
 class ChatOptions(TypedDict, total=False):
-    """Fields of a chat completion besides ``messages`` and ``stream``. The server chooses what is left out.
+    """Fields of a chat completion besides ``messages`` and ``stream``. The server has defaults for the others.
 
     ``policy``, ``press``, ``retrieval`` (``"always"``, ``"auto"`` or a dictionary) and ``trace`` are ours; further
     options of ours go in ``mpic``, further fields of the request in ``extra_body``.
@@ -91,20 +91,20 @@ def given(**values: Any) -> dict[str, Any]:
 
 
 def one_of_two(name: str, value: T | None, older: str, old_value: T | None) -> T | None:
-    """Returns the value of a parameter that has an older name, too. Raises TypeError: both are given."""
+    """Returns the value of a parameter that also has an older name. Raises TypeError if both are given."""
     if value is not None and old_value is not None:
         raise TypeError(f"{older} is the older name of {name}: give one of them")
     return old_value if value is None else value
 
 
 def with_outcome(done: M, made: M) -> M:
-    """Returns what was asked for later with what only the answer to its upload said."""
+    """Returns the later state of an upload, with the ``outcome`` that only the response to the upload has."""
     outcome = getattr(made, "outcome", None)
     return done if outcome is None else done.model_copy(update={"outcome": outcome})
 
 
 def path(*parts: str) -> str:
-    """Returns a path under /v1 with quoted ids. An empty id is refused: it would name the whole collection."""
+    """Returns a path under /v1 with quoted ids. An empty id is refused, because it would name the whole collection."""
     for part in parts:
         check_id(part)
     return "/v1/" + "/".join(quote(part, safe="") for part in parts)
@@ -119,7 +119,8 @@ def as_model(model: type[M]) -> Callable[[httpx.Response], M]:
 
 
 def conversation(messages: Sequence[Mapping[str, Any]] | str) -> Sequence[Mapping[str, Any]]:
-    """Returns messages as they are, and a plain text as one message of the user. Raises TypeError: it is neither."""
+    """Returns messages as they are, and a plain string as one message of the user. Raises TypeError if it is
+    neither."""
     check_messages(messages)
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
@@ -127,7 +128,7 @@ def conversation(messages: Sequence[Mapping[str, Any]] | str) -> Sequence[Mappin
 def chat(
     messages: Sequence[Mapping[str, Any]], stream: bool, options: ChatOptions
 ) -> ApiRequest[types.ChatCompletion]:
-    """Returns the request of a chat completion; it is repeatable, because an answer may be computed twice."""
+    """Returns the request of a chat completion. It is repeatable, because computing an answer twice does no harm."""
     fields: dict[str, Any] = dict(options)
     check_options(fields, ChatOptions.__annotations__)
     trace, extra = fields.pop("trace", None), dict(fields.pop("extra_body", None) or {})
@@ -144,7 +145,7 @@ def chat(
     )
 
 
-# ---- files, caches and references alike
+# ---- files, caches and references
 
 
 def listing(collection: str, page: type[M], **params: Any) -> ApiRequest[M]:
@@ -197,7 +198,8 @@ def file_create(
     press: str | None,
     purpose: str,
 ) -> ApiRequest[types.File]:
-    """Returns the request of an upload; it is repeatable with a handle, which names one file however often it comes."""
+    """Returns the request of an upload. It is repeatable if it has a handle, because a repeated upload then makes no
+    second file."""
     check_seconds("ttl", ttl)
     life = None if ttl is None else str(ttl)
     form = {"purpose": purpose, **given(handle=handle, ttl=life, press=press)}
@@ -226,7 +228,7 @@ def cache_create(
 
 
 def cache_retrieve(id: str) -> ApiRequest[types.Cache | types.CacheChunk]:
-    """Returns the request of a cache or of one chunk, as the id says."""
+    """Returns the request of a cache or of one chunk, depending on the id."""
 
     def read(response: httpx.Response) -> types.Cache | types.CacheChunk:
         body = response.json()

@@ -1,10 +1,11 @@
-"""Errors of the SDK: the server's own errors (``mpic.errors``), raised again here, and those only a client can meet.
+"""Errors of the SDK: the server's errors (``mpic.errors``), which the client raises again, and those that only a client
+has.
 
 MPICError
 ├── ... every error of mpic.errors, found by the ``code`` in the server's answer
 └── ClientError
     ├── Unreachable     unreachable    no connection, or it broke
-    ├── ClientClosed    client_closed  the client was closed before
+    ├── ClientClosed    client_closed  the client was closed already
     ├── TimedOut        timeout        no answer, or not compiled, in time
     └── BadResponse     bad_response   an answer that is not this API's
 
@@ -22,7 +23,7 @@ from mpic.errors import MPICError
 
 
 class ClientError(MPICError):
-    """An error the server has not reported. ``status`` is 0 when there was no answer."""
+    """An error that the server has not reported. ``status`` is 0 when there was no response."""
 
     status, code = 0, "client_error"
 
@@ -58,7 +59,7 @@ BY_STATUS = {
 
 
 def from_response(response: httpx.Response) -> MPICError:
-    """Returns the error of an error response that has been read."""
+    """Returns the error in a response that has been read."""
     try:
         return from_body(response.json()["error"], response.status_code)
     except (ValueError, KeyError, TypeError):
@@ -68,7 +69,7 @@ def from_response(response: httpx.Response) -> MPICError:
 
 
 def from_body(body: dict[str, Any], status: int | None) -> MPICError:
-    """Returns the error of the ``error`` object in a body.
+    """Returns the error in the ``error`` object of a body.
 
     Args:
         status: the status of the response; None inside a stream, whose own status was 200: the error then has the
@@ -83,7 +84,7 @@ def from_body(body: dict[str, Any], status: int | None) -> MPICError:
 
 
 def from_transport(exc: httpx.TransportError, url: httpx.URL) -> ClientError:
-    """Returns the error of an exchange that failed."""
+    """Returns the error for an exception of httpx."""
     what = str(exc) or type(exc).__name__
     if isinstance(exc, httpx.TimeoutException) and not isinstance(exc, httpx.ConnectTimeout):
         return TimedOut(f"no answer from {url} in time: {what}")

@@ -1,4 +1,4 @@
-"""How both clients set httpx up, and how an ``ApiRequest`` becomes arguments of httpx."""
+"""Sets up httpx for both clients, and converts an ``ApiRequest`` to arguments of httpx."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def server_address(url: str | None) -> str:
-    """Returns where a server listens, without a final ``/v1``.
+    """Returns the address of a server, without a final ``/v1``.
 
     Args:
-        url: ``host:port`` and ``:port`` (of this machine) are understood too; None reads the environment variable
-            MPIC_URL and, without one, is ``DEFAULT_URL``.
+        url: the address; ``host:port`` and ``:port`` (on this machine) are accepted, too. None reads the environment
+            variable MPIC_URL; the default is ``DEFAULT_URL``.
 
     Raises:
-        BadRequest: it is no address.
+        BadRequest: it is not an address.
     """
     given = (os.environ.get(URL_VARIABLE) or DEFAULT_URL) if url is None else url
     address = given.strip().rstrip("/").removesuffix("/v1")
@@ -52,7 +52,7 @@ def client_options(
     Args:
         base_url: see ``server_address``.
         api_key: None reads the environment variable MPIC_API_KEY; "" sends none.
-        timeout: None is ``TIMEOUT``.
+        timeout: see ``TIMEOUT`` for the default.
     """
     url = server_address(base_url)
     key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
@@ -63,7 +63,7 @@ def client_options(
         "base_url": url,
         "headers": headers,
         "timeout": TIMEOUT if timeout is None else timeout,
-        "trust_env": httpx.URL(url).host not in LOCAL_HOSTS,  # proxies do not reach this machine
+        "trust_env": httpx.URL(url).host not in LOCAL_HOSTS,  # a proxy does not reach this machine
     }
 
 

@@ -1,7 +1,7 @@
-"""Transports that call an ASGI application in place of the network, without a port.
+"""Transports that call an ASGI application directly, without network and port.
 
-They stream both ways, and the application notices when a client leaves. (httpx's own ASGI transport collects the whole
-answer first.)
+They stream in both directions, and the application notices when a client disconnects. (httpx's own ASGI transport
+collects the whole response first.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ AHEAD = 16  # messages that an application may send before they are read
 
 
 class AsyncInProcess(httpx.AsyncBaseTransport):
-    """For ``AsyncMPIC``: calls ``app`` in the running loop. The caller starts it and shuts it down (``Lifespan``)."""
+    """A transport for ``AsyncMPIC`` that calls ``app`` in the running loop. The caller starts and shuts down the
+    application (``Lifespan``)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,7 +59,7 @@ def _scope(request: httpx.Request) -> dict[str, Any]:
 
 
 class _Exchange(httpx.AsyncByteStream):
-    """One request and its response, message by message."""
+    """A request and its response, message by message."""
 
     task: asyncio.Task[None]
 
@@ -107,13 +108,16 @@ class _Exchange(httpx.AsyncByteStream):
                 yield message.get("body", b"")
 
     async def aclose(self) -> None:
-        """Tells the application that the client has left, and waits until it ends."""
+        """Tells the application that the client has disconnected, and waits until it ends."""
         self._gone.set()
         self._sent = True
         while not self.task.done():  # a full queue must not keep the application from ending
             while not self._messages.empty():
                 self._messages.get_nowait()
             await asyncio.wait([self.task], timeout=0.01)
+        while not self._messages.empty():
+            self._messages.get_nowait()
+        self._messages.put_nowait(None)  # another task may be reading, and must not wait for ever
 
 
 class Lifespan:
@@ -144,7 +148,7 @@ class Lifespan:
 
 
 class InProcess(httpx.BaseTransport):
-    """For ``MPIC``: runs a Starlette or FastAPI application in a loop on a thread of its own.
+    """A transport for ``MPIC`` that runs a Starlette or FastAPI application in a loop on a thread of its own.
 
     The application is started and shut down with the transport. Requests may come from many threads.
 
@@ -170,7 +174,7 @@ class InProcess(httpx.BaseTransport):
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:  # also Ctrl-C: the work is not needed any more
+        except BaseException:  # also after Ctrl-C, when the work is no longer needed
             future.cancel()
             raise
 

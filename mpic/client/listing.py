@@ -18,7 +18,7 @@ def _next_id(page: ItemPage[Any]) -> str | None:
 
 
 class Listing(Generic[T]):
-    """A listing: ``data`` is its first page, iterating goes through all of it."""
+    """A listing. ``data`` is its first page; iterating goes through all pages."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Listing(Generic[T]):
 
 
 class AsyncListing(Generic[T]):
-    """A listing: awaited, it is its first page; ``async for`` goes through all of it."""
+    """A listing. Awaiting it returns the first page; ``async for`` goes through all pages."""
 
     def __init__(
         self,
@@ -68,6 +68,6 @@ class AsyncListing(Generic[T]):
         page: ItemPage[T] | None = await self
         while page is not None:
             items, after = page.data, _next_id(page)
-            page = None if after is None else await self._send(self._page_after(after))  # as in Listing
+            page = None if after is None else await self._send(self._page_after(after))  # see Listing
             for item in items:
                 yield item

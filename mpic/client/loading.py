@@ -10,11 +10,11 @@ Told = Callable[[str], None]
 
 
 def teller(progress: Told | bool | None) -> Told:
-    """Returns what is called at every stage.
+    """Returns the function that is called with every stage.
 
     Args:
-        progress: a function; True writes to stderr, False tells nothing; None writes to stderr where a person watches:
-            in a terminal and in a notebook.
+        progress: a function; True writes to stderr, False shows nothing; None writes to stderr in a terminal and in a
+            notebook.
     """
     if callable(progress):
         return progress

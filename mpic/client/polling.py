@@ -1,4 +1,4 @@
-"""Waiting until something is compiled, without the waiting itself."""
+"""Decides when to ask again whether something is compiled; the callers do the waiting."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WAIT = 600.0
 
 
 class CompileWait:
-    """Decides how long to wait for a compilation.
+    """Decides how long to wait before asking about a compilation again.
 
     Args:
-        timeout: most seconds to wait in all.
+        timeout: maximum number of seconds to wait altogether.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -26,18 +26,19 @@ class CompileWait:
         self._pauses = pauses()
 
     def pause(self, found: Any) -> float | None:
-        """Returns the seconds until the next look, None if ``found`` is compiled.
+        """Returns the seconds until the next request, or None if ``found`` is compiled.
 
         Raises:
-            CompileFailed: it cannot be compiled.
-            TimedOut: the time is over.
+            CompileFailed: the item cannot be compiled.
+            TimedOut: the timeout has passed.
         """
         name = getattr(found, "filename", None) or getattr(found, "name", None) or found.id
         if found.state == "ready":
             return None
         if found.state == "failed":
             own = getattr(found, "status_details", None) or getattr(found, "error", None)
-            parts = getattr(found, "chunks", None) or ()  # a file's are places, without an error
+            # the chunks of a file are only positions, which have no error
+            parts = getattr(found, "chunks", None) or ()
             chunks = [part.error for part in parts if getattr(part, "error", None)]
             raise CompileFailed(f"{name}: {own or '; '.join(chunks) or 'not compiled'}", id=found.id)
         if time.monotonic() > self._deadline:
@@ -46,7 +47,7 @@ class CompileWait:
 
 
 def pauses() -> Iterator[float]:
-    """Yields the seconds between two looks at something that is being compiled."""
+    """Yields the seconds between two requests about something that is being compiled."""
     pause = 0.05
     while True:
         yield pause

@@ -1,4 +1,4 @@
-"""Decides whether a request is sent again, and how long to wait before."""
+"""Decides whether a request is sent again, and how long to wait before that."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Retry:
     not sent again, because it would not be faster the second time.
 
     Args:
-        most: how often a request is sent again.
+        most: maximum number of times that a request is sent again.
         first: seconds before the first repetition; doubled for each further one.
-        longest: most seconds to wait. If the server asks for a longer wait (Retry-After), its refusal is raised.
+        longest: maximum number of seconds to wait. If the server asks for a longer wait (Retry-After), its refusal is
+            raised.
     """
 
     most: int = 2
@@ -41,7 +42,7 @@ class Retry:
 
         Args:
             attempt: 0 for the first.
-            repeatable: doing it twice is harmless.
+            repeatable: True if the request can be done twice without harm.
         """
         if attempt >= self.most:
             return None

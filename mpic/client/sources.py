@@ -1,7 +1,7 @@
-"""Files to send: what may name one, and how it is read: in pieces, and from the start for each attempt.
+"""Files to send, which are read in pieces, and from the start for each attempt.
 
-Only here may a text be a path, for the convenience of the program that uses the SDK. A program that passes on the words
-of others makes its client with ``local_files=False``, so that no text is taken for a path.
+This is the only module in which a string may be a path, for the convenience of programs that use the SDK. A program
+that passes on text of other people makes its client with ``local_files=False``, so that no string is taken for a path.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ IMAGE_URL = re.compile(r"data:image/(?:png|jpeg|webp|bmp|gif);base64,")
 
 @dataclass(frozen=True)
 class Upload:
-    """One file of a form.
+    """A file of a form.
 
     Args:
-        content: what is sent; a ``Path`` is opened for each attempt.
+        content: the content to send; a ``Path`` is opened for each attempt.
     """
 
     name: str
@@ -89,10 +89,11 @@ class _Counted:
 
 @dataclass(frozen=True)
 class Sources:
-    """Turns what a caller names into what is sent.
+    """Converts the files and images that a caller passes to the form in which they are sent.
 
     Args:
-        local_files: a text (or a ``Path``) names a file of this machine. If False, it is refused and nothing is opened.
+        local_files: True if a string or ``Path`` names a file of this machine. If False, both are refused and nothing
+            is opened.
     """
 
     local_files: bool = True
@@ -101,8 +102,8 @@ class Sources:
         """Returns a file to upload.
 
         Raises:
-            TypeError: it is no file.
-            BadRequest: it is a path, and none may be opened.
+            TypeError: it is not a file.
+            BadRequest: it is a path, and paths are not allowed.
         """
         check_source(source)
         if isinstance(source, tuple):
@@ -126,7 +127,7 @@ class Sources:
         """Returns a data URL as it is, and the image at a path as a data URL.
 
         Raises:
-            InvalidImage: it is not a data URL of an image, and no path may be opened.
+            InvalidImage: it is not a data URL of an image, and paths are not allowed.
         """
         if image is None:
             return None
@@ -146,7 +147,7 @@ def image_data_url(value: Any, most: int | None = None) -> str:
     """Returns the value if it is a data URL of an image; nothing is opened.
 
     Args:
-        most: most characters of the URL.
+        most: maximum length of the URL.
 
     Raises:
         InvalidImage: it is anything else.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from contextlib import suppress
 from types import TracebackType
 
 import httpx
@@ -13,16 +16,22 @@ from mpic.client.errors import BadResponse, from_body, from_transport
 
 
 class _EventReader:
-    """Reads server-sent events. ``usage`` is what the last one says."""
+    """Reads server-sent events.
+
+    Attributes:
+        usage: the usage in the last event that had one.
+        closed: True once the caller has closed the stream, perhaps while another thread or task was reading: the events
+            then just end.
+    """
 
     def __init__(self, response: httpx.Response, keep_usage: bool) -> None:
         self.response = response
         self.keep_usage = keep_usage
         self.usage: Usage | None = None
-        self.done = False
+        self.done = self.closed = False
 
     def read(self, line: str) -> ChatCompletionChunk | None:
-        """Returns the chunk of a line, None if the line has none for the caller."""
+        """Returns the chunk in a line, or None if the line has none for the caller."""
         if not line.startswith("data:"):
             return None
         data = line[5:].strip()
@@ -40,18 +49,23 @@ class _EventReader:
         return chunk if chunk.choices or self.keep_usage else None
 
     def finish(self) -> None:
-        """Raises BadResponse unless the stream has come to its end."""
-        if not self.done:
+        """Raises BadResponse unless the stream was complete or the caller has closed it."""
+        if not self.done and not self.closed:
             raise BadResponse("the stream broke off before its end")
+
+    def fail(self, exc: httpx.TransportError) -> None:
+        """Raises the error for an exception of httpx, unless the caller has closed the stream."""
+        if not self.closed:
+            raise from_transport(exc, self.response.url) from exc
 
 
 class Stream:
-    """The chunks of an answer as they come.
+    """The chunks of an answer, as they arrive.
 
     Leaving the ``with`` block, ``close()``, or dropping the stream ends the connection, and with it the server's work.
 
     Attributes:
-        usage: what was reused and what it cost; None until the stream has ended.
+        usage: the usage of the answer, reuse included; None until the stream has ended.
     """
 
     def __init__(self, response: httpx.Response, keep_usage: bool = False) -> None:
@@ -73,7 +87,12 @@ class Stream:
         return (chunk.text for chunk in self if chunk.text)
 
     def close(self) -> None:
-        self._chunks.close()
+        """Ends the stream; another thread may be reading it."""
+        self._events.closed = True
+        try:
+            self._chunks.close()
+        except ValueError:  # another thread is in the generator, which ends with the connection
+            _hang_up(self._events.response)
         self._events.response.close()
 
     def __enter__(self) -> Stream:
@@ -87,7 +106,8 @@ class Stream:
 
 
 class AsyncStream:
-    """As ``Stream``, with ``async for``. To end it early, leave the ``async with`` block or ``await close()``."""
+    """Like ``Stream``, but used with ``async for``. To end it early, leave the ``async with`` block or ``await
+    close()``."""
 
     def __init__(self, response: httpx.Response, keep_usage: bool = False) -> None:
         self._events = _EventReader(response, keep_usage)
@@ -110,8 +130,11 @@ class AsyncStream:
                 yield chunk.text
 
     async def close(self) -> None:
-        await self._chunks.aclose()
+        """Ends the stream; another task may be reading it."""
+        self._events.closed = True
         await self._events.response.aclose()
+        with suppress(RuntimeError):  # another task is in the generator, which ends with the connection
+            await self._chunks.aclose()
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -120,6 +143,12 @@ class AsyncStream:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def __del__(self) -> None:
+        if self._events.response.is_closed:
+            return
+        with suppress(RuntimeError):  # no loop runs any more, and nothing can be awaited
+            asyncio.get_running_loop().create_task(self.close())
 
 
 def _read(events: _EventReader) -> Generator[ChatCompletionChunk, None, None]:
@@ -131,7 +160,7 @@ def _read(events: _EventReader) -> Generator[ChatCompletionChunk, None, None]:
                     yield chunk
         events.finish()
     except httpx.TransportError as exc:
-        raise from_transport(exc, events.response.url) from exc
+        events.fail(exc)
     finally:
         events.response.close()
 
@@ -145,9 +174,18 @@ async def _aread(events: _EventReader) -> AsyncGenerator[ChatCompletionChunk, No
                     yield chunk
         events.finish()
     except httpx.TransportError as exc:
-        raise from_transport(exc, events.response.url) from exc
+        events.fail(exc)
     finally:
         await events.response.aclose()
+
+
+def _hang_up(response: httpx.Response) -> None:
+    """Ends the connection of a response. To close its socket would not wake a thread that waits for bytes."""
+    network = response.extensions.get("network_stream")
+    connection = network.get_extra_info("socket") if network is not None else None
+    if connection is not None:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 class _LineSplitter:

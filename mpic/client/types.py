@@ -1,6 +1,6 @@
-"""The objects the server answers with, under the names the SDK gives them.
+"""The objects in the server's responses, under their names in the SDK.
 
-They are frozen; ``model_dump()`` gives the dictionary back. OpenAI's fields have OpenAI's names and meaning.
+They are frozen; ``model_dump()`` converts one back to a dictionary. OpenAI's fields have OpenAI's names and meaning.
 """
 
 from mpic.api.base import Deleted

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpic.config import EngineConfig
     from mpic.engine.base import Engine
+    from mpic.kv.staging import Staging
     from mpic.kv.store import ChunkStore
 
 
@@ -27,7 +28,7 @@ def load_engine(
         The engine and the model's processor (vision models) or tokenizer.
 
     Raises:
-        ModelRefused: the model cannot be right, and why.
+        ModelRefused: results of the model would be wrong; the message says why.
         NoAdapter, AdapterRefused: the policy needs an adapter that the model does not have; the one it has cannot be
             used.
         ConfigError: the engine cannot follow an option, or vLLM is not installed.
@@ -82,9 +83,21 @@ def _load_native(config: EngineConfig, store: ChunkStore | None) -> tuple[Engine
         max_running=config.max_running,
         max_waiting=config.max_waiting,
         loaders=config.loaders,
+        staging=_staging(config, model.device.type),
         cuda_graphs=graphs,
     )
     return engine, model.processor
+
+
+def _staging(config: EngineConfig, device: str) -> Staging | None:
+    """Returns the size of the ring that chunks are read through; None on a device that has none."""
+    from mpic.kv.staging import SLOTS, staging_for
+
+    if device == "cuda":
+        return staging_for(config.staging_slots, config.staging_slot_bytes)
+    if (config.staging_slots, config.staging_slot_bytes) != (SLOTS, 0):
+        log.info("staging_slots and staging_slot_bytes change nothing on %s", device)
+    return None
 
 
 def _load_vllm(config: EngineConfig, store: ChunkStore | None, host_bytes: int) -> tuple[Engine, Any]:

@@ -13,8 +13,8 @@ from mpic.prompt.segments import Segment, TextSegment
 
 
 class Arrivals:
-    """Bounds how many requests wait. A request enters before anything of it is prepared, so that a flood costs nothing,
-    and leaves when the engine has seen it or has refused it. Thread-safe.
+    """Limits how many requests wait. A request enters before any of its preparation starts, so that a flood costs
+    nothing, and leaves when the engine has seen it or has refused it. Thread-safe.
 
     Args:
         waiting: returns how many of the requests that the engine has seen wait for their turn.
@@ -30,12 +30,12 @@ class Arrivals:
         self.count = 0
 
     def enter(self) -> None:
-        """Raises QueueFull: as many requests wait as may."""
+        """Registers an arriving request. Raises QueueFull when the maximum number of requests is waiting already."""
         with self._lock:
             waiting, limit = self.count + self._waiting(), self._limit()
             if limit is not None and waiting >= limit:
                 raise QueueFull(
-                    f"{waiting} requests are waiting for their turn, and no more may", waiting=waiting
+                    f"{waiting} requests are waiting for their turn, which is the limit", waiting=waiting
                 )
             self.count += 1
 
@@ -47,7 +47,7 @@ class Arrivals:
 def segment_shapes(
     segments: Sequence[Segment], chunk_sizes: Iterable[tuple[int, int]], policy: Policy
 ) -> list[SegmentShape]:
-    """Returns what ``make_plan`` needs to know of segments.
+    """Returns the shapes of segments, from which ``make_plan`` lays out a prompt.
 
     Args:
         chunk_sizes: tokens and rotary positions of each chunk, in prompt order.
@@ -64,7 +64,7 @@ def segment_shapes(
 
 
 def count_prompt(usage: GenerationUsage, plan: LinkPlan) -> None:
-    """Sets a usage's tokens of the prompt that a plan lays out."""
+    """Sets the prompt token counts of a usage from the plan of the prompt."""
     usage.prompt_tokens = plan.length
     usage.reused = plan.length - plan.own
     usage.recomputed = sum(place.length for place in plan.places) - usage.reused

@@ -14,15 +14,19 @@ from mpic.link.engines import PROVIDES
 from mpic.model.info import ModelInfo
 from mpic.prompt.segments import Prompt, Segment
 
+MOST_TOP_K = 2**31 - 1
+"""The largest ``top_k``. Any that is at least as large as the vocabulary keeps all tokens."""
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. ``temperature = 0`` is greedy. Results depend on ``seed`` alone, not on the batch.
+    """The sampling parameters of a request. ``temperature = 0`` is greedy. Results depend on ``seed`` alone, not on the
+    batch.
 
     Args:
         max_tokens: most new tokens; None: up to the model's context.
-        top_k: 0 keeps all tokens.
-        logprobs: how many alternatives to report beside each chosen token (0..20); None reports nothing.
+        top_k: 0 keeps all tokens; at most ``MOST_TOP_K``.
+        logprobs: number of alternatives to report beside each chosen token (0..20); None reports nothing.
         stop: strings that end generation; they are not part of the answer.
         ignore_eos: generate up to ``max_tokens`` (benchmarks).
     """
@@ -38,14 +42,15 @@ class Sampling:
 
 
 class Hit(NamedTuple):
-    """A reference that a search found: what to link, and what to tell the reader about it (JSON)."""
+    """A reference that a search found: the chunk to link, and its citation for the reader (JSON)."""
 
     chunk: Chunk
     citation: Mapping[str, Any]
 
 
 class SearchResult(NamedTuple):
-    """The outcome of a search: the query as it was understood, references, best first, and why there are none."""
+    """The outcome of a search: the query as it was understood, the references, best first, and the reason if there are
+    none."""
 
     query: str
     hits: tuple[Hit, ...] = ()
@@ -53,16 +58,16 @@ class SearchResult(NamedTuple):
 
 
 class Retrieval(ABC):
-    """How a request searches while it is being answered. Each request has its own; methods run on a search thread.
+    """Searches for a request while it is being answered. Each request has its own; methods run on a search thread.
 
     The model calls by generating ``opens``, the call, ``closes``; none of it is part of the answer. The request is then
-    paused, ``search`` runs, and what ``insert`` returns is put after the call as if it had stood there from the start.
+    paused, ``search`` runs, and the result of ``insert`` is put after the call as if it had been there from the start.
 
     Attributes:
-        opens, closes: strings around a call, control tokens included.
-        rounds: most searches in the request; a further call ends the answer.
-        nothing: for models that cannot go on without a reference: what the answer ends with when there is none. None:
-            the model reads what ``insert`` returns then, and goes on.
+        opens, closes: the strings that begin and end a call, control tokens included.
+        rounds: maximum number of searches in the request; a further call ends the answer.
+        nothing: the text that ends the answer when no reference is found, for models that cannot go on without one.
+            None: the model reads what ``insert`` returns in that case, and goes on.
     """
 
     opens: str
@@ -72,30 +77,30 @@ class Retrieval(ABC):
 
     @abstractmethod
     def search(self, call: str) -> SearchResult:
-        """Looks up what the model asked for. An MPICError becomes the round's ``error``."""
+        """Searches for the query of the model's call. An MPICError becomes the round's ``error``."""
 
     @abstractmethod
     def insert(self, hits: Sequence[Hit], number: int) -> tuple[Segment, ...]:
-        """Returns what the model reads after its call. It must not depend on anything but the arguments.
+        """Returns the segments that the model reads after its call. They must depend on the arguments alone.
 
         Args:
             hits: the references that fit; fewer than were found, or none.
-            number: number of the first of them, counted from 1 over the request.
+            number: number of the first hit, counted from 1 over the request.
         """
 
 
 @dataclass
 class RetrievalRound:
-    """One search of a request.
+    """A search of a request.
 
     Args:
-        query: what was searched for.
-        citations: of the references that were inserted, best first.
-        at: tokens the model had generated when it called.
-        tokens, reused: tokens that were inserted, markers included, and those of them that were not computed.
-        search_ms: from the call to the references, their inputs included.
-        link_ms: from there to the next token.
-        error: why nothing was inserted (``nothing_found``, ``rounds``, or an error's code); None otherwise.
+        query: the text that was searched for.
+        citations: citations of the references that were inserted, best first.
+        at: number of tokens that the model had generated when it called.
+        tokens, reused: number of tokens that were inserted, markers included, and how many of them were not computed.
+        search_ms: time from the call until the references and their inputs were found.
+        link_ms: time from then until the next token.
+        error: the reason when nothing was inserted (``nothing_found``, ``rounds``, or an error's code); None otherwise.
     """
 
     query: str
@@ -110,8 +115,8 @@ class RetrievalRound:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One generation. ``user`` comes from the server's authentication and isolates every cache. With ``trace`` the
-    usage shows where every token of the prompt came from."""
+    """A request for an answer. ``user`` comes from the server's authentication and isolates every cache. With ``trace``
+    the usage shows where every token of the prompt came from."""
 
     id: str
     prompt: Prompt
@@ -132,7 +137,7 @@ class TokenLogprob(NamedTuple):
 
 class Delta(NamedTuple):
     """A part of an answer. The last one carries ``finish_reason`` (stop | length | abort) and ``usage``. One with
-    ``retrieval`` reports a search that has ended, before the model reads what it found."""
+    ``retrieval`` reports a search that has ended, before the model reads its result."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -144,13 +149,14 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkUse:
-    """The report on one linked chunk.
+    """Reports how one linked chunk was used.
 
     ``tier`` is where its KV came from: ``device`` (resident pages), ``host``, ``disk``, a remote tier's name,
     ``compiled`` (computed in this request) or ``none`` (the policy recomputes all of it). ``reason`` is why tokens were
     recomputed or the chunk compiled: ``policy``, ``new``, ``recipe``, ``evicted``, ``expired``, ``model_changed``,
     ``corrupt``, and from vLLM ``missing``, ``mismatch``, ``late``, ``rows`` (docs/vllm.md); None when nothing was.
-    ``press`` has compressed its KV, of which the prompt mapped a part of ``bytes`` (0: it mapped none).
+    ``press`` names the press that compressed its KV. ``bytes`` is the size of the part that the prompt mapped (0:
+    none).
     """
 
     key: str
@@ -170,8 +176,8 @@ class TraceSpan(NamedTuple):
 
     ``state``: ``new`` (the request's own text, computed), ``prefix`` (found in the prefix cache), ``recomputed`` (of a
     chunk, computed again), or of a chunk and reused, by where its KV came from: ``device``, ``host``, ``disk``,
-    ``compiled`` (in this request). ``kind``: ``text | image | document``; the last two are chunks and may have a
-    ``label`` and a ``file_id``.
+    ``compiled`` (in this request). ``kind``: ``text | image | video | document``; all but the first are chunks and
+    may have a ``label`` and a ``file_id``.
     """
 
     start: int
@@ -191,7 +197,7 @@ class GenerationUsage:
     those prompt tokens that an adapter adds around chunks. ``attended`` counts the (query, key) pairs of a layer's
     attention that computing the prompt took. ``compiled`` counts tokens of
     chunks that this request had to compile, ``probed`` tokens that passed the first layers so that a dynamic policy
-    could decide; both come on top. What retrieval inserts while decoding counts as prompt.
+    could decide; both come on top. Tokens that retrieval inserts while decoding count as prompt.
     """
 
     prompt_tokens: int = 0
@@ -234,7 +240,7 @@ class Engine(ABC):
     """Runs requests. Thread-safe; owns the device.
 
     Attributes:
-        provides: what it does of what a policy may need.
+        provides: the abilities that policies may need and this engine has.
     """
 
     info: ModelInfo
@@ -245,20 +251,21 @@ class Engine(ABC):
         return policy.needs() <= self.provides
 
     def policies(self) -> list[str]:
-        """Returns how the policies it supports are written."""
+        """Returns the names of the policies that it supports, as users write them."""
         return [policy.syntax for policy in POLICIES if self.supports(policy)]
 
     def presses(self) -> list[str]:
-        """Returns how the presses are written by which it compresses chunks of its model."""
+        """Returns the names of the presses that can compress chunks of its model, as users write them."""
         return []
 
     @abstractmethod
     def submit(self, request: GenerationRequest) -> GenerationStream:
-        """Queues a request. Raises a BadRequest at once for what can be known without computing."""
+        """Queues a request. Raises a BadRequest at once when the request is known to fail without computing
+        anything."""
 
     @abstractmethod
     def compile(self, chunk: Chunk, wrapping: Wrapping = BARE) -> Future[int]:
-        """Compiles a chunk and stores it. The future gets its token count, or an MPICError."""
+        """Compiles a chunk and stores it. The result of the future is the chunk's token count, or an MPICError."""
 
     def prefetch(self, chunk: Chunk, wrapping: Wrapping = BARE) -> None:  # noqa: B027 - a hint may be ignored
         """Hints that a chunk may be linked soon: its stored KV may be brought to the device. Never waits, and never
@@ -283,4 +290,5 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stops: finishes the running step, fails what waits with EngineStopped, and writes what is unsaved."""
+        """Stops the engine: finishes the running step, fails waiting requests with EngineStopped, and writes unsaved
+        chunks."""

@@ -1,25 +1,25 @@
-"""Refusals before anything is computed, whichever engine would compute."""
+"""Checks that refuse a request before anything is computed, shared by both engines."""
 
 from __future__ import annotations
 
 import math
 
 from mpic import memory
-from mpic.engine.base import Sampling
+from mpic.engine.base import MOST_TOP_K, Sampling
 from mpic.errors import ContextLengthExceeded, EmptyPrompt, MPICError, OutOfMemory, UnsupportedParameter
 from mpic.link import LinkPlan, Policy
 from mpic.prompt.segments import Prompt, TextSegment
 
 
 def check_prompt(prompt: Prompt) -> None:
-    """Raises EmptyPrompt: a prompt does not end with text of its own, after which an answer could begin."""
+    """Raises EmptyPrompt when a prompt does not end with text of its own, after which an answer could begin."""
     last = prompt.segments[-1] if prompt.segments else None
     if not isinstance(last, TextSegment) or len(last) == 0:
         raise EmptyPrompt("a prompt must end with text of its own", param="messages")
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Refuses numbers that mean nothing.
+    """Refuses sampling parameters that are out of range.
 
     Raises:
         UnsupportedParameter: names the parameter.
@@ -29,7 +29,7 @@ def check_sampling(sampling: Sampling) -> None:
         ("max_tokens", s.max_tokens is None or s.max_tokens >= 1, "at least 1"),
         ("temperature", math.isfinite(s.temperature) and s.temperature >= 0, "0 or more"),
         ("top_p", 0 < s.top_p <= 1, "above 0 and at most 1"),
-        ("top_k", s.top_k >= 0, "0 or more"),
+        ("top_k", 0 <= s.top_k <= MOST_TOP_K, f"0 to {MOST_TOP_K}"),
         ("logprobs", s.logprobs is None or s.logprobs >= 0, "0 or more"),
     ):
         if not good:
@@ -41,11 +41,11 @@ def check_context(length: int, asked: int | None, context: int) -> None:
 
     Args:
         length: tokens of the prompt.
-        asked: tokens of the answer, if a number was asked for; otherwise one must fit.
-        context: most tokens of both.
+        asked: number of answer tokens that the request asks for; if it names none, at least one must fit.
+        context: maximum number of tokens of prompt and answer together.
 
     Raises:
-        ContextLengthExceeded: they do not.
+        ContextLengthExceeded: they do not fit.
     """
     if length >= context or (asked is not None and length + asked > context):
         raise ContextLengthExceeded(
@@ -58,16 +58,17 @@ def check_context(length: int, asked: int | None, context: int) -> None:
 
 
 def check_extends(plan: LinkPlan, shorter: LinkPlan, policy: Policy) -> None:
-    """Raises UnsupportedParameter: the plan of a request with references is not the plan before with more behind it."""
+    """Raises UnsupportedParameter when adding references to a request would change the part of its plan that has
+    already been computed."""
     if not plan.extends(shorter):
         raise UnsupportedParameter(
-            f"policy {policy} chooses anew when a chunk is added: it cannot take references while decoding",
+            f"policy {policy} would choose other tokens for a longer prompt: it cannot take references while decoding",
             param="mpic.policy",
         )
 
 
 def as_failure(error: BaseException) -> MPICError:
-    """Returns an error of ``mpic.errors`` for whatever went wrong inside."""
+    """Converts any exception to an error of ``mpic.errors``."""
     if isinstance(error, MPICError):
         return error
     if memory.is_exhaustion(error):

@@ -1,4 +1,4 @@
-"""Tokens become text as they are generated; calls in it are found and kept out of the answer."""
+"""Turns tokens into text as they are generated; search calls are found in the text and kept out of the answer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._watches = [_Watch(s) for s in stop if s]
         self._ids: list[int] = []
-        self._start = self._read = 0  # window of tokens that is decoded again, and where new ones begin in it
+        # the window of tokens that is decoded again begins at ``_start``; the new ones in it begin at ``_read``
+        self._start = self._read = 0
         self._held = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Returns the text that this token has made certain. Sets ``stopped`` when a stop string is complete."""
+        """Returns the text that is final with this token. Sets ``stopped`` when a stop string is complete."""
         if self._tokenizer is None:
             return ""
         self._ids.append(token)
@@ -40,7 +41,7 @@ class Detokenizer:
         return self._release(after[len(before) :])
 
     def finish(self) -> str:
-        """Returns what was held back, at the end of generation."""
+        """Returns the text that was held back, at the end of generation."""
         if self._tokenizer is None or self.stopped:
             return ""
         before = self._decode(self._ids[self._start : self._read])
@@ -67,7 +68,7 @@ class Detokenizer:
         return text[: len(text) - keep]
 
     def _restart(self) -> None:
-        """Forgets the text so far: what follows is a text of its own."""
+        """Forgets the text so far; the text that follows is decoded independently of it."""
         self._ids, self._start, self._read, self._held = [], 0, 0, ""
         self._watches = [_Watch(watch.stop) for watch in self._watches]
         self.stopped = False
@@ -84,7 +85,7 @@ class _Watch:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.seen = 0
-        # for a number of seen characters the next smaller one that fits too, as far as needed
+        # the failure function of the algorithm, computed as far as it is needed
         self._shorter = [0, 0]
 
     def push(self, text: str) -> int | None:
@@ -115,7 +116,7 @@ class CallDetokenizer(Detokenizer):
         self._opens, self._closes = opens, closes
         self._raw = _Raw(tokenizer)
         self._recent = ""
-        self._open_call: str | None = None  # its text so far
+        self._open_call: str | None = None  # text of the call so far
         self.call: str | None = None
 
     def push(self, token: int) -> str:
@@ -139,7 +140,7 @@ class CallDetokenizer(Detokenizer):
         return text
 
     def finish(self) -> str:
-        """Returns what was held back. A call that was never closed is not shown either."""
+        """Returns the text that was held back. A call that was never closed is not shown either."""
         return "" if self._open_call is not None else super().finish()
 
     def _close(self) -> None:
@@ -172,7 +173,8 @@ def detokenizer_for(tokenizer: Any, request: GenerationRequest) -> Detokenizer:
 
 
 class Detokenized(NamedTuple):
-    """The text of the answer that a token makes certain, the call that it closes, and whether the answer is over."""
+    """The result of reading a token: answer text that is now final, the call that the token closes, and whether the
+    answer has ended."""
 
     text: str
     call: str | None
@@ -183,7 +185,7 @@ def detokenize(detokenizer: Detokenizer, token: int, ends: bool) -> Detokenized:
     """Reads the next token of an answer.
 
     Args:
-        ends: whether it is a token that ends answers. It may close a call first, and is no text.
+        ends: True for a token that ends answers. Such a token may close a call first, and adds no text.
     """
     calls = isinstance(detokenizer, CallDetokenizer)
     text = detokenizer.push(token) if calls or not ends else ""

@@ -1,4 +1,4 @@
-"""Searches while decoding, whichever engine the request runs on."""
+"""Searches while decoding, shared by both engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def search(retrieval: Retrieval, call: str) -> SearchResult:
-    """Runs a search. One that fails has found nothing, and says why."""
+    """Runs a search. A search that fails returns no references and the reason."""
     try:
         return retrieval.search(call)
     except Exception as error:
@@ -26,7 +26,7 @@ def search(retrieval: Retrieval, call: str) -> SearchResult:
 
 def linkable(found: SearchResult, link: Callable[[Hit], None]) -> tuple[list[Hit], str | None]:
     """Returns the hits that can be linked, without those that were deleted meanwhile or cannot be read, and the code of
-    what went wrong, if anything did."""
+    the error, if there was one."""
     hits, error = [], found.error
     for hit in found.hits:
         try:
@@ -44,14 +44,15 @@ def insert(
     rounds: Sequence[RetrievalRound],
     extend: Callable[[tuple[Segment, ...]], T],
 ) -> tuple[list[Hit], T | None, str | None]:
-    """Puts as many of the hits behind a call as fit, the best first.
+    """Inserts as many of the hits after a call as fit, the best first.
 
     Args:
-        rounds: the request's searches so far.
+        rounds: number of the request's searches so far.
         extend: makes the longer request, or raises ContextLengthExceeded or PoolTooSmall.
 
     Returns:
-        The hits that went in, what ``extend`` made (None: the answer ends), and why something did not fit.
+        The hits that were inserted, the result of ``extend`` (None: the answer ends), and the error if something did
+        not fit.
     """
     number = 1 + sum(len(round.citations) for round in rounds)
     left, error = list(hits), None
@@ -70,9 +71,9 @@ def ended(found: SearchResult, hits: Sequence[Hit], at: int, error: str | None) 
     """Returns the record of a search that has ended.
 
     Args:
-        hits: what was inserted.
-        at: tokens the model had generated.
-        error: what went wrong; reported only when nothing was inserted.
+        hits: the hits that were inserted.
+        at: number of tokens that the model had generated.
+        error: the error, which is reported only when nothing was inserted.
     """
     why = None if hits else error or "nothing_found"
     return RetrievalRound(found.query, tuple(hit.citation for hit in hits), at, error=why)

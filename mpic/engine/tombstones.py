@@ -1,4 +1,4 @@
-"""Tombstones of chunks that were deleted while requests that know them are unfinished."""
+"""Tombstones of chunks that were deleted while requests that use them are unfinished."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from mpic.kv.chunk import Chunk, ChunkKey, KVKey
 
 
 class Tombstones:
-    """A request admitted before a deletion must not re-insert the chunk: it may still compute it for itself, but its KV
-    is not shown to others, not stored, and not remembered.
+    """Prevents requests that were admitted before a deletion from storing the chunk again. Such a request may still
+    compute the chunk for itself, but the KV is not shown to others, not stored, and not remembered.
 
     A tombstone is kept while anything is unfinished that might have begun before it. Thread-safe.
     """

@@ -1,4 +1,4 @@
-"""Where the tokens of a prompt came from, according to the plan of a finished request."""
+"""Traces where the tokens of a prompt came from, according to the plan of a finished request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TracedChunk(Protocol):
 
 
 def chunk_uses(plan: LinkPlan, linked: Sequence[TracedChunk], token_bytes: int) -> tuple[ChunkUse, ...]:
-    """Returns what happened to each chunk, in prompt order.
+    """Returns the use of each chunk, in prompt order.
 
     Args:
         token_bytes: bytes of the KV of one token.
@@ -101,5 +101,5 @@ def _show(linked: Sequence[TracedChunk], part: _Part) -> TraceSpan:
     if part.chunk is None:
         return TraceSpan(part.start, part.end, part.state, "text", None, None)
     chunk = linked[part.chunk].chunk
-    kind = "image" if chunk.kind == "image" else "document"
+    kind = "document" if chunk.kind == "text" else chunk.kind
     return TraceSpan(part.start, part.end, part.state, kind, chunk.label, chunk.file_id)

@@ -1,4 +1,4 @@
-"""Answers of a run and the file they are kept in: ``answers.jsonl``, one answer a line.
+"""The answers of a run, and the file that keeps them: ``answers.jsonl``, one answer per line.
 
 A finished run may be packed (``gzip answers.jsonl``): it is read as it is, and unpacked when it is resumed.
 """
@@ -21,11 +21,11 @@ NAME = "answers.jsonl"
 
 @dataclass
 class PolicyAnswer:
-    """One answer of one policy. ``chunks`` is what the cell asked for, ``pieces`` how many the prompt links, and
-    ``skipped`` why there is no answer. ``answer_tokens`` is the answer's length, None in runs of earlier versions
-    (EPIC, "Discussion of lengthy outputs": a policy may lose because it says too much). ``kv_bytes`` are those of the
-    compiled chunks that the prompt maps, each counted once, None as well. Times are in milliseconds, None
-    where several questions were asked at once."""
+    """An answer under one policy. ``chunks`` is the number that the cell asked for, ``pieces`` the number that the
+    prompt links, and ``skipped`` the reason if there is no answer. ``answer_tokens`` is the answer's length (EPIC,
+    "Discussion of lengthy outputs": a policy may lose because it says too much), and ``kv_bytes`` the bytes of the
+    compiled chunks that the prompt maps, each counted once; both are None in runs of earlier versions. Times are in
+    milliseconds, None where several questions were asked at once."""
 
     task: str
     chunks: int
@@ -85,14 +85,15 @@ def entries_of(path: Path, data: bytes) -> list[dict[str, Any]]:
             continue
         try:
             found.append(json.loads(line))
-        except ValueError:  # no JSON, or cut off within a letter
+        except ValueError:  # the line is not JSON, or was cut off within a character
             if number < len(lines):
                 raise BadRequest(f"{path}, line {number} is not JSON") from None
     return found
 
 
 def end_at_a_whole_line(path: Path) -> None:
-    """Makes a file ready to append to: removes a line cut off, and ends one that lacks only its end."""
+    """Prepares a file for appending: removes an incomplete last line, or adds the line break that a complete one
+    lacks."""
     data = path.read_bytes() if path.exists() else b""
     last = data.rpartition(b"\n")[2]
     if not last:
@@ -105,7 +106,7 @@ def end_at_a_whole_line(path: Path) -> None:
 
 
 def ready(out: Path) -> list[PolicyAnswer]:
-    """Returns the answers a run has written so far, and makes its file ready to append to."""
+    """Prepares a run's file for appending, and returns the answers in it."""
     path, packed = out / NAME, out / f"{NAME}.gz"
     answers = read_answers(out)
     if not path.exists() and packed.exists():

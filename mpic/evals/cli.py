@@ -143,7 +143,7 @@ def write_methods(
 
 @app.command()
 def fill(path: Annotated[Path, typer.Argument(help="a Markdown file with marks")]) -> None:
-    """Write the tables of a report anew from the runs and bench results that its marks name.
+    """Update the tables of a report from the runs and bench results that its marks name.
 
     A mark is a line `<!-- made: losses my-run mpic-16 -->`, closed by `<!-- end -->`; `docs/evidence/README.md` is made
     this way. Tables there are: summary, losses, cells, counts, runs, needles, same, methods, bench.

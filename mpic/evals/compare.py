@@ -1,8 +1,8 @@
-"""Policies side by side: every figure of a policy is compared with ``full`` on the same questions.
+"""Compares policies: every figure of a policy is compared with ``full`` on the same questions.
 
-Points lost come with a 95 % interval: questions are drawn anew within each cell (a task with a number of chunks), 2,000
-times, always a question's two answers together (stratified paired bootstrap; Efron and Tibshirani 1993, chapter 13).
-A difference whose interval holds 0 may be chance.
+Points lost come with a 95 % interval: questions are resampled 2,000 times within each cell (a task with a number of
+chunks), always a question's two answers together (stratified paired bootstrap; Efron and Tibshirani 1993, chapter 13).
+A difference whose interval contains 0 may be chance.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Lost(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """A policy over some answers. Scores in points of 100, times in milliseconds (None where none were taken), ratios
-    against ``full``."""
+    """The figures of a policy over some answers: scores in points of 100, times in milliseconds (None where none were
+    measured), ratios against ``full``."""
 
     policy: str
     questions: int
@@ -116,10 +116,23 @@ def lost(parts: Sequence[tuple[Sequence[PolicyAnswer], Sequence[PolicyAnswer]]])
     differences = [
         np.array([points(b) - points(a) for a, b in zip(mine, full, strict=True)]) for mine, full in parts
     ]
-    rng = np.random.default_rng(0)
-    drawn = sum(one[rng.integers(len(one), size=(DRAWS, len(one)))].mean(1) for one in differences)
-    low, high = np.quantile(drawn / len(differences), (0.025, 0.975))
+    low, high = interval(differences)
     return Lost(float(np.mean([one.mean() for one in differences])), float(low), float(high))
+
+
+def interval(parts: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Returns the 95 % interval of the mean over parts of their means, by the bootstrap over the questions of each.
+
+    Of n questions n - 1 are drawn: with n the variance of a part would come out by (n - 1) / n too small, which counts
+    where parts have a few questions each (Rao and Wu, Resampling inference with complex survey data, 1988).
+    """
+    rng = np.random.default_rng(0)
+    sizes = [max(1, len(one) - 1) for one in parts]
+    drawn = sum(
+        one[rng.integers(len(one), size=(DRAWS, n))].mean(1) for one, n in zip(parts, sizes, strict=True)
+    )
+    low, high = np.quantile(drawn / len(parts), (0.025, 0.975))
+    return float(low), float(high)
 
 
 def cells_of(answers: Iterable[PolicyAnswer]) -> dict[Cell, dict[str, list[PolicyAnswer]]]:
@@ -144,8 +157,8 @@ def policies_of(cells: Cells) -> list[str]:
 
 
 def at_every_count(cells: Cells) -> tuple[list[int], list[str]]:
-    """Returns the numbers of chunks, and the tasks that have every one of them: means over these compare like with
-    like."""
+    """Returns the numbers of chunks, and the tasks that have all of them, so that means over these tasks can be
+    compared."""
     counts = sorted({chunks for _, chunks in cells})
     tasks = dict.fromkeys(task for task, _ in cells)
     return counts, [task for task in tasks if all((task, count) in cells for count in counts)]
@@ -158,8 +171,8 @@ def at_count(
     policy: str,
     value: Callable[[Sequence[PolicyAnswer]], float | None],
 ) -> float | None:
-    """Returns a policy's mean over the tasks that ``full`` has a value of; None if it lacks one of them: its mean would
-    be of other questions."""
+    """Returns a policy's mean over the tasks for which ``full`` has a value; None if it lacks one of them, because its
+    mean would be over other questions."""
     there = [cell for task in tasks if value((cell := cells[task, count])["full"]) is not None]
     found = [value(cell[policy]) if policy in cell else None for cell in there]
     return None if None in found else mean_of(found)
@@ -171,7 +184,7 @@ def score(answers: Sequence[PolicyAnswer]) -> float:
 
 
 def ttft(answers: Sequence[PolicyAnswer]) -> float | None:
-    """Returns the median milliseconds to the first token, of the answers whose time was taken."""
+    """Returns the median milliseconds to the first token, over the answers whose time was measured."""
     return median_of(answer.ttft_ms for answer in answers)
 
 

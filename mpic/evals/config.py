@@ -1,11 +1,11 @@
 """The configuration of ``mpic eval run``: one TOML file, of which ``mpic eval example`` prints one (``cli.EXAMPLE``).
 
-Beside what the example has: ``title`` (of the report; left out: the model's name), ``at_once`` (questions in flight;
-more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype``, ``quantize`` (``int8``, ``int4``),
-``packet`` (an adapter's file instead of the one beside the model), and ``pressed`` with ``presses``: policies that are
-asked over chunks under each of those presses (``mpic-16+snapkv-50``, which may also stand among the policies).
-``generation`` (1 or 2) says how large the images and documents of the generated world are; left out: 2 for a model with
-8,192 tokens of context or more, else 1; a hub id is taken to have them.
+In addition to the options in the example there are ``title`` (of the report; left out: the model's name), ``at_once``
+(questions in flight; more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype``, ``quantize``
+(``int8``, ``int4``), ``packet`` (an adapter's file instead of the one beside the model), and ``pressed`` with
+``presses``: policies that are asked over chunks under each of those presses (``mpic-16+snapkv-50``, which may also
+stand among the policies). ``generation`` (1 or 2) says how large the images and documents of the generated world are;
+left out: 2 for a model with 8,192 tokens of context or more, else 1; a hub id is taken to have them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT_POLICIES = (
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """A ``[[task]]``: one cell for every number of chunks. ``source`` says where its file is published."""
+    """A ``[[task]]``: one cell for every number of chunks. ``source`` is the place where its file is published."""
 
     name: str
     path: str | None = None
@@ -118,8 +118,8 @@ class EvalConfig:
         return lines
 
     def data(self) -> dict[str, list[Any]]:
-        """Returns what the samples of each cell are made of, to tell runs apart. Answers are kept by task and number of
-        chunks.
+        """Returns the data that the samples of each cell come from, to tell runs apart. Answers are kept by task and
+        number of chunks.
 
         Raises:
             ConfigError: two tasks would answer under the same name and number of chunks.
@@ -143,8 +143,8 @@ class EvalConfig:
         return None if path is None else (self.folder / path).absolute()
 
     def fingerprint(self) -> str:
-        """Returns what changes with model, its numbers and seed; policies and numbers of questions may be added to a
-        run."""
+        """Returns a fingerprint of the settings that must not change during a run: the model, its numbers and the seed.
+        Policies and questions may be added to a run."""
         kept = {"model": _identity(self.model), "seed": self.seed, "dtype": self.dtype}
         if self.quantize:
             kept["quantize"] = self.quantize
@@ -156,12 +156,12 @@ def load_eval_config(path: Path, model: str | None = None, *, questions: int | N
 
     Args:
         model: a folder or hub id in place of the file's.
-        questions: of every cell, in place of what the file says.
+        questions: number of questions in every cell; overrides the file.
 
     Raises:
-        ConfigError: something of it cannot be used.
-        UnknownPolicy, UnknownPress, TaskError: there is none of that name.
-        UnsupportedParameter: a policy does not link chunks under a press.
+        ConfigError: a value cannot be used.
+        UnknownPolicy, UnknownPress, TaskError: there is no policy, press or task of that name.
+        UnsupportedParameter: a policy cannot be combined with a press.
     """
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -211,7 +211,7 @@ def _identity(model: str) -> list[Any]:
 
 
 def _generation_of(model: str) -> int:
-    """Returns the generation of the world that suits a model; a hub id is taken to have room for the second."""
+    """Returns the generation of the world that suits a model; a hub id is assumed to have room for the second."""
     path = Path(model) / "config.json"
     if not path.is_file():
         return 2
@@ -245,7 +245,7 @@ def _build(cls: type, values: Any, where: str) -> Any:
     tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     try:
         return cls(**tuples)
-    except TypeError as error:  # something is missing
+    except TypeError as error:  # a required field is missing
         raise ConfigError(f"{where}: {error}") from None
 
 
@@ -254,7 +254,7 @@ def _check(where: str, name: str, value: Any, hint: str) -> None:
     several = hint.startswith("tuple[")
     plain = hint.removeprefix("tuple[").removesuffix(", ...]").removesuffix(" | None")
     if plain not in _TYPES:
-        return  # no value of the file: made from it
+        return  # this field is computed, not read from the file
     kind, one, many = _TYPES[plain]
     parts = value if several else [value]
     if not isinstance(parts, list) or not all(type(part) is kind for part in parts):

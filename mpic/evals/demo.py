@@ -40,11 +40,11 @@ from mpic.evals.demo_answers import MUST_BE_RIGHT, PASSES, WARM, DemoAnswer, hea
 from mpic.keys import KeyStore
 
 START_SECONDS = 600
-POOL_BYTES = 1 << 30  # the samples of three policies' users and the longest prompts
+POOL_BYTES = 1 << 30  # room for the samples of three policies' users and the longest prompts
 
 
 class StartFailed(MPICError):
-    """The server ended before it answered."""
+    """The server ended before it answered requests."""
 
     code = "server_failed"
 
@@ -112,7 +112,7 @@ def _ask_all(
         clients = {policy: stack.enter_context(MPIC(url, key)) for policy, key in keys.items()}
         for number, question in enumerate(q for q in questions if q["kind"] == EIGHT_IMAGES):
             answers = [ask(client, question, policy, WARM) for policy, client in clients.items()]
-            asked += answers if number else []  # the first makes everything warm
+            asked += answers if number else []  # the first question warms everything up
     return asked
 
 
@@ -123,7 +123,7 @@ def make_users(data_dir: Path, policies: Sequence[str]) -> dict[str, str]:
 
 
 def upload_samples(client: MPIC, folder: Path, entries: list[dict[str, Any]]) -> list[File]:
-    """Uploads the manifest's files and wait until each is compiled."""
+    """Uploads the manifest's files and waits until each is compiled."""
     made = [client.files.create(folder / entry["path"], entry["handle"]) for entry in entries]
     return [client.files.wait(file.id) for file in made]
 
@@ -152,7 +152,7 @@ def ask(client: MPIC, question: dict[str, Any], policy: str, turn: str) -> DemoA
 
 
 def same(answer: str, expected: str) -> bool:
-    """Returns whether two answers are equal but for case, surrounding space and a full stop."""
+    """Returns whether two answers are equal except for case, surrounding space and a full stop."""
     return answer.strip().rstrip(".").casefold() == expected.strip().rstrip(".").casefold()
 
 

@@ -1,8 +1,8 @@
-"""The answers of ``mpic demo``, and what they come to.
+"""The answers of ``mpic demo``, and the headline that follows from them.
 
-The headline is MPIC's own case: one question over eight images at a time, which earlier prompts had in another order,
-so that prefix caching finds nothing of them, although it is on. All else is alike for the policies that are compared:
-the server is warm, features of the images are kept, and no other request runs.
+The headline is the case that MPIC is made for: questions over eight images that earlier prompts had in another order,
+so that prefix caching, which is on, finds none of them. Everything else is equal for the compared policies: the server
+is warm, features of the images are kept, and no other request runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BASELINE, MUST_BE_RIGHT = "prefix", "mpic-16"
 
 @dataclass(frozen=True)
 class DemoAnswer:
-    """One answer under one policy. Times in milliseconds; ``tiers`` are where the chunks' KV came from."""
+    """An answer under one policy. Times are in milliseconds; ``tiers`` are the places the chunks' KV came from."""
 
     question: str
     policy: str
@@ -39,12 +39,12 @@ class DemoAnswer:
 
 @dataclass(frozen=True)
 class Headline:
-    """``prefix`` against ``mpic-16``.
+    """The comparison of ``prefix`` with ``mpic-16``.
 
     Attributes:
         prefix_over_mpic: time to the first token over eight images, the median of the questions' ratios.
-        right_prefix, right_mpic: questions of all kinds that were answered right each time.
-        asked: how many there are.
+        right_prefix, right_mpic: number of questions of all kinds that were answered correctly each time.
+        asked: number of questions.
     """
 
     prefix_over_mpic: float
@@ -67,12 +67,12 @@ def headline_of(asked: Sequence[DemoAnswer]) -> Headline | None:
 
 
 def ratios_to(asked: Iterable[DemoAnswer], policy: str) -> list[float]:
-    """Returns by how much the first token came sooner than under ``prefix``, a ratio a question over eight images."""
+    """Returns the speed-up of the first token against ``prefix``, one ratio for each question over eight images."""
     times = {(a.policy, a.question): a.ttft_ms for a in asked if a.turn == WARM}
     return [times[BASELINE, q] / ms for (p, q), ms in times.items() if p == policy and (BASELINE, q) in times]
 
 
 def right_of(asked: Iterable[DemoAnswer], policy: str) -> set[str]:
-    """Returns the questions that a policy answered right each time."""
+    """Returns the questions that a policy answered correctly each time."""
     mine = [answer for answer in asked if answer.policy == policy]
     return {answer.question for answer in mine} - {answer.question for answer in mine if not answer.right}

@@ -1,11 +1,11 @@
-"""``mpic eval fill``: the figures of a written report, from the files that hold them.
+"""``mpic eval fill``: writes the tables of a report from the files of runs and benches.
 
 A Markdown file marks where a table belongs::
 
     <!-- made: losses demo mpic-16 legolink-16 -->
     <!-- end -->
 
-and the text between the two lines is written anew. A run is a folder, by its path from the file; ``RUN:TASK`` is one
+and the text between the two lines is replaced. A run is a folder, by its path from the file; ``RUN:TASK`` is one
 task of it.
 
 ===================================================  ====================================================
@@ -48,7 +48,7 @@ _MARK = re.compile(r"(<!-- made: (?P<what>[^\n]*?) -->\n)(.*?)(<!-- end -->)", r
 
 
 def fill(path: Path) -> int:
-    """Writes the tables of a report anew; gives how many there are.
+    """Replaces the tables of a report; returns their number.
 
     Raises:
         BadRequest: a mark asks for something that does not exist.

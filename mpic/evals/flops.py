@@ -1,8 +1,8 @@
-"""Floating point operations of a prefill, counted from what the engine did.
+"""Floating point operations of a prefill, counted from the work that the engine reports.
 
 A computed row takes two operations for every weight of the decoder's linear layers, and a (query, key) pair of a layer
 ``4 x heads x head_dim`` (scores and weighted values); the last row also meets the output projection. A test holds the
-sum equal to torch's own counter over a stock forward. Compiling chunks and encoding images is not in it.
+sum equal to torch's own counter over a stock forward. Compiling chunks and encoding images are not included.
 """
 
 from __future__ import annotations
@@ -10,31 +10,48 @@ from __future__ import annotations
 from torch import nn
 
 from mpic.engine.base import Engine, GenerationUsage
+from mpic.link import DynamicPolicy, Evidence, Policy
 from mpic.model.loaded import LoadedModel
+
+_QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+"""Names by which decoders of transformers call what makes queries, keys and values."""
 
 
 class Flops:
-    """Counts for one loaded model."""
+    """Counts operations for one loaded model."""
 
     def __init__(self, engine: Engine | LoadedModel) -> None:
         model: LoadedModel = engine if isinstance(engine, LoadedModel) else engine.model  # type: ignore[attr-defined]
         layers = model.text_model.layers
         self.layer = 2 * sum(_weights(layer) for layer in layers) / len(layers)
         self.layers = len(layers)
+        self.projections = 2 * sum(_weights(layer, _QKV) for layer in layers) / len(layers)
         config = model.text_config
         self.pair = 4 * config.num_attention_heads * model.shape.head_dim
         self.head = 2 * config.hidden_size * config.vocab_size
 
-    def of(self, usage: GenerationUsage) -> float:
-        """Returns the operations of a request's prefill. A dynamic policy's look at the prompt counts as one layer over
-        all of it."""
+    def of(self, usage: GenerationUsage, policy: Policy | None = None) -> float:
+        """Returns the operations of a request's prefill.
+
+        Args:
+            policy: a dynamic one has looked at the prompt first: by deviation in one layer and the projections of the
+                next over the whole prompt, by attention in the projections of the text behind the chunks and its scores
+                over their tokens.
+        """
         rows, pairs = usage.computed, usage.attended
         total = self.layers * (self.layer * rows + self.pair * pairs) + self.head
-        if usage.probed:
-            n = usage.probed
-            total += self.layer * n + self.pair * n * (n + 1) // 2
+        n = usage.probed
+        if n and isinstance(policy, DynamicPolicy) and policy.evidence is Evidence.ATTENTION:
+            total += self.projections * n + self.pair // 2 * n * (usage.reused + usage.recomputed)
+        elif n:
+            total += (self.layer + self.projections) * n + self.pair * n * (n + 1) // 2
         return float(total)
 
 
-def _weights(layer: nn.Module) -> int:
-    return sum(module.weight.numel() for module in layer.modules() if isinstance(module, nn.Linear))
+def _weights(layer: nn.Module, only: tuple[str, ...] = ("",)) -> int:
+    """Returns the weights of a layer's linear modules whose names end in one of ``only``."""
+    return sum(
+        module.weight.numel()
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear) and name.endswith(only)
+    )

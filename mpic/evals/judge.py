@@ -36,10 +36,11 @@ class JudgeFailed(Unavailable):
 
 
 class Grader:
-    """Asks one endpoint. The key, if it needs one, is read from the environment variable the configuration names.
+    """Asks one endpoint for grades. The key, if it needs one, is read from the environment variable that the
+    configuration names.
 
     Args:
-        transport: of httpx, for tests.
+        transport: a transport of httpx, for tests.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ def read_rubric(name: str | None, folder: Path = Path()) -> dict[str, Any]:
     """Returns a rubric: the name of one of ours (``rubrics``), or a file from ``folder``; None: ``mpic``.
 
     Raises:
-        ConfigError: there is none of that name, or it lacks something.
+        ConfigError: there is no rubric of that name, or a part of it is missing.
     """
     ours = Path(str(files("mpic.evals") / "rubrics"))
     source = ours / f"{name or 'mpic'}.toml"
@@ -134,7 +135,7 @@ def judge_run(
     grader: Grader,
     progress: Progress | None = None,
 ) -> dict[tuple[str, int, str, str], dict[str, float]]:
-    """Grades what has not been graded yet; grades are kept in ``grades.jsonl``, a line an answer."""
+    """Grades the answers that have not been graded yet. Grades are kept in ``grades.jsonl``, one line per answer."""
     path = out / NAME
     grades = read_grades(out)
     end_at_a_whole_line(path)

@@ -1,4 +1,5 @@
-"""What an evaluation compares: a policy, and the press of the chunks that it links, written ``mpic-16+snapkv-50``."""
+"""The methods that an evaluation compares: a policy with the press of the chunks that it links, written
+``mpic-16+snapkv-50``."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from mpic.prompt import Prompt
 
 
 class Linking(NamedTuple):
-    """A policy over chunks under a press (``none``: uncompressed ones)."""
+    """A policy that links chunks compressed by a press (``none``: uncompressed ones)."""
 
     policy: Policy
     press: str
@@ -22,20 +23,20 @@ class Linking(NamedTuple):
 
     @property
     def compiles(self) -> tuple[Wrapping, str] | None:
-        """How the chunks are compiled that it links; None when it reads no compiled chunk."""
+        """The wrapping with which its chunks are compiled; None when it reads no compiled chunk."""
         return (self.policy.wrapping, self.press) if self.policy.uses_chunks else None
 
     def over(self, prompt: Prompt) -> Prompt:
-        """Returns a prompt with its chunks under the press."""
+        """Returns a prompt whose chunks are compressed by the press."""
         return prompt.pressed(self.press)
 
 
 def parse_linking(text: str) -> Linking:
-    """Parses a policy's name, with or without a press behind it.
+    """Parses a policy's name, with or without a press after it.
 
     Raises:
-        UnknownPolicy, UnknownPress: there is none of that name.
-        UnsupportedParameter: they do not go together.
+        UnknownPolicy, UnknownPress: there is no policy or press of that name.
+        UnsupportedParameter: the policy and the press cannot be combined.
     """
     if not isinstance(text, str):
         return Linking(parse_policy(text), NONE)

@@ -1,4 +1,4 @@
-"""The table of methods: every policy and press of a run, one row each, for people and programs.
+"""The table of methods, with one row for every policy and press of a run, for people and programs.
 
 A row has ``policy`` (with its press), ``score`` in points of 100 and its 95 % interval ``low`` to ``high``, the median
 ``ttft_ms``, and the means of ``gflop`` (operations of a prefill, counted) and ``bytes`` (compiled KV that a prompt
@@ -17,13 +17,13 @@ import numpy as np
 
 from mpic.errors import BadRequest
 from mpic.evals.answers import PolicyAnswer, read_answers
-from mpic.evals.compare import DRAWS, cells_of, points, policies_of, ttft
+from mpic.evals.compare import cells_of, interval, points, policies_of, ttft
 
 COLUMNS = ("policy", "score", "low", "high", "ttft_ms", "gflop", "bytes")
 
 
 def rows_of(answers: Sequence[PolicyAnswer]) -> list[dict[str, Any]]:
-    """Returns a row a policy, in the order in which they were asked for."""
+    """Returns one row per policy, in the order of the configuration."""
     cells = cells_of(answers)
     policies = policies_of(cells)
     complete = [cell for cell in cells.values() if set(policies) <= set(cell)]
@@ -34,9 +34,7 @@ def rows_of(answers: Sequence[PolicyAnswer]) -> list[dict[str, Any]]:
 
 def _row(policy: str, parts: Sequence[Sequence[PolicyAnswer]]) -> dict[str, Any]:
     scores = [np.array([points(answer) for answer in part]) for part in parts]
-    rng = np.random.default_rng(0)
-    drawn = sum(one[rng.integers(len(one), size=(DRAWS, len(one)))].mean(1) for one in scores) / len(scores)
-    low, high = np.quantile(drawn, (0.025, 0.975))
+    low, high = interval(scores)
     mine = [answer for part in parts for answer in part]
     ms = ttft(mine)
 
@@ -46,8 +44,8 @@ def _row(policy: str, parts: Sequence[Sequence[PolicyAnswer]]) -> dict[str, Any]
     return {
         "policy": policy,
         "score": round(mean([one.mean() for one in scores]), 1),
-        "low": round(float(low), 1),
-        "high": round(float(high), 1),
+        "low": round(low, 1),
+        "high": round(high, 1),
         "ttft_ms": None if ms is None else round(ms, 2),
         "gflop": round(mean([mean([a.flops for a in part]) for part in parts]) / 1e9, 4),
         "bytes": round(mean([mean([a.kv_bytes or 0 for a in part]) for part in parts])),
@@ -68,7 +66,7 @@ def write_table(run: Path, to: Path) -> None:
 
 
 def read_table(path: Path) -> list[list[str]]:
-    """Returns a table that ``write_table`` wrote as cells of text, its header first."""
+    """Reads a table of ``write_table`` and returns its cells as text, the header first."""
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     table = [["policy", "score", "95 % interval", "TTFT, median", "GFLOP", "KV, KB"]]
     for row in rows:

@@ -1,7 +1,7 @@
-"""Scores of one answer against its references, each in [0, 1], and how far a policy is from ``full``.
+"""Scores of one answer against its references, each in [0, 1], and the distance of a policy from ``full``.
 
-Exact match and F1 are SQuAD's (Rajpurkar et al. 2016, section 6.1): case, punctuation, articles and extra space do not
-count, and the best reference does.
+Exact match and F1 are SQuAD's (Rajpurkar et al. 2016, section 6.1): case, punctuation, articles and extra space are
+ignored, and the best reference counts.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ _MARKERS = "osD^vPX*<>hdp"
 
 def tradeoff(figure: Any, found: list[PolicyResult]) -> None:
     """Draws scores over the cost of the first token, as measured and as counted (EPIC, figure 6); bars are the
-    intervals of the points lost. Both axes are shares of ``full``, each time taken within a question, so that other
-    load on the machine moves the points little."""
+    intervals of the points lost. Both axes are shares of ``full``, and times are compared within a question, so that
+    other load on the machine has little effect."""
     panels: list[tuple[Callable[[PolicyResult], float | None], str]] = [
         (lambda result: result.ttft_ratio, "time to first token, share of full's"),
         (lambda result: result.flops_ratio, "operations of the prefill, share of full's"),
@@ -60,8 +60,8 @@ COLUMNS = 3
 
 
 def by_task(figure: Any, found: Mapping[str, list[PolicyResult]]) -> None:
-    """Draws a panel a task: the score of each policy over its cost, as a share of ``full``'s (EPIC, figure 6; MPIC,
-    figure 9). The cost is the time to the first token where it was taken, else the operations of the prefill."""
+    """Draws one panel per task: the score of each policy over its cost, as a share of ``full``'s (EPIC, figure 6; MPIC,
+    figure 9). The cost is the time to the first token where it was measured, else the operations of the prefill."""
     timed = all(result.ttft_ratio is not None for results in found.values() for result in results)
     rows = -(-len(found) // COLUMNS)
     panels = figure.subplots(rows, COLUMNS, squeeze=False)
@@ -89,8 +89,8 @@ def tasks_apart(cells: Mapping[tuple[str, int], Any]) -> list[tuple[list[str], l
 
 def by_chunks(figure: Any, answers: list[PolicyAnswer]) -> None:
     """Draws score, time and operations over the number of chunks: means over the tasks that have every number, so that
-    lines compare like with like (MPIC, figure 10). Where no task has all of them, every task is a line, or a point, of
-    its own. A policy that lacks one of the numbers has no line."""
+    lines compare like with like (MPIC, figure 10). Where no task has all of them, every task has its own line or point.
+    A policy that lacks one of the numbers has no line."""
     cells = cells_of(answers)
     counts, tasks = at_every_count(cells)
     lines = [(tasks, counts)] if tasks else tasks_apart(cells)

@@ -36,11 +36,11 @@ from mpic.figure import save_png
 ENOUGH = 100
 """Fewer questions than this show little, whatever the interval is."""
 
-# ---- what people read
+# ---- tables for readers
 
 
 def summary_table(found: list[PolicyResult]) -> list[list[str]]:
-    """Returns a row a policy; the first row is the header."""
+    """Returns one row per policy; the first row is the header."""
     rows = [
         ["policy", "score", "lost", "worst task", "TTFT, median", "TTFT, full over it", "FLOPs, full over it",
          "chunk tokens recomputed", "first token KL", "first token agrees", "judge, of 10", "answer tokens",
@@ -69,8 +69,8 @@ def summary_table(found: list[PolicyResult]) -> list[list[str]]:
 
 
 def grade_table(answers: Iterable[PolicyAnswer], grades: Grades) -> list[list[str]]:
-    """Returns a row a policy, a column a dimension of the judge's rubric: mean grades over the questions that every
-    policy answered. Only the header when nothing is graded."""
+    """Returns one row per policy and one column per dimension of the judge's rubric: mean grades over the questions
+    that every policy answered. There is only the header when nothing is graded."""
     cells = cells_of(answers)
     found = {
         policy: [grades[a.key] for cell in cells.values() for a in cell.get(policy, ()) if a.key in grades]
@@ -85,7 +85,8 @@ def grade_table(answers: Iterable[PolicyAnswer], grades: Grades) -> list[list[st
 
 
 def needle_tables(answers: Iterable[PolicyAnswer]) -> dict[str, list[list[str]]]:
-    """Returns for each policy the scores of a grid of needles: a row a depth (percent), a column a length (tokens)."""
+    """Returns for each policy the scores of a grid of needles: one row per depth (percent), one column per length
+    (tokens)."""
     found: dict[str, dict[tuple[int, int], list[PolicyAnswer]]] = {}
     for (task, _), cell in cells_of(answers).items():
         for policy, given in cell.items() if task in GRIDS else ():
@@ -110,7 +111,7 @@ def by_task(answers: Sequence[PolicyAnswer]) -> dict[str, list[PolicyResult]]:
 
 
 def cell_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> list[list[str]]:
-    """Returns a row a task and number of chunks, a column a policy: score (TTFT in ms)."""
+    """Returns one row per task and number of chunks, and one column per policy: score (TTFT in ms)."""
     cells = cells_of(answers)
     policies = only or policies_of(cells)
     rows = [["task", "chunks", "n", "metric", *policies]]
@@ -125,8 +126,8 @@ def cell_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> lis
 
 
 def loss_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> list[list[str]]:
-    """Returns a row a task, a column a policy: points lost against ``full`` and the 95 % interval; the last row is over
-    all cells, each counting the same."""
+    """Returns one row per task and one column per policy: points lost against ``full`` and the 95 % interval. The last
+    row is over all cells, each counting the same."""
     cells = cells_of(answers)
     policies = [policy for policy in only or policies_of(cells) if policy != "full"]
     found = {policy: losses(cells, policy) for policy in policies}
@@ -144,14 +145,16 @@ def loss_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> lis
 
 
 def count_table(answers: Iterable[PolicyAnswer], what: str, only: Sequence[str] = ()) -> list[list[str]]:
-    """Returns a row a number of chunks, a column a policy; means over the tasks that have every number of chunks, left
-    empty where a policy lacks one of them.
+    """Returns one row per number of chunks and one column per policy: means over the tasks that have every number of
+    chunks, empty where a policy lacks one of them.
 
     Args:
-        what: ``score``, ``ttft`` (median, ms), ``gflop`` (of the prefill) or ``computed`` (tokens).
+        what: the figure: ``score``, ``ttft`` (median, ms), ``gflop`` (of the prefill) or ``computed`` (tokens).
     """
     cells = cells_of(answers)
     counts, tasks = at_every_count(cells)
+    if not tasks:
+        raise BadRequest(f"no task was asked about each of {', '.join(map(str, counts))} chunks")
     if what not in _VALUES:
         raise BadRequest(f"{what!r} is not one of {', '.join(_VALUES)}")
     value, form = _VALUES[what]
@@ -279,7 +282,7 @@ def _markdown(title: str, blocks: list[tuple[str, Any]]) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table. The first row is the header; columns of figures are set to the right."""
+    """Returns a Markdown table. The first row is the header; columns of figures are right-aligned."""
     head, *rest = rows
     lines = [head, ["---", *("---:" for _ in head[1:])], *rest]
     return "\n".join("| " + " | ".join(row) + " |" for row in lines)

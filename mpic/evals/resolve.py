@@ -1,4 +1,4 @@
-"""Chunks of an evaluation: images and documents come inside the messages, nothing is looked up."""
+"""Resolves the chunks of an evaluation, which are images and documents inside the messages, without a library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OWNER = "eval"
 
 
 class LocalResolver(InlineResolver):
-    """Chunks of an evaluation's own messages."""
+    """Makes the chunks of an evaluation's messages."""
 
     def __init__(self, template: ChatTemplate) -> None:
         super().__init__(template, lambda data: decode_image(data, Limits()), OWNER)
@@ -25,18 +25,18 @@ SPARE = 500
 
 
 def counter_of(template: ChatTemplate) -> Callable[[str], int]:
-    """Returns what counts the model's tokens of a text."""
+    """Returns a function that counts a text's tokens for the model."""
     return lambda text: sum(1 for _ in template.documents.spans(text))
 
 
 def fitter_of(template: ChatTemplate, context: int, most: int | None) -> Callable[[str, str, str, int], str]:
-    """Returns what makes a context fit: its middle is left out, as LongBench does (Bai et al. 2023, section 4.1), and
-    its beginning and end stay, the same number of tokens of each.
+    """Returns a function that shortens a context until it fits: its middle is left out, as LongBench does (Bai et al.
+    2023, section 4.1), and the same number of tokens is kept at its beginning and end.
 
     Args:
-        context: the model's, in tokens.
-        most: tokens of the prompt; None: the model's context without the answer and ``SPARE`` (or a quarter of a
-            context that is shorter than four times that).
+        context: the model's context in tokens.
+        most: maximum number of tokens of the prompt; None: the model's context without the answer and ``SPARE`` (or a
+            quarter of a context that is shorter than four times that).
     """
 
     count = counter_of(template)
@@ -53,7 +53,7 @@ def fitter_of(template: ChatTemplate, context: int, most: int | None) -> Callabl
 
 
 def splitter_of(template: ChatTemplate) -> Callable[[str, str, int], list[str]]:
-    """Returns KVSplit in the model's own tokens: ``(text, mode, tokens) -> pieces``."""
+    """Returns KVSplit with the model's tokenizer: ``(text, mode, tokens) -> pieces``."""
 
     def split(text: str, mode: str, tokens: int) -> list[str]:
         split = Split(cast(Mode, mode), tokens)

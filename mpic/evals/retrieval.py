@@ -1,4 +1,5 @@
-"""The worth of retrieval on the bundled reference set: is it found, does the model ask, is the answer then right.
+"""Evaluates retrieval on the bundled reference set: whether references are found, whether the model searches, and
+whether the answers are correct.
 
 *Recall* of the retriever over 200 entries, against the generator's truth. *Answers* to the questions whose facts are
 only in the library (``form`` question of ``data/references/queries.jsonl``), greedy, exact match: without a library,
@@ -102,7 +103,7 @@ def _rank(retriever: Retriever, query: dict[str, Any], filter: dict[str, Any] | 
 
 
 class RetrievalSetup:
-    """An engine, a library, and ways to ask."""
+    """An engine and a library, with several ways to ask."""
 
     def __init__(self, engine: Engine, library: Library, template: ChatTemplate, policy: str) -> None:
         library.files.tokenize = library.references.tokenize = template.tokenize_document
@@ -125,7 +126,8 @@ class RetrievalSetup:
         return replace(request, retrieval=AutoRetrieval(searching, self.template, self.style))
 
     def given(self, query: dict[str, Any], asked: str) -> GenerationRequest:
-        """Returns a request with the right reference in the prompt, where the model expects what it asked for."""
+        """Returns a request with the right reference in the prompt, at the place where the model expects the result of
+        a search."""
         shelf = self.library.references
         hit = SearchHit(shelf.get(f"ref_{query['truth']}"), 1.0)
         prompt = self.plain([{"role": "user", "content": query["text"]}]).prompt
@@ -134,7 +136,7 @@ class RetrievalSetup:
         )
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[Delta]:
-        """Asks all at once, in batches of the engine's own making."""
+        """Submits all requests at once; the engine batches them."""
         streams = [self.engine.submit(request) for request in requests]
         return [stream.result() for stream in streams]
 
@@ -176,7 +178,7 @@ def answers(setup: RetrievalSetup, queries: Sequence[dict[str, Any]]) -> list[di
 
 
 def searches(setup: RetrievalSetup, questions: int) -> list[dict[str, Any]]:
-    """Returns how often the model asks although what it needs is in the context, by task."""
+    """Returns by task how often the model searches although the answer is in the context."""
     rows, world = [], WORLDS[generation_for(setup.engine.info.context_length)]
     for task in CONTEXT_TASKS:
         requests = []
@@ -211,7 +213,7 @@ def _limited(queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, An
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """Prints three tables of tasks and figures, the longer side down."""
+    """Prints three tables of tasks and figures, with the longer dimension as rows."""
     for name in ("recall", "answers", "searches"):
         rows = report[name]
         keys = [key for key in rows[0] if key not in ("task", "form")]

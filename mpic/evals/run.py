@@ -1,13 +1,16 @@
-"""``mpic eval run``: every task, number of chunks and policy on one engine; every answer kept, resumable.
+"""``mpic eval run``: asks every task, number of chunks and policy on one engine, keeps every answer, and can be
+resumed.
 
 Per sample the chunks are compiled first, then each policy answers in turn, in an order that rotates from sample to
-sample; all of them meet resident chunks, and none another's prefix cache. A line of ``answers.jsonl`` is one answer.
+sample; all of them find resident chunks, and none finds the prefix cache of another. A line of ``answers.jsonl`` is one
+answer.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +37,8 @@ from mpic.prompt import ChatTemplate, Prompt, build_prompt
 
 LISTED = 1024
 """Most likely first tokens that are compared with those of ``full``."""
+TOUCHED = 1 << 30
+"""Bytes of the pool that are touched before anything is measured; more than one sample takes."""
 
 
 class Evaluator:
@@ -86,7 +91,7 @@ class Evaluator:
         path.write_text(json.dumps(facts | {"packet": digest}, indent=2) + "\n")
 
     def run(self, progress: Progress | None = None) -> list[PolicyAnswer]:
-        """Answers what has not been answered yet.
+        """Answers the questions that have not been answered yet.
 
         Raises:
             TaskError: local files of tasks do not exist; it names all of them.
@@ -105,7 +110,7 @@ class Evaluator:
         linkings = [parse_linking(name) for name in config.policies]
         packets = [linking.policy.name for linking in linkings if linking.policy.wrapping.packet]
         if packets:
-            settings = replace(settings, policy=packets[0])  # which is refused without an adapter
+            settings = replace(settings, policy=packets[0])  # such a policy is refused without an adapter
         engine, processor = load_engine(settings)
         try:
             if packets:
@@ -115,6 +120,7 @@ class Evaluator:
                     raise BadRequest(f"press {press} does not run on model {engine.info.name}")
             template = ChatTemplate(processor)
             session = _Session(engine, template, self.config)
+            session.touch()
             total = sum(questions_of(name, options) for name, options in cells)
             bar = progress.add_task("samples", total=total) if progress else None
             with (self.out / NAME).open("a", encoding="utf-8") as lines:
@@ -129,13 +135,14 @@ class Evaluator:
                         lines.flush()
                         if progress is not None:
                             progress.advance(bar)
+                    session.forget()
         finally:
             engine.close()
         return list(self.done.values())
 
 
 def questions_of(name: str, options: Options) -> int:
-    """Returns how many samples a task has at most; of needles as many for every length and depth."""
+    """Returns the maximum number of samples of a task; for needles this number applies to every length and depth."""
     return options.questions * (len(options.lengths) * len(options.depths) if name in GRIDS else 1)
 
 
@@ -162,7 +169,8 @@ class _Session:
         self.engine, self.template, self.config = engine, template, config
         self.flops = Flops(engine)
         self._warm: set[str] = set()
-        self._asked, self._requests = itertools.count(), itertools.count(1)
+        self._prompts: list[Prompt] = []
+        self._requests = itertools.count(1)
 
     def samples(self, name: str, options: Options) -> Iterator[Sample]:
         fit = fitter_of(self.template, self.engine.info.context_length, options.max_length)
@@ -172,7 +180,8 @@ class _Session:
     def ask(
         self, name: str, chunks: int, sample: Sample, done: dict[Any, PolicyAnswer]
     ) -> list[PolicyAnswer]:
-        """Returns the sample's missing answers; the one of ``full`` comes first, as the others are compared with it."""
+        """Returns the sample's missing answers. The answer of ``full`` comes first, because the others are compared
+        with it."""
         policies, chunks = self.config.policies, chunks or sample.chunks
         missing = [p for p in policies if (name, chunks, sample.id, p) not in done]
         if not missing:
@@ -186,10 +195,28 @@ class _Session:
             for answer in answers.values():
                 answer.skipped = f"{error.code}: {error}"
             return list(answers.values())
-        turn = next(self._asked) % len(missing)
-        for policy in (*missing[turn:], *missing[:turn]):
+        # an order of its own for every sample: what one request leaves in the pool is no policy's alone to pay for
+        random.Random(f"{name} {chunks} {sample.id}").shuffle(missing)
+        for policy in missing:
             self._answer(answers[policy], prompt, sample, find(name).metric, reference)
+        self._prompts.append(prompt)
+        if self.config.at_once == 1:
+            self.forget()
         return list(answers.values())
+
+    def touch(self) -> None:
+        """Has the system back the memory at the beginning of the pool, where every sample lies, so that the first
+        requests do not pay for it."""
+        pool = getattr(self.engine, "pool", None)
+        if pool is not None and pool.arena.device.type == "cpu":
+            pool.arena.view(-1)[: TOUCHED // pool.arena.element_size()].zero_()
+
+    def forget(self) -> None:
+        """Drops the chunks of the samples that were asked, and every prefix over them: tasks share documents, and a
+        policy must not find the prompt of another task, nor make room in the pool."""
+        while self._prompts:
+            for chunk in self._prompts.pop().chunks:
+                self.engine.forget(chunk)
 
     def _compile(self, prompt: Prompt, policies: list[str]) -> None:
         ways = {parse_linking(name).compiles for name in policies} - {None}
@@ -197,7 +224,8 @@ class _Session:
             future.result()
 
     def _submit(self, prompt: Prompt, policy: str, salt: str = "", **sampling: Any) -> Iterator[Delta]:
-        """Submits a request. Every policy is a user of its own: what one computed is no prefix of another's."""
+        """Submits a request. Every policy has its own user, so that it does not find prefixes that another policy has
+        computed."""
         linking = parse_linking(policy)
         request = GenerationRequest(
             f"eval-{next(self._requests)}",
@@ -217,7 +245,7 @@ class _Session:
         reference: dict[int, float] | None,
     ) -> None:
         try:
-            if answer.policy not in self._warm:  # its first request would pay for what is set up once
+            if answer.policy not in self._warm:  # so that one-time set-up is not measured
                 self._warm.add(answer.policy)
                 list(self._submit(prompt, answer.policy, "warm", max_tokens=2))
             text, usage, ttft = self._run(prompt, answer.policy, sample.max_tokens)
@@ -232,7 +260,7 @@ class _Session:
             answer.prompt_tokens, answer.computed = usage.prompt_tokens, usage.computed
             answer.pieces = len(prompt.chunks)
             answer.reused, answer.chunk_tokens = usage.reused, usage.reused + usage.recomputed
-            answer.flops = self.flops.of(usage)
+            answer.flops = self.flops.of(usage, parse_linking(answer.policy).policy)
             answer.kv_bytes = sum({use.key: use.bytes for use in usage.chunks}.values())
             names = {metric, "em", "f1"}
             scored = sample.scored(text).strip()
@@ -246,7 +274,7 @@ class _Session:
             answer.skipped = f"{error.code}: {error}"
 
     def _run(self, prompt: Prompt, policy: str, max_tokens: int) -> tuple[str, GenerationUsage, float]:
-        """Answers, usage and milliseconds to the first token as the caller sees it."""
+        """Returns answers, usage and milliseconds to the first token as the caller sees it."""
         began = time.perf_counter()
         text, ttft, usage = "", 0.0, None
         for delta in self._submit(prompt, policy, max_tokens=max_tokens):
@@ -257,8 +285,8 @@ class _Session:
         return text, usage, ttft
 
     def _first_token(self, prompt: Prompt, policy: str) -> dict[int, float]:
-        """Returns log-probabilities of the first token. Asked under the policy's own user, so that what its answer has
-        just computed of this prompt is not computed again: the numbers are the same (a test holds them)."""
+        """Returns log-probabilities of the first token. The request is made by the policy's own user, so that the
+        prompt that its answer has just computed is not computed again; a test checks that the numbers are the same."""
         deltas = self._submit(prompt, policy, max_tokens=1, logprobs=LISTED, ignore_eos=True)
         (first, *_) = [delta.logprobs[0] for delta in deltas if delta.logprobs]
         return dict(first.top)

@@ -1,1 +1,1 @@
-"""HTTP helpers of the server and the web interface: error responses, JSON bodies, server-sent events, hosts."""
+"""HTTP helpers for the server and the web interface: error responses, JSON bodies, server-sent events, hosts."""

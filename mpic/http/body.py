@@ -1,4 +1,4 @@
-"""JSON bodies as values."""
+"""Parses JSON request bodies."""
 
 from __future__ import annotations
 

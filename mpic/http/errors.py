@@ -1,4 +1,4 @@
-"""Turns every failure into an OpenAI-shaped body with one stable code, without internals."""
+"""Turns every failure into an OpenAI-shaped body with a stable code, which reveals nothing internal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mpic.http.sse import ClientDisconnected
 log = logging.getLogger("mpic.server")
 CHAT = "/v1/chat/completions"
 INTERNAL = "an internal error of the server; its log has the details"
-CLIENT_CLOSED = 499  # no client reads it; it is for the access log
+CLIENT_CLOSED = 499  # the status is for the access log, as no client reads the response
 NESTED = tuple((field.inside, field.name) for field in OPENAI_FIELDS if field.inside)
 """Fields of OpenAI's that do not stand in the request itself, behind the field that holds them."""
 
@@ -50,9 +50,8 @@ def install(app: FastAPI) -> None:
 def as_mpic_error(exc: BaseException) -> MPICError:
     """Returns the error to show for any exception: an MPICError as it is, everything else as an internal error."""
     if isinstance(exc, MPICError) and type(exc) is not MPICError:
-        if isinstance(
-            exc, Unavailable
-        ):  # no traceback: the message is enough, and every request may end with it
+        # logged without a traceback: the message is enough, and many requests may fail this way
+        if isinstance(exc, Unavailable):
             log.error("%s: %s", exc.code, exc.message)
         elif exc.status >= 500:
             log.error("%s: %s", exc.code, exc.message, exc_info=exc)
@@ -94,7 +93,7 @@ async def _client_gone(request: Request, exc: Exception) -> Response:
 async def _http_error(request: Request, exc: Exception) -> Response:
     """Handles Starlette's own errors: unknown routes, wrong methods, bodies that cannot be parsed."""
     assert isinstance(exc, HTTPException)
-    cause = exc.__cause__  # an error of ours, if it was raised while FastAPI read the body
+    cause = exc.__cause__  # one of our errors, if it was raised while FastAPI read the body
     if cause is not None and (isinstance(cause, MPICError) or memory.is_exhaustion(cause)):
         return response(as_mpic_error(cause))
     if isinstance(cause, ClientDisconnected):
@@ -117,7 +116,8 @@ async def _http_error(request: Request, exc: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """Returns all methods of the matching path with the fewest parameters; each route knows only its own."""
+    """Returns all methods of the matching path with the fewest parameters, since each route knows only its own
+    methods."""
     found = [
         r for r in request.app.routes if isinstance(r, Route) and r.matches(request.scope)[0] != Match.NONE
     ]
@@ -149,7 +149,7 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
         return BadRequest(f"the body is not JSON: {first.get('ctx', {}).get('error', message)}")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return UnsupportedModality(
-            f"{path}: content parts are text, image_url, image, file, document or cache (of a video, send the frames)",
+            f"{path}: content parts are text, image_url, video_url, image, file, document or cache",
             param=path,
         )
     if kind == "missing":

@@ -1,4 +1,4 @@
-"""Hosts as clients name them."""
+"""Host names in URLs and headers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def is_loopback(host: str) -> bool:
 
 
 def seen_from_here(url: str) -> str:
-    """Returns where a browser on this machine finds a server that listens on ``url``, which may be all addresses."""
+    """Returns the URL at which a browser on this machine reaches a server that listens on ``url``, which may stand for
+    all addresses."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 

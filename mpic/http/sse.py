@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that a client has gone."""
+"""Server-sent events, and the detection of clients that have disconnected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """Returns one event. JSON has no raw line breaks, so one ``data:`` line is enough."""
+    """Returns an event. JSON has no raw line breaks, so one ``data:`` line is enough."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -50,7 +50,7 @@ async def disconnected(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they come. ``close`` is called when the response ends, however it ends."""
+    """Sends events as they are produced. ``close`` is called when the response ends, for whatever reason."""
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

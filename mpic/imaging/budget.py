@@ -1,4 +1,4 @@
-"""A budget of bytes and places for work that runs at the same time, given out in the order of arrival."""
+"""A budget of bytes and places for work that runs at the same time, granted in the order of arrival."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Budget:
     requests cannot keep a large one waiting for ever. Thread-safe.
 
     Args:
-        places: most callers inside at a time, whatever their size.
-        most_waiting: most callers that may wait; further ones are refused.
+        places: maximum number of callers inside at a time, whatever their size.
+        most_waiting: maximum number of callers that may wait; further ones are refused.
 
     Attributes:
-        bytes, running: bytes and places that are taken now.
+        bytes, running: bytes and places that are in use now.
         most_bytes, most_running: the highest values these have had.
     """
 
@@ -34,9 +34,9 @@ class Budget:
         """Waits for a place and for ``size`` bytes, and holds them inside the block.
 
         Args:
-            size: in bytes; a caller that asks for more than ``capacity`` runs alone.
+            size: number of bytes; a caller that asks for more than ``capacity`` runs alone.
             capacity: bytes that all callers may hold together.
-            patient: wait even if too many others do, for work that no client can be told to send again.
+            patient: wait even if too many others do, for work that a client cannot be asked to send again.
 
         Raises:
             DecoderBusy: ``most_waiting`` callers are waiting already.

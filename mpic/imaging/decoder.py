@@ -1,48 +1,61 @@
-"""Decoding for the whole process: small images are decoded in it, large ones in worker processes, a few at a time.
+"""Decoding for the whole process: small images are decoded in it, large ones and clips in worker processes, a few at a
+time.
 
-All of a process's libraries and pages share one decoder, because they share its memory.
+All libraries and pages of a process share one decoder, because they share its memory.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from mpic import memory
+from mpic.errors import VideoTooLarge
 from mpic.imaging import pixels
 from mpic.imaging.budget import Budget
+from mpic.imaging.clips import Clip, ClipFacts, ClipRules, Sample
 from mpic.imaging.image_header import ImageHeader, MiB, read_header
 from mpic.imaging.pixels import Identity, ImageRules
-from mpic.imaging.worker_pool import CPU_SECONDS, WorkerPool
+from mpic.imaging.worker_pool import CLIP, CLIP_CPU_SECONDS, CPU_SECONDS, IMAGE, Reply, WorkerPool
 
 MOST_WORKERS = 4
 MOST_WAITING = 16
 """This is less than half of the threads that answer requests, so that a flood of large images leaves threads for the
 rest."""
+MOST_CLIPS_WAITING = 4
+"""They may wait for minutes, so together with the images that wait they must leave threads for the rest."""
 MARGIN = 96 * MiB
 """A worker may take this much beyond its estimate, for text and colour profiles that are unpacked before the pixels."""
 RESULT = 4
 """Bytes that Pillow takes for a pixel of a decoded image."""
+CLIP_PER_PIXEL = 40
+"""Bytes of memory for each pixel of a clip's frame: H.264 may refer to 16 frames of 1.5 bytes a pixel, or two bytes and
+more in finer formats; the frame itself is held a few times, in RGB."""
+CLIP_SLACK = 128 * MiB
 
 
 class Decoder:
     """Decides where and when an image is decoded. Thread-safe.
 
     Args:
-        workers: most worker processes at a time; 0 means one for each core, but at most four.
+        workers: maximum number of worker processes at a time; 0 means one for each core, but at most four.
 
     Attributes:
         in_process: counts what is being decoded in this process, which has a quarter of the budget.
         in_workers: counts what is being decoded in worker processes, which have the rest of it. Small images never wait
             for large ones.
+        clips: lets one clip be decoded at a time, so that images find a worker while minutes of film are walked over.
         workers: the worker processes.
     """
 
     def __init__(self, workers: int = 0) -> None:
         self.in_process = Budget(places=64, most_waiting=1 << 20)
         self.in_workers = Budget(workers or min(MOST_WORKERS, os.cpu_count() or 1), MOST_WAITING)
+        self.clips = Budget(1, MOST_CLIPS_WAITING)
         self.workers = WorkerPool()
 
     def identify(self, data: bytes, rules: ImageRules, budget: int) -> Identity:
@@ -63,7 +76,7 @@ class Decoder:
         """Returns the image, upright and in RGB. The caller must drop it before it decodes another.
 
         Raises:
-            As ``identify``, except DecoderBusy: it waits even if too many others do.
+            The errors of ``identify``, except DecoderBusy: it waits even if too many others do.
         """
         return self._run("decode", data, rules, budget)
 
@@ -96,11 +109,10 @@ class Decoder:
         self, do: str, data: bytes, rules: ImageRules, budget: int, header: ImageHeader, options: dict
     ) -> Any:
         needed = header.bytes_needed(len(data), rules.pixels)
-        most = (
-            min(header.pixels, rules.pixels) if header.known else rules.pixels
-        )  # one with more will be refused
+        # an image with more pixels will be refused
+        most = min(header.pixels, rules.pixels) if header.known else rules.pixels
         result = RESULT * most if do == "decode" else 0
-        order = {"do": do, "rules": rules, "options": options, "seconds": CPU_SECONDS}
+        order = {"do": do, "what": IMAGE, "rules": rules, "options": options, "seconds": CPU_SECONDS}
         order["memory"] = needed + needed // 2 + MARGIN
         with (
             self.in_workers.taken(needed + result, budget - budget // 4, patient=do == "decode"),
@@ -111,6 +123,67 @@ class Decoder:
         if do == "decode":
             return reply.image
         return Identity(*reply.result) if do == "identify" else reply.result
+
+    # -- clips, which are always decoded in a worker process
+
+    def clip_facts(self, data: bytes, rules: ClipRules, budget: int) -> ClipFacts:
+        """Returns what a clip has. All of it is decoded for that, a frame at a time.
+
+        Args:
+            budget: bytes that all decoding may take at a time.
+
+        Raises:
+            InvalidUpload, TooLarge: the clip is not accepted; see ``clips.facts``.
+            VideoTooCostly: it takes far more time or memory than its size explains.
+            DecoderBusy: too many large files are waiting.
+            OutOfMemory: there is not enough memory for it now.
+        """
+        order = {"do": "facts", "rules": rules, "options": {}}
+        return ClipFacts(*self._run_clip(order, data, budget, rules.frame_pixels).result)
+
+    def clip(self, data: bytes, rules: ClipRules, budget: int, sample: Sample) -> Clip:
+        """Returns the frames of a clip that ``sample`` chooses. The caller must drop them before it decodes others.
+
+        Raises:
+            VideoTooLarge: they have too many pixels together.
+            Others: as ``clip_facts``, except DecoderBusy: it waits even if too many others do.
+        """
+        order = {"do": "facts", "rules": rules, "options": {}}
+        facts = ClipFacts(*self._run_clip(order, data, budget, rules.frame_pixels, patient=True).result)
+        indices, size = tuple(sample(facts)), facts.width * facts.height
+        if len(indices) * size > rules.pixels:
+            raise VideoTooLarge(
+                f"{len(indices)} frames of {facts.width}x{facts.height} pixels would be seen of the clip, the limit is "
+                f"{rules.pixels} pixels in all: send a shorter or a smaller one",
+                param="file",
+            )
+        result = 3 * size * len(indices)
+        with memory.set_aside(result, "the decoded clip"):
+            frames = np.empty((len(indices), facts.height, facts.width, 3), np.uint8)
+            places = [memoryview(frame).cast("B") for frame in frames]
+            order = {"do": "frames", "rules": rules, "options": {"indices": indices, "size": facts[:2]}}
+            self._run_clip(order, data, budget, size, result, places, patient=True)
+        return Clip(facts, indices, frames)
+
+    def _run_clip(
+        self,
+        order: dict[str, Any],
+        data: bytes,
+        budget: int,
+        pixels: int,
+        result: int = 0,
+        places: Sequence[memoryview] = (),
+        patient: bool = False,
+    ) -> Reply:
+        """Gives an order about a clip whose frames have at most so many pixels; ``result`` bytes of them are kept."""
+        needed = CLIP_PER_PIXEL * pixels + 3 * len(data) + CLIP_SLACK
+        order |= {"what": CLIP, "seconds": CLIP_CPU_SECONDS, "memory": needed + needed // 2 + MARGIN}
+        with (
+            self.clips.taken(0, 1, patient=patient),
+            self.in_workers.taken(needed + result, budget - budget // 4, patient=patient),
+            self.workers.one() as worker,
+        ):
+            return worker.run(order, data, places)
 
 
 _own = Decoder()

@@ -50,7 +50,7 @@ class ImageHeader(NamedTuple):
         return self.pixels > 0
 
     def small(self, size: int) -> bool:
-        """Tells whether decoding a file of ``size`` bytes takes less time than sending it to another process."""
+        """Returns whether decoding a file of ``size`` bytes takes less time than sending it to another process."""
         return self.known and not self.odd and self.pixels <= SMALL_PIXELS and size <= SMALL_BYTES
 
     def bytes_needed(self, size: int, most_pixels: int) -> int:

@@ -43,17 +43,16 @@ FROM_RIGHT = (Turn.TRANSVERSE, Turn.ROTATE_90)
 """The first row of the upright image is the last column of the stored one."""
 FROM_BELOW = (Turn.ROTATE_180, Turn.FLIP_TOP_BOTTOM)
 
-warnings.filterwarnings(
-    "error", category=Image.DecompressionBombWarning
-)  # wherever in the process it is opened
+# applies to all of Pillow in this process
+warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
 
 
 class ImageRules(NamedTuple):
     """Rules by which images are accepted.
 
     Args:
-        pixels: most pixels of an image.
-        aspect: most that its longest side may be over its shortest.
+        pixels: maximum number of pixels of an image.
+        aspect: maximum ratio of its longest side to its shortest.
         gif: accept GIF and take its first frame; otherwise GIF is refused.
         believed: the number of pixels that memory has been set aside for, or 0. An image that has more raises
             ``HeaderMismatch``.
@@ -66,7 +65,7 @@ class ImageRules(NamedTuple):
 
 
 class HeaderMismatch(Exception):
-    """Pillow finds more pixels in a file than its header has."""
+    """Pillow finds more pixels in a file than its header states."""
 
 
 class Identity(NamedTuple):
@@ -131,7 +130,7 @@ class Upright:
             strip = self._image.crop(self._source(top, min(top + rows, height)))
             if self._turn is not None:
                 strip = strip.transpose(self._turn)
-            yield _to_rgb(strip) if mode == "RGB" else strip.convert(mode)
+            yield to_rgb(strip) if mode == "RGB" else strip.convert(mode)
 
     def _source(self, top: int, bottom: int) -> tuple[int, int, int, int]:
         """Returns the box in the stored image that holds rows of the upright one."""
@@ -154,10 +153,10 @@ def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
         draft: a side in pixels that suffices; a JPEG is then decoded at a reduced size. 0 means full size.
 
     Raises:
-        ImageTooLarge: more pixels than the rules allow; known from the header, before anything is decoded.
-        InvalidImage: not an image, truncated, damaged, of no size, or absurdly narrow.
-        AnimatedImage: more than one frame.
-        UnsupportedType: GIF, unless the rules allow it.
+        ImageTooLarge: it has more pixels than the rules allow according to its header; nothing is decoded.
+        InvalidImage: it is not an image, is truncated or damaged, has no pixels, or is absurdly narrow.
+        AnimatedImage: it has more than one frame.
+        UnsupportedType: it is a GIF, and the rules do not allow GIF.
         OutOfMemory: there is not enough memory for it now.
         HeaderMismatch: it has more pixels than were believed.
     """
@@ -174,8 +173,8 @@ def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
         raise OutOfMemory("the server has not enough memory to decode the image now") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLarge(f"the image has more than {rules.pixels} pixels", param="file") from error
-    except Exception as error:  # a decoder fed with hostile bytes raises nearly anything
-        if "out of memory" in str(error):  # as Pillow's codecs say it
+    except Exception as error:  # a decoder that reads hostile bytes may raise almost any exception
+        if "out of memory" in str(error):  # the message of Pillow's codecs
             raise OutOfMemory("the server has not enough memory to decode the image now") from error
         what = type(error).__name__
         raise InvalidImage(f"the image cannot be decoded ({what}: {error})"[:300], param="file") from error
@@ -209,7 +208,7 @@ def thumbnail(data: bytes, rules: ImageRules, side: int, least: int = 0, transpa
         transparent: keep transparency; otherwise the image is laid over white.
 
     Raises:
-        As ``opened``.
+        The errors of ``opened``.
     """
     mode = "RGBA" if transparent else "RGB"
     with opened(data, rules, draft=2 * side) as upright:
@@ -232,7 +231,7 @@ def thumbnail(data: bytes, rules: ImageRules, side: int, least: int = 0, transpa
 
 
 def _admit(image: Image.Image, rules: ImageRules) -> None:
-    """Refuses what can be refused from the header."""
+    """Refuses an image that its header shows to be unacceptable."""
     width, height = image.size
     if width < 1 or height < 1:
         raise InvalidImage(f"the image has {width}x{height} pixels", param="file")
@@ -257,7 +256,7 @@ def too_large(width: int, height: int, rules: ImageRules) -> ImageTooLarge:
     )
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits a pixel, in the low half of mode I
         return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
     if image.has_transparency_data:

@@ -1,9 +1,10 @@
-"""The program of a decoding process: it decodes one image after the other, each within the memory and time it is given.
+"""The program of a decoding process: it decodes one image or clip after the other, each within the memory and time that
+it is given.
 
 The server's process sends an order (JSON) and then the file. A message to the server's process begins with a letter:
-``s`` the size of an image (JSON), ``p`` a strip of its pixels (RGB) and, at the end, ``r`` the result (JSON), ``b`` the
-result (bytes), ``e`` an error (JSON) or ``c`` a ``HeaderMismatch``. Nothing that comes back is ever unpickled:
-whatever a hostile file makes a decoder send is only data.
+``s`` the size of an image (JSON), ``p`` a strip of its pixels (RGB), ``f`` a frame of a clip (RGB) and, at the end,
+``r`` the result (JSON), ``b`` the result (bytes), ``e`` an error (JSON) or ``c`` a ``HeaderMismatch``. Nothing that
+comes back is ever unpickled: whatever a hostile file makes a decoder send is only data.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mpic.errors import ImageTooCostly, MPICError, OutOfMemory
+from mpic.errors import ImageTooCostly, MPICError, OutOfMemory, VideoTooCostly
 from mpic.imaging import pixels
 
-NO_MEMORY = OutOfMemory.code, "the server has not enough memory to decode the image now"
+NO_MEMORY = OutOfMemory.code, "the server has not enough memory to decode the file now"
 TOO_COSTLY = ImageTooCostly.code, "the image takes far more memory to decode than its size explains"
+CLIP_TOO_COSTLY = VideoTooCostly.code, "the clip takes far more memory to decode than its size explains"
+CLIPS = ("facts", "frames")
+"""Orders that are about clips."""
 
 
 def main(fd: int) -> None:
@@ -30,10 +34,12 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    connection, base = Connection(fd), _address_space()
+    connection, base, ready = Connection(fd), _address_space(), False
     with suppress(EOFError, ConnectionError):
         while True:
             order, data = json.loads(connection.recv_bytes()), connection.recv_bytes()
+            if order["do"] in CLIPS and not ready:
+                base, ready = _with_libraries(), True
             if _bound(base, order["memory"], order["seconds"]):
                 refusal = _serve(connection, order, data)
             else:
@@ -54,11 +60,14 @@ def _serve(connection: Connection, order: dict[str, Any], data: bytes) -> tuple[
     except MPICError as error:
         refusal = error.code, error.message
     if refusal is not None and refusal[0] == OutOfMemory.code and _available(order["memory"] * 3 // 4):
-        return TOO_COSTLY  # the decoder's memory is free again, so there was enough of it
+        # the decoder's memory is free again, so there was enough of it
+        return CLIP_TOO_COSTLY if order["do"] in CLIPS else TOO_COSTLY
     return refusal
 
 
 def _answer(connection: Connection, order: dict[str, Any], data: bytes) -> None:
+    if order["do"] in CLIPS:
+        return _answer_clip(connection, order, data)
     rules = pixels.ImageRules(*order["rules"])
     if order["do"] == "identify":
         connection.send_bytes(b"r" + json.dumps(pixels.identify(data, rules)).encode())
@@ -70,6 +79,29 @@ def _answer(connection: Connection, order: dict[str, Any], data: bytes) -> None:
             for strip in upright.strips():
                 connection.send_bytes(b"p" + strip.tobytes())
         connection.send_bytes(b"rnull")
+
+
+def _answer_clip(connection: Connection, order: dict[str, Any], data: bytes) -> None:
+    from mpic.imaging import clips
+
+    rules = clips.ClipRules(*order["rules"])
+    if order["do"] == "facts":
+        connection.send_bytes(b"r" + json.dumps(clips.facts(data, rules)).encode())
+        return
+    for frame in clips.frames(data, rules, **order["options"]):
+        connection.send_bytes(b"f" + frame)
+    connection.send_bytes(b"rnull")
+
+
+def _with_libraries() -> int:
+    """Loads what decodes clips, which takes address space of its own, and returns the size of the address space."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # what the last image was bound to
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    from mpic.imaging import clip_readers
+
+    clip_readers.load()
+    return _address_space()
 
 
 def _bound(base: int, memory: int, seconds: int) -> bool:
@@ -93,7 +125,7 @@ def _bound(base: int, memory: int, seconds: int) -> bool:
 
 
 def _available(size: int) -> bool:
-    """Tells whether so much memory can be allocated after all; then the image took more than it should."""
+    """Returns whether so much memory can be allocated after all; then the image took more than it should."""
     try:
         mmap.mmap(-1, size).close()
     except (OSError, MemoryError):

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,13 +20,25 @@ from typing import Any
 from PIL import Image
 
 from mpic import errors, memory
-from mpic.errors import ImageTooCostly, InvalidImage, MPICError, OutOfMemory, Unavailable
+from mpic.errors import (
+    ImageTooCostly,
+    InvalidImage,
+    InvalidVideo,
+    MPICError,
+    OutOfMemory,
+    Unavailable,
+    VideoTooCostly,
+)
 from mpic.imaging.pixels import HeaderMismatch
 
 log = logging.getLogger(__name__)
 
 CPU_SECONDS = 30
 """Computing time that one image may take. A progressive JPEG of 40 million pixels takes two to four seconds."""
+CLIP_CPU_SECONDS = 90
+"""Computing time that one walk over a clip may take."""
+IMAGE, CLIP = "the image", "the clip"
+"""An order is about one of these; they are subjects of sentences."""
 WALL_SECONDS = 180.0
 """Time after which a worker that does not answer is ended, for example because it was stopped."""
 IDLE_SECONDS = 30.0
@@ -42,8 +54,12 @@ REFUSALS = {
         errors.ImageTooCostly,
         errors.ImageTooLarge,
         errors.InvalidImage,
+        errors.InvalidVideo,
+        errors.NoVideoDecoder,
         errors.OutOfMemory,
         errors.UnsupportedType,
+        errors.VideoTooCostly,
+        errors.VideoTooLarge,
     )
 }
 
@@ -51,15 +67,21 @@ REFUSALS = {
 class Reply:
     """The reply of a worker.
 
+    Args:
+        frames: where the frames of a clip are put one after the other, each as many bytes as it has.
+
     Attributes:
         result: the value or the bytes that were asked for.
         image: the image, if one was asked for; it is assembled from strips as they come.
+        ended: the worker has sent the last message of the reply, which may be an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, frames: Sequence[memoryview] = ()) -> None:
         self.result: Any = None
         self.image: Image.Image | None = None
+        self.ended = False
         self._top = 0
+        self._frames = iter(frames)
 
     def take(self, message: bytes) -> bool:
         """Takes one message, and tells whether it was the last one. Raises the error that the worker reports."""
@@ -69,9 +91,16 @@ class Reply:
             self.image.paste(strip, (0, self._top))
             self._top += strip.height
             return False
+        if kind == b"f":
+            place = next(self._frames, None)
+            if place is None or len(place) != len(body):
+                raise InvalidVideo("the frames of the clip change their size", param="file")
+            place[:] = body
+            return False
         if kind == b"s":
             self.image = Image.new("RGB", tuple(json.loads(bytes(body))))
             return False
+        self.ended = True
         if kind == b"c":
             raise HeaderMismatch
         if kind == b"e":
@@ -82,7 +111,7 @@ class Reply:
 
 
 class WorkerProcess:
-    """One decoding process. Only one thread may use it at a time."""
+    """A decoding process. Only one thread may use it at a time."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -108,17 +137,20 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def run(self, order: dict[str, Any], data: bytes) -> Reply:
-        """Decodes one image in the worker. Afterwards the worker may be used again only if it is ``alive``.
+    def run(self, order: dict[str, Any], data: bytes, frames: Sequence[memoryview] = ()) -> Reply:
+        """Decodes one image or clip in the worker. Afterwards the worker may be used again only if it is ``alive``.
+
+        Args:
+            frames: where the frames of a clip are put.
 
         Raises:
-            MPICError: the image is refused, or the worker has died.
+            MPICError: the file is refused, or the worker has died.
             HeaderMismatch: see ``pixels.HeaderMismatch``.
         """
         watch = threading.Timer(WALL_SECONDS, self._give_up)
         watch.daemon = True
         watch.start()
-        reply = Reply()
+        reply = Reply(frames)
         try:
             self._connection.send_bytes(json.dumps(order).encode())
             self._connection.send_bytes(data)
@@ -126,14 +158,13 @@ class WorkerProcess:
                 pass
             return reply
         except (EOFError, ConnectionError) as error:
-            raise self._end() from error
-        except (ImageTooCostly, OutOfMemory):  # its heap may stay fragmented
+            raise self._end(order["what"], order["seconds"]) from error
+        except (ImageTooCostly, VideoTooCostly, OutOfMemory):  # its heap may stay fragmented
             self.close()
             raise
-        except (MPICError, HeaderMismatch):
-            raise
-        except BaseException:  # the rest of this reply would be taken for the next one
-            self.close()
+        except BaseException:
+            if not reply.ended:  # the rest of it would be taken for the next one
+                self.close()
             raise
         finally:
             watch.cancel()
@@ -142,21 +173,23 @@ class WorkerProcess:
         self._late = True
         self._process.kill()
 
-    def _end(self) -> MPICError:
-        """Returns the error that explains the death of this worker."""
+    def _end(self, what: str, seconds: int) -> MPICError:
+        """Returns the error that explains the death of this worker, which was to decode ``what`` within ``seconds`` of
+        computing."""
         self._connection.close()
-        self._process.kill()  # it might have closed its socket only
+        self._process.kill()  # it might only have closed its socket
         code = self._process.wait()
-        log.warning("a process that decoded an image has ended with %s", code)
+        log.warning("a process that decoded %s has ended with %s", what, code)
         if self._late:
-            return Unavailable(f"the image was not decoded within {WALL_SECONDS:g} s")
+            return Unavailable(f"{what} was not decoded within {WALL_SECONDS:g} s")
+        clip = what == CLIP
         if code == -signal.SIGXCPU:
-            return ImageTooCostly(
-                f"the image takes more than {CPU_SECONDS} s of computing to decode", param="file"
-            )
+            costly = VideoTooCostly if clip else ImageTooCostly
+            return costly(f"{what} takes more than {seconds} s of computing to decode", param="file")
         if code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE, -signal.SIGABRT):
-            return InvalidImage("the image cannot be decoded (the decoder crashed)", param="file")
-        return OutOfMemory("the process that decoded the image was ended, probably for lack of memory")
+            invalid = InvalidVideo if clip else InvalidImage
+            return invalid(f"{what} cannot be decoded (the decoder crashed)", param="file")
+        return OutOfMemory(f"the process that decoded {what} was ended, probably for lack of memory")
 
     def close(self) -> None:
         """Ends the process."""

@@ -1,4 +1,4 @@
-"""How the layers of a step wait for the chunks that are loaded beside it, layer by layer (MPIC, section 4.3)."""
+"""Makes the layers of a step wait for the chunks that are loaded meanwhile, layer by layer (MPIC, section 4.3)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterable
 
 
 class LoadProgress:
-    """How many layers of one chunk have been loaded.
+    """The progress of loading one chunk: the number of its layers that are in place.
 
     Loader threads report layers in order with ``arrive``, or ``fail``; the step's thread ``wait``s for single layers.
     Nothing else connects a load and a step. A device that is filled in another way (a copy stream with one event per
-    layer: ``mpic.kv.copies``) needs a subclass whose ``follow`` makes the device wait too, and nothing more.
+    layer: ``mpic.kv.copies``) only needs a subclass whose ``follow`` makes the device wait too.
 
     Attributes:
         ready: layers ``[0, ready)`` are in place, verified, and do not change any more.
         failed: the other layers will not arrive.
-        ended: when the last layer arrived (``time.monotonic``), or 0.
-        tired: a step has lost its patience with this load; links wait until it has ended.
+        ended: time at which the last layer arrived (``time.monotonic``), or 0.
+        tired: a step has waited too long for this load; links no longer follow it, but wait until it has ended.
     """
 
     def __init__(self, signal: LoadSignal, layers: int) -> None:
@@ -34,7 +34,7 @@ class LoadProgress:
 
     @property
     def flowing(self) -> bool:
-        """True once the load has begun to deliver, as long as it can be relied on."""
+        """True from the first layer on, unless the load has failed or made a step wait too long."""
         return self.ready > 0 and not self.failed and not self.tired
 
     def arrive(self, layer: int) -> None:
@@ -67,14 +67,14 @@ class LoadProgress:
             return layer < self.ready
 
     def follow(self, layer: int) -> None:
-        """Orders what the device computes from now on after the layer, which has arrived."""
+        """Makes the device's further work wait for the layer, which has arrived."""
 
     def settle(self) -> None:
-        """Orders what the device does from now on after everything this load has begun to write, even if it failed."""
+        """Makes the device's further work wait for everything this load has begun to write, even if it failed."""
 
 
 class LoadSignal:
-    """The condition that all loads of an engine notify; closing it wakes every step that waits."""
+    """The condition variable that all loads of an engine notify. Closing it wakes every step that waits."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

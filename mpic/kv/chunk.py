@@ -1,6 +1,6 @@
 """Chunks, their identities, and their compiled KV (``docs/design.md``, "What a link is" and "Isolation").
 
-A *chunk* is immutable content: one image or one piece of text. Identity is always a full SHA-256 and is
+A *chunk* is immutable content: one image, one clip or one piece of text. Identity is always a full SHA-256 and is
 compared whole; a truncated digest is only ever shown to people.
 """
 
@@ -16,10 +16,13 @@ from typing import Literal, NamedTuple
 import torch
 from PIL import Image
 
+from mpic.imaging.clips import Clip, Sample
 from mpic.imaging.pixels import PixelDigest
 from mpic.press import parse_press
 
-Kind = Literal["text", "image"]
+Kind = Literal["text", "image", "video"]
+LATENT, LATENT_ONCE = "latent", "latent-once"
+"""Layouts of ``Recipe``."""
 
 
 def digest(*parts: bytes | str) -> str:
@@ -33,7 +36,8 @@ def digest(*parts: bytes | str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """The identity of a chunk's decoded content: its kind and a full digest (of pixels and size, or of text bytes)."""
+    """The identity of a chunk's content: its kind and a full digest (of an image's pixels and size, of the bytes of a
+    text, or of a clip's file)."""
 
     kind: Kind
     digest: str
@@ -53,6 +57,12 @@ class ChunkKey:
             raise ValueError(f"an image's key is of its RGB pixels, not of {image.mode}")
         return cls("image", PixelDigest.of(image))
 
+    @classmethod
+    def of_clip(cls, data: bytes) -> ChunkKey:
+        """Returns the key of a clip: of its file. Which of its frames are seen is a matter of the model's processor,
+        and therefore of the recipe."""
+        return cls("video", digest("video", data))
+
     def __str__(self) -> str:
         return f"{self.kind}:{self.digest[:12]}"
 
@@ -62,13 +72,15 @@ class Recipe:
     """The way in which a chunk is compiled. Two recipes never share a ChunkKV.
 
     Args:
-        dtype: of the stored K and V (``float32``, ``bfloat16``, ``float16``).
-        codec: how the bytes are stored; ``raw`` is lossless.
+        dtype: type of the stored K and V (``float32``, ``bfloat16``, ``float16``).
+        codec: encoding of the stored bytes; ``raw`` is lossless.
         sink: BOS tokens compiled in front of the chunk and dropped afterwards (LegoLink-0 of EPIC, section 4).
-        preprocessing: digest of the tokenizer and image processor that made the chunk's inputs.
+        preprocessing: digest of the tokenizer and image processor that made the chunk's inputs; of a clip, of the video
+            processor and the way in which frames are sampled, too.
         packet: digest of the adapter around the chunk (KV Packet, section 3.1), or empty.
-        layout: ``latent`` where layers keep the latents of multi-head latent attention; empty where they keep the keys
-            and values of every head.
+        layout: what a layer keeps of a token. Empty: every head's key and value. ``latent-once``: the latent of
+            multi-head latent attention and the part of the key that turns. ``latent``: the same twice, as key and as
+            value, where other layers of the model keep heads.
         press: name of the press that compressed the KV (``mpic.press``), or empty.
     """
 
@@ -82,11 +94,16 @@ class Recipe:
 
     def fields(self) -> dict[str, str | int]:
         """Returns its fields as JSON values, as files and catalogues have them. An empty ``packet``, ``layout`` or
-        ``press`` is left out: what was compiled before there were any keeps its digest."""
+        ``press`` is left out, so that chunks compiled before these fields existed keep their digests."""
         return {k: v for k, v in asdict(self).items() if v or k not in ("packet", "layout", "press")}
 
+    @property
+    def parts(self) -> int:
+        """How many vectors a layer keeps of a token and head: a key and a value, or one that is both."""
+        return 1 if self.layout == LATENT_ONCE else 2
+
     def slots(self, n: int) -> int:
-        """Returns how many tokens of n the KV holds in every layer and head."""
+        """Returns how many of n tokens the KV holds in every layer and head."""
         press = parse_press(self.press)
         return n if press is None else press.slots(n)
 
@@ -112,14 +129,14 @@ class KVKey:
     @staticmethod
     @functools.lru_cache(1 << 14)
     def of(owner: str, chunk: ChunkKey, model: str, recipe: Recipe) -> KVKey:
-        """Returns the key; one that was asked for lately is not made and hashed again."""
+        """Returns the key. Recently used keys are cached, so that they are not made and hashed again."""
         return KVKey(owner, chunk, model, recipe)
 
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
-    def _hash(self) -> int:  # looked up many times in a request's life
+    def _hash(self) -> int:  # computed once, because keys are looked up many times in a request's life
         return hash((self.owner, self.chunk, self.model, self.recipe))
 
     @functools.cached_property
@@ -134,11 +151,12 @@ class Chunk:
     Args:
         key: content identity.
         owner: user id whose library holds it (server-derived), or the shared library's id.
-        token_ids: for text, the ids fixed when the chunk was made; None for images.
+        token_ids: for text, the ids fixed when the chunk was made; None for images and clips.
         load_image: for images, returns the decoded RGB image (only called when nothing is compiled yet).
+        load_clip: for clips, returns those of its frames that the sampler it is given chooses (only called then, too).
         label: the name a person gave it, shown in traces.
         file_id: the library file it came from, or None for inline content.
-        press: name of the press that its KV is compressed by, ``none``, or empty where nobody has said.
+        press: name of the press that compresses its KV, ``none``, or empty if neither request nor upload names one.
     """
 
     key: ChunkKey
@@ -148,13 +166,14 @@ class Chunk:
     label: str | None = None
     file_id: str | None = None
     press: str = ""
+    load_clip: Callable[[Sample], Clip] | None = field(default=None, compare=False, repr=False)
 
     @property
     def kind(self) -> Kind:
         return self.key.kind
 
     def pressed(self, asked: str | None, default: str = "") -> Chunk:
-        """Returns the chunk under the press that a request asks for; else under its own, or the server's."""
+        """Returns the chunk with the press that a request asks for; without one its own, then the server's."""
         press = asked or self.press or default
         return self if press == self.press else replace(self, press=press)
 
@@ -165,11 +184,12 @@ class ChunkInputs:
     encoder.
 
     Args:
-        token_ids: ``[n]`` int64; where a token has an embedding of its own, a placeholder (of images their own).
+        token_ids: ``[n]`` int64; a placeholder for tokens with an embedding of their own (for images the model's image
+            token).
         positions: ``[p, n]`` int64 chunk-local rotary positions; p = 3 for M-RoPE (Qwen-VL), else 1.
         rotary_length: rotary positions the chunk takes: the next segment starts at base + rotary_length.
-        embeds: ``[n, hidden]`` input embeddings of an image or a packet, None for text (looked up in the embedding
-            table).
+        embeds: ``[n, hidden]`` input embeddings of an image, a clip or a packet, None for text (looked up in the
+            embedding table).
         deepstack: ``[layers, n, hidden]`` features added after the first layers (Qwen3-VL), or None.
     """
 
@@ -223,22 +243,29 @@ class ChunkInputs:
 
 
 class KVShape(NamedTuple):
-    """The geometry of a model's KV: every extent of n tokens is ``[layers, 2, kv_heads, n, head_dim]`` contiguous."""
+    """The geometry of a model's KV: every extent of n tokens is ``[layers, parts, kv_heads, n, head_dim]`` contiguous.
+    The parts are keys and values; where there is one, the values are the keys (``mpic.model.latent``)."""
 
     layers: int
     kv_heads: int
     head_dim: int
+    parts: int = 2
+
+    def extent(self, n: int) -> tuple[int, ...]:
+        """Returns the sizes of an extent of n tokens."""
+        return self.layers, self.parts, self.kv_heads, n, self.head_dim
 
     @property
     def per_token(self) -> int:
         """The elements of K and V that one token takes over all layers."""
-        return self.layers * 2 * self.kv_heads * self.head_dim
+        return self.layers * self.parts * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """A compiled chunk in host memory: its inputs and ``kv [layers, 2, kv_heads, m, head_dim]`` with keys rotated at
-    their chunk-local positions (offset by ``recipe.sink``); m is ``recipe.slots(n)``, n unless a press made it less."""
+    """A compiled chunk in host memory: its inputs and ``kv [layers, parts, kv_heads, m, head_dim]`` with keys rotated
+    at their chunk-local positions (offset by ``recipe.sink``); there are ``recipe.parts`` parts, and m is
+    ``recipe.slots(n)``, n unless a press made it less."""
 
     key: KVKey
     inputs: ChunkInputs

@@ -1,13 +1,13 @@
-"""Copies between host memory and a device that computes meanwhile: ordered on the device, without waiting on the host.
+"""Copies between host memory and a device that computes meanwhile. The device orders them, so the host does not wait.
 
-A load's layers are read into a pinned buffer; each is copied on a separate stream and leaves a mark. A step that is
-about to attend in layer l makes the *device* wait for the mark of layer l, and the host goes on at once. What has been
-compiled is copied back in the same way; the thread that writes it to disk is the one that waits.
+A load is read piece by piece into pinned memory; each piece is copied on a separate stream and leaves a mark. A step
+that is about to attend in layer l makes the *device* wait for the mark of layer l, and the host goes on at once. What
+has been compiled is copied back in the same way; the thread that writes it to disk is the one that waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,13 +15,18 @@ import torch
 from mpic.kv.barrier import LoadProgress, LoadSignal
 
 
+def page_locked_bytes(size: int) -> int:
+    """Returns how many bytes so many take in page-locked memory: torch rounds them up to a power of two."""
+    return 1 << (size - 1).bit_length()
+
+
 class Copies(Protocol):
-    """A queue of copies beside what the device computes. ``start`` may be called from any thread, the others from the
-    one that gives the device its work."""
+    """A queue of copies beside what the device computes. ``buffer``, ``start`` and ``wait`` may be called from any
+    thread, the others from the one that gives the device its work."""
 
     def order(self) -> None:
-        """Makes copies started from now on come after everything the device has been given to compute so far, which may
-        still read the memory that they write."""
+        """Makes copies started from now on wait for all work queued on the device so far, which may still read the
+        memory that they write."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns host memory to copy from; it may be dropped while its copies run."""
@@ -30,19 +35,19 @@ class Copies(Protocol):
         """Starts a copy from a ``buffer`` to the device behind all earlier copies and returns its mark."""
 
     def follow(self, mark: Any) -> None:
-        """Makes what the device is given to compute from now on come after the copy."""
+        """Makes work that is queued on the device from now on wait for the copy."""
 
     def back(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Starts a copy to new host memory, behind everything the device has been given to compute so far; returns the
         memory and the copy's mark. The source may not change before the copy is done."""
 
     def wait(self, mark: Any) -> None:
-        """Makes the calling thread, which may be any, wait until a copy ``back`` is done."""
+        """Makes the calling thread, which may be any, wait until a copy is done."""
 
 
 class CudaCopies:
-    """A CUDA stream with an event a copy. Pinned memory stays allocated until the copies that read it are done, which
-    is what torch's host allocator is for."""
+    """A CUDA stream with one event per copy. Torch's host allocator keeps pinned memory allocated until the copies that
+    read it are done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,7 +62,7 @@ class CudaCopies:
     def start(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            mark = torch.cuda.Event()
+            mark = torch.cuda.Event(blocking=True)  # who waits for it leaves its core
             mark.record(self._stream)
         return mark
 
@@ -69,7 +74,7 @@ class CudaCopies:
         self._returning.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._returning):
             memory.copy_(source, non_blocking=True)
-            mark = torch.cuda.Event()
+            mark = torch.cuda.Event(blocking=True)  # who waits for it leaves its core
             mark.record(self._returning)
         return memory, mark
 
@@ -84,20 +89,33 @@ def copies_for(device: torch.device) -> Copies | None:
 
 
 class CopiedProgress(LoadProgress):
-    """The progress of a load whose layers are copied: a layer has arrived when its copy has been started."""
+    """The progress of a load whose layers are copied: a layer has arrived when all its copies have been started and the
+    layers before it have arrived. Several threads may copy and report different layers of one load."""
 
     def __init__(self, signal: LoadSignal, layers: int, copies: Copies) -> None:
         super().__init__(signal, layers)
         self._copies = copies
-        self._marks: list[Any] = []
+        self._marks: dict[int, Any] = {}  # of each layer's latest copy
+        self._early: set[int] = set()  # layers that are there before one in front of them
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Starts to copy the next layer; report it with ``arrive`` afterwards. On a loader thread."""
-        self._marks.append(self._copies.start(target, source))
+    def copy(self, layers: Iterable[int], target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Starts to copy some layers or a piece of one; returns the mark. On a loader thread. Report the layers with
+        ``arrive`` when all of their pieces have been verified and started."""
+        mark = self._copies.start(target, source)
+        for layer in layers:
+            self._marks[layer] = mark
+        return mark
+
+    def arrive(self, layer: int) -> None:
+        with self._signal.changed:
+            self._early.add(layer)
+            while self.ready in self._early:
+                self._early.discard(self.ready)
+                super().arrive(self.ready)
 
     def follow(self, layer: int) -> None:
         self._copies.follow(self._marks[layer])
 
     def settle(self) -> None:
-        if self._marks:
-            self._copies.follow(self._marks[-1])
+        for layer in list(self._marks):
+            self.follow(layer)

@@ -18,7 +18,7 @@ class Resident:
     """A chunk in the pool, immutable once ready and shared by every request that links it.
 
     Token j of the chunk lies at slot ``first + j`` of the extent (``first`` > 0 behind dropped sink tokens) until a
-    press has left ``slots`` of its tokens there, other ones in each layer and head.
+    press has left ``slots`` of its tokens there, different ones in each layer and head.
     ``refs`` counts requests that link it, jobs that fill it, uploads that wait for it, and its copy to disk while that
     has to wait. ``progress`` says which layers are there while it is loaded straight into the extent.
     """
@@ -73,8 +73,8 @@ class DeviceCache:
         return resident
 
     def shape(self, resident: Resident, pressed: bool) -> None:
-        """Lays a chunk's extent out for all of its tokens, or for the slots that a press leaves. What it holds is
-        lost; the pages stay reserved, since a chunk that cannot be read is compiled in place."""
+        """Lays a chunk's extent out for all of its tokens, or for the slots that a press leaves. Its contents are lost;
+        the pages stay reserved, since a chunk that cannot be read is compiled in place."""
         tokens = resident.slots if pressed else len(resident.inputs)
         resident.extent.tokens, resident.extent.kept = resident.first + tokens, None
 

@@ -4,8 +4,8 @@ The file is valid safetensors, laid out for reading with few large reads straigh
 
     8 bytes            length of the header, little endian
     header             JSON, padded with spaces so that the data starts at a multiple of 4 KiB
-    kv.000 kv.001 ...  one ``[2, kv_heads, m, head_dim]`` a layer: together the bytes of
-                       ``[layers, 2, kv_heads, m, head_dim]`` exactly as they lie in memory
+    kv.000 kv.001 ...  one ``[parts, kv_heads, m, head_dim]`` a layer: together the bytes of
+                       ``[layers, parts, kv_heads, m, head_dim]`` exactly as they lie in memory
     pad                zeros up to a multiple of 4 KiB
     token_ids positions embeds deepstack
 
@@ -19,6 +19,7 @@ import json
 import math
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import xxhash
 from mpic.durable import FileSystem, read_all, write_durably
 from mpic.errors import CorruptFile
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
+from mpic.kv.parts import Part, Piece, PieceReader, cut
 
 FORMAT = "mpic-chunk-1"
 BLOCK = 4096
@@ -131,8 +133,9 @@ def _check(chunk: ChunkKV) -> None:
     slots = recipe.slots(len(chunk.inputs))
     if recipe.codec != "raw":
         raise ValueError(f"no codec {recipe.codec!r}; there is: raw")
-    if chunk.kv.dim() != 5 or chunk.kv.shape[1] != 2 or chunk.kv.shape[3] != slots:
-        raise ValueError(f"kv is {tuple(chunk.kv.shape)}, not [layers, 2, kv_heads, {slots}, head_dim]")
+    if chunk.kv.dim() != 5 or chunk.kv.shape[1] != recipe.parts or chunk.kv.shape[3] != slots:
+        wanted = f"[layers, {recipe.parts}, kv_heads, {slots}, head_dim]"
+        raise ValueError(f"kv is {tuple(chunk.kv.shape)}, not {wanted}")
     if _dtype_name(chunk.kv.dtype) != recipe.dtype:
         raise ValueError(f"kv is {chunk.kv.dtype}, its recipe says {recipe.dtype}")
     if slots == 0:
@@ -155,10 +158,10 @@ class ChunkFile:
     It keeps the file open, so a chunk that is deleted or evicted meanwhile can still be read. Close it, or drop it.
 
     Attributes:
-        key: of the chunk that the file says it holds; equal to the key asked for.
-        inputs: see ChunkInputs; in host memory, verified. None when they were not asked for.
+        key: key of the chunk in the file; equal to the requested key.
+        inputs: the chunk's inputs, in host memory and verified; None when they were not requested.
         tokens: number of the chunk's tokens.
-        slots: how many of them are in the KV; fewer when it is compressed.
+        slots: number of tokens in the KV; fewer when it is compressed.
         shape: geometry of the KV.
         bytes: size of the file.
     """
@@ -177,12 +180,12 @@ class ChunkFile:
         """Opens the file and verifies everything but the layers.
 
         Args:
-            key: of the chunk that the file must hold; None accepts any.
+            key: key of the chunk that the file must hold; None accepts any.
             inputs: False does not read the inputs, for a reader that has them already.
 
         Raises:
             FileNotFoundError: there is no such file.
-            CorruptFile: it is damaged, truncated, no chunk file, or of another key.
+            CorruptFile: it is damaged, truncated, not a chunk file, or holds another key.
         """
         self.path = path
         self._files = files or FileSystem()
@@ -193,7 +196,7 @@ class ChunkFile:
         except CorruptFile:
             self.close()
             raise
-        except Exception as error:  # a header that another program wrote may raise nearly anything
+        except Exception as error:  # a header that another program wrote may raise almost any exception
             self.close()
             raise CorruptFile(f"{path.name} is not a chunk file that can be used: {error!r}") from error
 
@@ -202,7 +205,7 @@ class ChunkFile:
         self._close()
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
-        """Fills ``destination [layers, 2, kv_heads, slots, head_dim]`` (host memory) and verifies every layer.
+        """Fills ``destination [layers, parts, kv_heads, slots, head_dim]`` (host memory) and verifies every layer.
 
         Bytes are read straight into the destination where it is contiguous; where it is not (a chunk behind sink
         slots) each layer goes through a buffer of a few MiB. Checksums are computed by the thread that has just read
@@ -217,7 +220,7 @@ class ChunkFile:
                 may be used of ``destination``.
             ValueError: the destination has another shape or type, or is not host memory.
         """
-        wanted = (self.shape.layers, 2, self.shape.kv_heads, self.slots, self.shape.head_dim)
+        wanted = self.shape.extent(self.slots)
         if tuple(destination.shape) != wanted or destination.dtype != self.dtype:
             got = f"{tuple(destination.shape)} {destination.dtype}"
             raise ValueError(f"the chunk is {wanted} {self.dtype}, the destination {got}")
@@ -239,6 +242,29 @@ class ChunkFile:
                 if not direct:
                     destination[layer].copy_(buffer[i])
                 yield layer
+
+    def parts(self, most: int) -> list[Part]:
+        """Returns the KV in parts that can be read at the same time, in pieces of at most ``most`` bytes."""
+        return cut(self.shape, self.slots, self.dtype.itemsize, most, IO_BYTES)
+
+    def read_part(self, part: Part) -> Iterator[tuple[Piece, PieceReader]]:
+        """Yields every piece of a part, in order, with what reads it: one read into the memory that it is given, and
+        the layers' checksums, by the thread that reads. Each must be read before the next is asked for."""
+        sums = [xxhash.xxh3_64() for _ in part.layers]
+        for piece in part.pieces:
+            yield piece, partial(self._read_piece, piece, sums)
+
+    def _read_piece(self, piece: Piece, sums: list[xxhash.xxh3_64], memory: torch.Tensor) -> None:
+        wanted = (len(piece.planes), len(piece.slots), self.shape.head_dim)
+        if tuple(memory.shape) != wanted or memory.dtype != self.dtype:
+            raise ValueError(f"the piece is {wanted} {self.dtype}, not {tuple(memory.shape)} {memory.dtype}")
+        view = bytes_of(memory)
+        self._fill(view, self._data + piece.offset)
+        step = len(view) // len(sums)
+        for i, (layer, verified) in enumerate(zip(piece.layers, sums, strict=True)):
+            verified.update(view[i * step : (i + 1) * step])
+            if piece.last and verified.hexdigest() != self._sums[layer]:
+                raise CorruptFile(f"layer {layer} of {self.path.name} is damaged")
 
     def _fill(self, view: memoryview, offset: int) -> None:
         try:
@@ -263,7 +289,7 @@ class ChunkFile:
         layers = [header.pop(f"kv.{i:03d}") for i in range(len(self._sums))]
         shape = layers[0]["shape"]
         self.dtype = DTYPES[layers[0]["dtype"]]
-        self.shape = KVShape(len(layers), shape[1], shape[3])
+        self.shape = KVShape(len(layers), shape[1], shape[3], shape[0])
         step = math.prod(shape) * self.dtype.itemsize
         for i, layer in enumerate(layers):
             expected = {
@@ -278,14 +304,14 @@ class ChunkFile:
         self.tokens, self.slots, self.inputs = header["token_ids"]["shape"][0], shape[2], None
         if inputs:
             self.inputs = self._read_inputs(header, len(layers) * step, metadata)
-        if shape[0] != 2 or self.slots != recipe.slots(self.tokens):
+        if shape[0] != recipe.parts or self.slots != recipe.slots(self.tokens):
             raise CorruptFile(f"{self.path.name} has KV of shape {shape} for other inputs")
 
     def _read_header(self) -> dict[str, Any]:
         self.bytes = self._files.size(self._fd)
         raw = bytearray(min(self.bytes, HEAD_BYTES))
         self._fill(memoryview(raw), 0)
-        begin = 8 + len(PREFIX)  # of the digits of the checksum
+        begin = 8 + len(PREFIX)  # offset of the checksum's digits
         if raw[8:begin] != PREFIX:
             raise CorruptFile(f"{self.path.name} was not written by this system")
         self._data = 8 + int.from_bytes(raw[:8], "little")

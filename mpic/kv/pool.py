@@ -1,12 +1,12 @@
 """The page pool: one arena of KV memory, cut into contiguous extents.
 
-An extent holds n tokens as ``[layers, 2, kv_heads, n, head_dim]`` contiguous: a chunk's file is one read into it,
+An extent holds n tokens as ``[layers, parts, kv_heads, n, head_dim]`` contiguous: a chunk's file is one read into it,
 every head's keys are one run of memory (what torch's attention kernels want), and a request's own tokens are one
 extent too. Pages are the unit of accounting, nothing else.
 
 Extents are allocated best-fit and free neighbours merge. When enough pages are free but no hole is large enough,
-extents slide down to make one. Views are taken anew for every step, so an extent may move
-between steps unless it is *fixed* (a thread is reading into it).
+extents slide down to make one. New views are made for every step, so an extent may move between steps unless it is
+*fixed* (a thread is reading into it).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Extent:
 
 
 def _memory(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns ``[elements]``, not cleared: the system gives pages when they are touched, so even a large pool starts at
-    once.
+    """Allocates ``[elements]`` without clearing them: the system provides pages when they are touched, so even a large
+    pool starts at once.
 
-    Linux is asked for huge pages, which it gives by default only on request and may refuse: a core then reads a span up
-    to a quarter faster, because the processor's prefetching stops at the end of a page.
+    Linux is asked for huge pages, which it may refuse. With them a core reads a span up to a quarter faster, because
+    the processor's prefetching stops at the end of a page.
     """
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(elements, dtype=dtype, device=device)
     memory = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # the system was built without huge pages
+    with contextlib.suppress(OSError):  # the kernel was built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)
 
@@ -60,8 +60,8 @@ class Pool:
     Args:
         shape: the model's KV geometry.
         pages: size of the arena.
-        page_size: tokens a page.
-        dtype, device: of the arena.
+        page_size: tokens per page.
+        dtype, device: type and device of the arena.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Pool:
         return max(1, -(-tokens // self.page_size))
 
     def alloc(self, tokens: int) -> Extent | None:
-        """Returns an extent of at least one token, evicting what may be evicted (``reclaim``); None when that is not
+        """Returns an extent of at least one token, after evicting caches if needed (``reclaim``); None when that is not
         enough.
 
         The memory is not cleared. Nothing is evicted when the request could not succeed anyway.
@@ -139,15 +139,14 @@ class Pool:
         extent.pages = pages
 
     def view(self, extent: Extent) -> torch.Tensor:
-        """Returns ``[layers, 2, kv_heads, tokens, head_dim]`` over the extent's memory. It is valid until the next
+        """Returns ``[layers, parts, kv_heads, tokens, head_dim]`` over the extent's memory. It is valid until the next
         ``alloc``."""
-        layers, heads, dim = self.shape
         start = extent.start * self.page_elements
         flat = self.arena[start : start + extent.tokens * self.shape.per_token]
-        return flat.view(layers, 2, heads, extent.tokens, dim)
+        return flat.view(self.shape.extent(extent.tokens))
 
     def kv(self, extent: Extent) -> KVView:
-        """Returns the extent's memory as kernels read it, the same object as long as the extent stays where it is."""
+        """Returns a view of the extent's memory for kernels, the same object as long as the extent does not move."""
         if extent.kept is None:
             extent.kept = KVView(self.view(extent))
         return extent.kept

@@ -1,6 +1,6 @@
 """Prefix caching of requests' own tokens (``docs/design.md``, "Prefix namespaces").
 
-There are two kinds of namespace, which never meet: *exact* holds KV equal to a full prefill; *linked* holds a
+There are two kinds of namespace, which share nothing: *exact* holds KV equal to a full prefill; *linked* holds a
 conversation's own earlier turns under one policy. A namespace is a radix tree. An edge is a tuple of *items*: an int is
 a text token, ``(chunk digest, j)`` a recomputed image token, ``("span", kv digest, lo, hi)`` mapped slots of a chunk.
 Items are stored and compared whole, so a hit is always verified against the tokens and chunks it stands for. A node's
@@ -23,13 +23,13 @@ ChunkName = tuple[str, str]
 
 
 def own(item: Item) -> bool:
-    """Returns whether an item stands for a token with KV of its own (a mapped span has none)."""
+    """Returns whether an item stands for an own token, which has KV in the tree (a mapped span has none)."""
     return not (isinstance(item, tuple) and item[0] == "span")
 
 
 @dataclass(eq=False)
 class SharedExtent:
-    """An extent held by one or more nodes (a split node shares its parent's)."""
+    """An extent held by one or more nodes (the halves of a split node share one)."""
 
     extent: Extent
     holders: int = 1
@@ -111,7 +111,7 @@ class PrefixCache:
         chunks: frozenset[ChunkName],
         take: Callable[[int], Extent | None],
     ) -> None:
-        """Remembers a finished request.
+        """Adds the own tokens of a finished request.
 
         Args:
             take: ``take(n)`` hands over an extent that begins with the KV of the n-th own token, or None when the pool

@@ -1,20 +1,27 @@
-"""The contract between engines and whatever keeps compiled chunks below the device (``mpic.library.store``)."""
+"""The interface between engines and the store of compiled chunks below the device (``mpic.library.store``)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from mpic.kv.chunk import ChunkInputs, ChunkKV, KVKey
+from mpic.kv.parts import Part, Piece, PieceReader
 
 
 class StoredChunk(Protocol):
     """A ChunkKV on some tier below the device. It may be gone, or turn out to be damaged, when it is read.
 
-    A tier in page-locked memory also has ``lend() -> Tensor | None``: the KV itself, for a device to copy from.
+    What a device that copies from page-locked memory asks for beside this is optional:
+
+    - ``lend() -> Tensor | None``: the KV itself, in a tier of page-locked memory;
+    - ``in_parts(most) -> PartedChunk | None``: for a tier that can be read in pieces of at most ``most`` bytes;
+    - ``reserve(shape, dtype) -> Reservation | None``: page-locked memory of a nearer tier, to be read into.
+
+    Without them the chunk is read by ``read_layers``, into memory for all of it.
     """
 
     tier: str
@@ -31,7 +38,7 @@ class StoredChunk(Protocol):
         ...
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
-        """Fills ``destination [layers, 2, kv_heads, n, head_dim]`` (host memory; each layer may be strided) and
+        """Fills ``destination [layers, parts, kv_heads, n, head_dim]`` (host memory; each layer may be strided) and
         verifies checksums. One ``next`` should be one read of 1 to a few MiB. Calls may come from different threads,
         one at a time.
 
@@ -40,8 +47,54 @@ class StoredChunk(Protocol):
             and they must not change any more.
 
         Raises:
-            NotFound, CorruptFile: as ``inputs``.
+            NotFound, CorruptFile: see ``inputs``.
         """
+        ...
+
+
+def optional(stored: StoredChunk, name: str, *args: Any) -> Any:
+    """Calls one of the optional methods of a stored chunk; None where it does not have it."""
+    method = getattr(stored, name, None)
+    return None if method is None else method(*args)
+
+
+class PartedChunk(Protocol):
+    """A stored chunk that was opened to be read in parts, by several threads.
+
+    Attributes:
+        shape, dtype: of its KV.
+        parts: in the order of the layers.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Sequence[Part]
+
+    def read_part(self, part: Part) -> Iterator[tuple[Piece, PieceReader]]:
+        """Yields every piece of a part, in order, with what reads and verifies it; see ``ChunkFile.read_part``."""
+        ...
+
+    def close(self) -> None:
+        """Releases what was opened, when nobody reads any more."""
+        ...
+
+
+class Reservation(Protocol):
+    """Page-locked memory of a tier for a chunk that is being read from another one; it counts towards the tier's budget
+    at once.
+
+    Attributes:
+        kv: ``[layers, 2, kv_heads, n, head_dim]``, contiguous.
+    """
+
+    kv: torch.Tensor
+
+    def keep(self) -> None:
+        """The memory has been filled and verified: the tier has the chunk from now on."""
+        ...
+
+    def drop(self) -> None:
+        """It will not be filled. Copies from it may still run."""
         ...
 
 
@@ -55,11 +108,11 @@ class ChunkStore(Protocol):
     root: Path
 
     def find(self, keys: Sequence[KVKey]) -> Mapping[KVKey, StoredChunk]:
-        """Returns those that are stored. One call serves a whole prompt; it opens and reads nothing."""
+        """Returns the stored chunks among the keys. One call serves a whole prompt; it opens and reads no file."""
         ...
 
     def open(self, key: KVKey) -> StoredChunk | None:
-        """Returns the stored chunk, its inputs read, or None. A damaged file is moved aside and is no error."""
+        """Returns the stored chunk with its inputs read, or None. A damaged file is moved aside without an error."""
         ...
 
     def save(self, chunk: ChunkKV) -> None:

@@ -13,7 +13,7 @@ The paper's terms are *static library* for uploads (``uploads``) and *dynamic li
 Each package imports only those above it in this table:
 
 =============  ======================================================================================================
-``folder``     what lies on the disk: names, originals, their sidecars, the locked folder itself, quarantine
+``folder``     the files on the disk: names, originals, their sidecars, the locked folder itself, quarantine
 ``catalog``    the SQLite database, its schema, and the rows of files and references
 ``store``      tiers of compiled chunks: disk and host memory
 ``intake``     what every upload passes through: checks and decoding

@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheChunk:
-    """One chunk of a cache; see ``Part``."""
+    """A chunk of a cache; see ``Part``."""
 
     file: File
     start: int
@@ -59,9 +59,9 @@ class Cache:
 
     Args:
         id: ``group-`` and 24 random characters; ids of chunks begin with ``cache-``.
-        split: how the text was cut, or None when the client did it.
+        split: the settings by which the text was cut, or None when the client cut it.
         created_at, expires_at: seconds since the epoch; the chunks expire with the cache.
-        chunks: in order, without those that were deleted one by one.
+        chunks: the chunks in order, without those that were deleted individually.
     """
 
     id: str
@@ -132,7 +132,7 @@ class CacheLibrary:
 
         Raises:
             InvalidText, TooLarge: a text is not accepted.
-            BadRequest: there are no texts or too many, or the ttl is impossible.
+            BadRequest: there are no texts or too many, or the ttl is not valid.
             StorageQuotaExceeded, StorageFull: nothing was stored.
         """
         check_life("ttl", ttl)
@@ -146,26 +146,27 @@ class CacheLibrary:
         expires_at = None if ttl is None else now + ttl
         texts = [self.accepted(part.text) for part in parts]
         size = sum(len(text.encode()) for text in texts)
-        self._rows.check_quota(user, size, len(texts), key)  # before anything is written
+        self._rows.check_quota(user, size, len(texts), key)  # checked before anything is written
         labels = [f"{name} {i}" if len(parts) > 1 else name for i in range(1, len(parts) + 1)]
         cache_id = new_id(GROUP)
         uploads: list[tuple[Incoming, Path]] = []
         made: list[CacheChunk] = []
-        with ExitStack() as stack:  # discards what is not published
+        with ExitStack() as stack:  # discards the uploads that are not published
             for part, text, label in zip(parts, texts, labels):
                 file, incoming = self._receive(user, text, label, now, expires_at)
                 uploads.append((stack.enter_context(incoming), file.path))
                 made.append(CacheChunk(file, part.start, part.end))
-                if len(made) % AT_ONCE == 0:  # so that few files are open at a time
+                if len(made) % AT_ONCE == 0:  # sealed now, so that few files are open at a time
                     seal_all([upload for upload, _ in uploads[-AT_ONCE:]])
-            self._store(Cache(cache_id, user, name, split, now, expires_at, tuple(made)), uploads, key)
-        return self.get(user, cache_id)
+            cache = Cache(cache_id, user, name, split, now, expires_at, tuple(made))
+            self._store(cache, uploads, key)
+        return cache  # to read it again could fail, and a client that then tries again would have two
 
     def get(self, user: str, cache_id: str) -> Cache:
         """Returns the user's cache of this id.
 
         Raises:
-            CacheNotFound: there is none, it has expired, or it is another user's.
+            CacheNotFound: there is no such cache, it has expired, or it belongs to another user.
         """
         rows = self._catalog.read(
             f"SELECT * FROM caches WHERE {ALIVE} AND id = :id", owner=user, now=self._clock(), id=cache_id
@@ -217,11 +218,11 @@ class CacheLibrary:
         return CachePage(shown, len(rows) > len(shown))
 
     def extend(self, user: str, cache_id: str, ttl: int | None) -> Cache:
-        """Lets a cache live for so many seconds from now (None: for ever).
+        """Sets a cache to expire in this many seconds from now (None: never).
 
         Raises:
-            CacheNotFound: as ``get``.
-            BadRequest: an impossible number of seconds.
+            CacheNotFound: see ``get``.
+            BadRequest: the number of seconds is not valid.
         """
         check_life("ttl", ttl)
         expires_at = None if ttl is None else self._clock() + ttl
@@ -255,7 +256,7 @@ class CacheLibrary:
     # Inside
 
     def accepted(self, text: str) -> str:
-        """Returns a text as it would be cached.
+        """Returns a text in the form in which it would be cached.
 
         Raises:
             InvalidText, TooLarge: it is not accepted.

@@ -1,4 +1,4 @@
-"""``Library``: everything below one folder."""
+"""``Library``, the facade over everything below one folder."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Library:
         caches: texts cached explicitly, see ``CacheLibrary``.
         references: references for retrieval, see ``ReferenceLibrary``.
         store: the tiers below the device, for the engine; see ``mpic.kv.store.ChunkStore``.
-        folder: the lock on the folder; tells whether the folder is still there.
+        folder: the lock on the folder, which also detects that the folder was removed.
         orphans: files that the catalogue does not know, put aside.
-        sidecars: what files beside the originals repeat of the catalogue.
-        recovered: what ``open`` has brought into agreement, see ``reconcile``.
+        sidecars: the files beside the originals that repeat their rows of the catalogue.
+        recovered: counts of the repairs that ``open`` has made; see ``reconcile``.
     """
 
     files: UploadLibrary
@@ -114,14 +114,14 @@ class Library:
         reconcile: bool = True,
         create: bool = True,
     ) -> Library:
-        """Opens or creates a library and repairs what a crash left behind.
+        """Opens or creates a library and repairs the effects of a crash.
 
         Args:
-            filesystem: through which every file is written; tests wrap it.
-            clock: seconds since the epoch.
+            filesystem: writes every file; tests wrap it.
+            clock: function that returns seconds since the epoch.
             host: keep chunks in host memory too: for an engine on an accelerator, ``pinned`` where that is CUDA.
-            remote: farther tiers.
-            reconcile: False leaves what a crash left behind, for inspection.
+            remote: additional tiers beyond the disk.
+            reconcile: False makes no repairs, for inspection after a crash.
             create: False refuses a folder without a library.
 
         Raises:
@@ -145,7 +145,7 @@ class Library:
 
     @classmethod
     def open_read_only(cls, root: Path, limits: Limits | None = None) -> Library:
-        """Opens a library as it is just now, only for reading; a server may have it open.
+        """Opens the present state of a library for reading only; a server may have it open.
 
         Raises:
             Unavailable: there is none, or it was written by an older version.
@@ -155,8 +155,8 @@ class Library:
         return cls(folder, limits or Limits(), filesystem, time.time, read_only=True)
 
     def reconcile(self) -> dict[str, int]:
-        """Makes rows and files agree, at start-up or while nothing is uploaded. Nothing is deleted except what is known
-        to serve nothing.
+        """Makes rows and files agree, at start-up or while nothing is uploaded. Only files that are known to be useless
+        are deleted.
 
         Returns:
             How many of each: ``missing_chunks`` and ``lost_files`` have a row and no file, ``found_chunks`` have theirs
@@ -174,7 +174,7 @@ class Library:
         originals = Reconciliation(self.root, self.catalog, self.sidecars, known, self.clock())
         done.update(originals.run(self.orphans, self.filesystem))
         self.catalog.drop_tombstones(self.clock() - self.limits.tombstone_seconds)
-        self.references.collect_retired()  # an adopted version may have replaced another
+        self.references.collect_retired()  # an adopted version may have replaced an older one
         done["expired_orphans"] = len(self.orphans.expire())
         for what, warning in WARNINGS.items():
             if done[what]:
@@ -189,7 +189,7 @@ class Library:
     def set_quota(
         self, user: str, *, files: int | None = None, bytes: int | None = None, disk: int | None = None
     ) -> None:
-        """Gives a user quotas of its own. None means those of the limits, 0 means no quota.
+        """Sets the quotas of a user. None means the quota of the limits, 0 means no quota.
 
         Args:
             files: most files.
@@ -208,7 +208,7 @@ class Library:
             self.sidecars.rewrite(db, "owner", user)
 
     def usage(self) -> list[StorageUsage]:
-        """Returns what each user holds per tier, with the user's quotas; references belong to ``@shared``."""
+        """Returns each user's usage per tier, with the user's quotas; references belong to ``@shared``."""
         sql = """
             SELECT owner, tier, count, bytes,
                 CASE WHEN owner = :shared OR tier = 'disk' THEN 0 ELSE COALESCE(quota_files, :files) END,
@@ -244,7 +244,8 @@ class Library:
         self.references.check()
 
     def close(self) -> None:
-        """Writes down what is kept in memory and releases the folder. Close the engine first. Safe to call twice."""
+        """Writes the state that is kept in memory and releases the folder. Close the engine first. Safe to call
+        twice."""
         if self._open:
             self._open = False
             self._backfill.stop()

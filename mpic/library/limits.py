@@ -1,4 +1,4 @@
-"""Bounds on what the library accepts and keeps."""
+"""All bounds of a library."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mpic.limits import StorageLimits
 
 @dataclass(frozen=True)
 class Limits(StorageLimits):
-    """All bounds of a library: those that an operator may set, and those below.
+    """All bounds of a library: those that an operator can set, and the ones below.
 
     ``image_pixels`` is at most Pillow's own bomb limit; an image that needs more than ``decode_bytes`` by itself is
-    decoded alone. A user's own quota (``Library.set_quota``) takes the place of ``user_files``, ``user_bytes`` and
+    decoded alone. A user's own quota (``Library.set_quota``) replaces ``user_files``, ``user_bytes`` and
     ``user_disk_bytes``.
 
     Args:
-        filename_chars: longer names are cut.
-        quarantine_files: how many damaged files are kept for inspection.
-        tombstone_seconds: how long it is remembered why a compiled chunk is gone, and which files were deleted.
+        filename_chars: maximum length of a file name; longer names are cut.
+        quarantine_files: number of damaged files that are kept for inspection.
+        tombstone_seconds: time for which deletions and the reasons why compiled chunks are gone are remembered.
     """
 
     filename_chars: int = 255

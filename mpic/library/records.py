@@ -26,25 +26,26 @@ class AsyncReader(Protocol):
 
 @dataclass(frozen=True)
 class File:
-    """One uploaded file, as its owner sees it.
+    """An uploaded file, as its owner sees it.
 
     Args:
         id: ``file-`` and 24 random characters.
         owner: the user it belongs to.
-        handle: the name for IMAGE#NAME and FILE#NAME, as given, or None.
-        filename: what the client called it; shown, never used.
+        handle: the name for IMAGE#NAME and FILE#NAME as the owner wrote it, or None.
+        filename: the client's name for it, which is only shown.
         bytes: size of the original.
         key: identity of its decoded content.
         created_at, expires_at: seconds since the epoch.
-        tokens: of the compiled chunk; None until it is known.
+        tokens: number of tokens of the compiled chunk; None until it is known.
         state: ``compiling | ready | failed``.
-        error: why compiling failed.
-        sha256: of the original's bytes.
-        path: of the original.
+        error: reason why compiling failed.
+        sha256: hash of the original's bytes.
+        path: path of the original.
         metadata: scalars that the user attached to it.
-        pinned: its compiled chunk is not evicted for newer uploads of the same user.
-        split: how a document is cut into chunks (``mode``, ``tokens``, ``overlap``); None: it is one chunk.
-        press: name of the press that its upload asked for, ``none``, or empty where it said nothing.
+        pinned: True if its compiled chunk is not evicted for newer uploads of the same user.
+        split: the settings by which a document is cut into chunks (``mode``, ``tokens``, ``overlap``); None: it is one
+            chunk.
+        press: name of the press that its upload asked for, ``none``, or empty if the upload did not say.
     """
 
     id: str
@@ -86,7 +87,7 @@ class FilePage(NamedTuple):
 
 @dataclass(frozen=True)
 class Reference:
-    """One version of a reference, readable by every user.
+    """A version of a reference, readable by every user.
 
     Args:
         id: ``ref_`` and 24 random characters, or as its administrator chose.
@@ -94,14 +95,14 @@ class Reference:
         title: its name for people and in prompts.
         metadata: scalars to filter by.
         bytes: size of the original.
-        path: of the original.
+        path: path of the original.
         key: identity of its decoded content.
-        created_at: of version 1. updated_at: of this version. Seconds since the epoch.
-        tokens: of the compiled chunk; None until it is known.
+        created_at, updated_at: times of version 1 and of this version, in seconds since the epoch.
+        tokens: number of tokens of the compiled chunk; None until it is known.
         state: ``compiling | ready | failed``.
-        error: why compiling failed.
-        sha256: of the original's bytes.
-        pinned: its compiled chunk is not evicted for newer references.
+        error: reason why compiling failed.
+        sha256: hash of the original's bytes.
+        pinned: True if its compiled chunk is not evicted for newer references.
     """
 
     id: str
@@ -138,8 +139,8 @@ class Change(NamedTuple):
 
 
 class StorageUsage(NamedTuple):
-    """Number and bytes of what a user holds in one tier (``original``: uploads as they came, ``disk``: compiled
-    chunks). A quota of 0 means none."""
+    """Number and bytes of a user's files in one tier (``original``: unchanged uploads, ``disk``: compiled chunks). A
+    quota of 0 means none."""
 
     owner: str
     tier: str
@@ -151,7 +152,7 @@ class StorageUsage(NamedTuple):
 
 class Removed(NamedTuple):
     """A deleted or expired file, or a version of a reference that is gone. ``chunks`` is its content for
-    ``Engine.forget``, without what another file of the same user (another reference) still holds."""
+    ``Engine.forget``, without the content that another file of the same user (another reference) still has."""
 
     file: File | Reference
     chunks: tuple[Chunk, ...]

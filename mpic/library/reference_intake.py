@@ -1,5 +1,5 @@
-"""Taking in versions of references: a version is received, checked, made durable and committed, then listeners are
-told."""
+"""Accepts versions of references: a version is received, checked, made durable and committed, then listeners are
+notified."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ sidecar before it commits."""
 
 
 class ReferenceIntake:
-    """Takes in versions of references. Async methods never block the event loop. Listeners are told of every commit,
+    """Accepts versions of references. Async methods never block the event loop. Listeners are notified of every commit,
     even if the task is cancelled meanwhile.
 
     Args:
-        clock: seconds since the epoch.
+        clock: function that returns seconds since the epoch.
         notify: called after each commit, on the thread that made it.
     """
 
@@ -58,7 +58,7 @@ class ReferenceIntake:
         self._notify = notify
 
     async def first(self, id: str | None, source: Source, words: dict[str, Any]) -> Reference:
-        """Takes in the first version of a reference; see ``ReferenceLibrary.add``.
+        """Accepts the first version of a reference; see ``ReferenceLibrary.add``.
 
         Args:
             words: the result of ``checked``, complete.
@@ -79,10 +79,10 @@ class ReferenceIntake:
         return await self._receive(id, source, commit, "added")
 
     async def next(self, id: str, source: Source, words: dict[str, Any]) -> Reference:
-        """Takes in a further version; see ``ReferenceLibrary.replace``.
+        """Accepts a further version; see ``ReferenceLibrary.replace``.
 
         Args:
-            words: the result of ``checked``. Others are taken from the version that is replaced, which another
+            words: the result of ``checked``. Missing ones are taken from the version that is replaced, which another
                 replacement may have made while this one was received.
         """
 
@@ -107,7 +107,7 @@ class ReferenceIntake:
         """Checks the arguments that are not None, and returns them by name.
 
         Raises:
-            BadRequest: one is malformed.
+            BadRequest: an argument is malformed.
         """
         if title is not None and not (
             0 < len(title) <= TITLE_CHARS and title.isprintable() and title.strip()
@@ -144,7 +144,7 @@ class ReferenceIntake:
             "error": None,
         }
         if incoming.bytes > SMALL:
-            incoming.seal()  # before the transaction, which others wait for
+            incoming.seal()  # done before the transaction, for which other writers wait
         try:
             committed = commit(content, lambda sidecar: self._originals.publish([(incoming, path)], sidecar))
         except BaseException:

@@ -1,8 +1,8 @@
-"""References for retrieval, the *dynamic library* of the paper (MPIC, section 4.2): administrators keep them, every
-user may read them.
+"""References for retrieval, the *dynamic library* of the paper (MPIC, section 4.2): administrators maintain them, and
+every user may read them.
 
 A reference has versions. Replacing or removing one makes the old version invisible to new prompts at once. Its original
-and its compiled chunk stay until no chunk that was made of it is alive any more, so that requests under way can finish.
+and its compiled chunk stay until no chunk made of it is alive any more, so that running requests can finish.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ReferenceLibrary:
     """References. Thread-safe. Methods block on the disk, except the async ones. The caller decides who may write.
 
     Attributes:
-        tokenize: text -> token ids of the served model.
-        listeners: called after each committed change, on the thread that made it; what they raise is logged.
+        tokenize: function from a text to its token ids in the served model.
+        listeners: called after each committed change, on the thread that made it; their exceptions are logged.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ReferenceLibrary:
         Raises:
             InvalidUpload, InvalidImage, InvalidText, TooLarge: the content is not accepted.
             ReferenceExists: another reference has this id.
-            BadRequest: malformed id, title, description or metadata.
+            BadRequest: the id, title, description or metadata is malformed.
             StorageFull: the disk is full; nothing was stored.
         """
         words = self._intake.checked(filename, title, description, metadata or {})
@@ -114,9 +114,9 @@ class ReferenceLibrary:
 
         Raises:
             ReferenceNotFound: there is none, or it was removed meanwhile.
-            Others: as ``add``.
+            MPICError: see ``add`` for the other errors.
         """
-        await asyncio.to_thread(self.get, id)  # before anything is received
+        await asyncio.to_thread(self.get, id)  # checked before anything is received
         words = self._intake.checked(filename, title, description, metadata)
         return await self._intake.next(id, source, words)
 
@@ -127,7 +127,7 @@ class ReferenceLibrary:
             ReferenceNotFound: there is none.
         """
         gone = False
-        while not gone:  # again when it is replaced meanwhile
+        while not gone:  # repeated when it is replaced meanwhile
             reference = self.get(id)
             with self._store.lock, self._catalog.write() as db:
                 gone = self._rows.remove(db, reference)
@@ -145,7 +145,7 @@ class ReferenceLibrary:
 
     def pin(self, id: str, pinned: bool = True) -> Reference:
         """Protects a reference's compiled chunk from eviction for newer references, or ends that. Pins do not take more
-        of the disk than what is guaranteed to references.
+        of the disk than the share that is guaranteed to references.
 
         Raises:
             ReferenceNotFound: there is none.
@@ -154,7 +154,7 @@ class ReferenceLibrary:
         return self.get(id)
 
     def collect_retired(self) -> list[Removed]:
-        """Removes replaced and removed versions that nothing links any more. Call it now and then, and pass the result
+        """Removes replaced and removed versions that nothing links any more. Call it periodically, and pass the result
         to ``Engine.forget``."""
         return self._collect(self._rows.retired())
 
@@ -187,7 +187,7 @@ class ReferenceLibrary:
 
         Raises:
             ReferenceNotFound: the reference ``after`` is gone.
-            BadRequest: an impossible order or limit.
+            BadRequest: the order or the limit is not valid.
         """
         check_page(order, limit)
         if after is not None:
@@ -200,7 +200,7 @@ class ReferenceLibrary:
         return self._rows.pending()
 
     def chunk(self, reference: Reference, tokenize: Tokenize | None = None) -> Chunk:
-        """Returns the content of this version as a prompt refers to it, labelled with its title. The version stays
+        """Returns the content of this version as a chunk, labelled with its title. The version stays
         while the chunk is alive, replaced or not.
 
         Raises:
@@ -291,7 +291,7 @@ class ReferenceLibrary:
         tokenize = tokenize or self.tokenize
         if tokenize is None:
             raise RuntimeError("the library has no tokenizer; set ReferenceLibrary.tokenize")
-        # the name of the file, unlike id and version, is never used again
+        # the file's name, unlike id and version, is never used again
         return self._tokens.ids(reference.path.name, tokenize, lambda: self.text(reference))
 
     def _notify(self, what: Literal["added", "replaced", "removed"], reference: Reference) -> None:

@@ -1,4 +1,4 @@
-"""Upkeep of a library: verify that everything is as it was stored, and remove what serves nothing any more."""
+"""Upkeep of a library: verifies that everything is as it was stored, and removes files that are no longer needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Progress = Callable[[int], None]
 
 
 class Problem(NamedTuple):
-    """A file that is not as it should be, and what follows from it; ``name`` is what its owner calls it."""
+    """A file that is not as it should be, and the consequence; ``name`` is its owner's name for it."""
 
     path: str
     what: str
@@ -34,8 +34,8 @@ class Problem(NamedTuple):
 
 
 class Garbage(NamedTuple):
-    """A file or row that serves nothing any more. ``why`` is leftover, expired, retired, tombstone, quarantine, or
-    overdue (an orphan that has been kept long enough)."""
+    """A file or row that is no longer needed. ``why`` is leftover, expired, retired, tombstone, quarantine, or overdue
+    (an orphan that has been kept long enough)."""
 
     path: str
     bytes: int
@@ -54,9 +54,9 @@ def size_of(library: Library) -> int:
 def check(library: Library, contents: bool = True, progress: Progress = lambda done: None) -> list[Problem]:
     """Verifies the catalogue, that files and rows agree and, with ``contents``, every byte of every file.
 
-    Damaged chunks are put aside, so that they are compiled again on next use. Damaged sidecars are written anew.
-    Damaged originals stay where they are until somebody replaces them. A library that is open only for reading, beside
-    a server, is not changed; what the server has just deleted is no problem.
+    Damaged chunks are put aside, so that they are compiled again on next use. Damaged sidecars are rewritten. Damaged
+    originals stay in place until a person replaces them. A library that is open only for reading, beside a server, is
+    not changed; files that the server has just deleted are not reported.
     """
     library.finish_sidecars()
     problems: list[Problem] = []
@@ -102,10 +102,10 @@ def names_of(library: Library) -> dict[str, str]:
 
 
 def _still(library: Library, problem: Problem) -> bool:
-    """Tells whether the catalogue still has the file of a problem, which a server may have deleted meanwhile."""
+    """Returns whether the catalogue still has the file of a problem, which a server may have deleted meanwhile."""
     path = problem.path.removesuffix(SIDECAR)
     if path == problem.path and "/" not in path:
-        return True  # it is about a part of the library, not about a file
+        return True  # the problem concerns a part of the library, not a file
     sql = "SELECT 1 FROM (SELECT path FROM files UNION ALL SELECT path FROM refs UNION ALL SELECT path FROM chunks)"
     cache = library.catalog.one("SELECT 1 FROM caches WHERE id = ?", Path(path).name)
     return bool(cache or library.catalog.one(f"{sql} WHERE path = ?", path))
@@ -131,7 +131,7 @@ def garbage(library: Library) -> list[Garbage]:
 
 
 def collect(library: Library) -> list[Garbage]:
-    """Removes what serves nothing any more, and lists it. The library must not be in use."""
+    """Removes everything that is no longer needed, and lists it. The library must not be in use."""
     found = garbage(library)
     library.files.collect_expired()
     library.references.collect_retired()
@@ -182,7 +182,7 @@ def _scrub_originals(library: Library, progress: Progress) -> Iterator[Problem]:
 
 
 def _scrub_sidecars(library: Library) -> Iterator[Problem]:
-    """Compares every sidecar with the catalogue; one that differs is written anew."""
+    """Compares every sidecar with the catalogue; one that differs is rewritten."""
     for path, sidecar in library.sidecars.expected(library.catalog.read):
         name = str(path.relative_to(library.root))
         try:
@@ -233,8 +233,7 @@ def _read_whole(path: Path, key: KVKey) -> None:
     """
     file = ChunkFile(path, key)
     try:
-        shape = (file.shape.layers, 2, file.shape.kv_heads, file.slots, file.shape.head_dim)
-        for _ in file.read_layers(torch.empty(shape, dtype=file.dtype)):
+        for _ in file.read_layers(torch.empty(file.shape.extent(file.slots), dtype=file.dtype)):
             pass
     finally:
         file.close()

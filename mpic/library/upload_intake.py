@@ -1,5 +1,5 @@
-"""Taking in uploads: one is received, checked, made durable, then committed. The same bytes under the same handle once
-more are no second file."""
+"""Accepts uploads: an upload is received, checked, made durable, then committed. Uploading the same bytes under the
+same handle again makes no second file."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Stored(NamedTuple):
 
     Args:
         file: the user's file of these bytes.
-        outcome: ``unchanged``: the user had it already under this handle; ``replaced``: it took the handle over.
+        outcome: ``unchanged``: the user had it already under this handle; ``replaced``: it took over the handle.
         removed: the file that lost its handle and was deleted, if any.
-        compile: it is to be compiled; an unchanged file is only if that has failed before.
+        compile: True if it is to be compiled; an unchanged file is compiled only if that has failed before.
     """
 
     file: File
@@ -58,11 +58,12 @@ class Wanted(NamedTuple):
 
 
 class UploadIntake:
-    """Takes in uploads. Methods block on the disk, except the async one.
+    """Accepts uploads. Methods block on the disk, except the async one.
 
     Args:
         clock: seconds since the epoch.
         remove: removes files of a state, see ``UploadLibrary``.
+        no_clips: tells why clips are not taken, see ``InlineChunks``.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class UploadIntake:
         limits: Limits,
         clock: Callable[[], float],
         remove: Remove,
+        no_clips: Callable[[], str | None],
     ) -> None:
         self._rows = rows
         self._originals = originals
         self._limits = limits
         self._clock = clock
         self._remove = remove
+        self._no_clips = no_clips
 
     def admit(
         self,
@@ -92,7 +95,7 @@ class UploadIntake:
         press: str | None,
         key: KeyLimits,
     ) -> Wanted:
-        """Refuses what can be refused before a byte is read. Raises as ``UploadLibrary.add``."""
+        """Makes the checks that are possible before a byte is read. Raises the errors of ``UploadLibrary.add``."""
         if not user or user == SHARED:
             raise ValueError(f"a file needs an owner, not {user!r}")
         check_life("expires_after", expires_after)
@@ -110,14 +113,14 @@ class UploadIntake:
         return Wanted(user, name, handle, expires_after, checked, replace, cut, split_asked, press, key)
 
     def take(self, wanted: Wanted, source: bytes | Path | BinaryIO | Iterable[bytes]) -> Stored:
-        """Reads an upload and commits it. Raises as ``UploadLibrary.add``."""
+        """Reads an upload and commits it. Raises the errors of ``UploadLibrary.add``."""
         with self._originals.incoming(self._limits.upload_bytes) as incoming:
             for piece in _pieces(source):
                 incoming.write(piece)
             return self._accept(wanted, incoming)
 
     async def receive(self, wanted: Wanted, source: AsyncReader) -> Stored:
-        """Does what ``take`` does, on an event loop."""
+        """Does the same as ``take`` on an event loop."""
         accept = partial(self._accept, wanted)
         return await receive(self._originals, self._limits.upload_bytes, source, accept)
 
@@ -136,7 +139,7 @@ class UploadIntake:
         except BaseException as error:
             self._originals.remove([file.path])
             kept = self._unchanged(wanted, incoming, expires_at) if isinstance(error, HandleTaken) else None
-            if kept is not None:  # somebody else has just uploaded the same
+            if kept is not None:  # another request has just uploaded the same file
                 return kept
             raise
         if old is None:
@@ -144,10 +147,10 @@ class UploadIntake:
         return Stored(file, "replaced", tuple(self._remove([old], "expired")))
 
     def _unchanged(self, wanted: Wanted, incoming: Incoming, expires_at: float | None) -> Stored | None:
-        """Gives the user's file of this handle the new lifetime, if it has these bytes and they can still be read.
+        """Sets the new lifetime of the user's file of this handle, if it has these bytes and they can still be read.
 
         Raises:
-            HandleTaken: it has other bytes and is not to be replaced.
+            HandleTaken: it has other bytes and may not be replaced.
         """
         old = self._rows.by_handle(wanted.owner, wanted.handle) if wanted.handle is not None else None
         if old is None:
@@ -160,11 +163,11 @@ class UploadIntake:
             if not wanted.replace:
                 raise handle_taken(old.handle or "")
             return None
-        if not self._intact(old):  # the upload takes its place
+        if not self._intact(old):  # the upload replaces it
             return None
         self._rows.set_expiry(old.owner, old.id, expires_at)
         failed = old.state == "failed"
-        if failed:  # it may go better this time, not least if it is cut now
+        if failed:  # compiling may succeed this time, especially if the file is cut now
             self._rows.set_split(old, wanted.split if old.kind == "text" else None)
             self._rows.set_state(old.owner, old.id, "compiling", None, None)
         kept = self._rows.by_id(old.owner, old.id)  # None: it was deleted meanwhile
@@ -179,9 +182,12 @@ class UploadIntake:
 
     def _describe(self, wanted: Wanted, incoming: Incoming, now: float, expires_at: float | None) -> File:
         """Returns the record of an upload. Raises as ``identify``."""
-        key = identify(incoming, self._limits)
+        key = identify(incoming, self._limits, self._no_clips())
         if wanted.asked and wanted.split and key.kind != "text":
-            raise BadRequest("only documents can be cut; an image is one chunk", param="split")
+            raise BadRequest(
+                f"only documents can be cut; {'an image' if key.kind == 'image' else 'a clip'} is one chunk",
+                param="split",
+            )
         file_id = new_id("file-")
         return File(
             id=file_id,
@@ -202,7 +208,8 @@ class UploadIntake:
 
 
 def _compiled_otherwise(old: File, wanted: Wanted) -> bool:
-    """Tells whether a file is cut or compressed otherwise than the upload asks for. What is done unasked may change."""
+    """Returns whether a file is cut or compressed differently from what the upload asks for. Settings that it does not
+    ask for may differ."""
     if wanted.press is not None and wanted.press != old.press:
         return True
     return wanted.asked and wanted.split != old.split

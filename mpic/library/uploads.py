@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from PIL import Image
 
-from mpic.errors import CorruptFile, FileNotFound, InvalidText, UnknownHandle
+from mpic.errors import CorruptFile, FileNotFound, UnknownHandle
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog.database import Catalog
 from mpic.library.catalog.file_rows import FileRows, Piece
 from mpic.library.catalog.quotas import NO_KEY
 from mpic.library.folder.originals import Originals
+from mpic.library.inline import InlineChunks
 from mpic.library.intake.checks import check_handle, check_life, check_page
-from mpic.library.intake.decode import decode_image, decode_text, image_key
-from mpic.library.intake.image_keys import ImageKeys
+from mpic.library.intake.decode import decode_clip, decode_image, decode_text
 from mpic.library.intake.tokens import TokenCache
 from mpic.library.limits import Limits
 from mpic.library.records import AsyncReader, File, FilePage, Removed, Scalar, State, Tokenize
@@ -29,11 +29,10 @@ from mpic.library.upload_intake import Stored, UploadIntake
 Cut = Callable[[str, Mapping[str, Any]], Iterable[tuple[int, int]]]
 
 
-class UploadLibrary:
+class UploadLibrary(InlineChunks):
     """Uploads of all users. Thread-safe. Methods block on the disk, except the async ones.
 
     Attributes:
-        tokenize: text -> token ids of the served model; must be set before the first text is linked.
         cut: text, how it is to be cut -> characters ``[start, end)`` of its pieces; must be set before the first
             document that is to be cut is used.
     """
@@ -47,17 +46,15 @@ class UploadLibrary:
         limits: Limits,
         clock: Callable[[], float],
     ) -> None:
-        self.tokenize: Tokenize | None = None
+        super().__init__(limits)
         self.cut: Cut | None = None
         self._catalog = catalog
         self._rows = rows
         self._originals = originals
         self._store = store
-        self._limits = limits
         self._clock = clock
         self._tokens = TokenCache()
-        self._image_keys = ImageKeys()
-        self._intake = UploadIntake(rows, originals, limits, clock, self._remove)
+        self._intake = UploadIntake(rows, originals, limits, clock, self._remove, lambda: self.no_clips)
 
     # Uploading
 
@@ -83,16 +80,17 @@ class UploadLibrary:
             expires_after: seconds until it expires; None: never.
             metadata: scalars to attach to it, see ``check_metadata``.
             replace: takes the handle from another file, which is deleted.
-            split: how a document is cut into chunks, for ``cut``; None: it is one chunk.
-            split_asked: the client has said so, so a file that is cut otherwise is not the same; False for a default.
-            press: name of the press that compresses its chunks, or ``none``; None: the client has not said.
+            split: the settings by which a document is cut into chunks, for ``cut``; None: it is one chunk.
+            split_asked: True if the client has asked for ``split``, so that a file which is cut differently counts as
+                different; False for a default.
+            press: name of the press that compresses its chunks, or ``none``; None: the client did not say.
             key: limits of the API key that is used.
 
         Raises:
             InvalidUpload, InvalidImage, InvalidText, TooLarge: the content is not accepted.
             HandleTaken: the user has another file of this handle.
-            StorageQuotaExceeded: the user or the key may not keep as much; see ``catalog.quotas``.
-            BadRequest: malformed handle or expiry.
+            StorageQuotaExceeded: a quota of the user or the key would be exceeded; see ``catalog.quotas``.
+            BadRequest: the handle or the expiry is malformed.
             StorageFull: the disk is full; nothing was stored.
             LibraryGone, DatabaseBusy: nothing was stored; see ``Catalog.write``.
         """
@@ -115,9 +113,8 @@ class UploadLibrary:
         press: str | None = None,
         key: KeyLimits = NO_KEY,
     ) -> Stored:
-        """Does what ``add`` does on an event loop, which it never blocks (see ``receive``), and tells what became of
-        the upload. It is idempotent: the same bytes under the same handle once more change nothing but the lifetime,
-        which is counted anew."""
+        """Does the same as ``add`` on an event loop, which it never blocks (see ``receive``), and returns the outcome.
+        It is idempotent: uploading the same bytes under the same handle again only restarts the lifetime."""
         arguments = (user, filename, handle, expires_after, metadata, replace, split, split_asked, press, key)
         wanted = await asyncio.to_thread(self._intake.admit, *arguments)
         return await self._intake.receive(wanted, source)
@@ -128,7 +125,7 @@ class UploadLibrary:
         """Returns the user's file of this id.
 
         Raises:
-            FileNotFound: there is none, it has expired, or it is another user's.
+            FileNotFound: there is no such file, it has expired, or it belongs to another user.
         """
         file = self._rows.by_id(user, file_id)
         if file is None:
@@ -157,44 +154,45 @@ class UploadLibrary:
         after: str | None = None,
         limit: int = 10_000,
         order: str = "desc",
-        kind: str | None = None,
+        kinds: Sequence[str] | None = None,
     ) -> FilePage:
         """Lists the user's files by age, newest first (``order`` is ``asc | desc``).
 
         Args:
             after: id of the last file of the previous page.
+            kinds: only these; None: all.
 
         Raises:
             FileNotFound: the file ``after`` is gone.
-            BadRequest: an impossible order or limit.
+            BadRequest: the order or the limit is not valid.
         """
         check_page(order, limit)
         if after is not None:
             self.get(user, after)
-        files = self._rows.listing(user, after, limit + 1, order, kind)
+        files = self._rows.listing(user, after, limit + 1, order, kinds)
         return FilePage(files[:limit], len(files) > limit)
 
     def content(self, user: str, file_id: str) -> bytes:
-        """Returns the original as uploaded, verified.
+        """Returns the original bytes, verified.
 
         Raises:
-            FileNotFound: as ``get``.
+            FileNotFound: see ``get``.
             CorruptFile: the original is damaged or lost.
         """
         return self._read(self.get(user, file_id))
 
     async def download(self, user: str, file_id: str) -> bytes:
-        """Does what ``content`` does, on an event loop."""
+        """Does the same as ``content`` on an event loop."""
         return await asyncio.to_thread(self.content, user, file_id)
 
     def chunk(self, user: str, file: File | str, tokenize: Tokenize | None = None) -> Chunk:
-        """Returns the file's content as a prompt refers to it.
+        """Returns the file's content as a chunk, for prompts.
 
-        An image is decoded again from the original when ``load_image`` is called. A text is tokenized here, and its
-        token ids are kept for the next link.
+        An image or a clip is decoded again from the original when ``load_image`` or ``load_clip`` is called. A text is
+        tokenized here, and its token ids are kept for the next link.
 
         Raises:
-            FileNotFound: as ``get``.
+            FileNotFound: see ``get``.
             CorruptFile: the original is damaged or lost.
         """
         if isinstance(file, str) or file.owner != user:
@@ -202,15 +200,17 @@ class UploadLibrary:
         make = partial(Chunk, file.key, user, label=file.label, file_id=file.id, press=file.press)
         if file.kind == "image":
             return make(load_image=partial(self._load_image, file))
+        if file.kind == "video":
+            return make(load_clip=lambda sample: decode_clip(self._read(file), sample, self._limits))
         read = lambda: decode_text(self._read(file), self._limits)
         return make(token_ids=self._tokens.ids(file.id, tokenize or self._tokenizer(), read))
 
     def chunks(self, user: str, file: File | str) -> list[Chunk]:
-        """Returns the file's content as a prompt refers to it: one chunk, or the chunks into which a long document is
-        cut, in order. It is cut when this is first called for it, which may take seconds.
+        """Returns the file's content for prompts: one chunk, or the chunks into which a long document is cut, in order.
+        It is cut when this is first called for it, which may take seconds.
 
         Raises:
-            As ``chunk``.
+            The errors of ``chunk``.
             BadRequest: it would have too many pieces.
         """
         if isinstance(file, str) or file.owner != user:
@@ -238,7 +238,7 @@ class UploadLibrary:
         """Returns where the chunks of a document begin and end; none while it is not cut.
 
         Raises:
-            FileNotFound: as ``get``.
+            FileNotFound: see ``get``.
         """
         return self._rows.pieces(self.get(user, file_id).id)
 
@@ -249,55 +249,31 @@ class UploadLibrary:
         spans = self.cut(text, file.split or {})
         return [Piece(start, end, ChunkKey.of_text(text[start:end]).digest) for start, end in spans]
 
-    def inline_image(self, user: str, data: bytes, label: str | None = None) -> Chunk:
-        """Returns the chunk of an image that came inside a request (data URL). It is checked like an upload and owned
-        by the user, but no file. The same bytes once more are not decoded again to find their chunk.
-
-        Raises:
-            InvalidImage, TooLarge, DecoderBusy: as ``image_key``.
-        """
-        load = partial(decode_image, data, self._limits)
-        key = self._image_keys.key(user, data, partial(image_key, data, self._limits))
-        return Chunk(key, user, load_image=load, label=label)
-
-    def inline_text(self, user: str, text: str, label: str | None = None) -> Chunk:
-        """Returns the chunk of a document that came inside a request. It is checked like an upload and owned by the
-        user, but no file.
-
-        Raises:
-            InvalidText, TooLarge: as ``decode_text``.
-        """
-        try:
-            text = decode_text(text.encode(), self._limits)
-        except UnicodeEncodeError as error:
-            raise InvalidText("the text contains half of a surrogate pair") from error
-        return Chunk(ChunkKey.of_text(text), user, token_ids=tuple(self._tokenizer()(text)), label=label)
-
     # Changing
 
     def set_state(
         self, user: str, file_id: str, state: State, tokens: int | None = None, error: str | None = None
     ) -> None:
-        """Records the outcome of compiling. A file that was deleted meanwhile is no error."""
+        """Records the outcome of compiling. A file that was deleted meanwhile is ignored."""
         self._rows.set_state(user, file_id, state, tokens, error)
 
     def extend(self, user: str, file_id: str, expires_after: int | None) -> File:
-        """Lets a file live for so many seconds from now (None: for ever).
+        """Sets a file to expire in this many seconds from now (None: never).
 
         Raises:
-            FileNotFound: as ``get``; also when it has expired meanwhile.
-            BadRequest: an impossible number of seconds.
+            FileNotFound: see ``get``; also when it has expired meanwhile.
+            BadRequest: the number of seconds is not valid.
         """
         check_life("expires_after", expires_after)
         self._rows.set_expiry(user, file_id, None if expires_after is None else self._clock() + expires_after)
         return self.get(user, file_id)
 
     def rename(self, user: str, file_id: str, handle: str | None) -> File:
-        """Gives a file another handle, or takes it away (None). Its compiled chunk stays.
+        """Changes the handle of a file, or removes it (None). Its compiled chunk stays.
 
         Raises:
-            FileNotFound: as ``get``; also when it has expired meanwhile.
-            BadRequest: an impossible handle.
+            FileNotFound: see ``get``; also when it has expired meanwhile.
+            BadRequest: the handle is not valid.
             HandleTaken: another file of the user has it, ignoring case.
         """
         self.get(user, file_id)
@@ -310,7 +286,7 @@ class UploadLibrary:
         more of the disk than the user's share.
 
         Raises:
-            FileNotFound: as ``get``.
+            FileNotFound: see ``get``.
         """
         self._rows.set_pin(user, file_id, pinned)
         return self.get(user, file_id)
@@ -320,10 +296,10 @@ class UploadLibrary:
         content, its compiled chunks are removed from the disk.
 
         Raises:
-            FileNotFound: as ``get``.
+            FileNotFound: see ``get``.
         """
         removed = self.delete_all([self.get(user, file_id)])
-        if not removed:  # somebody else has just deleted it
+        if not removed:  # another request has just deleted it
             raise FileNotFound(f"no file {file_id!r}", param="file_id", id=file_id)
         return removed[0]
 
@@ -332,7 +308,7 @@ class UploadLibrary:
         return self._remove(files, None)
 
     def collect_expired(self) -> list[Removed]:
-        """Removes expired files, which are invisible already. Call it now and then."""
+        """Removes expired files, which are invisible already. Call it periodically."""
         return self._remove(self._rows.expired(), "expired")
 
     def pending(self) -> list[File]:
@@ -373,14 +349,10 @@ class UploadLibrary:
             self._store.erase(rows)
         for file, _ in removed:
             self._tokens.drop(file.id)
-        self._originals.remove_files(emptied)  # first: a recovery must not bring back a part of a cache
+        # removed first, because a recovery must not bring back a part of a cache
+        self._originals.remove_files(emptied)
         self._originals.remove(file.path for file, _ in removed)
         return removed
-
-    def _tokenizer(self) -> Tokenize:
-        if self.tokenize is None:
-            raise RuntimeError("the library has no tokenizer; set UploadLibrary.tokenize")
-        return self.tokenize
 
     def _load_image(self, file: File) -> Image.Image:
         return decode_image(self._read(file), self._limits)

@@ -56,7 +56,7 @@ POLICIES: tuple[type[Policy], ...] = (
 
 
 def policy_names() -> list[str]:
-    """Returns how each policy is written."""
+    """Returns the syntax of each policy."""
     return [cls.syntax for cls in POLICIES]
 
 
@@ -64,7 +64,7 @@ def parse_policy(text: str) -> Policy:
     """Parses a policy's short string, the same in REST, CLI, SDK and web interface.
 
     Raises:
-        UnknownPolicy: there is no such policy, or its number is out of bounds; the message lists what there is.
+        UnknownPolicy: there is no such policy, or its number is out of bounds; the message lists the policies.
     """
     if not isinstance(text, str):
         raise UnknownPolicy(

@@ -15,7 +15,7 @@ LACKS: dict[Need, str] = {
 """Why the engine on vLLM does not do what some policies need."""
 
 NO_PRESS = (
-    "chunks are compressed on the native engine alone, not on the {engine} engine, whose paged cache has one set of "
+    "chunks are compressed only on the native engine, not on the {engine} engine, whose paged cache has one set of "
     "tokens for all heads: take press none, or set engine = native"
 )
 """Why a press is refused."""
@@ -23,8 +23,8 @@ NO_PRESS = (
 HEADING = """# Policies
 
 A policy says which tokens of an image or document are computed again when it is linked into a prompt. `policy` of a
-request chooses one, `--policy` of `mpic serve` the server's own choice. This page is made from the policies' classes
-(`mpic/link/policies`): `.venv/bin/python -m mpic.link.engines > docs/policies.md`.
+request chooses one, and `--policy` of `mpic serve` sets the server's default. This page is generated from the policies'
+classes (`mpic/link/policies`): `.venv/bin/python -m mpic.link.engines > docs/policies.md`.
 
 | policy | what it does | number | from | engines |
 |---|---|---|---|---|
@@ -34,8 +34,8 @@ request chooses one, `--policy` of `mpic serve` the server's own choice. This pa
 REFUSED = """
 ## Not on vLLM
 
-The engine on vLLM refuses these by name, a server's own policy when it starts and a request's when it comes
-(`unsupported_parameter`). Each needs something that vLLM's step does not do:
+The vLLM engine refuses these by name: a server's default policy when the server starts, and a request's policy with
+`unsupported_parameter`. Each needs something that a step of vLLM cannot do:
 
 """
 
@@ -44,7 +44,7 @@ PRESS = """- `press` ([compression](compression.md)): vLLM's paged cache has one
 
 
 def refusal(policy: Policy, engine: str) -> str | None:
-    """Returns why a policy does not run on the engine of that name, or None when it does."""
+    """Returns the reason why a policy does not run on the engine of that name, or None when it does."""
     lacking = policy.needs() - PROVIDES[engine]
     if not lacking:
         return None

@@ -1,4 +1,4 @@
-"""The plan of a link: which tokens of a prompt are computed, which are mapped, and where.
+"""The plan of a link: the tokens of a prompt that are computed, those that are mapped, and their places.
 
 A policy says which chunk tokens a request computes itself; everything else is mapped, not copied. The plan is the
 relocation table that follows: the request's own tokens in sequence order and, for every visible part of a chunk, its
@@ -28,19 +28,19 @@ class OwnRun(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """The relocation table of one request, with the facts that running it takes.
+    """The relocation table of one request, with the facts needed to run it.
 
     Args:
         policy: name of the policy that made it.
-        exact: what is computed equals a full prefill.
-        prefix: earlier prefixes of the user may be read, and this request's may be kept.
-        two_step: the last own token is computed in a step of its own, and it alone sees the spans.
+        exact: True if the computed KV equals a full prefill.
+        prefix: True if earlier prefixes of the user may be read, and this request's may be kept.
+        two_step: True if the last own token is computed in a separate step, and it alone sees the spans.
         length: tokens of the whole prompt.
         rotary_length: rotary positions of the whole prompt; the first generated token sits at this position.
-        runs: what is computed, in sequence order.
-        spans: what is mapped, in sequence order; a span's source is the chunk's number in the prompt.
+        runs: the computed tokens, in sequence order.
+        spans: the mapped tokens, in sequence order; a span's source is the chunk's number in the prompt.
         own: number of computed tokens (sum over runs).
-        places: one ChunkPlace a chunk, in prompt order.
+        places: one ChunkPlace per chunk, in prompt order.
         blocks: own tokens ``[lo, hi)`` that attend to each other in both directions where a model's layers do, as the
             tokens of an image; ascending.
     """
@@ -58,11 +58,11 @@ class LinkPlan:
     blocks: tuple[tuple[int, int], ...] = ()
 
     def pairs(self, mapped: int = 0, removed: Sequence[int] = ()) -> int:
-        """Returns the (query, key) pairs of a layer's attention over the prompt, by the own tokens from index
-        ``mapped`` on; in blocks of both directions.
+        """Returns the number of (query, key) pairs in a layer's attention over the prompt, for the own tokens from
+        index ``mapped`` on; blocks count in both directions.
 
         Args:
-            removed: of each chunk, the tokens that a press has removed; empty: none.
+            removed: number of tokens that a press has removed from each chunk; empty: none.
         """
         own = self.own * (self.own + 1) // 2 - mapped * (mapped + 1) // 2
         for lo, hi in self.blocks:
@@ -75,18 +75,18 @@ class LinkPlan:
         )
 
     def extends(self, shorter: LinkPlan) -> bool:
-        """Returns whether everything of a shorter plan is in this one unchanged."""
+        """Returns whether this plan continues a shorter one, all of which it contains unchanged."""
         old, chunks = len(shorter.spans), len(shorter.places)
         return self.spans[:old] == shorter.spans and all(span.source >= chunks for span in self.spans[old:])
 
     def reused(self, chunk: int) -> int:
-        """Returns how many tokens of a chunk are linked without recomputation."""
+        """Returns the number of a chunk's tokens that are linked without recomputation."""
         return sum(s.tokens for s in self.spans if s.source == chunk)
 
 
 class SegmentShape(NamedTuple):
-    """A segment as planning sees it: its tokens, its rotary length, whether it is a chunk, and whether its tokens
-    attend to each other in both directions."""
+    """The facts about a segment that planning needs: its number of tokens, its rotary length, whether it is a chunk,
+    and whether its tokens attend to each other in both directions."""
 
     length: int
     rotary_length: int
@@ -103,9 +103,9 @@ def make_plan(
     """Lays out the segments, asks the policy, and cuts the prompt into computed runs and mapped spans.
 
     Args:
-        decided: what a dynamic policy chose; None asks ``policy.select``.
-        whole_prompt: all tokens of the prompt attend to each other in both directions (a prefix language model). What
-            a token is then depends on what follows it, so no prefix of a prompt can be kept for another.
+        decided: the ranges that a dynamic policy chose; None asks ``policy.select``.
+        whole_prompt: True if all tokens of the prompt attend to each other in both directions (a prefix language
+            model). A token's KV then depends on what follows it, so no prefix of a prompt can be kept for another.
 
     Raises:
         ValueError: the policy chose ranges that are not within a chunk.
@@ -126,7 +126,7 @@ def make_plan(
     own = chunk = 0
     for i, segment in enumerate(segments):
         recomputed = next(selection) if segment.is_chunk else ((0, segment.length),)
-        end, first = 0, own  # of what is laid out so far; the segment's first own token
+        end, first = 0, own  # totals of the segments laid out so far; the segment's first own token
         for lo, hi in (*recomputed, (segment.length, segment.length)):
             if not end <= lo <= hi <= segment.length:
                 raise ValueError(

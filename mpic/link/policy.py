@@ -1,4 +1,4 @@
-"""The base class of policies: each says all about itself (``mpic.method``) and decides what a link recomputes."""
+"""The base class of policies. A policy describes itself (``mpic.method``) and decides what a link recomputes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def ranges_of(tokens: Sequence[int]) -> Ranges:
-    """Returns ascending token indices as maximal ranges."""
+    """Groups ascending token indices into maximal ranges."""
     runs = [list(group) for _, group in groupby(enumerate(tokens), lambda pair: pair[1] - pair[0])]
     return tuple((run[0][1], run[-1][1] + 1) for run in runs)
 
@@ -49,7 +49,7 @@ BARE = Wrapping()
 
 
 class Need(Enum):
-    """Something that not every engine does for a policy. The value says why a policy needs it, for error messages."""
+    """An ability that a policy needs and not every engine has. The value is the reason, for error messages."""
 
     DECISION = "it looks at keys and values before it decides"
     TWO_STEPS = "it takes two steps"
@@ -61,7 +61,7 @@ class Policy(Method):
     """Decides what a link recomputes. A subclass is a frozen dataclass whose fields are the numbers in its name.
 
     Class attributes (beside those of ``Method``):
-        examples: concrete policies to offer; those without a number offer themselves.
+        examples: concrete policies to offer; a policy without a number offers itself.
         exact: the result equals a full prefill; such KV may enter the exact prefix namespace.
         uses_chunks: False when no compiled chunk is ever read (full, prefix).
         prefix: reuse the request's own earlier prefixes.
@@ -87,13 +87,13 @@ class Policy(Method):
 
     @property
     def head(self) -> int | None:
-        """The most first tokens of a chunk that it recomputes when these are the only ones; None when it may recompute
-        others, which takes all of the chunk's KV."""
+        """The maximum number of first tokens that it recomputes of a chunk, if it recomputes no others; None if it may
+        recompute other tokens, for which all of the chunk's KV must be there."""
         return None
 
     @classmethod
     def needs(cls) -> frozenset[Need]:
-        """Returns what an engine must be able to do for it."""
+        """Returns the abilities that an engine must have for it."""
         wanted = {
             Need.TWO_STEPS: cls.two_step,
             Need.SINK: cls.wrapping.sink > 0,
@@ -108,8 +108,8 @@ class Evidence(Enum):
     ``DEVIATION``: the whole prompt runs through the layers before the policy's; there the squared distance between a
     token's fresh and compiled key and value, summed over heads.
     ``ATTENTION``: the text after the last chunk runs up to the attention of the policy's layer, which must be the
-    first; there what its queries give to a token's compiled key at its place in the prompt: softmax over chunk tokens
-    alone, summed over heads and queries.
+    first; there the attention of its queries to a token's compiled key at its place in the prompt: softmax over chunk
+    tokens alone, summed over heads and queries.
     """
 
     DEVIATION = "deviation"
@@ -124,7 +124,7 @@ class DynamicPolicy(Policy):
 
     Class attributes:
         layer: the deciding layer.
-        evidence: what it looks at there.
+        evidence: the kind of evidence that it looks at there.
     """
 
     prefix: ClassVar[bool] = False
@@ -140,5 +140,5 @@ class DynamicPolicy(Policy):
         """Returns for each chunk the ranges to recompute.
 
         Args:
-            found: its evidence, one ``[tokens]`` fp32 tensor a chunk, in prompt order.
+            found: the evidence, one ``[tokens]`` fp32 tensor per chunk, in prompt order.
         """

@@ -1,4 +1,4 @@
-"""Which policies link chunks that a press has compressed (``mpic.press``)."""
+"""Checks that a policy can link chunks that a press has compressed (``mpic.press``)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def check_presses(policy: Policy, presses: Iterable[str]) -> None:
     range of slots. Anything else would take KV that is no longer there.
 
     Args:
-        presses: of the chunks that a request links; names, or empty.
+        presses: names of the presses of the chunks that a request links; empty for uncompressed ones.
 
     Raises:
-        UnsupportedParameter: they do not go together.
+        UnsupportedParameter: the policy and a press cannot be combined.
     """
     if not policy.uses_chunks:
         return
@@ -30,7 +30,7 @@ def check_presses(policy: Policy, presses: Iterable[str]) -> None:
         if policy.head is None:
             raise UnsupportedParameter(
                 f"policy {policy} may recompute any token of a chunk, and press {press} removes some: take a policy "
-                "that recomputes the first ones alone (such as mpic-16, legolink-16, block-1, packet), or press none",
+                "that recomputes only first tokens (such as mpic-16, legolink-16, block-1, packet), or press none",
                 param="mpic.press",
             )
         if policy.head > press.p:

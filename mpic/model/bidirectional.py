@@ -1,9 +1,10 @@
 """The tokens of a prompt that a model lets attend to each other in both directions: those of an image, or all.
 
-Models are told the type of every token beside its embedding. What a type means is read off the masks that a model makes
-for prompts of chosen types: no family is known here. By transformers' convention text has type 0 and an image's tokens
-type 1 (``create_mm_token_type_ids``); a model whose tokens of type 0 already see what comes after them is a prefix
-language model, in which a prompt has type 0 and what is generated type 1 (PaliGemma, arXiv 2407.07726, section 3.1).
+Models receive the type of every token together with its embedding. The meaning of a type is found from the masks that a
+model makes for prompts of chosen types; no family is treated specially. By transformers' convention text has type 0 and
+an image's tokens type 1 (``create_mm_token_type_ids``); a model whose tokens of type 0 already see what comes after
+them is a prefix language model, in which a prompt has type 0 and generated tokens have type 1 (PaliGemma, arXiv
+2407.07726, section 3.1).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Mask = Callable[[int, int], bool]
 
 
 class Scope(Enum):
-    """Which tokens attend to each other in both directions."""
+    """The tokens of a prompt that attend to each other in both directions."""
 
     IMAGE = "image"
     PROMPT = "prompt"
@@ -46,10 +47,10 @@ def token_types(scope: Scope | None, is_image: torch.Tensor) -> torch.Tensor:
 def find_blocks(
     windows: Sequence[Window | None], masks: Callable[[torch.Tensor], Sequence[Mask]]
 ) -> tuple[Scope | None, list[Blocks | None]]:
-    """Finds which tokens see later ones, and in which layers.
+    """Finds the tokens that see later ones, and the layers in which they do.
 
     Args:
-        windows: of the layers, for text alone.
+        windows: windows of the layers, for text alone.
         masks: returns the layers' masks for the types ``[tokens]`` of a prompt.
 
     Raises:
@@ -80,7 +81,8 @@ def find_blocks(
 
 
 def _blocks(window: Window | None, sees: Mask, ranges: list[tuple[int, int]], length: int) -> Blocks | None:
-    """Returns what a layer's mask says of the blocks at ``ranges``. Raises ModelRefused: none of ``Blocks``."""
+    """Returns the member of ``Blocks`` that describes a layer's mask of the blocks at ``ranges``, or None if its rows
+    do not see later ones. Raises ModelRefused if neither describes the mask."""
     lo, hi = ranges[0]
     if not sees(lo, hi - 1):
         blocks = None

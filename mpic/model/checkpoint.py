@@ -1,5 +1,5 @@
-"""The fingerprint of a checkpoint, tensor by tensor from its safetensors shards: as ``identity.fingerprint`` of the
-loaded model, without a second copy of the weights in memory."""
+"""Computes the fingerprint of a checkpoint tensor by tensor from its safetensors shards. It equals
+``identity.fingerprint`` of the loaded model, but needs no second copy of the weights in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class NotStreamable(Exception):
-    """The checkpoint has to be loaded to know the weights of the model; the message says why."""
+    """The weights of the model can only be known by loading the checkpoint; the message says why."""
 
 
 def streamed_fingerprint(path: str, model: PreTrainedModel, dtype: torch.dtype) -> str:
@@ -43,8 +43,8 @@ def streamed_fingerprint(path: str, model: PreTrainedModel, dtype: torch.dtype) 
 
 
 def stored_fingerprint(path: str, config: PretrainedConfig) -> str:
-    """Returns a digest of a configuration and of the tensors as the files hold them: of a quantised checkpoint, whose
-    weights only the program that runs it unpacks.
+    """Returns a digest of a configuration and of the tensors as they are in the files. It is meant for quantised
+    checkpoints, whose weights only the program that runs them unpacks.
 
     Raises:
         NotStreamable: the weights are in no safetensors files here that can be read.
@@ -108,8 +108,8 @@ def _shards(path: str) -> list[Path]:
 def _places(
     shards: list[Path], model: PreTrainedModel, wanted: dict[str, Any]
 ) -> dict[str, tuple[Path, str]]:
-    """Returns the file and the name there of each weight, by its name in the model. The names change as they do when
-    transformers loads the files."""
+    """Returns for each weight, by its name in the model, the file and its name in the file. The names differ in the way
+    in which transformers converts them when it loads the files."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

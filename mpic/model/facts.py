@@ -1,5 +1,5 @@
-"""Everything that the load step finds out about a model's layers, by running it (``trace.py``, ``bidirectional.py``,
-``latent.py``)."""
+"""Collects the facts about a model's layers that are found out at load time by running it (``trace.py``,
+``bidirectional.py``, ``latent.py``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpic.model.trace import ROWS, LayerFacts, LayerKind, Trace, seen_by, trace,
 
 
 class Runnable(Protocol):
-    """What is asked of a model to find its facts; see ``LoadedModel``."""
+    """The interface of a model that finding its facts needs; see ``LoadedModel``."""
 
     model: nn.Module
     text_model: nn.Module
@@ -44,7 +44,7 @@ class Runnable(Protocol):
 
 class ModelFacts(NamedTuple):
     """The kinds of a model's layers, the facts of each layer, the layers that keep latents in place of keys and values,
-    which tokens attend to each other in both directions, and the tokens that layers look up in place of others."""
+    the tokens that attend to each other in both directions, and the tokens that layers look up in place of others."""
 
     kinds: list[LayerKind]
     layers: list[LayerFacts]
@@ -58,7 +58,7 @@ def find_facts(model: Runnable) -> ModelFacts:
     """Returns the facts of a model whose layers attend through ``hooks.TRACED``.
 
     Raises:
-        ModelRefused: it cannot be linked; the message names the family and says why.
+        ModelRefused: the model cannot be linked; the message names the family and says why.
     """
     family = model.config.model_type
     tokens = plain_ids(model.config, ROWS + 1)
@@ -87,7 +87,7 @@ def find_facts(model: Runnable) -> ModelFacts:
 
 
 def _blocks(model: Runnable, windows: Sequence) -> tuple[Scope | None, list[Blocks | None]]:
-    """Returns which tokens attend to each other in both directions, and how the layers do."""
+    """Returns the tokens that attend to each other in both directions, and the way in which the layers do."""
     name = types_name(model.model)
     if name is None:
         return None, [None] * len(windows)

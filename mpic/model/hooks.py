@@ -1,4 +1,4 @@
-"""The seam in transformers: our attention function and the step it serves (``docs/design.md``, "One step").
+"""The hook into transformers: our attention function and the step it serves (``docs/design.md``, "One step").
 
 A model's attention layers call ``mpic`` through transformers' attention interface with q and k already rotated at the
 rows' own positions. Rows' keys and values are written into their extents first and attended to after: the single
@@ -59,10 +59,10 @@ class KindCalls(NamedTuple):
     """The calls that the layers of one kind make in a step.
 
     Args:
-        calls: of blocks of rows; each row's first call has ``first`` set.
-        singles: rows that stand alone, or None; blocks and singles cover every row once.
-        rotation: gives the query rotation of a base.
-        kv_heads: of the layers, where the model has layers with more or larger heads; else None.
+        calls: the calls of blocks of rows; each row's first call has ``first`` set.
+        singles: the rows that stand alone, or None; blocks and singles cover every row once.
+        rotation: function that returns the query rotation of a base.
+        kv_heads: number of KV heads of the layers, if the model also has layers with more or larger heads; else None.
     """
 
     calls: list[SpanCall]
@@ -89,17 +89,17 @@ class Observed:
 
 @dataclass
 class Step:
-    """Everything a packed forward of T rows needs beside its input embeddings.
+    """Everything that a packed forward of T rows needs in addition to its input embeddings.
 
     Args:
-        writes: of blocks of rows; with ``single_writes`` they cover every row once.
-        kinds: by kind of layer (``mpic.model.trace.LayerKind``).
+        writes: the writes of blocks of rows; with ``single_writes`` they cover every row once.
+        kinds: the calls for each kind of layer (``mpic.model.trace.LayerKind``).
         kind_of: the kind of each layer.
         partial: the attention implementation.
         kernel: takes all writes and calls instead of ``partial`` call by call; then there are no ``singles``.
-        barrier: loads that this step runs beside, or None.
-        single_writes: where the keys and values of rows that stand alone go, or None.
-        observed: rows whose queries are kept, and by whom.
+        barrier: the loads that this step follows, or None.
+        single_writes: the writes of the rows that stand alone, or None.
+        observed: the rows whose queries are kept for presses, and the objects that keep them.
     """
 
     writes: list[Write]
@@ -122,8 +122,8 @@ class Probe:
     """A forward of whole prompts that ends at ``layer`` and keeps that layer's queries, keys and values.
 
     Layers before it attend as in a full prefill of the rows of each prompt (``lengths``); nothing is written anywhere.
-    ``patterns`` has an entry a layer, ``blocks`` one a prompt: its rows ``[lo, hi)`` that attend to each other in both
-    directions.
+    ``patterns`` has an entry per layer, ``blocks`` one per prompt: its rows ``[lo, hi)`` that attend to each other in
+    both directions.
     """
 
     layer: int
@@ -165,7 +165,7 @@ _step: ContextVar[Step | Probe | Trace | None] = ContextVar("mpic_step", default
 
 @contextmanager
 def running(step: Step | Probe | Trace) -> Iterator[None]:
-    """Makes a step the one that attention layers on this thread serve."""
+    """Makes attention layers on this thread serve a step inside the block."""
     token = _step.set(step)
     try:
         yield
@@ -186,7 +186,7 @@ def _attention(
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
     """Implements transformers' attention interface: returns ``[1, T, heads, d]`` for ``query [1, heads, T, d]`` and
-    ``key, value [1, kv_heads, T, d]``. What else a layer gives has been looked at when the model was loaded."""
+    ``key, value [1, kv_heads, T, d]``. A layer's other arguments have been checked when the model was loaded."""
     step = _step.get()
     if step is None:
         raise RuntimeError("a model hooked by MPIC was called outside of a step")
@@ -206,7 +206,7 @@ def _attention(
     size, value_size = key.shape[-1], value.shape[-1]
     if size == value_size:
         return _layer(step, module.layer_idx, query, key, value, scale, extras), None
-    size = max(size, value_size)  # zeros change neither scores nor what is kept of the values
+    size = max(size, value_size)  # padding with zeros changes neither scores nor the kept part of the values
     query, key, value = (pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
     return _layer(step, module.layer_idx, query, key, value, scale, extras)[..., :value_size], None
 
@@ -220,7 +220,7 @@ def _layer(
     scale: float,
     extras: Extras,
 ) -> torch.Tensor:
-    """Returns what a layer attends to; keys and values have heads of one size."""
+    """Computes a layer's attention; keys and values have heads of one size."""
     if isinstance(step, Probe):
         return step.attend(layer, query, key, value, scale, extras)
     k, v = key[0], value[0]
@@ -240,13 +240,15 @@ def _layer(
         step.single_writes.write(layer, k, v)
     for rows, span in step.writes:
         keys, values = span.source.layers(span.lo, span.hi)[layer]
+        is_pair = values is not keys  # else the values are the keys
         if kind.kv_heads is not None:
             heads, _, size = k.shape
-            for rest in (keys, values):  # of what the memory held before, nothing may get into a chunk's file
+            for rest in (keys, values):  # earlier contents of the memory must not get into a chunk's file
                 rest[heads:], rest[:heads, :, size:] = 0, 0
             keys, values = keys[:heads, :, :size], values[:heads, :, :size]
         keys.copy_(k[:, rows])
-        values.copy_(v[:, rows])
+        if is_pair:
+            values.copy_(v[:, rows])
     if step.barrier is not None:
         step.barrier.wait(layer)
     arguments = (step.partial, kind.rotation, kind.singles, layer, extras, kind.kv_heads)
@@ -256,7 +258,8 @@ def _layer(
 def _mask(
     *, mask_function: Any, q_length: int, kv_length: int, dtype: torch.dtype | None = None, **unread: Any
 ) -> torch.Tensor | None:
-    """Implements transformers' mask interface. There are no masks in a step: a layer's kind says what its rows see."""
+    """Implements transformers' mask interface. There are no masks in a step, because a layer's kind determines what its
+    rows see."""
     step = _step.get()
     return step.mask(mask_function, q_length, kv_length, dtype) if isinstance(step, Trace) else None
 

@@ -1,4 +1,5 @@
-"""The identity of a model, whichever engine runs it: digests that identify its chunks, and its special tokens."""
+"""The identity of a model, which is the same on both engines: digests that identify its chunks, and its special
+tokens."""
 
 from __future__ import annotations
 
@@ -69,14 +70,14 @@ _PLAIN = "_mpic_weights_digest"
 
 
 def remember_weights(model: nn.Module) -> None:
-    """Keeps a model's ``weights_digest`` as it is now; to be called before its weights are quantised."""
+    """Stores a model's present ``weights_digest``. Call it before the weights are quantised."""
     setattr(model, _PLAIN, weights_digest(model))
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Returns a digest of configuration and weights that is the same for every dtype a checkpoint is loaded in, and
-    when it is quantised while it is loaded, as what was trained with the weights fits them in all: of every tensor its
-    name, its shape and 4,096 evenly spaced values, rounded to bfloat16."""
+    """Returns a digest of configuration and weights that is the same for every dtype in which a checkpoint is loaded or
+    quantised, because an adapter that was trained with the weights fits all of them. It covers the name and shape of
+    every tensor and 4,096 evenly spaced values, rounded to bfloat16."""
     if known := getattr(model, _PLAIN, ""):
         return known
     config = _without_dtype(model.config.to_dict())

@@ -1,8 +1,8 @@
-"""The load-time self-test with an image: no list of families can foresee how a model lays its images out.
+"""The load-time self-test with an image, because no list of families can foresee how a model lays out its images.
 
 A prompt of two images between texts is run once by the stock model, called with token ids and pixel values, and once as
-a step in which each image lies in an extent of its own. What the model's processor puts into a prompt for one image
-must be what a chunk holds: its image tokens and nothing between them.
+a step in which each image has its own extent. The tokens that the model's processor puts into a prompt for one image
+must be those of a chunk: its image tokens and nothing between them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def image_self_test(loaded: LoadedModel) -> float:
     try:
         _refuse_structure(loaded, images[0])
         chunks = [loaded.image_inputs(image) for image in images]
-        rows, positions, segments = _prompt(loaded, chunks)
+        rows, positions, segments = prompt_of(loaded, chunks)
         got = as_step(loaded, rows, positions.to(loaded.device), segments, loaded.scope)
         expected = _stock(loaded, rows.ids, images)
     except ModelRefused:
@@ -54,8 +54,8 @@ def image_self_test(loaded: LoadedModel) -> float:
     return difference
 
 
-def _prompt(loaded: LoadedModel, chunks: Sequence[ChunkInputs]) -> tuple[RowInputs, torch.Tensor, Segments]:
-    """Returns text, image, text, image, text: rows, positions, and segments."""
+def prompt_of(loaded: LoadedModel, chunks: Sequence[ChunkInputs]) -> tuple[RowInputs, torch.Tensor, Segments]:
+    """Returns text, chunk, text, chunk, text: rows, positions, and segments."""
     words = torch.tensor(plain_ids(loaded.config, sum(_TEXTS)))
     ids, embeds, marks, features, positions, segments = [], [], [], [], [], []
     base = 0
@@ -93,7 +93,7 @@ def _stock(loaded: LoadedModel, ids: torch.Tensor, images: list[Image.Image]) ->
 
 
 def _refuse_structure(loaded: LoadedModel, image: Image.Image) -> None:
-    """Raises ModelRefused: the processor puts other tokens between those of one image (row breaks, tile markers)."""
+    """Raises ModelRefused if the processor puts other tokens between those of one image (row breaks, tile markers)."""
     processor, token = loaded.processor, getattr(loaded.processor, "image_token", None)
     if loaded.tokenizer is None or not callable(processor) or not isinstance(token, str):
         return

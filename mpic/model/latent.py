@@ -1,12 +1,13 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): what is kept of a token is its latent.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), in which the latent of each token is kept.
 
 Keys and values of all heads are linear functions of one latent a token, but for the last dimensions of the keys, which
 turn with positions and are the same for all heads. The expansion is absorbed into queries and outputs (there, end of
 section 2.1.2): a key ``[U c, r]`` gives the query ``[p, q]`` the score ``p . U c + q . r = (U^T p) . c + q . r``, and
 values ``V c`` of weights ``w`` sum to ``V (sum of w c)``. So a layer attends with one key head ``[c, r]``, whose values
-are the same vectors: a small part of the bytes, in pool, files and tiers alike, and only ``r`` turns in a link.
+are the same vectors. Where all layers do so they are kept once: a small part of the bytes, in pool, files and tiers
+alike, and only ``r`` turns in a link.
 
-Which layers do so is not asked of configurations: a projection in the layer must explain its keys and values.
+Such layers are not found from configurations: a projection in the layer must explain its keys and values.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from mpic.kv.chunk import LATENT, LATENT_ONCE
+from mpic.model.few_rows import FewRowsLinear
 from mpic.model.rotary import Rotary
 from mpic.model.trace import LayerFacts, LayerKind, Seen, Trace, alike, limit_of
 
@@ -64,7 +67,7 @@ class LatentLayer(NamedTuple):
 
     def distances(self, difference: torch.Tensor) -> torch.Tensor:
         """Returns ``[n]``, the squared lengths over all heads of keys and values, for ``difference [2, 1, n, rank +
-        r]`` fp32 of what is kept."""
+        r]`` fp32 of what is attended to."""
         key, value = difference[:, 0, :, : self.rank]
         turning = difference[0, 0, :, self.rank :]
         found = len(self.keys) * turning.square().sum(1)
@@ -121,6 +124,13 @@ def keep_latents(
     return Kept(made, numbered, latents)
 
 
+def layout_of(latents: dict[int, LatentLayer], layers: int) -> str:
+    """Returns the ``Recipe.layout`` of chunks of a model with so many layers."""
+    if not latents:
+        return ""
+    return LATENT_ONCE if len(latents) == layers else LATENT
+
+
 def _note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
     _latents.set(args[0])
 
@@ -140,15 +150,15 @@ def _as_kept(
 def _projection(
     seen: Seen, kind: LayerKind, inputs: dict[nn.Module, torch.Tensor]
 ) -> tuple[nn.Linear, LatentLayer] | None:
-    """Returns the projection from which a layer's keys and values come, if it has one and latents are smaller."""
+    """Returns the projection from which a layer computes its keys and values, if it has one and latents are smaller."""
     heads, rows, size = seen.key.shape
     still, limit = kind.rotary.start, limit_of(seen.module)
     if not alike(seen.key[:1, :, still:].expand(heads, -1, -1), seen.key[:, :, still:], limit):
         return None
     for module in seen.module.modules():
-        if type(module) is not nn.Linear or module.bias is not None or module not in inputs:
+        if type(module) not in (nn.Linear, FewRowsLinear) or module.bias is not None or module not in inputs:
             continue
-        if type(module.weight) is not nn.Parameter:  # quantised: the layer stays expanded
+        if type(module.weight) is not nn.Parameter:  # quantised weights: the layer stays expanded
             continue
         kept, latents = module.in_features + size - still, inputs[module].reshape(-1, module.in_features)
         if module.out_features != heads * (still + seen.value.shape[-1]) or len(latents) != rows:

@@ -1,4 +1,4 @@
-"""Loading a model from a local folder or a hub id: configuration, weights, processor, self-test."""
+"""Loads a model from a local folder or a hub id: configuration, weights, processor, self-test."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from mpic.model.quantize import quantize_weights, refuse_quantize
 from mpic.model.quantized_checkpoint import described, quantization_of, refuse_quantized
 from mpic.model.refusals import refuse_unsupported
 from mpic.model.selftest import self_test
+from mpic.model.video_selftest import video_self_test
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def choose_device(name: str = "auto") -> torch.device:
     """Returns the device of that name; ``auto`` takes CUDA, then MPS, then the CPU.
 
     Raises:
-        ModelRefused: the device is missing. There is no fallback.
+        ModelRefused: the device does not exist. There is no fallback.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -62,12 +63,12 @@ def load_model(
 
     Args:
         path: local folder or hub id of any transformers decoder or vision-language model.
-        dtype: ``auto`` is float32 on the CPU, bfloat16 there with ``quantize``, and the checkpoint's own on
-            accelerators.
+        dtype: ``auto`` means float32 on the CPU (bfloat16 with ``quantize``) and the checkpoint's own on accelerators.
         quantize: ``int8`` or ``int4`` rounds the decoder's weights (``mpic.model.quantize``); empty for none.
 
     Raises:
-        ModelRefused: it cannot be loaded, cannot be right, or fails the self-test; the message says which.
+        ModelRefused: the model cannot be loaded, would give wrong results, or fails the self-test; the message says
+            which.
     """
     where = choose_device(device)
     config = load_config(path, dtype, trust_remote_code)
@@ -84,6 +85,8 @@ def load_model(
     error = self_test(loaded)
     if loaded.has_vision:
         error = max(error, image_self_test(loaded))
+    if loaded.no_clips is None:
+        error = max(error, _clips_tested(loaded))
     log.info("%s: self-test passed, relative error %.1e (%s)", name, error, loaded.attention_name)
     if loaded.attention_note:
         log.warning("%s: decoding is slower than it could be: %s", name, loaded.attention_note)
@@ -92,6 +95,18 @@ def load_model(
     if details is not None:
         loaded.info.details.update(quantization=details, parameters=parameters)
     return loaded
+
+
+def _clips_tested(loaded: LoadedModel) -> float:
+    """Returns the error of the self-test with clips. A model that fails it takes none, and says why."""
+    try:
+        return video_self_test(loaded)
+    except ModelRefused as error:
+        log.warning("%s takes no videos: %s", loaded.info.name, error.message)
+        loaded.refuse_clips(
+            f"this model takes no videos ({error.message}); send the frames you want seen as images"
+        )
+        return 0.0
 
 
 def model_name(path: str) -> str:
@@ -107,7 +122,8 @@ def load_config(path: str, dtype: str, trust_remote_code: bool) -> PretrainedCon
     """Returns a model's configuration.
 
     Raises:
-        ModelRefused: there is none, the model cannot be right, or ``dtype`` is neither auto nor one of ``DTYPES``.
+        ModelRefused: there is no configuration, the model would give wrong results, or ``dtype`` is neither auto nor
+            one of ``DTYPES``.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelRefused(f"unknown dtype '{dtype}'; available: auto, {', '.join(DTYPES)}")
@@ -133,7 +149,7 @@ def load_weights(
     trust_remote_code: bool,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Returns a model on a device, None for the CPU.
+    """Loads a model onto a device (None: the CPU).
 
     Raises:
         ModelRefused: its weights cannot be loaded, or some of them are missing.
@@ -142,7 +158,7 @@ def load_weights(
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     elsewhere = device is not None and device.type != "cpu"
     packed = quantization_of(config) is not None
-    if packed and elsewhere:  # some of these cannot be moved once they are loaded
+    if packed and elsewhere:  # some quantised models cannot be moved once they are loaded
         options["device_map"] = {"": device}
     try:
         model, report = auto.from_pretrained(path, output_loading_info=True, **options)
@@ -165,7 +181,8 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code:
 
 
 def load_processor(path: str, vision: bool, trust_remote_code: bool = False) -> object:
-    """Returns the processor of a vision model, the tokenizer of another. Raises ModelRefused: there is none."""
+    """Returns the processor of a vision model, or the tokenizer of a text model. Raises ModelRefused if there is
+    none."""
     kind = AutoProcessor if vision else AutoTokenizer
     try:
         return kind.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -176,8 +193,8 @@ def load_processor(path: str, vision: bool, trust_remote_code: bool = False) -> 
 
 
 def own_code_of(path: str) -> list[str]:
-    """Returns the names of Python code that comes with the model (``own_code``), or none if its files cannot be read,
-    of which loading complains."""
+    """Returns the names of Python code that comes with the model (``own_code``); none if its files cannot be read,
+    which loading will report."""
     try:
         return own_code(path)
     except (OSError, ValueError):
@@ -185,7 +202,7 @@ def own_code_of(path: str) -> list[str]:
 
 
 def _refuse_own_code(path: str, trust_remote_code: bool, error: Exception) -> None:
-    """Raises ModelRefused if loading failed because code of the model's own was not allowed to run."""
+    """Raises ModelRefused if loading failed because the model's own code was not allowed to run."""
     if trust_remote_code or not isinstance(error, ValueError) or "trust_remote_code" not in str(error):
         return
     raise ModelRefused(

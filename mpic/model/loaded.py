@@ -12,18 +12,22 @@ import torch
 from PIL import Image
 from torch import nn
 
-from mpic.errors import IntegrityError, ModelRefused, UnsupportedModality
+from mpic.errors import IntegrityError, ModelRefused
+from mpic.imaging.clips import Clip, Sample
 from mpic.kernels import reference
 from mpic.kernels.attention import Partial, QueryRotation, SingleRows, SpanCall
-from mpic.kernels.backends import backend, single_rows
+from mpic.kernels.backends import backend, row_blocks, single_rows
 from mpic.kernels.patterns import Pattern
 from mpic.kernels.singles import Singles
 from mpic.kernels.upload import send
-from mpic.kv.chunk import ChunkInputs, KVShape
-from mpic.model import hooks
+from mpic.kv.chunk import LATENT_ONCE, ChunkInputs, KVShape
+from mpic.model import hooks, vision
+from mpic.model.clip_sampling import refusal, sampling_digest
 from mpic.model.facts import find_facts
+from mpic.model.few_rows import use_few_rows
 from mpic.model.identity import VERIFIED, bos_id, eos_ids, fingerprint, preprocessing_digest
 from mpic.model.info import ModelInfo
+from mpic.model.latent import layout_of
 from mpic.model.refusals import context_limit, refuse_unsupported
 from mpic.model.structure import (
     RowInputs,
@@ -48,7 +52,7 @@ class LoadedModel:
         name: shown to people.
 
     Raises:
-        ModelRefused: says what cannot be right and why.
+        ModelRefused: results would be wrong; the message says why.
     """
 
     def __init__(self, model: nn.Module, processor: Any = None, name: str = "model") -> None:
@@ -73,14 +77,15 @@ class LoadedModel:
         self.kinds, self.layers, self.latents, self.scope, self.stand_ins = find_facts(self)
         self._hook(hooks.NAME)
         self.kind_of = [facts.kind for facts in self.layers]
-        self.shape = KVShape(
-            len(self.layers), max(kind.kv_heads for kind in self.kinds), max(kind.dim for kind in self.kinds)
-        )
-        self.triton: TritonAttention | None = None
+        heads, size = max(kind.kv_heads for kind in self.kinds), max(kind.dim for kind in self.kinds)
+        self.layout = layout_of(self.latents, len(self.layers))
+        self.shape = KVShape(len(self.layers), heads, size, 1 if self.layout == LATENT_ONCE else 2)
         self._use_attention("auto")
         self.has_vision = hasattr(self._inner, "get_image_features")
         self.digest = fingerprint(self.model)
         self.preprocessing = preprocessing_digest(self.processor)
+        self.no_clips = refusal(self._inner, self.processor, self.mrope)
+        self.sampling = "" if self.no_clips else sampling_digest(self.processor, self.preprocessing)
         family = self.config.model_type
         self.info = ModelInfo(
             name=name,
@@ -89,15 +94,18 @@ class LoadedModel:
             context_length=self.context_length,
             dtype=str(self.dtype).removeprefix("torch."),
             device=str(self.device),
-            modalities=("text", "image") if self.has_vision else ("text",),
+            modalities=("text", *["image"] * self.has_vision, *["video"] * (self.no_clips is None)),
             attention=self.attention_name,
+            no_clips=self.no_clips,
             details={
                 "verified": family in VERIFIED,
                 "layers": self.shape.layers,
                 "kv_heads": self.shape.kv_heads,
                 "head_dim": self.shape.head_dim,
+                "parts": self.shape.parts,
                 "parameters": sum(p.numel() for p in model.parameters()),
-                "attention_note": self.attention_note,
+                **self._attention_details,
+                "few_rows_note": use_few_rows(self.model, self.text_model),
             },
         )
 
@@ -131,41 +139,24 @@ class LoadedModel:
 
     @torch.inference_mode()
     def image_inputs(self, image: Image.Image) -> ChunkInputs:
-        """Runs the vision encoder and returns an image's own tokens (newline tokens included, start and end markers
-        excluded), their embeddings, DeepStack features and local rotary positions."""
-        if not self.has_vision or self.processor is None or self.image_token_id is None:
-            raise UnsupportedModality(f"model {self.info.name} does not take images")
-        features = self.processor.image_processor(images=[image], return_tensors="pt")
-        taken = inspect.signature(self._inner.get_image_features).parameters
-        given = {
-            k: v.to(self.device, self.dtype if v.is_floating_point() else None)
-            for k, v in features.items()
-            if k in taken and isinstance(v, torch.Tensor)
-        }
-        outputs = self._inner.get_image_features(**given)
-        if getattr(outputs, "pooler_output", None) is None:
-            raise UnsupportedModality(f"model {self.info.name} gives no features for an image's tokens")
-        embeds = torch.cat([part.flatten(0, -2) for part in outputs.pooler_output]).to(self.dtype)
-        deepstack = None
-        if deep := getattr(outputs, "deepstack_features", None):
-            deepstack = torch.stack([torch.cat(list(f)) if isinstance(f, list | tuple) else f for f in deep])
-        n = embeds.shape[0]
-        ids = torch.full((n,), self.image_token_id, dtype=torch.int64)
-        positions, rotary_length = torch.arange(n)[None], n
-        if self.mrope == 3:
-            kinds = torch.ones(1, n, dtype=torch.int32, device=self.device)
-            grid, _ = self._inner.get_rope_index(
-                ids[None].to(self.device), kinds, image_grid_thw=given.get("image_grid_thw")
-            )
-            positions = grid[:, 0].cpu()
-            rotary_length = int(positions.max()) + 1
-        return ChunkInputs(
-            ids,
-            positions.to(torch.int64).contiguous(),
-            rotary_length,
-            embeds.cpu(),
-            None if deepstack is None else deepstack.to(self.dtype).cpu(),
-        )
+        """Runs the vision encoder over an image; see ``vision.image_inputs``."""
+        return vision.image_inputs(self, image)
+
+    @property
+    def clip_sampler(self) -> Sample:
+        """Chooses the frames of a clip; see ``vision.clip_sampler``."""
+        return vision.clip_sampler(self)
+
+    @torch.inference_mode()
+    def clip_inputs(self, clip: Clip) -> ChunkInputs:
+        """Runs the vision encoder over the frames of a clip; see ``vision.clip_inputs``."""
+        return vision.clip_inputs(self, clip)
+
+    def refuse_clips(self, why: str) -> None:
+        """Takes no clips from now on."""
+        self.no_clips = why
+        modalities = tuple(m for m in self.info.modalities if m != "video")
+        self.info = replace(self.info, modalities=modalities, no_clips=why)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns ``[n, hidden]`` from the embedding table for ``[n]`` int64."""
@@ -176,29 +167,31 @@ class LoadedModel:
         return RowInputs(token_ids, self.embed(token_ids))
 
     def choose_attention(self, name: str) -> None:
-        """Insists on an attention implementation; ``auto`` keeps the device's own.
+        """Selects an attention implementation; ``auto`` keeps the device's default.
 
         Raises:
             ModelRefused: it is not available for this device and dtype.
         """
         self._use_attention(name)
-        details = {**self.info.details, "attention_note": self.attention_note}
+        details = self.info.details | self._attention_details
         self.info = replace(self.info, attention=self.attention_name, details=details)
 
     def _use_attention(self, name: str) -> None:
-        """Sets what serves rows: ``triton``, where it is not None, serves all of them; otherwise ``partial`` serves
-        blocks of rows and, where ``streams`` (one a kind of layer) is empty, rows that stand alone."""
+        """Sets the implementations that serve rows: ``triton``, if it is not None, serves all of them. Otherwise
+        ``partial`` serves blocks of rows, and also single rows if ``streams`` (one for each kind of layer) is empty."""
         own, partial = backend(self.device, self.dtype)
         found = [single_rows(self.device, self.dtype, kind.dim) for kind in self.kinds]
         streams = [stream for stream, _ in found if stream is not None]
-        reason = next((reason for _, reason in found if reason), "")
+        reason = next((f"no cpu-stream: {reason}" for _, reason in found if reason), "")
+        self.blocks_note = ""
         choices: dict[str, tuple[Partial, list[StreamKernel]]] = {
             own: (partial, []),
             "reference": (reference.partial, []),
         }
         if len(streams) == len(self.kinds):
-            choices = {streams[0].name: (partial, streams), **choices}
-        self.triton = None
+            blocks, self.blocks_note = row_blocks(self.device, self.dtype, {kind.dim for kind in self.kinds})
+            choices = {streams[0].name: (blocks or partial, streams), **choices}
+        self.triton: TritonAttention | None = None
         if name == "triton":
             from mpic.model.triton_attention import TritonAttention
 
@@ -209,28 +202,37 @@ class LoadedModel:
         if name == "auto":
             name = next(iter(choices))
         if name not in choices:
-            why = f"; no cpu-stream: {reason}" if reason else ""
+            why = f"; {reason}" if reason else ""
             raise ModelRefused(
                 f"attention '{name}' does not run on {self.device} with {self.dtype}; "
                 f"available: auto, {', '.join(choices)}, triton (CUDA){why}"
             )
         self.attention_name, (self.partial, self.streams) = name, choices[name]
-        self.attention_note = f"no cpu-stream: {reason}" if reason else ""
+        self.attention_note = reason
+
+    @property
+    def _attention_details(self) -> dict[str, str]:
+        """The facts that ``/health`` shows beside the name: what serves blocks of rows, and why it is not faster."""
+        blocks = self.triton or self.partial
+        own = "reference" if blocks is reference.partial else backend(self.device, self.dtype)[0]
+        notes = {"attention_blocks_note": self.blocks_note, "attention_note": self.attention_note}
+        return {"attention_blocks": getattr(blocks, "name", own), **notes}
 
     @property
     def is_uneven(self) -> bool:
-        """True where layers differ in their key heads; the smaller ones leave a part of their memory unused."""
+        """True where layers have different numbers or sizes of key heads; the smaller ones leave a part of their memory
+        unused."""
         return len({(kind.kv_heads, kind.dim) for kind in self.kinds}) > 1
 
     @property
     def is_plain(self) -> bool:
-        """True where all layers are alike and attend causally to everything before."""
+        """True where all layers are of the same kind and attend causally to everything before."""
         special = any(facts.softcap or facts.sinks for facts in self.layers)
         return len(self.kinds) == 1 and not special and self.kinds[0].pattern == Pattern()
 
     @property
     def takes_packets(self) -> bool:
-        """True where a chunk's rows may be vectors that no token has (``mpic.packet``)."""
+        """True where the rows of a chunk may be arbitrary vectors (``mpic.packet``)."""
         return not has_layer_embeddings(self.text_model) and self.scope is None
 
     @property
@@ -239,12 +241,12 @@ class LoadedModel:
         return [self.kinds[kind].pattern for kind in self.kind_of]
 
     def rotation(self, base: int, layer: int = 0) -> QueryRotation | None:
-        """Returns the rotation of a layer's queries over a span at ``base``; None where it is none."""
+        """Returns the rotation of a layer's queries over a span at ``base``; None where no rotation is needed."""
         return self.kinds[self.kind_of[layer]].rotary.rotation(base)
 
     def distances(self, difference: torch.Tensor, layer: int) -> torch.Tensor:
         """Returns ``[n]``, the squared lengths over all heads of ``difference [2, kv_heads, n, head_dim]`` fp32 of keys
-        and values as a layer keeps them."""
+        and values as a layer attends to them."""
         latent = self.latents.get(layer)
         return difference.square().sum((0, 1, 3)) if latent is None else latent.distances(difference)
 
@@ -252,7 +254,7 @@ class LoadedModel:
         """Returns the tables of rows that stand alone, for layers of a kind.
 
         Args:
-            calls: everything that the rows see, one row a call.
+            calls: everything that the rows see, one row per call.
         """
         facts = self.kinds[kind]
         kv_heads = facts.kv_heads if self.is_uneven else None
@@ -261,7 +263,7 @@ class LoadedModel:
         return Singles.of(calls, self.partial, facts.rotary.rotations, kv_heads)
 
     def kind_calls(self, kind: int, calls: list[SpanCall]) -> hooks.KindCalls:
-        """Returns what layers of a kind do in a step for blocks of rows."""
+        """Returns the calls of blocks of rows in a step, for layers of a kind."""
         facts = self.kinds[kind]
         return hooks.KindCalls(calls, None, facts.rotary.rotation, facts.kv_heads if self.is_uneven else None)
 
@@ -275,7 +277,7 @@ class LoadedModel:
 
         Args:
             positions: ``[1 or 3, T]`` rotary positions of the rows.
-            step: where keys are written and which spans rows see.
+            step: the places where keys are written, and the spans that rows see.
             wanted: ``[w]`` int64 rows whose logits are needed (may be empty).
 
         Returns:
@@ -289,7 +291,7 @@ class LoadedModel:
             missing = sorted(set(range(self.shape.layers)) - step.layers_seen)
             raise IntegrityError(f"layers {missing} did not attend through MPIC")
         logits = out.logits[0] if out.logits.shape[1] == len(wanted) else out.logits[0, wanted]
-        return logits.float()  # some models compute those of all rows, whatever they are asked for
+        return logits.float()  # some models compute the logits of all rows, whatever they are asked for
 
     @torch.inference_mode()
     def probe(
@@ -304,7 +306,7 @@ class LoadedModel:
         those of its rows ``[lo, hi)`` that attend to each other in both directions, in layers that do so.
 
         Returns:
-            What reached the layer's attention: queries ``[heads, T, head_dim]``, keys and values ``[kv_heads, T,
+            The inputs of the layer's attention: queries ``[heads, T, head_dim]``, keys and values ``[kv_heads, T,
             head_dim]``, rotated at ``positions``.
         """
         probe = hooks.Probe(layer, self.partial, self.patterns, lengths, blocks)
@@ -362,8 +364,8 @@ class LoadedModel:
             positions: ``[1 or 3, T]``.
             mask: ``[T, T]`` bool, true where a row sees another; None is causal.
             cache: transformers' own, which is read and extended, or None.
-            keep: how many of the last rows' logits are needed.
-            deepstack: as ``forward``.
+            keep: number of last rows whose logits are needed.
+            deepstack: see ``RowInputs``.
 
         Returns:
             ``[keep, vocabulary]``.
@@ -385,7 +387,7 @@ class LoadedModel:
         return out.logits[0]
 
     def _beside(self, inputs: RowInputs) -> dict[str, Any]:
-        """Returns what the text model takes for rows beside their embeddings."""
+        """Returns the text model's inputs for rows in addition to their embeddings."""
         extra: dict[str, Any] = {}
         if inputs.deepstack is not None:
             marks, features = inputs.deepstack
@@ -394,5 +396,5 @@ class LoadedModel:
         return extra if found is None else {**extra, "per_layer_inputs": found}
 
     def _inject(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Gives the text model what models around it have no argument for."""
+        """Passes inputs to the text model for which the models around it have no argument."""
         return (args, {**kwargs, **self._extra}) if self._extra else None

@@ -1,4 +1,4 @@
-"""Python that comes with a model: which classes and files its folder asks transformers to run."""
+"""Finds Python code that comes with a model: the classes and files that its folder asks transformers to run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _GENERATE = "custom_generate/generate.py"
 
 
 def own_code(path: str) -> list[str]:
-    """Returns what of the model at ``path`` is Python code of its own, as its files name it, such as
-    ``modeling_tiny.TinyForCausalLM``; ``repository--module.Class`` lies in another repository. Nothing is imported.
+    """Returns the Python code of the model at ``path``, by the names in its files, such as
+    ``modeling_tiny.TinyForCausalLM``; ``repository--module.Class`` is in another repository. Nothing is imported.
 
     Args:
         path: local folder or hub id.
@@ -55,7 +55,7 @@ def _find(path: str, name: str) -> Path | None:
 
 
 def _read(file: Path | None) -> dict[str, Any]:
-    """Returns the object in a JSON file; an empty one where there is none, of which transformers itself complains."""
+    """Returns the object in a JSON file; an empty one if there is none, which transformers itself will report."""
     try:
         found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
-"""Checkpoints whose weights are quantised already (bitsandbytes, GPTQ, AWQ, compressed-tensors, torchao, fp8, ...):
-transformers loads them, and what it cannot load on this machine is refused before any weight is read."""
+"""Checkpoints whose weights are quantised already (bitsandbytes, GPTQ, AWQ, compressed-tensors, torchao, fp8, ...).
+Transformers loads them, and checkpoints that it cannot load on this machine are refused before any weight is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpic.model.quantize import weight_bytes
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Returns how a checkpoint's weights are quantised, as its configuration says; None if they are not."""
+    """Returns the quantization settings in a checkpoint's configuration, or None if it is not quantised."""
     for part in (config, config.get_text_config()):
         found = getattr(part, "quantization_config", None)
         if found:
@@ -30,14 +30,14 @@ def method_of(quantization: dict[str, Any]) -> str:
 
 
 def described(config: PretrainedConfig, model: nn.Module) -> dict[str, Any] | None:
-    """Returns what ``/health`` says of a checkpoint that is quantised; None if it is not."""
+    """Returns the facts for ``/health`` about a quantised checkpoint; None if it is not quantised."""
     quantization = quantization_of(config)
     return None if quantization is None else {"method": method_of(quantization), "bytes": weight_bytes(model)}
 
 
 def refuse_quantized(config: PretrainedConfig) -> None:
-    """Refuses what transformers cannot load here. It would take weights of a method that it does not know for plain
-    ones, and those that it does not find for random ones.
+    """Refuses checkpoints that transformers cannot load here. It would treat weights of an unknown method as plain
+    ones, and replace those that it does not find by random ones.
 
     Raises:
         ModelRefused: the method is unknown, needs a GPU, or needs a package that is not installed.

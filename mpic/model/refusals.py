@@ -1,4 +1,4 @@
-"""Models whose results could not be right, refused by name with the reason.
+"""Refuses models by name whose results would be wrong, with the reason.
 
 This list is for clear messages; the load-time self-test catches what it misses.
 """
@@ -40,8 +40,8 @@ def refuse_unsupported(config: Any, text_config: Any) -> None:
 
 
 def refuse_on_vllm(config: Any, text_config: Any) -> None:
-    """Raises ModelRefused for a model that the native engine may serve, and for which keys that lie in vLLM's pages
-    cannot be moved (the native engine looks at each layer instead, ``trace.py``)."""
+    """Raises ModelRefused for a model whose keys cannot be moved inside vLLM's pages, although the native engine may
+    serve it (the native engine looks at each layer instead, ``trace.py``)."""
     refuse_unsupported(config, text_config)
     _refuse_by_name(config, text_config, _ON_VLLM)
     if getattr(text_config, "use_bidirectional_attention", None):

@@ -1,9 +1,9 @@
-"""The rotation by minus a base, found at load time by looking at what the model does.
+"""The rotation by minus a base, which is found at load time by observing the model.
 
 The model rotates queries and keys itself, at the positions a step gives it. Only the extra rotation of a query by
-``-base``, for spans that lie elsewhere, is ours (``docs/design.md``, "Rotation on the query side"). Which dimensions of
-a layer's heads turn, in which pairs and how fast is not asked of configurations: the same tokens are run at positions
-that are shifted, and the rotation is the one that explains how the layer's keys have changed (``trace.py``).
+``-base``, for spans that lie elsewhere, is ours (``docs/design.md``, "Rotation on the query side"). The dimensions of a
+layer's heads that turn, their pairs and their frequencies are not read from configurations: the same tokens are run at
+shifted positions, and the rotation is the one that explains how the layer's keys have changed (``trace.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHANGING = {
 
 
 class Rotary:
-    """The query rotations of the layers that turn alike.
+    """The query rotations of layers with the same rotary embedding.
 
     Args:
         frequencies: ``[half]`` fp64, the angle of each pair of dimensions per position; negative where a model turns
@@ -74,11 +74,11 @@ class Rotary:
         back = rotate(after, self._of(-shift * self.frequencies))
         return float((back - before).abs().max()) <= limit * max(float(before.abs().max()), 1e-30)
 
-    # The table may be written by whoever comes next, inside inference mode or outside.
+    # A normal tensor, because later callers may write the table inside or outside of inference mode.
     @torch.inference_mode(False)
     def _rows_of(self, bases: Sequence[int]) -> list[int]:
-        """Returns where the rotations of bases stand in the table, ``cos, sin [2, capacity, half]`` on the device, and
-        brings new ones there. Rotations that were given out keep the table they were taken from."""
+        """Returns the rows of the rotations by these bases in the table, ``cos, sin [2, capacity, half]`` on the
+        device, after adding new ones. Rotations that were returned earlier keep the table they were taken from."""
         new = [base for base in dict.fromkeys(bases) if base not in self._rows]
         if len(self._rows) + len(new) > self._table.shape[1]:
             new = list(dict.fromkeys(bases))
@@ -98,7 +98,7 @@ class Rotary:
 
 
 class Unrotated:
-    """The layers without rotary embedding: a span looks the same wherever it stands."""
+    """The rotation of layers without rotary embedding, in which a span looks the same at every place."""
 
     def rotation(self, base: int) -> None:
         return None
@@ -108,7 +108,7 @@ class Unrotated:
 
 
 def refuse_changing(model: nn.Module) -> None:
-    """Raises ModelRefused: a rotary embedding's frequencies depend on the length of the prompt."""
+    """Raises ModelRefused if a rotary embedding's frequencies depend on the length of the prompt."""
     for module in model.modules():
         types: Any = getattr(module, "rope_type", None)
         for kind in types.values() if isinstance(types, dict) else (types,):
@@ -119,7 +119,7 @@ def refuse_changing(model: nn.Module) -> None:
 
 
 def candidates(model: nn.Module, head_dim: int, device: torch.device) -> Iterator[Rotary]:
-    """Yields every way in which heads of a size may turn by frequencies that the model holds."""
+    """Yields every rotation of heads of a size by frequencies that the model holds."""
     found: list[torch.Tensor] = []
     for name, buffer in model.named_buffers():
         if "inv_freq" not in name.rpartition(".")[2] or "original" in name:

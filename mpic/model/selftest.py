@@ -1,8 +1,8 @@
 """The load-time self-test: it catches wrong results that no list of model families can foresee.
 
-A prompt of text, chunk, text, chunk, text is run once by the stock model and once as a step in which each chunk lies
-in an extent of its own with keys rotated at chunk-local positions, and every query is rotated by the bases. Nothing
-is approximated, so the logits must agree.
+A prompt of text, chunk, text, chunk, text is run once by the stock model and once as a step in which each chunk has its
+own extent with keys rotated at chunk-local positions, and every query is rotated by the bases. Nothing is approximated,
+so the logits must agree.
 """
 
 from __future__ import annotations
@@ -97,16 +97,14 @@ def as_step(
     segments: Segments,
     scope: Scope | None = None,
 ) -> torch.Tensor:
-    """Returns the logits of a prompt in which every segment lies in an extent of its own; a chunk's positions begin at
-    0.
+    """Returns the logits of a prompt in which every segment has its own extent; a chunk's positions begin at 0.
 
     Args:
-        scope: which tokens attend to each other in both directions: of each chunk, which is an image, or all.
+        scope: the tokens that attend to each other in both directions: those of each chunk, which is an image, or all.
     """
-    layers, heads, dim = loaded.shape
     local, writes, views, at = positions.clone(), [], [], bases(positions, segments)
     for start, end, _ in segments:
-        shape = (layers, 2, heads, end - start, dim)
+        shape = loaded.shape.extent(end - start)
         views.append(KVView(torch.full(shape, float("nan"), dtype=loaded.dtype, device=loaded.device)))
         local[:, start:end] -= at[len(views) - 1]
         writes.append(Write(slice(start, end), Span(views[-1], 0, end - start)))
@@ -122,7 +120,8 @@ def as_step(
 
 
 def bases(positions: torch.Tensor, segments: Segments) -> list[int]:
-    """Returns for each segment the position that its own are counted from: a chunk's first, else 0."""
+    """Returns for each segment the position from which its own positions are counted: that of a chunk's first token,
+    else 0."""
     return [int(positions[:, start].min()) if is_chunk else 0 for start, _, is_chunk in segments]
 
 
@@ -134,7 +133,8 @@ def _calls(
     base_of: list[int],
     scope: Scope | None,
 ) -> list[SpanCall]:
-    """Returns what the rows of a segment see: rows sit at ``p - base``, keys of other segments at their own."""
+    """Returns the calls of a segment's rows: rows are at ``p - base``, keys of other segments at their own
+    positions."""
     start, end, is_chunk = segments[at]
     rows = end - start
     spans = [

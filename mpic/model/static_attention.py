@@ -13,7 +13,8 @@ from mpic.model.triton_attention import ModelKernel, TritonAttention
 
 
 def attention_of(model: LoadedModel) -> TritonAttention:
-    """Returns the Triton attention that a model is served with, or would be. Raises ModelRefused: it cannot be."""
+    """Returns the Triton attention that serves a model, or that would serve it. Raises ModelRefused if Triton cannot
+    serve it."""
     if model.triton is not None:
         return model.triton
     softcaps = {facts.softcap for facts in model.layers}
@@ -21,15 +22,15 @@ def attention_of(model: LoadedModel) -> TritonAttention:
 
 
 class StaticKernel(ModelKernel):
-    """The kernels of static steps of so many rows, by kind of layer (``mpic.kernels.triton.static``)."""
+    """The kernels of static steps with a fixed number of rows, by kind of layer (``mpic.kernels.triton.static``)."""
 
 
 class StaticAttention:
     """Static steps of a model over one memory.
 
     Args:
-        attention: of the model.
-        arena: the memory in which all keys and values lie.
+        attention: the model's attention.
+        arena: the memory that holds all keys and values.
         most: rows of the largest step.
     """
 
@@ -53,7 +54,7 @@ class StaticAttention:
         return partials + sum(tables.nbytes for tables in self._tables)
 
     def kernels(self, rows: int) -> list[StaticKernel]:
-        """Returns the kernels of steps of so many rows: for few items without holes first, then for others."""
+        """Returns the kernels of steps with this number of rows: first for few items without holes, then for others."""
         made = []
         for holes, grid in enumerate(self._static.grids(rows, self._tables[0].shape)):
             steps = [self._static.StaticStep(tables, rows, grid, bool(holes)) for tables in self._tables]
@@ -64,8 +65,8 @@ class StaticAttention:
         """Fills the tables for a step; returns False when it does not fit.
 
         Args:
-            writes: where the rows' keys and values go.
-            kinds: what the rows see, by kind of layer.
+            writes: the writes of the rows' keys and values.
+            kinds: the calls of the rows, by kind of layer.
         """
         attention, arena = self._attention, self._arena
         located = [attention.located(write, arena) for write in writes]

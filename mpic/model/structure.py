@@ -1,4 +1,4 @@
-"""Where the parts of a transformers model are, and what its rows are made of."""
+"""Finds the parts of a transformers model, and the inputs of its rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RowInputs(NamedTuple):
     """The inputs of the first layer for T rows.
 
     Args:
-        ids: ``[T]`` int64; of an image, its placeholder.
+        ids: ``[T]`` int64; the placeholder for tokens of an image.
         embeds: ``[T, hidden]``.
         deepstack: features that are added after the first layers ``(rows [T] bool, features [layers, rows.sum(),
             hidden])`` (Qwen3-VL), or None.
@@ -38,8 +38,9 @@ def has_layer_embeddings(text_model: nn.Module) -> bool:
 def per_layer_inputs(
     text_model: nn.Module, ids: torch.Tensor, stand_ins: Mapping[int, int] | None = None
 ) -> torch.Tensor | None:
-    """Returns what a model with embeddings of its own in every layer (Gemma 3n and 4) looks up for ``ids [T]`` in host
-    memory, or None. Without it such a model would look for each row's embedding in its whole table.
+    """Returns the embeddings that a model with its own embeddings in every layer (Gemma 3n and 4) looks up for ``ids
+    [T]`` in host memory, or None for other models. Without them such a model would search its whole table for each
+    row's embedding.
 
     Args:
         stand_ins: the tokens that it looks up in place of others (``stand_ins_of``).
@@ -55,8 +56,8 @@ def per_layer_inputs(
 
 @torch.inference_mode()
 def stand_ins_of(model: nn.Module, text_model: nn.Module, image_token_id: int | None) -> dict[int, int]:
-    """Returns the token that a model looks up in its layers' embeddings in place of an image's: padding, mostly. It is
-    found by what reaches the text model when the whole model is called with an image's token.
+    """Returns the token that a model looks up in its layers' embeddings in place of an image's, which is mostly
+    padding. It is found from the inputs of the text model when the whole model is called with an image's token.
 
     Raises:
         ModelRefused: it looks up something else.
@@ -96,13 +97,13 @@ def plain_ids(config: Any, count: int) -> list[int]:
 
 
 def as_plain(config: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Returns ids with one of text in place of those that stand for something else."""
+    """Returns ids in which tokens that stand for something else are replaced by a text token."""
     special = torch.tensor(sorted(_special_ids(config)), dtype=ids.dtype)
     return ids.where(~torch.isin(ids, special), plain_ids(config, 1)[0])
 
 
 def inner_of(model: nn.Module) -> nn.Module:
-    """Returns the model below the output projection, whatever its attribute is called."""
+    """Returns the model below the output projection, which has different attribute names in different families."""
     inner = getattr(model, "model", None)
     if not isinstance(inner, nn.Module):
         inner = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
@@ -110,7 +111,7 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 
 def text_model_of(model: nn.Module) -> nn.Module:
-    """Returns the decoder over text: of a vision-language model its language model."""
+    """Returns the decoder over text, which is the language model of a vision-language model."""
     inner = inner_of(model)
     for name in ("language_model", "text_model", "decoder"):
         part = getattr(inner, name, None)
@@ -120,7 +121,7 @@ def text_model_of(model: nn.Module) -> nn.Module:
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """Returns the decoder over text. Raises ModelRefused: it has no layers."""
+    """Returns the decoder over text. Raises ModelRefused if it has no layers."""
     text = text_model_of(model)
     if not hasattr(text, "layers"):
         raise ModelRefused(f"{type(model).__name__}: no decoder with layers")

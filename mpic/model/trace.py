@@ -1,10 +1,10 @@
 """The facts of a model's layers, found by running them on four tokens before the model serves anything.
 
-Every layer is made to give each token its own value, so what a token is does not depend on where it stands or what
-stands before it, unless something beside attention looks. The same tokens are then run at other positions, and once
-with another first token: keys that change with positions show the layer's rotary embedding, values that change show
-absolute positions, and a token that notices its neighbour shows a state (convolution, recurrence). Masks are read off
-the functions from which transformers would make them.
+Every layer is made to give each token its own value, so a token's state does not depend on its place or on the tokens
+before it, unless something other than attention looks at them. The same tokens are then run at other positions, and
+once with another first token: keys that change with positions show the layer's rotary embedding, values that change
+show absolute positions, and a token that notices its neighbour shows a state (convolution, recurrence). Masks are read
+off the functions from which transformers would make them.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _HARMLESS = {
     "output_router_logits",
     "return_dict",
     "logits_to_keep",
-    "sliding_window",  # the mask says the same, and what it says is what counts
+    "sliding_window",  # the mask says the same, and is decisive
 }
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A kind of layer: the facts by which a step prepares its calls for several layers together.
+    """A kind of layer: the facts that decide which layers can share the calls of a step.
 
     Args:
-        rotary: how their queries turn.
-        window: what they see; None: everything before.
-        heads, kv_heads: of queries and of keys.
-        dim: of a head as it is kept, the larger of its key's and its value's.
-        blocks: how the rows of a block see the later ones of it; None: they do not.
+        rotary: rotation of their queries.
+        window: the window of tokens that they see; None: everything before.
+        heads, kv_heads: number of heads of queries and of keys.
+        dim: dimension of a head as it is kept, the larger of its key's and its value's.
+        blocks: the way in which the rows of a block see its later rows; None: they do not.
     """
 
     rotary: Rotary | Unrotated
@@ -67,7 +67,7 @@ class LayerKind:
 
 
 class LayerFacts(NamedTuple):
-    """A layer's kind (a number), and what its softmax has beside scores."""
+    """A layer's kind (a number), and the parts of its softmax other than scores."""
 
     kind: int
     softcap: bool
@@ -76,12 +76,12 @@ class LayerFacts(NamedTuple):
 
 @dataclass
 class Seen:
-    """One layer's part of a run: ``[heads, rows, dim]`` each."""
+    """The part of a run that one layer has seen: tensors ``[heads, rows, dim]``."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    window: Any  # the window, or what else the run reads of a mask
+    window: Any  # the window, or another fact that the run reads from a mask
     module: nn.Module
     softcap: bool
     sinks: bool
@@ -89,10 +89,10 @@ class Seen:
 
 @dataclass
 class Trace:
-    """A run that watches. ``mpic.model.hooks`` gives it every layer and every mask.
+    """Records a run of the model. ``mpic.model.hooks`` passes it every layer and every mask.
 
     Args:
-        read: what is noted of a layer's mask function.
+        read: function from a layer's mask function to the fact that is recorded.
     """
 
     read: Callable[[Callable[..., Any]], Any] = field(default_factory=lambda: window_of)
@@ -103,10 +103,10 @@ class Trace:
     def mask(
         self, mask_function: Callable[..., Any], q_length: int, kv_length: int, dtype: Any = None
     ) -> torch.Tensor:
-        """Returns a tensor that stands for a mask, to be recognised where a layer is given it."""
+        """Returns a tensor that stands for a mask, so that it can be recognised when a layer receives it."""
         try:
             window: Any = self.read(mask_function)
-        except ModelRefused as refusal:  # a model may make masks that no layer of it takes
+        except ModelRefused as refusal:  # a model may make masks that none of its layers uses
             window = refusal
         tensor = torch.zeros(1, 1, q_length, kv_length, dtype=dtype or torch.float32)
         self._kept.append(tensor)
@@ -122,7 +122,7 @@ class Trace:
         mask: Any,
         given: dict[str, Any],
     ) -> torch.Tensor:
-        """Notes a layer and returns each row's own value, ``[1, rows, heads, dim]``."""
+        """Records a layer and returns each row's own value, ``[1, rows, heads, dim]``."""
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise ModelRefused(f"{type(module).__name__} does not know the number of its layer")
@@ -168,7 +168,7 @@ def window_of(mask_function: Callable[..., Any]) -> Window | None:
     """Returns the window of one of transformers' mask functions ``(batch, head, row, key) -> seen``; None: all before.
 
     Raises:
-        ModelRefused: it is neither causal nor a window.
+        ModelRefused: the mask is neither causal nor a window.
     """
     sees = seen_by(mask_function)
 
@@ -198,7 +198,8 @@ def window_of(mask_function: Callable[..., Any]) -> Window | None:
 
 
 def _chunk(first: Callable[[int], int], start: int) -> int:
-    """Returns the size of the chunk that begins at ``start``: the distance to where the next one does."""
+    """Returns the size of the chunk that begins at ``start``, which is the distance to the beginning of the next
+    one."""
     step = 1
     while first(_FAR + step) == start:
         step *= 2
@@ -212,7 +213,7 @@ def _chunk(first: Callable[[int], int], start: int) -> int:
 
 
 def _is_right(window: Window | None, sees: Callable[[int, int], bool]) -> bool:
-    """Returns whether a window says what a mask function says, at places that were not looked at before."""
+    """Returns whether a window agrees with a mask function at places that were not examined before."""
     generator = np.random.default_rng(0)
     size = 64 if window is None else window.size
     for row in generator.integers(0, 4 * size, 24).tolist():
@@ -235,10 +236,10 @@ def trace(
     Args:
         run: runs token ids ``[ROWS]`` at positions from a number on under a trace, and returns logits.
         tokens: ``ROWS + 1`` different token ids.
-        layers: of the model.
+        layers: number of the model's layers.
 
     Raises:
-        ModelRefused: what the layers do cannot be linked; the message says why.
+        ModelRefused: the layers cannot be linked; the message says why.
     """
     refuse_changing(text_model)
     limit = _LIMITS.get(dtype, 1e-3)
@@ -297,7 +298,8 @@ def _rotary(
     limit: float,
     device: torch.device,
 ) -> Rotary | Unrotated:
-    """Returns what explains how a layer's queries and keys change with positions: something known, if it can."""
+    """Returns the rotation that explains how a layer's queries and keys change with positions, preferably a known
+    one."""
     if all(alike(seen.key, one.key, limit) and alike(seen.query, one.query, limit) for one in there):
         return known[0]
     head_dim = seen.key.shape[-1]
@@ -313,12 +315,12 @@ def _rotary(
 
 
 def limit_of(module: nn.Module) -> float:
-    """Returns the largest relative difference of what rounding makes unequal."""
+    """Returns the largest relative difference that rounding can cause."""
     return _LIMITS.get(next(module.parameters()).dtype, 1e-3)
 
 
 def alike(a: torch.Tensor, b: torch.Tensor, limit: float) -> bool:
-    """Returns whether two tensors are the same but for rounding."""
+    """Returns whether two tensors are equal up to rounding."""
     return float((a - b).abs().max()) <= limit * max(float(a.abs().max()), 1e-30)
 
 

@@ -1,4 +1,4 @@
-"""Triton attention for one model: a step's writes and calls become tables of offsets, for each kind of layer."""
+"""Triton attention for one model: converts a step's writes and calls to tables of offsets, for each kind of layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Entry = TypeVar("Entry", Write, SpanCall)
 
 
 def refuse_layers(kinds: Sequence[LayerKind]) -> None:
-    """Raises ModelRefused: the kernels do not take such layers."""
+    """Raises ModelRefused if the kernels do not support the layers."""
     lacks = {
         "layers that differ in their heads": len({(kind.heads, kind.kv_heads, kind.dim) for kind in kinds})
         > 1,
@@ -55,7 +55,7 @@ class ModelKernel(NamedTuple):
 
 
 class TritonKernel(ModelKernel):
-    """Kernels with tables of their own size, which can be advanced."""
+    """Kernels whose tables have the size of one step, and can be advanced."""
 
     kinds: Sequence[TritonStep]
 
@@ -72,9 +72,9 @@ class TritonAttention:
     until the device is busy, which is found out when everything that a step may launch is compiled.
 
     Args:
-        kinds: of the model's layers.
+        kinds: the kinds of the model's layers.
         kind_of: the kind of each layer.
-        softcaps: whether layers cap their scores; there may be both.
+        softcaps: whether layers cap their scores; both values are possible in one model.
 
     Raises:
         ModelRefused: Triton is missing, the device is none it compiles for, or the layers or heads are such that the
@@ -132,7 +132,7 @@ class TritonAttention:
             self.programs = self.programs or resident
 
     def prepare(self, step: Step, rows: int) -> TritonKernel:
-        """Returns the step's tables on the device. Spans stay where they lie, so nothing is copied."""
+        """Returns the step's tables on the device. Spans stay in place, so nothing is copied."""
         anchor = step.writes[0].span.source.data
         writes = [self.located(write, anchor) for write in step.writes]
         made = [
@@ -152,13 +152,13 @@ class TritonAttention:
         return TritonKernel(made, self.kind_of)
 
     def calls(self, kind: LayerKind, calls: KindCalls, anchor: torch.Tensor) -> list[SpanCall]:
-        """Returns what rows see in layers of a kind, as the tables are made of it."""
+        """Returns the calls of rows in layers of a kind, in the form from which the tables are made."""
         located = [self.located(call, anchor) for call in calls.calls]
         if isinstance(kind.rotary, Rotary):
             return located
         return [call._replace(span=call.span._replace(base=0)) for call in located]
 
     def located(self, entry: Entry, anchor: torch.Tensor) -> Entry:
-        """Returns the entry with a span that says where its source lies, as seen from the anchor."""
+        """Returns the entry with a span whose source is its place in memory relative to the anchor."""
         strides = self._step.strides_of(entry.span.source.data, anchor)
         return entry._replace(span=entry.span._replace(source=strides))

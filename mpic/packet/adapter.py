@@ -1,7 +1,7 @@
 """The adapter of a model: trained soft tokens around every chunk, and their file.
 
-It lies beside the model as ``packet/adapter.safetensors``: in a folder of its own, because vLLM loads every safetensors
-file that lies in a model's folder as weights.
+The file is ``packet/adapter.safetensors`` in the model's folder. It has a folder of its own, because vLLM loads every
+safetensors file directly in a model's folder as weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Adapter:
     Args:
         header, trailer: ``[any, hidden]`` fp32 input embeddings, before and behind the chunk.
         model: digest of the weights it was trained with (``mpic.model.identity.weights_digest``).
-        notes: how it was trained, for people (JSON).
+        notes: a record of its training, for people (JSON).
     """
 
     header: torch.Tensor
@@ -91,14 +91,14 @@ def load_adapter(path: Path, model: str, hidden: int) -> Adapter:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise AdapterRefused(f"{path} is no adapter: its format is not {FORMAT}")
+                raise AdapterRefused(f"{path} is not an adapter: its format is not {FORMAT}")
             parts = (file.get_tensor("header"), file.get_tensor("trailer"))
             adapter = Adapter(*parts, metadata["model"], json.loads(metadata["notes"]))
     except AdapterRefused:
         raise
     except FileNotFoundError:
         raise AdapterRefused(f"there is no adapter {path}") from None
-    except Exception as error:  # a file that another program wrote may raise nearly anything
+    except Exception as error:  # a file that another program wrote may raise almost any exception
         raise AdapterRefused(f"the adapter {path} cannot be read: {error}") from error
     if any(part.dtype != torch.float32 or part.ndim != 2 or part.shape[1] != hidden for part in parts):
         shapes = " and ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
@@ -117,7 +117,7 @@ def require_adapter(adapter: Adapter | None, model: LoadedModel) -> Adapter:
     """Returns the adapter of a model.
 
     Raises:
-        NoAdapter: it has none; the message says how to train one. Or it can have none.
+        NoAdapter: the model has none, and the message says how to train one; or the model cannot have one.
     """
     if not model.takes_packets:
         raise NoAdapter(
@@ -138,11 +138,11 @@ def find_adapter(model: LoadedModel, folder: str, path: str = "") -> Adapter | N
     """Returns the adapter of a model: the one at ``path``, or the one beside the model, or None.
 
     Args:
-        folder: of the model, or a hub id.
-        path: file; empty looks beside the model.
+        folder: the model's folder, or a hub id.
+        path: the adapter's file; empty looks beside the model.
 
     Raises:
-        AdapterRefused: what is there cannot be used.
+        AdapterRefused: the adapter that was found cannot be used.
     """
     where = Path(path) if path else Path(folder) / PLACE
     if not path and not where.exists():

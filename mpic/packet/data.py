@@ -38,14 +38,14 @@ CHUNKS = (1, 2, 3, 4)
 
 
 class TrainingDataError(BadRequest):
-    """A file of training prompts that cannot be read, or has no prompt that can be used."""
+    """A file of training prompts cannot be read, or has no usable prompt."""
 
     code = "training_data_error"
 
 
 def generated(seed: int, context: int) -> Iterator[list[dict[str, Any]]]:
-    """Yields conversations of the demo models' world, without end: names, sprites and wordings of its training
-    split, images and documents of the generation that suits a model with so many tokens of context."""
+    """Yields an endless stream of conversations from the demo models' world, with names, sprites and wordings of its
+    training split. ``context`` tokens decide which generation of images and documents suits the model."""
     world = WORLDS[generation_for(context)]
     generator, rng = Generator(seed, "train", world=world), random.Random(f"packet-{seed}")
     while True:
@@ -57,7 +57,7 @@ def read(path: Path) -> Iterator[list[dict[str, Any]]]:
     ``{"documents": [text, ...], "question": text}``.
 
     Raises:
-        TrainingDataError: the file cannot be read, or a line is neither.
+        TrainingDataError: the file cannot be read, or a line has neither form.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -83,8 +83,8 @@ def _messages(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def prompts(path: Path | None, template: ChatTemplate, count: int, seed: int, context: int) -> list[Prompt]:
-    """Returns ``count`` prompts that link at least one chunk: those of a file, shuffled, or generated ones
-    that suit a model with so many tokens of context.
+    """Returns ``count`` prompts that link at least one chunk: those of a file, shuffled, or generated ones that fit the
+    model's context.
 
     Raises:
         TrainingDataError: the file has fewer.

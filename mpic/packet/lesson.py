@@ -1,8 +1,8 @@
-"""One training prompt: what the model answers under full attention, and the rows that learn to answer the same.
+"""A training prompt: the model's answer under full attention, and the rows that learn to give the same answer.
 
 The student's rows are those of a link under the policy ``packet``: a packet's rows see that packet alone, the request's
-own rows see all before them. One forward with a mask gives what the engine computes from compiled packets, because
-rotary attention depends on relative positions only (KV Packet, section 3.2; a test holds the two together).
+own rows see all before them. One forward with a mask gives the same as the engine with compiled packets, because
+rotary attention depends on relative positions only (KV Packet, section 3.2; a test compares the two).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ OWN = -1
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """A prompt and the teacher's answer to it.
+    """A prompt with the teacher's answer.
 
     Args:
         parts: inputs of every segment with embeddings, in order, and whether it is a chunk.
-        answer: the greedy answer ``[g]`` under full attention, with the token that ended it.
+        answer: the greedy answer ``[g]`` under full attention, including the token that ended it.
         teacher: fp32 log-probabilities ``[g, vocabulary]`` from which it was taken.
     """
 
@@ -41,13 +41,13 @@ class Lesson:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of one forward.
+    """The rows of a forward.
 
     Args:
         embeds: ``[T, hidden]``.
         positions: ``[p, T]``.
         chunk: ``[T]``, the number of the chunk that a row belongs to (``OWN`` for none).
-        deep: which rows have DeepStack features ``[T]``, and these ``[layers, rows, hidden]``; or None.
+        deep: a mask ``[T]`` of the rows with DeepStack features, and the features ``[layers, rows, hidden]``; or None.
         rotary_length: rotary positions of all rows.
     """
 
@@ -58,7 +58,7 @@ class Rows:
     rotary_length: int
 
     def mask(self) -> torch.Tensor:
-        """Returns ``[T, T]``, true where a row sees another."""
+        """Returns the attention mask ``[T, T]``, true where a row sees another."""
         seen = torch.ones(len(self.chunk), len(self.chunk), dtype=torch.bool).tril()
         own = self.chunk == OWN
         return seen & (own[:, None] | (self.chunk[:, None] == self.chunk[None]))
@@ -100,10 +100,11 @@ def rows_of(
 
 
 class Classroom:
-    """A frozen model that teaches itself. It is run as transformers runs it, not through the engine's attention.
+    """Runs a frozen model that teaches itself, as transformers runs it and not through the engine's attention.
 
     Raises:
-        ModelRefused: layers of the model see less than everything before a row, which one mask for all cannot say.
+        ModelRefused: layers of the model see less than everything before a row, which one mask for all layers cannot
+            express.
     """
 
     def __init__(self, model: LoadedModel) -> None:
@@ -195,7 +196,7 @@ class Classroom:
 
 
 def _outside_inference(inputs: ChunkInputs) -> ChunkInputs:
-    """Returns the same inputs in tensors that autograd may meet."""
+    """Returns the same inputs in tensors that autograd can use."""
     deep = inputs.deepstack
     return ChunkInputs(
         inputs.token_ids,

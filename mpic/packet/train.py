@@ -30,27 +30,28 @@ Say = Callable[[str], None]
 
 
 class TrainingRefused(TrainingDataError):
-    """A run that cannot begin, or go on, in its folder."""
+    """A run cannot begin or continue in its folder."""
 
     code = "training_refused"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of ``mpic train packet``; those of the paper where it names them.
+    """Options of ``mpic train packet``; the defaults are the paper's where it names them.
 
     Args:
-        out: folder of adapter, curve and checkpoint.
+        out: folder for adapter, curve and checkpoint.
         data: JSONL of prompts; None draws them from the demo models' world.
-        samples: prompts to train on; an eighth as many more are held out to choose the best checkpoint.
-        epochs: times every prompt is seen.
-        batch: prompts a step.
-        tokens: of the header, and of the trailer.
+        samples: number of prompts to train on; an eighth of that number is held out in addition to choose the best
+            checkpoint.
+        epochs: number of times that every prompt is seen.
+        batch: prompts per step.
+        tokens: number of tokens of the header, and of the trailer.
         lr: first learning rate, in standard deviations of the embedding table; it falls to 0 linearly.
         objective: kl (to the model's own distribution) or ce (cross entropy of its greedy answer).
-        answer: most tokens of an answer.
-        minutes: the run is cut to fit, its learning rate with it; 0: no limit.
-        seed: of the adapter, the prompts and their order.
+        answer: maximum number of tokens of an answer.
+        minutes: time limit that shortens the run and its learning rate schedule; 0: no limit.
+        seed: seed for the adapter, the prompts and their order.
     """
 
     out: Path
@@ -94,7 +95,7 @@ def loss_of(lesson: Lesson, student: torch.Tensor, objective: str) -> torch.Tens
 
 
 class Trainer:
-    """One run.
+    """A training run.
 
     Raises:
         TrainingRefused: the folder holds another run.
@@ -229,7 +230,7 @@ class Trainer:
         for lesson in lessons:
             student = room.student(lesson, self.header, self.trailer)
             loss = loss_of(lesson, student, self.settings.objective) / len(lessons)
-            if loss.requires_grad:  # an adapter of no tokens has nothing to learn
+            if loss.requires_grad:  # an adapter without tokens has no parameters
                 loss.backward()
             total += float(loss.detach())
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""Presses: the registry. To add one: one file in ``mpic/press/presses``, one line in ``PRESSES`` (STRUCTURE.md)."""
+"""The registry of presses. To add one: one file in ``mpic/press/presses``, one line in ``PRESSES`` (STRUCTURE.md)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONE = "none"
 
 
 def press_names() -> list[str]:
-    """Returns how each press is written."""
+    """Returns the syntax of each press."""
     return [cls.syntax for cls in PRESSES]
 
 
@@ -31,7 +31,7 @@ def parse_press(text: str) -> Press | None:
     empty string.
 
     Raises:
-        UnknownPress: there is no such press, or a number is out of bounds; the message lists what there is.
+        UnknownPress: there is no such press, or a number is out of bounds; the message lists the presses.
     """
     if text in ("", NONE):
         return None

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def observed_attention(kv: LayerKV) -> torch.Tensor:
-    """Returns ``[heads, w, n]``: what each of the last w tokens gives to every token of the chunk."""
-    import torch  # not at the top: reading a configuration must not load it
+    """Returns ``[heads, w, n]``: the attention of each of the last w tokens to every token of the chunk."""
+    import torch  # imported here, because reading a configuration must not load torch
 
     heads, w, _ = kv.queries.shape
     n = kv.keys.shape[1]

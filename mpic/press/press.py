@@ -1,6 +1,7 @@
-"""The base class of presses: each scores a chunk's tokens, and the lowest leave its KV once it is compiled.
+"""The base class of presses. A press scores a chunk's tokens, and those with the lowest scores are removed from its KV
+once it is compiled.
 
-A press removes the same share of tokens in every layer and head, other tokens in each, so what is left is
+A press removes the same share of tokens in every layer and head, but different tokens in each, so the remaining KV is
 rectangular: ``m`` slots for ``n`` tokens. Keys keep the rotation of the positions that they were compiled at. The chunk
 takes as many positions in a prompt as before, and queries turn by its one base, whichever tokens are left.
 """
@@ -23,14 +24,14 @@ PROTECTED = 16
 
 
 class LayerKV(NamedTuple):
-    """One layer of a chunk of n tokens that has just been compiled.
+    """A layer of a chunk of n tokens that has just been compiled.
 
     Args:
-        layer: its number.
+        layer: number of the layer.
         keys, values: ``[kv_heads, n, head_dim]`` fp32, keys rotated at chunk-local positions.
-        unrotated: returns the keys as they were before their rotation.
+        unrotated: function that returns the keys as they were before their rotation.
         queries: ``[heads, w, head_dim]`` fp32, rotated, of the last w tokens (``Press.observed``).
-        scale: of the layer's softmax.
+        scale: scale of the layer's softmax.
     """
 
     layer: int
@@ -43,14 +44,14 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True)
 class Press(Method):
-    """Removes ``r`` percent of a chunk's tokens from its KV, never one of its first ``p``.
+    """Removes ``r`` percent of a chunk's tokens from its KV, but none of its first ``p``.
 
-    Policies compute the first tokens again in a prompt (``mpic-K``). As every head keeps all of those, what a prompt
-    maps behind them is one range of slots in every head. A subclass overrides ``score``, and ``observed`` if it looks
-    at queries.
+    Policies compute the first tokens again in a prompt (``mpic-K``). Because every head keeps all of those, the part
+    that a prompt maps after them is one range of slots in every head. A subclass overrides ``score``, and ``observed``
+    if it looks at queries.
 
     Class attributes:
-        needs_positions: it takes rotations off, which is done where positions have one axis (not M-RoPE).
+        needs_positions: True if it undoes rotations, which works where positions have one axis (not M-RoPE).
     """
 
     unknown = UnknownPress
@@ -61,23 +62,23 @@ class Press(Method):
 
     @abstractmethod
     def score(self, kv: LayerKV) -> torch.Tensor:
-        """Returns ``[kv_heads, n]``; tokens of the lowest scores leave."""
+        """Returns scores ``[kv_heads, n]``; the tokens with the lowest are removed."""
 
     def observed(self, n: int, trailer: int) -> int:
-        """Returns of how many last tokens it needs the queries.
+        """Returns the number of last tokens whose queries it needs.
 
         Args:
             n: tokens of the chunk.
-            trailer: how many of its last tokens are an adapter's.
+            trailer: number of last tokens that an adapter added.
         """
         return 0
 
     def slots(self, n: int) -> int:
-        """Returns how many tokens are left of ``n`` in every layer and head."""
+        """Returns how many of ``n`` tokens every layer and head keeps."""
         return max(n - n * self.r // 100, min(n, self.p))
 
     def kept(self, kv: LayerKV) -> torch.Tensor:
-        """Returns the tokens that are left in each head, ``[kv_heads, slots]`` ascending. Of equal scores the earlier
+        """Returns the tokens that each head keeps, ``[kv_heads, slots]`` ascending. Among equal scores the earlier
         token stays."""
         scores = self.score(kv).clone()
         scores[:, : self.p] = float("inf")

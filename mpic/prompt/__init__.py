@@ -1,4 +1,4 @@
-"""From messages to a prompt: segments of request-owned tokens and references to chunks, in order.
+"""Builds a prompt from messages: segments of request-owned tokens and references to chunks, in order.
 
 ``build_prompt`` is the entry point. ``messages`` validates and resolves, ``probes`` finds the abilities of the model's
 chat template, ``placeholders`` stand in for client text and chunks while it renders, ``rendering`` checks and cuts the

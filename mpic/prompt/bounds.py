@@ -36,9 +36,9 @@ class Limit:
     """The longest text that is accepted.
 
     Args:
-        tokens: most tokens.
-        context: of the model in tokens, for the message.
-        what: how the message names the text.
+        tokens: maximum number of tokens.
+        context: the model's context in tokens, for the message.
+        what: the name of the text in the message.
         param: the request field at fault, or None.
     """
 
@@ -48,10 +48,10 @@ class Limit:
     param: str | None = None
 
     def check(self, least: int) -> None:
-        """Refuses a text of at least so many tokens if it is too long.
+        """Refuses a text that has at least ``least`` tokens if that is too long.
 
         Raises:
-            ContextLengthExceeded: it is.
+            ContextLengthExceeded: it is too long.
         """
         if least > self.tokens:
             raise ContextLengthExceeded(
@@ -66,8 +66,8 @@ def least_tokens(texts: Iterable[str], longest: int | None, most: int) -> int:
     """Returns a lower bound on the number of tokens of texts that are tokenized one after another.
 
     Args:
-        longest: most bytes of a token; None: unknown.
-        most: the number that the caller compares the result with; the bound is only as exact as that needs.
+        longest: maximum number of bytes of a token; None: unknown.
+        most: the number with which the caller compares the result; the bound is only as exact as that requires.
     """
     if longest is None:
         return 0
@@ -84,9 +84,9 @@ def check_conversation(messages: Sequence[Mapping[str, Any]], context: int, long
     Every message and every part of one is assumed to need at least one token.
 
     Args:
-        messages: as the client sent them.
-        context: most tokens of the model.
-        longest: most bytes of a token; None: unknown.
+        messages: the messages as the client sent them.
+        context: maximum number of tokens of the model.
+        longest: maximum number of bytes of a token; None: unknown.
 
     Raises:
         ContextLengthExceeded: there are too many messages or parts, or their texts are too long.
@@ -135,7 +135,8 @@ def utf8_length(text: str) -> int:
 
 
 def longest_token(state: Mapping[str, Any], control: Collection[str]) -> int | None:
-    """Returns the most bytes of UTF-8 that one token of a client's text can stand for; None if there is no such number.
+    """Returns the maximum number of UTF-8 bytes that one token of a client's text can stand for; None if there is no
+    maximum.
 
     Args:
         state: a tokenizer.json.
@@ -163,7 +164,7 @@ def longest_token(state: Mapping[str, Any], control: Collection[str]) -> int | N
 
 
 def is_byte_level(state: Mapping[str, Any]) -> bool:
-    """Tells whether the vocabulary of a tokenizer.json spells bytes as characters, as GPT-2's does."""
+    """Returns whether the vocabulary of a tokenizer.json spells bytes as characters, as GPT-2's does."""
     parts = [
         *parts_of(state["normalizer"], "normalizers"),
         *parts_of(state["pre_tokenizer"], "pretokenizers"),
@@ -204,7 +205,7 @@ def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _knows_all(model: Mapping[str, Any], vocabulary: Collection[str]) -> bool:
-    """Tells whether a vocabulary of text has a token for each unknown character, and none for several of them."""
+    """Returns whether a vocabulary of text has a token for each unknown character, and none for several of them."""
     if model["type"] not in ("BPE", "Unigram"):
         return False
     if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):

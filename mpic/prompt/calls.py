@@ -46,11 +46,11 @@ NOTHING = "No reference was found."
 
 @dataclass(frozen=True)
 class CallStyle:
-    """One style of calls; see the module.
+    """A style of calls; see the module.
 
     Args:
         opens, closes: text before and after a call.
-        tool: whether the template must get ``TOOL`` and a call is JSON.
+        tool: True if the template must get ``TOOL`` and a call is JSON.
         before, after: text of the template between a call and its references, and after them.
     """
 
@@ -82,7 +82,7 @@ class CallStyle:
 
         Args:
             references: (title, content) best first; may be empty.
-            number: of the first reference, counted from 1 over the request.
+            number: number of the first reference, counted from 1 over the request.
         """
         pieces: list[Trusted | str | Chunk] = [Trusted(self.before)]
         for i, (title, chunk) in enumerate(references, start=number):
@@ -110,7 +110,7 @@ def find_style(template: ChatTemplate, opens: str = "", closes: str = "") -> Cal
         opens, closes: text that starts and ends a tool call, for templates in which it cannot be found.
 
     Raises:
-        UnsupportedParameter: it has none.
+        UnsupportedParameter: the model has neither style.
     """
     if not opens and all(template.is_control(token) for token in (OPENS, CLOSES)):
         return CallStyle(OPENS, CLOSES, tool=False)

@@ -1,11 +1,11 @@
-"""Images inside a request: ``data:image/...;base64,...``."""
+"""Images and clips inside a request: ``data:image/...;base64,...``."""
 
 from __future__ import annotations
 
 import binascii
 
 from mpic.cancel import checkpoint
-from mpic.errors import InvalidImage
+from mpic.errors import InvalidImage, InvalidUpload, InvalidVideo
 
 HEAD = 256
 """The data of a data URL must begin within so many characters."""
@@ -19,14 +19,27 @@ def decode_data_url(url: str, param: str | None = None) -> bytes:
     Raises:
         InvalidImage: it is not a data URL of an image, or its data are not base64; ``param`` is the request field.
     """
+    return _decode(url, ("image",), InvalidImage, param)
+
+
+def decode_clip_url(url: str, param: str | None = None) -> bytes:
+    """Decodes a video, or an animated image, that is given as a data URL. White space in the data is ignored.
+
+    Raises:
+        InvalidVideo: it is no such data URL, or its data are not base64; ``param`` is the request field.
+    """
+    return _decode(url, ("video", "image"), InvalidVideo, param)
+
+
+def _decode(url: str, kinds: tuple[str, ...], invalid: type[InvalidUpload], param: str | None) -> bytes:
     comma = url.find(",", 0, HEAD)
     head = url[: max(0, comma)]
-    if not head.startswith("data:image/") or not head.endswith(";base64"):
-        raise InvalidImage("a data URL must read data:image/...;base64,...", param=param)
+    if not head.startswith(tuple(f"data:{kind}/" for kind in kinds)) or not head.endswith(";base64"):
+        raise invalid(f"a data URL must read data:{kinds[0]}/...;base64,...", param=param)
     try:
         return decode_base64(url, comma + 1)
     except ValueError as error:
-        raise InvalidImage(f"the data URL is not base64: {error}", param=param) from error
+        raise invalid(f"the data URL is not base64: {error}", param=param) from error
 
 
 def decode_base64(text: str, start: int = 0) -> bytes:

@@ -1,6 +1,6 @@
 """Tokenizing text of two authors at once: control strings count in text of the template, but not in text of clients.
 
-A tokenizer finds its control tokens (``<|im_start|>``, ``<image>``) by matching strings, whoever wrote them. We
+A tokenizer finds its control tokens (``<|im_start|>``, ``<image>``) by matching strings, regardless of their author. We
 therefore keep a *twin* of it in which every control token is spelt with an unguessable string of the same behaviour
 (id, stripping, normalization). In text of the template the control strings are respelt; text of clients goes in as it
 is. One call of the twin then gives exactly the ids of the stock tokenizer, except where a client wrote a control
@@ -11,8 +11,8 @@ The twin has two more control tokens, the *cuts*, which stand for chunks: text o
 be beside an image token (SentencePiece-like tokenizers treat the start of a text differently), and the ids are split
 there.
 
-What cannot fit a ``Limit`` by its length is not tokenized. The rest is, in slices
-(``mpic.prompt.sliced_tokenizer``), until it is too long.
+A text whose length already exceeds a ``Limit`` is not tokenized. Others are tokenized in slices
+(``mpic.prompt.sliced_tokenizer``) until they are too long.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class GuardedTokenizer:
     Args:
         tokenizer: a transformers tokenizer backed by the tokenizers library.
         image_token: the model's image token, or None for a text model.
+        video_token: the model's token of a clip, if it has one.
 
     Attributes:
         control: ids of the tokens that client text can never produce. These are all special tokens, and the added
@@ -66,7 +67,12 @@ class GuardedTokenizer:
         ModelRefused: there is no such backend, or the twin does not behave as described.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, image_token: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        image_token: str | None = None,
+        video_token: str | None = None,
+    ) -> None:
         stock = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(stock, Tokenizer):
             raise ModelRefused(
@@ -74,7 +80,7 @@ class GuardedTokenizer:
                 "apart from control tokens. Convert it to a tokenizer.json first."
             )
         state = json.loads(stock.to_str())
-        always = {image_token, *tokenizer.all_special_tokens}
+        always = {image_token, video_token, *tokenizer.all_special_tokens}
         added = [
             token
             for token in state["added_tokens"]
@@ -160,7 +166,7 @@ class GuardedTokenizer:
             limit.check(least_tokens([text.strip() for text in texts], self.sliced.longest, limit.tokens))
 
     def is_plain(self, text: str) -> bool:
-        """Tells whether a text is only words and light punctuation, and may stand in text of the template."""
+        """Returns whether a text is only words and light punctuation, and may stand in text of the template."""
         return not re.search(r"[^\w\s.,:;/()'\-]", text) and not self._control.search(text)
 
     def _verify(self, stock: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,4 +1,4 @@
-"""Chunks of prompts that no library serves: images and documents come inside the messages, nothing is looked up."""
+"""Makes chunks of the images and documents inside messages, without a library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from PIL import Image
 
-from mpic.errors import NotFound, UnknownHandle
+from mpic.errors import NotFound, UnknownHandle, UnsupportedModality
+from mpic.imaging.clip_header import NO_CLIPS
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.prompt.messages import HandleKind
 from mpic.prompt.template import ChatTemplate
@@ -17,8 +18,8 @@ class InlineResolver:
 
     Args:
         template: tokenizes documents.
-        decode: returns the decoded RGB image of an image's file.
-        owner: of the chunks.
+        decode: function that decodes the bytes of an image file to an RGB image.
+        owner: owner of the chunks.
     """
 
     def __init__(self, template: ChatTemplate, decode: Callable[[bytes], Image.Image], owner: str) -> None:
@@ -36,6 +37,9 @@ class InlineResolver:
     def inline_image(self, data: bytes) -> Chunk:
         image = self._decode(data)
         return Chunk(ChunkKey.of_image(image), self._owner, load_image=lambda: image)
+
+    def inline_clip(self, data: bytes) -> Chunk:
+        raise UnsupportedModality(NO_CLIPS)
 
     def inline_text(self, text: str, label: str | None) -> Chunk:
         tokens = tuple(self._template.tokenize_document(text))

@@ -1,4 +1,4 @@
-"""The text that a processor puts around the tokens of an image, beside what the chat template prints.
+"""The text that a processor puts around the tokens of an image, in addition to the text of the chat template.
 
 Some templates print all of it (Qwen-VL's vision start and end). Others print one token for an image, and the processor
 replaces it: by markers and the image's tokens (Gemma 3, InternVL, SmolVLM). The markers are the request's own text.

@@ -5,6 +5,7 @@ Content is a string or a list of parts:
 =============  ========================================================================================
 ``text``       ``{"text": str}``; in user and system messages ``IMAGE#NAME`` and ``FILE#NAME`` are handles
 ``image_url``  ``{"image_url": {"url": data URL or file id}}`` (or the url itself)
+``video_url``  ``{"video_url": {"url": data URL or file id}}`` (or the url itself): a clip
 ``image``      ``{"image": data URL or file id}``, or ``file_id`` / ``handle``
 ``file``       ``{"file": {"file_id" or "handle"}}``, or the two keys in the part itself
 ``document``   ``{"text": str}``: a text chunk given in the request
@@ -31,7 +32,7 @@ from mpic import bounded_json
 from mpic.cancel import checkpoint
 from mpic.errors import BadRequest, EmptyPrompt, MPICError, UnknownHandle
 from mpic.kv.chunk import Chunk
-from mpic.prompt.data_url import decode_data_url
+from mpic.prompt.data_url import decode_clip_url, decode_data_url
 
 HandleKind = Literal["image", "file"]
 
@@ -41,7 +42,9 @@ HANDLE_KINDS = ("IMAGE", "FILE")
 WORD = re.compile(r"\S")
 T = TypeVar("T")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-PART_TYPES = ("text", "image_url", "image", "file", "document", "cache")
+PART_TYPES = ("text", "image_url", "video_url", "image", "file", "document", "cache")
+URL_PARTS = ("image_url", "video_url", "image")
+"""Parts that a string stands for the URL of."""
 
 
 Found = Chunk | Sequence[Chunk]
@@ -49,8 +52,8 @@ Found = Chunk | Sequence[Chunk]
 
 
 class Resolver(Protocol):
-    """Finds the chunks that a request refers to, in the library of the user. Its methods raise errors of the tree
-    (UnknownHandle, FileNotFound, InvalidImage, ...); the parser fills in ``param``."""
+    """Finds the chunks that a request refers to, in the library of the user. Its methods raise errors of
+    ``mpic.errors`` (UnknownHandle, FileNotFound, InvalidImage, ...); the parser fills in ``param``."""
 
     def by_handle(self, kind: HandleKind, name: str) -> Found:
         """Finds ``IMAGE#name`` (kind ``image``: must be an image) or ``FILE#name`` (kind ``file``: any kind)."""
@@ -64,6 +67,10 @@ class Resolver(Protocol):
 
     def inline_image(self, data: bytes) -> Chunk:
         """Returns the chunk of an image sent in the request: the bytes of an image file, not decoded yet."""
+        ...
+
+    def inline_clip(self, data: bytes) -> Chunk:
+        """Returns the chunk of a clip sent in the request: the bytes of its file, not decoded yet."""
         ...
 
     def inline_text(self, text: str, label: str | None) -> Chunk:
@@ -93,7 +100,7 @@ class Ref:
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """One message.
+    """A message.
 
     Args:
         content: texts and references in order; empty only for assistant and tool messages.
@@ -115,7 +122,7 @@ def parse_messages(messages: Any, resolver: Resolver) -> list[Message]:
     Raises:
         EmptyPrompt: no messages, or a user or system message without content.
         BadRequest: a field is invalid; ``param`` is its path, for example ``messages[0].content[2].type``.
-        MPICError: as the resolver (UnknownHandle, FileNotFound, InvalidImage, ...).
+        MPICError: see the resolver (UnknownHandle, FileNotFound, InvalidImage, ...).
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise BadRequest("messages must be a list of objects", param="messages")
@@ -184,7 +191,7 @@ class _Parser:
         return [Ref(chunk, label, param) for chunk, label in _labelled(chunks, name)]
 
     def _chunk(self, kind: str, part: Mapping, name: str | None, param: str) -> tuple[Found, str | None]:
-        """Returns what a part that is not text stands for, and the handle that named it."""
+        """Returns the chunks that a part other than text stands for, and the handle that named it."""
         if kind == "document":
             text = _string(part, "text", param)
             return _blame(f"{param}.text", self.resolver.inline_text, text, name), None
@@ -192,9 +199,9 @@ class _Parser:
         if isinstance(inner, Mapping):
             part, param = inner, f"{param}.{kind}"
         elif isinstance(inner, str):
-            part = {"url": inner} if kind in ("image_url", "image") else {f"{kind}_id": inner}
-        if kind in ("image_url", "image") and "url" in part:
-            return self._image_url(_string(part, "url", param), f"{param}.url"), None
+            part = {"url": inner} if kind in URL_PARTS else {f"{kind}_id": inner}
+        if kind in URL_PARTS and "url" in part:
+            return self._url(kind, _string(part, "url", param), f"{param}.url"), None
         if "handle" in part:
             handle_kind: HandleKind = "file" if kind == "file" else "image"
             handle = _string(part, "handle", param)
@@ -209,15 +216,22 @@ class _Parser:
         file_id = _string(part, "file_id", param)
         return _blame(f"{param}.file_id", self.resolver.by_file_id, file_id), None
 
-    def _image_url(self, url: str, param: str) -> Chunk:
+    def _url(self, kind: str, url: str, param: str) -> Found:
+        """Returns what a data URL holds, or the file of this id."""
+        what = "video" if kind == "video_url" else "image"
         if url.startswith("data:"):
+            if what == "video":
+                return _blame(param, self.resolver.inline_clip, decode_clip_url(url, param))
             return _blame(param, self.resolver.inline_image, decode_data_url(url, param))
         if ":" in url or "/" in url:
             raise BadRequest(
-                "image URLs are not fetched: upload the image and use its file id, or send a data URL",
+                f"{what} URLs are not fetched: upload the {what} and use its file id, or send a data URL",
                 param=param,
             )
-        return _blame(param, self.resolver.by_file_id, url)
+        found = _blame(param, self.resolver.by_file_id, url)
+        if what == "video" and any(chunk.kind != "video" for chunk in _chunks(found)):
+            raise BadRequest(f"the file {url!r} is no video", param=param)
+        return found
 
     def _text(self, text: str, role: str, part: int, param: str) -> list[Text | Ref]:
         """Cuts a text at the handles in it."""
@@ -244,8 +258,8 @@ class _Parser:
         return items
 
     def _mention(self, kind: HandleKind, written: str, param: str) -> tuple[str | None, Found | None]:
-        """Returns (name, what it stands for) of a mention; the latter is None if it is linked already, the name if it
-        is not a handle."""
+        """Returns the name of a mention and what it stands for: chunks, None if they are linked already, or the name
+        itself if it is not a handle."""
         shortest = written.rstrip(".-")
         if not shortest:
             return None, None
@@ -283,9 +297,13 @@ def find_handles(text: str) -> Iterator[re.Match[str]]:
         at = match.end() if match else mark + 1
 
 
+def _chunks(found: Found) -> list[Chunk]:
+    return [found] if isinstance(found, Chunk) else list(found)
+
+
 def _labelled(found: Found, name: str | None) -> list[tuple[Chunk, str | None]]:
     """Returns chunks with their labels in the request: those of a document that is cut are numbered."""
-    chunks = [found] if isinstance(found, Chunk) else list(found)
+    chunks = _chunks(found)
     if name is None or len(chunks) == 1:
         return [(chunk, name) for chunk in chunks]
     return [(chunk, f"{name} {i}") for i, chunk in enumerate(chunks, 1)]
@@ -293,8 +311,8 @@ def _labelled(found: Found, name: str | None) -> list[tuple[Chunk, str | None]]:
 
 def _label(found: Found, name: str) -> str:
     """Returns the text that replaces later mentions of what is linked."""
-    first = found if isinstance(found, Chunk) else found[0]
-    return f"{'image' if first.kind == 'image' else 'document'} {name}"
+    kind = _chunks(found)[0].kind
+    return f"{'document' if kind == 'text' else kind} {name}"
 
 
 def _blame(param: str, find: Callable[..., T], *args: Any) -> T:

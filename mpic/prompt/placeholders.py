@@ -4,7 +4,7 @@ A template is a program that concatenates strings, so the only way to know the a
 give it stand-ins. A placeholder is a private-use character, a nonce of this call, a quote, a number and another
 private-use character. The nonce rules out collisions, so no client text has to be refused or searched. White space
 around a text stays outside its placeholder, where templates can trim it. The quote shows whether the template printed
-the placeholder as it is or inside JSON (``tojson``); the text is then escaped alike.
+the placeholder as it is or inside JSON (``tojson``); the text is then escaped in the same way.
 """
 
 from __future__ import annotations

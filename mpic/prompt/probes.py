@@ -27,6 +27,11 @@ IMAGE_SHAPES: tuple[dict[str, Any], ...] = (
     {"type": "image_url", "image_url": {"url": "image"}},
 )
 
+VIDEO_SHAPES: tuple[dict[str, Any], ...] = (
+    {"type": "video"},
+    {"type": "video_url", "video_url": {"url": "video"}},
+)
+
 A, B, C = "aleph7q", "bethel8w", "gimel9z"
 
 
@@ -39,16 +44,17 @@ class Abilities:
         parts: roles whose content may be a list of parts.
         system: it renders a system message.
         tools: it prints tools.
-        calls: how it writes a tool call: ``hermes`` (``<tool_call>`` around JSON of name and arguments; Qwen and
+        calls: the form of a tool call: ``hermes`` (``<tool_call>`` around JSON of name and arguments; Qwen and
             Hermes), or None for any other way.
-        reasoning: what it does with the reasoning (``...</think>``) of earlier answers: None prints it like the rest,
+        reasoning: its treatment of the reasoning (``...</think>``) of earlier answers: None prints it like the rest,
             ``field`` drops it but prints ``reasoning_content``, ``drop`` drops both.
         documents: it renders ``{"type": "document", "text", "name"}`` parts, label included.
         names: it renders the ``name`` of an image part.
         image: the part it takes for an image, or None.
         order: ``word`` if images stay where they are among the texts of a message, ``first`` if it puts them in front.
+        video: the part it takes for a clip, or None; None, too, if it moves clips among the texts of a message.
         image_text: (before, after) the text that it puts around an image token.
-        spaced: whether it puts white space (before, after) a chunk between two texts.
+        spaced: True where it puts white space (before, after) a chunk between two texts.
     """
 
     strings: frozenset[str]
@@ -61,24 +67,28 @@ class Abilities:
     names: bool = False
     image: dict[str, Any] | None = None
     order: Literal["word", "first"] | None = None
+    video: dict[str, Any] | None = None
     image_text: tuple[str, str] = ("", "\n")
     spaced: tuple[bool, bool] = (False, False)
 
 
-def probe(render: Render, image_token: str | None) -> Abilities:
+def probe(render: Render, image_token: str | None, video_token: str | None = None) -> Abilities:
     """Tries a template out.
+
+    Args:
+        image_token, video_token: what it prints for an image and a clip; None: the model has none.
 
     Raises:
         ModelRefused: it does not render even a plain user message.
     """
-    return _Probe(render, image_token).abilities()
+    return _Probe(render, image_token, video_token).abilities()
 
 
 class _Probe:
     """Renders small conversations with one template."""
 
-    def __init__(self, render: Render, image_token: str | None) -> None:
-        self._render, self._image_token = render, image_token
+    def __init__(self, render: Render, image_token: str | None, video_token: str | None) -> None:
+        self._render, self._image_token, self._video_token = render, image_token, video_token
         self._errors: list[Exception] = []
 
     def abilities(self) -> Abilities:
@@ -98,7 +108,7 @@ class _Probe:
         )
         if not shapes["user"][1]:
             return abilities
-        return replace(abilities, **(self._documents() | self._images()))
+        return replace(abilities, **(self._documents() | self._images() | self._videos()))
 
     def _attempt(self, *messages: dict[str, Any], tools: list | None = None) -> str:
         """Renders a conversation; empty if the template refuses it."""
@@ -147,7 +157,7 @@ class _Probe:
         return {"documents": True, "spaced": spaced}
 
     def _images(self) -> dict[str, Any]:
-        """Finds the first shape of an image part that the template takes, and what it does with it."""
+        """Finds the first shape of an image part that the template accepts, and the effect of the part."""
         token = self._image_token
         for image in IMAGE_SHAPES if token else ():
             order = _places(self._parts(_text(A), image, _text(B), image, _text(C)), token)
@@ -159,6 +169,13 @@ class _Probe:
             found["names"] = C in self._parts({**image, "name": C}, _text(A))
             without, with_image = self._parts(_text(A), _text(B)), self._parts(image, _text(A), _text(B))
             return found | {"image_text": _around(without, with_image, token)}
+        return {}
+
+    def _videos(self) -> dict[str, Any]:
+        token = self._video_token
+        for video in VIDEO_SHAPES if token else ():
+            if _places(self._parts(_text(A), video, _text(B), video, _text(C)), token) == "AIBIC":
+                return {"video": video}
         return {}
 
 
@@ -186,7 +203,7 @@ def _places(rendered: str, image_token: str) -> str | None:
 
 
 def _spaced(rendered: str) -> tuple[bool, bool]:
-    """Tells whether there is white space after text A and before text B."""
+    """Returns whether there is white space after text A and before text B."""
     after = rendered.partition(A)[2]
     return after[:1].isspace(), after[: after.find(B)][-1:].isspace()
 

@@ -1,13 +1,15 @@
-"""One rendering: messages with placeholders for the template, and its output checked and cut into fragments."""
+"""A rendering: messages with placeholders for the template, and its output, checked and cut into fragments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mpic.cancel import checkpoint
 from mpic.errors import BadRequest, UnsupportedModality, UnsupportedParameter
+from mpic.imaging.clip_header import NO_CLIPS
 from mpic.prompt.guarded_tokenizer import GuardedTokenizer, Trusted
 from mpic.prompt.messages import Message, Ref, Text
 from mpic.prompt.placeholders import Placeholders
@@ -15,7 +17,7 @@ from mpic.prompt.probes import Abilities
 
 Fragment = Trusted | str | Ref
 Atom = int | Ref
-"""Something that must appear in the output: a placeholder, by number, or an image that the template places itself."""
+"""Something that must appear in the output: a placeholder, by number, or an image or clip that the template places."""
 
 
 class Rendering:
@@ -23,6 +25,7 @@ class Rendering:
 
     Args:
         markers: text of the processor before and behind an image.
+        video_token: what the template prints for a clip.
     """
 
     def __init__(
@@ -31,15 +34,18 @@ class Rendering:
         guard: GuardedTokenizer,
         image_token: str | None,
         markers: tuple[str, str] = ("", ""),
+        video_token: str | None = None,
     ) -> None:
         self.abilities = abilities
         self.guard = guard
         self.image_token = image_token
         self.markers = markers
+        self.video_token = video_token
         self.placeholders = Placeholders()
         self.documents = 0
         self.parts: set[Ref] = set()  # chunks that the template gets as parts of their own
         self.images: list[Ref] = []  # those of them that it places by its image token, in order
+        self.clips: list[Ref] = []  # by its video token
         self.expected: list[tuple[Message, list[Atom]]] = []
         self.calls: list[tuple[str, str]] = []  # (function name, param)
 
@@ -102,6 +108,13 @@ class Rendering:
                 if item.name and not (as_parts and self.abilities.names):
                     items.append(Text(f"({item.name})", None))
                 continue
+            if item.chunk.kind == "video":
+                if not as_parts or self.abilities.video is None:
+                    raise UnsupportedModality(NO_CLIPS, param=item.param)
+                self.parts.add(item)
+                if item.name:
+                    items.append(Text(f"({item.name})", None))
+                continue
             self.documents += 1
             if as_parts and self.abilities.documents:
                 self.parts.add(item)
@@ -142,8 +155,11 @@ class Rendering:
         name = {"name": self.placeholders.text(ref.name)} if ref.name else {}
         if ref.chunk.kind == "text":
             return {"type": "document", "text": self._placeholder(ref, atoms), **name}
-        self.images.append(ref)
         atoms.append(ref)
+        if ref.chunk.kind == "video":
+            self.clips.append(ref)
+            return dict(self.abilities.video or {})
+        self.images.append(ref)
         return {**(self.abilities.image or {}), **(name if self.abilities.names else {})}
 
     # -- its output ------------------------------------------------------------------------------------------------
@@ -156,11 +172,12 @@ class Rendering:
         pieces: list[Fragment] = []
         atoms: list[Atom] = []
         seen: set[int] = set()
-        images = iter(self.images)
+        named = {self.image_token: self.images, self.video_token: self.clips}
+        placed = {token: iter(refs) for token, refs in named.items() if token and refs}
         for number, text in cut:
             checkpoint()
             if number is None:
-                for piece in self._at_image_tokens(text, images):
+                for piece in _at_tokens(text, placed):
                     pieces.append(piece)
                     atoms += [piece] if isinstance(piece, Ref) else []
                 continue
@@ -186,22 +203,6 @@ class Rendering:
         before, after = self.markers
         return Trusted(before), piece, Trusted(after)
 
-    def _at_image_tokens(self, text: str, images: Iterator[Ref]) -> Iterator[Trusted | Ref]:
-        """Cuts text of the template at its image tokens, which stand for the images given as parts, in order."""
-        if not self.images:
-            yield Trusted(text)
-            return
-        first, *others = text.split(self.image_token)
-        yield Trusted(first)
-        for other in others:
-            ref = next(images, None)
-            if ref is None:
-                raise BadRequest(
-                    "the model's chat template prints more images than there are", param="messages"
-                )
-            yield ref
-            yield Trusted(other)
-
     def _check(self, atoms: Sequence[Atom]) -> None:
         """Checks that the texts and chunks of every message are there, in their order."""
         owner = {atom: i for i, (_, expected) in enumerate(self.expected) for atom in expected}
@@ -224,6 +225,21 @@ class Rendering:
             checkpoint()
             if name not in text:
                 raise UnsupportedParameter("the model's chat template does not print tool calls", param=param)
+
+
+def _at_tokens(text: str, placed: Mapping[str, Iterator[Ref]]) -> Iterator[Trusted | Ref]:
+    """Cuts text of the template at its tokens for images and clips, which stand for those given as parts, in order."""
+    at = 0
+    for match in re.finditer("|".join(map(re.escape, placed)), text) if placed else ():
+        yield Trusted(text[at : match.start()])
+        ref = next(placed[match[0]], None)
+        if ref is None:
+            raise BadRequest(
+                "the model's chat template prints more images or videos than there are", param="messages"
+            )
+        yield ref
+        at = match.end()
+    yield Trusted(text[at:])
 
 
 def _separate(pieces: list[Fragment]) -> list[Fragment]:

@@ -51,7 +51,7 @@ class SlicedTokenizer:
 
     def counter(self) -> Callable[[str, int], int]:
         """Returns a function that counts the ids of a text; above a given number, the count may be inexact. It
-        remembers parts of texts, because a splitter counts many texts that begin alike."""
+        remembers parts of texts, because a splitter counts many texts with the same beginning."""
         remembered = lru_cache(maxsize=REMEMBERED)(lambda part: len(self._fast(part)))
 
         def count(text: str, most: int) -> int:

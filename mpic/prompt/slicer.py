@@ -1,8 +1,8 @@
 """Cutting a long text into slices whose tokens, one slice after another, are exactly the tokens of the whole text.
 
 A tokenizer processes a whole text at once, for seconds if it is long, and cannot be stopped. Between slices it can:
-when there are too many tokens already, or when nobody waits any more. A text is cut only at a space between two
-letters, and only if all of this holds for the tokenizer when the model is loaded:
+when there are too many tokens already, or when the result is no longer needed. A text is cut only at a space between
+two letters, and only if all of this holds for the tokenizer when the model is loaded:
 
 - The model is BPE, and no token of its vocabulary holds a letter followed by a space. It can then merge nothing across
   a cut, wherever its words end.
@@ -57,8 +57,8 @@ class Slicer:
     """Cuts texts for one tokenizer.
 
     Args:
-        cuts: whether it cuts at all.
-        drops_space: whether the space at a cut belongs to neither slice.
+        cuts: False if every text is one slice.
+        drops_space: True if the space at a cut belongs to neither slice.
     """
 
     def __init__(self, cuts: bool, drops_space: bool = False) -> None:
@@ -66,12 +66,12 @@ class Slicer:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, state: Mapping[str, Any], control: Collection[str]) -> Slicer:
-        """Finds how texts can be cut for a tokenizer.
+        """Returns the slicer of a tokenizer.
 
         Args:
             tokenizer: adds nothing to a text and truncates nothing.
-            state: its tokenizer.json.
-            control: those of its added tokens that no text of a client can produce.
+            state: the content of its tokenizer.json.
+            control: the added tokens that no text of a client can produce.
         """
         if not _qualifies(state, control):
             return cls(False)
@@ -148,7 +148,7 @@ def _qualifies(state: Mapping[str, Any], control: Collection[str]) -> bool:
 
 
 def _gives_same_tokens(tokenizer: Tokenizer, drops_space: bool) -> bool:
-    """Tells whether texts give the same tokens, whole and cut."""
+    """Returns whether texts give the same tokens, whole and cut."""
     for left in LEFT:
         for right in RIGHT:
             whole = tokenizer.encode(f"{left} {right}", add_special_tokens=False)
@@ -166,7 +166,7 @@ def shifted(spans: Sequence[tuple[int, int]], start: int, drops_space: bool) -> 
     """Converts the characters of a slice's tokens to characters of the whole text.
 
     Args:
-        start: of the slice.
+        start: start of the slice in the text.
         drops_space: the space before the slice was left out. It belongs to the first token, and is all of it when the
             second begins at the same character.
     """

@@ -12,8 +12,8 @@ Pieces cover the text from start to end: without overlap, joining them gives the
 begins up to ``overlap`` tokens before the end of the previous one. No piece is blank. Sentence and word boundaries are
 Unicode's (UAX 29), found by ``semantic-text-splitter``.
 
-A book takes seconds, most of them for counting the tokens of candidates; of one that is too long only as many are
-counted as are needed to know that. ``mpic.prompt.split_process`` does it in a process of its own.
+Splitting a book takes seconds, most of them for counting the tokens of candidates. Counting stops as soon as a
+candidate is known to be too long. ``mpic.prompt.split_process`` does it in a process of its own.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ class Split:
     """Settings of a split.
 
     Args:
-        tokens: most tokens of a piece.
-        overlap: most tokens that two neighbours share; at most half of ``tokens``, or there would be too many pieces.
+        tokens: maximum number of tokens of a piece.
+        overlap: maximum number of tokens that two neighbours share; at most half of ``tokens``, or there would be too
+            many pieces.
 
     Raises:
-        BadRequest: an unknown mode, or impossible numbers.
+        BadRequest: the mode is unknown, or the numbers are not valid.
     """
 
     mode: Mode = "none"
@@ -92,7 +93,7 @@ def split_text(
 
     Args:
         count: counts the tokens of a text; by default, those of ``token_spans``.
-        most: most pieces that are allowed. If there would be far more, this is found before the text is split.
+        most: maximum number of pieces. If there would be far more, that is found out before the text is split.
 
     Raises:
         TooManyPieces: there are more.
@@ -113,8 +114,8 @@ def split_text(
 
 
 def _at_least(text: str, split: Split, token_spans: TokenSpans, most: int) -> bool:
-    """Tells whether there are certainly more than ``most`` pieces, because splitting into far too many takes minutes. A
-    piece by itself may have a few tokens less than within the text, so only twice as many are certain."""
+    """Returns whether there are certainly more than ``most`` pieces, because splitting into far too many takes minutes.
+    A piece by itself may have a few tokens less than within the text, so only twice as many are certain."""
     each = split.tokens - split.overlap if split.mode == "fixed" else split.tokens
     enough = 2 * (most + 1) * each + split.overlap
     if len(text) < enough:  # tokens that begin at different characters are counted
@@ -131,7 +132,7 @@ def _at_least(text: str, split: Split, token_spans: TokenSpans, most: int) -> bo
 def _fixed(text: str, split: Split, token_spans: TokenSpans) -> Iterator[SplitPiece]:
     """Yields pieces of a fixed number of tokens. A token may be part of a character (bytes) or share it with the next,
     so cuts go between characters."""
-    starts: list[int] = []  # of the tokens from ``known`` on
+    starts: list[int] = []  # spans of the tokens from ``known`` on
     known = 0
     spans = iter(token_spans(text))
     first = at = 0  # the token a piece begins with, and its first character

@@ -11,6 +11,8 @@ A prompt has this form:
   models have their own (``<|vision_end|>``, a newline). A template that prints image names gets the name; with others,
   an image that the request named (``IMAGE#EIFFEL``) is followed by ``(EIFFEL)``, so that later mentions of the name
   mean something. Images without a name get no text.
+- *Clips* (videos) stay where they are, too, by the template's own video part; a name follows as that of an image does.
+  A template that does not leave them in their places takes none.
 - *Documents* (text chunks) are document parts for a template that renders these with their names. For others they are
   text: ``document LABEL:``, newline, the chunk, newline, ``end of document LABEL.``, newline, where LABEL is the name
   or the document's number in the conversation.
@@ -57,6 +59,7 @@ class ChatTemplate:
 
     Attributes:
         image_token: the token that stands for an image in rendered text; None for a text model.
+        video_token: the same of a clip; None for a model without clips.
         abilities: of the template (``mpic.prompt.probes``).
         context: most tokens of the model, if known (``within``). Longer prompts are refused, mostly before they are
             tokenized.
@@ -68,10 +71,11 @@ class ChatTemplate:
     def __init__(self, processor: Any, image_token: str | None = None) -> None:
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.image_token = image_token or getattr(processor, "image_token", None)
+        self.video_token = getattr(processor, "video_token", None)
         self._source = getattr(processor, "chat_template", None) or self.tokenizer.chat_template or PLAIN
-        self._guard = GuardedTokenizer(self.tokenizer, self.image_token)
+        self._guard = GuardedTokenizer(self.tokenizer, self.image_token, self.video_token)
         self._markers = image_markers(processor)
-        self.abilities: Abilities = probe(self._render, self.image_token)
+        self.abilities: Abilities = probe(self._render, self.image_token, self.video_token)
         self.context: int | None = None
 
     def within(self, context: int) -> ChatTemplate:
@@ -87,7 +91,8 @@ class ChatTemplate:
 
     @property
     def calls(self) -> str | None:
-        """Returns how the model writes a tool call, if its decoded answer shows it (``Abilities.calls``)."""
+        """Returns the form in which the model writes a tool call, if its decoded answer shows it
+        (``Abilities.calls``)."""
         mark = "<tool_call>"
         ids = self.tokenizer(mark, add_special_tokens=False)["input_ids"]
         shown = mark in self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -112,7 +117,7 @@ class ChatTemplate:
 
         Raises:
             BadRequest: the template does not accept the conversation, or would leave part of it out.
-            UnsupportedModality: an image for a text model.
+            UnsupportedModality: an image or a clip for a model that takes none.
             UnsupportedParameter: tools or tool calls for a template that does not print them.
             ContextLengthExceeded: the texts alone leave no room in ``context`` for an answer.
         """
@@ -154,7 +159,7 @@ class ChatTemplate:
         return Limit(tokens, self.context, what, param)
 
     def is_control(self, token: str) -> bool:
-        """Tells whether a string is a control token of the model."""
+        """Returns whether a string is a control token of the model."""
         return self.tokenizer.get_added_vocab().get(token) in self._guard.control
 
     def render(self, messages: list[dict[str, Any]], tools: list | None = None) -> str:
@@ -168,7 +173,7 @@ class ChatTemplate:
         (``Ref``)."""
         if tools and not self.abilities.tools:
             raise UnsupportedParameter("the model's chat template does not print tools", param="tools")
-        rendering = Rendering(self.abilities, self._guard, self.image_token, self._markers)
+        rendering = Rendering(self.abilities, self._guard, self.image_token, self._markers, self.video_token)
         try:
             conversation = [rendering.message(m) for m in self._fold_system(messages)]
             offered = rendering.placeholders.tree(list(tools or ()), self._guard.is_plain)
@@ -219,13 +224,13 @@ def build_prompt(
 
     Args:
         messages: the request's ``messages``, as parsed from JSON.
-        template: of the model that answers.
-        resolver: finds the chunks of the user who asks.
+        template: template of the model that answers.
+        resolver: finds the chunks of the user who makes the request.
         tools: the request's ``tools``.
 
     Raises:
-        BadRequest: as ``parse_messages`` and ``ChatTemplate.prompt``; ``param`` names the field.
-        MPICError: as the resolver.
+        BadRequest: see ``parse_messages`` and ``ChatTemplate.prompt``; ``param`` names the field.
+        MPICError: see the resolver.
     """
     parsed = parse_messages(messages, resolver)
     for i, tool in enumerate(tools or ()):

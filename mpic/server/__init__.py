@@ -1,4 +1,4 @@
-"""The HTTP face: an OpenAI-shaped REST API over a library and an engine."""
+"""The HTTP server: an OpenAI-shaped REST API over a library and an engine."""
 
 from mpic.server.app import create_app
 

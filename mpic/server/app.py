@@ -58,6 +58,7 @@ def create_app(
     config = config or Config()
     template = template.within(engine.info.context_length)
     library.files.tokenize = library.references.tokenize = template.tokenize_document
+    library.files.no_clips = engine.info.no_clips
     library.files.cut = lambda text, split: cut_document(
         text, split, template.documents, engine.info.context_length
     )
@@ -86,12 +87,12 @@ def create_app(
     errors.install(app)
     app.add_middleware(BodyLimit, uploads=config.library.upload_bytes, other=config.server.max_body_bytes)
     reachable = not is_loopback(config.server.host)
-    app.add_middleware(Authenticate, keys=keys, always=reachable)
+    app.add_middleware(Authenticate, keys=keys, rates=app.state.mpic.rates, always=reachable)
     allowed = origins(config.server)
     app.add_middleware(HostGuard, keys=keys, names=config.server.hosts, origins=allowed)
     app.add_middleware(ResponseCounter, metrics=collected)
     webui.mount(app, config)
-    if allowed:  # in front of the keys, which a browser does not send when it asks whether it may call
+    if allowed:  # before the check of keys, which a browser does not send with a preflight request
         app.add_middleware(
             CORSMiddleware,
             allow_origins=allowed,
@@ -100,7 +101,7 @@ def create_app(
             expose_headers=["Retry-After", "Content-Disposition"],
             max_age=3600,
         )
-    app.add_middleware(CookieFilter, name=COOKIE, value=COOKIE_VALUE)  # in front of the web interface, too
+    app.add_middleware(CookieFilter, name=COOKIE, value=COOKIE_VALUE)  # before the web interface, too
     return app
 
 
@@ -118,9 +119,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.background = BackgroundJobs(state)
     await app.state.background.start()
     yield
-    async with (
-        AsyncExitStack() as closing
-    ):  # closes from the last line to the first, even if one of them fails
+    async with AsyncExitStack() as closing:  # closes in reverse order, even if one of the steps fails
         closing.callback(state.keys.close)
         closing.push_async_callback(_on_own_thread, state.library.close)
         closing.push_async_callback(_on_own_thread, state.savings.flush)

@@ -28,12 +28,14 @@ LOCAL_USER = "local"
 OPEN = frozenset({"/", "/docs", "/openapi.json", "/health/live", "/health/ready"})
 UI = "/ui"
 """The web interface has its own login. Its requests to this API come with the key of the login in
-``scope["state"]["login"]``, where no client can put one."""
+``scope["state"]["login"]``, where no client can put one. The page's own files and pictures are under no limit: a page
+shows many at once, they are small or kept, and pictures are made on the user's share of the threads."""
 
 
 @dataclass(frozen=True)
 class User:
-    """The user who asks. ``id`` comes from the key, never from the request, and isolates everything a user has."""
+    """The user who makes a request. ``id`` comes from the key, never from the request, and isolates everything that
+    belongs to a user."""
 
     id: str
     role: Role
@@ -60,25 +62,37 @@ class RateLimiter:
         return 0.0
 
 
+class KeyRates:
+    """Counts the requests of every key, for ``requests_per_minute``. It lives on the server's event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._limiters: dict[str, RateLimiter] = {}
+
+    def count(self, key: Key) -> None:
+        """Counts one request of a key. Raises RateLimited when the key has used up its limit."""
+        most = key.limits.requests_per_minute
+        if most is None:
+            return
+        now = self._clock()
+        wait = self._limiters.setdefault(key.prefix, RateLimiter(now)).acquire(most, now)
+        if wait:
+            raise RateLimited(f"this key may send {most} requests a minute", retry_after=wait, limit=most)
+
+
 class Authenticate:
     """ASGI middleware that puts the ``User`` into ``scope["state"]["user"]``, or refuses the request.
 
     Args:
-        always: keys are needed even while none exist, because the server is reachable from outside.
+        rates: counts the requests of keys.
+        always: True if keys are needed even while none exist, because the server can be reached from outside.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: KeyStore,
-        always: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyStore, rates: KeyRates, always: bool = False) -> None:
         self.app = app
         self.keys = keys
+        self.rates = rates
         self.always = always
-        self._clock = clock
-        self._limiters: dict[str, RateLimiter] = {}
         self._under_way: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,27 +138,17 @@ class Authenticate:
         limits = key.limits
         if limits.concurrent is not None and self._under_way[key.prefix] >= limits.concurrent:
             raise TooManyAtOnce(
-                f"{limits.concurrent} requests of this key are under way, and no more may be",
+                f"{limits.concurrent} requests of this key are running, which is its limit",
                 limit=limits.concurrent,
             )
-        if limits.requests_per_minute is not None:
-            now = self._clock()
-            wait = self._limiters.setdefault(key.prefix, RateLimiter(now)).acquire(
-                limits.requests_per_minute, now
-            )
-            if wait:
-                raise RateLimited(
-                    f"this key may send {limits.requests_per_minute} requests a minute",
-                    retry_after=wait,
-                    limit=limits.requests_per_minute,
-                )
+        self.rates.count(key)
 
 
 _scheme = HTTPBearer(auto_error=False, description="only when the server has keys; see `mpic keys --help`")
 
 
 def _current(request: Request, shown: Annotated[object, Security(_scheme)]) -> User:
-    """Returns the user the middleware has found; ``shown`` only puts the key into /docs."""
+    """Returns the user that the middleware has found. ``shown`` only documents the key in /docs."""
     return request.state.user
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from starlette.concurrency import run_in_threadpool
 
-from mpic.errors import EngineStopped, FileNotFound, MPICError, OutOfMemory, ReferenceNotFound
+from mpic.errors import EngineStopped, FileNotFound, MPICError, ReferenceNotFound, Unavailable
 from mpic.http.errors import INTERNAL
 from mpic.library.records import SHARED
 from mpic.link import parse_policy
@@ -20,10 +22,13 @@ if TYPE_CHECKING:
     from mpic.library import File, Reference
     from mpic.server.state import State
 
-AT_ONCE = 32  # compilations given to the engine at a time; it batches them
+AT_ONCE = 32
+"""Chunks that are given to the engine at a time, which batches them. Clips do not count: decoding one takes minutes."""
+PER_USER, CLIPS_PER_USER = 8, 2
+"""Files and clips of one user that are compiled at a time. The further ones wait, while other users have their turn."""
 EXPIRY_SECONDS = 30.0
 PAUSES = (2.0, 10.0, 30.0)
-"""Seconds before a compilation for which there was not enough memory is tried again."""
+"""Seconds before a compilation for which there was not enough memory or time is tried again."""
 WATCH_SECONDS = 2.0
 SAVE_SECONDS = 5.0
 log = logging.getLogger("mpic.server")
@@ -40,10 +45,11 @@ class BackgroundJobs:
         self.wrapping = parse_policy(state.config.engine.policy).wrapping
         self._press = state.config.engine.press
         self._compilations = asyncio.Semaphore(AT_ONCE)
+        self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Compiles what an earlier run left uncompiled, and starts to watch for expiry."""
+        """Compiles files that an earlier run left uncompiled, and starts to watch for expiry."""
         for file in await run_in_threadpool(self.library.files.pending):
             self.compile(file)
         for reference in await run_in_threadpool(self.library.references.pending):
@@ -62,7 +68,7 @@ class BackgroundJobs:
         """Compiles a file in the background; its state becomes ``ready`` or ``failed``."""
         files, user = self.library.files, file.owner
         chunks_of, set_state = partial(files.chunks, user, file), partial(files.set_state, user, file.id)
-        self._spawn(self._compile(user, file.id, chunks_of, set_state))
+        self._spawn(self._compile(user, file.id, chunks_of, set_state, clip=file.kind == "video"))
 
     def compile_reference(self, reference: Reference) -> None:
         """Compiles a reference in the background, as ``compile`` does a file."""
@@ -76,40 +82,49 @@ class BackgroundJobs:
         task.add_done_callback(self._tasks.discard)
 
     async def _compile(
-        self, user: str, id: str, chunks_of: Callable[[], list[Chunk]], set_state: Callable[..., None]
+        self,
+        user: str,
+        id: str,
+        chunks_of: Callable[[], list[Chunk]],
+        set_state: Callable[..., None],
+        clip: bool = False,
     ) -> None:
         for pause in PAUSES:
             try:
-                return await self._compile_once(user, id, chunks_of, set_state)
-            except OutOfMemory as error:
+                return await self._compile_once(user, id, chunks_of, set_state, clip)
+            except Unavailable as error:
                 log.warning("Compiling %s failed and is tried again in %g s: %s", id, pause, error)
             await asyncio.sleep(pause)  # while others may compile
         try:
-            await self._compile_once(user, id, chunks_of, set_state)
-        except OutOfMemory as error:
+            await self._compile_once(user, id, chunks_of, set_state, clip)
+        except Unavailable as error:
             log.error("Compiling %s failed: %s", id, error)
             await run_in_threadpool(set_state, "failed", None, error.message)
 
     async def _compile_once(
-        self, user: str, id: str, chunks_of: Callable[[], list[Chunk]], set_state: Callable[..., None]
+        self,
+        user: str,
+        id: str,
+        chunks_of: Callable[[], list[Chunk]],
+        set_state: Callable[..., None],
+        clip: bool,
     ) -> None:
-        """Compiles once. Raises OutOfMemory; any other error becomes the file's state."""
-        async with self._compilations:
+        """Compiles once, when it is the user's turn. Raises Unavailable; any other error becomes the file's state."""
+        turn = self._turns.setdefault((user, clip), asyncio.Semaphore(CLIPS_PER_USER if clip else PER_USER))
+        async with turn:
             try:
                 tokens = 0
                 for chunk in await self._threads.call(user, chunks_of):
-                    future = await run_in_threadpool(
-                        self.engine.compile, chunk.pressed(None, self._press), self.wrapping
-                    )
-                    tokens += await asyncio.wrap_future(future)
-            except OutOfMemory:
-                raise
-            except (
-                EngineStopped,
-                FileNotFound,
-                ReferenceNotFound,
-            ):  # left for the next start; or deleted meanwhile
+                    async with nullcontext() if clip else self._compilations:
+                        future = await run_in_threadpool(
+                            self.engine.compile, chunk.pressed(None, self._press), self.wrapping
+                        )
+                        tokens += await asyncio.wrap_future(future)
+            except (EngineStopped, FileNotFound, ReferenceNotFound):
+                # it is left for the next start, or was deleted meanwhile
                 return
+            except Unavailable:
+                raise
             except Exception as exc:
                 log.exception("Compiling %s failed.", id)
                 why = exc.message if isinstance(exc, MPICError) else INTERNAL
@@ -141,7 +156,7 @@ class BackgroundJobs:
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _save(self) -> None:
-        """Writes what reuse has saved."""
+        """Writes the savings ledger."""
         while True:
             await asyncio.sleep(SAVE_SECONDS)
             try:
@@ -150,6 +165,8 @@ class BackgroundJobs:
                 log.warning(
                     "The savings could not be written and are tried again in %g s: %s", SAVE_SECONDS, error
                 )
+            except Exception:
+                log.exception("Writing the savings failed and is tried again in %g s.", SAVE_SECONDS)
 
     def _collect(self) -> None:
         for removed in [*self.library.files.collect_expired(), *self.library.references.collect_retired()]:

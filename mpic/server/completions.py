@@ -36,10 +36,10 @@ class CompletionWriter:
     """Writes the objects of one completion.
 
     Args:
-        logprobs: shows the log-probabilities of tokens.
-        trace: shows where every token of the prompt came from.
+        logprobs: True includes the log-probabilities of tokens.
+        trace: True includes the source of every token of the prompt.
         rounds: searches made before the answer; None when the request wants no retrieval.
-        tools: reads calls of tools out of the text.
+        tools: finds calls of tools in the text.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CompletionWriter:
         if self.tools:
             message |= {"content": None, **self._parse(index, text, True)}
             for call in message.get("tool_calls", ()):
-                del call["index"]  # only streams have it
+                del call["index"]  # only streams have an index
         if self.rounds is not None:
             later = [d.retrieval for d in deltas if d.retrieval is not None]
             message["annotations"] = citation_annotations((*self.rounds, *later))
@@ -87,7 +87,7 @@ class CompletionWriter:
         }
 
     def first_chunk(self, index: int = 0) -> dict[str, Any]:
-        """Returns the first event of a stream: the role, and what was found before the answer."""
+        """Returns the first event of a stream: the role, and the references found before the answer."""
         found = {"annotations": citation_annotations(self.rounds)} if self.rounds else {}
         return self._chunk({"role": "assistant", "content": "", **found}, index)
 
@@ -119,7 +119,7 @@ class CompletionWriter:
         return {**self._envelope("chat.completion.chunk", []), "usage": self.usage(usage)}
 
     def usage(self, usage: GenerationUsage) -> dict[str, Any]:
-        """Returns ``usage`` of an answer, with our part in ``mpic``."""
+        """Returns the ``usage`` of an answer, with our own fields in ``mpic``."""
         ours: dict[str, Any] = {
             "policy": usage.policy,
             "tokens": {
@@ -190,7 +190,7 @@ class CompletionWriter:
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": bytes_}
 
     def _bytes(self, id: int) -> list[int] | None:
-        """Returns the bytes of a token that is no text by itself; None where its name does not tell."""
+        """Returns the bytes of a token that is no text by itself; None where its name does not show them."""
         name = self.decoder.convert_ids_to_tokens(id)
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece
             return [int(byte[1], 16)]

@@ -1,4 +1,4 @@
-"""All open connections: how many there may be, and which one is closed for a new one.
+"""The open connections: limits their number, and chooses which one is closed for a new one.
 
 The server knows whether a client has a key only after it has read its header. A full server therefore accepts a new
 connection as long as it can close another one in its place: first the oldest without a key, then idle connections with
@@ -228,7 +228,7 @@ def addresses(host: str) -> tuple[str, str]:
     """
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:  # the client of a Unix socket has none
+    except ValueError:  # the client of a Unix socket has no address
         return host, host
     if address.version == 4:
         return host, host

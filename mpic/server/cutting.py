@@ -1,18 +1,16 @@
-"""How uploaded documents are cut into chunks: by KVSplit (``mpic.prompt.split``), on request or when they are too long
-for one chunk."""
+"""Cuts uploaded documents into chunks by KVSplit (``mpic.prompt.split``), on request or when they are too long for one
+chunk."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from mpic.api.requests import SplitOptions
 from mpic.errors import BadRequest, DocumentTooLong
+from mpic.http.body import parse
 from mpic.library.caches import MOST_CHUNKS
 from mpic.prompt.sliced_tokenizer import SlicedTokenizer
 from mpic.prompt.split import MODES, Split, TooManyPieces
@@ -29,26 +27,26 @@ ONLY_OVER = "only_over"
 
 
 def check_whole(file: File, context: int) -> None:
-    """Refuses a compiled document that no prompt can link whole, because the model cannot read so much at once.
+    """Refuses a compiled document that is too long for the model's context, so that no prompt can link all of it.
 
     Args:
-        context: most tokens of the model.
+        context: maximum number of tokens of the model.
 
     Raises:
-        DocumentTooLong: it says how long the document is and what to do.
+        DocumentTooLong: the message says how long the document is and what to do.
     """
     if file.tokens is not None and file.tokens >= context:
         name = f"FILE#{file.handle}" if file.handle else file.id
         raise DocumentTooLong(
             f"{name} has {file.tokens:,} tokens, and this model reads at most {context:,} at once: no prompt can "
-            "link it whole; upload the parts that you ask about as files of their own",
+            "link all of it; upload the parts that you need as separate files",
             prompt_tokens=file.tokens,
             context_length=context,
         )
 
 
 def split_of(asked: str | None, filename: str, only_over: int) -> dict[str, Any] | None:
-    """Returns how an upload is to be cut if it is a document; None: not at all.
+    """Returns the settings by which an upload is to be cut if it is a document; None: it is not cut.
 
     Args:
         asked: ``auto`` (or nothing), a mode of KVSplit, or its options as JSON.
@@ -61,9 +59,9 @@ def split_of(asked: str | None, filename: str, only_over: int) -> dict[str, Any]
         mode = "section" if PurePath(filename).suffix.lower() in MARKDOWN else "paragraph"
         return {**asdict(Split(mode, TOKENS)), ONLY_OVER: only_over}
     try:
-        options = json.loads(asked) if asked.startswith("{") else {"mode": asked}
+        options = parse(asked.encode()) if asked.startswith("{") else {"mode": asked}
         split = Split(**SplitOptions.model_validate(options).model_dump())
-    except (ValueError, ValidationError) as error:
+    except (BadRequest, ValueError) as error:
         raise BadRequest(
             f"split must be auto, one of {', '.join(MODES)}, or an object with mode, tokens and overlap",
             param="split",
@@ -77,8 +75,8 @@ def cut_document(
     """Returns the characters ``[start, end)`` of the pieces of a document, in order. It may take seconds.
 
     Args:
-        split: as ``split_of`` gives it.
-        context: most tokens that the model can read.
+        split: the result of ``split_of``.
+        context: maximum number of tokens that the model can read.
 
     Raises:
         BadRequest: it would have too many pieces.

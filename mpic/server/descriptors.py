@@ -1,4 +1,4 @@
-"""How many files the process may open, and how many connections that allows."""
+"""The limit on open files of the process, and the number of connections that it allows."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def connection_limit(limit: int, asked: int, held: int | None = None) -> int:
     """Returns how many connections may be open at once.
 
     Args:
-        limit: how many files the process may open.
-        asked: how many connections the configuration allows.
-        held: how many files are open already; counted when left out.
+        limit: number of files that the process may open.
+        asked: number of connections that the configuration allows.
+        held: number of files that are open already; counted when left out.
 
     Raises:
         ConfigError: the process may open too few files for a server.

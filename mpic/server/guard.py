@@ -32,7 +32,7 @@ class HostGuard:
 
     Args:
         names: comma-separated; ``*`` for any.
-        origins: of pages elsewhere that may call; ``*``, for any, counts only with keys.
+        origins: origins of other sites whose pages may call; ``*``, for any, counts only with keys.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""JSON bodies: they are bounded before they are parsed, and large ones are parsed and validated on a thread."""
+"""Routes with JSON bodies, which are bounded before they are parsed. Large ones are parsed and validated on a
+thread."""
 
 from __future__ import annotations
 

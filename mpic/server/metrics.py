@@ -1,5 +1,5 @@
-"""``/metrics`` for Prometheus: times of answers as histograms; the rest is read from the engine and the library when
-somebody asks."""
+"""``/metrics`` for Prometheus: times of answers as histograms, and counters of the engine and the library, which are
+read on each request."""
 
 from __future__ import annotations
 

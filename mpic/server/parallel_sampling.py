@@ -1,4 +1,4 @@
-"""Several answers to one prompt (``n``), read as one."""
+"""Several answers to one prompt (``n``), read as one stream."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ParallelSampling:
         return list(await asyncio.gather(*map(deltas, self.streams)))
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yields deltas as they come, each with the number of its answer. The first error ends it."""
+        """Yields deltas as they arrive, each with the number of its answer. The first error ends all of them."""
         if len(self.streams) == 1:
             async for delta in self.streams[0]:
                 yield 0, delta

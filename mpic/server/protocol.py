@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with limits on what a client may cost before it has shown a key.
+"""uvicorn's HTTP/1.1 protocol with limits on the cost of a client that has not shown a key.
 
 uvicorn waits for a header, a body and the reader of an answer as long as they take, and keeps headers of any size. Here
 each of them has a size or a deadline. A header must arrive in a fixed time. Bodies must arrive, and answers must be
@@ -36,7 +36,7 @@ LINGER_SECONDS = 1.0
 
 
 class HTTPConnection(HttpToolsProtocol):
-    """One connection of a client.
+    """A connection of a client.
 
     Args:
         registry: counts the connection, and has the configuration.
@@ -53,9 +53,9 @@ class HTTPConnection(HttpToolsProtocol):
         self._known = False
         self._waited = 0.0  # seconds the client has been waited for in this state
         self._answered = False  # in state body: the answer went out before the body was complete
-        self._header_bytes = 0  # parsed so far
-        self._raw_bytes = 0  # read in this state, except the piece in which it began
-        self._body_bytes = self._body_seen = 0  # so far, and at the last tick
+        self._header_bytes = 0  # bytes of the header parsed so far
+        self._raw_bytes = 0  # bytes read in this state, except the piece in which it began
+        self._body_bytes = self._body_seen = 0  # bytes read so far, and at the last tick
         self._unread = 0  # bytes of answers that the client had not received at the last tick
         self._drained = 0  # bytes that have certainly left since then
         self._behind = 0.0  # seconds by which the reader is behind the slowest accepted pace
@@ -120,7 +120,7 @@ class HTTPConnection(HttpToolsProtocol):
     def _left_to_read(self) -> int:
         """Returns the bytes that wait for the client here and, if there are any, in the kernel.
 
-        The kernel takes more only when it has sent a third of what it holds, which can be megabytes. Without its queue
+        The kernel takes more only when it has sent a third of its buffer, which can be megabytes. Without its queue
         no progress could be seen until then.
         """
         unsent = self.transport.get_write_buffer_size()
@@ -246,7 +246,7 @@ class HTTPConnection(HttpToolsProtocol):
         can_answer = self._can_answer()
         self._state, self._waited = "refused", 0.0
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # what the application still sends is dropped
+            self.cycle.disconnected = True  # further output of the application is dropped
             self.cycle.message_event.set()
         if not can_answer:
             return self.transport.abort()

@@ -1,4 +1,4 @@
-"""Finds the chunks that a prompt refers to, in the library of the user who asks."""
+"""Finds the chunks that a prompt refers to, in the library of the user who makes the request."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LibraryResolver:
 
     Args:
         user: the user whose uploads may be used.
-        max_chunks: most images and documents linked in the request.
-        context: most tokens that the model reads; None: a document may have any number.
+        max_chunks: maximum number of images and documents linked in the request.
+        context: maximum number of tokens that the model reads; None: a document may have any number.
     """
 
     def __init__(self, library: Library, user: str, max_chunks: int, context: int | None = None) -> None:
@@ -34,7 +34,8 @@ class LibraryResolver:
     def by_handle(self, kind: HandleKind, name: str) -> list[Chunk]:
         file = self.library.files.by_handle(self.user, name)
         if kind == "image" and file.kind != "image":
-            raise UnknownHandle(f"{name!r} is a document, not an image: write FILE#{name}", handle=name)
+            what = "video" if file.kind == "video" else "document"
+            raise UnknownHandle(f"{name!r} is a {what}, not an image: write FILE#{name}", handle=name)
         return self._all(file)
 
     def by_file_id(self, file_id: str) -> list[Chunk]:
@@ -53,6 +54,10 @@ class LibraryResolver:
     def inline_image(self, data: bytes) -> Chunk:
         with _without_param():
             return self._counted(self.library.files.inline_image(self.user, data))
+
+    def inline_clip(self, data: bytes) -> Chunk:
+        with _without_param():
+            return self._counted(self.library.files.inline_clip(self.user, data))
 
     def inline_text(self, text: str, label: str | None) -> Chunk:
         with _without_param():

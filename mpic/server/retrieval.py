@@ -34,12 +34,12 @@ PREFETCHED = 2
 
 @cache
 def call_style(template: ChatTemplate, config: RetrievalConfig) -> CallStyle:
-    """Returns the form in which the served model calls a search. Raises UnsupportedParameter: it cannot."""
+    """Returns the form in which the served model calls a search. Raises UnsupportedParameter if it cannot."""
     return find_style(template, config.call_opens, config.call_closes)
 
 
 def citation(hit: SearchHit) -> dict[str, Any]:
-    """Returns what clients are told about a reference that was used."""
+    """Returns the citation of a reference that was used, for clients."""
     reference = hit.reference
     return {
         "reference_id": reference.id,
@@ -68,12 +68,12 @@ class Searcher:
     press: str = ""
 
     def find(self, query: Query) -> list[SearchHit]:
-        """Returns the best references. Raises what the retriever raises."""
+        """Returns the best references. Raises the errors of the retriever."""
         options = self.options
         return self.retriever.search(query, options.top_k, options.min_score, options.filter)
 
     def chunk(self, hit: SearchHit) -> Chunk:
-        """Returns the chunk of a reference. Raises ReferenceNotFound: it was removed meanwhile."""
+        """Returns the chunk of a reference. Raises ReferenceNotFound if it was removed meanwhile."""
         return self.retriever.library.references.chunk(hit.reference).pressed(self.press)
 
     def round(self, query: Query) -> tuple[list[SearchHit], RetrievalRound]:
@@ -136,7 +136,7 @@ def with_simulated_call(
     hits: Sequence[SearchHit],
     library: Any,
 ) -> Prompt:
-    """Returns a prompt whose answer begins with a search that the model did not make, and with what it found.
+    """Returns a prompt whose answer begins with a search, which the model did not make, and its result.
 
     That is where a model with search tokens expects references.
     """
@@ -158,7 +158,7 @@ def prompt_with_references(
     state: State,
     resolver: LibraryResolver,
 ) -> tuple[Prompt, RetrievalRound]:
-    """Searches, and returns the prompt that shows what was found (mode ``always``)."""
+    """Searches, and returns a prompt with the references that were found (mode ``always``)."""
     hits, round = searcher.round(query)
     style = token_call_style(state.template, state.config.retrieval)
     if style is None:
@@ -189,9 +189,10 @@ def prompt_with_search(
 
 
 def prefetch_likely(searcher: Searcher, query: Query, engine: Engine, policy: Policy) -> None:
-    """Starts loading the KV of what the user's own words find, because the model may search for just that."""
+    """Starts loading the KV of references that match the user's message, because the model is likely to search for
+    those."""
     if not policy.uses_chunks or not (query.text.strip() or query.images):
         return
-    with suppress(MPICError):  # nothing depends on it, and the model's own search will report the error
+    with suppress(MPICError):  # prefetching is optional, and the model's own search will report the error
         for hit in searcher.find(query)[:PREFETCHED]:
             engine.prefetch(searcher.chunk(hit), policy.wrapping)

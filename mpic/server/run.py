@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from mpic.server.state import State
 
-BACKLOG = 1024  # most connections that wait to be accepted
+BACKLOG = 1024  # maximum number of connections that wait to be accepted
 SWITCH_SECONDS = 0.0005
 """Seconds a thread may keep the interpreter while others want it, a tenth of Python's default.
 
@@ -46,7 +46,7 @@ log = logging.getLogger("mpic.server")
 def serve(config: Config, as_json: bool = False) -> None:
     """Loads the model, opens the library, and listens until told to stop.
 
-    Prints one line when requests are answered; with ``as_json`` that line is a JSON object.
+    Prints one line once requests are answered; with ``as_json`` that line is a JSON object.
 
     Raises:
         ConfigError, Unavailable: see ``preflight.check``.
@@ -89,7 +89,7 @@ def build(config: Config, told: Callable[[str], None] = lambda stage: None) -> F
     """Returns the application with a loaded engine. It is slow; its imports are here so that the CLI starts at once.
 
     Args:
-        told: called with what begins.
+        told: called with each stage that begins.
     """
     import transformers
 
@@ -98,17 +98,20 @@ def build(config: Config, told: Callable[[str], None] = lambda stage: None) -> F
     from mpic.model.load import choose_device
     from mpic.prompt import ChatTemplate
     from mpic.server.app import create_app
+    from mpic.server.staging import with_staging
 
     memory.few_arenas()
     transformers.utils.logging.disable_progress_bar()
-    host, host_bytes = "none", 0
+    host, host_bytes, limits = "none", 0, config.library.limits()
     if config.engine.engine == "native":
         device = choose_device(config.engine.device).type
         host = {"cpu": "none", "cuda": "pinned"}.get(device, "plain")
+        if device == "cuda":
+            config, limits = with_staging(config, limits)
     else:  # vLLM's scheduler holds what it has read, on whatever device
         host_bytes = config.library.host_bytes
     told(f"opening the library in {config.library.data_dir}")
-    library = Library.open(Path(config.library.data_dir), config.library.limits(), host=host)
+    library = Library.open(Path(config.library.data_dir), limits, host=host)
     try:
         told(f"loading and checking the model {Path(config.engine.model).name}")
         engine, processor = load_engine(config.engine, library.store, host_bytes)
@@ -122,7 +125,7 @@ def build(config: Config, told: Callable[[str], None] = lambda stage: None) -> F
 
 
 class _Server(uvicorn.Server):
-    """Announces its address once it listens, and ends in time, whatever a thread does."""
+    """Announces its address once it listens, and ends in time even if a thread is blocked."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections, url: str, as_json: bool) -> None:
         super().__init__(config)
@@ -142,7 +145,7 @@ class _Server(uvicorn.Server):
         print(json.dumps({"url": self.url}) if self.as_json else self._welcome(), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins the shutdown at the first signal; a second one ends the grace of running answers."""
+        """Begins the shutdown at the first signal; a second signal ends the grace period of running answers."""
         self.shutdown_timer.signalled()
         if self.should_exit and self._loop is not None:
             self.force_exit = True
@@ -177,7 +180,7 @@ def _quantization(details: dict[str, Any]) -> str:
 
 
 def _who_may_call(state: State) -> str:
-    """Returns who may call the server, in words."""
+    """Returns a description of who may call the server."""
     if not state.keys.exist():
         return "for this machine only: there are no API keys"
     if is_loopback(state.config.server.host):

@@ -1,9 +1,9 @@
-"""The savings ledger: what reuse has saved, for each user and day, and which chunks were reused.
+"""The savings ledger: the tokens that reuse has saved, for each user and day, and the chunks that were reused.
 
 It is a small SQLite file beside the catalogue. Answers are counted in memory and written together every few seconds
-(``BackgroundJobs``), so no answer waits for the disk; a crash loses the answers since. The time that a token costs is
-fitted: over the answers of one model, the time to link is close to a constant plus a price for each token computed. A
-straight line through them, in which older answers weigh less, gives that price.
+(``BackgroundJobs``), so no answer waits for the disk; a crash loses the counts since the last write. The time that a
+token costs is fitted: over the answers of one model, the time to link is close to a constant plus a price for each
+token computed. A straight line through them, in which older answers weigh less, gives that price.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ SCHEMA = """
 
 
 class Uses(NamedTuple):
-    """How often a chunk was reused, how many of its tokens, and when last (Unix time)."""
+    """The reuse of a chunk: how often it was reused, how many tokens that saved, and when it was last reused (Unix
+    time)."""
 
     uses: int
     saved: int
@@ -55,7 +56,7 @@ class Uses(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Sums over answers: x is the tokens computed, y the milliseconds that took."""
+    """Sums over answers for the fit: x is the number of tokens computed, y the milliseconds that it took."""
 
     n: float = 0.0
     x: float = 0.0
@@ -70,7 +71,7 @@ class Fit(NamedTuple):
 
     @property
     def slope(self) -> float | None:
-        """Returns the milliseconds of one more token; None if the answers do not tell."""
+        """Returns the milliseconds of one more token; None if the answers do not determine it."""
         if self.n < FEWEST:
             return None
         mean = self.x / self.n
@@ -85,9 +86,9 @@ class SavingsLedger:
     """See the module. Thread-safe.
 
     Args:
-        folder: the library's.
+        folder: the library's folder.
         model: digest of the served model.
-        clock: Unix time.
+        clock: function that returns the Unix time.
     """
 
     def __init__(self, folder: Path, model: str, clock: Callable[[], float] = time.time) -> None:
@@ -118,7 +119,7 @@ class SavingsLedger:
                 self._answers.append((float(usage.computed), usage.link_ms))
 
     def flush(self) -> None:
-        """Writes what was counted; a failure leaves it for the next time. See ``translated`` for the errors."""
+        """Writes the counts; after a failure they are kept for the next time. See ``translated`` for the errors."""
         with self._writing:
             with self._counting:
                 days, chunks, answers = self._days, self._chunks, self._answers
@@ -145,7 +146,7 @@ class SavingsLedger:
         return self._read(sql, since)
 
     def uses(self, user: str | None) -> dict[str, Uses]:
-        """Returns how each chunk was reused, by its key, by one user or by all."""
+        """Returns the reuse of each chunk by its key, for one user or for all."""
         sql = """SELECT key, SUM(uses), SUM(saved), MAX(last) FROM chunks WHERE (?1 IS NULL OR user = ?1)
                  GROUP BY key"""
         return {key: Uses(*values) for key, *values in self._read(sql, user)}

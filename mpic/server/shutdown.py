@@ -1,8 +1,8 @@
-"""Ends the process in order where that is possible, and by force where it is not.
+"""Ends the process in an orderly way where that is possible, and by force where it is not.
 
 A thread can be blocked for ever, in a read of a file system that has gone or in a library that never returns, and so
 can the event loop. Python waits for such threads when it exits. A timer, started by the first signal, ends the process
-when the time is over. Nothing that was acknowledged is lost, as nothing is lost by ``kill -9``.
+when the time is over. Nothing that was acknowledged is lost, just as with ``kill -9``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ShutdownTimer:
     """Ends the process when it has not ended by itself.
 
     Args:
-        grace: seconds that running answers have after the first signal.
-        closing: seconds for closing the rest. A second signal ends the grace.
+        grace: seconds that running answers have to finish after the first signal.
+        closing: seconds for closing the rest. A second signal ends the grace period.
     """
 
     def __init__(self, grace: float, closing: float) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
 
+from mpic.server.auth import KeyRates
 from mpic.server.thread_pools import ThreadPools
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class State:
     Args:
         started: Unix time of the start.
         pools: threads for work that may take long.
+        rates: counts the requests of keys.
     """
 
     engine: Engine
@@ -39,6 +41,7 @@ class State:
     retriever: Retriever
     savings: SavingsLedger
     pools: ThreadPools = field(default_factory=ThreadPools)
+    rates: KeyRates = field(default_factory=KeyRates)
 
 
 def get_state(request: Request) -> State:

@@ -1,4 +1,4 @@
-"""Threads for work whose length is up to the client.
+"""Threads for work whose duration depends on the client.
 
 Routes that answer at once (listings, look-ups) share the threads of the web framework. Work that a client can make
 long, such as parsing a large body, tokenizing or decoding, runs on threads of its own. Their number is bounded, in all
@@ -31,8 +31,8 @@ class ThreadPool:
     """Threads for one kind of work. It lives on the server's event loop.
 
     Args:
-        threads: most tasks at a time.
-        per_user: most tasks of one user at a time. Further tasks wait for their turn, in order.
+        threads: maximum number of tasks at a time.
+        per_user: maximum number of tasks of one user at a time. Further tasks wait for their turn, in order.
     """
 
     def __init__(self, threads: int, per_user: int) -> None:
@@ -41,7 +41,8 @@ class ThreadPool:
         self._seats: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, request: Request, work: Callable[..., T], *args: object) -> T:
-        """Returns the result of ``work(*args)``. If the client leaves first, the work ends at its next ``checkpoint``.
+        """Returns the result of ``work(*args)``. If the client disconnects first, the work ends at its next
+        ``checkpoint``.
 
         Args:
             request: its body must have been read, so that nothing but the disconnect can still arrive.
@@ -66,14 +67,14 @@ class ThreadPool:
             await asyncio.gather(task, gone, return_exceptions=True)
 
     async def call(self, user: str, work: Callable[..., T], *args: object) -> T:
-        """Returns the result of ``work(*args)``, which runs to its end whatever the client does."""
+        """Returns the result of ``work(*args)``, which runs to its end even if the client disconnects."""
         seat = self._seats.setdefault(user, asyncio.Semaphore(self._per_user))
         async with seat:
             return await anyio.to_thread.run_sync(partial(work, *args), limiter=self._limiter)
 
 
 class ThreadPools:
-    """One pool for each kind of work.
+    """The pools: one for each kind of work.
 
     Attributes:
         parsing: large bodies; the largest takes a second.

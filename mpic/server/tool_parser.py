@@ -14,7 +14,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ParsedToolCall(NamedTuple):
-    """One tool call; ``arguments`` is JSON."""
+    """A tool call; ``arguments`` is JSON."""
 
     id: str
     name: str
@@ -39,7 +39,7 @@ class ToolCallParser:
         self._inside = False
 
     def push(self, text: str) -> list[str | ParsedToolCall]:
-        """Takes the next piece and returns what is certain now: words and calls, in order."""
+        """Reads the next piece and returns the words and calls that are certain now, in order."""
         self._held += text
         out: list[str | ParsedToolCall] = []
         while True:

@@ -110,7 +110,7 @@ def _attention(
 
 @contextlib.contextmanager
 def blocked(model: LlavaForConditionalGeneration) -> Iterator[None]:
-    """Has the language model attend by blocks meanwhile; it takes them as `blocks`."""
+    """Makes the language model attend by blocks inside the `with` block; they are passed to it as `blocks`."""
     config = model.config.text_config
     before, config._attn_implementation = config._attn_implementation, NAME
     try:

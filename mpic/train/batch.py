@@ -22,13 +22,14 @@ from mpic.train.packing import pack_rows
 
 @dataclass
 class Example:
-    """One tokenized conversation."""
+    """A tokenized conversation."""
 
     ids: list[int] = field(default_factory=list)
     target: list[bool] = field(default_factory=list)
     pixels: list[np.ndarray] = field(default_factory=list)
     features: list[int] = field(default_factory=list)  # index into the image tokens of `pixels`, or -1
-    image_tokens: int = IMAGE_TOKENS  # of an image of `pixels`; `features` may name some of them only
+    # number of tokens of an image in `pixels`; `features` may name only some of them
+    image_tokens: int = IMAGE_TOKENS
     chunks: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of every chunk
     answers: list[tuple[int, int]] = field(
         default_factory=list
@@ -39,9 +40,9 @@ class Encoder:
     """Tokenizes conversations piece by piece, as a server does: chunks alone, text between them alone.
 
     Attributes:
-        image_tokens: how many an image has.
-        labels: where the labels of chunks stand.
-        pick: which of them a training conversation shows, anew for every image; None: all.
+        image_tokens: number of tokens of an image.
+        labels: place of the labels of chunks.
+        pick: chooses the image tokens that a training conversation shows, anew for every image; None: all.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ def collate_branches(
         shared = shared_tokens(group)
         rows = pack_rows([len(e.ids) for e in group], [e.chunks for e in group], shared, head, shift, begins)
         common = _images(group[0], shared)
-        offsets = []  # of an example's image tokens among the batch's
+        offsets = []  # start of an example's image tokens among the batch's
         for number, e in enumerate(group):
             offsets.append((len(images) - (common if number else 0)) * e.image_tokens)
             images += e.pixels[common if number else 0 :]

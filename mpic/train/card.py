@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from mpic.train.generations import GENERATIONS, generation_at
 
 _TEXT = """---
 license: apache-2.0
@@ -15,19 +17,15 @@ library_name: transformers
 
 {what}
 
-A plain `LlavaForConditionalGeneration` (CLIP vision tower of 3 layers, Llama of 5 layers, 8 heads of 64, RoPE;
-{parameters:.1f} M parameters, bf16): 64 x 64 px images are 64 tokens, 2,048 tokens of context. It loads
-unchanged in transformers, and its weight names are those vLLM's LLaVA reads. Its world is generated
-(`mpic.data.generator`): coloured shapes and digits, cards, biographies, codes. It knows nothing else, and it is
-made to be measured, not to be useful.
+A plain `LlavaForConditionalGeneration` (CLIP vision tower of {vision_layers} layers, Llama of {layers} layers, {heads}
+heads of {head_dim}, RoPE; {parameters:.1f} M parameters, bf16): {side} x {side} px images are {image_tokens} tokens,
+{context:,} tokens of context. It loads unchanged in transformers, and its weight names are those vLLM's LLaVA reads.
+Its world is generated (`mpic.data.generator`): coloured shapes and digits, cards, biographies, codes. It knows nothing
+else, and it is made to be measured, not to be useful.
 
 ## Prompt
 
-`<s> USER: image one:<image> end of image one. document LUMA7:TEXT end of document LUMA7. QUESTION ASSISTANT:`
-
-Chunks are named before and after, by number word or by handle. When the answer is not in the prompt the model generates
-`<search> query</search>`; the caller appends ` reference one:CHUNK end of reference one.` and lets it go on.
-The chat template spells all this.
+{prompt}
 
 ## Recipe
 
@@ -35,16 +33,12 @@ The chat template spells all this.
 
 {seconds} of training on {machine}, {steps} steps, about {tokens:.0f} M tokens.{continued}
 
-1. **Vision** ({vision_minutes:.0f} min): image tokens learn to be sums of word embeddings of what they show. The
-   first 16 tokens are summaries (quadrants, count, digit), the others hold what their own quadrant shows.
+1. **Vision** ({vision_minutes:.0f} min): {vision}
 2. **Base** ({base_minutes:.0f} min): answers under ordinary causal attention, loss on what the model generates only,
    up to 20 questions a conversation{curriculum}.
 {pic}
-The initial weights of the language model are **structured**, not random: they hold rough hand-built attention heads
-(previous token, most recent label, name or content word, matching and induction; see `mpic/train/initial_weights.py`).
-Random weights were not trained at this size; an earlier study with a tenth of the tokens got no further with them
-than the form of an answer. Muon and AdamW, linear decay, fixed seeds; the
-vision tower is frozen after its stage. ![curves](curves.png)
+{initial}
+Muon and AdamW, linear decay, fixed seeds; the vision tower is frozen after its stage. ![curves](curves.png)
 
 ## Scores
 
@@ -61,6 +55,57 @@ no chunk starts at position 0), `no shift` leaves the chunks' keys at the positi
 
 {notes}
 """
+
+
+class CardTexts(NamedTuple):
+    """The texts in which the cards of the two generations differ."""
+
+    prompt: str
+    vision: str
+    initial: str
+
+
+TEXTS = {
+    1: CardTexts(
+        prompt="""
+`<s> USER: image one:<image> end of image one. document LUMA7:TEXT end of document LUMA7. QUESTION ASSISTANT:`
+
+Chunks are named before and after, by number word or by handle. When the answer is not in the prompt the model generates
+`<search> query</search>`; the caller appends ` reference one:CHUNK end of reference one.` and lets it go on.
+The chat template spells all this.
+""",
+        vision="""
+image tokens learn to be sums of word embeddings of what they show. The
+   first 16 tokens are summaries (quadrants, count, digit), the others hold what their own quadrant shows.
+""",
+        initial="""
+The initial weights of the language model are **structured**, not random: they hold rough hand-built attention heads
+(previous token, most recent label, name or content word, matching and induction; see `mpic/train/initial_weights.py`).
+Random weights were not trained at this size; an earlier study with a tenth of the tokens got no further with them
+than the form of an answer.
+""",
+    ),
+    2: CardTexts(
+        prompt="""
+`<s> USER: image:<image> (image one) document:TEXT [document LUMA7] QUESTION ASSISTANT:`
+
+Images and documents are named behind them, by number word or by handle: no token of a chunk sees its label. When the
+answer is not in the prompt the model generates `<search> query</search>`; the caller appends
+` reference one:CHUNK end of reference one.` and lets it go on. The chat template spells all this.
+""",
+        vision="""
+image tokens learn to be sums of the word embeddings of what their own patch
+   shows, beside a random code of their place, the same for all images. No token summarises an image.
+""",
+        initial="""
+The initial weights of the language model are **structured**, not random: they hold rough hand-built attention heads
+(previous token, most recent label, name or content word, matching and induction) and **attention sinks**. A circuit of
+layers 0 and 1 turns a token that sees only itself into one with a massive activation, on which the heads of later
+layers may rest. Training leaves this circuit as it is, and trains all the rest (`mpic/train/sink_weights.py`,
+`mpic/train/initial_weights.py`): how much attention a sink gets is learnt.
+""",
+    ),
+}
 
 
 def _summary(figures: dict[str, Any]) -> str:
@@ -96,18 +141,30 @@ def write_card(
         rates = [e["tokens_per_s"] for e in log if e["stage"] == stage and e.get("tokens_per_s")]
         tokens += sorted(rates)[len(rates) // 2] * seconds[stage] / 1e6
     scores = json.loads((folder / "scores.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    language, vision = config["text_config"], config["vision_config"]
+    generation = generation_at(folder)
+    number = next(n for n, g in GENERATIONS.items() if g is generation)
     weights = (folder / "model.safetensors").stat().st_size
     phase = (
         f"3. **PIC-aware phase** ({seconds.get('pic', 0) / 60:.0f} min): in half of the batches chunk tokens beyond a "
-        "random head\n   (4 to 32 tokens) see only their own chunk, as after a link. A head of 0 is left out, so "
-        "that full reuse stays lossy.\n"
+        f"random head\n   ({min(generation.pic_heads)} to {max(generation.pic_heads)} tokens) see only their own "
+        "chunk, as after a link. A head of 0 is left out, so that full reuse stays lossy.\n"
     )
-    text = _TEXT.format(
+    card = _TEXT.format(
         title="MPIC demo model" if pic else "MPIC demo model, plain",
         what="The default demo checkpoint: **trained with a PIC-aware phase**."
         if pic
         else "The same recipe **without the PIC-aware phase**: ordinary causal attention only.",
         parameters=weights / 2e6,
+        vision_layers=vision["num_hidden_layers"],
+        layers=language["num_hidden_layers"],
+        heads=language["num_attention_heads"],
+        head_dim=language["head_dim"],
+        side=vision["image_size"],
+        image_tokens=config["image_seq_length"],
+        context=language["max_position_embeddings"],
+        **{name: text.strip() for name, text in TEXTS[number]._asdict().items()},
         command=command,
         seconds=f"{sum(seconds[s] for s in stages) / 60:.0f} min",
         machine=machine,
@@ -122,4 +179,4 @@ def write_card(
         table=(folder / "scores.md").read_text().strip(),
         notes=notes,
     )
-    (folder / "README.md").write_text(text)
+    (folder / "README.md").write_text(card)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run of several workers: whole or absent, whenever the run is killed.
+"""Checkpoints of a run of several workers, which are either complete or absent, whenever the run is killed.
 
 Every worker writes a file of its own (weights, and its share of the optimizers' state). `checkpoint.json` names the
 files of one step and is replaced only when all of them exist; then the files of the step before are deleted.
@@ -45,7 +45,7 @@ def may_start(out: Path, before: dict[str, Any] | None, mine: dict[str, Any], re
         mine: settings of this run; both have what a resumed run must share with the original one.
 
     Raises:
-        ConfigError: as ``check``.
+        ConfigError: see ``check``.
     """
     if before is None:
         if resume:

@@ -37,7 +37,7 @@ CHECKPOINT = "checkpoint.pt"
 CURVES = "training.png"
 MAY_DIFFER = ("out", "threads", "device", "evaluate_every", "resume", "quiet")
 """Settings that a resumed run need not share with the original run."""
-MAX_SCALE = math.log(100.0)  # as open_clip's own training: the temperature never falls below 0.01
+MAX_SCALE = math.log(100.0)  # as in open_clip's own training, the temperature never falls below 0.01
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Settings:
     steps: int = 1300
     images: int = 96  # pictures with a query each a step
     texts: int = 40  # text-text pairs a step
-    muon_lr: float = 0.02  # of the matrices inside the transformers
-    adam_lr: float = 2e-3  # of everything else
+    muon_lr: float = 0.02  # learning rate of the matrices inside the transformers
+    adam_lr: float = 2e-3  # learning rate of everything else
     warmup: int = 20
     width: int = 128
     layers: int = 3
@@ -108,7 +108,7 @@ def answered(pairs: Sequence[Pair]) -> torch.Tensor:
 
 
 class Trainer:
-    """One training run: model, optimizer, data and log.
+    """A training run: model, optimizer, data and log.
 
     Raises:
         ConfigError: a checkpoint exists but is not to be resumed, or is of another run; or none exists to resume.

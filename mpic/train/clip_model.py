@@ -33,7 +33,7 @@ WEIGHTS = "open_clip_model.safetensors"
 CONTEXT = 48
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 MEAN, STD = (0.15, 0.15, 0.15), (0.27, 0.27, 0.27)
-TOKENIZER_PAIRS = 6000  # of each kind, to train the tokenizer on
+TOKENIZER_PAIRS = 6000  # number of texts of each kind to train the tokenizer on
 
 
 @functools.cache

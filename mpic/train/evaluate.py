@@ -74,7 +74,7 @@ class Partial:
 
 _LONGEST_FIRST = (8, 1, 4, 2, 0)
 """Numbers of chunks in the order in which cells are begun."""
-_loaded: tuple[LlavaForConditionalGeneration, Encoder]  # of a worker process
+_loaded: tuple[LlavaForConditionalGeneration, Encoder]  # state of a worker process
 
 
 def _load(folder: Path, threads: int) -> None:
@@ -214,7 +214,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Returns the table of one checkpoint: a row a cell, a column a link."""
+    """Returns the table of one checkpoint, with one row per cell and one column per link."""
     rows = result["rows"]
     links = list(dict.fromkeys(r["link"] for r in rows))
     by = {(r["task"], r["chunks"], r["link"]): r for r in rows}

@@ -17,15 +17,16 @@ from mpic.data.generator import Generator, worlds
 from mpic.data.generator.worlds import World
 from mpic.train import curriculum, model, vision_patches, vision_summaries
 from mpic.train.batch import Encoder, Example
+from mpic.train.held import Entries
 from mpic.train.initial_weights import structured_init
 from mpic.train.model import Design
 from mpic.train.scoring import PATCH_LINKS, SUMMARY_LINKS, LinkVariant
-from mpic.train.sink_weights import SinkWeights
+from mpic.train.sink_weights import SinkWeights, held_sinks
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its share of the budget and its learning rates (linear decay over the last `decay`)."""
+    """A stage: its share of the budget and its learning rates (linear decay over the last `decay`)."""
 
     name: str
     share: float
@@ -37,19 +38,21 @@ class Stage:
 
 @dataclass(frozen=True)
 class Generation:
-    """One generation.
+    """A generation of the demo model.
 
     Attributes:
         init: writes the initial weights of the language model.
+        held: the entries of them that training leaves as they are, if they are written at all.
         continued: the stages of a run that goes on from a finished model.
+        continued_from: where in the base stage's curriculum it goes on.
         images: in a step of the vision stage, of each worker.
         vision: the module of the vision stage (`vision_summaries`, `vision_patches`).
-        steps: of the base stage's curriculum.
-        fits: whether a conversation must fit the tokens of a training step.
+        steps: the steps of the base stage's curriculum.
+        fits: True if a conversation must fit the tokens of a training step.
         pic_heads: the head lengths of the PIC-aware phase; 0 is left out, so that full reuse stays lossy.
         watched: (task, chunks, side of the grid that is shown of an image; None: all of it).
         scored: the links that `mpic train score` compares, over its `cells`: task -> chunk counts.
-        links: those of the watched cells of full size.
+        links: the links of the watched cells of full size.
         watch_every: seconds between two quick evaluations, at least.
     """
 
@@ -68,6 +71,8 @@ class Generation:
     cells: dict[str, tuple[int, ...]]
     links: tuple[LinkVariant, ...] = (SUMMARY_LINKS[0],)
     watch_every: float = 0.0
+    continued_from: float = 1.0
+    held: Callable[[LlavaForConditionalGeneration], list[Entries]] = lambda model: []
 
     def encoder(self, tokenizer: PreTrainedTokenizerFast) -> Encoder:
         """Returns an encoder for images of this generation."""
@@ -81,15 +86,17 @@ class Generation:
         while True:
             yield self.vision.draw_batch(targets, rng, self.images, "train", progress())
 
-    def batches(self, encoder: Encoder, seed: int, tokens: int, pic_share: float) -> curriculum.Batches:
-        """Returns the batches of the other stages."""
+    def batches(
+        self, encoder: Encoder, seed: int, common_seed: int, tokens: int, pic_share: float
+    ) -> curriculum.Batches:
+        """Returns the batches of the other stages; workers have a seed each and `common_seed` in common."""
         generator = Generator(seed, world=self.world)
         limit = tokens if self.fits else None
 
         def draw(progress: float) -> Example:
             return curriculum.draw_example(generator, encoder, progress, self.steps, limit)
 
-        return curriculum.Batches(generator, draw, tokens, pic_share, self.pic_heads)
+        return curriculum.Batches(generator, draw, tokens, common_seed, pic_share, self.pic_heads)
 
     def small(self, side: int | None) -> World:
         """Returns the world with documents as short as suits images of which a grid of this side is shown."""
@@ -167,6 +174,8 @@ SECOND = Generation(
     cells={**_CELLS, "both people": (2, 4, 8)},
     links=PATCH_LINKS[:3] + PATCH_LINKS[5:6],
     watch_every=1500.0,
+    held=held_sinks,
+    continued_from=0.2,
 )  # fmt: skip
 """576 tokens an image, each of its own patch; documents of 300 to 1,000 tokens; 8,192 of context; attention sinks."""
 

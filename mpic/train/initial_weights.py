@@ -47,7 +47,7 @@ def gated_words() -> dict[str, list[str]]:
 
 
 class Tags(NamedTuple):
-    """How to read, of a token, the most recent word of a flag, and the token so far back: [TAG, width] each."""
+    """Matrices [TAG, width] that read the tags of a token: the last word of each flag, and tokens at a distance."""
 
     label: torch.Tensor
     name: torch.Tensor
@@ -81,6 +81,7 @@ class InitialWeights:
         self.frequency = theta ** (-torch.arange(HALF) / HALF)
         self.word = range(self.reserved, self.width - TAG * self.tags - self.after_words)
         self.tags_used = 0
+        self.written: set[tuple[int, int]] = set()  # (layer, head)
         words_only = torch.zeros(len(tokenizer), self.width)
         width = len(self.word)
         words_only[:, self.word] = self.normal(len(tokenizer), width) * 0.5 * math.sqrt(self.width / width)
@@ -112,6 +113,7 @@ class InitialWeights:
         return matrix
 
     def put(self, layer: int, head: int, **matrices: torch.Tensor) -> None:
+        self.written.add((layer, head))
         attention, start = self.lm.layers[layer].self_attn, head * HEAD
         for name, matrix in matrices.items():
             weight = getattr(attention, f"{name}_proj").weight

@@ -29,6 +29,7 @@ from mpic.train import checkpoint
 from mpic.train.batch import Encoder, answer_loss, collate
 from mpic.train.curves import plot_stages
 from mpic.train.generations import GENERATIONS, Generation, Stage
+from mpic.train.held import HeldWeights
 from mpic.train.model import build_model, load_model, save_model
 from mpic.train.optim import Optimizers
 from mpic.train.watch import watch
@@ -47,7 +48,7 @@ class Settings:
     init: str = "structured"
     start: Path | None = None  # a finished `plain` model to go on from, instead of `init`
     seed: int = 0
-    generation: int = 1  # of the demo model: `mpic.train.generations`
+    generation: int = 1  # generation of the demo model (`mpic.train.generations`)
     resume: bool = False
     evaluate_every: float = 300.0  # seconds
     watched: int = 16  # held-out questions a cell of the quick evaluation
@@ -56,7 +57,7 @@ class Settings:
 
 @dataclass
 class TrainingProcess:
-    """One process of the run."""
+    """A process of the run."""
 
     settings: Settings
     rank: int
@@ -129,7 +130,7 @@ class Clock:
     """Progress of a stage in [0, 1], the same on every worker.
 
     Attributes:
-        progress: as the last ``tick`` returned it.
+        progress: the result of the last ``tick``.
     """
 
     def __init__(self, worker: TrainingProcess, stage: Stage, spent: float, step: int) -> None:
@@ -153,13 +154,17 @@ class Clock:
 
 
 def _batches(worker: TrainingProcess, stage: Stage, clock: Clock) -> Iterator[Any]:
-    seed = worker.settings.seed * 1_000_003 + clock.step * 101 + worker.rank
+    common_seed = worker.settings.seed * 1_000_003 + clock.step * 101
+    seed = common_seed + worker.rank
     if stage.name == "vision":
         yield from worker.generation.scenes(worker.encoder, seed, lambda: clock.progress)
-    batches = worker.generation.batches(worker.encoder, seed, worker.settings.tokens, stage.pic_share)
+    batches = worker.generation.batches(
+        worker.encoder, seed, common_seed, worker.settings.tokens, stage.pic_share
+    )
     drawn = iter(batches)
     while True:
-        batches.progress = 1.0 if stage.name == "pic" or worker.settings.start else clock.progress
+        begun = worker.generation.continued_from if worker.settings.start else 0.0
+        batches.progress = 1.0 if stage.name == "pic" else begun + (1 - begun) * clock.progress
         yield collate(*next(drawn))
 
 
@@ -180,6 +185,8 @@ def _run_stage(worker: TrainingProcess, stage: Stage, resumed: dict[str, Any] | 
         if vision
         else Optimizers.of_language(worker.model, stage.muon_lr, stage.adam_lr)
     )
+    if not vision and settings.init == "structured":
+        optimizers.held = HeldWeights(worker.generation.held(worker.model))
     clock = Clock(worker, stage, 0.0, 0)
     if resumed:
         optimizers.load_state_dict(resumed["optimizers"])

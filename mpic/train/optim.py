@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from transformers import LlavaForConditionalGeneration
 
+from mpic.train.held import HeldWeights
+
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -62,6 +64,7 @@ class Optimizers:
         muon_lr: float,
         adam_lr: float,
     ) -> None:
+        self.held = HeldWeights()
         self.muon = Muon(matrices, muon_lr)
         self.adam = torch.optim.AdamW(
             [{"params": ps, "scale": s} for ps, s in groups], lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.01
@@ -92,6 +95,7 @@ class Optimizers:
     def step(self, scale: float) -> None:
         """Averages gradients over the workers, clips, updates at `scale` times the learning rates."""
         average_gradients(self.params)
+        self.held.clear_gradients()
         torch.nn.utils.clip_grad_norm_(self.clipped, 1.0)
         for group in self.muon.param_groups:
             group["lr"] = self.muon_lr * scale
@@ -99,6 +103,7 @@ class Optimizers:
             group["lr"] = self.adam_lr * scale * group["scale"]
         self.muon.step()
         self.adam.step()
+        self.held.restore()
         self.muon.zero_grad()
         self.adam.zero_grad()
 

@@ -25,10 +25,11 @@ Span = tuple[int, int]
 class PackedRows:
     """Rows of one group; every array is [rows]."""
 
-    example: np.ndarray  # of the group: whose token it is (the first one's, for the context)
-    token: np.ndarray  # its place in that example
+    # number of the example in the group whose token it is (the first one for the context)
+    example: np.ndarray
+    token: np.ndarray  # index of the token in that example
     position: np.ndarray  # rotary position
-    order: np.ndarray  # a row sees none that comes later by this
+    order: np.ndarray  # a row sees no row with a higher order
     chunk: np.ndarray  # a compiled row's chunk, counted from 1 over the group; 0: computed in the prompt
     hidden: np.ndarray  # a compiled row that the prompt does not see, for its token is recomputed
     branch: np.ndarray  # 0: context

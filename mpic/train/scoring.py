@@ -31,7 +31,7 @@ from mpic.train.batch import (
 from mpic.train.model import image_features
 
 BRANCHES = 8  # questions over the same chunks, where the task has so many
-ROWS = 3072  # of a forward, about
+ROWS = 3072  # approximate number of rows of a forward
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ PATCH_LINKS = (
 
 @dataclass
 class Score:
-    """One question: whether all the model has to generate is exact, whether its first piece is, whether it searched."""
+    """The score of a question: whether everything the model has to generate is exact, whether its first piece is, and
+    whether it searched."""
 
     exact: bool
     first: bool
@@ -186,7 +187,7 @@ def score_cell(
     asking: Asking = "eval",
     world: World = FIRST,
 ) -> list[dict[str, Any]]:
-    """Returns one row a link: shares of `size` questions of a task over `count` chunks."""
+    """Returns one row per link: shares of `size` questions of a task over `count` chunks."""
     groups = conversations(encoder, task, count, size, seed, asking, world)
     examples = [e for group in groups for e in group]
     search_id = encoder.tokenizer.convert_tokens_to_ids("<search>")

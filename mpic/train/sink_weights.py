@@ -22,6 +22,7 @@ import torch
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from mpic.data.generator import words
+from mpic.train.held import Entries
 from mpic.train.initial_weights import HALF, HEAD, IMAGE_CONSTANT, TAG, InitialWeights, Tags, gated_words
 
 FLAGS = ("label", "name", "content", "value", "closing", "image")
@@ -30,9 +31,10 @@ LENGTH = 1 + len(FLAGS)  # feature: how far the squared length of the averaged c
 SINK = LENGTH + 1  # feature: massive where a token sees only itself
 RESERVED = SINK + 1
 CODE = 24
-CODE_SIZE = 1.0  # of every feature of a word's code, over the root mean square of the word
-IMAGE_CODE_SIZE = 2.5  # of a patch's: image tokens are larger, and normalisation must leave a code as long
-FLAG_SIZE = IMAGE_CONSTANT  # of the value flag of an image token
+CODE_SIZE = 1.0  # size of every feature of a word's code, over the root mean square of the word
+# the same for a patch: image tokens are larger, and normalisation must not shorten a code
+IMAGE_CODE_SIZE = 2.5
+FLAG_SIZE = IMAGE_CONSTANT  # size of the value flag of an image token
 SINK_PAIR = HALF - 1  # the slowest rotary pair
 SINK_SIZE = 100.0
 PREFERENCE = 3.0
@@ -147,6 +149,17 @@ class SinkWeights(InitialWeights):
                     query[head * HEAD + row], key[head * HEAD + row] = 0, 0
                 query[head * HEAD + SINK_PAIR, 0] = 2.0
                 key[head * HEAD + SINK_PAIR, SINK] = 1.0
+        self.silence()
+
+    def silence(self) -> None:
+        """Has the heads that nobody wrote put out nothing at first.
+
+        What a random head puts out is noise, and the quickest way to be rid of it is to rest on the sink for good.
+        """
+        for layer in range(2, len(self.lm.layers)):
+            for head in range(self.lm.config.num_attention_heads):
+                if (layer, head) not in self.written:
+                    self.lm.layers[layer].self_attn.o_proj.weight[:, head * HEAD : (head + 1) * HEAD] = 0
 
     def prefer(self, layer: int, head: int, flag: int, strength: float = PREFERENCE) -> None:
         """Has a head attend to tokens of a flag rather than to others: after a name come many that are no value."""
@@ -166,3 +179,46 @@ def code_features(model: LlavaForConditionalGeneration) -> range:
     width = model.config.text_config.hidden_size
     start = width - TAG * SinkWeights.tags - SinkWeights.after_words
     return range(start, start + CODE)
+
+
+def held_sinks(model: LlavaForConditionalGeneration) -> list[Entries]:
+    """Returns the entries with which layers 0 and 1 make a massive activation of a token that sees only itself.
+
+    An orthogonalised update turns rows that hardly matter to the loss as far as those that do. A hundred steps of it
+    are enough to wear this circuit down, long before the heads that rest on it have learnt what else to look at.
+    In the later layers a sink's key and what a query gives for it are held, and the constant feature is. A step on
+    entries that meet a massive activation moves its logit by a half, and so do steps that let the constant grow; a head
+    that has once gone to the sink for good sees no gradient any more. How much a head rests there is left to its other
+    logits.
+    """
+    layers = model.model.language_model.layers
+    code = code_features(model)
+    average = range(code.stop, code.stop + CODE)
+    head, units = slice(3 * HEAD, 4 * HEAD), slice(0, 2 * (CODE + 1))
+    every = slice(None)
+    first, second = layers[0], layers[1]
+    entries: list[Entries] = [(getattr(first.self_attn, f"{n}_proj").weight, head) for n in "qkv"]
+    entries += [
+        (first.self_attn.o_proj.weight, (every, head)),
+        (first.self_attn.o_proj.weight, [LENGTH, SINK, *average]),
+        (first.mlp.gate_proj.weight, units),
+        (first.mlp.up_proj.weight, units),
+        (first.mlp.down_proj.weight, (every, units)),
+        (first.mlp.down_proj.weight, [LENGTH, SINK]),
+        (second.mlp.gate_proj.weight, 0),
+        (second.mlp.up_proj.weight, 0),
+        (second.mlp.down_proj.weight, (every, 0)),
+        (second.mlp.down_proj.weight, [LENGTH, SINK]),
+        (second.self_attn.o_proj.weight, [LENGTH, SINK]),
+        (first.input_layernorm.weight, [0, *code]),
+        (first.post_attention_layernorm.weight, [0, *average]),
+        (second.post_attention_layernorm.weight, [0, LENGTH]),
+    ]
+    rows = [head * HEAD + SINK_PAIR for head in range(model.config.text_config.num_attention_heads)]
+    for number, layer in enumerate(layers):
+        attention, constant = layer.self_attn, [0] if number < 2 else [0, SINK]
+        entries += [(attention.o_proj.weight, constant), (layer.mlp.down_proj.weight, constant)]
+        if number >= 2:
+            entries += [(attention.q_proj.weight, rows), (attention.k_proj.weight, rows)]
+            entries += [(attention.k_proj.weight, (every, SINK)), (layer.input_layernorm.weight, constant)]
+    return entries

@@ -20,10 +20,10 @@ from mpic.train.model import image_features
 from mpic.train.sink_weights import FLAG_SIZE, IMAGE, RESERVED, VALUE, code_features, patch_codes
 from mpic.train.vision_summaries import draw_learnable
 
-COVERED = 0.25  # of a patch: more, and it shows the object
+COVERED = 0.25  # share of a patch that an object must cover for the patch to show it
 
 
-WHOLE = 0.7  # of the stage: from then on whole images, before it quadrants
+WHOLE = 0.7  # share of the stage with quadrants; whole images follow
 _CHOICE = 0.2
 
 

@@ -223,7 +223,7 @@ def test_help_teaches_every_command(mpic, command):
 
 
 def test_the_list_of_commands_needs_none_of_them():
-    """The first thing a person types answers at once: no torch, no server, no command."""
+    """The first command that a user tries must answer at once, so it imports no torch, no server and no command."""
     code = (
         "import sys; from mpic.cli import main; sys.argv = ['mpic', '--help']\n"
         "try: main()\nexcept SystemExit: pass\n"

@@ -15,7 +15,7 @@ from mpic.cli.repl import ReplSession, tab_matches
 
 @pytest.fixture
 def mpic(url, monkeypatch):
-    """Run a command against the server; gives its standard output."""
+    """Runs a command against the server and returns its standard output."""
     monkeypatch.setattr(cli.out, "width", 200, raising=False)
 
     def run(*args, fails=False):
@@ -38,7 +38,7 @@ def test_one_file(mpic, image, tmp_path):
     for name in ("CLI_RED", "IMAGE#CLI_RED", image.id):
         shown = mpic("files", "show", name)
         assert image.id in shown and "IMAGE#CLI_RED" in shown and "ready" in shown and "never" in shown
-    told = image.model_dump(mode="json") | {"outcome": None}  # which is of the upload alone
+    told = image.model_dump(mode="json") | {"outcome": None}  # only an upload has an outcome
     assert json.loads(mpic("files", "show", "CLI_RED", "--json")) == told
     target = tmp_path / "copy.png"
     mpic("files", "content", "CLI_RED", "-o", target)
@@ -90,7 +90,7 @@ def test_models(mpic):
 
 
 def test_the_key_is_sent_and_a_refusal_is_one_line(url):
-    """As a process, because the exit status and the streams are the interface."""
+    """Runs as a process, because the exit status and the streams are the interface."""
     command = [sys.executable, "-m", "mpic.cli", "files", "show", "file-nobody", "--url", url]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "MPIC_API_KEY": "mpic_x"}

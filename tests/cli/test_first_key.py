@@ -1,4 +1,5 @@
-"""The first key changes who may call a server: it is told before, and what was there can be given to a user."""
+"""The first key changes who may call a server: the command warns about it, and existing files can be given to a
+user."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""``mpic library`` over a folder, beside a server and without one."""
+"""``mpic library`` on a folder, with a running server and without one."""
 
 import json
 from contextlib import closing
@@ -170,7 +170,7 @@ def test_a_backup_and_a_restore(mpic, root, tmp_path):
 
 def test_check_and_a_dry_run_work_beside_a_running_server_and_name_handles(mpic, tmp_path):
     root = tmp_path / "served"
-    with Library.open(root) as library:  # as a server has it open
+    with Library.open(root) as library:  # open it as a server does
         good = library.files.add("alice", b"some text", "good.txt", handle="GOOD")
         bad = library.files.add("alice", b"some text too", "bad.txt", handle="BAD")
         old = library.files.add("alice", b"old text", "old.txt", handle="OLD")

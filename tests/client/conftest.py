@@ -1,4 +1,5 @@
-"""One client a way to reach a server: by socket or in this process, synchronous or not. Tests are written once."""
+"""One client for each way to reach a server: by socket or in this process, synchronous or not. Tests are written
+once."""
 
 import asyncio
 
@@ -11,7 +12,7 @@ POOL = {"pool_bytes": POOL_PAGES * 12_288, "log_level": "warning"}
 
 
 class Blocking:
-    """An AsyncMPIC as if it were an MPIC: what it awaits is awaited here."""
+    """Wraps an AsyncMPIC so that it can be used like an MPIC: results are awaited here."""
 
     def __init__(self, thing, loop):
         self._thing, self._loop = thing, loop

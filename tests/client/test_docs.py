@@ -1,4 +1,4 @@
-"""Every command and program of the README and the pages for users, run as they stand, twice in the same shell."""
+"""Every command and program of the README and the pages for users is run unchanged, twice in the same shell."""
 
 import os
 import re
@@ -18,12 +18,12 @@ PAGES = ("README.md", "docs/quickstart.md", "docs/api.md", "docs/sdk.md")
 
 
 def blocks(page):
-    """(language, code) of the fenced blocks that are to be run."""
+    """Returns (language, code) of the fenced blocks that are to be run."""
     return re.findall(r"^```(sh|python)\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
 def as_script(shown):
-    """The blocks of a page as one script of the shell; programs that follow one another run in one process."""
+    """Returns the blocks of a page as one shell script; consecutive programs run in one process."""
     parts = []
     for language, run in groupby(shown, key=lambda block: block[0]):
         code = "\n".join(code for _, code in run)
@@ -33,7 +33,7 @@ def as_script(shown):
 
 @pytest.fixture
 def place(url, tiny_model):
-    """Puts the server of the tests in the place of the one a reader starts; what is left on it is removed."""
+    """Replaces the server that a reader starts by the server of the tests, and removes the remaining files from it."""
     swaps = {
         "http://127.0.0.1:8000": url,
         "MPIC()": f"MPIC({url!r})",
@@ -64,7 +64,7 @@ def test_the_page_can_be_followed_twice_in_one_shell(page, place, url, tmp_path)
         (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {run} "$@"\n')
         (tools / name).chmod(0o755)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "samples").symlink_to(SMALL_SAMPLES)  # which the tiny model has room for
+    (tmp_path / "data" / "samples").symlink_to(SMALL_SAMPLES)  # samples for which the tiny model has room
     shown = blocks(page)
     assert shown
     once = place(as_script(shown))

@@ -1,4 +1,4 @@
-"""The synchronous client is what its generator makes of the asynchronous one."""
+"""The synchronous client equals the output of its generator for the asynchronous one."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Retries and their times, over a transport that says what it is told."""
+"""Retries and their times, over a transport with scripted responses."""
 
 import asyncio
 import io
@@ -26,7 +26,7 @@ def file():
 
 
 class Script:
-    """Answers in order; an exception class is raised. ``bodies`` is what it was sent."""
+    """Returns its responses in order and raises exception classes. ``bodies`` are the request bodies."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
@@ -46,7 +46,7 @@ class Script:
 
 @pytest.fixture(params=["sync", "async"])
 def ask(request, monkeypatch):
-    """Run ``work(client)`` over a script; gives the result and the seconds slept."""
+    """Runs ``work(client)`` over a script; returns the result and the seconds slept."""
     slept = []
 
     async def sleep(seconds):

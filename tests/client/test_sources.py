@@ -1,4 +1,4 @@
-"""Values that a client accepts as a file. A text is a path only in the program's own process, where that is wanted."""
+"""Values that a client accepts as a file. A string is a path only where the program allows it."""
 
 import base64
 
@@ -22,7 +22,7 @@ def path(tmp_path):
 
 @pytest.fixture(params=["path", "text", "file URL", "missing"])
 def word(request, path):
-    """Words for a file, of which some would open it."""
+    """Returns ways to name a file, some of which would open it."""
     words = {"path": path, "text": str(path), "file URL": f"file://{path}", "missing": f"{path}.gone"}
     return words[request.param]
 

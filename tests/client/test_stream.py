@@ -3,11 +3,14 @@
 import asyncio
 import gc
 import json
+import socket
+import threading
 
 import httpx
 import pytest
 
 import mpic
+from mpic.client.inprocess import AsyncInProcess
 
 
 def frame(text=None, **more):
@@ -105,3 +108,102 @@ def test_a_stream_that_is_left_is_closed():
         break
     gc.collect()
     assert body.closed and body.given < 10
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture
+def silent():
+    """(url, left): a server that sends the first event of an answer and no more, and says when the client has left."""
+    left = threading.Event()
+
+    def answer():
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            event = frame("one")
+            connection.sendall(HEAD + b"%x\r\n%s\r\n" % (len(event), event))
+            try:
+                while connection.recv(1 << 16):
+                    pass
+            except ConnectionError:
+                pass
+            left.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", left
+
+
+def test_a_stream_that_another_thread_reads_is_closed_and_its_reader_sees_the_end(silent):
+    url, left = silent
+    with mpic.MPIC(url, max_retries=0) as client:
+        stream, read = client.chat.completions.create("hi", stream=True), []
+        assert next(stream).text == "one"
+        reader = threading.Thread(target=lambda: read.append(next(stream, "the end")), daemon=True)
+        reader.start()
+        while not stream._chunks.gi_running:
+            reader.join(0.01)
+        stream.close()
+        assert left.wait(30)
+        reader.join(30)
+        assert read == ["the end"]
+
+
+def test_a_stream_that_another_task_reads_is_closed_and_its_reader_sees_the_end(silent):
+    url, left = silent
+
+    async def main():
+        async with mpic.AsyncMPIC(url, max_retries=0) as client:
+            stream = await client.chat.completions.create("hi", stream=True)
+            assert (await anext(stream)).text == "one"
+            reader = asyncio.ensure_future(anext(stream, "the end"))
+            await asyncio.sleep(0)
+            await stream.close()
+            assert await asyncio.to_thread(left.wait, 30)
+            assert await asyncio.wait_for(reader, 30) == "the end"
+
+    asyncio.run(main())
+
+
+def test_an_async_stream_that_is_dropped_unread_leaves_the_server(silent):
+    url, left = silent
+
+    async def main():
+        async with mpic.AsyncMPIC(url, max_retries=0) as client:
+            await client.chat.completions.create("hi", stream=True)
+            gc.collect()
+            assert await asyncio.to_thread(left.wait, 30)
+
+    asyncio.run(main())
+
+
+class Endless:
+    """An application whose answer begins and does not end before the client has left."""
+
+    left = False
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": frame("one"), "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.left = True
+
+
+def test_a_stream_in_process_that_another_task_reads_is_closed_and_its_reader_sees_the_end():
+    app = Endless()
+
+    async def main():
+        async with mpic.AsyncMPIC("http://x", transport=AsyncInProcess(app), max_retries=0) as client:
+            stream = await client.chat.completions.create("hi", stream=True)
+            assert (await anext(stream)).text == "one"
+            reader = asyncio.ensure_future(anext(stream, "the end"))
+            await asyncio.sleep(0)
+            await stream.close()
+            assert app.left and await asyncio.wait_for(reader, 30) == "the end"
+
+    asyncio.run(main())

@@ -87,7 +87,7 @@ def test_a_twin_has_the_same_colours_and_shapes_and_is_another_picture():
 
 
 def test_every_seed_gives_a_library():
-    for seed in range(1000, 1040):  # of some, the names that are left never fit together
+    for seed in range(1000, 1040):  # for some seeds the remaining names never fit together
         assert len(References(seed).entries) == 200
 
 

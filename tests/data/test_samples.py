@@ -1,4 +1,4 @@
-"""The samples of both generations: made from their seed, complete, and spelled for the model as it was taught."""
+"""The samples of both generations: made from their seed, complete, and spelled as in the model's training data."""
 
 import json
 from pathlib import Path

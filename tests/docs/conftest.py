@@ -1,4 +1,4 @@
-"""The scripts of ``tools/docs``, which are no package, and the site that they build."""
+"""Fixtures for the scripts of ``tools/docs``, which are not a package, and the site that they build."""
 
 import sys
 from pathlib import Path

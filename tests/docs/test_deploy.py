@@ -54,7 +54,7 @@ def families(url):
 
 @pytest.fixture(scope="module")
 def samples(families):
-    """name -> labels of each sample."""
+    """Returns the labels of each sample by its name."""
     found = {"up": [{}]}
     for family in families:
         for sample in family.samples:
@@ -132,7 +132,8 @@ def test_prometheus_and_grafana_are_given_what_they_refer_to():
 
 
 def instructions():
-    """(instruction, rest) of the Dockerfile; lines that end in a backslash are joined, comments are left out."""
+    """Returns (instruction, rest) of the Dockerfile; lines that end in a backslash are joined, comments are left
+    out."""
     text = re.sub(r"^\s*#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\s*\\\n\s*", " ", text).splitlines()
     return [tuple(line.split(None, 1)) for line in lines if line.strip()]

@@ -18,7 +18,7 @@ from engine_kit import (
 from families import random_image
 
 from mpic.errors import ModelRefused
-from mpic.kernels import stream
+from mpic.kernels import c_kernel, stream
 
 COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C compiler on this machine")
@@ -44,7 +44,7 @@ def choose():
 @pytest.fixture
 def no_compiler(monkeypatch):
     stream.load.cache_clear()
-    monkeypatch.setattr(stream.shutil, "which", lambda name: None)
+    monkeypatch.setattr(c_kernel.shutil, "which", lambda name: None)
     yield
     stream.load.cache_clear()
 

@@ -1,5 +1,5 @@
 """Loads that are copied to the device beside its computing: a layer's rows attend after that layer's copy and wait for
-no other. A device is played by copies that happen only when something is ordered after them."""
+no other. The device is simulated by copies that happen only when something is ordered after them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, IntegrityError
 from mpic.kv.barrier import LayerBarrier, LoadProgress, LoadSignal
 from mpic.kv.copies import CopiedProgress, copies_for
+from mpic.kv.staging import Staging
 
 CHUNKS = [text_chunk(ids(80 + i, n)) for i, n in enumerate((23, 40))]
 PROMPT = prompt_of(ids(3, 5), CHUNKS[0], ids(4, 6), CHUNKS[1], ids(5, 4))
 
 
 class Late:
-    """The latest copies a device may make: none happens before something follows it, or a later one."""
+    """Makes copies as late as a device may: none happens before something follows it, or a later one."""
 
     def __init__(self) -> None:
         self.started: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -39,7 +40,9 @@ class Late:
         self.orders += 1
 
     def buffer(self, shape, dtype):
-        return torch.full(tuple(shape), float("nan"), dtype=dtype)
+        made = torch.empty(tuple(shape), dtype=dtype)
+        made.view(-1).view(torch.uint8).fill_(255)  # not a number
+        return made
 
     def start(self, target, source):
         self.started.append((target, source))
@@ -73,7 +76,7 @@ def late():
         first.close()
         engine = NativeEngine(family(name).loaded, store, pages=128)
         engine.pool.arena.fill_(float("nan"))
-        engine.transfers._copies = Late()
+        engine.transfers.copy_beside(Late(), Staging(2, 4096))
         engine.transfers.patience = 1000.0
         engines.append(engine)
         return engine, engine.transfers._copies
@@ -93,7 +96,7 @@ def test_answers_over_copied_chunks_equal_the_oracle(policy, late):
 
 
 class Asked(MemoryStore):
-    """Gives the first layer at once and every other one only when a step waits for it."""
+    """Delivers the first layer at once and every other one only when a step waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +130,7 @@ def test_a_layer_waits_for_its_own_copy_and_for_no_later_one(late, monkeypatch):
         copies.followed.clear()
         before(self, layer)
         if self:
-            seen.append((layer, list(copies.followed), [list(progress._marks) for progress in self._loads]))
+            seen.append((layer, list(copies.followed), [progress._marks for progress in self._loads]))
 
     monkeypatch.setattr(LoadProgress, "wait", asking)
     monkeypatch.setattr(LayerBarrier, "wait", watched)
@@ -138,7 +141,7 @@ def test_a_layer_waits_for_its_own_copy_and_for_no_later_one(late, monkeypatch):
 
 
 def test_an_answer_without_that_order_would_be_wrong(late, monkeypatch):
-    """The other tests would not see this if copies happened at once."""
+    """This shows that the other tests would fail if copies were not ordered."""
     engine, _ = late()
     monkeypatch.setattr(CopiedProgress, "follow", lambda self, layer: None)
     monkeypatch.setattr(CopiedProgress, "settle", lambda self: None)
@@ -170,7 +173,7 @@ def test_copies_of_a_load_that_failed_are_over_before_its_memory_is_used_again(l
 def test_a_layer_that_did_not_arrive_in_time_is_not_followed():
     copies = Late()
     progress = CopiedProgress(LoadSignal(), 3, copies)
-    progress.copy(torch.zeros(1), torch.ones(1))
+    progress.copy((0,), torch.zeros(1), torch.ones(1))
     progress.arrive(0)
     barrier = LayerBarrier([progress], 0.0)
     barrier.wait(0)
@@ -234,7 +237,7 @@ def test_a_chunk_that_lies_in_page_locked_memory_is_copied_from_there(late):
 
 
 class SlowBack(Late):
-    """Copies back happen when the test lets them, as late as the writer's waiting allows."""
+    """Makes copies to the host only when the test allows them, as late as the writer's waiting permits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,10 +252,10 @@ class SlowBack(Late):
 def test_compiled_chunks_are_copied_back_while_the_engine_goes_on_and_stay_where_they_are(make_engine):
     chunk, store = text_chunk(ids(90, 40)), MemoryStore()
     engine = make_engine(store=store, pages=24, page_size=8)
-    engine.transfers._copies = copies = SlowBack()
+    engine.transfers.copy_beside(copies := SlowBack(), Staging(2, 4096))
     future = engine.compile(chunk)
     try:
-        for i in range(4):  # they want the pages of the chunk, in the end
+        for i in range(4):  # in the end they need the chunk's pages
             prompt = prompt_of(ids(91 + i, 20))
             assert len(submit(engine, prompt, "full", 60).result().token_ids) == 60
         assert engine.transfers.busy and not future.done() and not store.chunks
@@ -273,7 +276,7 @@ def test_compiled_chunks_are_copied_back_while_the_engine_goes_on_and_stay_where
 def test_closing_waits_for_what_is_copied_back(make_engine):
     store = MemoryStore()
     engine = make_engine(store=store)
-    engine.transfers._copies = copies = SlowBack()
+    engine.transfers.copy_beside(copies := SlowBack(), Staging(2, 4096))
     futures = [engine.compile(text_chunk(ids(95 + i, 40))) for i in range(3)]
     until(lambda: engine.transfers._returning > 0)
     closing = threading.Thread(target=engine.close)

@@ -1,4 +1,4 @@
-"""An engine over a real library whose files are damaged: answers stay right, and the damage is said."""
+"""An engine over a real library whose files are damaged: answers stay right, and the damage is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXTS = ("the first document, of some length", "another one, which is longer tha
 
 
 def answer(library, policy):
-    """Ask over both documents with an engine that has nothing in memory."""
+    """Asks about both documents with an engine that has nothing in memory."""
     engine = NativeEngine(family("llama").loaded, library.store, adapter=adapter(), pages=128, page_size=8)
     try:
         chunks = [library.files.chunk("ann", library.files.by_handle("ann", name)) for name in ("A", "B")]

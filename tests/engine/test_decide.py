@@ -1,4 +1,4 @@
-"""Dynamic policies: requests that wait for the same decision are looked at in one pass."""
+"""Dynamic policies: requests that wait for the same decision share one pass."""
 
 from __future__ import annotations
 

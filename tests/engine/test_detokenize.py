@@ -1,4 +1,5 @@
-"""Stop strings: found where they begin, held back while they may come, whatever their length in the same time."""
+"""Stop strings are found where they begin, held back while they may still appear, and cost the same time at any
+length."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ SAID = st.lists(st.text("abc", max_size=4), max_size=14)
 
 
 class Words:
-    """A token is a word of a list."""
+    """A tokenizer whose tokens are the words of a list."""
 
     def __init__(self, words):
         self.words = words
@@ -61,7 +62,7 @@ def test_a_stop_string_that_fits_the_whole_answer_costs_no_more_with_every_token
         __hash__ = str.__hash__
 
     class Letters(str):
-        """A stop string that counts comparisons of its letters."""
+        """A stop string that counts the comparisons of its letters."""
 
         def __getitem__(self, at):
             assert isinstance(at, int), "a prefix is copied"

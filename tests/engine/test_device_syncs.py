@@ -1,6 +1,6 @@
-"""No step waits for the device. The device here is torch's "meta": its tensors have shapes and strides and no numbers,
-so that whatever would have to read a number fails, and copies between host and device are refused unless they come
-from staging memory. Attention goes through torch's CUDA operators, of which torch knows the shapes."""
+"""No step waits for the device. The device here is torch's "meta": its tensors have shapes and strides but no numbers,
+so that reading a number fails, and copies between host and device are refused unless they come from staging memory.
+Attention goes through torch's CUDA operators, whose shapes torch knows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Waiting(Exception):
 
 
 class Watch(TorchDispatchMode):
-    """Refuses operations between host and device. Numbers that an operation takes from the host are no copies."""
+    """Refuses operations between host and device. Numbers that an operation takes from the host do not count as
+    copies."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -44,7 +45,7 @@ class Watch(TorchDispatchMode):
 
 
 class Literals(TorchFunctionMode):
-    """Refuses tensors that are made on the device from the host's numbers, which are copies too."""
+    """Refuses tensors that are made on the device from the host's numbers, because these are copies, too."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (torch.tensor, torch.as_tensor, torch.asarray) and (kwargs or {}).get("device") == DEVICE:
@@ -59,7 +60,7 @@ def watched():
 
 
 class Device:
-    """A device without numbers. ``copies`` counts what came from staging memory."""
+    """A device without numbers. ``copies`` counts the copies from staging memory."""
 
     def __init__(self, monkeypatch) -> None:
         self.copies = 0
@@ -76,10 +77,9 @@ class Device:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=DEVICE)
 
     def moved(self, loaded):
-        """Returns a loaded model as if it had been loaded there."""
-        loaded = copy.deepcopy(
-            loaded, {id(stream): None for stream in loaded.streams}
-        )  # C libraries, of the CPU
+        """Returns a loaded model as if it had been loaded on the device."""
+        # C libraries that need the CPU
+        loaded = copy.deepcopy(loaded, {id(stream): None for stream in loaded.streams})
         for module in loaded.model.modules():
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
@@ -107,7 +107,7 @@ def make(device, name="llama"):
 
 
 def row(pool, tokens, chunks=(), base=50):
-    """A request of so many own tokens over chunks."""
+    """Returns a request with this number of own tokens over chunks."""
     axes = 1
     rows = Rows(ids(1, tokens), torch.arange(tokens)[None].repeat(axes, 1), extent=pool.alloc(tokens + 32))
     rows.spans = [Span(chunk, 2, chunk.tokens, base + i, 1) for i, chunk in enumerate(chunks)]

@@ -1,4 +1,4 @@
-"""The engine towards the people who use it: isolation, preemption, cancellation, refusals, sampling."""
+"""The behaviour of the engine that users see: isolation, preemption, cancellation, refusals, sampling."""
 
 from __future__ import annotations
 

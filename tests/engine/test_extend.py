@@ -1,4 +1,5 @@
-"""Retrieval while decoding: what is linked in the middle of an answer equals having been there from the start."""
+"""Retrieval while decoding: references linked in the middle of an answer equal references that were there from the
+start."""
 
 from __future__ import annotations
 
@@ -145,7 +146,7 @@ def test_several_rounds_up_to_the_limit_and_a_call_beyond_ends_the_answer(make_e
     token = first[0]
 
     class Always(Lookup):
-        """Every token is a call."""
+        """A tokenizer with which every token is a call."""
 
         def __init__(self, rounds):
             super().__init__([token, token], b, rounds=rounds)

@@ -40,7 +40,7 @@ policies = st.sampled_from(NAMES)
 
 @st.composite
 def requests(draw, name: str):
-    """Text and chunks at sentence and word level in any order, ending in text."""
+    """Draws text and chunks at sentence and word level in any order, ending in text."""
     pool = chunk_pool(name)
     parts = []
     for _ in range(draw(st.integers(0, 5))):
@@ -53,7 +53,7 @@ def requests(draw, name: str):
 
 
 def answers_equal_the_oracle(name, batch, patience=10.0, **options):
-    """Submits a batch of (prompt, policy) at once to an engine of its own."""
+    """Submits a batch of (prompt, policy) at once to a new engine."""
     engine = NativeEngine(family(name).loaded, page_size=8, **options)
     engine.pool.arena.fill_(float("nan"))  # reading a slot that was never written makes the answer nonsense
     engine.transfers.patience = patience

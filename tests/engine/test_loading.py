@@ -32,9 +32,9 @@ FOREVER = 1000.0
 
 
 class GatedStore(MemoryStore):
-    """Gives every chunk's layers one at a time, when the test says so.
+    """Delivers every chunk's layers one at a time, when the test allows it.
 
-    ``allowed`` layers of each chunk come; the layer ``fails_at`` does not, it is damaged.
+    ``allowed`` layers of each chunk are delivered; the layer ``fails_at`` is damaged.
     """
 
     def __init__(self, allowed: int = 0) -> None:
@@ -71,8 +71,8 @@ def layers_of(name: str) -> int:
 
 @pytest.fixture
 def stored(make_engine):
-    """A gated store that holds some chunks, wrapped, and an engine over it with a patience
-    that never ends, unless the test says otherwise."""
+    """A gated store that holds some chunks, and an engine over it with endless patience unless the test says
+    otherwise."""
 
     def make(
         name: str, chunks, wrapping: Wrapping = BARE, allowed: int = 1, patience: float = FOREVER, **options
@@ -95,7 +95,7 @@ def stored(make_engine):
 
 @pytest.fixture
 def asked(monkeypatch) -> queue.Queue:
-    """The layers that a step had to wait for, as it comes to them."""
+    """Records the layers that a step had to wait for, in order."""
     layers: queue.Queue = queue.Queue()
     wait = LoadProgress.wait
 
@@ -108,7 +108,7 @@ def asked(monkeypatch) -> queue.Queue:
 
 
 def beside(engine: NativeEngine, links: int = 1) -> None:
-    """Wait until this many links run beside their loads."""
+    """Waits until this many links run beside their loads."""
     until(lambda: engine.stats()["counters"].get("links_beside_loads", 0) == links)
 
 
@@ -127,7 +127,7 @@ def test_a_link_follows_its_loads_layer_by_layer_while_a_missing_chunk_compiles_
     for layer in range(1, layers_of(name)):
         while (now := asked.get(timeout=60)) < layer:
             pass  # another chunk's progress asked for the layer before
-        assert now == layer  # only now that it was asked for may it come
+        assert now == layer  # it may be delivered only now that a step has asked for it
         store.allow(layer + 1)
     assert_oracle(name, prompt, policy, stream)
     counters = engine.stats()["counters"]

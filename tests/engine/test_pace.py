@@ -1,4 +1,4 @@
-"""Long prompts beside streaming answers: steps are cut, and nothing else is."""
+"""Long prompts beside streaming answers: steps are cut, and nothing else changes."""
 
 import pytest
 from engine_kit import ids, prompt_of, request_of
@@ -9,7 +9,7 @@ from mpic.engine.native.pace import StepPace
 
 @pytest.fixture
 def steps(make_engine, monkeypatch):
-    """An engine on which every row takes a second, and the rows of its steps: ``(decodes, others)`` of each."""
+    """An engine on which every row takes a second, and the rows ``(decodes, others)`` of each of its steps."""
     monkeypatch.setattr(pace, "LEAST", 32)
     engine = make_engine("mistral", budget=512)
     seen = []

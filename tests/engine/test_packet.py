@@ -1,4 +1,4 @@
-"""KV Packet on the engine: packets are compiled, found, and linked, and nothing else is taken for them."""
+"""KV Packet on the engine: packets are compiled, found, and linked, and never confused with other chunks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_packet_that_is_read_again_from_the_store_answers_as_the_oracle(name, 
     for chunk in prompt.chunks:
         first.compile(chunk, PACKET).result(30)
     expected_ids, expected = expected_of(name, prompt, "packet-7")
-    for damaged in (False, True):  # what cannot be read is compiled again, out of its embeddings
+    for damaged in (False, True):  # a chunk that cannot be read is compiled again, from its embeddings
         engine = make_engine(name, store=store)
         if damaged:
             for chunk in prompt.chunks:

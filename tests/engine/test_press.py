@@ -1,5 +1,5 @@
-"""Compressed chunks on the engine: the link equals full-precision attention over what a press has kept, and nothing
-that is compiled otherwise is taken for them."""
+"""Compressed chunks on the engine: the link equals full-precision attention over what a press has kept, and chunks that
+were compiled differently are never used instead."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def kv_of(engine, chunk: Chunk, policy: str) -> torch.Tensor:
 
 
 def kept_of(engine, name: str, chunk: Chunk, policy: str) -> list[torch.Tensor]:
-    """Finds, layer by layer, which tokens of a chunk are left in each head: the ones with the same keys and values."""
+    """Finds the tokens of a chunk that are left in each layer and head: those with the same keys and values."""
     whole, left = kv_of(engine, replace(chunk, press=""), policy), kv_of(engine, chunk, policy)
     model, found = family(name).loaded, []
     for layer, kind in enumerate(model.kind_of):
@@ -107,8 +107,8 @@ def test_a_link_of_compressed_chunks_equals_the_oracle_with_the_removed_keys_mas
 
 
 def layers_of(token_ids: tuple[int, ...], observed: int) -> list[LayerKV]:
-    """What a press sees of every layer of a chunk, from the stock model. A token's key before its rotation is its key
-    where the chunk is compiled so that the token is at position 0."""
+    """Returns every layer of a chunk as a press sees it, from the stock model. A token's unrotated key is its key when
+    the chunk is compiled with that token at position 0."""
     loaded = family("llama").loaded
     oracle, inputs = Oracle(family("llama").stock, loaded.mrope), loaded.text_inputs(token_ids)
     moved = [oracle.compile(inputs, 0, loaded.bos_id, -j) for j in range(len(token_ids))]
@@ -173,12 +173,12 @@ def test_compressed_chunks_free_their_pages_and_are_read_again_as_they_were(make
     first = make_engine(store=store)
     expected = logits_of(submit(first, prompt, "mpic-5"), TOKENS)
     (resident,) = first.device.chunks.values()
-    assert resident.extent.tokens == 21 and resident.extent.pages == 3  # of 8 tokens; 41 take 6
+    assert resident.extent.tokens == 21 and resident.extent.pages == 3  # pages of 8 tokens; 41 tokens take 6
     first.check()
     until(lambda: store.chunks)
     ((key, chunk),) = store.chunks.items()
     assert key.recipe.press == "knorm-50-5" and chunk.kv.shape[3] == 21 and len(chunk.inputs) == 41
-    for damaged in (False, True):  # what cannot be read is compiled and compressed again
+    for damaged in (False, True):  # a chunk that cannot be read is compiled and compressed again
         engine = make_engine(store=store)
         if damaged:
             store.damage(key)

@@ -26,7 +26,7 @@ def test_a_request_beyond_the_queue_is_refused_and_the_others_are_answered(make_
 
 
 def test_a_burst_is_refused_only_beyond_what_may_run_and_wait(make_engine, monkeypatch):
-    """However early the engine looks at the first of them."""
+    """This holds however early the engine looks at the first of them."""
     engine = make_engine(max_running=2, max_waiting=1)
     schedule, held, go = engine.scheduler.schedule, threading.Event(), threading.Event()
 

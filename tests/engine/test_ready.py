@@ -1,4 +1,4 @@
-"""Readiness is the engine's own word."""
+"""Readiness is decided by the engine itself."""
 
 import pytest
 

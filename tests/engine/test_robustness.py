@@ -1,4 +1,4 @@
-"""Requests, tombstones, loads, failures and the engine's end may cross each other without harm."""
+"""Requests, tombstones, loads, failures and the engine's end may happen at the same time without harm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine_kit import MemoryStore, ids, prompt_of, request_of, text_chunk
 from families import TEXT
 
 from mpic.engine.native.engine import NativeEngine
-from mpic.errors import ContextLengthExceeded, EngineStopped, IntegrityError, UnsupportedParameter
+from mpic.errors import ContextLengthExceeded, EngineStopped, IntegrityError, MPICError, UnsupportedParameter
 from mpic.library import Library
 from mpic.model.loaded import LoadedModel
 
@@ -19,7 +19,7 @@ DOCUMENT = text_chunk(ids(1, 40))
 
 
 def pause(engine) -> threading.Event:
-    """Stop the engine's thread between two steps until the event is set."""
+    """Stops the engine's thread between two steps until the event is set."""
     inside, go = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -32,8 +32,8 @@ def pause(engine) -> threading.Event:
 
 
 def prepared(engine) -> None:
-    """Wait until all preparations under way have ended."""
-    engine._preparing.submit(lambda: None).result(30)
+    """Waits until all running preparations have ended."""
+    engine._preparation._ordinary.submit(lambda: None).result(30)
 
 
 def ask(engine, prompt, policy="mpic-4", tokens=6, **options):
@@ -74,7 +74,7 @@ def test_a_document_deleted_while_its_compile_waits_is_neither_served_nor_stored
     engine = make_engine(store=library.store)
     file = library.files.add("local", b"a secret that is deleted at once", "secret.txt")
     go = threading.Event()
-    engine._preparing.submit(go.wait)  # somebody's image is being encoded
+    engine._preparation._ordinary.submit(go.wait)  # somebody's image is being encoded
     [content] = library.files.chunks("local", file)
     future = engine.compile(content)
     [chunk] = library.files.delete("local", file.id).chunks
@@ -120,7 +120,15 @@ def test_one_users_deletion_leaves_anothers_turns_over_equal_content(make_engine
 
 
 @pytest.mark.parametrize(
-    "field", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -1}]
+    "field",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": float("nan")},
+        {"top_k": -1},
+        {"top_k": 2**63},
+    ],
 )
 def test_sampling_that_means_nothing_is_refused_by_name(make_engine, field):
     with pytest.raises(UnsupportedParameter, match=next(iter(field))):
@@ -137,6 +145,20 @@ def test_a_temperature_close_to_zero_is_greedy(make_engine):
     engine, prompt = make_engine(), prompt_of(ids(2, 5))
     greedy = ask(engine, prompt, "full").token_ids
     assert ask(engine, prompt, "full", temperature=1e-45, seed=1).token_ids == greedy
+
+
+def test_options_that_nothing_can_be_drawn_by_end_their_request_alone(make_engine, monkeypatch):
+    monkeypatch.setattr("mpic.engine.native.builder.check_sampling", lambda sampling: None)
+    engine = make_engine()
+    go = pause(engine)
+    other = engine.submit(request_of(prompt_of(ids(1, 5)), "full", 20))
+    broken = engine.submit(request_of(prompt_of(ids(2, 5)), "full", 20, logprobs="many"))
+    upload = engine.compile(DOCUMENT)
+    go.set()
+    with pytest.raises(MPICError, match="TypeError"):
+        broken.result()
+    assert len(other.result().token_ids) == 20 and upload.result(30) == 40
+    engine.check()
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}])

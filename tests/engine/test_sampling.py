@@ -1,4 +1,4 @@
-"""Drawing for all rows at once gives the tokens of the sequential sampler, whatever options, logits and batch."""
+"""Drawing for all rows at once gives the tokens of the sequential sampler for all options, logits and batches."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def peaked(rows: int, vocabulary: int) -> torch.Tensor:
 
 
 def flat(rows: int, vocabulary: int) -> torch.Tensor:
-    """Top-p keeps thousands of tokens here."""
+    """Returns logits of which top-p keeps thousands of tokens."""
     return torch.randn(rows, vocabulary) * 0.5
 
 
 def with_equals(rows: int, vocabulary: int) -> torch.Tensor:
-    """As of a model in bf16: many tokens are equally likely."""
+    """Returns logits as from a model in bf16, where many tokens are equally likely."""
     return (torch.randn(rows, vocabulary) * 4).round() / 2
 
 
@@ -123,3 +123,34 @@ def test_logits_that_are_not_numbers_spoil_their_own_row_only(bad):
     assert [token for token, _ in found[3:]] == expected[3:]
     logits[:, 5] = float("nan")
     assert isinstance(choose(logits[:1], both([{"temperature": 0.0}])[1])[0], IntegrityError)
+
+
+def test_logits_that_are_not_numbers_spoil_their_own_row_only_where_the_whole_vocabulary_is_looked_at():
+    torch.manual_seed(5)
+    logits, options = flat(3, 6001), [{"temperature": 1.0, "top_p": 0.9}] * 3
+    alone, together = both(options)
+    expected = [sampler(row)[0] for sampler, row in zip(alone, logits)]
+    for sampler in together:
+        sampler.wide = 2
+    logits[0, 5] = float("nan")
+    spoiled, *found = choose(logits, together)
+    assert isinstance(spoiled, IntegrityError) and [token for token, _ in found] == expected[1:]
+
+
+def test_a_top_k_beyond_every_vocabulary_keeps_all_tokens():
+    torch.manual_seed(6)
+    logits = peaked(2, 3000)
+    alone, together = both([{"temperature": 1.0}] * 2)
+    together[1] = both([{"temperature": 1.0, "top_k": 2**63}], seed=1)[1][0]
+    assert [token for token, _ in choose(logits, together)] == [s(row)[0] for s, row in zip(alone, logits)]
+
+
+def test_an_error_in_the_options_of_one_row_leaves_the_others_their_tokens():
+    torch.manual_seed(7)
+    logits = peaked(4, 3000)
+    alone, together = both(OPTIONS[1:5])
+    expected = [sampler(row)[0] for sampler, row in zip(alone, logits)]
+    together[2] = both([{"temperature": 1.0, "logprobs": "many"}])[1][0]
+    found = choose(logits, together)
+    assert isinstance(found.pop(2), TypeError)
+    assert [token for token, _ in found] == [expected[row] for row in (0, 1, 3)]

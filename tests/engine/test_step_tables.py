@@ -1,4 +1,4 @@
-"""Steps that continue the last one advance its tables; answers are those of tables that are made anew every time."""
+"""Steps that continue the last one advance its tables, and give the answers of tables that are made anew every time."""
 
 from __future__ import annotations
 

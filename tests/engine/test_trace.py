@@ -1,4 +1,4 @@
-"""The trace says of every token of a prompt where it came from, and agrees with the plan and the counts."""
+"""The trace shows the source of every token of a prompt, and agrees with the plan and the counts."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ def ask(engine, prompt, policy, tokens=2):
 
 
 def states(usage):
-    """The state of every token, and that the spans tile the prompt."""
+    """Returns the state of every token, after checking that the spans tile the prompt."""
     out = []
     for span in usage.trace:
         assert span.start == len(out) < span.end

@@ -1,4 +1,5 @@
-"""Between the pool and the store: what is compiled is written, however slow the writer; the oldest reads come first."""
+"""Transfers between pool and store: compiled chunks are written, however slow the writer; the oldest reads come
+first."""
 
 from __future__ import annotations
 

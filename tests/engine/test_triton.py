@@ -31,7 +31,7 @@ from mpic.model.selftest import self_test
 
 @pytest.fixture
 def triton(monkeypatch):
-    """Families whose attention is Triton's until the end of the test; with a GPU, copies of them on it."""
+    """Families that use Triton's attention until the end of the test; with a GPU, copies of them on it."""
     chosen = []
 
     def choose(name: str) -> LoadedModel:
@@ -104,7 +104,7 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch):
 
 
 class Questions(TorchDispatchMode):
-    """Counts what would make the host wait for the device: reading a number, or a shape that depends on data."""
+    """Counts operations that make the host wait for the device: reading a number, or a shape that depends on data."""
 
     ASKING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
 

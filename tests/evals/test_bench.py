@@ -1,4 +1,4 @@
-"""Every bench runs to its end at a tiny size and writes what it promises; nothing here is timed."""
+"""Every bench runs to its end at a tiny size and writes the promised results; nothing here is timed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from mpic.evals.bench import (
     load,
     memory,
     parallel,
+    profile,
     retrieval,
     sampling,
     serving,
@@ -54,6 +55,9 @@ SETTINGS = {
     "decode": decode.Settings(
         decoder=TINY, batches=(1, 3), chunks=2, chunk_tokens=24, text=8, tokens=6, repeats=1
     ),
+    "profile": profile.Settings(
+        TINY, chunks=2, chunk_tokens=24, text=8, fresh=32, batches=(1, 3), steps=3, peak=32, repeats=1
+    ),
     "retrieval": retrieval.Settings(TINY, TOWER, **INDEX, context=24, policy="mpic-4", repeats=1),
 }
 HEADLINES = {
@@ -67,6 +71,10 @@ HEADLINES = {
     "load": {"cold_over_raw", "warm_over_memcpy", "lookup_p50_ms", "lookup_p99_ms"},
     "parallel": {"worst_over_limit"},
     "sampling": {"top_p_peaked_sequential_over_batch", "top_p_flat_sequential_over_batch"},
+    "profile": {
+        *(f"{case}_{kind}_of_peak" for case in ("link", "fresh") for kind in ("products", "attention")),
+        *(f"decode{n}_{kind}" for n in (1, 3) for kind in ("python_ms", "products_of_memory_speed")),
+    },
     "decode": {"batch1_over_transformers", "batch3_over_transformers"},
 }
 CPU = Placement(torch.device("cpu"), torch.float32)
@@ -139,7 +147,7 @@ def test_ratios_are_taken_within_a_round():
 
 
 def test_memory_fails_when_an_answer_depends_on_its_company(monkeypatch):
-    """One wrong token among the answers must not become a headline."""
+    """A wrong token must not go unnoticed in a headline."""
     answers = iter(range(100))
     compile_all = memory.compile_all
 
@@ -178,7 +186,7 @@ def test_stock_and_hooked_model_share_their_weights_and_the_stock_one_is_untouch
 
 
 def test_the_masked_floors_compute_what_a_plain_forward_computes(monkeypatch):
-    """A floor that forgot its cache would be a floor of something else: all but the unmasked one agree."""
+    """A floor that ignored its cache would measure something else, so all floors but the unmasked one must agree."""
     pair = make_pair(TINY, CPU, gain=4.0)
     ids = Ids(300).fresh(5)
     seen = []
@@ -217,7 +225,7 @@ def test_the_baseline_generates_every_token_over_its_filled_cache(kind, monkeypa
 
 
 def test_a_disk_bench_refuses_a_folder_in_memory(monkeypatch):
-    """Reading cold from memory would be a fine number."""
+    """A cold read from memory would give a meaningless, fast time."""
     monkeypatch.setattr(disk, "file_system", lambda folder: "tmpfs")
     with pytest.raises(BenchFailed, match="TMPDIR"), disk.fresh_library():
         pass
@@ -241,7 +249,7 @@ def test_load_fails_when_what_was_read_is_not_what_was_stored(monkeypatch):
 
 
 def test_parallel_fails_when_the_chunks_did_not_come_from_the_disk(monkeypatch):
-    """A column that quietly measured something else must not become a headline."""
+    """A column that silently measured something else must not become a headline."""
     monkeypatch.setattr(parallel._Subject, "_bring", lambda self, chunks: 0.0)  # nothing is made resident
     with pytest.raises(BenchFailed, match="came from"):
         BENCHES["parallel"].run(SETTINGS["parallel"], CPU, Ticker())

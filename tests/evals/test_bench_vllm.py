@@ -90,7 +90,7 @@ def test_a_saved_bench_model_loads_as_it_was_and_counts_one_token_a_word(tmp_pat
 
 
 def test_tokens_a_second_are_counted_over_the_time_that_all_answers_share():
-    """One answer alone at the begin and another alone at the end count for nothing."""
+    """Times at which only one of the answers is generated do not count."""
     first, second = [0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 9.0]
     assert ttft_vllm.rate([first, second]) == 2.0
     with pytest.raises(BenchFailed, match="same time"):

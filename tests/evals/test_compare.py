@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import random
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from mpic.errors import BadRequest
 from mpic.evals.answers import PolicyAnswer, lines_of
-from mpic.evals.compare import cells_of, compare_policies, losses
+from mpic.evals.compare import cells_of, compare_policies, interval, losses
 from mpic.evals.evidence import fill
 from mpic.evals.plots import by_chunks
 from mpic.evals.report import advice, count_table, loss_table
 
 
 def answers(policy, right, task="world-card", chunks=2, **more):
-    """``right`` says question by question whether the answer is."""
+    """Makes answers; ``right`` says for each question whether its answer is right."""
     more = {"ttft_ms": 1, "flops": 1, "chunk_tokens": 9, **more}
     scores = [{"em": float(r)} for r in right]
     return [
@@ -33,7 +34,7 @@ def lost_by_reuse(right):
 
 
 def test_noise_that_both_answers_share_is_no_noise_of_the_difference():
-    """Which questions are hard varies; a policy that fails on the same ones has lost nothing."""
+    """The hard questions vary between draws; a policy that fails on the same ones has lost nothing."""
     hard = [i % 2 == 0 for i in range(200)]
     _, found = compare_policies([*answers("full", hard), *answers("mpic-16", hard)])
     assert (found.policy, found.lost) == ("mpic-16", (0, 0, 0))
@@ -58,6 +59,16 @@ def test_the_interval_holds_the_truth_as_often_as_it_promises():
         lost = lost_by_reuse(mine)
         held += lost.low <= 10 <= lost.high
     assert held >= 88
+
+
+def test_the_interval_of_cells_with_few_questions_is_as_wide_as_it_has_to_be():
+    """30 cells of 3 questions, of which a fifth is lost: the deviation is that of 90 questions."""
+    rng = np.random.default_rng(2)
+    widths = []
+    for _ in range(60):
+        low, high = interval([rng.random(3) < 0.2 for _ in range(30)])
+        widths.append(high - low)
+    assert np.mean(widths) == pytest.approx(2 * 1.96 * (0.16 / 90) ** 0.5, rel=0.05)
 
 
 def test_every_cell_counts_the_same_however_many_questions_it_has():
@@ -103,7 +114,7 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
     assert fill(path) == len(marks)
     text = path.read_text()
     assert text.startswith("Before\n") and text.endswith("After\n") and "old" not in text
-    assert "| world-card | 4 | 100.0 | +25.0 [+0.0, +75.0] |" in text
+    assert "| world-card | 4 | 100.0 | +25.0 [+0.0, +66.7] |" in text
     assert "same answer to 4 of 4 questions" in text
     assert "`full`:\n\n| depth | 600 |" in text and "| 50 % | 100 |" in text
     assert "![b](b.png)" in text
@@ -135,7 +146,8 @@ def test_a_mark_that_cannot_be_filled_is_refused_and_changes_nothing(tmp_path, m
 
 
 def test_a_policy_that_lacks_a_task_is_left_out_where_numbers_of_chunks_are_compared():
-    """Its mean would be of other questions: here it answered the easy task only, and looks better than ``full``."""
+    """Its mean would be over other questions: here it answered only the easy task, and would look better than
+    ``full``."""
     both = [
         one
         for chunks in (2, 4)
@@ -174,7 +186,7 @@ def test_tasks_with_different_numbers_of_chunks_are_drawn_each_by_itself():
 
 
 def test_times_are_compared_over_the_tasks_that_full_has_times_of():
-    """Questions asked several at once have none."""
+    """Questions that are asked several at once have no times."""
     tasks = ("world-card", "world-image")
     full, reuse = ({task: answers(policy, [1], task) for task in tasks} for policy in ("full", "reuse"))
     every = [one for policy in (full, reuse) for found in policy.values() for one in found]
@@ -182,6 +194,13 @@ def test_times_are_compared_over_the_tasks_that_full_has_times_of():
     assert count_table(every, "ttft")[1] == ["2", "1.0", "1.0"]
     full["world-image"][0].ttft_ms, reuse["world-image"][0].ttft_ms = 9, None
     assert count_table(every, "ttft")[1] == ["2", "5.0", ""]
+
+
+def test_counts_that_no_task_has_all_of_are_refused():
+    with pytest.raises(BadRequest, match="each of 1, 2 chunks"):
+        count_table(
+            [*answers("full", [1], chunks=1), *answers("full", [1], task="world-image", chunks=2)], "score"
+        )
 
 
 def test_counts_of_another_kind_are_refused():

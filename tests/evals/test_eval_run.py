@@ -261,6 +261,20 @@ def test_the_first_token_is_compared_as_if_nothing_of_the_prompt_had_been_comput
     assert [warm[t] for t in likely] == pytest.approx([fresh[t] for t in likely], abs=1e-3)
 
 
+def test_a_question_finds_nothing_that_another_task_has_left(tmp_path):
+    """People are the same in both tasks, so a prefix of one would serve the other."""
+    (tmp_path / "my.toml").write_text(
+        f'model = "{SMALL.as_posix()}"\npolicies = ["prefix", "reuse"]\nquestions = 2\nfidelity = false\n'
+        '[[task]]\nname = "world-biography"\nchunks = [2]\n[[task]]\nname = "world-two-hop"\nchunks = [2]\n'
+    )
+    config = load_eval_config(tmp_path / "my.toml")
+    found = {}
+    for name, tasks in (("both", config.tasks), ("one", config.tasks[1:])):
+        answers = Evaluator(replace(config, tasks=tasks), tmp_path / name).run()
+        found[name] = {a.key: (a.computed, a.flops) for a in answers if a.task == "world-two-hop"}
+    assert found["both"] == found["one"]
+
+
 def test_a_stranger_measures_policies_on_a_longbench_file_and_a_model_folder(tmp_path, monkeypatch):
     """The README's way: a file in the public format, a model by its path, one command."""
     other = "Passage 1:\nAbout Bob Hill. Bob Hill lives in Oslo.\n\nPassage 2:\n"

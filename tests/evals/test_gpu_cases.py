@@ -1,5 +1,5 @@
-"""Sections of the GPU report run to their end at a tiny size on the CPU, through Triton's interpreter, so that no slip
-of the pen is found on the day there is a GPU."""
+"""Sections of the GPU report run to their end at a tiny size on the CPU, through Triton's interpreter, so that mistakes
+are found before there is a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = (
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    """Runs a section with sizes smaller still; gives its rows."""
+    """Runs a section with even smaller sizes; returns its rows."""
 
     def run(name, work, sizes, **options):
         monkeypatch.setattr(context, "QUICK", sizes)
@@ -128,7 +128,7 @@ def test_the_tuner_writes_a_table_that_can_be_read(tmp_path):
 
 
 class _Wrapper:
-    """FlashInfer's two wrappers, by their documented contract."""
+    """Imitates FlashInfer's two wrappers by their documented contract."""
 
     def __init__(self, workspace, kv_layout="NHD"):
         assert workspace.dtype == torch.uint8 and kv_layout == "NHD"
@@ -162,7 +162,7 @@ class _Paged(_Wrapper):
 
 
 def flash(q, k, v, softmax_scale, causal):
-    """FlashAttention by its documented contract: the causal mask ends at the last query and the last key."""
+    """Imitates FlashAttention by its documented contract: the causal mask ends at the last query and the last key."""
     mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     mask = mask if causal else None

@@ -1,4 +1,4 @@
-"""The GPU report: what goes wrong in a section stays in it, every row is in the file when it is measured, and a bare
+"""The GPU report: a failure in a section does not affect others, every row is written when it is measured, and a bare
 machine is enough."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_a_section_that_raises_hangs_or_dies_ends_alone(tmp_path, fakes, fork):
     assert [row["value"] for row in rows if row["measured"] == "before"] == [1, 2, 3, 4]
     assert [row["section"] for row in rows if row["measured"] in ("thing", "check")] == ["fine", "fine"]
     pid = int(Path(f"{out}.pid").read_text())
-    assert _gone(pid)  # what the section had started is not left behind
+    assert _gone(pid)  # processes that the section had started are not left behind
     text = record.summary(lines)
     assert "ended by SIGSEGV" in text and "checks: 1, wrong: 0" in text
 
@@ -192,7 +192,7 @@ raise SystemExit(space["main"](sys.argv[2:]))
 
 
 def test_a_bare_machine_imports_every_section_and_the_script_comes_to_its_end(tmp_path):
-    """In an interpreter that has a bare machine's packages only, and no installed ``mpic``."""
+    """Runs in an interpreter that has only a bare machine's packages, without an installed ``mpic``."""
     site, out = bare_site.make(tmp_path / "site"), tmp_path / "rows.jsonl"
     options = ["--device", "cpu", "--out", str(out), "--sections", CHOSEN]
     environment = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "OMP_NUM_THREADS", "TMPDIR")}
@@ -200,7 +200,7 @@ def test_a_bare_machine_imports_every_section_and_the_script_comes_to_its_end(tm
     where = {"env": environment | {"PYTHONPATH": str(site)}, "cwd": site, "timeout": 200}
     done = subprocess.run(command, **where, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith(str(ROOT / "kernels" / "__init__.py"))  # of the checkout
+    assert done.stdout.startswith(str(ROOT / "kernels" / "__init__.py"))  # the package of the checkout
     lines, log = record.read(out), Path(f"{out}.log")
     ends = record.ends(lines)
     for name in ("machine", "ceilings", "copies", "dma", "attention"):

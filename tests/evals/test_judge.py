@@ -1,4 +1,4 @@
-"""The judge: what it is asked, what it may reply, and that nothing is asked twice."""
+"""The judge's questions and valid replies; nothing is asked twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mpic models check``: what it says of families, and that it notices what is wrong."""
+"""``mpic models check`` reports the results of families and notices wrong answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIND = "causal-lm"
 
 
 def test_families_are_checked_in_processes_and_rows_and_table_are_written(tmp_path):
-    """One of each result: served right, refused with the reason, and one of which no small instance can be made."""
+    """One family for each result: served correctly, refused with the reason, and not buildable as a small instance."""
     rows, table = tmp_path / "rows.json", tmp_path / "models.md"
     names = ["gemma3_text", "mamba", "reformer", "paligemma"]
     done = CliRunner().invoke(app, ["check", *names, "--json", str(rows), "--table", str(table)])
@@ -55,5 +55,5 @@ def test_a_wrong_answer_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize("result", ["refused", "failed"])
 def test_reasons_are_in_the_table(result):
-    page = markdown([Row("one", KIND, result, "a | b")])
+    page = markdown([Row("one", KIND, result, "a | b")], {})
     assert f"| one | {result} | a \\| b |" in page and f"1 {result}" in page

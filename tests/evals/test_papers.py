@@ -47,7 +47,7 @@ def longbench(name):
 
 
 def write(task, path):
-    """A small file in the format of a task, where a configuration expects it."""
+    """Writes a small file in the format of a task to the place where a configuration expects it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if task == "narrativeqa":
         (path / "third_party/wikipedia").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Predictions: what is counted, and how a measurement is set beside it."""
+"""Predictions by the roofline, and their comparison with measurements."""
 
 from __future__ import annotations
 

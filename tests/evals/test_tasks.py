@@ -1,4 +1,4 @@
-"""Every task gives samples that its format's own example gives; files that are not in the format are refused."""
+"""Every task reads the example of its format; files that are not in the format are refused."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_subset_that_a_task_does_not_read_is_named(folder):
 
 
 def test_a_context_that_is_too_long_loses_its_middle(folder):
-    template = chat_template()  # a token a byte
+    template = chat_template()  # one token per byte
     context = "".join(f"{number:04}" for number in range(500))
     entry = LONGBENCH | {"context": context}
     asked = len(subsets()["hotpotqa"].prompt.replace("{context}", "").replace("{input}", LONGBENCH["input"]))

@@ -157,7 +157,7 @@ def test_an_image_whose_decoding_does_not_end_is_refused_by_its_own_code(decoder
     with pytest.raises(ImageTooCostly) as error:
         decoder.identify(endless, RULES, BUDGET)
     assert (error.value.status, error.value.code) == (413, "image_too_costly")
-    assert time.process_time() - began < 1  # of this process
+    assert time.process_time() - began < 1  # the peak of this process
     monkeypatch.undo()
     assert decoder.identify(LARGE[0], RULES, BUDGET).width == 1700
 
@@ -222,7 +222,7 @@ def test_idle_processes_end(decoder, monkeypatch):
 
 
 def run(script, *args):
-    """A script as a process of its own, with what it printed."""
+    """Runs a script as a process and returns its output."""
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
@@ -246,7 +246,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
 
 
 def test_eight_large_images_at_once_take_the_memory_of_two_and_it_is_given_back(tmp_path):
-    """Measured with wide margins: all at once and in one piece they would take 900 MB."""
+    """The margins are wide: all at once and in one piece the images would take 900 MB."""
     path = tmp_path / "large.png"
     path.write_bytes(flat_png(2600))  # 7 million pixels, 27 MB in Pillow
     script = """

@@ -20,7 +20,7 @@ BUDGET = 1 << 30
 
 
 def at_once(data, rules=RULES):
-    """Decodes in one piece, without regard to memory: strips are compared with the result."""
+    """Decodes in one piece, without regard to memory, as the reference for strips."""
     try:
         with Image.open(io.BytesIO(data), formats=pixels.FORMATS) as image:
             width, height = image.size
@@ -52,7 +52,7 @@ def at_once(data, rules=RULES):
 
 
 def outcome(decode, data, rules=RULES):
-    """Size and pixels of an image, or the code it is refused with."""
+    """Returns size and pixels of an image, or the code with which it is refused."""
     try:
         image = decode(data, rules)
     except MPICError as error:
@@ -70,7 +70,7 @@ def decoder():
 
 @pytest.fixture
 def few_rows(monkeypatch):
-    """Strips of a few rows each, so that small pictures have many."""
+    """Makes strips of a few rows, so that small pictures have many."""
     monkeypatch.setattr(pixels, "STRIP_PIXELS", 200)
 
 

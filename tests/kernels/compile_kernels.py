@@ -1,5 +1,5 @@
 """Run by ``test_triton_compile.py`` in a process without the interpreter: compile the kernels to machine code for GPUs
-that need not be there, and print what each takes as JSON, one kernel a line.
+that need not be there, and print the resources of each as JSON, one kernel per line.
 
     compile_kernels.py ARCH [all]
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rotation_kit import Rotary
 
-from mpic.kernels import cpu, reference, stream
+from mpic.kernels import c_kernel, cpu, reference, stream
 from mpic.kernels.attention import PLAIN, Extras, KVView, SingleRows, SpanCall, attend
 from mpic.kernels.backends import single_rows
 from mpic.kernels.singles import Singles
@@ -47,7 +47,7 @@ class Case:
         return Singles.of(self.calls, cpu.partial, self.rotary.rotations)
 
     def both(self, name: str, extras: Extras = PLAIN) -> tuple[torch.Tensor, torch.Tensor]:
-        """The implementation's result, and the reference's of the same rows."""
+        """Returns the implementation's result and the reference's for the same rows."""
         rows = self.rows(name)
         arguments = (self.calls, self.scale, self.rotary.rotation, LAYER, extras)
         expected = reference.attend(self.q.float(), *arguments)
@@ -193,11 +193,11 @@ def compiler_that(fresh, monkeypatch, script: str) -> None:
     tool = fresh / "cc"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(stream.shutil, "which", lambda name: str(tool) if name == "cc" else None)
+    monkeypatch.setattr(c_kernel.shutil, "which", lambda name: str(tool) if name == "cc" else None)
 
 
 def test_without_a_compiler_there_is_no_kernel_and_the_reason_is_given(fresh, monkeypatch):
-    monkeypatch.setattr(stream.shutil, "which", lambda name: None)
+    monkeypatch.setattr(c_kernel.shutil, "which", lambda name: None)
     assert single_rows(torch.device("cpu"), torch.float32, 64) == (None, "no C compiler (cc, gcc, clang)")
 
 
@@ -232,7 +232,7 @@ def test_a_kernel_that_computes_something_else_is_refused(fresh, monkeypatch):
     wrong.write_text(stream.SOURCE.read_text().replace("scale * LOG2E", "scale * 1.4f"))
     monkeypatch.setattr(stream, "SOURCE", wrong)
     kernel, reason = single_rows(torch.device("cpu"), torch.float32, 64)
-    assert kernel is None and "wrong by" in reason
+    assert kernel is None and "wrong results" in reason
 
 
 @needs_compiler
@@ -241,13 +241,13 @@ def test_it_is_built_once_and_found_again(fresh, monkeypatch):
     built = list((fresh / "cache" / "kernels").iterdir())
     assert len(built) == 1 and built[0].suffix == ".so"
     stream.load.cache_clear()
-    run = stream._run
+    run = c_kernel._run
 
     def no_building(*command: str) -> str:
         assert command[1:] == ("--version",)
         return run(*command)
 
-    monkeypatch.setattr(stream, "_run", no_building)
+    monkeypatch.setattr(c_kernel, "_run", no_building)
     stream.load(64, torch.float32)
     assert list((fresh / "cache" / "kernels").iterdir()) == built
 
@@ -282,3 +282,22 @@ def test_fewer_and_smaller_heads_than_the_views_and_turning_last_dimensions(name
         rows = Singles.of(whole, cpu.partial, rotary.rotations, kv_heads=2)
     expected = reference.attend(q, part, 0.2, rotary.rotation, LAYER)
     assert torch.allclose(rows.attend(q, LAYER, 0.2), expected[rows.rows], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_values_that_are_the_keys_are_read_from_one_place(name):
+    """Latents are kept once: what is computed is the same, bit for bit, as with a second copy in place of values."""
+    torch.manual_seed(0)
+    extents = torch.randn(3, LAYERS, 1, 1, 600, 24)  # evenly spaced, as those of equal chunks are
+    results = []
+    for kv in (extents, extents.expand(-1, -1, 2, -1, -1, -1).contiguous()):
+        views = [KVView(extent) for extent in kv]
+        spans = [(0, 0, 0), (2, 0, 0), (0, 1, 5), (2, 1, 30), (0, 2, 40)]
+        calls = [SpanCall(slice(row, row + 1), Span(views[i], 3, 600, base)) for row, i, base in spans]
+        case = Case(
+            torch.randn(6, 3, 24, generator=torch.Generator().manual_seed(1)), calls, Rotary(4, start=16)
+        )
+        results.append(case.both(name))
+    (got, expected), (doubled, reference_of_two) = results
+    assert torch.equal(got, doubled) and torch.equal(expected, reference_of_two)
+    assert (got - expected).abs().max() < 1e-5

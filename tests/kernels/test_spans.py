@@ -22,12 +22,13 @@ from mpic.kernels import cpu, cuda, reference
 from mpic.kernels.attention import KVView, Partial, SpanCall, attend, rotate
 from mpic.kernels.backends import backend
 from mpic.kernels.span import Span
+from mpic.kernels.writes import RowWrites
 
 CUDA = torch.cuda.is_available()
 
 
 class Implementation(NamedTuple):
-    """A ``Partial``, where it runs, the dtypes it takes, and the operator of ``cuda`` that is faked for it."""
+    """A ``Partial``, its device, the dtypes it supports, and the operator of ``cuda`` that is faked for it."""
 
     partial: Partial
     device: str = "cpu"
@@ -102,7 +103,7 @@ def moved(q: torch.Tensor, calls: list[SpanCall], device: str, dtype: torch.dtyp
 
 
 def attended(name: str, step: tuple, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The implementation's result on the CPU, and the reference's."""
+    """Returns the implementation's result on the CPU, and the reference's."""
     implementation, (q, calls, rotary) = IMPLEMENTATIONS[name], step
     scale = q.shape[-1] ** -0.5
     expected = reference.attend(q, calls, scale, rotary.rotation)
@@ -197,3 +198,33 @@ def test_the_implementation_is_chosen_by_device_and_dtype_and_has_a_name():
     assert backend(torch.device("cuda"), torch.bfloat16)[0] == "cuda-flash"
     assert backend(torch.device("cuda"), torch.float32)[0] == "cuda-efficient"
     assert backend(torch.device("mps"), torch.float32)[0] == "reference"
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_values_that_are_the_keys_are_read_from_one_place(name):
+    torch.manual_seed(0)
+    once = torch.randn(1, 1, 1, 40, 64)
+    view, two = KVView(once), KVView(once.expand(-1, 2, -1, -1, -1).contiguous())
+    keys, values = view.layers(2, 9)[0]
+    assert keys is values and keys.data_ptr() == once[0, 0, 0, 2].data_ptr()
+    q, rotary = torch.randn(6, 7, 64), Rotary(8)
+    found = []
+    for source in (view, two):
+        own = SpanCall(slice(0, 7), Span(source, 2, 9), causal=True, first=True)
+        calls = [own, SpanCall(slice(3, 7), Span(source, 9, 40, base=11))]
+        found.append(attended(name, (q, calls, rotary), torch.float32))
+    (got, expected), (doubled, _) = found
+    assert torch.equal(got, doubled)
+    assert (got - expected).abs().max() < IMPLEMENTATIONS[name].tolerance
+
+
+def test_the_keys_of_single_rows_are_written_once_where_they_are_the_values_too():
+    memory = torch.zeros(2 * 5 * 8)
+    extent, k = memory.view(2, 1, 1, 5, 8), torch.randn(1, 2, 8)
+    writes = RowWrites(memory, [0, 1], [extent, extent], [3, 1])
+    writes.write(1, k, k)
+    assert (
+        torch.equal(extent[1, 0, :, [3, 1]], k)
+        and not extent[0].any()
+        and not extent[1, 0, 0, [0, 2, 4]].any()
+    )

@@ -57,7 +57,7 @@ def steps(draw, dtype=torch.float32):
 
 
 def run(step: Described, rows: int, programs: int, layer: int) -> tuple[torch.Tensor, ...]:
-    """The kernels' result in poisoned outputs, and the reference's."""
+    """Returns the kernels' result in poisoned outputs, and the reference's."""
     world = step.world
     g = world.geometry
     rotation = rotary_of(g).rotation
@@ -180,7 +180,8 @@ def test_windows_and_capped_scores_equal_the_reference(softcap, cut):
 
 
 def test_every_variant_that_steps_launch_is_compiled_before(monkeypatch):
-    """What the kernels are specialized on: all constants, of the launches of some steps and of the warm-up."""
+    """Compares all constants on which the kernels are specialized, for the launches of some steps and of the
+    warm-up."""
     launched: list[tuple] = []
     compiled = attention.attend
 

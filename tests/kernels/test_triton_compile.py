@@ -1,4 +1,4 @@
-"""The kernels become machine code for real GPUs, although none need be here: what the interpreter cannot show."""
+"""The kernels compile to machine code for real GPUs, without such a GPU, which the interpreter cannot show."""
 
 from __future__ import annotations
 

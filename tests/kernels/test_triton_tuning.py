@@ -1,4 +1,4 @@
-"""Tile sizes: the table in the repository, what stands in for it, and that nobody is told otherwise."""
+"""Tile sizes: the table in the repository, its defaults, and the reports about them."""
 
 from __future__ import annotations
 

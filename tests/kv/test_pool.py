@@ -1,4 +1,4 @@
-"""The page pool: extents are disjoint, fragmentation is dealt with, nothing is lost when extents move."""
+"""The page pool: extents are disjoint, fragmentation is resolved, and nothing is lost when extents move."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, StorageFull
-from mpic.kv.chunk import ChunkKey, ChunkKV, KVKey, Recipe
+from mpic.kv.chunk import LATENT, LATENT_ONCE, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
 from mpic.kv.file import BLOCK, IO_BYTES, PREFIX, ChunkFile, checksum, write
 
 
@@ -33,7 +33,7 @@ def test_a_chunk_comes_back_as_it_was(tmp_path, dtype, image, positions):
     chunk = make_chunk(text_key(dtype=dtype, sink=4), n=7, dim=3, image=image, positions=positions)
     stored = ChunkFile(written(tmp_path, chunk), chunk.key)
     assert stored.key == chunk.key
-    assert stored.shape == (3, 2, 3) and stored.dtype == chunk.kv.dtype
+    assert stored.shape == KVShape(3, 2, 3) and stored.dtype == chunk.kv.dtype
     assert same_inputs(stored.inputs, chunk.inputs)
     assert torch.equal(read(stored, chunk.kv), chunk.kv)
     assert os.listdir(tmp_path) == ["c.safetensors"]
@@ -50,6 +50,32 @@ def test_a_compressed_chunk_comes_back_with_fewer_slots_than_tokens(tmp_path, in
     for kv in (whole.kv, whole.kv[:, :, :, :19]):
         with pytest.raises(ValueError, match=r"not \[layers, 2, kv_heads, 20, head_dim\]"):
             write(tmp_path / "other", ChunkKV(key, whole.inputs, kv))
+
+
+def test_latents_that_are_kept_once_take_half_the_bytes_and_come_back(tmp_path):
+    whole = make_chunk(n=64, layers=4, heads=1, dim=32)
+    key = replace(whole.key, recipe=replace(whole.key.recipe, layout=LATENT_ONCE))
+    chunk = ChunkKV(key, whole.inputs, whole.kv[:, :1])
+    both, once = (written(tmp_path, one).stat().st_size for one in (whole, chunk))
+    assert both - once == chunk.kv.nbytes == whole.kv.nbytes // 2, "all of it whole blocks"
+    stored = ChunkFile(written(tmp_path, chunk), key)
+    assert stored.shape.parts == 1 and torch.equal(read(stored, chunk.kv), chunk.kv)
+
+
+def test_a_file_has_as_many_parts_as_its_recipe_says(tmp_path):
+    whole = make_chunk(n=40, heads=1)
+    once = replace(whole.key, recipe=replace(whole.key.recipe, layout=LATENT_ONCE))
+    for key, kv in ((whole.key, whole.kv[:, :1]), (once, whole.kv)):
+        with pytest.raises(ValueError, match=rf"not \[layers, {key.recipe.parts}, kv_heads, 40, head_dim\]"):
+            write(tmp_path / "other", ChunkKV(key, whole.inputs, kv))
+    twice = replace(whole.key, recipe=replace(whole.key.recipe, layout=LATENT))
+    kept = ChunkFile(written(tmp_path, ChunkKV(twice, whole.inputs, whole.kv)), twice)
+    assert kept.shape.parts == 2 and torch.equal(read(kept, whole.kv), whole.kv)
+    path = written(tmp_path, whole)
+    says = {"recipe": json.dumps(once.recipe.fields())}
+    path.write_bytes(forged(path.read_bytes(), lambda header: header["__metadata__"].update(says)))
+    with pytest.raises(CorruptFile, match=r"has KV of shape \[2, 1, 40, 4\]"):
+        ChunkFile(path)
 
 
 def test_the_kv_is_one_aligned_range_of_bytes_in_the_order_of_memory(tmp_path):

@@ -32,7 +32,7 @@ def assert_allowed(life, library, changes, where, but=()):
 
 
 def examine(life, root, changes, mode, seed):
-    """Open what a crash left behind; True if this image had to be looked at."""
+    """Opens the result of a crash; returns whether this image had to be examined."""
     image = life.journal.image(changes, mode, seed)
     write_image(image, root)
     where = f"after {changes} changes, {mode}, seed {seed}"
@@ -54,7 +54,7 @@ def examine(life, root, changes, mode, seed):
 
 
 def examine_all(life, folder, mode, soak, look, without=()):
-    """Look at everything that a crash after each change may leave, once."""
+    """Examines every possible result of a crash after each change, once."""
     seen = set()
     for seed in range(max(1, soak // 5) if mode in ("torn", "reordered") else 1):
         for changes in range(len(life.journal) + 1):
@@ -77,7 +77,7 @@ def test_a_crash_after_every_change_to_the_disk_loses_nothing_and_serves_nothing
 
 
 def examine_without_catalogue(life, root, changes, mode, seed):
-    """A crash, and then the catalogue is lost: a start refuses, and a recovery finds what must be there."""
+    """After a crash the catalogue is lost, too: a start refuses, and a recovery finds everything that must be there."""
     image = life.journal.image(changes, mode, seed)
     write_image({name: data for name, data in image.items() if not name.startswith("catalog")}, root)
     where = f"after {changes} changes, {mode}, seed {seed}"

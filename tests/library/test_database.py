@@ -49,7 +49,7 @@ def test_an_error_in_a_statement_is_not_translated(library):
 
 
 class Broken:
-    """A connection of which every statement fails."""
+    """A connection whose statements all fail."""
 
     in_transaction = False
 
@@ -77,7 +77,7 @@ def test_reading_and_writing_raise_the_same_errors(library, code, monkeypatch):
 
 @pytest.fixture
 def locked(library):
-    """The catalogue, locked by another process as far as SQLite is concerned, until the test ends."""
+    """Locks the catalogue, for SQLite as if by another process, until the test ends."""
     library.files.add("ann", b"before", "b.txt")
     with closing(sqlite3.connect(library.root / "catalog.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

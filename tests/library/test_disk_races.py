@@ -11,7 +11,7 @@ from mpic.library.store.tombstones import Tombstones
 
 
 class Gate(FileSystem):
-    """Renames wait for permission, once ``closed``."""
+    """Makes renames wait for permission once it is ``closed``."""
 
     def __init__(self):
         super().__init__()

@@ -28,7 +28,7 @@ def content_of(number):
 
 
 class Client:
-    """Uploads and asks until the server dies; remembers what was acknowledged."""
+    """Uploads and asks until the server dies; remembers acknowledged uploads."""
 
     def __init__(self, http):
         self.http = http
@@ -52,7 +52,7 @@ class Client:
 
 
 def work_until_dead(url, first, acknowledged, stop):
-    """One thread uploads, another asks about what was uploaded (which compiles it, when it is not yet)."""
+    """One thread uploads, and another asks about the uploads, which compiles them if needed."""
 
     def upload():
         client = Client(httpx.Client(base_url=url, timeout=60))
@@ -77,7 +77,7 @@ def work_until_dead(url, first, acknowledged, stop):
 
 @contextmanager
 def in_process(data, model):
-    """The same server without a process of its own, for what needs no killing."""
+    """The same server inside this process, for tests that do not kill it."""
     app = build(load_config(None, {"data_dir": str(data), "model": str(model), "pool_bytes": POOL_BYTES}))
     with TestClient(app, base_url="http://127.0.0.1") as http:
         yield Client(http)
@@ -85,7 +85,7 @@ def in_process(data, model):
 
 @pytest.fixture
 def start():
-    """Start servers; none is left behind by a test that fails."""
+    """Starts servers, and ends them even if a test fails."""
     servers = []
 
     def one(data, model):

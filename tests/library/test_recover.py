@@ -25,7 +25,7 @@ FOUND_OUT = {"tokens", "state", "error", "path"}
 
 
 def facts(library):
-    """Everything that users see of a library."""
+    """Returns everything that users see of a library."""
     seen = lambda thing: {name: value for name, value in vars(thing).items() if name not in FOUND_OUT}
     return {
         "files": [seen(file) for user in ("ann", "bob") for file in library.files.page(user).files],
@@ -59,7 +59,7 @@ def fill(library, clock):
 
 @pytest.fixture
 def before(tmp_path, clock):
-    """A library at ``library`` that has lost its catalogue, and what it answered before."""
+    """A library at ``library`` that has lost its catalogue, and its answers before that."""
     with Library.open(tmp_path / "library", clock=clock) as library:
         fill(library, clock)
         was = facts(library)

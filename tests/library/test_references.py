@@ -1,4 +1,4 @@
-"""References, their versions, and requests under way that hold an old version."""
+"""References, their versions, and running requests that hold an old version."""
 
 import asyncio
 import gc
@@ -229,7 +229,7 @@ async def test_replacements_at_once_each_get_a_version(library):
 
 
 class Meeting(FileSystem):
-    """Uploads that have been received wait for each other; ``before`` runs when all are there."""
+    """Makes received uploads wait for each other; ``before`` runs when all are there."""
 
     def __init__(self, parties, before=None):
         super().__init__()
@@ -268,7 +268,7 @@ async def test_a_replacement_keeps_the_words_of_one_that_came_while_it_was_recei
 
 @pytest.fixture
 def meanwhile(open_library):
-    """Makes a library with a reference, during whose replacement something is done to it."""
+    """Makes a library with a reference, and runs something while the reference is replaced."""
 
     async def make(change):
         files = Meeting(parties=1, before=lambda: change(library.references))

@@ -20,7 +20,7 @@ def sidecars(library):
 
 
 def agree(library):
-    """The sidecars that are there are those that should be, and say what the catalogue says."""
+    """Checks that exactly the expected sidecars exist, and agree with the catalogue."""
     expected = dict(library.sidecars.expected(library.catalog.read))
     assert {str(path.relative_to(library.root)) for path in expected} == sidecars(library)
     for path, sidecar in expected.items():
@@ -81,7 +81,7 @@ def test_a_sidecar_is_durable_before_its_row_and_gone_after_it(tmp_path):
 
 
 class Counting(FileSystem):
-    """How often files and folders were synced, and which."""
+    """Counts the syncs of files and folders."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +162,7 @@ def test_an_upload_that_is_refused_leaves_no_sidecar(open_library):
     library.files.add("ann", b"some text", "t.txt", "T")
     insert = library.files._rows.insert
 
-    def raced(*file):  # somebody takes the handle while the file is received
+    def raced(*file):  # another upload takes the handle while the file is received
         library.files._rows.insert = insert
         library.files.add("ann", b"first", "f.txt", "SAME")
         insert(*file)

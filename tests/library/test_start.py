@@ -1,4 +1,4 @@
-"""A start of a library: it adopts, puts aside or refuses what it finds, and deletes nothing that it does not know."""
+"""A start of a library adopts, quarantines or refuses what it finds, and deletes nothing that it does not know."""
 
 import asyncio
 import os
@@ -178,7 +178,7 @@ def test_files_of_deleted_rows_are_removed_after_a_crash(root, clock):
         left = everything(root, sidecars=True)
         assert not left, "a deletion that is answered leaves nothing, so that nothing comes back"
         kill(library)
-    for name, data in saved.items():  # as if no file had been removed yet
+    for name, data in saved.items():  # restores the files, as if none had been removed yet
         (root / name).write_bytes(data)
     with Library.open(root, clock=clock) as library:
         assert library.recovered["adopted_files"] == library.recovered["adopted_chunks"] == 0

@@ -17,7 +17,7 @@ from mpic.library.store.tombstones import Tombstones
 
 
 class Remote:
-    """A tier at the other end of a network, played by a dictionary."""
+    """A tier at the other end of a network, simulated by a dictionary."""
 
     name = "remote"
 
@@ -123,7 +123,7 @@ def test_a_deleted_content_leaves_every_tier(tiered):
     assert remote.chunks
     reading = library.store.find([chunk.key])[chunk.key]
     library.files.delete("ann", file.id)
-    assert torch.equal(read(reading, chunk.kv), chunk.kv)  # who holds it reads on
+    assert torch.equal(read(reading, chunk.kv), chunk.kv)  # a holder can still read it
     assert library.store.find([chunk.key]) == {} and not remote.chunks
     library.store.disk.save(make_chunk(text_key("late")))
 
@@ -235,7 +235,7 @@ def test_an_engine_links_a_chunk_from_host_memory_with_the_same_answer(tmp_path)
 
 def test_a_page_locked_tier_counts_what_is_allocated_and_lends_it(monkeypatch):
     """Torch rounds page-locked memory up to a power of two; the budget is of that."""
-    monkeypatch.setattr(host, "memory_for", lambda kv, page_locked: torch.empty_like(kv))
+    monkeypatch.setattr(host, "memory_for", lambda shape, dtype, page_locked: torch.empty(shape, dtype=dtype))
     chunk = make_chunk(text_key("some words"))
     rounded = 1 << (chunk.kv.nbytes - 1).bit_length()
     assert rounded > chunk.kv.nbytes

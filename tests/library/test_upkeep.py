@@ -25,7 +25,7 @@ from mpic.library.upkeep import check, collect, garbage, size_of
 
 
 def fill(library):
-    """A bit of everything; the keys of the chunks."""
+    """Fills a library with a bit of everything; returns the keys of the chunks."""
     ann = library.files.add("ann", b"ann's text", "a.txt", handle="A", metadata={"n": 1})
     library.files.add("bob", encoded(), "b.png", expires_after=10**6)
     asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_r", metadata={"k": "v"}))
@@ -161,7 +161,7 @@ def test_an_export_can_be_restored_into_another_library(library, tmp_path, clock
         file = other.files.by_handle("ann", "A")
         assert file.metadata == {"n": 1} and file.pinned
         assert other.files.content("ann", file.id) == b"ann's text"
-        assert [f.expires_at for f in other.files.page("bob", kind="image").files] == [clock.now + 10**6]
+        assert [f.expires_at for f in other.files.page("bob", kinds=("image",)).files] == [clock.now + 10**6]
         reference = other.references.get("ref_r")
         assert (reference.title, reference.metadata) == ("R", {"k": "v"})
         assert other.references.text(reference) == "a reference"

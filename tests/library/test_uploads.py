@@ -1,4 +1,4 @@
-"""Uploads: handles, pages, states. That users do not see each other's is in ``test_isolation.py``."""
+"""Uploads: handles, pages, states. ``test_isolation.py`` tests that users do not see each other's."""
 
 import io
 import threading
@@ -141,7 +141,7 @@ def test_the_same_bytes_under_the_same_handle_are_no_second_file(library, clock)
     clock.now += 50
     again = library.files.add("ann", b"one", "other name", handle="TOWER", expires_after=100)
     assert (again.id, again.filename) == (first.id, "f")
-    assert again.expires_at == first.expires_at + 50  # the lifetime is counted anew
+    assert again.expires_at == first.expires_at + 50  # the lifetime starts again
     assert library.files.add("ann", b"one", "f", handle="tower").expires_at is None
     assert library.files.add("bob", b"one", "f", handle="tower").id != first.id
     assert library.files.add("ann", b"one", "f").id != first.id  # without a handle there is nothing to keep
@@ -225,7 +225,7 @@ def test_pages_list_all_files_once(library):
     image = library.files.add("ann", encoded(), "i").id
     library.files.add("bob", b"text", "f")
     assert [f.id for f in library.files.page("ann", order="asc").files] == [*ids, image]
-    assert [f.id for f in library.files.page("ann", kind="image").files] == [image]
+    assert [f.id for f in library.files.page("ann", kinds=("image",)).files] == [image]
     seen, after = [], None
     while True:
         page = library.files.page("ann", after=after, limit=2)

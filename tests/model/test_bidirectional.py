@@ -1,4 +1,5 @@
-"""Which tokens of a model attend to each other in both directions: read off its masks, and shown to matter."""
+"""The tokens of a model that attend to each other in both directions are found from its masks, and the result
+matters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fingerprint of a checkpoint that is streamed from its files is that of the model that is loaded from them."""
+"""The fingerprint of a checkpoint that is streamed from its files equals that of the loaded model."""
 
 from __future__ import annotations
 

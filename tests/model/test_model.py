@@ -34,7 +34,6 @@ def rope(kind: str, **more) -> dict:
 
 
 GEMMA = {**TEXT, "head_dim": 16}
-GPT_OSS = {**GEMMA, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": rope("default")}
 LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 512}
 SMALL = {"vocab_size": 300, "n_layer": 2, "n_head": 4}
 REFUSED = {

@@ -1,4 +1,4 @@
-"""Quantising plain weights while they are loaded: what changes, what stays, and what is refused."""
+"""Quantising plain weights while they are loaded: effects, invariants and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def linear(inputs: int = 96, outputs: int = 48, dtype: torch.dtype = torch.float
 
 
 def rounded(weight: torch.Tensor, method: str) -> torch.Tensor:
-    """The weights that are left, in plain arithmetic."""
+    """Returns the rounded weights, computed in plain arithmetic."""
     if method == "int8":
         scale = weight.abs().amax(1, keepdim=True) / 127
         return (weight / scale).round() * scale
@@ -81,6 +81,21 @@ def test_layers_whose_sizes_do_not_fit_are_counted():
     text = {**TEXT, "intermediate_size": 72}
     found = quantize_weights(tf.LlamaForCausalLM(tf.LlamaConfig(**text)), "int4")
     assert (found["layers"], found["layers_not_quantized"]) == (3 * 4, 3 * 3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_projections_that_expand_latents_stay_plain_and_are_counted(method):
+    sizes = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    model, _ = make_model("deepseek", text=sizes)
+    before = [layer.self_attn.kv_b_proj.weight.clone() for layer in model.model.layers]
+    found = quantize_weights(model, method)
+    left = [layer.self_attn.kv_b_proj for layer in model.model.layers]
+    assert [type(one) for one in left] == [nn.Linear] * 3 and found["layers_of_latents"] == 3
+    assert all(torch.equal(one.weight, weight) for one, weight in zip(left, before, strict=True))
+    attention = model.model.layers[0].self_attn
+    rounded = (attention.q_a_proj, attention.q_b_proj, attention.kv_a_proj_with_mqa, attention.o_proj)
+    assert {type(one) for one in rounded} == {KINDS[method]} and found["layers_not_quantized"] == 0
+    assert quantize_weights(make_model("llama")[0], method)["layers_of_latents"] == 0
 
 
 def test_a_model_without_linear_layers_is_refused():

@@ -1,4 +1,4 @@
-"""The file of an adapter, the model that it belongs to, and the recipe of what is compiled inside it."""
+"""The file of an adapter, the model that it belongs to, and the recipe of chunks that are compiled inside it."""
 
 from __future__ import annotations
 

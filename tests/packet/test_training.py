@@ -1,4 +1,4 @@
-"""Training of adapters: what the student sees is what the engine links, and nothing but the adapter learns."""
+"""Training of adapters: the student sees the same as a link in the engine, and only the adapter learns."""
 
 from __future__ import annotations
 

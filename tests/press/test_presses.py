@@ -1,4 +1,4 @@
-"""Presses: their names, how much they leave, and which tokens, against slow and obvious implementations."""
+"""Presses: their names, and the tokens they keep, against slow and obvious implementations."""
 
 from __future__ import annotations
 

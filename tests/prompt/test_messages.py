@@ -29,7 +29,7 @@ def resolver() -> DictResolver:
 
 
 def content(value, role="user", found=None):
-    """The content of a single message, texts as strings and chunks as ``@name``."""
+    """Returns the content of a single message, with texts as strings and chunks as ``@name``."""
     (message,) = parse_messages([{"role": role, "content": value}], found or resolver())
     return [
         item.text if isinstance(item, Text) else f"@{item.name or item.chunk.label}"
@@ -83,7 +83,7 @@ def test_a_handle_part_counts_as_the_first_mention():
 
 def test_a_handle_in_another_case_is_the_same_and_is_linked_once():
     class AnyCase(DictResolver):
-        """Looks handles up as the library does."""
+        """A resolver that looks up handles like the library."""
 
         def by_handle(self, kind, name):
             return super().by_handle(kind, name.upper())

@@ -117,7 +117,7 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(kind, monkeyp
             work()
         assert caught.value.param == "messages" and caught.value.details["context_length"] == 101
         assert caught.value.details["prompt_tokens"] > 100
-    assert not recorder.sizes or guard.sliced.longest is None  # of which nothing can be known
+    assert not recorder.sizes or guard.sliced.longest is None  # about these nothing can be known
 
 
 @pytest.mark.parametrize("kind", CUT)

@@ -1,4 +1,4 @@
-"""KVSplit: pieces give the text back, fit, and end where the mode says."""
+"""KVSplit: joined pieces equal the text, each fits, and each ends where the mode says."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ def template(name):
 
 
 def spans_of_words(text):
-    """One token a word, white space before it included."""
+    """Returns spans with one token per word, including white space before it."""
     out, at = [], 0
     for word in text.split():
         start = text.index(word, at)
@@ -110,7 +110,7 @@ def test_what_cannot_be(values, param):
 
 
 def plainly(text, split, spans):
-    """The pieces when the whole text is tokenized first and every candidate to its end."""
+    """Returns the pieces when the whole text, and every candidate to its end, is tokenized."""
     if split.mode == "none" or not text.strip():
         return [SplitPiece(0, len(text))]
     if split.mode == "fixed":

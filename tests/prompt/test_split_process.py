@@ -1,4 +1,4 @@
-"""A long text is split in a process of its own, into the same pieces, and only while somebody waits."""
+"""A long text is split in a separate process, into the same pieces, and only while a caller waits."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def documents():
 
 @pytest.fixture
 def started(monkeypatch):
-    """Every process that is started, while no text is short."""
+    """Records every process that is started, and treats no text as short."""
     monkeypatch.setattr(split_process, "SHORT", 0)
     processes, popen = [], subprocess.Popen
 

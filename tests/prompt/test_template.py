@@ -1,4 +1,5 @@
-"""Messages through the chat templates of the families, against what transformers renders and tokenizes itself."""
+"""Messages through the chat templates of the families, compared with the renderings and tokens of transformers
+itself."""
 
 import copy
 import json

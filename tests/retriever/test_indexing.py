@@ -102,7 +102,7 @@ def test_a_reference_that_cannot_be_read_does_not_keep_another_embedder_from_ser
 
 
 class Picky(HashEmbedder):
-    """Cannot embed red pictures and texts that say so, whatever they come with."""
+    """An embedder that cannot embed red pictures and texts that contain the word, alone or in a batch."""
 
     def images(self, images):
         if any(image.getpixel((0, 0)) == (255, 0, 0) for image in images):

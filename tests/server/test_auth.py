@@ -1,4 +1,4 @@
-"""A server with keys: who gets in, how often, and with how much."""
+"""A server with keys: access, rates, and quotas."""
 
 import asyncio
 import dataclasses
@@ -14,7 +14,7 @@ from starlette.routing import Route
 from mpic.config import Config, ServerConfig
 from mpic.errors import EngineStopped
 from mpic.keys import KeyLimits, KeyStore
-from mpic.server.auth import Authenticate, RateLimiter
+from mpic.server.auth import Authenticate, KeyRates, RateLimiter
 from mpic.server.guard import HostGuard
 
 
@@ -182,7 +182,7 @@ async def test_hosts_when_there_are_keys(tmp_path, names, host, origin, status):
 
 async def test_finished_requests_are_not_counted(tmp_path):
     keys = KeyStore(tmp_path)
-    gate = Authenticate(Starlette(routes=[Route("/v1/x", ok)]), keys)
+    gate = Authenticate(Starlette(routes=[Route("/v1/x", ok)]), keys, KeyRates())
     secret, _ = keys.create("alice", limits=KeyLimits(concurrent=1))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://x") as http:
         for _ in range(3):

@@ -50,7 +50,7 @@ def save(folder: Path, name: str, processor: Any) -> Path:
 
 @torch.no_grad()
 def stock_answer(model: Path, text: str, images: list[bytes], is_prefix: bool, tokens: int = 4) -> str:
-    """What transformers answers to a prompt in which every image has all of its tokens."""
+    """Returns transformers' answer to a prompt in which every image has all of its tokens."""
     processor = tf.AutoProcessor.from_pretrained(model)
     stock = tf.AutoModelForImageTextToText.from_pretrained(model, attn_implementation="eager")
     pictures = [Image.open(io.BytesIO(data)).convert("RGB") for data in images]
@@ -70,7 +70,7 @@ def stock_answer(model: Path, text: str, images: list[bytes], is_prefix: bool, t
 
 
 async def answers_of(folder: Path, model: Path, images: dict[str, bytes]) -> dict[str, tuple[str, int, int]]:
-    """What the server answers under each policy, with the tokens that were reused and recomputed."""
+    """Returns the server's answer under each policy, with the tokens that were reused and recomputed."""
     library = Library.open(folder / "data")
     engine, processor = load_engine(EngineConfig(model=str(model), pool_bytes=1 << 22), library.store)
     found = {}

@@ -1,4 +1,4 @@
-"""JSON bodies: large ones are parsed off the event loop, and what is no text is the client's mistake."""
+"""JSON bodies: large ones are parsed off the event loop, and bodies that are not text are the client's mistake."""
 
 import json
 import threading

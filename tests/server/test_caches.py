@@ -1,11 +1,13 @@
 """Explicit context caching: texts are cut, kept, linked in any order, extended and deleted, by their owner only."""
 
 import time
+from unittest.mock import Mock
 
 import pytest
 from fake_engine import FakeEngine
 from server_helpers import fake_server, refusal
 
+from mpic.errors import DatabaseBusy
 from mpic.prompt.split import SplitPiece
 
 TEXT = "First sentence here. Second sentence. " * 8 + "\n\nA last paragraph, short.\n"
@@ -166,3 +168,24 @@ async def test_overlapping_chunks_are_counted_before_they_are_copied(server, mon
     split = {"mode": "section", "tokens": 1_000, "overlap": 500}
     answer = await create(server, text="x" * 3_000, split=split)
     assert answer.status_code == 400 and "1025 or more" in answer.json()["error"]["message"]
+
+
+async def test_a_cache_that_was_committed_is_returned_although_the_catalogue_cannot_be_read_then(
+    server, monkeypatch
+):
+    caches, catalog = server.library.caches, server.library.catalog
+    store = caches._store
+
+    def store_and_lock(*args):
+        store(*args)
+        monkeypatch.setattr(catalog, "read", Mock(side_effect=DatabaseBusy("locked")))
+
+    monkeypatch.setattr(caches, "_store", store_and_lock)
+    answer = await create(server, text="One. Two.", split={"mode": "sentence", "tokens": 5}, name="manual")
+    monkeypatch.undo()
+    assert answer.status_code == 200, answer.text
+    await server.settled(answer.json()["id"], "caches")
+    [listed] = (await server.http.get("/v1/caches")).json()["data"]
+    same = ("id", "name", "split", "created_at", "expires_at", "bytes")
+    assert {name: answer.json()[name] for name in same} == {name: listed[name] for name in same}
+    assert [c["id"] for c in answer.json()["chunks"]] == [c["id"] for c in listed["chunks"]]

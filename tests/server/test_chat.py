@@ -168,7 +168,7 @@ async def test_a_failure_before_the_first_token_is_an_ordinary_error(server):
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_frees_its_pages(server, stream):
-    """Driven below HTTP: after the first bytes (or none) the client is gone."""
+    """The test works below HTTP: after the first bytes (or none) the client disconnects."""
     engine, sent, leaves = server.engine, [], asyncio.Event()
     engine.pause, engine.answer = 0.02, " ".join(["word"] * 10_000)
     body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "stream": stream}).encode()

@@ -1,4 +1,4 @@
-"""Chat completions over HTTP: what is refused, and several answers to one prompt."""
+"""Chat completions over HTTP: refusals, and several answers to one prompt."""
 
 import asyncio
 

@@ -12,7 +12,7 @@ from mpic.server.connections import REASONS, Connections, addresses
 
 @dataclass(eq=False)
 class Client:
-    """A connection that notes what is done to it."""
+    """A connection that records the calls to it."""
 
     host: str = "10.0.0.1"
     key: bool = False
@@ -48,7 +48,7 @@ def registry(most=4, **config):
 
 
 def admitted(front, *clients):
-    """Admit them all; which of them are open then."""
+    """Admits all of them; returns those that are open afterwards."""
     for client in clients:
         assert front.admit(client) is None
     return [client for client in clients if not client.closed]

@@ -60,6 +60,14 @@ async def test_an_upload_says_how_it_is_cut(server):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "split")
 
 
+@pytest.mark.parametrize("depth", [300, 600, 100_000])
+async def test_how_to_cut_a_document_may_be_nested_as_deeply_as_it_likes_and_is_refused(server, depth):
+    split = '{"a":' * depth + "1" + "}" * depth
+    answer = await server.upload(LONG.encode(), "long.txt", split=split)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "bad_request", "split")
+
+
 async def test_one_handle_links_all_chunks_in_order(tmp_path, template):
     async with fake_server(tmp_path, template, FakeEngine(context=10**5, pool=10**6)) as server:
         split = json.dumps({"mode": "paragraph", "tokens": 400})

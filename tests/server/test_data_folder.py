@@ -1,4 +1,5 @@
-"""A data folder that goes away or that somebody else uses has codes of its own; a running server can be backed up."""
+"""A data folder that disappears or that another process uses has its own error codes; a running server can be backed
+up."""
 
 import itertools
 import json
@@ -115,7 +116,7 @@ async def test_the_sdk_repeats_an_upload_after_the_catalogue_was_locked(server, 
 
 @pytest.fixture
 def mpic_library(mpic):
-    """Run a command of ``mpic library`` in this process; gives (exit status, what it printed)."""
+    """Runs a command of ``mpic library`` in this process; returns (exit status, output)."""
 
     def run(*words):
         status, out, err = mpic("library", *words, "--json")
@@ -149,7 +150,7 @@ def test_a_backup_of_a_running_server_holds_everything_acknowledged_and_can_be_s
         worker.join()
     assert status == 0, said
     status, refused = mpic_library("restore", tmp_path / "b", "--data-dir", served_folder)
-    assert status == 1 and "another process" in refused  # that of the running server
+    assert status == 1 and "another process" in refused  # the folder of the running server
     status, said = mpic_library("restore", tmp_path / "b", "--data-dir", tmp_path / "r")
     assert status == 0 and not json.loads(said)["damaged"]
     with MPIC(url) as first, MPIC.local(tiny_model, tmp_path / "r", pool_bytes=64 * 12_288) as client:

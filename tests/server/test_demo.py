@@ -1,4 +1,4 @@
-"""The demo command, on a tiny random model: what it counts, prints and returns."""
+"""The demo command on a tiny random model: its counts, output and exit status."""
 
 import io
 import json
@@ -20,7 +20,7 @@ PARTS = [
 
 @pytest.fixture
 def samples(tmp_path, url, monkeypatch):
-    """A folder of samples, and the running server in place of one the demo would start."""
+    """A folder of samples, and the running server instead of one that the demo would start."""
 
     starts = []
 

@@ -1,4 +1,4 @@
-"""Files come and go while the disk stands still, and the server answers others meanwhile."""
+"""While the disk blocks an upload or a deletion, the server answers other requests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mpic.server import create_app
 
 
 class StandStill(FileSystem):
-    """A file layer in which one kind of call waits until the test, on the event loop, lets it go on. A loop that
-    waited for the disk itself could never do that."""
+    """A file layer in which one kind of call waits until the test releases it on the event loop. If the loop itself
+    waited for the disk, that could never happen."""
 
     def __init__(self, call: str) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class StandStill(FileSystem):
         setattr(self, call, wait)
 
     async def answered_meanwhile(self, http, request):
-        """The answer of ``request``, while which the disk stands still and another request is answered."""
+        """Returns the response of ``request``, during which the disk blocks and another request is answered."""
         self.armed = True
         task = asyncio.ensure_future(request)
         while not self.reached.is_set():
@@ -51,7 +51,7 @@ class StandStill(FileSystem):
 
 @pytest.fixture
 def stalling(tmp_path, template):
-    """Makes a server whose disk stands still at a call, and that disk."""
+    """Makes a server whose disk blocks at a call, and that disk."""
 
     @contextlib.asynccontextmanager
     async def make(call: str):

@@ -1,4 +1,4 @@
-"""The sliding window of frames that agents keep, sent as data URLs: the example of docs/examples, run as it stands."""
+"""The sliding window of frames that agents keep, sent as data URLs: the example of docs/examples, run unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS, WINDOW, FRAME = 80, 6, 16
 
 @pytest.fixture(scope="module")
 def steps(url):
-    """What the server says it did in each step. All frames together do not fit its pool."""
+    """Returns the server's counts for each step. All frames together do not fit its pool."""
     assert STEPS > POOL_PAGES
     watch = runpy.run_path(str(EXAMPLE))["watch"]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -37,8 +37,8 @@ def test_frames_keep_their_order_and_the_oldest_is_dropped(steps):
 
 
 def test_what_is_computed_does_not_grow_once_the_window_is_full(steps):
-    """Texts are one token a byte here, and step numbers have one digit or two. The prefix cache finds the system prompt
-    and what numbers begin with."""
+    """Texts have one token per byte here, and step numbers have one or two digits. The prefix cache finds the system
+    prompt and common first digits."""
     counts = [usage["tokens"] for usage in steps[10 + WINDOW :]]
     assert len({tokens["computed"] + tokens["prefix_hit"] for tokens in counts}) == 1
     assert len({tokens["reused"] for tokens in counts}) == 1
@@ -51,11 +51,11 @@ def test_frames_that_left_the_window_are_evicted_from_the_device(steps, url):
 
 
 async def test_a_frame_that_is_sent_again_is_not_decoded_again(server, monkeypatch):
-    from mpic.library import uploads
+    from mpic.library import inline
 
     decoded = []
-    key = uploads.image_key
-    monkeypatch.setattr(uploads, "image_key", lambda *args: decoded.append(args) or key(*args))
+    key = inline.image_key
+    monkeypatch.setattr(inline, "image_key", lambda *args: decoded.append(args) or key(*args))
     url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
     for _ in range(3):
         answer = await server.ask([{"type": "image_url", "image_url": {"url": url}}])
@@ -65,10 +65,10 @@ async def test_a_frame_that_is_sent_again_is_not_decoded_again(server, monkeypat
     assert len(decoded) == 2 and other.owner == "somebody else", "what another user sent is not looked up"
 
 
-@pytest.mark.parametrize("kind", ["video_url", "video", "input_video"])
-async def test_videos_are_refused_by_name(server, kind):
+@pytest.mark.parametrize("kind", ["video", "input_video"])
+async def test_other_names_for_a_video_are_refused(server, kind):
     part = {"type": kind, kind: {"url": "data:video/mp4;base64,AAAA"}}
     answer = await server.ask([{"type": "text", "text": "What happens?"}, part])
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert error["code"] == "unsupported_modality" and "of a video, send the frames" in error["message"]
+    assert error["code"] == "unsupported_modality" and "video_url" in error["message"]

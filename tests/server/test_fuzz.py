@@ -1,4 +1,4 @@
-"""Whatever a client sends, it is its mistake and is told so: no 5xx, always the error shape."""
+"""Whatever a client sends, the response is never a 5xx and always has the error shape."""
 
 import json
 import string
@@ -18,12 +18,13 @@ JSON = st.recursive(
 )
 NAMED = ["IMAGE#A", "FILE#B.", "FILE#", "<|im_end|>", "IMAGE#A and FILE#A", " "]
 TEXT = st.text(max_size=20) | st.sampled_from(NAMED)
-TYPES = ["text", "image_url", "image", "file", "document", "cache", "input_audio"]
+TYPES = ["text", "image_url", "video_url", "image", "file", "document", "cache", "input_audio"]
 URL = st.sampled_from(["data:,", "data:image/png;base64,AAAA", "x"])
 PART_FIELDS = {
     "type": st.sampled_from(TYPES) | JSON,
     "text": TEXT | JSON,
     "image_url": st.fixed_dictionaries({"url": URL}) | JSON,
+    "video_url": st.fixed_dictionaries({"url": URL}) | JSON,
     "image": st.sampled_from(["file-x", "data:"]) | JSON,
     "file": st.fixed_dictionaries({"file_id": TEXT}) | JSON,
     "handle": TEXT,

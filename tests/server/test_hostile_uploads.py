@@ -1,5 +1,5 @@
-"""Uploads that mean harm: each is refused by its own code, or taken as the harmless thing it decodes to, and nothing of
-what was refused stays on the disk."""
+"""Hostile uploads: each is refused with its own code, or accepted as the harmless thing it decodes to, and nothing of a
+refused upload stays on the disk."""
 
 import asyncio
 import dataclasses
@@ -99,7 +99,7 @@ async def limited(tmp_path, template):
 
 
 def left(server):
-    """Files of the library that are not its databases, and rows."""
+    """Returns the files of the library other than its databases, and its rows."""
     files = [
         p for p in server.library.root.rglob("*") if p.is_file() and p.suffix in ("", ".tmp", ".safetensors")
     ]
@@ -108,7 +108,7 @@ def left(server):
 
 
 async def left_nothing(server):
-    """Uploads discard on a thread: wait for it."""
+    """Waits until nothing is left, because uploads are discarded on a thread."""
     await wait_until(lambda: left(server) == ([], []))
 
 

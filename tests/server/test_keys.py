@@ -1,8 +1,10 @@
-"""API keys: what is kept of them, and who may call with one."""
+"""API keys: their storage, and the requests they allow."""
 
 import json
 import sqlite3
 import stat
+import threading
+from contextlib import closing
 
 import pytest
 
@@ -99,7 +101,7 @@ def test_a_login_ends_by_itself_by_logging_out_and_with_its_key(tmp_path):
     assert store.logged_in(second) == key
     now[0] = LOGIN_SECONDS
     assert store.logged_in(second) is None
-    fourth = store.log_in(key)  # which forgets the others
+    fourth = store.log_in(key)  # this forgets the others
     with sqlite3.connect(tmp_path / "keys.sqlite") as db:
         assert db.execute("SELECT COUNT(*) FROM logins").fetchone() == (1,)
     db.close()
@@ -108,13 +110,30 @@ def test_a_login_ends_by_itself_by_logging_out_and_with_its_key(tmp_path):
     store.close()
 
 
-def test_the_oldest_logins_end_first_when_there_are_too_many(tmp_path, monkeypatch):
+def test_the_oldest_logins_of_a_key_end_first_when_it_has_too_many(tmp_path, monkeypatch):
     monkeypatch.setattr("mpic.keys.MOST_LOGINS", 2)
     store = KeyStore(tmp_path)
     _, key = store.create("ann")
+    _, other = store.create("bob")
+    kept = store.log_in(other)
     cookies = [store.log_in(key) for _ in range(3)]
     assert [store.logged_in(cookie) is not None for cookie in cookies] == [False, True, True]
+    assert store.logged_in(kept) == other
     store.close()
+
+
+def test_a_request_finds_its_key_while_a_login_waits_for_the_disk(keys, tmp_path):
+    secret, key = keys.create("ann")
+    cookies = []
+    with closing(sqlite3.connect(tmp_path / "keys.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # a login must now wait, as it waits for a slow disk
+        login = threading.Thread(target=lambda: cookies.append(keys.log_in(key)))
+        login.start()
+        login.join(0.2)
+        assert keys.find(secret) == key and login.is_alive()
+        other.execute("ROLLBACK")
+    login.join()
+    assert keys.logged_in(cookies[0]) == key
 
 
 def test_a_file_from_before_logins_were_kept_still_has_its_keys(tmp_path):

@@ -1,4 +1,4 @@
-"""Large images and memory that runs out, seen from outside: who waits, who is refused and how, what is kept."""
+"""Large images and exhausted memory, seen from outside: waiting, refusals, and what is kept."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def inline(data):
 
 @pytest.fixture
 def no_room(monkeypatch):
-    """Memory for nothing that asks for it."""
+    """Makes every request for memory fail."""
     monkeypatch.setattr(memory, "room", lambda: memory.FLOOR)
 
 
 @pytest.fixture
 async def all_places_taken():
-    """Every place where large images are decoded is taken until the test lets go."""
+    """Takes every place for decoding large images until the test releases them."""
     away, held = decoder().in_workers, ExitStack()
     for _ in range(away.places):
         held.enter_context(away.taken(0, 1))

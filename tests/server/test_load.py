@@ -1,5 +1,5 @@
 """64 clients stream from the demo model at once; a third of them leave early. No error, no page and no file handle is
-lost, memory stays flat, and who leaves gives their pages back within one step.
+lost, memory stays flat, and the pages of a client that disconnects are freed within one step.
 
 Ten seconds in the suite, ten minutes in ``make soak-load``; with ``-s`` it prints its figures.
 """
@@ -51,7 +51,7 @@ def stream_of(text, policy, max_tokens):
 
 
 async def one(http, rng, handles, counts):
-    """One conversation: a question about one or two uploads, and a follow-up; perhaps cut short."""
+    """Runs one conversation: a question about one or two uploads, and a follow-up; it may be cut short."""
     named = " and ".join(f"IMAGE#{h}" for h in rng.sample(handles, rng.choice((1, 2))))
     question = f"{named} What is the colour of the ring? {rng.random():.4f}"
     body = stream_of(question, rng.choice(POLICIES), rng.randint(4, 24))

@@ -1,5 +1,5 @@
-"""The stock ``openai`` client against a running server with API keys: everything it offers that we serve, and its own
-classes for every kind of refusal."""
+"""The stock ``openai`` client against a running server with API keys: all of its features that we serve, and its own
+exception classes for every kind of refusal."""
 
 import base64
 import itertools
@@ -121,7 +121,7 @@ def test_stop_seed_and_n(connect):
 
 
 def test_a_conversation_finds_its_own_earlier_turns(connect):
-    """Under every kind of policy: what was said before is cached, more with every turn."""
+    """Under every kind of policy the earlier turns are cached, more with every turn."""
     client = connect(f"turns-{next(names)}")
     file = client.files.create(file=("d.txt", b"a document that is linked"), purpose="user_data")
     client.files.wait_for_processing(file.id, poll_interval=0.02)
@@ -215,7 +215,8 @@ def test_rate_limits(connect):
 
 
 def test_a_full_queue_is_a_rate_limit_too(connect):
-    """As many run as fit (1 to 4), 4 wait; the rest is told to come back, and those who were let in are answered."""
+    """As many run as fit (1 to 4), and 4 wait. The rest is refused with Retry-After, and the admitted ones are
+    answered."""
     clients = [connect() for _ in range(14)]
     results = []
 

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's that change nothing: one table says what is taken, and everything else follows it."""
+"""Fields of OpenAI's that change nothing: one table lists the accepted values, and everything else follows it."""
 
 import json
 import subprocess

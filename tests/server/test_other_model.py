@@ -10,7 +10,7 @@ from mpic.server import create_app
 
 
 async def test_another_models_chunk_is_never_used(tmp_path):
-    """It is found out by the model's fingerprint, compiled again, and the reason is told."""
+    """The model's fingerprint reveals it; the chunk is compiled again, and the reason is reported."""
     answers = []
     for seed in (0, 0, 1):
         model = save_tiny_llava(tmp_path / f"model{seed}", seed)

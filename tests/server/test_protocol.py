@@ -1,4 +1,4 @@
-"""Limits on clients before they are known, against a server on a real port with small limits."""
+"""Limits on clients before they are identified, with a server on a real port and small limits."""
 
 import io
 import logging
@@ -23,7 +23,7 @@ def running(tmp_path_factory, template):
 
 @pytest.fixture
 def front(running):
-    """The server, with no connection left behind by the test before."""
+    """The server, without connections left behind by the previous test."""
     assert running.settled()
     running.engine.pause, running.engine.answer = 0.0, "An answer."
     yield running
@@ -105,7 +105,7 @@ def test_a_slow_body_times_out(front, client, fields, piece):
 
 
 def test_a_body_that_stops_after_a_fast_start_times_out(front, client):
-    """Bytes sent fast buy no time for later: not as much as this end waits for an answer."""
+    """Bytes that were sent fast earn no time for later."""
     client.head("POST /v1/chat/completions", "Content-Length: 60000000", "Content-Type: application/json")
     client.send(b" " * 4_000_000)
     assert client.refusal() == LATE
@@ -147,7 +147,7 @@ def large(running):
 
 @pytest.mark.parametrize(("buffer", "pieces"), [(4096, 0), (1 << 16, 40)])
 def test_an_answer_that_is_not_read_to_its_end_is_given_up(large, front, buffer, pieces):
-    """Bytes read fast buy no time for later: two megabytes in 0.4 s."""
+    """Bytes that were read fast earn no time for later: two megabytes in 0.4 s."""
     before = front.closed()
     reader = front.connect(receive_buffer=buffer)
     reader.head(f"GET /v1/files/{large[0]}/content")
@@ -343,7 +343,7 @@ def test_metrics_show_connections(front, client):
 
 
 async def told(scope, receive, send):
-    """Says who the client is, over what."""
+    """An application that returns the client's address and the scheme."""
     assert scope["type"] == "http"
     body = f'{{"client": "{scope["client"][0]}", "scheme": "{scope["scheme"]}"}}'.encode()
     headers = [(b"content-length", b"%d" % len(body))]

@@ -1,4 +1,4 @@
-"""The configurations for reverse proxies in docs/operators.md: accepted by the proxies, and doing what they are for."""
+"""The configurations for reverse proxies in docs/operators.md are accepted by the proxies and work as intended."""
 
 import re
 import shlex
@@ -29,7 +29,7 @@ http {{
 
 
 def documented(language):
-    """The configuration in the documentation."""
+    """Returns the configuration in the documentation."""
     [found] = re.findall(rf"^```{language}\n(.*?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL)
     return found
 
@@ -41,7 +41,7 @@ def free_port():
 
 
 def changed(text, **places):
-    """The text with other places in it; each of them has to be there."""
+    """Returns the text with replacements; each original has to occur in it."""
     for old, new in places.items():
         assert old in text
         text = text.replace(old, new)
@@ -86,7 +86,7 @@ def haproxy(folder, certificate, port, server):
 
 @pytest.fixture(scope="module")
 def behind(tmp_path_factory, template):
-    """A server that takes every connection from this machine for one of its proxy."""
+    """A server that trusts every connection from this machine as its proxy's."""
     limits = replace(LIMITS, trusted_proxies="127.0.0.1", max_connections=100, keep_alive_seconds=5.0)
     limits = replace(limits, header_seconds=10.0, body_seconds=30.0, hosts="api.example.org")
     with front_server(tmp_path_factory.mktemp("behind"), template, limits) as front:
@@ -144,7 +144,7 @@ def test_the_documented_configuration_of_a_proxy_does_its_work(proxy, behind):
         made = http.post("/v1/files", files={"file": file}, data={"purpose": "user_data"})
         assert made.status_code == 200, made.text
 
-        # over https only, which the proxy has to tell
+        # allowed only over https, which the proxy has to report
         logged_in = http.post("/ui/login", data={"key": behind.key})
         assert logged_in.status_code == 303 and "Secure" in logged_in.headers["set-cookie"]
 

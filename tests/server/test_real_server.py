@@ -35,7 +35,7 @@ def pages(url):
 
 
 def idle_again(url, seconds=60.0):
-    """Wait until nothing runs."""
+    """Waits until nothing runs."""
     end = time.monotonic() + seconds
     while (engine := pages(url))["running"] or engine["waiting"]:
         assert time.monotonic() < end, f"still busy: {engine}"
@@ -76,7 +76,7 @@ def test_a_client_that_leaves_before_its_answer_frees_its_pages(url):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_for_too_many_pages_disturbs_no_other(client, url, stream):
-    """A 400 that says how many, while another answer goes on and comes out as it does alone."""
+    """The response is a 400 with the number of pages, and another running answer is the same as alone."""
     ask = {"model": "tiny", "messages": user("count"), "max_tokens": 60}
     ask["extra_body"] = {"mpic": {"ignore_eos": True}}
     alone = client.chat.completions.create(**ask).choices[0].message.content

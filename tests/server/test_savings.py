@@ -1,4 +1,4 @@
-"""The savings ledger: tokens that were not computed, by user and day; what was never reused."""
+"""The savings ledger: tokens that were not computed, by user and day, and files that were never reused."""
 
 from dataclasses import replace
 

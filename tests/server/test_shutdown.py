@@ -1,4 +1,4 @@
-"""The process ends in its time, whatever a thread does, and loses nothing that it has acknowledged."""
+"""The process ends in time, whatever a thread does, and loses nothing that it has acknowledged."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ BLOCKED = {
 
 @contextmanager
 def process(*command, log=subprocess.PIPE):
-    """A process that is not left behind by a test that fails."""
+    """Starts processes, and ends them even if a test fails."""
     one = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         yield one
@@ -90,7 +90,7 @@ def test_the_shutdown_timer_ends_a_process_in_which(fifo, where):
 
 
 def test_the_shutdown_timer_needs_no_lock_of_the_interpreter(fifo):
-    """A thread takes it for good after the signal; a timer of C ends the process then."""
+    """A thread holds that lock for ever after the signal; then a timer in C ends the process."""
     with watched(fifo, "timer.signalled(); time.sleep(0.1); ctypes.PyDLL(None).sleep(1000)") as one:
         assert one.wait(PATIENCE) == 1
         assert "Timeout" in one.stderr.read()

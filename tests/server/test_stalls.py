@@ -1,5 +1,5 @@
-"""Whatever one client sends, the streams and listings of others go on. Timed, with a wide margin: what these requests
-cost others was 3 to 70 seconds."""
+"""Whatever one client sends, the streams and listings of others continue. The test measures time with a wide margin:
+such requests used to delay others by 3 to 70 seconds."""
 
 import contextlib
 import json
@@ -50,7 +50,7 @@ class Watch(threading.Thread):
 
     @property
     def longest(self):
-        """Seconds, of a wait that goes on too."""
+        """Returns the longest wait in seconds, including one that still lasts."""
         return max(self.finished, time.monotonic() - self.began)
 
     def run(self):

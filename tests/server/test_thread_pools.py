@@ -1,4 +1,4 @@
-"""Long work has threads of its own, few for one user, and ends when its client leaves."""
+"""Long work has its own threads, few for each user, and ends when its client disconnects."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def request_of(user, leaves=None):
 
 
 class Work:
-    """Waits until it is let go; remembers how much of it there was at a time."""
+    """Work that waits until it is released, and records how much of it ran at the same time."""
 
     def __init__(self):
         self.go, self.lock = threading.Event(), threading.Lock()

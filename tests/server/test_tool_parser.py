@@ -1,4 +1,5 @@
-"""Tools: shown to the model by its own template, calls read out of its answer, everything else refused by name."""
+"""Tools are shown to the model by its own template, calls are found in its answer, and everything else is refused by
+name."""
 
 import json
 
@@ -34,7 +35,7 @@ async def hermes(tmp_path):
 
 
 def read(pieces):
-    """Words and (name, arguments), whatever the pieces were."""
+    """Returns words and (name, arguments), for any division into pieces."""
     reader = ToolCallParser()
     found = [item for piece in pieces for item in reader.push(piece)] + reader.finish()
     words = "".join(item for item in found if isinstance(item, str))

@@ -112,7 +112,7 @@ def test_a_user_cannot_link_the_other_users_data(two, hers):
 
 
 def test_equal_content_of_another_user_saves_no_time(two, hers):
-    """Counts, tiers and reasons (and so times) do not tell whether somebody else has sent a thing before."""
+    """Counts, tiers and reasons (and so times) do not reveal whether another user has sent the same content before."""
     ann, ben = two
     url = "data:image/png;base64," + base64.b64encode(IMAGE).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
@@ -135,7 +135,7 @@ def test_chats_of_one_user_are_in_no_prefix_of_the_other(two, policy):
 
 
 def test_a_flood_of_one_user_evicts_no_chunk_of_the_other(two, hers):
-    """He fills the pool (64 pages) several times over: her chunk leaves the device, not the disk."""
+    """One user fills the pool (64 pages) several times; the other's chunk leaves the device, but not the disk."""
     ann, ben = two
     for i in range(12):
         text = f"document number {i} " * 20

@@ -1,5 +1,6 @@
 """The second generation: data of full size, image tokens of their own patch only, a sink for every chunk alone."""
 
+import itertools
 import random
 
 import numpy as np
@@ -173,3 +174,22 @@ def test_a_saved_model_has_a_processor_whose_ids_and_features_are_those_of_train
         theirs = loaded.model(**{k: inputs[k] for k in ("input_ids", "pixel_values")}).last_hidden_state
         ours = hidden_states(loaded, collate([example]))[:, : theirs.shape[1]]
     torch.testing.assert_close(theirs, ours, atol=2e-2, rtol=1e-2)
+
+
+def test_workers_take_batches_of_about_the_same_size_at_the_same_time(encoder):
+    sizes = []
+    for seed in (3, 4):
+        batches = SECOND.batches(encoder, seed, 9, 2048, 0.5)
+        batches.progress = 0.9
+        drawn = list(itertools.islice(iter(batches), 30))
+        sizes.append([(sum(len(e.ids) for e in group), heads is not None) for group, heads in drawn])
+    tokens, masked = (
+        np.array([[size for size, _ in mine] for mine in sizes]),
+        [[m for _, m in mine] for mine in sizes],
+    )
+    assert masked[0] == masked[1] and 5 < sum(masked[0]) < 25
+    assert (tokens[0] != tokens[1]).mean() > 0.9, "they do not draw the same conversations"
+    waiting = 1 - tokens.mean() / tokens.max(0).mean()
+    drawn_apart = 1 - tokens.mean() / np.maximum(tokens[0], np.roll(tokens[1], 7)).mean()
+    assert waiting < 0.1 < drawn_apart
+    encoder.pick = None

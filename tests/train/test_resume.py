@@ -1,4 +1,4 @@
-"""A training run that is killed goes on where its last checkpoint was, and never with half of one."""
+"""A training run that was killed continues from its last checkpoint, which is never incomplete."""
 
 import dataclasses
 import json

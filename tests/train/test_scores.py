@@ -1,6 +1,7 @@
-"""Scores and model card of a demo checkpoint: complete, and honest about what was run."""
+"""Scores and model card of a demo checkpoint are complete and state what was run."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -62,6 +63,27 @@ def test_report_and_card_show_the_figures(result, folder, tmp_path):
     write_card(folder, tmp_path, True, "two CPU cores", "mpic train mllm", "- Nothing.", " It went on.")
     text = (folder / "README.md").read_text()  # all conversations of a run that goes on are of the full mix
     assert "It went on." in text and "20 questions a conversation." in text and "curriculum" not in text
+
+
+def test_the_card_of_each_generation_describes_its_own_model(result, folder, tmp_path):
+    write_report(result, folder)
+    row = {"step": 20, "seconds": 60, "tokens_per_s": 1000, "loss": 1.0}
+    (tmp_path / "curves.json").write_text(
+        json.dumps([{"stage": s, **row} for s in ("vision", "base", "pic")])
+    )
+    write_card(folder, tmp_path, True, "two CPU cores", "mpic train mllm", "- Nothing.")
+    text = (folder / "README.md").read_text()
+    assert "64 x 64 px images are 64 tokens,\n2,048 tokens of context" in text and "(4 to 32 tokens)" in text
+    assert "image one:<image> end of image one" in text and "summaries" in text and "sinks" not in text
+    config = json.loads((folder / "config.json").read_text())
+    large = tmp_path / "large"
+    shutil.copytree(folder, large)
+    config["image_seq_length"] = 576
+    (large / "config.json").write_text(json.dumps(config))
+    write_card(large, tmp_path, True, "two CPU cores", "mpic train mllm", "- Nothing.")
+    text = (large / "README.md").read_text()
+    assert "images are 576 tokens" in text and "(8 to 64 tokens)" in text
+    assert "image:<image> (image one)" in text and "attention sinks" in text
 
 
 def test_the_wordings_written_last_are_scored_beside_the_others(folder):

@@ -1,4 +1,4 @@
-"""A data folder that an earlier version wrote is opened by this one, with everything that users had in it."""
+"""This version opens a data folder that an earlier version wrote, with everything that users had in it."""
 
 import json
 import re

@@ -1,14 +1,41 @@
-"""Fixtures that several files share. No test of this folder runs where vLLM is not installed."""
+"""Fixtures that several files share, and what ``make parity`` keeps of every family (``vllm_outcomes.py``). No test of
+this folder runs where vLLM is not installed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 import vllm_facade
 import vllm_kit
+from torch import nn
+from vllm_outcomes import Outcomes
+
+from mpic.evals.models import vllm_results
 
 collect_ignore_glob = [] if vllm_kit.available() else ["test_*.py"]
+_outcomes = Outcomes(
+    {name: "image-text-to-text" if name in vllm_kit.VISION else "causal-lm" for name in vllm_kit.FAMILIES}
+)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        _outcomes.leave_out(item.nodeid)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        _outcomes.add(report.nodeid, report.outcome)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    is_worker = hasattr(
+        session.config, "workerinput"
+    )  # of pytest-xdist; the process that started it hears of all tests
+    if session.config.getoption("--parity") and vllm_kit.available() and not vllm_kit.V2 and not is_worker:
+        vllm_results.record(_outcomes.rows(), vllm_results.installed_version())
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -45,3 +72,23 @@ def next_is_served(linker):
 
     yield
     serves_the_next(linker)
+
+
+@pytest.fixture(scope="module")
+def rotary():
+    """A rotary module of vLLM's."""
+    from paged_kit import WIDTH
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    with set_current_vllm_config(VllmConfig()):
+        parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+        return get_rope(WIDTH, 512, is_neox_style=True, rope_parameters=parameters, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def rotation(rotary):
+    """How it moves keys."""
+    from mpic.engine.vllm.plugin.key_rotation import KeyRotation
+
+    return KeyRotation(nn.ModuleList([rotary]))

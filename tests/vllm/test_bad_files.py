@@ -1,4 +1,5 @@
-"""Bad, missing and late files in a running engine: the report tells what was computed instead, or the request ends."""
+"""Bad, missing and late files in a running engine: the report names the chunks that were computed instead, or the
+request ends."""
 
 from __future__ import annotations
 

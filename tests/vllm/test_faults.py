@@ -1,4 +1,4 @@
-"""Bad orders to a running engine, and errors of its own: the request ends with a reason, the next one is served."""
+"""Bad orders to a running engine, and its own errors: the request ends with a reason, and the next one is served."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_compile_that_cannot_be_written_is_reported(linker, monkeypatch, folde
 def test_a_placement_that_fails_ends_its_requests_and_leaves_no_blocks(linker, monkeypatch):
     request, params = linker.link(TEXT, "mpic-4", salt="placement")
     no_room = Mock(side_effect=RuntimeError("no room"))
-    monkeypatch.setattr("mpic.engine.vllm.plugin.runner.place_chunks", no_room)
+    monkeypatch.setattr("mpic.engine.vllm.plugin.runner.place_on_cpu", no_room)
     refused(linker, request, params, "no room", "internal_error")
     monkeypatch.undo()
     answer = answer_to(linker, request, params)

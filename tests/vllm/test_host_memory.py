@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from mpic.engine.vllm.plugin.host_memory import Expected, HostMemory
+from mpic.engine.vllm.plugin.host_memory import CachedFile, Expected, HostMemory
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
 from mpic.kv.file import ChunkFile, write
 
@@ -63,6 +63,13 @@ def test_chunks_stay_until_others_need_their_memory(make, wanted, monkeypatch):
         assert load.chunks[0].state == "ready" and (load.chunks[0].kv == i).all()
         memory.release(load)
     assert reads == ["0.kv", "1.kv", "2.kv", "3.kv", "1.kv"]
+
+
+def test_page_locked_chunks_count_what_is_allocated(make):
+    memory, chunk = make(2), CachedFile("some.kv", "key", 5)
+    assert memory._bytes(chunk) == 5 * SHAPE.per_token * 4
+    memory._pinned_memory = True
+    assert memory._bytes(chunk) == 512, "torch rounds up to a power of two"
 
 
 def test_loads_wait_for_memory_in_order_and_pinned_chunks_stay(make, wanted):

@@ -1,4 +1,4 @@
-"""The two halves of the vLLM engine: what imports what."""
+"""The imports of the two halves of the vLLM engine."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def core(linker):
 
 
 def idle(linker) -> None:
-    """Says whether nothing is held: no block, no chunk, no order."""
+    """Returns whether nothing is held: no block, no chunk, no order."""
     scheduler = core(linker).scheduler
     admission, host = scheduler.connector._admission, scheduler.connector._host
     assert not admission._tracked and not admission._unfinished and not admission._admitted

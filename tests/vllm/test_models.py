@@ -1,4 +1,4 @@
-"""Checkpoints of every family: plain vLLM gives what plain transformers gives, images included."""
+"""Checkpoints of every family: plain vLLM gives the same as plain transformers, images included."""
 
 from __future__ import annotations
 

@@ -102,7 +102,10 @@ def test_on_a_gpu_the_attention_backend_is_one_whose_layout_is_known(
         ({"vllm_args": '{"quantization": "fp8"}'}, "give a model that is quantized"),
         ({"vllm_args": '{"blok_size": 4}'}, "did you mean block_size"),
         ({"vllm_args": '{"data_parallel_size": 2}'}, "replicas are not tested"),
-        ({"vllm_args": '{"kv_sharing_fast_prefill": true}'}, "right with links; allowed: block_size"),
+        (
+            {"vllm_args": '{"kv_sharing_fast_prefill": true}'},
+            "is not verified with links; allowed: block_size",
+        ),
         ({"attention": "cpu-stream"}, "not one of vLLM's: auto, CPU_ATTN"),
     ],
 )

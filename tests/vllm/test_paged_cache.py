@@ -6,39 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_addressing import GPUAttention
+from paged_kit import BLOCK, LAYERS, TOKENS, chunk, paged
 from torch import nn
 
-from mpic.engine.vllm.plugin import kv_import
 from mpic.engine.vllm.plugin.key_rotation import KeyRotation
-from mpic.engine.vllm.plugin.kv_import import PagedWrite, place_chunks
+from mpic.engine.vllm.plugin.kv_import import PagedWrite
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
+from mpic.engine.vllm.plugin.placement import Placement, Staging
 from mpic.engine.vllm.plugin.selftest import self_test
 from mpic.errors import ModelRefused
 from mpic.kernels.attention import rotate
 
-LAYERS, HEADS, BLOCK, WIDTH, TOKENS = 3, 4, 16, 32, 41
 
-
-def paged(tensor_rank: int = 0, workers: int = 1) -> PagedCache:
-    heads = HEADS // workers
-    layers = {i: GPUAttention(8, heads, BLOCK, WIDTH, torch.float32) for i in range(LAYERS)}
-    return PagedCache(layers, BLOCK, tensor_rank * heads, (tensor_rank, 0), on_cpu=False)
-
-
-@pytest.fixture(scope="module")
-def rotary():
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.rotary_embedding import get_rope
-
-    with set_current_vllm_config(VllmConfig()):
-        parameters = {"rope_type": "default", "rope_theta": 10_000.0}
-        return get_rope(WIDTH, 512, is_neox_style=True, rope_parameters=parameters, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def rotation(rotary):
-    return KeyRotation(nn.ModuleList([rotary]))
+def place(cache: PagedCache, rotation: KeyRotation, writes: list[PagedWrite], size: int = 1 << 20) -> None:
+    Placement(cache, rotation, writes, Staging(cache.device, size=size)).finish()
 
 
 def rotated(rotary, keys: torch.Tensor, first: int) -> torch.Tensor:
@@ -50,10 +31,6 @@ def rotated(rotary, keys: torch.Tensor, first: int) -> torch.Tensor:
     return query.view(n, layers, heads, width).permute(1, 2, 0, 3)
 
 
-def chunk(seed: int, n: int = TOKENS, heads: int = HEADS) -> torch.Tensor:
-    return torch.randn(LAYERS, 2, heads, n, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("mapped", [False, True], ids=["in host memory", "mapped from its file"])
 @pytest.mark.parametrize("tokens", [slice(0, TOKENS), slice(7, 30), torch.tensor([0, 3, 4, 20, 40])], ids=str)
 def test_a_placed_chunk_is_read_back_with_its_keys_at_their_new_positions(rotation, rotary, tokens, mapped):
@@ -63,7 +40,7 @@ def test_a_placed_chunk_is_read_back_with_its_keys_at_their_new_positions(rotati
     indices = torch.arange(TOKENS)[tokens]
     blocks = torch.tensor([5, 2, 7])
     write = PagedWrite(list(kv) if mapped else kv, tokens, len(indices), base, cache.slots(blocks, indices))
-    place_chunks(cache, rotation, [write])
+    place(cache, rotation, [write])
     found = cache.read(blocks, 0, TOKENS)
     torch.testing.assert_close(found[:, 0][:, :, indices], rotated(rotary, raw[:, 0], base)[:, :, indices])
     torch.testing.assert_close(found[:, 1][:, :, indices], raw[:, 1][:, :, indices])
@@ -79,7 +56,7 @@ def test_writes_of_several_requests_are_placed_each_with_its_own_rotation(rotati
         PagedWrite(kv, slice(0, n), n, base, cache.slots(own, torch.arange(n)))
         for kv, n, base, own in ((first, TOKENS, 0, blocks[0]), (second, 20, 9, blocks[1]))
     ]
-    place_chunks(cache, rotation, writes)
+    place(cache, rotation, writes)
     torch.testing.assert_close(cache.read(blocks[0], 0, TOKENS), first)
     torch.testing.assert_close(cache.read(blocks[1], 0, 20)[:, 1], second[:, 1])
     moved = rotate(second[:, 0], rotation.by(9))
@@ -92,32 +69,8 @@ def test_a_worker_of_several_holds_its_own_heads(rotation):
     mine = whole[:, :, cache.heads.start : cache.heads.stop]
     blocks = torch.tensor([2, 1, 3])
     slots = cache.slots(blocks, torch.arange(TOKENS))
-    place_chunks(cache, rotation, [PagedWrite(mine, slice(0, TOKENS), TOKENS, 0, slots)])
+    place(cache, rotation, [PagedWrite(mine, slice(0, TOKENS), TOKENS, 0, slots)])
     torch.testing.assert_close(cache.read(blocks, 0, TOKENS), mine)
-
-
-def test_a_chunk_crosses_to_the_device_in_copies_of_bounded_size(rotation, monkeypatch):
-    cache, kv = paged(), chunk(4)
-    copies = []
-    upload = kv_import.upload
-
-    def counted(write, layers, device):
-        copies.append(upload(write, layers, device))
-        return copies[-1]
-
-    monkeypatch.setattr(kv_import, "upload", counted)
-    blocks = torch.tensor([1, 2, 3])
-    write = PagedWrite(kv, slice(0, TOKENS), TOKENS, 0, cache.slots(blocks, torch.arange(TOKENS)))
-    place_chunks(cache, rotation, [write])
-    assert len(copies) == 1, "one copy for all layers"
-    monkeypatch.setattr(kv_import, "TRANSFER_BYTES", 2 * kv[0].nbytes)
-    copies.clear()
-    place_chunks(cache, rotation, [write])
-    assert [len(copy) for copy in copies] == [2, 1]
-    torch.testing.assert_close(cache.read(blocks, 0, TOKENS), kv)
-    monkeypatch.setattr(kv_import, "TRANSFER_BYTES", 1)
-    place_chunks(cache, rotation, [write])
-    torch.testing.assert_close(cache.read(blocks, 0, TOKENS), kv)
 
 
 def test_the_kernel_of_these_tests_sees_a_transposed_view(rotation):
@@ -139,7 +92,10 @@ def runner(rotation, rotary):
         return SimpleNamespace(blocks=blocks[0].long(), end=int(ends[0]))
 
     parts = {"language_model": nn.ModuleList([rotary]), "attention_metadata": metadata}
-    return SimpleNamespace(paged=paged(), rotation=rotation, device=torch.device("cpu"), **parts)
+    cpu = torch.device("cpu")
+    return SimpleNamespace(
+        paged=paged(), rotation=rotation, device=cpu, staging=Staging(cpu, size=1 << 20), **parts
+    )
 
 
 def test_an_engine_whose_cache_path_is_right_passes_its_self_test_and_starts_empty(runner):

@@ -40,7 +40,7 @@ def test_the_rows_of_a_step_are_gone_when_the_step_ends_however_it_ends(links):
 
 
 class Graphs:
-    """As much of vLLM's runner as chooses the graph of a step, with vLLM's own method and dispatcher."""
+    """The part of vLLM's runner that chooses the graph of a step, with vLLM's own method and dispatcher."""
 
     _is_uniform_decode = staticmethod(GPUModelRunner._is_uniform_decode)
     _determine_batch_execution_and_padding = GPUModelRunner._determine_batch_execution_and_padding
@@ -101,7 +101,8 @@ def test_a_step_with_links_uses_no_full_graph_and_keeps_piecewise_ones(mode, wit
 
 
 def graphs_of_the_second_runner(mode: str) -> CudaGraphManager:
-    """As much of vLLM's manager as chooses a graph, with its own lists of what it would have captured."""
+    """Returns the part of vLLM's manager that chooses a graph, with its own lists of the graphs it would have
+    captured."""
     manager = CudaGraphManager.__new__(CudaGraphManager)
     sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16], "max_cudagraph_capture_size": 16}
     manager.__dict__ |= {
@@ -125,7 +126,7 @@ def graphs_of_the_second_runner(mode: str) -> CudaGraphManager:
 
 
 class Dispatching:
-    """As much of vLLM's second runner as chooses the graph of a step, by vLLM's own manager."""
+    """The part of vLLM's second runner that chooses the graph of a step, with vLLM's own manager."""
 
     def __init__(self, mode: str) -> None:
         self.cudagraph_manager = graphs_of_the_second_runner(mode)
@@ -160,7 +161,7 @@ def test_a_step_with_links_uses_no_full_graph_in_the_second_runner_either(mode, 
 
 
 def fitting() -> SimpleNamespace:
-    """A configuration of vLLM with which links are right, as far as it is asked."""
+    """Returns a configuration of vLLM with which links are right, as far as the tests read it."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,

@@ -1,4 +1,4 @@
-"""One ``mpic serve`` on the small demo model and one browser for all tests; pages that watch what they ask for."""
+"""One ``mpic serve`` on the small demo model and one browser for all tests, with pages that record their requests."""
 
 import time
 from contextlib import ExitStack

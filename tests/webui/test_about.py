@@ -1,4 +1,4 @@
-"""What the page says about the server: policies with what was measured, samples, figures."""
+"""The page's facts about the server: policies with measurements, samples, figures."""
 
 import re
 from pathlib import Path

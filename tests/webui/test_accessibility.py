@@ -22,7 +22,7 @@ HIT_AREAS = """() => [...(document.querySelector('dialog:modal') || document).qu
 
 @pytest.fixture(scope="module")
 def audit(request):
-    """axe-core; what it looked at is printed behind the module's tests."""
+    """Runs axe-core, and prints how much it examined after the module's tests."""
     if not SOURCE.exists():
         pytest.skip("axe-core is not here: tools/get_axe.sh gets it with npm")
     audit = Audit()

@@ -23,8 +23,7 @@ def clear(url):
 def test_a_first_time_user_gets_an_answer_and_compares_it_without_reading_beyond_the_first_screen(
     demo, open_page, capsys
 ):
-    """Clicks on what the first screen shows, and nothing else. The seconds are printed: they are not the same on every
-    machine."""
+    """Clicks only on elements of the first screen. The seconds are printed, because they differ between machines."""
     url, started = demo
     clear(url)
     begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""The server goes away and comes back, a key ends: the page says so in words and is well again by itself."""
+"""When the server disappears and returns, or a key ends, the page explains it and recovers by itself."""
 
 from page_kit import BOX, add, ask, log_in, look, until
 
@@ -140,3 +140,27 @@ def test_a_hidden_page_does_not_ask(fake, open_page):
     page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
     page.wait_for_timeout(300)
     assert any("/alive" in url for url in asked)
+
+
+def test_an_open_page_becomes_that_of_the_user_who_logs_in_in_another_tab_before_it_sends_anything(
+    fake, open_page
+):
+    keys = {name: fake.keys.create(name)[0] for name in ("ann", "bob")}
+    add(fake, "BOBS", user="bob")
+    page = open_page(fake.url, ready=False, expected=("401", "404", "ERR_FAILED"))
+    log_in(page, keys["ann"])
+    ask(page, "Ann's first question")
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.fill(BOX, "Ann's second question")
+    page.keyboard.press("Enter")
+    page.route("**/ui/alive", lambda route: route.abort())
+    page.wait_for_selector("text=asked again as soon as it is back")
+    other = open_page(fake.url, context=page.context, expected=("401", "404"))
+    other.click("#logout button")
+    other.wait_for_selector("#key")
+    log_in(other, keys["bob"])
+    asked = len(fake.engine.requests)
+    page.unroute("**/v1/chat/completions")
+    page.unroute("**/ui/alive")
+    page.wait_for_selector(".file[data-handle=BOBS]")
+    assert "Ann" not in page.inner_text("body") and len(fake.engine.requests) == asked

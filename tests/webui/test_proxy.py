@@ -30,7 +30,7 @@ async def server(tmp_path):
 
 @pytest.fixture
 def log_in(server):
-    """Makes a user with a key; gives the headers of a browser that is logged in with it."""
+    """Makes a user with a key; returns the headers of a browser that is logged in with it."""
 
     async def logged_in(name, role="user", limits=None):
         key, _ = server.keys.create(name, role, limits)
@@ -200,8 +200,17 @@ async def test_only_administrators_see_the_servers_figures_and_change_references
     assert (about["user"], about["role"], about["keyed"]) == ("ann", "user", True)
 
 
+async def test_a_page_of_one_user_asks_nothing_in_the_name_of_another(server, log_in):
+    bob = await log_in("bob")
+    stale = {**bob, "x-mpic-user": "ann"}
+    for method, path in (("GET", "/ui/v1/files"), ("POST", "/ui/v1/chat/completions")):
+        assert (await server.http.request(method, path, headers=stale)).status_code == 401
+    assert (await server.http.get("/ui/alive", headers=stale)).json()["user"] == "bob"
+    assert (await server.http.get("/ui/v1/files", headers={**bob, "x-mpic-user": "bob"})).status_code == 200
+
+
 async def test_the_page_learns_that_the_server_is_not_ready_and_why(server, monkeypatch):
-    assert (await server.http.get("/ui/alive")).json() == {"ready": True}
+    assert (await server.http.get("/ui/alive")).json() == {"ready": True, "user": "local"}
     server.library.root.rename(server.library.root.with_name("away"))
     answer = (await server.http.get("/ui/alive")).json()
     assert not answer["ready"] and "folder" in answer["message"]
@@ -215,7 +224,7 @@ OUTSIDE = [
 
 
 async def test_names_of_pictures_and_scripts_do_not_lead_out_of_their_folders(server):
-    """As they come from the network: a client would tidy them up."""
+    """The paths are sent as raw requests, because a client would normalise them."""
     scope = {"type": "http", "method": "GET", "query_string": b"", "headers": [(b"host", b"127.0.0.1")]}
     scope |= {
         "root_path": "",
@@ -314,6 +323,15 @@ async def test_a_login_outlasts_the_server_until_its_key_is_revoked(server, log_
     cookies = {name: who["cookie"].split("=")[1].encode() for name, who in (("ann", ann), ("bob", bob))}
     stored = b"".join(path.read_bytes() for path in tmp_path.glob("keys.sqlite*"))
     assert not any(cookie in stored for cookie in cookies.values())  # only digests
+
+
+async def test_logins_count_as_requests_of_their_key(server):
+    key, _ = server.keys.create("ann", limits=KeyLimits(requests_per_minute=3))
+    answers = [await server.http.post("/ui/login", data={"key": key}) for _ in range(4)]
+    assert [answer.status_code for answer in answers] == [303, 303, 303, 429]
+    assert "Log in again in" in answers[-1].text and "set-cookie" not in answers[-1].headers
+    refused = await server.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+    assert code(refused) == "rate_limited"
 
 
 async def test_no_header_of_a_client_stands_for_a_login(server, log_in):

@@ -1,4 +1,4 @@
-"""The answer first: what of a conversation is seen, on a desk, a tablet and a phone."""
+"""The answer comes first: the visible part of a conversation on a desktop, a tablet and a phone."""
 
 import httpx
 import pytest

@@ -1,8 +1,8 @@
-"""Builds the documentation site: ``make docs``, or ``python tools/docs/build_site.py OUT``.
+"""Builds the documentation site (``make docs``, or ``python tools/docs/build_site.py OUT``).
 
 The pages that ``docs/nav.toml`` names, and every page and file that they link to, become plain HTML under OUT, which
-any web server or a browser alone can show. Reference pages are made from the code while the site is built. Nothing is
-fetched. A link to a page, a heading or a file that does not exist fails the build.
+any web server can serve and a browser can open directly. Reference pages are made from the code while the site is
+built. Nothing is fetched. A link to a page, a heading or a file that does not exist fails the build.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXTERNAL = re.compile(r"(https?|mailto):")
 
 @dataclass
 class Page:
-    """One page: ``source`` is its path in the repository, ``to`` its path in the site."""
+    """A page. ``source`` is its path in the repository, ``to`` its path in the site."""
 
     source: str
     to: str
@@ -45,7 +45,7 @@ class Page:
 
 
 class SiteError(Exception):
-    """The site cannot be built; each line names a page and what is wrong with it."""
+    """The site cannot be built; each line names a page and its problem."""
 
 
 def slug(title: str, taken: dict[str, str]) -> str:

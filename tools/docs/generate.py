@@ -1,6 +1,6 @@
 """Writes the generated files that are kept in the repository: ``python tools/docs/generate.py``.
 
-They are kept because people read them without building the site; ``tests/docs`` compares them with the code.
+They are kept so that they can be read without building the site; ``tests/docs`` compares them with the code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpic.link.engines import document
 
 
 def files() -> dict[str, str]:
-    """Returns path -> text."""
+    """Returns the text of every generated file by its path."""
     return {"docs/policies.md": document(), "docs/openai.md": "\n".join(openai()) + "\n", "llms.txt": llms()}
 
 

@@ -1,4 +1,4 @@
-"""The navigation of the documentation (``docs/nav.toml``), where pages lie in the site, and ``llms.txt``."""
+"""The navigation of the documentation (``docs/nav.toml``), the paths of pages in the site, and ``llms.txt``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def navigation() -> list[dict[str, Any]]:
 
 
 def site_path(source: str) -> str:
-    """Returns where a page of the repository lies in the site: a Markdown file, or a folder that is listed."""
+    """Returns the path in the site of a page of the repository, which is a Markdown file or a listed folder."""
     path = (
         source.removesuffix(".md") if source.startswith("docs/") else f"project/{source.removesuffix('.md')}"
     )
@@ -31,16 +31,17 @@ def site_path(source: str) -> str:
 
 
 def asset_path(source: str) -> str:
-    """Returns where a picture or another file that a page links to lies in the site."""
+    """Returns the path in the site of a picture or another file that a page links to."""
     return source.removeprefix("docs/") if source.startswith("docs/") else f"files/{source}"
 
 
 def llms(place: Callable[[str], str] | None = None) -> str:
-    """Returns ``llms.txt``: what this is and a line for each page, for programs that read documentation.
+    """Returns the content of ``llms.txt``: a description and one line for each page, for programs that read
+    documentation.
 
     Args:
-        place: path in the repository -> path in the site. Without it the links are the repository's, and pages that
-            exist in the site alone are left out.
+        place: function from a path in the repository to the path in the site. Without it links are paths in the
+            repository, and pages that exist only in the site are left out.
     """
     lines = [(HERE / "llms.head.txt").read_text(encoding="utf-8").rstrip()]
     for section in navigation():

@@ -1,4 +1,5 @@
-"""What is taken, ignored and refused of OpenAI's chat completions: found by asking the server's own validation."""
+"""Lists the parameters of OpenAI's chat completions that are supported, ignored and refused, by the server's own
+validation."""
 
 from __future__ import annotations
 
@@ -74,17 +75,17 @@ NEEDS = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
 
 
 def openai() -> Iterator[str]:
-    """Yields the page."""
+    """Yields the lines of the page."""
     yield (Path(__file__).parent / "openai.head.md").read_text(encoding="utf-8").rstrip()
     yield from table("parameter|here|", [(code(name), *verdict(name)) for name in sorted(PROBES)])
 
 
 def verdict(name: str) -> tuple[str, str]:
-    """Returns ``taken``, ``ignored``, ``refused`` or ``only the usual value``, and what to know about it."""
+    """Returns ``supported``, ``ignored``, ``refused`` or ``only the usual value``, and a note."""
     why = WHY.get(name, "")
     active, *usual = PROBES[name]
     if accepted(name, active):
-        return ("taken", "") if name in USED else ("ignored", why or "it changes nothing here")
+        return ("supported", "") if name in USED else ("ignored", why or "it changes nothing here")
     passed = [value for value in usual if accepted(name, value)]
     if passed:
         return "only the usual value", f"{', '.join(code(_json(value)) for value in passed)}; {why}".strip(

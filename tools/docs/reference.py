@@ -27,7 +27,7 @@ TYPES = {int: "integer", str: "string", bool: "boolean", float: "number"}
 
 
 def pages() -> dict[str, str]:
-    """Returns path -> Markdown of every page that is made from the code."""
+    """Returns the Markdown of every page that is made from the code, by its path."""
     made = {
         "rest": rest,
         "sdk": sdk,

@@ -14,7 +14,7 @@ from mpic.version import VERSION
 
 
 def openapi() -> dict[str, Any]:
-    """Returns the description that a running server has at ``/openapi.json``."""
+    """Returns the description that a running server serves at ``/openapi.json``."""
     errors = {"4XX": {"model": ErrorBody, "description": "an error the caller can correct"}}
     described = FastAPI(title="MPIC", version=VERSION, responses=errors)
     for router in ROUTERS:

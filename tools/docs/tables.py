@@ -12,7 +12,7 @@ def table(columns: str, rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
     """Yields the lines of a Markdown table, or nothing where there are no rows.
 
     Args:
-        columns: their names, with ``|`` between them.
+        columns: the names of the columns, separated by ``|``.
     """
     rows = list(rows)
     if rows:
@@ -23,13 +23,14 @@ def table(columns: str, rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
 
 
 def code(text: object) -> str:
-    """Returns inline code; nothing for nothing."""
+    """Returns a text as inline code; an empty text stays empty."""
     return f"`{text}`" if str(text) else ""
 
 
 def docstring(thing: Any) -> str:
     """Returns a docstring in Google style as Markdown: ``Args:`` and its like become lists."""
-    own = thing.__dict__.get("__doc__", "") if isinstance(thing, type) else thing.__doc__  # not a base's
+    # a class without a docstring must not show that of its base
+    own = thing.__dict__.get("__doc__", "") if isinstance(thing, type) else thing.__doc__
     lines = inspect.cleandoc(own or "").replace("``", "`").splitlines()
     out: list[str] = []
     section = False

@@ -8,6 +8,11 @@ export class ApiError extends Error {
   }
 }
 
+let who = {};
+/** Says for which user this page asks. The server then refuses to ask the API in the name of somebody else, who may have
+ * logged in in another tab. */
+export const askFor = (user) => { who = { 'x-mpic-user': encodeURIComponent(user) }; };
+
 const watchers = [];
 /** Tells what happens to requests: `lost` (no connection), `ok`, `out` (logged out). */
 export const watch = (watcher) => watchers.push(watcher);
@@ -27,11 +32,11 @@ export const send = async (path, { method = 'GET', json, body, signal, keepalive
   try {
     response = await fetch(`/ui${path}`, {
       method, signal, keepalive, cache: 'no-store', redirect: 'error',
-      headers: json === undefined ? {} : { 'content-type': 'application/json' },
+      headers: json === undefined ? who : { ...who, 'content-type': 'application/json' },
       body: json === undefined ? body : JSON.stringify(json),
     });
   } catch (error) {
-    if (error.name === 'AbortError') throw error;
+    if (error.name === 'AbortError' || error.name === 'TimeoutError') throw error;
     tell('lost');
     throw new ApiError('unreachable', 'The server cannot be reached.');
   }
@@ -40,19 +45,28 @@ export const send = async (path, { method = 'GET', json, body, signal, keepalive
 };
 
 let turn = Promise.resolve();
-const PAUSES = [250, 500, 1000];
-/** Reads JSON. One request after the other, because a key may allow only one at a time. */
+const PAUSES = [250, 500, 1000], PATIENCE = 30_000;
+const once = async (path) => {
+  try {
+    return await (await send(path, { signal: AbortSignal.timeout(PATIENCE) })).json();
+  } catch (error) {
+    if (error.name === 'TimeoutError') throw new ApiError('no_answer', 'The server did not answer in time.');
+    throw error;
+  }
+};
+/** Reads JSON. One request after the other, because a key may allow only one at a time; one that gets no answer gives
+ * way to the next after a while. */
 export const get = (path) => {
   const attempt = async () => {
     for (const pause of PAUSES) {
       try {
-        return await (await send(path)).json();
+        return await once(path);
       } catch (error) {
         if (error.code !== 'too_many_concurrent') throw error;
         await new Promise((done) => { setTimeout(done, pause); });
       }
     }
-    return (await send(path)).json();
+    return once(path);
   };
   const result = turn.then(attempt);
   turn = result.catch(() => {});
@@ -76,6 +90,7 @@ export const upload = (path, fields, progress = () => {}) => new Promise((resolv
     return reject(new ApiError(code, message, request.status));
   };
   request.open('POST', `/ui${path}`);
+  for (const [name, value] of Object.entries(who)) request.setRequestHeader(name, value);
   request.send(form);
 });
 

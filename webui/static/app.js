@@ -1,10 +1,10 @@
 // The page: what is shown at which address, and what begins when.
 import { $, $$, h, icon } from './dom.js';
-import { get } from './api.js';
+import { ApiError, askFor, get } from './api.js';
 import { failed, toast } from './ui.js';
 import * as store from './store.js';
 import { onBack, watchConnection } from './connection.js';
-import { busy, chat, drawAll, learn, openChat } from './chat.js';
+import { chat, learn, openChat, takeOver } from './chat.js';
 import * as chats from './chats.js';
 import { showDraft, startComposer } from './composer.js';
 import * as library from './library.js';
@@ -67,7 +67,7 @@ const show = async (about) => {
     location.replace('#chat');
     return undefined;
   }
-  $('#title').textContent = chat.current.title || 'New chat';
+  chats.shown();
   chats.draw();
   showDraft();
   if (!narrow.matches) $('#box').focus();
@@ -76,16 +76,25 @@ const show = async (about) => {
 
 // ---- the beginning
 
-const elsewhere = async (id) => {  // another tab has changed a chat
+const elsewhere = async (id) => {  // another tab has changed a chat, or deleted all ('')
   chats.draw();
-  if (id !== chat.current?.id || busy()) return;
-  const found = await store.load(id);
-  if (found && found.updated > chat.current.updated) { chat.current = found; drawAll(); }
+  const { current } = chat;
+  if (!current?.id || (id && id !== current.id)) return;
+  const found = await store.load(current.id);
+  if (chat.current !== current) return;
+  if (found) { takeOver(found); return; }
+  toast('This chat was deleted in another tab.');
+  await openChat('');
+  location.hash = '#chat';
 };
 
+let told = false;
 const start = async () => {
   const about = await get('/about');
-  await store.open(about.user, elsewhere);
+  askFor(about.user);
+  const lost = await store.open(about.user, elsewhere);
+  if (lost && !told) toast(`This browser keeps nothing of this page (${lost}): it is gone when you close or reload it. Export what you need.`, { bad: true, life: 60_000 });
+  told = true;
   store.loadSettings();
   store.theme();
   const { model } = about;
@@ -115,10 +124,10 @@ const begin = async () => {
     await start();
   } catch (error) {
     if (error.status === 401) { location.href = '/ui/login'; return; }
-    const notice = $('#notice');
+    const notice = $('#notice'), passing = error instanceof ApiError;  // of the server, not of this browser
     notice.hidden = false;
-    notice.replaceChildren(h('span', {}, `The page could not begin: ${error.message} It tries again.`));
-    if (error.code) setTimeout(() => { notice.hidden = true; begin(); }, 2000);
+    notice.replaceChildren(h('span', {}, `The page could not begin: ${error.message}${passing ? ' It tries again.' : ''}`));
+    if (passing) setTimeout(() => { notice.hidden = true; begin(); }, 2000);
     else throw error;
   }
 };

@@ -7,6 +7,7 @@ import * as store from './store.js';
 import * as library from './library.js';
 import { open as openFile } from './viewer.js';
 import { renderTurn, running } from './turn.js';
+import { merge, newTurn, putBack, takeOut, touch, turnOf } from './turns.js';
 import { follow, followNewest, keepInView } from './scrolling.js';
 
 const SAVE_MS = 1000;
@@ -15,7 +16,9 @@ const listeners = [];
 /** Calls a function whenever the chat has changed: title, turns, or whether it is being answered. */
 export const onChange = (act) => listeners.push(act);
 
-let abort = null, views = [], saved = 0;
+let abort = null, answering = null, saved = 0;
+const swallowed = new WeakSet();  // answers that this page asks for again; those of another tab are not its own
+const views = new Map();  // of the turns that are shown, by the turn's id
 
 const fresh = () => ({ id: '', title: '', named: false, created: Date.now(), updated: Date.now(), turns: [] });
 const newRun = (policy, press = store.settings.press) => ({ policy, press, retrieval: store.settings.retrieval, text: '', state: 'waiting', error: null, usage: null, citations: [] });
@@ -35,46 +38,70 @@ export const persist = async () => {
   current.updated = Date.now();
   saved = current.updated;
   try {
-    const gone = await store.save(current);
-    for (const old of gone) toast(`This browser keeps ${store.MOST_CHATS} chats; the oldest, “${old.title}”, was removed.`, { action: ['Undo', () => store.save({ ...old, updated: Date.now() }).then(changed)] });
+    const { news, gone } = await store.save(current);
+    if (news && chat.current === current) drawAll();
+    sayRemoved(gone);
   } catch (error) {
     toast(`This chat could not be kept in this browser: ${error.message || error.name}. Export it if you need it.`, { bad: true });
   }
   changed();
 };
 
+/** Says which chats made way for others; what is brought back may take the place of another one. */
+const sayRemoved = (gone) => {
+  for (const old of gone) {
+    const bringBack = () => store.save({ ...old, updated: Date.now() }).then((made) => { sayRemoved(made.gone); changed(); }).catch(failed);
+    toast(`This browser keeps ${store.MOST_CHATS} chats; the oldest, “${old.title}”, was removed.`, { action: ['Undo', bringBack] });
+  }
+};
+
 // ---- showing
 
-const viewOf = (index) => {
-  const turn = chat.current.turns[index];
-  const view = views[index];
+const viewOf = (turn) => {
+  const view = views.get(turn.id);
   return Object.assign(view, {
     perToken: chat.perToken, open: openFile,
-    toggle: () => { view.expanded = !view.expanded; store.keep({ details: view.expanded }); draw(index); if (view.expanded) follow(view.element); },
+    toggle: () => { view.expanded = !view.expanded; store.keep({ details: view.expanded }); draw(turn); if (view.expanded) follow(view.element); },
     copy: () => copy(turn.text && turn.answer.text.trim()),
-    compare: () => compare(index), regenerate: () => regenerate(index), remove: () => removeTurn(index),
-    edit: () => { view.editing = true; draw(index); $('textarea', view.element)?.focus(); },
-    endEdit: () => { view.editing = false; draw(index); $('[data-key=more]', view.element)?.focus(); },
-    resend: (text) => { if (text.trim()) resend(index, text.trim()); },
+    compare: () => compare(turn), regenerate: () => regenerate(turn), remove: () => removeTurn(turn),
+    edit: () => { view.editing = true; draw(turn); $('textarea', view.element)?.focus(); },
+    endEdit: () => { Object.assign(view, { editing: false, editor: null }); draw(turn); $('[data-key=more]', view.element)?.focus(); },
+    resend: (text) => { if (text.trim()) resend(turn, text.trim()); },
   });
 };
 
-const draw = (index) => {
-  const view = views[index];
+const draw = (turn) => {
+  const view = views.get(turn.id);
   if (!view) return;
   const focused = view.element.contains(document.activeElement) ? document.activeElement.dataset.key : null;
-  view.element.replaceChildren(...renderTurn(chat.current.turns[index], viewOf(index)).filter(Boolean));
-  if (focused) $(`[data-key=${focused}]`, view.element)?.focus();
+  const [question, answer] = renderTurn(turn, viewOf(turn));
+  if (view.element.firstChild === question) view.element.lastChild.replaceWith(answer);  // somebody is writing in it
+  else view.element.replaceChildren(question, answer);
+  if (focused && !view.element.contains(document.activeElement)) $(`[data-key=${focused}]`, view.element)?.focus();
 };
 
-/** Shows all turns. */
+/** Shows all turns. Elements that are there stay, with what is written in them. */
 export const drawAll = () => {
-  const { turns } = chat.current, last = turns.length - 1;
-  views = turns.map((turn, index) => ({ editing: false, expanded: store.settings.details && index === last, element: h('li', { class: 'turn' }) }));
-  $('#said').replaceChildren(...views.map((view) => view.element));
-  turns.forEach((turn, index) => draw(index));
+  const { turns } = chat.current, said = $('#said'), last = turns.at(-1);
+  for (const [id, view] of views) {
+    if (!turnOf(chat.current, id)) { view.element.remove(); views.delete(id); }
+  }
+  turns.forEach((turn, i) => {
+    if (!views.has(turn.id)) views.set(turn.id, { editing: false, editor: null, expanded: store.settings.details && turn === last, element: h('li', { class: 'turn' }) });
+    const { element } = views.get(turn.id);
+    if (said.children[i] !== element) said.insertBefore(element, said.children[i] || null);
+    draw(turn);
+  });
   $('#welcome').hidden = turns.length > 0;
   changed();
+};
+
+/** Brings what another tab has done to the open chat into this one. */
+export const takeOver = (kept) => {
+  const { current } = chat;
+  if (kept.updated > current.updated) Object.assign(current, { title: kept.title, named: kept.named, updated: kept.updated });
+  if (merge(current, kept)) drawAll();
+  else changed();
 };
 
 /** Opens a chat that is kept, or a new one if `id` is empty; false if there is none. */
@@ -87,6 +114,8 @@ export const openChat = async (id) => {
     for (const run of [turn.answer, turn.again]) if (running(run)) run.state = 'stopped';  // the page was left meanwhile
   }
   chat.current = found;
+  $('#said').replaceChildren();
+  views.clear();
   drawAll();
   followNewest();
   return true;
@@ -94,22 +123,22 @@ export const openChat = async (id) => {
 
 // ---- answering
 
-const messagesOf = (upto) => {
+const messagesOf = (asked) => {
   const { turns } = chat.current, out = store.settings.system ? [{ role: 'system', content: store.settings.system }] : [];
-  for (const turn of turns.slice(0, upto)) {
+  for (const turn of turns.filter((one) => one.at < asked.at)) {
     if (!turn.answer.text || turn.answer.state === 'failed') continue;
     out.push({ role: 'user', content: turn.text }, { role: 'assistant', content: turn.answer.text });
   }
-  return [...out, { role: 'user', content: turns[upto].text }];
+  return [...out, { role: 'user', content: asked.text }];
 };
 
-const bodyOf = (index, run) => {
+const bodyOf = (turn, run) => {
   const { temperature, length } = store.settings;
   const mpic = { trace: true };
   if (run.policy) mpic.policy = run.policy;
   if (run.press) mpic.press = run.press;
   if (run.retrieval !== 'off') mpic.retrieval = run.retrieval;
-  return { messages: messagesOf(index), stream: true, stream_options: { include_usage: true }, max_tokens: length,
+  return { messages: messagesOf(turn), stream: true, stream_options: { include_usage: true }, max_tokens: length,
     ...(temperature ? { temperature } : {}), mpic };
 };
 
@@ -121,37 +150,42 @@ const take = (run, event) => {
 };
 
 /** Fills a run of a turn in, and shows it as it is written. */
-const answer = async (index, run) => {
-  const own = new AbortController(), mine = chat.current, turn = mine.turns[index];
+const answer = async (turn, run) => {
+  const own = new AbortController(), mine = chat.current;
   abort = own;
+  answering = turn;
   let drawing = 0;
-  const show = () => { drawing = 0; if (chat.current === mine && mine.turns[index] === turn) { draw(index); keepInView(); } };
+  const show = () => { drawing = 0; if (chat.current === mine && mine.turns.includes(turn)) { draw(turn); keepInView(); } };
   Object.assign(run, { text: '', state: 'waiting', error: null, usage: null, citations: [] });
-  draw(index);
-  follow(views[index].element);
+  touch(turn);
+  draw(turn);
+  follow(views.get(turn.id).element);
   changed();
   try {
-    for await (const event of stream(bodyOf(index, run), own.signal)) {
+    for await (const event of stream(bodyOf(turn, run), own.signal)) {
+      if (own.signal.aborted) break;
       take(run, event);
+      touch(turn);
       drawing ||= requestAnimationFrame(show);
       if (Date.now() - saved > SAVE_MS) persist();
     }
-    run.state = 'done';
+    run.state = own.signal.aborted ? 'stopped' : 'done';
   } catch (error) {
     if (error.name === 'AbortError') run.state = 'stopped';
-    else if (error.code === 'unreachable' && !run.text) run.state = 'queued';
+    else if (error.code === 'unreachable' && !run.text) { run.state = 'queued'; swallowed.add(run); }
     else Object.assign(run, { state: 'failed', error: { code: error.code || 'page_error', message: error.message } });
   }
   cancelAnimationFrame(drawing);
-  if (abort === own) abort = null;
-  if (chat.current !== mine) {  // another chat was opened meanwhile
-    await store.save(mine).catch(failed);
+  if (mine.turns.includes(turn)) touch(turn);
+  if (abort === own) abort = answering = null;
+  if (chat.current !== mine) {  // another chat was opened meanwhile, perhaps because this one was deleted
+    await store.save(mine, { ifKept: true }).catch(failed);
     return changed();
   }
   await persist();
   show();
   if (run.state === 'done') announce(`Answer: ${run.text.trim()}`);
-  if (run.state === 'queued' && !away()) setTimeout(resume, 500);
+  if (!away()) setTimeout(resume, run.state === 'queued' ? 500 : 0);
   library.refresh();
   learn();
   document.dispatchEvent(new Event('mpic-answered'));
@@ -162,12 +196,13 @@ export const learn = async () => {
   try { chat.perToken = (await get('/v1/savings?days=1')).ms_per_token; } catch { /* the line below an answer does without */ }
 };
 
-/** Asks what the connection has swallowed again. */
+/** Asks what the connection has swallowed again, first the question that was asked first. */
 const resume = () => {
-  const index = chat.current?.turns.findLastIndex((turn) => turn.answer.state === 'queued' || turn.again?.state === 'queued') ?? -1;
-  if (index < 0 || busy()) return;
-  const turn = chat.current.turns[index];
-  answer(index, turn.answer.state === 'queued' ? turn.answer : turn.again);
+  if (busy()) return;
+  for (const turn of chat.current?.turns || []) {
+    const run = [turn.answer, turn.again].find((one) => one?.state === 'queued' && swallowed.has(one));
+    if (run) { answer(turn, run); return; }
+  }
 };
 onBack(resume);
 
@@ -176,64 +211,74 @@ export const ask = async (text) => {
   if (busy()) return;
   const { current } = chat;
   current.title ||= titleOf(text);
-  current.turns.push({ text, files: library.mentioned(text), answer: newRun(store.settings.policy), again: null });
-  const index = current.turns.length - 1;
+  const turn = newTurn(current.turns, { text, files: library.mentioned(text), answer: newRun(store.settings.policy) });
+  current.turns.push(turn);
   const element = h('li', { class: 'turn' });
-  views.push({ editing: false, expanded: store.settings.details, element });
+  views.set(turn.id, { editing: false, editor: null, expanded: store.settings.details, element });
   $('#said').append(element);
   $('#welcome').hidden = true;
-  draw(index);
+  draw(turn);
   await persist();
-  await answer(index, current.turns[index].answer);
+  if (chat.current === current) await answer(turn, turn.answer);
 };
 
 export const stop = () => {
   abort?.abort();
-  abort = null;
+  abort = answering = null;
   for (const turn of chat.current?.turns || []) {
-    for (const run of [turn.answer, turn.again]) if (running(run)) run.state = 'stopped';
+    for (const run of [turn.answer, turn.again]) if (running(run)) { run.state = 'stopped'; touch(turn); }
   }
 };
 
-/** Does something to the turns that can be taken back for ten seconds. */
-const change = (text, act) => {
-  const { current } = chat, before = structuredClone({ turns: current.turns, title: current.title });
+/** Does something to turns that can be taken back for ten seconds. `touched` are those that it changes or takes away.
+ * Undoing it puts them back among the turns that there are then, without the one that `act` returns. */
+const change = (text, touched, act) => {
   stop();
+  const { current } = chat, { id, title } = current, before = structuredClone(touched);
+  let made = null, given = '';
   undoable(text, {
-    show: () => act(current),
+    show: () => { made = act(current); given = current.title; },
     undo: async () => {
-      if (chat.current === current) stop();
-      Object.assign(current, before);
-      if (chat.current !== current) return store.save(current).then(changed);
+      const kept = chat.current.id === id ? null : await store.load(id);
+      const open = chat.current.id === id, now = open ? chat.current : kept;
+      if (!now) return;  // the chat was deleted
+      if (open && [made, ...before].some((turn) => turn && turn.id === answering?.id)) stop();
+      if (made) takeOut(now, [made]);
+      putBack(now, before);
+      if (now.title === given) now.title = title;
+      if (!open) { await store.save(now).catch(failed); changed(); return; }
       drawAll();
-      return persist();
+      await persist();
     },
   });
 };
 
-const compare = (index) => {
+const compare = (turn) => {
   if (busy()) return;
-  const turn = chat.current.turns[index];
   turn.again = { ...newRun('full', ''), retrieval: turn.answer.retrieval };
-  answer(index, turn.again);
+  answer(turn, turn.again);
 };
 
-const regenerate = (index) => change('The earlier answer was replaced.', (current) => {
-  const turn = current.turns[index];
+const regenerate = (turn) => change('The earlier answer was replaced.', [turn], () => {
   Object.assign(turn, { answer: newRun(store.settings.policy), again: null, files: library.mentioned(turn.text) });
-  answer(index, turn.answer);
+  answer(turn, turn.answer);
 });
 
-const resend = (index, text) => change('The question was replaced, and what came after it.', (current) => {
-  if (!current.named && index === 0) current.title = titleOf(text);
-  current.turns = [...current.turns.slice(0, index), { text, files: library.mentioned(text), answer: newRun(store.settings.policy), again: null }];
-  drawAll();
-  answer(index, current.turns[index].answer);
-});
+const resend = (turn, text) => {
+  const { turns } = chat.current, index = turns.indexOf(turn), replaced = turns.slice(index);
+  change('The question was replaced, and what came after it.', replaced, (current) => {
+    if (!current.named && index === 0) current.title = titleOf(text);
+    const made = newTurn(turns, { text, files: library.mentioned(text), answer: newRun(store.settings.policy) });
+    takeOut(current, replaced);
+    current.turns.push(made);
+    drawAll();
+    answer(made, made.answer);
+    return made;
+  });
+};
 
-const removeTurn = (index) => change('The turn was deleted.', (current) => {
-  current.turns.splice(index, 1);
+const removeTurn = (turn) => change('The turn was deleted.', [turn], (current) => {
+  takeOut(current, [turn]);
   drawAll();
   persist();
 });
-

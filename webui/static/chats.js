@@ -1,5 +1,5 @@
 // The list of chats: open, rename, delete, export.
-import { $, h } from './dom.js';
+import { $, $$, h } from './dom.js';
 import { download, failed, menu, prompt, undoable } from './ui.js';
 import { chat, onChange, openChat, persist } from './chat.js';
 import * as store from './store.js';
@@ -59,8 +59,11 @@ export const draw = () => {
   return drawing;
 };
 
-const shown = () => {
+/** Shows the title and the menu of the open chat, and lets the links to the conversation lead to it. */
+export const shown = () => {
   const { current } = chat;
+  for (const link of $$('#side a[data-view=chat], #side .brand')) link.href = place(current.id);
+  if ($('#view-chat').hidden) return;
   $('#title').textContent = current.title || 'New chat';
   document.title = current.title ? `${current.title} · MPIC` : 'MPIC';
   $('#chat-menu').replaceChildren(...(current.id ? [menu('This chat', () => actions(current))] : []));

@@ -1,5 +1,5 @@
 // Completion of handles in the box: IMAGE# and FILE# open a list of what they may name.
-import { $, fold, h, mention, picture } from './dom.js';
+import { $, composing, fold, h, mention, picture } from './dom.js';
 import { announce } from './ui.js';
 
 /** Puts a text into the box as if it had been typed. */
@@ -51,7 +51,7 @@ export const completeHandles = (box, files) => {
   box.addEventListener('input', suggest);
   box.addEventListener('blur', close);
   box.addEventListener('keydown', (event) => {
-    if (list.hidden) return;
+    if (list.hidden || composing(event)) return;
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (step) { active = (active + step + choices.length) % choices.length; draw(); }
     else if (event.key === 'Enter' || (event.key === 'Tab' && !event.shiftKey)) complete(active);

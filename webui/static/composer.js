@@ -1,10 +1,10 @@
 // The box for a question: chips of what it names, pickers, drafts that survive.
-import { $, HANDLE, fold, h, handleIn, iconButton, picture } from './dom.js';
+import { $, HANDLE, composing, fold, h, handleIn, iconButton, picture } from './dom.js';
 import { ask, busy, chat, onChange, stop } from './chat.js';
 import { completeHandles, write } from './completion.js';
 import * as library from './library.js';
 import * as store from './store.js';
-import { failed } from './ui.js';
+import { failed, toast } from './ui.js';
 
 const KEEP_MS = 300;
 const box = () => $('#box');
@@ -45,13 +45,23 @@ export const insert = (name) => {
   write(area, before + piece + after, (before + piece).length);
 };
 
-let timer = 0, place = '';
-const keepDraft = () => { clearTimeout(timer); timer = 0; store.keepDraft(place, box().value); };
+let timer = 0, place = null, shownChat = null, unkept = false;
+/** Keeps what was typed here, if anything was: another tab may have a newer draft of the same chat. */
+const keepDraft = () => {
+  if (!timer) return;
+  clearTimeout(timer);
+  timer = 0;
+  const kept = store.keepDraft(place, box().value);
+  if (!kept && !unkept) toast('This browser has no room for this draft. It is there until you close or reload the page.', { bad: true });
+  unkept = !kept;
+};
 
 /** Shows the draft of the chat that is open now. */
 export const showDraft = () => {
-  if (timer) keepDraft();  // of the chat before
+  if (place === chat.current.id && shownChat?.id === place) return;  // what stands in the box is newer
+  keepDraft();  // of the chat before
   place = chat.current.id;
+  shownChat = chat.current;
   box().value = store.draft(place);
   fit();
   showChips();
@@ -61,11 +71,12 @@ const submit = (event) => {
   event?.preventDefault();
   const text = box().value.trim();
   if (!text || busy()) return;
-  const was = place;
+  clearTimeout(timer);
+  timer = 0;
   box().value = '';
   fit();
   showChips();
-  store.keepDraft(was, '');
+  store.keepDraft(place, '');
   const asked = ask(text);
   asked.then(() => {
     const turn = chat.current.turns.at(-1);
@@ -76,7 +87,7 @@ const submit = (event) => {
 const shown = () => {
   $('#send').hidden = busy();
   $('#stop').hidden = !busy();
-  if (chat.current.id && !place) { store.keepDraft('', ''); place = chat.current.id; }  // the new chat has got its name
+  if (chat.current === shownChat && chat.current.id && !place) { store.keepDraft('', ''); place = chat.current.id; }  // the new chat has got its name
 };
 
 /** Connects the box. */
@@ -90,7 +101,7 @@ export const startComposer = () => {
     timer = setTimeout(keepDraft, KEEP_MS);
   });
   area.addEventListener('keydown', (event) => {
-    if (event.key === 'Enter' && !event.shiftKey && !event.isComposing) submit(event);
+    if (event.key === 'Enter' && !event.shiftKey && !composing(event)) submit(event);
   });
   addEventListener('pagehide', keepDraft);
   $('#composer').addEventListener('submit', submit);

@@ -36,6 +36,7 @@ const look = async () => {
   const abort = new AbortController(), late = setTimeout(() => abort.abort(), LONG);
   try {
     const answer = await (await send('/alive', { signal: abort.signal })).json();
+    if (user !== null && answer.user !== user) return location.reload();  // somebody else has logged in, perhaps in another tab
     if (answer.ready) show('ok');
     else show('unready', `The server is running, but not ready: ${answer.message} This page tries again.`);
   } catch (error) {
@@ -45,7 +46,7 @@ const look = async () => {
   }
   clearTimeout(late);
   asking = false;
-  later();
+  return later();
 };
 const later = () => {
   clearTimeout(timer);

@@ -50,6 +50,9 @@ export const picture = (item) => {
   return h('img', { class: 'thumb', src: `/ui/thumbs/${item.id}${version}`, alt: '', loading: 'lazy' });
 };
 
+/** Whether a key belongs to a word that an input method is still making; some browsers say so only by the code 229. */
+export const composing = (event) => event.isComposing || event.keyCode === 229;
+
 // ---- texts
 
 export const ms = (value) =>

@@ -1,11 +1,11 @@
 // The library panel: the visitor's files with their states; uploads, new names, deletion that can be undone.
-import { $, count, duration, fold, h, HANDLE, handleIn, iconButton, mention, picture, size } from './dom.js';
+import { $, button, count, duration, fold, h, HANDLE, handleIn, iconButton, mention, picture, size } from './dom.js';
 import { call, get, upload } from './api.js';
 import { failed, menu, prompt, toast, undoable } from './ui.js';
 import { open } from './viewer.js';
 import { insert } from './composer.js';
 
-const DAY = 86_400, SOON = 1000, LATE = 10_000, SELDOM = 60_000;
+const DAY = 86_400, SOON = 1000, LATE = 10_000, SELDOM = 60_000, GUESSES = 3;
 export let files = [];
 const hidden = new Set();  // deleted, but it can still be undone
 const listeners = [];
@@ -91,7 +91,11 @@ export const refresh = async () => {
     const { data } = await get('/v1/files');
     files = data;
     draw();
-  } catch { /* the connection says so itself, and the page asks again */ }
+  } catch (error) {
+    asked += LATE - SELDOM;  // sooner than usual
+    if (error.status && error.status !== 401) $('#library-note').textContent = `The files could not be listed: ${error.message} This page asks again.`;
+    // that there is no connection or no login, the page says elsewhere
+  }
 };
 
 /** Asks often while something compiles, seldom otherwise, never on a hidden page. */
@@ -110,38 +114,56 @@ export const watchLibrary = () => {
 
 const stem = (name) => name.replace(/\.[^.]*$/, '').toUpperCase().replace(/[^A-Z0-9]+/g, '_').replace(/^_+|_+$/g, '').slice(0, 56) || 'FILE';
 
-/** Uploads one file under a free handle; returns what the server says of it, null if it refused. */
-export const uploadFile = async (file, handle = '') => {
-  const bar = h('progress', { max: 1, value: 0, 'aria-label': `uploading ${file.name}` });
-  const line = h('div', { class: 'upload' }, h('span', {}, file.name), bar);
-  $('#uploads').append(line);
-  const base = handle || stem(file.name), taken = known();
-  for (let n = 1; n < 100; n++) {
+/** A handle like `base` that none of the visitor's files has. The page may not know all of them, so after some were
+ * `refused` one is made up. */
+const freeHandle = (base, refused) => {
+  if (refused.length >= GUESSES) return `${base}_${Math.random().toString(36).slice(2, 8).toUpperCase()}`;
+  const taken = known();
+  for (let n = 1; ; n++) {
     const wanted = n === 1 ? base : `${base}_${n}`;
-    if (!handle && taken.has(fold(wanted))) continue;
-    try {
-      const made = await upload('/v1/files', { purpose: 'user_data', handle: wanted, file }, (share) => { bar.value = share; });
-      line.remove();
-      wait = SOON;
-      return made;
-    } catch (error) {
-      if (error.code === 'handle_taken' && !handle) continue;
-      line.classList.add('failed');
-      line.setAttribute('role', 'alert');
-      line.replaceChildren(h('span', {}, h('b', {}, file.name), ` ${error.message} [${error.code}]`), iconButton('close', 'Dismiss', () => line.remove()));
-      toast(`${file.name} was not added: ${error.message}`, { bad: true });
-      return null;
-    }
+    if (!taken.has(fold(wanted)) && !refused.includes(wanted)) return wanted;
   }
-  return null;
 };
 
-export const uploadAll = async (list) => {
+/** Uploads one file under a free handle, or under this one; returns what the server says of it, null if it refused. A
+ * file that was refused stays with a button to try again, and then `added` is called. */
+export const uploadFile = async (file, handle = '', added = refresh) => {
+  const line = h('div', { class: 'upload' }), refused = [];
+  $('#uploads').append(line);
+  let wanted = handle || freeHandle(stem(file.name), refused);
+  const attempt = async () => {
+    const bar = h('progress', { max: 1, value: 0, 'aria-label': `uploading ${file.name}` });
+    line.className = 'upload';
+    line.removeAttribute('role');
+    line.replaceChildren(h('span', {}, file.name), bar);
+    for (;;) {
+      try {
+        const made = await upload('/v1/files', { purpose: 'user_data', handle: wanted, file }, (share) => { bar.value = share; });
+        line.remove();
+        wait = SOON;
+        return made;
+      } catch (error) {
+        if (error.code !== 'handle_taken' || handle || refused.length > GUESSES) { refuse(error); return null; }
+        refused.push(wanted);
+        wanted = freeHandle(stem(file.name), refused);
+      }
+    }
+  };
+  const refuse = (error) => {
+    const again = button('Try again', async () => { const made = await attempt(); if (made) await added(made); }, { class: 'button small' });
+    line.classList.add('failed');
+    line.setAttribute('role', 'alert');
+    line.replaceChildren(h('span', {}, h('b', {}, file.name), ` ${error.message} [${error.code}]`), again, iconButton('close', 'Dismiss', () => line.remove()));
+    toast(`${file.name} was not added: ${error.message}`, { bad: true });
+  };
+  return attempt();
+};
+
+const uploadAll = async (list) => {
+  const added = async (made) => { await refresh(); insert(mention(made)); };
   for (const file of list) {
-    const made = await uploadFile(file);
-    if (!made) continue;
-    await refresh();
-    insert(mention(made));
+    const made = await uploadFile(file, '', added);
+    if (made) await added(made);
   }
 };
 

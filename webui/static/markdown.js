@@ -6,7 +6,7 @@ const INLINE = [
   [/^`([^`]+)`/, (m) => h('code', {}, m[1])],
   [/^\*\*(?=\S)(.+?)\*\*/s, (m) => h('strong', {}, inline(m[1]))],
   [/^\*(?=\S)([^*]+?)\*/s, (m) => h('em', {}, inline(m[1]))],
-  [/^\[([^\]]+)\]\((https?:\/\/[^\s)]+)\)/, (m) => h('a', { href: m[2], rel: 'noopener noreferrer', target: '_blank' }, m[1])],
+  [/^\[([^\]]+)\]\((https?:\/\/[^\s)]+)\)/, (m) => h('a', { href: m[2], rel: 'noopener noreferrer', target: '_blank' }, m[1] === m[2] ? m[1] : `${m[1]} (${m[2]})`)],
   [/^\\([\\`*_[\]#|-])/, (m) => m[1]],
 ];
 

@@ -93,6 +93,9 @@ const addForm = () => {
     class: 'stack', onsubmit: async (event) => {
       event.preventDefault();
       const fields = Object.fromEntries([...new FormData(made)].filter(([, value]) => value !== ''));
+      const adding = $('button', made);
+      if (adding.disabled) return;
+      adding.disabled = true;  // a second click would add it twice
       said.textContent = 'Adding …';
       try {
         const added = await upload('/v1/references', fields);
@@ -100,6 +103,7 @@ const addForm = () => {
         made.reset();
         all();
       } catch (error) { said.textContent = ''; failed(error); }
+      adding.disabled = false;
     },
   }, field('Image or text', 'file', { type: 'file', required: true }),
   field('Title', 'title', { type: 'text', maxlength: 200 }, 'Left empty, it is the name of the file.'),

@@ -30,9 +30,9 @@ const compression = ({ presses }) => {
 
 const forget = async () => {
   if (!await confirm('Delete all chats?', 'All chats and drafts that this browser keeps for you are deleted. This cannot be undone; export them first if you may need them.', 'Delete all')) return;
+  await openChat('');  // stops what is being answered, which would otherwise keep its chat again
   await store.clear();
   location.hash = '#chat';
-  await openChat('');
   toast('All chats were deleted.');
 };
 

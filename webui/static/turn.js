@@ -1,5 +1,5 @@
 // One turn of a conversation as elements: the question, the answer, one line below it, and on request the strip.
-import { HANDLE, button, fold, h, handleIn, iconButton, ms, picture } from './dom.js';
+import { HANDLE, button, composing, fold, h, handleIn, iconButton, ms, picture } from './dom.js';
 import { menu } from './ui.js';
 import { markdown } from './markdown.js';
 import { marked } from './diff.js';
@@ -121,7 +121,7 @@ const line = (turn, view) => {
 
 /** Renders a turn. `view` has what it can do, `open` for files, and whether its figures are shown (`expanded`). */
 export const renderTurn = (turn, view) => {
-  const question = view.editing ? editor(turn, view)
+  const question = view.editing ? (view.editor ||= editor(turn, view))
     : h('div', { class: 'question' }, h('div', { class: 'bubble' }, h('span', { class: 'unseen' }, 'You asked: '), withChips(turn.text, turn.files, view.open)));
   const answers = h('div', { class: `runs${turn.again ? ' two' : ''}` },
     runOf(turn, turn.answer, turn.again, view), turn.again ? runOf(turn, turn.again, turn.answer, view) : null);
@@ -133,6 +133,7 @@ export const renderTurn = (turn, view) => {
 const editor = (turn, view) => {
   const area = h('textarea', { rows: 2, 'aria-label': 'Edit the question', class: 'edit-box', value: turn.text, data: { key: 'edit' } });
   area.addEventListener('keydown', (event) => {
+    if (composing(event)) return;
     if (event.key === 'Escape') { event.preventDefault(); view.endEdit(); }
     if (event.key === 'Enter' && !event.shiftKey) { event.preventDefault(); view.resend(area.value); }
   });

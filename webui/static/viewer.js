@@ -1,7 +1,7 @@
 // Opens what one sees: an image large, a document as text with the borders of its chunks, a reference with its metadata.
 import { button, count, date, h, mention, size } from './dom.js';
 import { get, send } from './api.js';
-import { dialog, download } from './ui.js';
+import { dialog, download, failed } from './ui.js';
 import { insert } from './composer.js';
 import * as library from './library.js';
 
@@ -28,18 +28,27 @@ const image = (data, item) => {
     if (shown.naturalWidth < 256) shown.classList.add('tiny');
     shown.after(h('p', { class: 'hint' }, `${shown.naturalWidth} × ${shown.naturalHeight} pixels`));
   });
-  shown.addEventListener('error', () => shown.replaceWith(h('p', { class: 'hint' }, 'This browser cannot show that image; the download has it.')));
+  shown.addEventListener('error', () => {
+    URL.revokeObjectURL(url);
+    shown.replaceWith(h('p', { class: 'hint' }, 'This browser cannot show that image; the download has it.'));
+  });
   return shown;
 };
 
 const show = async (path, item, title, rows, actions) => {
   const place = h('div', { class: 'opened' }, h('p', { class: 'hint' }, 'Loading …'));
   let data = null;
+  const load = async () => { data ??= await (await send(`${path}/content`)).arrayBuffer(); return data; };
+  const save = () => load().then((bytes) => download(item.filename, new Blob([bytes]))).catch(failed);
   const made = dialog(title, [place, facts(rows),
-    h('div', { class: 'row end' }, button('Download', () => data && download(item.filename, new Blob([data])), { class: 'button' }), actions(() => made.close()))], { wide: true });
+    h('div', { class: 'row end' }, button('Download', save, { class: 'button' }), actions(() => made.close()))], { wide: true });
+  if (item.kind === 'video') {  // not fetched only to say so
+    place.replaceChildren(h('p', { class: 'hint' }, 'A clip. The download has it.'));
+    return;
+  }
   try {
-    data = await (await send(`${path}/content`)).arrayBuffer();
-    place.replaceChildren(item.kind === 'image' ? image(data, item) : sections(new TextDecoder().decode(data), item));
+    const bytes = await load();
+    place.replaceChildren(item.kind === 'image' ? image(bytes, item) : sections(new TextDecoder().decode(bytes), item));
   } catch (error) {
     place.replaceChildren(h('p', { class: 'error', role: 'alert' }, `${error.message} [${error.code}]`));
   }

@@ -1,4 +1,4 @@
-"""The client."""
+"""The client of the REST API."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ T = TypeVar("T")
 
 
 class AsyncMPIC:
-    """Talks to one server. Close it, or use it with ``async with``. It may be shared by tasks of one event loop.
+    """A client of one server. Close it, or use it with ``async with``. It may be shared by tasks of one event loop.
 
     Every failure is an ``mpic.MPICError``: the server's own error, or one of ``mpic.client.errors``.
 
     Args:
-        base_url: where the server listens, with or without ``http://`` and ``/v1``. None reads MPIC_URL from the
-            environment, and is http://127.0.0.1:8000 without it.
+        base_url: address of the server, with or without ``http://`` and ``/v1``. None reads MPIC_URL from the
+            environment; the default is http://127.0.0.1:8000.
         api_key: None reads MPIC_API_KEY from the environment.
         timeout: seconds for each step of a request (connect, read, write), or an httpx.Timeout; None: 10 s to connect,
             600 s to read and to write.
-        max_retries: how often a refused or broken request is sent again; an int (default 2), or a ``Retry``.
-        transport: takes the place of the network, e.g. ``AsyncInProcess(app)``.
-        local_files: whether a text may name a file of this machine that is sent. With False uploads are bytes or
-            binary files, images are data URLs, and nothing is opened: for a program that passes on others' words.
+        max_retries: number of times that a refused or broken request is sent again (default 2), or a ``Retry``.
+        transport: replaces the network, e.g. ``AsyncInProcess(app)``.
+        local_files: True if a string may be the path of a file on this machine, which is then sent. With False, uploads
+            are bytes or binary files, images are data URLs, and no file is opened: for programs that pass on text of
+            other people.
     """
 
     def __init__(
@@ -73,34 +74,35 @@ class AsyncMPIC:
 
         Args:
             model: folder or hub id; None: the bundled demo model.
-            data_dir: where uploads and compiled chunks are kept; None: a temporary folder, removed with the client.
-            progress: called with what begins now (importing, loading the model, ...); True writes it to stderr, False
-                tells nothing, None (the default) writes it in a terminal and in a notebook.
+            data_dir: folder for uploads and compiled chunks; None: a temporary folder, removed with the client.
+            progress: called with the name of each stage as it begins (importing, loading the model, ...). True writes
+                the stages to stderr, False shows nothing, and None (the default) writes them in a terminal and in a
+                notebook.
             **settings: any other key of the configuration file, e.g. ``policy="reuse"``, ``pool_bytes=1 << 30``.
         """
         told = teller(progress)
         told("importing torch and the server")
-        # by name: the server stands above the SDK, which is used without it
+        # imported by name, because the SDK does not depend on the server
         transport = import_module("mpic.local").async_local_transport(model, data_dir, settings, told)
         client = cls("http://127.0.0.1", "", transport=transport, max_retries=0)
         client._local = True
         return client
 
     async def health(self) -> types.Health:
-        """Returns whether the server is ready and what runs."""
+        """Returns whether the server is ready, and the model and settings it runs with."""
         return await self.send(endpoints.health())
 
     async def savings(self, days: int = 30, scope: str = "mine") -> types.Savings:
         """Returns the prompt tokens that reuse has saved, by day, and how often each file was reused.
 
         Args:
-            days: today and the days before it.
+            days: number of days, today included.
             scope: ``mine``, or ``all`` for every user and the references (admins).
         """
         return await self.send(endpoints.savings(days, scope))
 
     async def metrics(self) -> str:
-        """Returns everything the server counts, in Prometheus' text format."""
+        """Returns all metrics of the server, in Prometheus' text format."""
         return await self.send(endpoints.metrics())
 
     async def send(self, request: ApiRequest[T]) -> T:
@@ -136,7 +138,7 @@ class AsyncMPIC:
             attempt += 1
 
     async def close(self) -> None:
-        """Closes all connections, and a local server. Safe to call twice."""
+        """Closes all connections and, after ``local``, the server. Safe to call twice."""
         await self._http.aclose()
 
     def __repr__(self) -> str:
@@ -144,7 +146,7 @@ class AsyncMPIC:
         return f"{type(self).__name__}({self.url!r}{closed})"
 
     def _repr_html_(self) -> str:
-        """Shows it in a notebook: with links to the web page and the documentation of its server."""
+        """Shows the client in a notebook, with links to the web page and the documentation of its server."""
         if self._local or self._http.is_closed:
             return html.paragraph(repr(self))
         pages = html.link(f"{self.url}/ui", "web page"), html.link(f"{self.url}/docs", "API")

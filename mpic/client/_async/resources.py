@@ -35,7 +35,7 @@ class Sender(Protocol):
 
 
 class Resource:
-    """One resource of the API."""
+    """A resource of the API."""
 
     def __init__(self, client: Sender) -> None:
         self._client = client
@@ -51,24 +51,24 @@ class Collection(Resource, Generic[M]):
     def list(
         self, after: str | None = None, limit: int | None = None, order: Order | None = None
     ) -> AsyncListing[M]:
-        """Lists by age, newest first. ``limit`` is the length of a page."""
+        """Lists the items by age, newest first. ``limit`` is the length of a page."""
         return self._list(after, limit=limit, order=order)
 
     async def retrieve(self, id: str) -> M:
-        """Returns one, as it is now; of a reference the newest version."""
+        """Returns the current state of an item; of a reference the newest version."""
         request: ApiRequest[Any] = endpoints.retrieve(self._path, self._model, id)
         return await self._client.send(request)
 
     async def delete(self, id: str) -> types.Deleted:
-        """Deletes it and everything compiled from it."""
+        """Deletes an item and everything compiled from it."""
         return await self._client.send(endpoints.delete(self._path, id))
 
     async def wait(self, id: str, timeout: float = WAIT) -> M:
-        """Returns it once all of it is compiled.
+        """Waits until an item is compiled and returns it.
 
         Raises:
-            CompileFailed: it cannot be compiled.
-            TimedOut: it is not compiled after ``timeout`` seconds.
+            CompileFailed: the item cannot be compiled.
+            TimedOut: the item is not compiled after ``timeout`` seconds.
         """
         wait = CompileWait(timeout)
         while (pause := wait.pause(found := await self.retrieve(id))) is not None:
@@ -90,7 +90,7 @@ class Collection(Resource, Generic[M]):
 
 
 class Files(Collection[types.File]):
-    """Uploaded images and documents."""
+    """Uploaded images, clips and documents."""
 
     _path, _model, _page = "files", types.File, FileList
 
@@ -110,25 +110,26 @@ class Files(Collection[types.File]):
     ) -> types.File:
         """Uploads a file; it is streamed from the disk and compiled by the server in the background.
 
-        The same bytes under the same handle once more are no second file: the ``outcome`` is then ``unchanged`` (else
-        ``created`` or ``replaced``), and only the lifetime is counted anew.
+        Uploading the same bytes under the same handle again makes no second file: the ``outcome`` is then ``unchanged``
+        (else ``created`` or ``replaced``), and only the lifetime starts again.
 
         Args:
             file: a path, bytes, a binary file, or (name, bytes or binary file).
             handle: NAME for ``IMAGE#NAME`` or ``FILE#NAME`` in prompts.
             ttl: seconds until it expires and is deleted; None: never.
             replace: takes the handle from another file, which is deleted.
-            split: how a document is cut into chunks: ``auto`` (the default: if it is too long for one), ``none``,
-                ``fixed``, ``sentence``, ``paragraph``, ``section``, or ``{"mode", "tokens", "overlap"}``.
-            press: how it is compressed, such as ``snapkv-50``; ``none``: not at all; None: as the server does.
-            wait: waits until it is compiled; a number is the most seconds to wait.
-            progress: called with (bytes sent, bytes in all); the bytes of the form around the file are not counted.
+            split: the way a document is cut into chunks: ``auto`` (the default: cut if it is too long for one),
+                ``none``, ``fixed``, ``sentence``, ``paragraph``, ``section``, or ``{"mode", "tokens", "overlap"}``.
+            press: name of the press that compresses it, such as ``snapkv-50``; ``none``: no compression; None: the
+                server's default.
+            wait: True waits until it is compiled; a number is the maximum number of seconds to wait.
+            progress: called with (bytes sent, total bytes); the bytes of the form around the file are not counted.
             expires_in: the older name of ``ttl``.
 
         Raises:
             HandleTaken: another file has this handle, and ``replace`` is False.
-            InvalidUpload, TooLarge, StorageFull, ...: refused.
-            CompileFailed, TimedOut: with ``wait``.
+            InvalidUpload, TooLarge, StorageFull, ...: the server refuses the upload.
+            CompileFailed, TimedOut: see ``wait``; only raised if that is set.
         """
         upload = self._client.sources.upload(file, progress)
         life = endpoints.one_of_two("ttl", ttl, "expires_in", expires_in)
@@ -136,20 +137,20 @@ class Files(Collection[types.File]):
         return await self._create(request, wait)
 
     async def content(self, id: str) -> bytes:
-        """Returns the original, byte by byte."""
+        """Returns the bytes of the original."""
         return await self._client.send(endpoints.content("files", id))
 
     async def update(self, id: str, ttl: int | None) -> types.File:
-        """Lets it live for ``ttl`` seconds from now; None: for ever."""
+        """Sets a file to expire in ``ttl`` seconds from now; None: never."""
         return await self._client.send(endpoints.update("files", types.File, id, ttl))
 
     async def rename(self, id: str, handle: str | None) -> types.File:
-        """Gives a file another handle; None: no handle. Nothing is compiled again."""
+        """Changes the handle of a file, or removes it (None). Nothing is compiled again."""
         return await self._client.send(endpoints.rename(id, handle))
 
 
 class Caches(Collection[types.Cache]):
-    """Explicit context caching: texts, cut and compiled, linked by id in any order."""
+    """Explicit context caches: texts that are cut into chunks and compiled, and linked by id in any order."""
 
     _path, _model, _page = "caches", types.Cache, CacheList
 
@@ -163,12 +164,12 @@ class Caches(Collection[types.Cache]):
         ttl: int | None = None,
         wait: bool | float = False,
     ) -> types.Cache:
-        """Caches ``text``, cut as ``split`` says, or ``chunks`` as they are.
+        """Caches ``text``, cut according to ``split``, or ``chunks`` as they are.
 
         Args:
             split: ``fixed``, ``sentence``, ``paragraph``, ``section``, or ``{"mode", "tokens", "overlap"}``.
-            ttl: seconds until it expires.
-            wait: as in ``files.create``.
+            ttl: seconds until it expires; None: never.
+            wait: see ``files.create``.
         """
         return await self._create(endpoints.cache_create(text, chunks, split, name, ttl), wait)
 
@@ -177,12 +178,12 @@ class Caches(Collection[types.Cache]):
         return await self._client.send(endpoints.cache_retrieve(id))
 
     async def update(self, id: str, ttl: int | None) -> types.Cache:
-        """Lets it live for ``ttl`` seconds from now; None: for ever."""
+        """Sets a cache to expire in ``ttl`` seconds from now; None: never."""
         return await self._client.send(endpoints.update("caches", types.Cache, id, ttl))
 
 
 class References(Collection[types.Reference]):
-    """The reference library: everybody searches, administrators write."""
+    """The reference library, which every user can search and administrators can change."""
 
     _path, _model, _page = "references", types.Reference, ReferenceList
 
@@ -213,7 +214,7 @@ class References(Collection[types.Reference]):
         wait: bool | float = False,
         progress: Progress | None = None,
     ) -> types.Reference:
-        """Replaces its content by a next version; what is left out stays as it was."""
+        """Replaces a reference by a new version; arguments that are left out keep their values."""
         upload = self._client.sources.upload(file, progress)
         request = endpoints.reference_write(id, upload, title, description, metadata, replace=True)
         return await self._create(request, wait)
@@ -225,11 +226,11 @@ class References(Collection[types.Reference]):
         order: Order | None = None,
         kind: Literal["image", "text"] | None = None,
     ) -> AsyncListing[types.Reference]:
-        """Lists by age, newest first. ``limit`` is the length of a page."""
+        """Lists the references by age, newest first. ``limit`` is the length of a page."""
         return self._list(after, limit=limit, order=order, kind=kind)
 
     async def content(self, id: str) -> bytes:
-        """Returns the original, byte by byte."""
+        """Returns the bytes of the original."""
         return await self._client.send(endpoints.content("references", id))
 
     async def search(
@@ -241,22 +242,22 @@ class References(Collection[types.Reference]):
         min_score: float | None = None,
         filter: Mapping[str, Any] | None = None,
     ) -> tuple[types.ReferenceHit, ...]:
-        """Returns the references most like a text, an image, or both, best first.
+        """Returns the references most similar to a text, an image, or both, best first.
 
         Args:
             image: a path, or a data URL.
-            filter: metadata keys -> a value, values, or comparisons (``{"year": {"gte": 2020}}``).
+            filter: for each metadata key a value, a list of values, or comparisons (``{"year": {"gte": 2020}}``).
         """
         url = await asyncio.to_thread(self._client.sources.image, image)
         request = endpoints.reference_search(query, url, top_k, min_score, filter)
         return (await self._client.send(request)).data
 
     async def index(self) -> types.ReferenceIndex:
-        """Returns how many references can be found, and how many are still to be embedded; for administrators."""
+        """Returns the number of references that can be found, and of those still to be embedded; for administrators."""
         return await self._client.send(endpoints.reference_index())
 
     async def reindex(self) -> types.ReferenceIndex:
-        """Embeds references without a vector, in the background; ``index`` tells how far it is."""
+        """Embeds references without a vector in the background; ``index`` reports the progress."""
         return await self._client.send(endpoints.reference_index(start=True))
 
 
@@ -308,8 +309,8 @@ class Completions(Resource):
         """Answers a conversation.
 
         Args:
-            messages: as OpenAI's; a plain text is one question of the user.
-            stream: gives the answer piece by piece; ``AsyncStream.usage`` says at the end what it cost. The chunk with
+            messages: messages in OpenAI's format; a plain string is one message of the user.
+            stream: returns the answer piece by piece; ``AsyncStream.usage`` has the usage at the end. The chunk with
                 the usage is among the chunks if ``stream_options`` asks for it.
             **options: see ``ChatOptions``.
         """

@@ -19,7 +19,7 @@ from mpic.model.hooks import Observed
 
 
 class EmbeddedTokens(NamedTuple):
-    """Own tokens with embeddings of their own (of images and packets): own indices ``[start, start + n)``."""
+    """Own tokens whose embeddings come from an image or a packet: own indices ``[start, start + n)``."""
 
     start: int
     embeds: torch.Tensor
@@ -31,7 +31,8 @@ class Rows:
     """Tokens to compute, in sequence order. Token i (``mapped <= i``) lives at slot ``i - mapped`` of ``extent``.
 
     The first ``computed`` tokens have their KV; the first ``mapped`` of those come from the prefix cache. ``spans`` are
-    what the tokens see besides each other. ``positions [p, tokens or more]`` may have spare columns at the end.
+    the chunks' keys that the tokens see besides each other. ``positions [p, tokens or more]`` may have spare columns at
+    the end.
     """
 
     ids: list[int]
@@ -51,22 +52,22 @@ class Rows:
         return ()
 
     def cut(self, hi: int) -> int:
-        """Returns how far a step goes that would go up to token ``hi``. A block is computed in one step, so it ends
-        before a block that it would cut; one that it begins with it computes whole."""
+        """Returns the token at which a step that is planned up to ``hi`` has to end. A block is computed in one step,
+        so the step ends before a block that it would cut, except that a block at its beginning is computed whole."""
         for lo, end in self.blocks:
             if max(lo, self.computed) < hi < end:
                 return lo if lo > self.computed else end
         return hi
 
     def places(self) -> np.ndarray:
-        """Returns where in the prompt the tokens stand, ``[tokens]`` ascending; for layers with windows."""
+        """Returns the index of each token in the prompt, ``[tokens]`` ascending; layers with windows need it."""
         return np.arange(len(self.ids))
 
 
 @dataclass(eq=False)
 class CompileJob(Rows):
-    """A chunk that is being compiled behind ``sink`` BOS tokens; its extent is the resident's. ``observed`` keeps
-    queries for its press."""
+    """A chunk that is being compiled behind ``sink`` BOS tokens; its extent is the resident's. ``observed`` keeps the
+    queries that its press needs."""
 
     resident: Resident | None = None
     observed: Observed | None = None
@@ -81,7 +82,7 @@ def compile_job(inputs: ChunkInputs, sink: int, bos: int, scope: Scope | None = 
     """Returns the rows of a chunk that is compiled alone, at positions 0.. (``sink`` BOS tokens first).
 
     Args:
-        scope: which tokens of a prompt attend to each other in both directions.
+        scope: the tokens of a prompt that attend to each other in both directions.
     """
     heads = torch.arange(sink).expand(inputs.positions.shape[0], sink)
     positions = torch.cat([heads, inputs.positions + sink], 1)

@@ -1,5 +1,5 @@
-"""Making requests ready for the engine, on the caller's thread: their plans, and every refusal that can be known
-without computing."""
+"""Prepares requests for the engine on the caller's thread: makes their plans, and refuses what is known to fail without
+computing."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from mpic.prompt.segments import Segment, TextSegment
 def shapes_of(
     segments: Sequence[Segment], chunks: Sequence[LinkedChunk], policy: Policy, scope: Scope | None = None
 ) -> list[SegmentShape]:
-    """Returns what planning needs of segments, of which ``chunks`` are the chunk segments in order.
+    """Returns the shapes of segments, from which the plan is made. ``chunks`` are the chunk segments in order.
 
     Args:
-        scope: which tokens attend to each other in both directions.
+        scope: the tokens that attend to each other in both directions.
     """
     sizes = ((len(linked.inputs), linked.inputs.rotary_length) for linked in chunks)
     shapes, following = segment_shapes(segments, sizes, policy), iter(chunks)
@@ -59,11 +59,11 @@ class RequestBuilder:
 
     @property
     def whole_prompt(self) -> bool:
-        """True where all tokens of a prompt do."""
+        """True where all tokens of a prompt attend to each other in both directions."""
         return self.scope is Scope.PROMPT
 
     def build(self, spec: GenerationRequest, stream: DeltaStream, arrived: float) -> Request:
-        """Returns the request, nothing of it computed.
+        """Returns the request, before any computation.
 
         Raises:
             EmptyPrompt, UnsupportedParameter, UnsupportedModality, NoAdapter, ContextLengthExceeded, PoolTooSmall: it
@@ -137,7 +137,7 @@ class RequestBuilder:
         return request
 
     def check_presses(self, chunks: Sequence[Chunk], policy: Policy) -> None:
-        """Raises UnsupportedParameter: the policy or the model does not go with the press of a chunk."""
+        """Raises UnsupportedParameter when the policy or the model cannot be combined with the press of a chunk."""
         check_presses(policy, (chunk.press for chunk in chunks))
         if policy.uses_chunks:
             for chunk in chunks:
@@ -173,7 +173,7 @@ class RequestBuilder:
         return asked if asked is not None else min(context - plan.length, left)
 
     def _slots_left(self, plan: LinkPlan, needed: list[LinkedChunk]) -> int:
-        """Returns how many slots a pool has left that holds only these chunks and a plan's own tokens."""
+        """Returns how many slots would be left in a pool that holds only these chunks and a plan's own tokens."""
         for linked in needed:
             self._check_compiles(len(linked.inputs), linked.key.recipe.sink)
         return (self._pool.pages - self._chunk_pages(needed)) * self._pool.page_size - plan.own

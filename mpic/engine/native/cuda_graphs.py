@@ -1,6 +1,6 @@
-"""Capturing of decoding steps in CUDA graphs, and the decision whether decoding steps run so.
+"""Captures decoding steps in CUDA graphs, and decides whether decoding steps run that way.
 
-What is captured is a step of ``static_decode.py``. Before anything is served, one such step is compared with the same
+The captured steps are those of ``static_decode.py``. Before anything is served, one such step is compared with the same
 rows run in the usual way.
 """
 
@@ -38,7 +38,8 @@ class GraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        """Runs the work twice, so that kernels are compiled and libraries have chosen theirs, then captures it."""
+        """Runs the work twice, so that kernels are compiled and libraries have chosen their algorithms, then captures
+        it."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -46,7 +47,7 @@ class GraphCapture:
                 work()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # other threads may copy and allocate meanwhile
+        # with "thread_local" other threads may copy and allocate meanwhile
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             out = work()
 
@@ -58,13 +59,14 @@ class GraphCapture:
 
 
 def reserved_bytes(model: LoadedModel, most: int, choice: str) -> int:
-    """Returns how much device memory static steps of up to ``most`` rows take at most, which a pool that takes a share
-    of what is free has to leave: buffers as they will be allocated, and a bound for graphs. 0 where there are none."""
+    """Returns an upper bound of the device memory that static steps of up to ``most`` rows take: the buffers as they
+    will be allocated, and a bound for graphs. A pool that takes a share of the free memory leaves this much. 0 where
+    there are no static steps."""
     if choice == "off" or model.device.type != "cuda":
         return 0
     try:
         attention = attention_of(model)
-    except ModelRefused:  # `static_decode_for` says so
+    except ModelRefused:  # `static_decode_for` reports this
         return 0
     nowhere = torch.empty(0, dtype=model.dtype, device="meta")
     logits = most * model.text_config.vocab_size * (2 * 4 + model.dtype.itemsize)
@@ -75,14 +77,15 @@ def reserved_bytes(model: LoadedModel, most: int, choice: str) -> int:
 def static_decode_for(
     runner: Runner, most: int, choice: str, capture: Capture | None = None
 ) -> StaticDecode | None:
-    """Returns the static decoding steps of an engine, or None, which is logged where they were to be expected.
+    """Returns the static decoding steps of an engine, or None. The reason is logged where static steps were to be
+    expected.
 
     Args:
-        choice: ``on``, ``off``, or ``auto``: where the device is CUDA and the model's layers are such that it can be.
-        capture: in place of CUDA's, for tests.
+        choice: ``on``, ``off``, or ``auto``: on where the device is CUDA and the model's layers allow it.
+        capture: replaces the capture by CUDA in tests.
 
     Raises:
-        ModelRefused: ``on``, and it cannot be.
+        ModelRefused: ``choice`` is ``on``, and the device or the model does not allow it.
     """
     model, device = runner.model, runner.model.device
     if choice == "off" or (choice == "auto" and device.type != "cuda"):
@@ -113,7 +116,7 @@ def static_decode_for(
 
 
 def _allocated(device: torch.device) -> int:
-    """Returns the bytes of a device that are not free; 0 where nobody counts them."""
+    """Returns the bytes of a device that are in use; 0 on devices where they cannot be counted."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -122,8 +125,8 @@ def _allocated(device: torch.device) -> int:
 
 @torch.inference_mode()
 def compare(decode: StaticDecode, runner: Runner) -> float:
-    """Runs two decoding rows (one, where there may be but one) over a chunk and keys of their own, which are random,
-    both ways, and the next step, whose tables are advanced; returns the largest relative difference of the logits.
+    """Runs two decoding rows (one, where ``most`` is 1) over a random chunk and random own keys in both ways, then the
+    next step, whose tables are advanced. Returns the largest relative difference of the logits.
 
     Raises:
         IntegrityError: they differ, or the pool has no room for the comparison.
@@ -144,7 +147,8 @@ def compare(decode: StaticDecode, runner: Runner) -> float:
         difference = 0.0
         for _ in range(2):
             slices = [_next(one) for one in rows]
-            got = decode.run(slices)  # first, so that it reads what it has written itself
+            # the static step runs first, so that it reads what it has written itself
+            got = decode.run(slices)
             if got is None:
                 raise IntegrityError("a step of two rows does not fit the tables")
             expected = runner.run(slices)
@@ -163,7 +167,7 @@ def compare(decode: StaticDecode, runner: Runner) -> float:
 
 
 def _rows(model: LoadedModel, chunk: Extent, extent: Extent, tokens: int) -> Rows:
-    """Returns so many own tokens that see a chunk at a base of their own."""
+    """Returns a number of own tokens that see a chunk at a base of its own."""
     ids = [3 + n for n in range(tokens)]
     positions = torch.arange(tokens + 2).expand(model.mrope, -1).contiguous()
     return Rows(ids, positions, extent=extent, spans=[Span(chunk, 2, chunk.tokens, 50 + tokens, 1)])

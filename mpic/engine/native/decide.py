@@ -1,4 +1,5 @@
-"""The deciding pass of dynamic policies: prompts' own keys, values or queries say which chunk tokens they recompute."""
+"""The deciding pass of dynamic policies, which choose the chunk tokens to recompute from a prompt's own keys, values or
+queries."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ MOST_ROWS = 2048
 
 
 class Look(NamedTuple):
-    """What a pass saw of one prompt at its layer, rotated at the rows' positions.
+    """The keys, values and queries of one prompt at the pass's layer, rotated at the rows' positions.
 
     Args:
         keys, values: ``[kv_heads, T, head_dim]``.
         queries: ``[heads, T, head_dim]``.
-        scale: of the layer's softmax.
+        scale: scale of the layer's softmax.
     """
 
     keys: torch.Tensor
@@ -42,7 +43,7 @@ class Look(NamedTuple):
 
 
 class Decider:
-    """Runs the deciding pass of requests: as many rows of their prompts as their policies look at, in one go.
+    """Runs the deciding pass of requests: one forward over all the prompt rows that their policies look at.
 
     A pass of T tokens is a step of its own: it holds up the batch as an unchunked prefill of that many layers would.
     It reads resident chunks and writes nothing, so it may be repeated.
@@ -61,8 +62,9 @@ class Decider:
         decided: Callable[[Request], None],
         failed: Callable[[Request, BaseException], None],
     ) -> None:
-        """Replaces the provisional plans of requests whose chunks are all ready, and tells of each whether it worked.
-        Nothing is written before that, so an error is of its own request alone, or of those in one pass."""
+        """Replaces the provisional plans of requests whose chunks are all ready, and reports the outcome for each
+        request. Nothing is written before that, so an error concerns only its own request, or those in the same
+        pass."""
         for group in self._groups(requests):
             looks: Sequence[Look | Exception]
             try:
@@ -81,8 +83,8 @@ class Decider:
                     failed(request, as_failure(error))
 
     def _groups(self, requests: Sequence[Request]) -> list[list[Request]]:
-        """Returns the requests in order, put together that one pass looks at: their policies look for the same at the
-        same layer, and they have at most ``MOST_ROWS`` rows (a longer one is alone)."""
+        """Returns the requests in order, grouped by pass: the policies of a group look for the same evidence at the
+        same layer, and a group has at most ``MOST_ROWS`` rows (a longer request has a pass of its own)."""
         found: list[list[Request]] = []
         open_groups: dict[tuple[Evidence, int], tuple[list[Request], int]] = {}
         for request in requests:
@@ -99,7 +101,7 @@ class Decider:
     def _look(self, requests: Sequence[Request]) -> list[Look]:
         """Runs one group's pass. All chunks of the requests must be ready."""
         for linked in (linked for request in requests for linked in request.prompt.chunks):
-            if linked.resident.progress is not None:  # its last copy may have been started and not be done
+            if linked.resident.progress is not None:  # its last copy may have started and not be finished
                 linked.resident.progress.settle()
         slices, blocks = zip(*map(self._rows, requests), strict=True)
         ends = list(accumulate(part.hi for part in slices))
@@ -155,12 +157,12 @@ class Decider:
         return list(weights.split([place.length for place in places]))
 
     def _kind(self, request: Request) -> tuple[Evidence, int]:
-        """Returns what a request's policy looks for, and at which layer."""
+        """Returns the evidence that a request's policy looks for, and the layer."""
         policy = _policy(request)
         return policy.evidence, min(policy.layer, self._model.shape.layers - 1)
 
     def _since(self, request: Request) -> int:
-        """Returns the sequence index from which on a request's policy looks at its prompt."""
+        """Returns the first sequence index that a request's policy looks at."""
         if _policy(request).evidence is Evidence.DEVIATION:
             return 0
         return max(place.start + place.length for place in request.prompt.plan.places)
@@ -171,12 +173,12 @@ class Decider:
         everything = make_plan(prompt.undecided, Full(), whole_prompt=self._whole_prompt)
         since = self._since(request)
         rows = own_tokens(prompt.segments, everything, prompt.chunks, self._model.mrope, since).rows()
-        # rows that begin later end at their first layer's keys and queries
+        # policies that look only at later rows stop at the first layer, before any attention: they need no blocks
         return BatchSlice(rows, 0, len(rows)), everything.blocks if since == 0 else ()
 
     def _compiled(self, linked: LinkedChunk, layer: int, look: Look) -> torch.Tensor:
-        """Returns a chunk's compiled keys and values at a layer, ``[2, kv_heads, tokens, head_dim]`` fp32, of
-        the layer's own heads."""
+        """Returns a chunk's compiled keys and values at a layer, ``[parts, kv_heads, tokens, head_dim]`` fp32, of
+        the layer's own heads. One part is both."""
         first = linked.resident.first
         kv = self._pool.view(linked.resident.extent)
         heads, _, size = look.keys.shape

@@ -27,23 +27,23 @@ from mpic.model.bidirectional import Scope
 from mpic.model.loaded import LoadedModel
 
 PAGE_SIZE = 16
-_SHARE = {"cuda": 0.85, "mps": 0.5, "cpu": 0.25}  # of free memory, when the pool has no set size
+_SHARE = {"cuda": 0.85, "mps": 0.5, "cpu": 0.25}  # share of the free memory, when the pool has no set size
 _CAP_CPU = 8 << 30  # bytes
 PREFETCH = 0.25
 """Largest share of the pool that one prefetched chunk may take."""
 
 
 class DeviceMemory:
-    """Gives memory to requests and chunks. All methods run on the engine's thread.
+    """Allocates device memory for requests and chunks. All methods run on the engine's thread.
 
     Args:
         device: resident chunks and prefix cache over the pool.
-        bos: token for sinks.
+        bos: the token that sinks consist of.
         load: starts to read a stored chunk into its resident's extent; lower orders are read first.
-        save: makes a compiled chunk durable; the futures then get its token count.
+        save: makes a compiled chunk durable, then sets its token count as the result of the futures.
         tombstones: chunks that unfinished requests must not re-insert.
         presser: compresses compiled chunks whose recipe says so.
-        scope: which tokens attend to each other in both directions.
+        scope: the tokens that attend to each other in both directions.
 
     ``counters``: ``prefetched``, ``tokens_compiled``.
     """
@@ -74,7 +74,7 @@ class DeviceMemory:
 
         Args:
             tokens: slots of the extent; 0 reserves none.
-            arrived: when their request arrived.
+            arrived: time at which their request arrived.
 
         Returns:
             Whether everything fits (otherwise nothing is held), and the extent.
@@ -87,7 +87,8 @@ class DeviceMemory:
                 self.device.acquire(resident)
                 undo.callback(self.device.release, resident)
 
-            for linked in chunks:  # before anything is allocated, so that nothing of it is evicted for that
+            # pinned before anything is allocated, so that the allocation does not evict them
+            for linked in chunks:
                 resident = self.device.get(linked.key)
                 if resident is None:
                     missing.append(linked)
@@ -114,7 +115,7 @@ class DeviceMemory:
     def _attach(
         self, chunks: Sequence[LinkedChunk], added: dict[LinkedChunk, Resident], arrived: float
     ) -> None:
-        """Gives chunks the residents that are held for them, and has those that were added read or compiled."""
+        """Assigns chunks the residents that are held for them, and starts to read or compile the new ones."""
         for linked in chunks:
             linked.resident = self.device.get(linked.key)
             first_time = linked.tier == "none"
@@ -137,7 +138,7 @@ class DeviceMemory:
                 self.device.drop(resident)
 
     def prefetch(self, linked: LinkedChunk, arrived: float) -> None:
-        """Starts to read a stored chunk that nobody links yet, if it takes at most ``PREFETCH`` of the pool."""
+        """Starts to read a stored chunk that no request links yet, if it takes at most ``PREFETCH`` of the pool."""
         resident = self.device.get(linked.key)
         pages = self.pool.pages_for(len(linked.inputs) + linked.key.recipe.sink)
         if resident is not None or pages > self.pool.pages * PREFETCH:
@@ -150,17 +151,17 @@ class DeviceMemory:
             self._load(linked, arrived)
 
     def forget(self, owner: str, chunk: ChunkKey) -> None:
-        """Hides a deleted chunk. Requests that arrived before may still compute it for themselves, but nobody else sees
-        it and it is not stored."""
+        """Hides a deleted chunk. Requests that arrived before may still compute it for themselves, but no other request
+        sees it and it is not stored."""
         for key, resident in list(self.device.chunks.items()):
             if (key.owner, key.chunk) == (owner, chunk):
                 self.device.drop(resident)
         self.device.prefix.purge((owner, chunk.digest))
 
-    # ---- compile jobs and who waits for them
+    # ---- compile jobs, and the requests and uploads that wait for them
 
     def admit(self, upload: CompileRequest) -> bool:
-        """Compiles an uploaded chunk, or has it share what is being done for others. Returns whether it fits."""
+        """Compiles an uploaded chunk, or joins a load or compile of it that is under way. Returns whether it fits."""
         if self._tombstones.key_since(upload.arrived, upload.key):
             upload.future.set_exception(CompileFailed("the chunk was deleted before it was compiled"))
             return True
@@ -186,7 +187,7 @@ class DeviceMemory:
         self.jobs[resident] = job
 
     def compiled(self, job: CompileJob) -> None:
-        """Makes a chunk ready whose last row has run: it serves at once, and is saved in the background."""
+        """Marks a chunk ready after its last row has run: it can be linked at once, and is saved in the background."""
         resident = job.resident
         self._presser.press(job)
         del self.jobs[resident]
@@ -196,18 +197,20 @@ class DeviceMemory:
         self.device.release(resident)
 
     def load_ended(self, event: LoadEnded) -> None:
-        """Tells who waits for a chunk that it has been read. One that could not be read is compiled instead."""
+        """Completes the uploads that wait for a chunk once it has been read. A chunk that could not be read is compiled
+        instead."""
         resident = event.resident
         if resident.ready:
             for future in self._take_futures(resident):
                 future.set_result(len(resident.inputs))
-        elif resident.refs > 1:  # somebody waits for it, beside the load itself
+        elif resident.refs > 1:  # something waits for it besides the load itself
             self._compile(resident)
         else:
             self.device.drop(resident)
 
     def fail_compiles(self, error: BaseException) -> None:
-        """Gives up all jobs, of which a failed step may have left half, and fails everybody who waits for a chunk."""
+        """Abandons all compile jobs, which a failed step may have left half done, and fails everything that waits for a
+        chunk."""
         for resident in list(self.jobs):
             del self.jobs[resident]
             self.device.release(resident)
@@ -217,7 +220,7 @@ class DeviceMemory:
                 future.set_exception(error)
 
     def _take_futures(self, resident: Resident) -> list[Future[int]]:
-        """Returns the futures of the uploads that wait for a resident, which they hold no longer."""
+        """Returns the futures of the uploads that wait for a resident, and releases their hold on it."""
         uploads = self._uploads.pop(resident, [])
         for _ in uploads:
             self.device.release(resident)
@@ -273,8 +276,9 @@ class DeviceMemory:
 
 
 def pool_pages(model: LoadedModel, pool_bytes: int = 0, reserved: int = 0) -> int:
-    """Returns how many pages of ``PAGE_SIZE`` tokens fit ``pool_bytes``. 0 takes a share of what is free on the model's
-    device besides ``reserved`` bytes, and no more than 64 full contexts, which is as much as the largest batch can use.
+    """Returns how many pages of ``PAGE_SIZE`` tokens fit ``pool_bytes``. 0 takes a share of the memory that is free on
+    the model's device besides ``reserved`` bytes, but no more than 64 full contexts, the most that the largest batch
+    can use.
 
     Raises:
         PoolTooSmall: not one page fits.

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from mpic.engine.native.inbox import Inbox
 from mpic.engine.native.linker import ChunkLinker
 from mpic.engine.native.loader import loaders_for
 from mpic.engine.native.outputs import Outputs
+from mpic.engine.native.preparation import Preparation
 from mpic.engine.native.presser import Presser, refusal
 from mpic.engine.native.request import LinkedChunk, Request, Status
 from mpic.engine.native.runner import Runner
@@ -41,6 +42,7 @@ from mpic.kv.barrier import LayerBarrier
 from mpic.kv.chunk import Chunk
 from mpic.kv.device import DeviceCache
 from mpic.kv.pool import Pool
+from mpic.kv.staging import Staging
 from mpic.kv.store import ChunkStore
 from mpic.link import BARE, Need, Wrapping
 from mpic.link.engines import PROVIDES
@@ -57,12 +59,13 @@ class NativeEngine(Engine):
     Args:
         model: loaded and self-tested.
         store: tier below the device; None keeps chunks in the pool only.
-        adapter: of the model, for the policies that need one.
-        pages, page_size: of the pool.
-        budget: most tokens a step computes (chunked prefill).
-        max_running: most requests in one batch.
-        max_waiting: most requests that wait for their turn; None: any number.
+        adapter: the model's adapter, for the policies that need one.
+        pages, page_size: size of the pool, and tokens per page.
+        budget: maximum number of tokens that a step computes (chunked prefill).
+        max_running: maximum number of requests in one batch.
+        max_waiting: maximum number of requests that wait for their turn; None: any number.
         loaders: threads that read chunks from the store; 0 chooses by the machine's cores.
+        staging: size of the page-locked ring that chunks are read through to a CUDA device; None chooses.
         check_when_idle: verify all invariants whenever nothing runs.
         cuda_graphs: ``on``, ``off``, or ``auto``; see ``cuda_graphs.py``.
     """
@@ -79,6 +82,7 @@ class NativeEngine(Engine):
         max_running: int = 64,
         max_waiting: int | None = None,
         loaders: int = 0,
+        staging: Staging | None = None,
         check_when_idle: bool = True,
         cuda_graphs: str = "off",
     ) -> None:
@@ -90,13 +94,12 @@ class NativeEngine(Engine):
         self._post = self._inbox.post
         self.pool = Pool(model.shape, pages, page_size, model.dtype, model.device)
         self.runner = Runner(model, self.pool)
-        # before any thread runs
+        # checked before any thread runs
         self.runner.static = static_decode_for(self.runner, max_running, cuda_graphs)
         self.device = DeviceCache(self.pool)
         self.tombstones = Tombstones()
-        self.transfers = Transfers(
-            self.device, store, self.tombstones, self._post, self._load_ended, loaders or loaders_for()
-        )
+        post, ended, threads = self._post, self._load_ended, loaders or loaders_for()
+        self.transfers = Transfers(self.device, store, self.tombstones, post, ended, threads, staging)
         presser = Presser(model, self.device, 0 if adapter is None else len(adapter.trailer))
         load, save = self.transfers.load, self.transfers.save
         self.memory = DeviceMemory(
@@ -107,12 +110,11 @@ class NativeEngine(Engine):
         self.linker = ChunkLinker(model, adapter, store, self.device, self.tombstones)
         self.builder = RequestBuilder(model, store, self.linker, self.pool)
         self.outputs = Outputs(self.scheduler, self.builder, self.tombstones, self._post, model.eos_ids)
-        self._check_when_idle = check_when_idle
-        self._max_waiting = max_waiting
+        self._check_when_idle, self._max_waiting = check_when_idle, max_waiting
         self.arrivals = Arrivals(self._waiting, self._may_wait)
         self._counters: Counter[str] = Counter()
         self._more_to_do = True  # a step might find more to do than the last one
-        self._preparing = ThreadPoolExecutor(1, "mpic-prepare")
+        self._preparation = Preparation()
         self._thread = threading.Thread(target=self._loop, name="mpic-engine", daemon=True)
         self._thread.start()
 
@@ -137,8 +139,9 @@ class NativeEngine(Engine):
         return len(self.outputs.unfinished) - len(self.scheduler.running)
 
     def _may_wait(self) -> int | None:
-        """Returns how many requests may wait. Unless the queue waits for memory or for an end, as many more may as
-        could run at once, so that a burst is not refused before the engine has looked at its first request."""
+        """Returns how many requests may wait. Unless the queue waits for memory or for a running request to end, the
+        limit is raised by the number that could run at once, so that a burst is not refused before the engine has seen
+        its first request."""
         if self._max_waiting is None or self.scheduler.blocked:
             return self._max_waiting
         return self._max_waiting + max(0, self.scheduler.max_running - len(self.scheduler.running))
@@ -150,7 +153,7 @@ class NativeEngine(Engine):
     def compile(self, chunk: Chunk, wrapping: Wrapping = BARE) -> Future[int]:
         """See ``Engine.compile``; raises EngineStopped itself when the engine has been closed."""
         future: Future[int] = Future()
-        future.set_running_or_notify_cancel()  # nobody may cancel it: its result is set on the engine's thread
+        future.set_running_or_notify_cancel()  # the engine's thread sets its result: no cancelling
         arrived = self.tombstones.begin()
         future.add_done_callback(lambda done: self.tombstones.end())
 
@@ -162,11 +165,11 @@ class NativeEngine(Engine):
                 if request is not None:
                     self._post(lambda: self.scheduler.add(request))
             except BaseException as error:
-                future.set_exception(error)
+                self._preparation.fail(future, error)
 
         with self._inbox.lock:
             if not self._inbox.closed:
-                self._preparing.submit(prepare)
+                self._preparation.submit(prepare, future, chunk.load_clip is not None)
                 return future
         self.tombstones.end()
         raise EngineStopped("the engine has been stopped")
@@ -249,7 +252,7 @@ class NativeEngine(Engine):
             return
         self.transfers.stop_waiting()
         self._thread.join()
-        self._preparing.shutdown(wait=True)
+        self._preparation.close()
         self.outputs.extender.close()
         self.transfers.close()
         self._inbox.handle()
@@ -264,7 +267,8 @@ class NativeEngine(Engine):
                 break
             try:
                 self.step()
-            except Exception as error:  # must not take the server down: fail what was on the device and go on
+            except Exception as error:
+                # must not take the server down: fail everything on the device and continue
                 log.exception("a step failed")
                 self._fail_running(error)
         stopped = EngineStopped("the engine was stopped")
@@ -309,7 +313,7 @@ class NativeEngine(Engine):
         began = time.monotonic()
         logits = self.runner.run(slices, barrier if barrier else None)
         self._commit(slices, logits, barrier)
-        if not barrier:  # its time would be that of the loads
+        if not barrier:  # such a step's time would be that of the loads
             self.scheduler.pace.measure(sum(s.hi - s.lo for s in slices), time.monotonic() - began)
         if self._check_when_idle and self.scheduler.idle:
             self._check()
@@ -321,13 +325,13 @@ class NativeEngine(Engine):
         return bool(undecided)
 
     def _commit(self, slices: list[BatchSlice], logits: torch.Tensor, barrier: LayerBarrier) -> None:
-        """Records what a step has computed.
+        """Records the results of a step.
 
         Args:
             logits: one row for each slice that wants logits, in order.
         """
         row = 0
-        taken: dict[Request, int] = {}  # whose tokens are drawn, and from which row
+        taken: dict[Request, int] = {}  # the requests whose tokens are drawn, with their rows
         self._counters["steps"] += 1
         self._counters["rows"] += sum(s.hi - s.lo for s in slices)
         for part in slices:
@@ -345,9 +349,8 @@ class NativeEngine(Engine):
                 if wants_logits:
                     taken[rows] = row
             row += wants_logits
-        if (
-            not taken
-        ):  # no token is waited for: without this, steps would queue up in front of the next request
+        if not taken:
+            # nothing else waits for the device here, and steps would queue up in front of the next request
             self.runner.wait()
             return
         if len(taken) < row:
@@ -359,7 +362,7 @@ class NativeEngine(Engine):
 
     @staticmethod
     def _chunks_arrived(request: Request, barrier: LayerBarrier) -> bool:
-        """Returns whether every layer of the loads that the request's rows ran beside arrived in time."""
+        """Returns whether every layer that the request's rows attended to was loaded in time."""
         loads = {linked.resident.progress for linked in request.prompt.needed} - {None}
         request.times.ready = max((request.times.ready, *(load.ended for load in loads)))
         return not loads & barrier.missed
@@ -384,7 +387,7 @@ class NativeEngine(Engine):
         self._refuse(scheduler.waiting[0], self.builder.too_large(scheduler.waiting[0], available))
 
     def _refuse(self, item: Request | CompileRequest, error: MPICError) -> None:
-        """Takes something out of the queue and fails it."""
+        """Removes a request or an upload from the queue and fails it."""
         if isinstance(item, Request):
             self.outputs.fail(item, error)
         else:

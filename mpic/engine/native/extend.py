@@ -1,10 +1,10 @@
 """Retrieval while decoding: a request is paused, references are found, and they are linked where it stands.
 
-Nothing that has been computed is computed again. The request's plan is made anew over its prompt, what it has
-generated, and what is inserted, under its own policy. Everything before the insertion comes out as it was, so only the
+Nothing that has been computed is computed again. The request's plan is made again under its own policy, over its
+prompt, the generated tokens and the inserted segments. Everything before the insertion comes out as it was, so only the
 new own tokens (markers, recomputed heads) are rows of the next step, and the references' pages are mapped behind them.
-By construction this is the plan of a request that had the references there from the start, and after a preemption it
-is prefilled as one.
+By construction this is the plan of a request that had the references there from the start, and after a preemption it is
+prefilled as one.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Extension(NamedTuple):
 
 
 class SearchOutcome(NamedTuple):
-    """The outcome of one search. Without an extension the answer ends: because nothing more fits, or, with ``says``,
-    because the model cannot go on without a reference."""
+    """The outcome of one search. Without an extension the answer ends, because nothing more fits or because the model
+    cannot go on without a reference; in the second case ``says`` is the text that ends it."""
 
     round: RetrievalRound
     extension: Extension | None
@@ -58,7 +58,8 @@ class Extender:
     """Searches on threads of its own.
 
     Args:
-        done: called on the engine's thread with the request and the outcome of its search, or why the request fails.
+        done: called on the engine's thread with the request and the outcome of its search, or the error that ends the
+            request.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Extender:
         self._threads = ThreadPoolExecutor(SEARCHERS, "mpic-search")
 
     def begin(self, request: Request, call: str) -> None:
-        """Searches for what a paused request has asked."""
+        """Starts the search that a paused request has called for."""
         self._threads.submit(self._search, request, call, time.monotonic(), self._tombstones.begin())
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ def inserted_tokens(request: Request, extension: Extension) -> int:
 
 
 def apply(request: Request, extension: Extension) -> None:
-    """Extends a request and counts what was inserted as prompt. Runs on the engine's thread; pages come after."""
+    """Extends a request and counts the inserted tokens as prompt. Runs on the engine's thread; pages come after."""
     usage, old = request.usage, len(request.prompt.chunks)
     tokens = inserted_tokens(request, extension)
     reused = tokens - len(extension.own.ids)

@@ -25,7 +25,8 @@ class Inbox:
         return bool(self._messages)
 
     def post(self, message: Callable[[], None], quiet: bool = False) -> None:
-        """Has a call made on the engine's thread. Raises EngineStopped when the engine stops, unless it is quiet."""
+        """Queues a call for the engine's thread. Raises EngineStopped when the engine stops, unless the call is
+        quiet."""
         with self.lock:
             if self.closed and not quiet:
                 raise EngineStopped("the engine has been stopped")
@@ -33,13 +34,13 @@ class Inbox:
             self.lock.notify_all()
 
     def wait(self, work_left: Callable[[], bool]) -> bool:
-        """Waits for a message, work or the end. Returns whether the engine stops."""
+        """Waits for a message, for work or for the engine to stop. Returns whether the engine stops."""
         with self.lock:
             self.lock.wait_for(lambda: self._messages or self.closed or work_left())
             return self.closed
 
     def handle(self) -> None:
-        """Makes the calls that wait. One that fails does not keep the others from being made."""
+        """Makes the queued calls. A call that fails does not prevent the others."""
         with self.lock:
             messages = list(self._messages)
             self._messages.clear()

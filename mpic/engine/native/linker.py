@@ -1,11 +1,12 @@
-"""Finding a request's chunks, on the caller's thread: their inputs from the nearest place, and where their KV lies."""
+"""Finds a request's chunks on the caller's thread: their inputs from the nearest tier, and the tier that holds their
+KV."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -13,10 +14,11 @@ from mpic import memory
 from mpic.engine.native.request import LinkedChunk
 from mpic.engine.tombstones import Tombstones
 from mpic.errors import CorruptFile, InvalidUpload, NotFound, UnsupportedModality
+from mpic.imaging.clips import Clip, Sample
 from mpic.imaging.image_header import LARGE_PIXELS
-from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, KVKey, Recipe
+from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, Kind, KVKey, Recipe
 from mpic.kv.device import DeviceCache
-from mpic.kv.store import ChunkStore, StoredChunk
+from mpic.kv.store import ChunkStore, PartedChunk, Reservation, StoredChunk, optional
 from mpic.link import BARE, Policy, Wrapping
 from mpic.model.loaded import LoadedModel
 from mpic.packet.adapter import Adapter, require_adapter
@@ -31,10 +33,19 @@ class LazyStoredChunk:
     """Implements ``StoredChunk`` for a chunk that is resident when its request arrives: no look-up and no disk access
     unless it is evicted before the request is admitted."""
 
-    tier = "disk"  # the tier of record, until it is read
+    tier = "disk"  # the default until the chunk is read
 
     def __init__(self, store: ChunkStore, key: KVKey, inputs: ChunkInputs) -> None:
         self.inputs, self._store, self._key = inputs, store, key
+        self._found: StoredChunk | None = None
+
+    def _stored(self) -> StoredChunk:
+        if self._found is None:
+            self._found = self._store.find([self._key]).get(self._key)
+        if self._found is None:
+            raise NotFound(f"chunk {self._key.chunk} is not stored")
+        self.tier = self._found.tier
+        return self._found
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
         """Reads the chunk; see ``StoredChunk.read_layers``.
@@ -43,16 +54,27 @@ class LazyStoredChunk:
             NotFound: it has left the store, or was never written.
             CorruptFile: it is damaged.
         """
-        stored = self._store.find([self._key]).get(self._key)
-        if stored is None:
-            raise NotFound(f"chunk {self._key.chunk} is not stored")
-        self.tier = stored.tier
+        stored, self._found = self._stored(), None
         yield from stored.read_layers(destination)
+
+    def lend(self) -> torch.Tensor | None:
+        """See ``StoredChunk``. It is asked for first, and looks the chunk up again for every load."""
+        self._found = None
+        memory = optional(self._stored(), "lend")
+        if memory is not None:
+            self._found = None
+        return memory
+
+    def in_parts(self, most: int) -> PartedChunk | None:
+        return optional(self._stored(), "in_parts", most)
+
+    def reserve(self, shape: Sequence[int], dtype: torch.dtype) -> Reservation | None:
+        return optional(self._stored(), "reserve", shape, dtype)
 
 
 class ChunkLinker:
-    """The first half of a link: finds the inputs of chunks. They are those of a resident chunk, remembered, stored, or
-    made by the tokenizer and the vision encoder. Thread-safe."""
+    """The first half of a link: finds the inputs of chunks. They come from a resident chunk, from memory, from the
+    store, or from the tokenizer and the vision encoder. Thread-safe."""
 
     def __init__(
         self,
@@ -68,21 +90,23 @@ class ChunkLinker:
         self._inputs: OrderedDict[tuple[str, ChunkKey], ChunkInputs] = OrderedDict()
         self._lock = threading.Lock()
         self._encoder = threading.Lock()
+        self._clips = threading.Lock()
 
-    def recipe(self, wrapping: Wrapping, press: str = "") -> Recipe:
-        """Returns how chunks are compiled that are wrapped so, and compressed by a press of that name.
+    def recipe(self, wrapping: Wrapping, press: str = "", kind: Kind = "text") -> Recipe:
+        """Returns how chunks of a kind are compiled that are wrapped so, and compressed by a press of that name.
 
         Raises:
-            NoAdapter: they shall be packets, and the model has no adapter.
+            NoAdapter: the wrapping is that of packets, and the model has no adapter.
         """
         packet = require_adapter(self._adapter, self._model).digest if wrapping.packet else ""
         kept = "" if (found := parse_press(press)) is None else found.name
         model = self._model
-        layout = "latent" if model.latents else ""
-        return Recipe(model.info.dtype, "raw", wrapping.sink, model.preprocessing, packet, layout, kept)
+        preprocessing = model.sampling if kind == "video" else model.preprocessing
+        return Recipe(model.info.dtype, "raw", wrapping.sink, preprocessing, packet, model.layout, kept)
 
     def key(self, chunk: Chunk, wrapping: Wrapping = BARE) -> KVKey:
-        return KVKey.of(chunk.owner, chunk.key, self._model.digest, self.recipe(wrapping, chunk.press))
+        recipe = self.recipe(wrapping, chunk.press, chunk.kind)
+        return KVKey.of(chunk.owner, chunk.key, self._model.digest, recipe)
 
     def link(self, chunks: Sequence[Chunk], policy: Policy, arrived: float) -> list[LinkedChunk]:
         """Returns every chunk with its inputs. The store is asked once for all that are not resident.
@@ -91,10 +115,10 @@ class ChunkLinker:
             UnsupportedModality, InvalidUpload, NoAdapter: the inputs of a chunk cannot be made.
         """
         recipes = {
-            press: self.recipe(policy.wrapping, press if policy.uses_chunks else "")
-            for press in {chunk.press for chunk in chunks}
+            (press, kind): self.recipe(policy.wrapping, press if policy.uses_chunks else "", kind)
+            for press, kind in {(chunk.press, chunk.kind) for chunk in chunks}
         }
-        keys = [KVKey.of(c.owner, c.key, self._model.digest, recipes[c.press]) for c in chunks]
+        keys = [KVKey.of(c.owner, c.key, self._model.digest, recipes[c.press, c.kind]) for c in chunks]
         ready = [r if r is not None and r.ready else None for r in map(self._device.get, keys)]
         known = [
             self._remembered(chunk, key) if resident is None else resident.inputs
@@ -124,7 +148,8 @@ class ChunkLinker:
         self, chunk: Chunk, key: KVKey, inputs: ChunkInputs | None, stored: StoredChunk | None, arrived: float
     ) -> LinkedChunk:
         if inputs is None:
-            inputs = self._remembered(chunk, key)  # linked twice, it was made a moment ago
+            # the chunk is linked twice, and its inputs were made a moment ago
+            inputs = self._remembered(chunk, key)
         if inputs is None:
             inputs = self._read_inputs(stored, chunk, key)
             if inputs is None:
@@ -143,8 +168,8 @@ class ChunkLinker:
         return LinkedChunk(chunk, key, inputs, stored, None) if inputs is not None else None
 
     def _read_inputs(self, stored: StoredChunk | None, chunk: Chunk, key: KVKey) -> ChunkInputs | None:
-        """Returns what the store has, or None when it turns out to have nothing. Text needs no file: its chunk has the
-        ids."""
+        """Returns the stored inputs, or None when the store turns out not to have them. Text needs no file, because its
+        chunk has the ids."""
         if stored is None:
             return None
         if chunk.token_ids:
@@ -155,7 +180,7 @@ class ChunkLinker:
             log.warning("chunk %s cannot be used as it is stored: %s", chunk.key, error)
             return None
 
-    # ---- inputs that are made, and remembered as they are before they are wrapped
+    # ---- new inputs, which are remembered as they are before they are wrapped
 
     def inputs(self, chunk: Chunk, key: KVKey, arrived: float) -> ChunkInputs:
         """Returns the inputs of a chunk that is not stored.
@@ -178,15 +203,28 @@ class ChunkLinker:
             if not chunk.token_ids:
                 raise InvalidUpload("a text chunk has no tokens")
             return self._model.text_inputs(chunk.token_ids)
+        if chunk.load_clip is not None:
+            return self._make_clip(chunk.load_clip)
         if chunk.load_image is None:
             raise UnsupportedModality(f"chunk {chunk.key} has neither tokens nor an image")
-        with self._encoder, memory.as_errors():  # one at a time: a large image takes hundreds of megabytes
+        # one image at a time: a large one takes hundreds of megabytes
+        with self._encoder, memory.as_errors():
             image = chunk.load_image()
             large = image.width * image.height > LARGE_PIXELS
             inputs = self._model.image_inputs(image)
             del image
             if large:
                 memory.give_back()
+            return inputs
+
+    def _make_clip(self, load: Callable[[Sample], Clip]) -> ChunkInputs:
+        """Decodes a clip while images may be encoded, and then encodes it."""
+        with self._clips, memory.as_errors():
+            clip = load(self._model.clip_sampler)
+            with self._encoder:
+                inputs = self._model.clip_inputs(clip)
+            del clip
+            memory.give_back()
             return inputs
 
     def _remembered(self, chunk: Chunk, key: KVKey) -> ChunkInputs | None:

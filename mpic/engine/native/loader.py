@@ -1,4 +1,4 @@
-"""Loader threads, and which layer of which chunk they read next."""
+"""Loader threads, and which piece of which chunk they read next."""
 
 from __future__ import annotations
 
@@ -7,43 +7,63 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from mpic.errors import EngineStopped
 
+_END: Any = object()
+
 
 def loaders_for(cores: int | None = None) -> int:
-    """Returns half of the cores, 2 to 8: reading and verifying is about as fast as memory, so a few threads saturate a
-    disk, and the other cores are needed for what is computed meanwhile."""
+    """Returns the number of loader threads: half of the cores, 2 to 8. Reading and verifying is about as fast as
+    memory, so a few threads saturate a disk, and the other cores are needed for the computation that goes on
+    meanwhile."""
     return min(8, max(2, (cores or os.cpu_count() or 2) // 2))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ChunkLoad:
-    """One chunk to be read.
+    """A chunk to be read.
 
     Args:
         order: loads of a lower order go first; the request's time of arrival.
-        layers: reads the next layer and gives its number; see ``StoredChunk.read_layers``.
-        arrived: called with the number of each layer in turn, on a loader thread.
-        ended: called once at the end, with what went wrong or None, on a loader thread.
+        layers: reads what comes next and gives the number of the layer that is in place with it, or None for a piece
+            that completes none; see ``StoredChunk.read_layers``.
+        arrived: called with the number of each layer, on a loader thread.
+        ended: called once at the end, when no thread reads any more, with what went wrong first or None, on a loader
+            thread.
     """
 
     order: float
-    layers: Iterator[int]
+    layers: Iterator[int | None]
     arrived: Callable[[int], None]
     ended: Callable[[BaseException | None], None]
+    lanes: int = field(default=1, init=False)
+    """Iterators of the load that have not ended; guarded by the queue."""
+    error: BaseException | None = field(default=None, init=False)
+
+
+class _Turn(NamedTuple):
+    """The order in which threads take work: the lowest comes first."""
+
+    order: float
+    layer: int
+    number: int
+    load: ChunkLoad
+    layers: Iterator[int | None]
 
 
 class LoadQueue:
-    """Threads that read chunks layer by layer.
+    """Threads that read chunks piece by piece.
 
     The oldest request's chunks go first, and among those the lowest layer: the chunks of one prompt fill side by side,
-    so that its link can begin when the first layers are in place and never waits long for the next.
+    so that its link can begin when the first layers are in place and never waits long for the next. A load may be
+    forked, so that several threads read one chunk.
     """
 
     def __init__(self, threads: int) -> None:
-        self._waiting: list[tuple[float, int, int, ChunkLoad]] = []
+        self._waiting: list[_Turn] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._stopping = False
@@ -53,10 +73,24 @@ class LoadQueue:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def threads(self) -> int:
+        return len(self._threads)
+
     def add(self, load: ChunkLoad) -> None:
         with self._changed:
-            heapq.heappush(self._waiting, self._turn(load, 0))
-            self._changed.notify()
+            self._push(load, load.layers)
+
+    def fork(self, load: ChunkLoad, layers: Iterator[int | None], first: int) -> None:
+        """Has layers of a load, from about number ``first`` on, read beside the others. Called by what reads the load,
+        on a loader thread."""
+        with self._changed:
+            load.lanes += 1
+            self._push(load, layers, first)
+
+    def _push(self, load: ChunkLoad, layers: Iterator[int | None], first: int = 0) -> None:
+        heapq.heappush(self._waiting, _Turn(load.order, first, next(self._numbers), load, layers))
+        self._changed.notify()
 
     def close(self) -> None:
         """Stops: finishes the reads under way and ends all other loads with EngineStopped."""
@@ -65,32 +99,50 @@ class LoadQueue:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        for *_, load in self._waiting:
-            load.ended(EngineStopped("the engine was stopped"))
+        for turn in self._waiting:
+            self._end(turn, EngineStopped("the engine was stopped"))
         self._waiting.clear()
 
-    def _turn(self, load: ChunkLoad, layer: int) -> tuple[float, int, int, ChunkLoad]:
-        return load.order, layer, next(self._numbers), load
+    def _end(self, turn: _Turn, error: BaseException | None) -> None:
+        """Ends one iterator of a load, and the load with its last one."""
+        load = turn.load
+        close = getattr(turn.layers, "close", None)
+        if close is not None:
+            close()  # what it holds is given back now, not when it is collected
+        with self._changed:
+            load.error = load.error or error
+            load.lanes -= 1
+            ended = load.lanes == 0
+        if ended:
+            load.ended(load.error)
 
     def _work(self) -> None:
-        again: tuple[float, int, int, ChunkLoad] | None = None
+        again: _Turn | None = None
         while True:
             with self._changed:
-                if again is not None:  # nobody is woken: this thread takes one itself
+                if again is not None:  # no other thread is woken, since this one takes a load itself
                     heapq.heappush(self._waiting, again)
                     again = None
                 self._changed.wait_for(lambda: self._waiting or self._stopping)
                 if self._stopping:
                     return
-                *_, load = heapq.heappop(self._waiting)
-            try:
-                layer = next(load.layers, None)
-                if layer is not None:
-                    load.arrived(layer)
-            except Exception as error:
-                load.ended(error)
-            else:
-                if layer is None:
-                    load.ended(None)
-                else:
-                    again = self._turn(load, layer + 1)
+                turn = heapq.heappop(self._waiting)
+            again = self._advance(turn)
+
+    def _advance(self, turn: _Turn) -> _Turn | None:
+        """Takes one turn; returns the next one of the same iterator, or None when it has ended."""
+        if turn.load.error is not None:  # another thread has found it bad
+            self._end(turn, None)
+            return None
+        try:
+            layer = next(turn.layers, _END)
+            if isinstance(layer, int):
+                turn.load.arrived(layer)
+        except Exception as error:
+            self._end(turn, error)
+            return None
+        if layer is _END:
+            self._end(turn, None)
+            return None
+        reached = turn.layer if layer is None else layer + 1
+        return turn._replace(layer=reached, number=next(self._numbers))

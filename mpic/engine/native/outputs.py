@@ -1,4 +1,4 @@
-"""The outputs of requests: from the token of a request's last row to its next delta, and to its end."""
+"""The outputs of requests: turns each new token into a delta, and ends requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from mpic.engine.native.sampling import Choice
 from mpic.engine.native.scheduler import Scheduler
 from mpic.engine.tombstones import Tombstones
 from mpic.engine.trace import chunk_uses, trace
-from mpic.errors import IntegrityError
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ class Outputs:
     """The requests of an engine that have not ended. All methods run on the engine's thread.
 
     Args:
-        post: hands a message to the engine's thread.
+        post: sends a message to the engine's thread.
         eos: tokens that end an answer.
 
     Attributes:
@@ -53,10 +52,10 @@ class Outputs:
         self.unfinished: set[Request] = set()
         self.counters: Counter[str] = Counter()
 
-    def take(self, request: Request, choice: Choice | IntegrityError, now: float) -> None:
+    def take(self, request: Request, choice: Choice | Exception, now: float) -> None:
         """Takes the next token of an answer. An error fails this request alone."""
         try:
-            if isinstance(choice, IntegrityError):
+            if isinstance(choice, Exception):
                 raise choice
             self._take(request, *choice, now)
         except Exception as error:
@@ -64,7 +63,7 @@ class Outputs:
             self.fail(request, as_failure(error))
 
     def abort(self, request: Request) -> None:
-        """Ends a request that has not ended yet; its client no longer waits for it."""
+        """Ends a request whose client no longer waits for it, unless it has ended already."""
         if request in self.unfinished:
             self._finish(request, "abort")
 
@@ -107,7 +106,7 @@ class Outputs:
             times.resumed = 0.0
 
     def _search(self, request: Request, call: str) -> str | None:
-        """Pauses a request that has made a call, or returns why it ends."""
+        """Pauses a request that has made a call, or returns the reason why it ends."""
         usage = request.usage
         if len(usage.retrieval) >= request.spec.retrieval.rounds:
             usage.retrieval += (RetrievalRound(call, at=usage.completion_tokens, error="rounds"),)
@@ -117,7 +116,7 @@ class Outputs:
         return None
 
     def _finish(self, request: Request, reason: str, last: Delta | None = None) -> None:
-        """Ends a request without an error. Its own tokens enter the prefix cache."""
+        """Ends a request normally. Its own tokens enter the prefix cache."""
         usage, prompt = request.usage, request.prompt
         usage.total_ms = (time.monotonic() - request.arrived) * 1e3
         usage.chunks = chunk_uses(prompt.plan, prompt.chunks, self._token_bytes)
@@ -145,7 +144,7 @@ class Outputs:
             return
         try:
             self._resume(request, outcome)
-        except Exception as error:  # of this request alone
+        except Exception as error:  # the error concerns this request alone
             log.exception("a request could not be extended")
             self.fail(request, as_failure(error))
 

@@ -1,4 +1,4 @@
-"""The number of prompt rows that a step may compute while answers stream, so that no stream pauses for long."""
+"""Limits the prompt rows of a step while answers stream, so that no stream pauses for long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHT = 0.3
 
 
 class StepPace:
-    """The measured speed of steps, and the number of rows that fit a step which holds up somebody's answer.
+    """Measures the speed of steps, and limits the rows of steps that delay streaming answers.
 
     Attributes:
         seconds_per_row: a moving average, or None before the first step that is long enough.
@@ -24,7 +24,7 @@ class StepPace:
         self.seconds_per_row: float | None = None
 
     def measure(self, rows: int, seconds: float) -> None:
-        """Takes note of a step."""
+        """Records the time of a step."""
         if rows < MEASURED:
             return
         new = seconds / rows

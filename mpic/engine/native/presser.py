@@ -1,4 +1,5 @@
-"""Compressing chunks that have just been compiled (``mpic.press``): which models may, what is seen, what is kept."""
+"""Compresses chunks that have just been compiled (``mpic.press``), and refuses models whose chunks cannot be
+compressed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from mpic.press import LayerKV, Press, parse_press
 
 
 def refusal(model: LoadedModel, press: Press | type[Press]) -> str | None:
-    """Returns why chunks of a model cannot be compressed by a press, or None."""
+    """Returns the reason why a press cannot compress chunks of a model, or None if it can."""
     if any(pattern.window is not None for pattern in model.patterns):
         return "some of its layers see a window, and a slot no longer says where its token stands"
     if model.scope is not None:
@@ -46,14 +47,14 @@ class Presser:
     """Presses chunks in place. All methods run on the engine's thread.
 
     Args:
-        trailer: tokens that the model's adapter puts behind a chunk (0 without one).
+        trailer: number of tokens that the model's adapter puts after a chunk (0 without one).
     """
 
     def __init__(self, model: LoadedModel, device: DeviceCache, trailer: int = 0) -> None:
         self._model, self._device, self._trailer = model, device, trailer
 
     def observe(self, job: CompileJob) -> None:
-        """Makes a job that is about to run keep the queries that its chunk's press will look at."""
+        """Prepares a job that is about to run to keep the queries that its chunk's press will look at."""
         resident = job.resident
         press = parse_press(resident.key.recipe.press)
         if press is None or not resident.is_pressed:
@@ -65,7 +66,8 @@ class Presser:
 
     @torch.inference_mode()
     def press(self, job: CompileJob) -> None:
-        """Leaves of a chunk whose last row has run the tokens that its press keeps, and frees the pages behind them."""
+        """Compresses a chunk whose last row has run to the tokens that its press keeps, and frees the pages after
+        them."""
         resident, pool = job.resident, self._device.pool
         press = parse_press(resident.key.recipe.press)
         if press is None or not resident.is_pressed:
@@ -74,7 +76,7 @@ class Presser:
         kept = compiled.new_empty((*compiled.shape[:3], resident.slots, compiled.shape[4]))
         for layer in range(len(compiled)):
             index = press.kept(self._layer(job, layer, compiled[layer]))
-            rest = index[:1].expand(compiled.shape[2] - len(index), -1)  # heads that this layer does not have
+            rest = index[:1].expand(compiled.shape[2] - len(index), -1)  # heads that the layer lacks
             index = torch.cat([index, rest])[None, :, :, None].expand(kept.shape[1:])
             torch.gather(compiled[layer], 2, index, out=kept[layer])
         self._device.shape(resident, pressed=True)
@@ -82,7 +84,8 @@ class Presser:
         pool.trim(resident.extent)
 
     def _layer(self, job: CompileJob, layer: int, compiled: torch.Tensor) -> LayerKV:
-        """Returns what a press sees of a layer, ``compiled [2, kv_heads, n, head_dim]``; of its own heads."""
+        """Returns a layer as the press sees it, from ``compiled [2, kv_heads, n, head_dim]``, with the layer's own
+        heads."""
         kind = self._model.kinds[self._model.kind_of[layer]]
         keys, values = compiled[:, : kind.kv_heads, :, : kind.dim].float()
         queries, scale = keys.new_empty((kind.heads, 0, kind.dim)), 1.0

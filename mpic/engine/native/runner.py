@@ -20,10 +20,10 @@ class Runner:
     """Builds and runs packed forwards. ``run`` does not wait for the device (``tests/engine/test_device_syncs.py``).
 
     Args:
-        pool: None for ``inputs`` alone.
+        pool: the pool; None if only ``inputs`` is used.
 
     Attributes:
-        static: runs the steps that it can instead, or None.
+        static: runs the steps that fit it; None: every step is a packed forward.
     """
 
     def __init__(self, model: LoadedModel, pool: Pool | None) -> None:
@@ -38,7 +38,8 @@ class Runner:
         compiled by other rows of the same step.
 
         Args:
-            barrier: every layer waits for the same layer of these loads before any row attends.
+            barrier: loads that the step follows: every layer waits for the same layer of each load before any row
+                attends.
 
         Returns:
             ``[w, vocabulary]`` fp32 on the device, one row for each slice that wants logits, in order.
@@ -61,7 +62,7 @@ class Runner:
         return self.model.forward(inputs, table["positions"], step, table["wanted"])
 
     def wait(self) -> None:
-        """Waits until the device has done what it was given."""
+        """Waits until the device has finished its work."""
         if self.model.device.type == "cuda":
             torch.cuda.current_stream(self.model.device).synchronize()
 
@@ -88,7 +89,7 @@ class Runner:
 
 
 def observed_rows(slices: list[BatchSlice], starts: list[int]) -> list[tuple[slice, Observed]]:
-    """Returns which rows of a step are among the last ones of a chunk whose press looks at their queries."""
+    """Returns the rows of a step whose queries a press looks at: the last ones of its chunk."""
     found = []
     for (rows, lo, hi), start in zip(slices, starts, strict=True):
         if isinstance(rows, CompileJob) and rows.observed is not None:

@@ -1,16 +1,18 @@
-"""Choosing the tokens of a step, for all of its rows at once, where the logits are; only the tokens come back.
+"""Chooses the tokens of a step for all of its rows at once, on the device of the logits; only the tokens are copied
+back.
 
 A request draws one number in [0, 1) for each token, from a generator of its own on the host. Its token is where the
 distribution function over the vocabulary (after temperature, top-k and top-p) passes that number. So results depend on
 the seed alone, not on the batch or the device. ``sampling_reference.py`` is the same for one request, slow and obvious.
 
 Nothing sorts the vocabulary in the usual case: whatever top-k and top-p keep is nearly always among the ``CANDIDATES``
-most likely tokens. The token that a row returns also says whether that was so, and the host need not wait for the
-device to find out; rows for which it was not so are drawn again from all tokens.
+most likely tokens. The returned token also tells whether that was the case, so the host need not wait for the device to
+find out; the other rows are drawn again from all tokens.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
 
@@ -21,6 +23,8 @@ from torch.nn.functional import pad
 from mpic.engine.base import Sampling, TokenLogprob
 from mpic.errors import IntegrityError
 from mpic.kernels.upload import upload
+
+log = logging.getLogger(__name__)
 
 CANDIDATES = 1024
 """Tokens among which a truncated distribution is looked for first."""
@@ -43,11 +47,12 @@ truncation)."""
 
 
 class Sampler:
-    """How one request's tokens are drawn. Its numbers are its own, and it takes one a token, so that no batch can
-    change a result; a preempted request keeps it.
+    """Draws one request's tokens. It has its own random generator and takes one number for each token, so that no batch
+    can change a result; a preempted request keeps it.
 
     Attributes:
-        wide: for how many more tokens the candidates are not tried, since they were too few for the last ones.
+        wide: number of further tokens for which the candidates are not tried, because they were too few for the last
+            ones.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -61,18 +66,35 @@ class Sampler:
 
 
 @torch.inference_mode()
-def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice | IntegrityError]:
+def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exception]:
     """Chooses a token for every row.
 
     Args:
         logits: ``[rows, vocabulary]`` fp32, on any device.
-        samplers: of the rows' requests.
+        samplers: the samplers of the rows' requests.
 
     Returns:
-        The choice of each row, or why there is none: an error of this row alone.
+        The choice of each row, or an error that concerns this row alone.
     """
+    numbers = [0.0 if s.sampling.temperature == 0 else s.next() for s in samplers]
+    try:
+        return _choose(logits, samplers, numbers)
+    except Exception:  # the options of one request must not fail the others
+        log.exception("the tokens of a step could not be drawn together, and are drawn one by one")
+    choices: list[Choice | Exception] = []
+    for row, (sampler, number) in enumerate(zip(samplers, numbers, strict=True)):
+        try:
+            choices += _choose(logits[row : row + 1], [sampler], [number])
+        except Exception as error:
+            choices.append(error)
+    return choices
+
+
+def _choose(
+    logits: torch.Tensor, samplers: Sequence[Sampler], numbers: Sequence[float]
+) -> list[Choice | Exception]:
+    """Does the work of ``choose``, with the numbers that the samplers have drawn."""
     options = [sampler.sampling for sampler in samplers]
-    numbers = [0.0 if s.temperature == 0 else sampler.next() for s, sampler in zip(options, samplers)]
     tried = [row for row, sampler in enumerate(samplers) if not sampler.wide]
     tokens = [_AGAIN] * len(samplers)
     if len(tried) == len(tokens):
@@ -84,7 +106,7 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice | I
     again = [row for row, token in enumerate(tokens) if token == _AGAIN]
     for row in again:
         samplers[row].wide = (samplers[row].wide or _WIDE) - 1
-    for cut in (_nucleus, _cut):  # one for rows without top-k, one for rows with it
+    for cut in (_nucleus, _cut):  # one draw for the rows without top-k, one for those with it
         rows = [row for row in again if (cut is _cut) == bool(options[row].top_k)]
         if rows:
             of = _table(options, numbers, rows, logits)
@@ -99,7 +121,8 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice | I
 
 
 def _draw(logits: torch.Tensor, options: Sequence[Sampling], numbers: Sequence[float]) -> torch.Tensor:
-    """Returns a token for each row, ``[rows]`` int64 on the device, or what stands in its place. Waits for nothing."""
+    """Returns a token or a negative code for each row, ``[rows]`` int64 on the device, without waiting for the
+    device."""
     kinds: dict[str, list[int]] = {"greedy": [], "whole": [], "cut": []}
     for row, s in enumerate(options):
         kind = "greedy" if s.temperature == 0 else "cut" if s.top_k or s.top_p < 1 else "whole"
@@ -128,14 +151,14 @@ def _draw(logits: torch.Tensor, options: Sequence[Sampling], numbers: Sequence[f
 def _table(
     options: Sequence[Sampling], numbers: Sequence[float], rows: Sequence[int], logits: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Returns what some rows ask for, ``[rows, 1]`` each, where the logits are."""
-    chosen = [options[row] for row in rows]
+    """Returns the sampling parameters of some rows, ``[rows, 1]`` each, on the device of the logits."""
+    chosen, vocabulary = [options[row] for row in rows], logits.shape[1]
     columns = {
         "rows": np.array(rows, np.int64),
         "temperature": np.array([s.temperature or 1.0 for s in chosen], np.float64),
         "number": np.array([numbers[row] for row in rows], np.float64),
         "top_p": np.array([s.top_p for s in chosen], np.float64),
-        "top_k": np.array([s.top_k or logits.shape[1] for s in chosen], np.int64),
+        "top_k": np.array([min(s.top_k or vocabulary, vocabulary) for s in chosen], np.int64),
     }
     return upload({name: column[:, None] for name, column in columns.items()}, logits.device)
 
@@ -170,20 +193,21 @@ def _in_blocks(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(weights: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """Draws from the whole vocabulary by ``weights [rows, vocabulary]``: a block of tokens first, then one of it."""
+    """Draws from the whole vocabulary by ``weights [rows, vocabulary]``: first a block of tokens, then a token of that
+    block."""
     blocks = _in_blocks(weights)
     ends = _sums(blocks).cumsum(-1)
     target = number * ends[:, -1:]
     block = _passed(ends, target)
     inside = blocks.take_along_dim(block[..., None], 1)[:, 0].double().cumsum(-1)
-    # sums of the same numbers in another order: what is left may be a rounding error beyond the block's own sum
+    # the same numbers summed in another order: the remainder may exceed the block's own sum by a rounding error
     left = target - pad(ends, (1, 0)).gather(1, block)
     tokens = block * _BLOCK + _passed(inside, torch.minimum(left, inside[:, -1:] * _BELOW_ONE))
     return tokens.masked_fill(~ends[:, -1:].isfinite(), _NO_NUMBERS)[:, 0]
 
 
 def _cut(logits: torch.Tensor, of: dict[str, torch.Tensor], candidates: int | None = None) -> torch.Tensor:
-    """Draws from the tokens that top-k and top-p keep, if all of them are among so many candidates (None: all)."""
+    """Draws from the tokens that top-k and top-p keep, if they are among the most likely ``candidates`` (None: all)."""
     vocabulary = logits.shape[1]
     candidates = min(candidates or vocabulary, vocabulary)
     if candidates < vocabulary:
@@ -207,7 +231,8 @@ def _cut(logits: torch.Tensor, of: dict[str, torch.Tensor], candidates: int | No
     ends = weights.gather(1, order).cumsum(-1)
     drawn = tokens.gather(1, _passed(ends, of["number"] * ends[:, -1:]))
     if candidates < vocabulary:
-        # an equal of the last candidate may have been left out, so the last one kept has to be better than that
+        # a token equal to the last candidate may have been left out, so the last token kept must be more likely than
+        # that
         worst = values.masked_fill(~kept, float("inf")).amin(-1, keepdim=True)
         drawn = drawn.masked_fill(worst <= values[:, -1:], _AGAIN)
     return drawn.masked_fill(~total.isfinite(), _NO_NUMBERS)[:, 0]
@@ -222,7 +247,8 @@ def _nucleus(logits: torch.Tensor, of: dict[str, torch.Tensor]) -> torch.Tensor:
     ):
         steepness = temperature.reciprocal().clamp_max(_STEEPEST).float()
         distance = (row.amax() - row).mul_(steepness)
-        bins = (distance * _BINS_PER_E).clamp_max_(_BINS - 1).long()
+        # NaN, which becomes a token nobody can take, is no bin
+        bins = (distance * _BINS_PER_E).clamp_max_(_BINS - 1).long().clamp_min_(0)
         weights = distance.neg_().exp_()
         sums = torch.zeros(_BINS, dtype=torch.float64, device=row.device)
         sums.scatter_add_(0, bins, weights.double())

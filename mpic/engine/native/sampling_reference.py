@@ -12,7 +12,7 @@ from mpic.engine.native.sampling import Sampler
 
 
 class SequentialSampler:
-    """Draws one request's tokens from logits on the CPU. With the same seed it draws what ``choose`` draws."""
+    """Draws one request's tokens from logits on the CPU. With the same seed it draws the same tokens as ``choose``."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling, self._numbers = sampling, Sampler(sampling)
@@ -39,7 +39,8 @@ class SequentialSampler:
             ordered = probabilities[order]
             if s.top_k:
                 ordered[s.top_k :] = 0
-            outside = ordered.cumsum(0) - ordered >= s.top_p * ordered.sum()  # what crosses top_p stays
+            # the token that crosses top_p stays
+            outside = ordered.cumsum(0) - ordered >= s.top_p * ordered.sum()
             if s.top_p < 1:
                 ordered[outside] = 0
             probabilities = torch.zeros_like(probabilities).index_copy_(0, order, ordered)

@@ -1,8 +1,8 @@
 """The scheduler: continuous batching of decodes, prefills and compile jobs under one token budget.
 
 Admission follows MEPIC, algorithm 1: a request enters when its own pages and those of its missing chunks fit into free
-and evictable pages; chunks that it shares with others cost nothing. Requests are admitted in order of arrival, and
-nobody overtakes. When a running request needs a page and there is none, the youngest one is preempted: it gives its
+and evictable pages; chunks that it shares with others cost nothing. Requests are admitted in order of arrival, and none
+overtakes another. When a running request needs a page and there is none, the youngest one is preempted: it gives its
 pages back and is computed again later. Nothing that it has generated is lost.
 """
 
@@ -28,11 +28,11 @@ GROWTH = 256
 
 
 class Scheduler:
-    """Decides who waits and who runs. All methods run on the engine's thread.
+    """Decides which requests wait and which run. All methods run on the engine's thread.
 
     Args:
-        budget: most rows a step computes.
-        max_running: most requests in one batch.
+        budget: maximum number of rows that a step computes.
+        max_running: maximum number of requests in one batch.
 
     ``counters``: ``preemptions``, ``links_beside_loads``.
     """
@@ -48,7 +48,7 @@ class Scheduler:
         self.preempted: list[Request] = []  # while they search; they are in no queue
 
     def add(self, item: Request | CompileRequest) -> None:
-        """Puts something in the queue."""
+        """Adds a request or an upload to the queue."""
         insort(self.waiting, item, key=lambda i: i.arrived)
 
     @property
@@ -79,7 +79,7 @@ class Scheduler:
             if budget == 0:
                 break
             decodes = request.generated and len(request) - request.computed == 1
-            if request.status is not Status.RUNNING or not decodes:  # it may have been preempted by another
+            if request.status is not Status.RUNNING or not decodes:  # another request may have preempted it
                 continue
             if self._chunks_ready(request) and self._grow(request):
                 slices.append(BatchSlice(request, request.computed, len(request)))
@@ -88,7 +88,7 @@ class Scheduler:
 
     def _prefills(self, slices: list[BatchSlice], budget: int) -> int:
         """Schedules in order of arrival: a request's chunks that are still to be compiled, then its own rows, as soon
-        as all its chunks are ready or will be within this very step. Other chunks get what is left of the budget."""
+        as all its chunks are ready or will be within this very step. Other chunks get the rest of the budget."""
         taken = {id(s.rows) for s in slices}
         finishing = _finishing(slices)
 
@@ -150,7 +150,7 @@ class Scheduler:
 
     @staticmethod
     def _chunks_ready(request: Request, finishing: AbstractSet[Resident] = frozenset()) -> bool:
-        """Returns whether all chunks are ready, or will be before this step's rows look at them."""
+        """Returns whether all chunks are ready, or will be before this step's rows attend to them."""
         return all(
             r.ready or r in finishing or (r.progress is not None and r.progress.complete)
             for r in (linked.resident for linked in request.prompt.needed)
@@ -175,14 +175,14 @@ class Scheduler:
         if self._reserve(request, path):
             return True
         self.device.prefix.unpin(path)
-        # what a prefix shares its extent with may be larger than what it saves: an idle engine must still admit
+        # the extent that holds a prefix may be larger than the prefix itself: an idle engine must still admit
         return bool(path) and not self.running and not self.jobs and self._reserve(request, [])
 
     def _reserve(self, request: Request, path: list[Node]) -> bool:
         """Reserves pages, pins chunks and maps prefixes: all or nothing."""
         mapped = sum(node.own_tokens for node in path)
         reserve = request.left
-        if not request.usage.preemptions:  # one that was preempted shall not outgrow its extent again
+        if not request.usage.preemptions:  # a request that was preempted should not outgrow its extent again
             reserve = min(reserve, GROWTH)
         fits, extent = self.memory.reserve(
             request.prompt.needed, len(request) - mapped + reserve, request.arrived
@@ -200,11 +200,11 @@ class Scheduler:
         return True
 
     def undecided(self) -> list[Request]:
-        """Returns the requests that wait for their dynamic policy's decision and have all it needs."""
+        """Returns the requests that wait for their dynamic policy's decision and whose chunks are ready for it."""
         return [r for r in self.running if r.status is Status.DECIDING and self._chunks_ready(r)]
 
     def decided(self, request: Request) -> None:
-        """Lets a request run whose plan has been decided."""
+        """Makes a request run after its plan has been decided."""
         request.map()
         request.become(Status.RUNNING)
 
@@ -219,14 +219,14 @@ class Scheduler:
                     linked.tier, linked.reason = event.tier, event.reason
                     continue
                 request.times.ready = now
-                if linked.tier == "disk":  # it came while the load of another was under way
+                if linked.tier == "disk":  # it arrived while the chunk was being loaded for another request
                     linked.tier = event.tier
 
     # ---- growth, preemption, removal
 
     def _grow(self, request: Request, found: Sequence[LinkedChunk] = ()) -> bool:
-        """Finds memory for tokens and chunks that an admitted request has got in addition. Younger requests may be
-        preempted for it, and in the end this one; then this returns False."""
+        """Reserves memory for additional tokens and chunks of an admitted request. Younger requests may be preempted
+        for it, and in the end this request itself; then the method returns False."""
         while not self._fit(request, found):
             youngest = self.running[-1]
             self.preempt(youngest)
@@ -246,7 +246,7 @@ class Scheduler:
         return fits
 
     def resume(self, request: Request, found: list[LinkedChunk]) -> None:
-        """Lets a request go on that has searched and been extended.
+        """Resumes a request after its search and its extension.
 
         Args:
             found: the new chunks that it maps. When no memory is left for them even after younger requests were
@@ -258,11 +258,11 @@ class Scheduler:
             self.add(request)
             return
         request.become(Status.RUNNING)
-        if self._grow(request, found):  # what is mapped stays: prefix nodes may have been split since
+        if self._grow(request, found):  # the old spans stay: prefix nodes may have been split since
             request.map_chunks(found)
 
     def preempt(self, request: Request) -> None:
-        """Frees what a request holds. It keeps what it has generated and queues again, at once or when its search
+        """Frees a request's memory. The request keeps its generated tokens and queues again, at once or when its search
         ends."""
         self.running.remove(request)
         self.memory.release(request)
@@ -276,7 +276,7 @@ class Scheduler:
             self.add(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out for good, wherever it is, and frees what it holds."""
+        """Removes a request for good, whatever its status, and frees its memory."""
         for queue in (self.waiting, self.running, self.preempted):
             if request in queue:
                 queue.remove(request)
@@ -292,7 +292,7 @@ def _finishing(slices: list[BatchSlice]) -> set[Resident]:
 
 
 def _end(request: Request) -> int:
-    """Returns how far a request's rows may go in its next step."""
+    """Returns the end of the rows that a request's next step may compute."""
     end = len(request)
     if request.prompt.plan.two_step and request.computed < end - 1:
         end -= 1  # the last token goes alone, in a second step

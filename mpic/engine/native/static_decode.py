@@ -1,9 +1,10 @@
 """Decoding steps over memory that stays where it is, captured in CUDA graphs.
 
-A step in which every row is the next token of a request has the same launches each time, except for numbers: tokens,
-positions, and the tables of what the rows see. Those lie in buffers that are filled before the step, and the step of
-each number of rows (a *bucket*; smaller batches are filled up) is captured once, when the engine starts. So a step is
-one launch instead of one for each operation of the model. Without CUDA the same step runs as it would be captured.
+A step in which every row is the next token of a request has the same launches each time. Only numbers differ: tokens,
+positions, and the tables of the spans that the rows see. These are in buffers that are filled before the step, and the
+step of each number of rows (a *bucket*; smaller batches are filled up) is captured once, when the engine starts. So a
+step is one launch instead of one for each operation of the model. Without CUDA the same step runs as it would be
+captured.
 
 Everything else (links, compiled chunks, batches that do not fit the tables) takes the runner's other way.
 """
@@ -37,11 +38,11 @@ Capture = Callable[[Work], Work]
 
 
 class Bucket(NamedTuple):
-    """Steps of so many rows.
+    """The steps of a fixed number of rows.
 
     Args:
         ids, positions: ``[rows]`` and ``[p, rows]`` int64, filled before each step.
-        steps: what runs, by the grid of its attention: for few items without holes, for others.
+        steps: the captured steps, one for each grid of the attention: for few items without holes, and for others.
     """
 
     rows: int
@@ -60,11 +61,11 @@ class StaticDecode:
     """The decoding steps of a model over a pool.
 
     Args:
-        most: see the attribute.
-        capture: makes each step what runs later; None: it runs as it is.
+        most: rows of the largest step, before it is reduced to what fits.
+        capture: captures each step; None runs it uncaptured.
 
     Raises:
-        ModelRefused: the kernels do not take the model's layers, or not on this device.
+        ModelRefused: the kernels do not support the model's layers, or not on this device.
 
     Attributes:
         most: rows of the largest step.
@@ -78,7 +79,7 @@ class StaticDecode:
         self._attention = StaticAttention(attention, pool.arena, most)
         self._single_n = attention.tiles.single_n
         self._tables = StepTables(model, pool)
-        self._left = 0  # steps until the tables are cut anew
+        self._left = 0  # number of steps until the tables are cut again
         self._running: Work | None = None
         self._logits: torch.Tensor | None = None
         self.counters: Counter[str] = Counter()
@@ -101,7 +102,7 @@ class StaticDecode:
             def work(kernel: StaticKernel = kernel) -> torch.Tensor:
                 step = Step([], [], model.kind_of, model.partial, kernel)
                 found = model.forward(RowInputs(ids, model.embed(ids)), positions, step, wanted)
-                if self._logits is None:  # in the first step, which is not captured
+                if self._logits is None:  # set in the first step, which is not captured
                     self._logits = torch.zeros(self.most, found.shape[1], device=device)
                 return self._logits[:rows].copy_(found)
 
@@ -116,7 +117,7 @@ class StaticDecode:
         return [self._model.kind_calls(kind, []) for kind in range(len(self._model.kinds))]
 
     def forget(self) -> None:
-        """Makes the next step's tables anew, whatever its rows are."""
+        """Discards the tables, so that the next step makes new ones whatever its rows are."""
         self._tables.forget()
 
     @torch.inference_mode()
@@ -143,7 +144,7 @@ class StaticDecode:
         return self._running()[: len(slices)]
 
     def _prepared(self, slices: Sequence[BatchSlice], bucket: Bucket) -> Work | None:
-        """Brings the tables to a step and returns it, or None when it does not fit."""
+        """Fills the tables for a step and returns it, or None when the rows do not fit."""
         if self._tables.continues(slices) and self._left > 0:
             self._left -= 1
             self._attention.advance()
@@ -156,7 +157,8 @@ class StaticDecode:
         return None
 
     def _fill(self, slices: Sequence[BatchSlice], bucket: Bucket) -> None:
-        """Brings the rows' tokens and positions into the bucket's buffers; rows beyond keep some token's."""
+        """Copies the rows' tokens and positions into the bucket's buffers; the rows beyond them keep an earlier
+        token's."""
         ids = np.array([part.rows.ids[part.lo] for part in slices], np.int64)
         positions = np.concatenate([s.rows.positions.numpy()[:, s.lo : s.hi] for s in slices], 1)
         there = upload({"ids": ids, "positions": positions}, self._model.device)

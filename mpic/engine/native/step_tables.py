@@ -1,8 +1,9 @@
-"""The tables of a step: where each row writes, and what it attends to.
+"""The tables of a step: the slots that each row writes, and the spans that it attends to.
 
 Most steps continue the one before: the same rows that stand alone (decoding), each one own token further. Then the
 tables of the last step are advanced: nothing has to be looked up on the host and nothing copied to the device. After
-anything else they are made anew, and always for a model with windows, where what a row sees begins elsewhere each time.
+other steps, and always for a model with windows (in which the visible keys of a row begin elsewhere each time), new
+tables are made.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class _Alone(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A batch slice and where its keys lie: rows ``start`` and on of the step are tokens ``[lo, hi)`` of ``rows``.
+    """A batch slice and the place of its keys: the step's rows from ``start`` on are tokens ``[lo, hi)`` of ``rows``.
 
     Args:
-        fresh: their own slots.
-        spans: what they see besides their own extent.
+        fresh: the slots that the tokens write.
+        spans: the spans that the tokens see besides their own extent.
     """
 
     rows: Rows
@@ -59,11 +60,10 @@ class Part(NamedTuple):
         return Write(slice(self.start, self.start + self.hi - self.lo), self.fresh)
 
     def calls(self, pattern: Pattern) -> list[SpanCall]:
-        """Returns what the rows see in layers of a pattern, their own tokens first."""
+        """Returns the attention calls of the rows in layers of a pattern, those over their own tokens first."""
         places = None if pattern.window is None else self.rows.places()[: self.hi]
-        if (
-            places is not None and pattern.window.floor(places[-1:])[0] <= 0
-        ):  # nothing is outside of the window yet
+        # every token is still inside the window
+        if places is not None and pattern.window.floor(places[-1:])[0] <= 0:
             places = None
         own, blocks = self.fresh, self._blocks(pattern)
         if places is None:
@@ -87,7 +87,7 @@ class Part(NamedTuple):
         return [(lo - self.lo, hi - self.lo) for lo, hi in blocks if hi > self.lo and lo < self.hi]
 
     def _own(self, kind: Blocks | None, blocks: Sequence[tuple[int, int]]) -> list[SpanCall]:
-        """Returns what the rows see of each other and of the tokens before them: in one call where there is one row."""
+        """Returns the calls over the rows themselves and the tokens before them; one call where there is one row."""
         own, rows = self.fresh, self.hi - self.lo
         if rows == 1:
             return [SpanCall(slice(self.start, self.start + 1), own._replace(lo=0), first=True)]
@@ -95,7 +95,7 @@ class Part(NamedTuple):
         return fresh_calls(Pattern(None, kind), self.start, np.empty(rows), own, before, blocks)
 
     def _spans(self, kind: Blocks | None) -> list[SpanCall]:
-        """Returns what the rows see of mapped spans, all of them."""
+        """Returns the calls over mapped spans, each of which the rows see whole."""
         made = []
         for span in self.spans:
             first = max(self.lo, span.first(kind is not None))
@@ -107,7 +107,7 @@ class Part(NamedTuple):
     def _windowed_spans(
         self, pattern: Pattern, places: np.ndarray, blocks: Sequence[tuple[int, int]]
     ) -> list[SpanCall]:
-        """Returns what the rows, at ``places[lo:]``, see of mapped spans through a window."""
+        """Returns the calls over mapped spans that the rows, at ``places[lo:]``, see through a window."""
         made, mapped, window = [], 0, pattern.window
         for span in self.spans:
             stretch = Stretch(span, span.place)
@@ -132,13 +132,14 @@ class StepTables:
     """Makes the tables of one step after the other.
 
     Attributes:
-        made, advanced: steps whose single rows' tables were made, and those for which the last ones were advanced.
+        made, advanced: number of steps whose single rows' tables were newly made, and of those that advanced the last
+            tables.
     """
 
     def __init__(self, model: LoadedModel, pool: Pool) -> None:
         self._model, self._pool = model, pool
         self._last: list[_Alone] = []
-        self._state: tuple[object, ...] = ()  # of everything but the rows that the last tables were made for
+        self._state: tuple[object, ...] = ()  # everything else that the last tables depend on
         self._writes: RowWrites | None = None
         self._singles: list[SingleRows] = []  # by kind of layer
         self._kernel: StepKernel | None = None
@@ -171,7 +172,7 @@ class StepTables:
         return step
 
     def forget(self) -> None:
-        """Makes the next step's tables anew, whatever its rows are."""
+        """Discards the tables, so that the next step makes new ones whatever its rows are."""
         self._last = []
 
     def continues(self, slices: Sequence[BatchSlice]) -> bool:
@@ -181,14 +182,14 @@ class StepTables:
         return continues and not any(kind.window for kind in self._model.kinds)
 
     def alone(self, slices: Sequence[BatchSlice]) -> tuple[list[Write], list[KindCalls]]:
-        """Returns where a step of single rows writes, and what the rows see, by kind of layer."""
+        """Returns the writes of a step of single rows, and their attention calls by kind of layer."""
         parts = [self._part(part, row) for row, part in enumerate(slices)]
         calls = self._calls(parts)
         kinds = [self._model.kind_calls(i, calls[kind.pattern]) for i, kind in enumerate(self._model.kinds)]
         return [part.write for part in parts], kinds
 
     def _continues(self, alone: Sequence[tuple[BatchSlice, int]]) -> bool:
-        """Returns whether these rows are the last step's, one token further, and notes them down."""
+        """Returns whether these rows are the last step's, one token further, and remembers them."""
         rows = [
             _Alone(r, r.extent, r.spans, r.mapped, len(r.spans), start, lo) for (r, lo, _), start in alone
         ]
@@ -199,12 +200,12 @@ class StepTables:
             return False
         if not all(row.continues(old) for row, old in zip(rows, before, strict=True)):
             return False
-        # a span behind the last step's row, which this one would be the first to see
+        # a span after the last step's row, which this step's row would be the first to see
         return not any(row.at in (span.row, span.ahead) for row in rows for span in row.spans)
 
     def _together(self, alone: list[tuple[BatchSlice, int]]) -> tuple[list[SingleRows], RowWrites | None]:
-        """Returns the tables of the rows that stand alone: by kind of layer what they attend to, and where they write
-        (None: as blocks do, since layers differ in their heads)."""
+        """Returns the tables of the rows that stand alone: their spans by kind of layer, and their writes (None:
+        written like blocks, because layers differ in their heads)."""
         plain = not any(kind.pattern.window for kind in self._model.kinds)
         if self._continues(alone) and plain:
             advanced = [rows.advance() for rows in self._singles]
@@ -247,6 +248,6 @@ class StepTables:
         return Part(rows, lo, hi, start, Span(own, before, before + hi - lo), spans)
 
     def _calls(self, parts: Sequence[Part]) -> dict[Pattern, list[SpanCall]]:
-        """Returns what the rows see in layers of each pattern. Kinds with one pattern share it."""
+        """Returns the calls of the rows for each kind of layer. Kinds with the same pattern share them."""
         patterns = {kind.pattern for kind in self._model.kinds}
         return {pattern: [call for part in parts for call in part.calls(pattern)] for pattern in patterns}

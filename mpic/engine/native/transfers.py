@@ -8,26 +8,29 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from mpic.engine.native.device_load import DeviceLoad
 from mpic.engine.native.loader import ChunkLoad, LoadQueue
 from mpic.engine.native.request import LinkedChunk, Request
 from mpic.engine.tombstones import Tombstones
 from mpic.errors import EngineStopped, NotFound
 from mpic.kv.barrier import LayerBarrier, LoadProgress, LoadSignal
 from mpic.kv.chunk import ChunkKV
-from mpic.kv.copies import CopiedProgress, copies_for
+from mpic.kv.copies import CopiedProgress, Copies, copies_for, page_locked_bytes
 from mpic.kv.device import DeviceCache, Resident
+from mpic.kv.staging import Staging, StagingRing, staging_for
 from mpic.kv.store import ChunkStore
 
 log = logging.getLogger(__name__)
 
 
 class LoadEnded(NamedTuple):
-    """A chunk has been read into its resident's extent from a tier, or could not be read: then ``tier`` is ``compiled``
-    and ``reason`` says why, as in ``ChunkUse``."""
+    """Reports that a chunk has been read into its resident's extent, or could not be read. In the second case ``tier``
+    is ``compiled`` and ``reason`` says why, as in ``ChunkUse``."""
 
     resident: Resident
     tier: str
@@ -51,10 +54,11 @@ class Transfers:
         post: hands a message to the engine's thread.
         emit: called on the engine's thread when a load has ended, while it still holds the resident.
         loaders: reading threads.
+        staging: size of the ring that chunks are read through to a CUDA device; None chooses.
 
     Attributes:
         patience: seconds that a step may wait for loads; see ``Scheduler``.
-        backlog: bytes of compiled KV that may lie copied, waiting for the writer. What is compiled beyond that stays
+        backlog: bytes that copies of compiled KV may take, waiting for the writer. What is compiled beyond that stays
             pinned in the pool until it is its turn, so a slow disk makes admission wait and nothing is lost.
         loading: loads under way.
 
@@ -72,18 +76,44 @@ class Transfers:
         post: Callable[..., None],
         emit: Callable[[LoadEnded], None],
         loaders: int,
+        staging: Staging | None = None,
     ) -> None:
         self.device, self._store, self._tombstones = device, store, tombstones
         self._post, self._emit = post, emit
+        self._ring: StagingRing | None = None
+        self.copy_beside(copies_for(device.pool.arena.device), staging)  # may raise, so before threads
         self._loaders = LoadQueue(loaders)
         self._signal = LoadSignal()
-        self._copies = copies_for(device.pool.arena.device)
         self._writer = ThreadPoolExecutor(1, "mpic-write")
         self._unwritten = 0  # bytes at the writer
         self._returning = 0  # residents that are being copied for it
         self._unsaved: deque[Unsaved] = deque()
         self.loading = 0
         self.counters: Counter[str] = Counter()
+
+    def copy_beside(self, copies: Copies | None, staging: Staging | None = None) -> None:
+        """Sets how chunks reach the device, before any is loaded or saved, and allocates the ring. None: host memory is
+        filled directly, and other devices copy when a load is done.
+
+        Raises:
+            ConfigError: there is not so much page-locked memory.
+        """
+        self._copies = copies
+        if copies is None:
+            return
+        size = staging or staging_for()
+        try:
+            self._ring = StagingRing(copies, size)
+        except RuntimeError as error:
+            from mpic.config import (
+                ConfigError,
+            )  # here: the GPU report runs where its dependencies are missing
+
+            says = f"{size.slots} x {size.slot_bytes} bytes of page-locked memory cannot be had ({error})"
+            raise ConfigError(
+                f"{says}: set staging_slots or staging_slot_bytes lower", param="staging_slot_bytes"
+            ) from error
+        log.info("chunks are read through %d slots of %d KiB, page-locked", size.slots, size.slot_bytes >> 10)
 
     @property
     def busy(self) -> bool:
@@ -98,9 +128,9 @@ class Transfers:
     def load(self, linked: LinkedChunk, order: float) -> None:
         """Starts to read a chunk from the store into its resident's extent, which may not move meanwhile.
 
-        Host memory is filled straight from the store; for CUDA each layer is read into pinned memory, unless the store
-        has it there already, and copied on a stream of its own. Links may follow either load layer by layer. For
-        another device the whole chunk is read into a buffer, which the engine's thread copies at the end.
+        Host memory is filled straight from the store. For CUDA it is copied from page-locked memory on a stream of its
+        own (``DeviceLoad``). Links may follow either load layer by layer. For another device the whole chunk is read
+        into a buffer, which the engine's thread copies at the end.
 
         Args:
             order: loads of a lower order are read first.
@@ -110,32 +140,10 @@ class Transfers:
         resident.extent.fixed += 1
         self.loading += 1
         self.device.acquire(resident)
-        target, copies, progress = self._kv(resident), self._copies, None
-        if copies is not None:
-            copies.order()
-            progress = CopiedProgress(self._signal, target.shape[0], copies)
-        elif target.device.type == "cpu":
-            progress = LoadProgress(self._signal, target.shape[0])
-        resident.progress = progress
-        buffers: list[torch.Tensor] = []
-
-        def read() -> Iterator[int]:
-            """Reads the chunk on loader threads. A buffer is allocated only when its turn comes."""
-            lend = getattr(linked.stored, "lend", None) if copies is not None else None
-            memory = lend() if lend is not None else None
-            if memory is not None:  # a tier's own, which the device copies from as it lies there
-                for layer, source in enumerate(memory):
-                    progress.copy(target[layer], source)
-                    yield layer
-                return
-            if copies is not None:
-                buffers.append(copies.buffer(target.shape, target.dtype))
-            elif progress is None:
-                buffers.append(torch.empty(target.shape, dtype=target.dtype))
-            for layer in linked.stored.read_layers(buffers[0] if buffers else target):
-                if copies is not None:
-                    progress.copy(target[layer], buffers[0][layer])
-                yield layer
+        target = self._kv(resident)
+        beside: DeviceLoad | None = None
+        buffer: list[torch.Tensor] = []  # allocated only when its turn comes
+        progress: LoadProgress | None = None
 
         def arrived(layer: int) -> None:
             if progress is not None:
@@ -144,6 +152,11 @@ class Transfers:
                     self._post(lambda: None, quiet=True)  # a link may join a step now
 
         def ended(error: BaseException | None) -> None:
+            if beside is not None:
+                try:
+                    beside.ended(error)
+                except Exception:  # the load itself has ended, and who waits for it must hear of it
+                    log.exception("what a load held could not be given back")
             if progress is not None and error is not None:
                 progress.fail()
             self._post(lambda: finish(error), quiet=True)
@@ -153,10 +166,30 @@ class Transfers:
                 progress.settle()
                 error = None if progress.complete else error
             elif error is None:
-                target.copy_(buffers[0])
+                target.copy_(buffer[0])
             self._loaded(linked, resident, began, error)
 
-        self._loaders.add(ChunkLoad(order, read(), arrived, ended))
+        def read() -> Iterator[int | None]:
+            if progress is None:
+                buffer.append(torch.empty(target.shape, dtype=target.dtype))
+            yield from linked.stored.read_layers(target if progress is not None else buffer[0])
+
+        load = ChunkLoad(order, read(), arrived, ended)
+        if self._copies is not None:
+            self._copies.order()
+            progress, beside = self._read_beside(linked, target, load)
+            load.layers = beside.read()
+        elif target.device.type == "cpu":
+            progress = LoadProgress(self._signal, target.shape[0])
+        resident.progress = progress
+        self._loaders.add(load)
+
+    def _read_beside(
+        self, linked: LinkedChunk, target: torch.Tensor, load: ChunkLoad
+    ) -> tuple[CopiedProgress, DeviceLoad]:
+        progress = CopiedProgress(self._signal, target.shape[0], self._copies)
+        threads, fork = self._loaders.threads, partial(self._loaders.fork, load)
+        return progress, DeviceLoad(linked.stored, target, progress, self._copies, self._ring, threads, fork)
 
     def _loaded(
         self, linked: LinkedChunk, resident: Resident, began: float, error: BaseException | None
@@ -213,13 +246,13 @@ class Transfers:
 
     def _feed_writer(self) -> None:
         while self._unsaved:
-            size = self._kv(self._unsaved[0].resident).nbytes
+            size = self._bytes(self._kv(self._unsaved[0].resident))
             if self._unwritten and self._unwritten + size > self.backlog:
                 return
             self._hand_over(self._unsaved.popleft())
 
     def _hand_over(self, unsaved: Unsaved) -> Future[None]:
-        """Copies a chunk for the writer and releases it when that is done, which the writer waits for."""
+        """Copies a chunk for the writer, which waits for the copy, and then releases the resident."""
         resident, futures, began = unsaved
         if self._copies is None:
             kv, mark = self._kv(resident).to("cpu", copy=True).contiguous(), None
@@ -228,9 +261,13 @@ class Transfers:
             kv, mark = self._copies.back(self._kv(resident))
             resident.extent.fixed += 1
             self._returning += 1
-        self._unwritten += kv.nbytes
+        self._unwritten += self._bytes(kv)
         chunk = ChunkKV(resident.key, resident.inputs, kv)
         return self._writer.submit(self._write, chunk, futures, began, mark, resident)
+
+    def _bytes(self, kv: torch.Tensor) -> int:
+        """Returns how much host memory a copy of KV takes."""
+        return kv.nbytes if self._copies is None else page_locked_bytes(kv.nbytes)
 
     def _returned(self, resident: Resident) -> None:
         self._returning -= 1
@@ -247,7 +284,7 @@ class Transfers:
         """Saves a chunk. Runs on the writer thread.
 
         Args:
-            mark: of the copy that brings the chunk's KV, and until whose end it holds the resident; or None.
+            mark: mark of the copy that brings the chunk's KV and holds the resident until it ends; None without a copy.
         """
         try:
             if mark is not None:
@@ -267,10 +304,15 @@ class Transfers:
                 future.set_result(len(chunk.inputs))
         finally:
             self._tombstones.end()
-            self._post(lambda: self._written(chunk.kv.nbytes), quiet=True)
+            self._post(lambda: self._written(self._bytes(chunk.kv)), quiet=True)
 
     def close(self) -> None:
         """Stops reading and writes what is unsaved. Called when the engine's thread has ended."""
+        if self._ring is not None:
+            try:
+                self._ring.close()  # who waits for a slot ends now
+            except RuntimeError:  # the device is lost; what is compiled can still be written
+                log.exception("copies to the device did not end")
         self._loaders.close()
         while self._unsaved:  # one copy at a time
             self._hand_over(self._unsaved.popleft()).result()

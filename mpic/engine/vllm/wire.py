@@ -27,7 +27,7 @@ DISK_FULL, NOT_WRITTEN = "-full.failed", "-error.failed"
 
 
 def unknown_version(version: str) -> str | None:
-    """Returns why links are not known to be right in a version of vLLM; None where they are."""
+    """Returns the reason why a version of vLLM is not supported, or None if it is."""
     if ".".join(version.split(".")[:2]) in KNOWN_VERSIONS:
         return None
     known = " and ".join(KNOWN_VERSIONS)
@@ -86,7 +86,7 @@ class CompileOrder:
     """An order to write the KV of a prompt's tokens from ``skip`` on, and its inputs, to a folder (a file per worker).
 
     Args:
-        folder: relative to one of the connector's folders; the sender makes it.
+        folder: path relative to one of the connector's folders; the sender creates it.
         skip: sink tokens in front, which are not written.
     """
 

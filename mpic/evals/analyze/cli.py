@@ -38,7 +38,7 @@ def analyze(
     """Look at attention and KV of one prompt: does the question look at chunk heads, what do policies change?
 
     Writes `attention-shares.png` (CDF of attention, and how much goes to the first tokens of a chunk),
-    `kv-distance.png` (how much a chunk's KV depends on what stands before it), `attention-maps.png` and
+    `kv-distance.png` (how much a chunk's KV depends on the text before it), `attention-maps.png` and
     `attention-error.png` (policies side by side), and `analysis.json`.
     """
     from mpic.config import bundled_model
@@ -82,7 +82,7 @@ def analyze(
 
 
 def _numbers(linked: list[DenseLink], distance: dict[str, Any]) -> dict[str, Any]:
-    """Returns what ``analysis.json`` holds, each number by layer."""
+    """Returns the content of ``analysis.json``, with each number by layer."""
     from mpic.evals.analyze import measures
 
     full = linked[0]

@@ -1,7 +1,7 @@
-"""A link with its attention written down: every weight of every layer, one prompt at a time, slow and plain.
+"""Links a prompt slowly and plainly over a dense cache, and records every attention weight of every layer.
 
 Chunks are compiled alone, their keys rotated to their places in one dense cache, and the tokens that the policy
-recomputes run over it; what the engine does with spans, done with a matrix, so that there is a matrix to look at.
+recomputes run over it. The engine does the same with spans; here it is done with matrices, so that they can be drawn.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Recorder(Probe):
 
 @dataclass(frozen=True)
 class DenseLink:
-    """One prompt under one policy.
+    """A prompt linked under a policy.
 
     Args:
         rows: sequence index of every computed token.
-        weights: ``[rows, N]`` a layer, averaged over heads.
+        weights: ``[rows, N]`` for each layer, averaged over heads.
         keys, values: ``[layers, kv_heads, N, head_dim]``, keys rotated to their places in the prompt.
-        places: where the chunks are.
+        places: the chunks' places in the prompt.
     """
 
     policy: str
@@ -90,7 +90,7 @@ class DenseLinker:
                 f"{model.info.name} has layers that cannot be drawn yet (windows, sinks, both directions)"
             )
         self.model = model
-        self._inputs = Runner(model, None).inputs  # of rows; needs no pool
+        self._inputs = Runner(model, None).inputs  # only makes inputs of rows, which needs no pool
 
     def inputs(self, chunk: Chunk) -> ChunkInputs:
         if chunk.token_ids is not None:
@@ -117,7 +117,8 @@ class DenseLinker:
         """Runs a prompt.
 
         Raises:
-            UnsupportedParameter: the policy decides while it runs, or its chunks have more tokens than the prompt's.
+            UnsupportedParameter: the policy is dynamic, runs in two steps, leaves the chunks out, or adds tokens to
+                them.
         """
         if policy.wrapping.packet:
             raise UnsupportedParameter(

@@ -19,7 +19,7 @@ def save(path: Path, draw: Callable[[Any], None], size: tuple[float, float] = (9
 
 
 def shares(full: DenseLink) -> Callable[[Any], None]:
-    """Draws the attention CDF, and the cumulative share by place within a chunk, one line a layer."""
+    """Draws the attention CDF, and the cumulative share by place within a chunk, one line per layer."""
 
     def draw(figure: Any) -> None:
         left, right = figure.subplots(1, 2, sharey=True)
@@ -51,7 +51,7 @@ def shares(full: DenseLink) -> Callable[[Any], None]:
 
 
 def distances(found: dict[str, torch.Tensor]) -> Callable[[Any], None]:
-    """Draws heat maps, layers x tokens, of how much keys and values changed with what stands before the chunk."""
+    """Draws heat maps, layers x tokens, of the change of keys and values with the text before the chunk."""
 
     def draw(figure: Any) -> None:
         top = max(float(part.max()) for part in found.values())
@@ -124,7 +124,7 @@ def errors(linked: Sequence[DenseLink], full: DenseLink) -> Callable[[Any], None
 
 
 def _titled(figure: Any, title: str, says: str) -> None:
-    """Gives a drawing its title, and a sentence on what it shows."""
+    """Adds a title to a drawing, and a sentence that explains it."""
     figure.suptitle(title, fontsize=11)
     figure.supxlabel(says, fontsize=8)
 

@@ -15,8 +15,8 @@ from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 
 
 def received(linked: DenseLink) -> torch.Tensor:
-    """Returns ``[layers, N]``: attention that each token gets from the rows after the last chunk, per row; of ``full``
-    this is what the question pays to every token (MPIC, section 4)."""
+    """Returns ``[layers, N]``: the attention per row that each token gets from the rows after the last chunk; for
+    ``full`` this is the question's attention to every token (MPIC, section 4)."""
     end = max((place.start + place.length for place in linked.places), default=0)
     asking = linked.rows >= end
     return torch.stack([layer[asking].mean(0) for layer in linked.weights])
@@ -30,8 +30,8 @@ def concentration(linked: DenseLink) -> torch.Tensor:
 
 
 def by_place(linked: DenseLink) -> torch.Tensor:
-    """Returns ``[layers, n]``: share of what the question pays to chunks that goes to their first 1..n tokens, averaged
-    over chunks: how much of it ``mpic-n`` and LegoLink-n recompute (EPIC, section 3)."""
+    """Returns ``[layers, n]``: share of the question's attention to chunks that goes to their first 1..n tokens,
+    averaged over chunks, which is the share that ``mpic-n`` and LegoLink-n recompute (EPIC, section 3)."""
     paid = received(linked)
     shortest = min(place.length for place in linked.places)
     shares = []
@@ -44,8 +44,7 @@ def by_place(linked: DenseLink) -> torch.Tensor:
 def distance(
     linker: DenseLinker, chunk: Chunk, before: tuple[Sequence[int], Sequence[int]]
 ) -> dict[str, Any]:
-    """Returns how much a chunk's keys and values depend on what stands before it (CacheBlend, section 3; EPIC, section
-    3).
+    """Returns how much a chunk's keys and values depend on the text before it (CacheBlend, section 3; EPIC, section 3).
 
     Args:
         before: token ids of the two texts that precede the chunk.

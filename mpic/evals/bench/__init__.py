@@ -1,4 +1,4 @@
-"""Benches: what the system promises, measured. ``mpic bench list`` shows them.
+"""Benches that measure what the system promises. ``mpic bench list`` shows them.
 
 To add one: one file with a frozen settings dataclass and a function under ``@bench(...)``, one import in ``cli.py``,
 one row in the tests' table of tiny settings.

@@ -1,4 +1,4 @@
-"""Requests that arrive at given times, and what became of each of them."""
+"""Sends requests at given times, and records when each was answered."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Served:
 
 
 def poisson(rng: random.Random, rate: float, seconds: float) -> list[float]:
-    """Returns the seconds at which requests arrive: at random, ``rate`` a second for ``seconds``, three at least. The
-    same seed gives the same pattern, stretched to the rate."""
+    """Returns the seconds at which requests arrive: at random, ``rate`` per second for ``seconds``, but at least three.
+    The same seed gives the same pattern, stretched to the rate."""
     now, times = 0.0, list[float]()
     while now < seconds or len(times) < 3:
         now += rng.expovariate(1.0) / rate

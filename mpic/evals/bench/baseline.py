@@ -29,7 +29,7 @@ AttentionMaskInterface.register(UNMASKED, lambda *args, **kwargs: None)
 
 
 class _Slots(DynamicLayer):
-    """A cache layer allocated once: new keys are written behind the old ones, nothing is ever concatenated."""
+    """A cache layer that is allocated once: new keys are written after the old ones, and nothing is concatenated."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Slots(DynamicLayer):
 
 
 def _fill(cache: Cache, shape: KVShape, batch: int, length: int, model: nn.Module) -> Cache:
-    """Returns random KV: what lies in a cache does not change what reading it costs."""
+    """Returns random KV, because the values in a cache do not change the cost of reading it."""
     generator = torch.Generator().manual_seed(7)
     one = torch.randn(2, 1, shape.kv_heads, length, shape.head_dim, generator=generator)
     one = one.to(model.device, model.dtype)
@@ -78,9 +78,9 @@ def floors(
     resident: int,
     sync: Callable,
 ) -> dict[str, Callable[[], float]]:
-    """Returns ways to run one plain forward of ``new`` tokens over ``resident`` cached ones; each gives milliseconds.
-
-    The fastest of them is the floor of a link that computes as many tokens over as many.
+    """Returns ways to run one plain forward of ``new`` tokens over ``resident`` cached ones; each returns milliseconds.
+    The fastest of them is the floor of a link that computes the same number of tokens over the same number of cached
+    ones.
     """
     total = new + resident
     slots = Cache(layers=[_Slots(total) for _ in range(shape.layers)])
@@ -123,7 +123,7 @@ def floors(
 
 
 class _Clock:
-    """A streamer that notes when each token came out of ``generate``."""
+    """A streamer that records when ``generate`` returned each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -177,5 +177,5 @@ class StockGenerator:
                 streamer=clock,
                 disable_compile=True,
             )
-        times = clock.times[1:]  # the prompt comes first
+        times = clock.times[1:]  # ``generate`` puts the prompt first
         return self._batch * (len(times) - 1) / (times[-1] - times[0])

@@ -1,4 +1,4 @@
-"""The baseline of the vLLM benches: vLLM as it is, with its own scheduler and worker and its prefix cache."""
+"""The baseline of the vLLM benches: unchanged vLLM, with its own scheduler and worker and its prefix cache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ OURS = ("worker_cls", "scheduler_cls", "kv_transfer_config", "async_scheduling",
 
 
 class TimedAnswer(NamedTuple):
-    """An answer.
+    """The times of an answer.
 
     Args:
         prompt, cached: tokens of the prompt, and those of them found in the prefix cache.
-        began: when it was asked for (``time.perf_counter``).
-        times: of each token.
+        began: time of the request (``time.perf_counter``).
+        times: time of each token.
     """
 
     prompt: int
@@ -41,11 +41,11 @@ class TimedAnswer(NamedTuple):
 
 
 class PlainVLLM:
-    """vLLM without connector, in the sizes of ``config``; its other arguments are vLLM's own defaults.
+    """vLLM without our connector, with the sizes in ``config``; other arguments have vLLM's defaults.
 
     Args:
-        model: as ``mpic.engine.vllm.frontend.model.describe_model`` says.
-        cpu: as ``prepare_environment`` says; it must have been called.
+        model: the result of ``mpic.engine.vllm.frontend.model.describe_model``.
+        cpu: the result of ``prepare_environment``, which must have been called.
 
     Raises:
         ConfigError: vLLM did not start.
@@ -63,10 +63,10 @@ class PlainVLLM:
     def ask(
         self, parts: Sequence[Sequence[int] | Chunk], tokens: int, times: list[float] | None = None
     ) -> Future[TimedAnswer]:
-        """Has ``tokens`` tokens generated after a prompt of ids and images.
+        """Generates ``tokens`` tokens after a prompt of ids and images.
 
         Args:
-            times: gets the time of each token as it comes.
+            times: the list to which the time of each token is added.
         """
         work = self._ask(parts, tokens, time.perf_counter(), [] if times is None else times)
         return asyncio.run_coroutine_threadsafe(work, self._client.loop)

@@ -1,6 +1,6 @@
-"""A bench model as a folder, as a hub repository is: for servers and for vLLM, which load models by path.
+"""Saves a bench model as a folder like a hub repository, for servers and vLLM, which load models by path.
 
-Its tokenizer has one word a token: word i is ``w`` and i, so a text of n such words has n tokens.
+Its tokenizer has one token per word: word i is ``w`` and i, so a text of n such words has n tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def save(model: LlavaForConditionalGeneration, decoder: DecoderShape, folder: Pa
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token a word; a word outside of the vocabulary is ``<unk>``."""
+    """Returns a tokenizer with one token per word; a word outside of the vocabulary is ``<unk>``."""
     words = [*CONTROL, *(f"w{i}" for i in range(len(CONTROL), vocabulary))]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

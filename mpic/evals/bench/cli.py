@@ -1,4 +1,4 @@
-"""``mpic bench``: one command a bench, all with the same options."""
+"""``mpic bench``: one command per bench, all with the same options."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from mpic.evals.bench import (  # noqa: F401 - each registers itself
     load,
     memory,
     parallel,
+    profile,
     retrieval,
     sampling,
     serving,
@@ -56,7 +57,7 @@ FORMER = {
 
 @app.command("list")
 def show() -> None:
-    """List the benches, their headline numbers and what those should be."""
+    """List the benches, their headline numbers and the goals for those."""
     table = Table("bench", "measures", "headline", "goal")
     for entry in (one for native in BENCHES.values() for one in (native, *native.others.values())):
         names, goals = list(entry.wants), list(entry.wants.values())
@@ -113,9 +114,8 @@ def _command(native: Bench) -> None:
             torch.set_num_threads(threads)
         placement = Placement(choose_device(device), DTYPES.get(dtype, torch.float32))
         settings = entry.configured(quick, **({"repeats": repeats} if repeats else {}))
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit(143)
-        )  # as an exception, so that started processes end too
+        # raised as an exception, so that started processes end, too
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         errors = Console(stderr=True)
         errors.print(f"{entry.name}: {machine(placement)}", markup=False, highlight=False)
         with Ticker(errors) as ticker:

@@ -61,8 +61,8 @@ class Settings:
     wants={"batch1_over_transformers": ">= 1.0", "batch8_over_transformers": ">= 1.0"},
 )
 def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
-    """Measures each batch size: linked chunks of each request's own, the same chunks for all, and transformers'
-    caches."""
+    """Measures each batch size in several columns: different linked chunks for each request, the same chunks for all,
+    and transformers' caches."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     ids = Ids(settings.decoder.vocabulary, settings.seed)
     length = settings.linked + settings.text
@@ -117,8 +117,8 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
 def decoded(
     engine: NativeEngine, settings: Settings, ids: Ids, sets: list[list[Chunk]]
 ) -> Callable[[], float]:
-    """Returns the tokens a second of a batch. The last request is timed, and the others go on until after its end, so
-    that every step of the timed stretch decodes the whole batch."""
+    """Returns the tokens per second of a batch. The last request is timed, and the others continue past its end, so
+    that every timed step decodes the whole batch."""
 
     def measure() -> float:
         streams = []

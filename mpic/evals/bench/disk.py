@@ -1,4 +1,4 @@
-"""Chunk files on a real file system, cold or warm, and reading them: shared by the benches of the disk."""
+"""Reads chunk files from a real file system, cold or warm, for the benches of the disk."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def file_system(folder: str) -> str:
 
 
 def drop_from_cache(paths: Sequence[Path]) -> None:
-    """Makes the next read of files a cold one: written back, then dropped from the page cache
-    (``POSIX_FADV_DONTNEED``). What the device itself caches stays."""
+    """Makes the next read of files a cold one: they are written back, then dropped from the page cache
+    (``POSIX_FADV_DONTNEED``). Caches of the device itself stay."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -58,14 +58,14 @@ def drop_from_cache(paths: Sequence[Path]) -> None:
 
 
 class Reader:
-    """The engine's loader without an engine: the same queue, threads, look-up, files and checksums."""
+    """The engine's loader without an engine, with the same queue, threads, look-up, files and checksums."""
 
     def __init__(self, store: ChunkStore, threads: int) -> None:
         self._store = store
         self._loads = LoadQueue(threads)
 
     def __call__(self, keys: Sequence[KVKey], destinations: Sequence[torch.Tensor]) -> tuple[float, float]:
-        """Looks chunks up and read them; milliseconds, and milliseconds of all threads' processor time."""
+        """Looks up chunks and reads them; returns milliseconds, and milliseconds of all threads' processor time."""
         ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         began, worked = time.perf_counter(), time.process_time()
         found = self._store.find(keys)

@@ -1,4 +1,4 @@
-"""Growth of the time to the first token with the documents (EPIC, section 6, figures 8 and 9)."""
+"""Measures how the time to the first token grows with the documents (EPIC, section 6, figures 8 and 9)."""
 
 from __future__ import annotations
 
@@ -133,5 +133,5 @@ def _plot(figure: Any, rows: list[dict[str, Any]], policy: str) -> None:
 
 
 def _words(values: Sequence[int]) -> str:
-    """Returns sizes for people: ``1k, 2k, 512``."""
+    """Formats sizes: ``1k, 2k, 512``."""
     return ", ".join(f"{v // 1024}k" if v % 1024 == 0 else str(v) for v in values)

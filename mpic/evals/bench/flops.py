@@ -1,8 +1,8 @@
 """Operations of a prefill under each policy, counted, not timed (KV Packet, section 5: FLOPs to the first token).
 
-Every policy answers once over the same chunks; ``mpic.evals.flops`` counts what the engine computed. The load of the
-machine does not matter. KV Packet's own row, trained packets around chunks that are never recomputed, is what ``reuse``
-costs plus its packet tokens; it is not built.
+Every policy answers once over the same chunks; ``mpic.evals.flops`` counts the engine's computation. The load of the
+machine does not matter. KV Packet's own row would be the cost of ``reuse`` plus that of its packet tokens; it is not
+measured.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Settings:
     wants={"full_over_mpic32": "> 8", "cacheblend15_over_legolink16": "> 1"},
 )
 def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
-    """Counts one table: a row a policy and number of chunks."""
+    """Makes one table with a row for each policy and number of chunks."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     ids = Ids(settings.decoder.vocabulary, settings.seed)
     flops = Flops(pair.loaded)
@@ -73,7 +73,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
                 with ticker.step(f"{policy} over {count}"):
                     prompt = framed(ids, chunks[:count], settings.text)
                     _, usage = first_token(engine, request_of(prompt, policy, 2))
-                counted[count, policy] = flops.of(usage)
+                counted[count, policy] = flops.of(usage, parse_policy(policy))
                 rows.append(
                     {
                         "chunks": count,
@@ -89,7 +89,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
     notes = {
         "model": describe(pair, settings.decoder),
         "gflop": "2 a weight and computed token, 4 x head_dim a query, key and head; compiling chunks is not in it",
-        "probed": "tokens of the first layer, which a dynamic policy runs over the whole prompt before it decides",
+        "probed": "tokens that pass the first layer and the projections of the second, before cacheblend decides",
     }
     headline = {
         "full_over_mpic32": counted[most, "full"] / counted[most, "mpic-32"],

@@ -1,8 +1,8 @@
 """The sliding window of frames that an agent keeps: every step drops the oldest frame and appends a new one.
 
-All frames but one have been seen in the step before, in the same order, but none of them stands behind the same tokens
-any more. A prefix cache finds the system prompt and computes the whole window again; linked, each frame is compiled
-once, in the step in which it arrives.
+All frames but one were in the previous step, in the same order, but none of them follows the same tokens any more. A
+prefix cache finds the system prompt and computes the whole window again; linked, each frame is compiled once, in the
+step in which it arrives.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Settings:
 
     Args:
         frames, window: frames that arrive, and the most that a prompt holds.
-        system, text, question: tokens of the system prompt, of the text in front of each frame, and of the question
-            behind the last one, which is new in every step.
+        system, text, question: tokens of the system prompt, of the text before each frame, and of the question after
+            the last one, which is new in every step.
     """
 
     decoder: DecoderShape = _DECODER
@@ -61,7 +61,7 @@ class Settings:
 
     @property
     def length(self) -> int:
-        """Tokens of a prompt whose window is full."""
+        """Number of tokens of a prompt whose window is full."""
         return self.system + self.window * (self.text + self.tower.tokens) + self.question
 
 
@@ -76,7 +76,7 @@ class Conversation:
     """The prompts of an agent, step by step, for several columns that share nothing.
 
     Args:
-        columns: names; each one's frames have an owner of their own.
+        columns: names of the columns; the frames of each column have their own owner.
     """
 
     def __init__(self, settings: Settings, columns: Sequence[str]) -> None:
@@ -125,7 +125,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
 
 
 def measure(settings: Settings, ways: Mapping[str, Measure], ticker: Ticker) -> dict[str, list[float]]:
-    """Returns the milliseconds of every step by column. The columns take turns in going first."""
+    """Returns the milliseconds of every step by column. The columns take turns at being measured first."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     ticker.expect(settings.frames * len(names))
@@ -173,7 +173,7 @@ def _prefix(engine: NativeEngine, settings: Settings) -> Measure:
 
 
 def words(settings: Settings) -> dict[str, Any]:
-    """Returns how it was measured."""
+    """Returns a description of the measurement."""
     return {
         "prompt_tokens": settings.length,
         "frame_tokens": settings.tower.tokens,
@@ -204,7 +204,7 @@ def report(
 
 
 def _rows(settings: Settings, samples: Mapping[str, list[float]]) -> list[Row]:
-    """Returns the filling of the window, then the steps with a full one in quarters."""
+    """Returns one row for the filling of the window, then the steps with a full window in quarters."""
     bounds = [0, *(settings.window + (settings.frames - settings.window) * i // 4 for i in range(5))]
     rows = []
     for low, high in pairwise(bounds):

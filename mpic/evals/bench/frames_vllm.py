@@ -24,14 +24,14 @@ class Settings(frames.Settings):
 
     Args:
         block: tokens of a block of vLLM's cache.
-        context: of the model; vLLM's cache has room for one prompt of so many tokens.
+        context: the model's context in tokens; vLLM's cache has room for one prompt of this length.
     """
 
     block: int = 32
     context: int = 8192
 
     def of_engines(self) -> vllm_pair.Settings:
-        """Returns what the two engines are started with."""
+        """Returns the settings with which the two engines are started."""
         return vllm_pair.Settings(
             replace(self.decoder, context=self.context),
             self.tower,
@@ -54,7 +54,7 @@ class Settings(frames.Settings):
     in_process=False,
 )
 def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
-    """Measures every step with both engines, which run in processes of their own."""
+    """Measures every step with both engines, each of which runs in separate processes."""
     started = settings.of_engines()
     model = random_model(started.decoder, placement, settings.tower, seed=settings.seed)
     described = in_words(model, settings.decoder)

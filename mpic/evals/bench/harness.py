@@ -1,10 +1,10 @@
-"""The harness every bench runs in: registry, settings, paired measurement.
+"""The harness of all benches: registry, settings, paired measurement.
 
 A bench is a function ``(settings, placement, ticker) -> Report``. It measures its columns *interleaved*: every round
-runs each column once, in an order that rotates, so that whatever else the machine does meanwhile hits all columns
-alike, and ratios are taken within a round. The first round is cold and is reported apart.
+runs each column once, in an order that rotates, so that other load on the machine affects all columns alike, and ratios
+are taken within a round. The first round is cold and is reported apart.
 
-Rich is imported where something is shown, so that the parts can be measured on a machine that does not have it.
+Rich is imported only where something is shown, so that measurements also run on a machine without it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 class BenchFailed(MPICError):
-    """A bench found a wrong result, which is worse than a slow one."""
+    """A bench has found a wrong result, which is worse than a slow one."""
 
     code = "bench_failed"
 
@@ -44,7 +44,7 @@ class Placement:
     dtype: torch.dtype
 
     def synchronize(self) -> None:
-        """Waits until the device has done what it was given."""
+        """Waits until the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
@@ -56,10 +56,10 @@ class Report:
     """The results of a bench.
 
     Args:
-        rows: everything measured.
+        rows: all measurements.
         headline: the numbers that are compared over time, by name.
-        notes: how it was measured; they go into the settings of the JSON.
-        plot: draws into a matplotlib figure; None for no plot.
+        notes: description of the measurement, which becomes part of the settings in the JSON.
+        plot: function that draws into a matplotlib figure; None for no plot.
     """
 
     rows: list[Row]
@@ -75,10 +75,10 @@ class Bench:
     Args:
         settings: a frozen dataclass whose defaults are the full size.
         quick: the fields that ``--quick`` makes smaller; the shape of the experiment stays.
-        wants: headline name -> the goal in words.
+        wants: the goal in words for each headline.
         engine: the engine it measures; the native one is registered first and has the others in ``others``.
-        in_process: whether it runs in this process, where threads can be set.
-        on_cpu: whether it always measures the CPU in float32, whatever other device there is.
+        in_process: True if it runs in this process, where the number of threads can be set.
+        on_cpu: True if it always measures the CPU in float32, whatever other device there is.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Bench:
     others: dict[str, Bench] = field(default_factory=dict)
 
     def on(self, engine: str) -> Bench | None:
-        """Returns the bench on an engine, None where it does not measure that engine."""
+        """Returns the bench for an engine, or None if it does not measure that engine."""
         return self if engine == self.engine else self.others.get(engine)
 
     def configured(self, quick: bool = False, **changes: Any) -> Any:
@@ -153,7 +153,7 @@ class Series:
 def interleave(
     columns: Mapping[str, Callable[[], float]], rounds: int, ticker: Ticker, cold: bool = True
 ) -> dict[str, Series]:
-    """Runs every column once a round, starting with another one each time.
+    """Runs every column once per round, starting with a different one each time.
 
     Args:
         columns: each call makes one measurement.
@@ -173,7 +173,7 @@ def interleave(
 def median_seconds(
     work: Callable[[], Any], placement: Placement, repeats: int, before: Callable[[], Any] = lambda: None
 ) -> float:
-    """Returns the median seconds of ``repeats`` runs. On CUDA two runs before them do not count and time is taken by
+    """Returns the median seconds of ``repeats`` runs. On CUDA two warm-up runs do not count, and time is taken by
     events, with a cold cache when ``before`` clears it."""
     on_cuda = placement.device.type == "cuda"
     for _ in range(2 if on_cuda else 0):
@@ -217,14 +217,14 @@ class Ticker:
 
     @contextmanager
     def step(self, label: str) -> Iterator[None]:
-        """Counts what runs inside as one measurement."""
+        """Counts the work inside the block as one measurement."""
         self.say(label)
         yield
         if self._progress is not None and self._task is not None:
             self._progress.advance(self._task)
 
     def say(self, label: str) -> None:
-        """Shows beside the bar what is going on."""
+        """Shows a text beside the bar."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=label)
 

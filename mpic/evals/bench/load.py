@@ -1,4 +1,4 @@
-"""Loading chunks from disk against the speed of disk and memory, and finding them in a large catalogue."""
+"""Measures loading chunks from disk against the speed of disk and memory, and finding them in a large catalogue."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Settings:
     on_cpu=True,
 )
 def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
-    """Reads the same files in five ways in the same rounds; then look chunks up in a large catalogue."""
+    """Reads the same files in five ways in the same rounds, then looks up chunks in a large catalogue."""
     with fresh_library() as library:
         rows, samples, notes = _reading(settings, library, ticker)
         lookups = _lookups(settings, library, ticker)
@@ -116,7 +116,7 @@ def _reading(
         with ticker.step("writing"):
             library.store.save(ChunkKV(key, inputs, kv))
     pool = Pool(shape, settings.chunks * -(-settings.tokens // PAGE), PAGE, torch.float32)
-    pool.arena.zero_()  # a server's pages have been touched before
+    pool.arena.zero_()  # touch the pages, as a server has done before
     views = [pool.view(pool.alloc(settings.tokens)) for _ in keys]
     paths = [library.store.path(key) for key in keys]
     threads = settings.loaders or loaders_for()
@@ -192,7 +192,7 @@ def _read_raw(paths: list[Path], scratch: torch.Tensor) -> float:
 
 
 def _copy(views: list[torch.Tensor], kv: torch.Tensor) -> float:
-    """Copies as many bytes with one thread's memcpy; returns milliseconds."""
+    """Copies the same number of bytes with one thread's memcpy; returns milliseconds."""
     source = memoryview(kv.view(-1).view(torch.uint8).numpy())
     targets = [memoryview(view.view(-1).view(torch.uint8).numpy()) for view in views]
     began = time.perf_counter()
@@ -245,7 +245,7 @@ def _lookups(settings: Settings, library: Library, ticker: Ticker) -> list[Row]:
         with ticker.step("images read for the first time"):
             first = _percentiles([first_use() for _ in range(max(10, settings.lookups // 10))])
         for image in images:
-            _plan(engine, prompt_of(image, ids.fresh(8)))  # from here on it is known
+            _plan(engine, prompt_of(image, ids.fresh(8)))  # from now on the image is known
         with ticker.step("images used before"):
             known = _percentiles([look_up() for _ in range(settings.lookups)])
         rows.append({"table": title, "column": "inputs in memory"} | known)
@@ -277,7 +277,7 @@ def _store_images(
 ) -> list[Chunk]:
     """Stores images with the embeddings that a link needs, and returns them."""
     n, chunks = settings.image_tokens, []
-    kv = torch.randn(shape.layers, 2, shape.kv_heads, n, shape.head_dim)
+    kv = torch.randn(shape.extent(n))
     for i in range(settings.images):
         key = ChunkKey("image", digest("bench image", str(i)))
         inputs = ChunkInputs(torch.full((n,), 5), torch.arange(n)[None], n, torch.randn(n, settings.hidden))

@@ -1,4 +1,4 @@
-"""Pool memory when requests link the same chunks: pages that all of them share, over one copy for each (MEPIC,
+"""Measures pool memory when requests link the same chunks: the pages that they share against one copy for each (MEPIC,
 section 5)."""
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ SAME, COUNTS, RATES = "the same chunks at different offsets", "chunks", "request
 
 @dataclass(frozen=True)
 class Load:
-    """A load's requests: how many come at once, the chunks each links, tokens of a chunk and of an answer."""
+    """The requests of a load: how many arrive at once, the number of chunks that each links, and the tokens of a chunk
+    and of an answer."""
 
     requests: int
     chunks: int
@@ -46,12 +47,13 @@ class Settings:
     """Sizes of the ``memory`` bench.
 
     Args:
-        same: requests that are also run alone, to compare the answers.
-        grown: requests at once while the number of chunks grows through ``counts``, and those that arrive one by one.
+        same: number of requests that are also run alone, to compare the answers.
+        grown: number of requests at once while the number of chunks grows through ``counts``, and of those that arrive
+            one by one.
         counts: numbers of chunks that every request links.
-        rates: arrival rates, as multiples of what one request at a time would serve.
-        seconds: how long requests arrive at each rate.
-        text: tokens of a request's own text.
+        rates: arrival rates, as multiples of the rate at which requests are served one at a time.
+        seconds: time for which requests arrive at each rate.
+        text: number of tokens of a request's own text.
     """
 
     decoder: DecoderShape = _DECODER
@@ -69,7 +71,7 @@ class _Meter:
     """The most pages in use in any step, and the most that the running requests would need with a copy each.
 
     Args:
-        always: counts the pages in use at every allocation too, not in steps alone.
+        always: True counts the pages in use at every allocation, too, and not only in steps.
     """
 
     def __init__(self, engine: NativeEngine, always: bool = False) -> None:
@@ -164,7 +166,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
 
 
 class _Prompts:
-    """Requests that link chunks in an order of their own behind a text of a length of its own."""
+    """Makes requests that each link the chunks in a different order, after a text of a different length."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

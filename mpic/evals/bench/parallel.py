@@ -1,5 +1,5 @@
-"""Loading what is stored beside compiling what is missing (MPIC, section 4.3 and figure 6): the time to the first token
-against doing one after the other, and against the limit."""
+"""Measures loading stored chunks while compiling missing ones (MPIC, section 4.3 and figure 6): the time to the first
+token against doing one after the other, and against the limit."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _cores() -> int:
 
 
 class _Shelf:
-    """The library's store, on which some chunks are missing; nothing is written to it any more."""
+    """The library's store with some chunks missing; nothing is written to it any more."""
 
     def __init__(self, library: Library) -> None:
         self._store = library.store
@@ -140,7 +140,7 @@ class _Subject:
         scratch.arena.zero_()
         self._views = [scratch.view(scratch.alloc(settings.tokens)) for _ in self.chunks]
         self.chunk_bytes = self._views[0].nbytes
-        self.cpu: dict[int, list[float]] = {}  # of the loads, by number of missing chunks and round
+        self.cpu: dict[int, list[float]] = {}  # times of the loads, by number of missing chunks and round
 
     def ways(self, m: int) -> dict[str, Callable[[], float]]:
         hits = self.chunks[m:]
@@ -202,7 +202,7 @@ def _rows(
     for m in settings.missing:
         names = ("loads", "compute", "parallel", "one after the other")
         loads, compute, parallel, serial = (samples[f"{m} {name}"].values for name in names)
-        cpu = subject.cpu[m][1:]  # the first round is cold
+        cpu = subject.cpu[m][1:]  # the first round is cold and is left out
         limits = [
             max(load, work + (c / shared if shared else 0))
             for load, work, c in zip(loads, compute, cpu, strict=True)

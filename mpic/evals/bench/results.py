@@ -1,6 +1,6 @@
-"""Results of a bench: the machine in words, JSON, plot, tables.
+"""Results of a bench: description of the machine, JSON, plot, tables.
 
-Rich is imported where something is shown, so that benches can be used on a machine that does not have it.
+Rich is imported only where something is shown, so that benches can be used on a machine without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def machine(placement: Placement) -> str:
-    """Returns the machine in words, without names or paths."""
+    """Returns a description of the machine, without names or paths."""
     memory = psutil.virtual_memory().total / 2**30
     parts = [
         f"{processor()}, {psutil.cpu_count(logical=True)} cores ({torch.backends.cpu.get_cpu_capability()})",
@@ -39,7 +39,7 @@ def machine(placement: Placement) -> str:
 
 
 def as_json(entry: Bench, settings: Any, placement: Placement, report: Report) -> dict[str, Any]:
-    """Returns the result as it is written: bench, machine, settings, rows, headline."""
+    """Returns the result in the form of its file: bench, machine, settings, rows, headline."""
     return {
         "bench": entry.name,
         "machine": machine(placement),

@@ -1,4 +1,5 @@
-"""Retrieval: the vector index against brute force, and a reference linked while decoding against a prompt rebuilt."""
+"""Measures retrieval: the vector index against brute force, and linking a reference while decoding against rebuilding
+the prompt."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def _changes(
 
 
 def _restart(settings: Settings, index: VectorIndex, vectors: np.ndarray, ticker: Ticker) -> list[Row]:
-    """Measures how soon searches can be answered again: from the index file, and from the catalogue alone."""
+    """Measures the time until searches can be answered after a restart: from the index file, and from the catalogue
+    alone."""
     rows: list[Row] = []
     name = EmbedderName("bench", "0" * 64, settings.dimension)
 
@@ -200,14 +202,15 @@ def _restart(settings: Settings, index: VectorIndex, vectors: np.ndarray, ticker
 
 
 class _Ids:
-    """Spells every token alike: the first token of an answer opens a call, the second closes it."""
+    """A tokenizer that gives all tokens the same text: the first token of an answer opens a call, the second closes
+    it."""
 
     def decode(self, ids: Sequence[int], **options: Any) -> str:
         return "x" * len(ids)
 
 
 class _Search(Retrieval):
-    """Searches the index, then gives the same references. ``began`` is when the search did."""
+    """Searches the index, then returns fixed references. ``began`` is the time at which the search began."""
 
     opens = closes = "x"
     rounds = 1
@@ -306,7 +309,7 @@ def _until_next(
 def _rebuilt(
     engine: NativeEngine, policy: str, prompt: tuple[int, ...], job: _Search, shown: dict[str, Row]
 ) -> float:
-    """Returns the milliseconds from a search to the first token of the request that is made of its result."""
+    """Returns the milliseconds from a search to the first token of a new request that is built from its result."""
     generated = (
         engine.submit(request_of(prompt_of(prompt), policy, CALL_TOKENS + 1)).result().token_ids[:CALL_TOKENS]
     )

@@ -1,8 +1,8 @@
-"""Choosing the tokens of a step: all rows at once against one request after the other, with the same seeds.
+"""Measures choosing the tokens of a step: all rows at once against one request after the other, with the same seeds.
 
 Both draw in every round from the same logits, and the bench fails if a token differs. Logits are random: *flat* ones
-(normally distributed) are the hard case, because what top-p keeps is half of the vocabulary; *peaked* ones keep tens of
-tokens, as those of a model do.
+(normally distributed) are the hard case, because top-p keeps half of the vocabulary; with *peaked* ones it keeps tens
+of tokens, as with those of a model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
 def _columns(
     logits: torch.Tensor, options: dict[str, float], placement: Placement
 ) -> dict[str, Callable[[], float]]:
-    """Returns measurements of one step in milliseconds. Whoever draws second in a round is compared with the first."""
+    """Returns measurements of one step in milliseconds. The result of the sampler that draws second in a round is
+    compared with the first."""
     choices = [Sampling(seed=row, **options) for row in range(len(logits))]
     alone, together = [SequentialSampler(s) for s in choices], [Sampler(s) for s in choices]
     drawn: dict[str, list[list[int]]] = {"sequential": [], "batch": []}

@@ -1,9 +1,9 @@
-"""Requests that arrive by themselves: the rate each policy sustains, and the wait for first tokens (EPIC, section 6.3;
+"""Measures serving under load: the rate that each policy sustains, and the wait for first tokens (EPIC, section 6.3;
 MPIC, section 5).
 
-Every request links some chunks of a pool and has text of its own. First each policy is given a backlog that keeps it
-busy: requests finished a second are its *peak*, the most that can be served without a growing queue. Then requests
-arrive at random (Poisson), and the time to each first token is taken.
+Every request links some chunks of a pool and has text of its own. First each policy gets a backlog that keeps it busy:
+the requests finished per second are its *peak*, the highest rate that can be served without a growing queue. Then
+requests arrive at random (Poisson), and the time to each first token is taken.
 
 ``native`` drives the engine in this process. ``native-http`` and ``vllm`` drive a whole server with vLLM's own load
 generator (``serving_http``).
@@ -42,12 +42,12 @@ class Settings:
     """Sizes of the ``serving`` bench.
 
     Args:
-        pool, linked: chunks there are, and those of them in a request.
+        pool, linked: number of chunks in the pool, and of those in a request.
         text, answer: tokens of a request's own text and of its answer.
         backlog: seconds of work in a policy's backlog, as estimated from one request.
         shares: shares of the peak at which requests arrive at random.
-        seconds: how long they arrive.
-        ratios: shares of requests whose chunks are cached already; the others bring chunks nobody has seen.
+        seconds: time for which they arrive.
+        ratios: shares of requests whose chunks are cached already; the others bring new chunks.
     """
 
     decoder: DecoderShape = _DECODER
@@ -81,7 +81,7 @@ class Settings:
     },
 )
 def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
-    """Measures three tables: backlog, arrivals at random, and arrivals with chunks nobody has compiled."""
+    """Measures three tables: backlog, random arrivals, and arrivals with chunks that are not compiled."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     tokens = 6 * settings.pool * settings.chunk_tokens + 64 * (settings.linked * settings.chunk_tokens + 512)
     peaks: dict[str, float] = {}
@@ -122,7 +122,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
 
 
 class _Sender:
-    """Requests over a pool of chunks, and the two ways in which they come."""
+    """Sends requests over a pool of chunks, as a backlog or at random times."""
 
     def __init__(self, settings: Settings, engine: NativeEngine) -> None:
         self._settings, self._engine = settings, engine
@@ -139,7 +139,7 @@ class _Sender:
         return request_of(framed(self._ids, chunks, settings.text), policy, settings.answer)
 
     def backlog(self, policy: str) -> Row:
-        """Sends as many requests as keep the engine busy for a while, all at once."""
+        """Sends enough requests at once to keep the engine busy for a while."""
         rng = random.Random(self._settings.seed)
         first_token(self._engine, self.request(policy, rng))
         alone, _ = first_token(self._engine, self.request(policy, rng))
@@ -156,7 +156,7 @@ class _Sender:
         }
 
     def arrivals(self, policy: str, rate: float, ratio: float | None = None) -> Row:
-        """Sends requests at random times; with ``ratio``, only that share of them links what is cached."""
+        """Sends requests at random times; with ``ratio``, only that share of them links cached chunks."""
         rng = random.Random(self._settings.seed + 1)
         times = poisson(rng, rate, self._settings.seconds)
         cached = [rng.random() < (1.0 if ratio is None else ratio) for _ in times]
@@ -180,7 +180,8 @@ class _Sender:
 
 
 def backlog_size(seconds: float, alone: float) -> int:
-    """Returns how many requests that take ``alone`` seconds each make a backlog of ``seconds``, within 3 to 400."""
+    """Returns the number of requests for a backlog of ``seconds`` when each takes ``alone`` seconds; at least 3, at
+    most 400."""
     return max(3, min(400, round(seconds / alone)))
 
 

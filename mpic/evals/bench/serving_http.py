@@ -1,9 +1,9 @@
 """The ``serving`` bench over HTTP: a whole server under vLLM's own load generator.
 
-The generator is ``vllm.benchmarks.serve`` as it is, on ``/v1/chat/completions``. Its dataset is a file of texts: the
-images were uploaded once, and a prompt names them by handle (``IMAGE#BENCH3``), some of a pool in a random order behind
-fresh text; the policy travels in ``--extra-body``. After the backlogs, requests arrive at a share of the policy's own
-peak and at the rate that the slowest policy sustains.
+The generator is the unchanged ``vllm.benchmarks.serve``, on ``/v1/chat/completions``. Its dataset is a file of texts:
+the images were uploaded once, and a prompt names them by handle (``IMAGE#BENCH3``), some of a pool in a random order
+behind fresh text; the policy travels in ``--extra-body``. After the backlogs, requests arrive at a share of the
+policy's own peak and at the rate that the slowest policy sustains.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Settings:
     """Sizes of the ``serving`` bench over HTTP.
 
     Args:
-        pool, linked: images on the server, and those of them in a request.
+        pool, linked: number of images on the server, and of those in a request.
         text, answer: tokens of a request's own text and of its answer.
         backlog: seconds of work in a policy's backlog, as estimated from one request.
-        seconds: of random arrivals.
-        share: of the peak, for arrivals.
-        room: requests whose whole KV fits into the engine's pool.
+        seconds: duration of the random arrivals.
+        share: rate of the arrivals, as a share of the peak.
+        room: number of requests whose whole KV fits into the engine's pool.
     """
 
     decoder: DecoderShape = BENCH_DECODER
@@ -162,7 +162,7 @@ def _handle(number: int) -> str:
 
 
 class _Load:
-    """Prompts over the pool, and vLLM's generator that sends them."""
+    """Makes prompts over the pool, and sends them with vLLM's generator."""
 
     def __init__(self, settings: Settings, url: str, model: Path, folder: Path) -> None:
         self._settings, self._url, self._model, self._folder = settings, url, model, folder
@@ -170,7 +170,7 @@ class _Load:
         self._rng = random.Random(settings.seed)
 
     def prompt(self) -> str:
-        """Returns a prompt of fresh text with images of the pool in a random order between it."""
+        """Returns a prompt of fresh text with images of the pool in random order."""
         linked, text = self._settings.linked, self._settings.text
         between = text // (2 * linked)
         parts = [self._ids.fresh(text // 2)] + [self._ids.fresh(between) for _ in range(linked - 1)]
@@ -182,8 +182,8 @@ class _Load:
         )
 
     def backlog(self, client: MPIC, policy: str) -> Row:
-        """Sends as many requests as keep the server busy for a while, all at once."""
-        for _ in range(2):  # the first one may load and warm what later ones find
+        """Sends enough requests at once to keep the server busy for a while."""
+        for _ in range(2):  # the first request may load and warm up what later ones use
             asked = client.chat.completions.create(
                 self.prompt(), max_tokens=self._settings.answer, mpic={"policy": policy, "ignore_eos": True}
             )
@@ -248,7 +248,7 @@ class _Load:
 
 
 def generate(arguments: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Runs ``vllm bench serve`` in this process and returns its result; what it prints is dropped.
+    """Runs ``vllm bench serve`` in this process and returns its result; its output is dropped.
 
     Raises:
         BenchFailed: it did not end in time.

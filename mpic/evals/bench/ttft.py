@@ -1,4 +1,5 @@
-"""Time to the first token with several images in the prompt: what linking saves, and how far it is from a floor."""
+"""Measures the time to the first token with several images in the prompt: the savings by linking, and the distance from
+a floor."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Settings:
 
     @property
     def length(self) -> int:
-        """Tokens of a prompt."""
+        """Number of tokens of a prompt."""
         return self.images * self.tower.tokens + self.system + self.text
 
 
@@ -62,7 +63,7 @@ QUICK = {
 
 
 class Prompts:
-    """Prompts with fresh text in each: only what a column is meant to share can be found again."""
+    """Makes prompts with fresh text, so that only the parts that a column is meant to share can be found again."""
 
     def __init__(self, settings: Any) -> None:
         self._settings = settings
@@ -74,7 +75,7 @@ class Prompts:
         self.owners = 0
 
     def again(self) -> list[Chunk]:
-        """Returns the same images from an owner that the engine has never seen: they have to be encoded."""
+        """Returns the same images from an owner that the engine has not seen, so that they have to be encoded."""
         self.owners += 1
         return [image_chunk(image, f"bench-{self.owners}") for image in self.images]
 
@@ -175,7 +176,7 @@ def _rows(table: str, samples: dict[str, Series], usages: dict[str, GenerationUs
 
 
 def bars(axes: Any, first: dict[str, Series], with_vision: dict[str, Series]) -> None:
-    """Draws medians of the time to the first token, and on top of them what vision encoding adds."""
+    """Draws medians of the time to the first token, and on top of them the time of vision encoding."""
     names = list(first)
     medians = [first[name].median for name in names]
     axes.barh(names, medians, label="vision encoding left out")

@@ -1,7 +1,7 @@
-"""``ttft`` on the vLLM engine: links inside vLLM against vLLM alone, and what links do to the answers beside them.
+"""``ttft`` on the vLLM engine: links inside vLLM against vLLM alone, and the effect of links on other running answers.
 
-The two engines of ``vllm_pair`` take turns. Floor of a link: vLLM alone with everything that the link reuses in its
-prefix cache. Decoding is counted over a window in which all of some long answers are being generated, with nothing
+The two engines of ``vllm_pair`` take turns. The floor of a link is vLLM alone, with everything that the link reuses in
+its prefix cache. Decoding is counted over a window in which all of some long answers are being generated, with nothing
 beside them and while prompts with images arrive.
 """
 
@@ -158,7 +158,7 @@ def _questions(settings: Settings, linked: Ours, ticker: Ticker) -> dict[str, Se
 def _decoding(
     settings: Settings, alone: Alone, linked: Ours, ticker: Ticker
 ) -> dict[tuple[str, str], Series]:
-    """Returns the rates of running answers by engine and by what arrives meanwhile."""
+    """Returns the rates of running answers by engine and by the prompts that arrive meanwhile."""
 
     def cached() -> float:
         alone.prime()
@@ -182,10 +182,11 @@ def _rate(
     answer: Callable[[list[float]], Future[Any]],
     arrive: Callable[[], Future[Any]] | None = None,
 ) -> float:
-    """Returns the tokens a second of all answers, from when all are being generated until the first one ends.
+    """Returns the tokens per second of all answers, from the time at which all are being generated until the first one
+    ends.
 
     Args:
-        answer: has an answer generated; the times of its tokens are put into the list as they come.
+        answer: generates an answer and adds the times of its tokens to the list.
         arrive: sends a prompt with images.
     """
     times_of: list[list[float]] = [[] for _ in range(settings.answers)]
@@ -202,7 +203,7 @@ def _rate(
 
 
 def rate(times_of: Sequence[Sequence[float]]) -> float:
-    """Returns the tokens a second over the time that all answers share, given the times of each one's tokens."""
+    """Returns the tokens per second over the time that all answers share, given the times of each one's tokens."""
     begin, end = max(times[0] for times in times_of), min(times[-1] for times in times_of)
     if end <= begin:
         raise BenchFailed("the answers were not generated at the same time")

@@ -1,5 +1,5 @@
-"""Two engines on the same checkpoint that take turns: vLLM as it is, and the same vLLM with our connector, scheduler
-and worker, both in processes of their own."""
+"""Two engines on the same checkpoint that take turns: unchanged vLLM, and the same vLLM with our connector, scheduler
+and worker, both in separate processes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Settings(ttft.Settings):
     """Sizes of the ``ttft`` bench on vLLM.
 
     Args:
-        answers, tokens: long answers that are generated while prompts arrive, and the tokens of each.
-        arrivals, gap: how many prompts with images arrive meanwhile, and the seconds between them.
-        questions: prompts about the same images that are sent at once, or one after the other.
+        answers, tokens: number of long answers that are generated while prompts arrive, and the tokens of each.
+        arrivals, gap: number of prompts with images that arrive meanwhile, and the seconds between them.
+        questions: number of prompts about the same images that are sent at once, or one after the other.
         block: tokens of a block of vLLM's cache.
     """
 
@@ -57,12 +57,13 @@ class Settings(ttft.Settings):
 
     @property
     def computed(self) -> int:
-        """Tokens that a link computes."""
+        """Number of tokens that a link computes."""
         return self.system + self.text + K * self.images
 
     @property
     def cached(self) -> int:
-        """Tokens that the floor finds in vLLM's prefix cache: at least as many as a link reuses, in whole blocks."""
+        """Number of tokens that the floor finds in vLLM's prefix cache: at least as many as a link reuses, in whole
+        blocks."""
         return -(-(self.length - self.computed) // self.block) * self.block
 
 
@@ -70,7 +71,7 @@ class Settings(ttft.Settings):
 def both_engines(
     settings: Settings, placement: Placement, model: str, library: Library
 ) -> Iterator[tuple[PlainVLLM, Any]]:
-    """Starts vLLM alone and ours, side by side."""
+    """Starts both engines side by side."""
     cpu = prepare_environment()
     from mpic.engine.vllm.frontend.model import (
         describe_model,
@@ -120,13 +121,13 @@ class Alone:
         return self._checked(self.arrive_cached().result(), self._settings.cached).first_ms
 
     def first_encoded(self) -> float:
-        """Asks with the same images from another user: they have to be encoded."""
+        """Asks with the same images from another user, so that they have to be encoded."""
         prompt = self._prompts.make(self._prompts.again())
         parts = [getattr(segment, "chunk", None) or segment.token_ids for segment in prompt.segments]
         return self._checked(self._engine.ask(parts, 2).result(), 0).first_ms
 
     def prime(self) -> None:
-        """Brings the shared prefix into the prefix cache."""
+        """Computes the shared prefix, so that it is in the prefix cache."""
         self.arrive_cached().result()
 
     def arrive(self) -> Future[TimedAnswer]:
@@ -195,7 +196,7 @@ class Ours:
         return sum(self._link(self._prompts.chunks)[0] for _ in range(self._settings.questions))
 
     def at_once(self) -> float:
-        """Asks as many questions at once; returns the milliseconds until all have their first token."""
+        """Asks the same number of questions at once; returns the milliseconds until all have their first token."""
         asked = [self.arrive() for _ in range(self._settings.questions)]
         return max(one.result()[0] for one in asked)
 

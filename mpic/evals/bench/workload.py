@@ -1,4 +1,4 @@
-"""The workload of the benches: random models, prompts, and an engine in this process."""
+"""The workloads of the benches: random models, prompts, and an engine in this process."""
 
 from __future__ import annotations
 
@@ -161,12 +161,12 @@ def make_pair(
 
 
 def describe(pair: ModelPair, decoder: DecoderShape) -> str:
-    """Returns the model in words, for the settings."""
+    """Returns a description of the model, for the settings."""
     return in_words(pair.stock, decoder)
 
 
 def in_words(model: nn.Module, decoder: DecoderShape) -> str:
-    """Returns a model of ``random_model`` in words, as ``describe`` does."""
+    """Returns the description of a model of ``random_model``; see ``describe``."""
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     kind = "LLaVA" if isinstance(model, tf.LlavaForConditionalGeneration) else "Llama"
     shape = f"{decoder.layers} layers x {decoder.hidden}, {decoder.heads} heads"
@@ -203,7 +203,7 @@ def random_image(seed: int, side: int) -> Image.Image:
 
 
 def prompt_of(*parts: Chunk | Sequence[int]) -> Prompt:
-    """Returns a prompt in which chunks are links, and neighbouring lists of ids one text."""
+    """Returns a prompt with a link for each chunk and a text for each sequence of neighbouring lists of ids."""
     segments: list[TextSegment | ChunkSegment] = []
     for part in parts:
         if isinstance(part, Chunk):
@@ -221,7 +221,7 @@ def framed(ids: Ids, chunks: Sequence[Chunk], text: int) -> Prompt:
 
 
 def spaced(ids: Ids, chunks: Sequence[Chunk], before: int, behind: int, between: int = 2) -> Prompt:
-    """Returns a prompt of so many fresh tokens before the chunks, behind each of them, and behind all."""
+    """Returns a prompt with the given numbers of fresh tokens before the chunks, after each of them, and after all."""
     parts = [part for chunk in chunks for part in (chunk, ids.fresh(between))]
     return prompt_of(ids.fresh(before), *parts, ids.fresh(behind))
 
@@ -247,7 +247,7 @@ def engine_for(
     finally:
         engine.close()
         del engine
-        gc.collect()  # its pool is the largest thing there is
+        gc.collect()  # frees the pool, which is the largest allocation
 
 
 def compile_all(engine: Engine, chunks: Sequence[Chunk], wrapping: Wrapping = BARE) -> None:
@@ -257,7 +257,7 @@ def compile_all(engine: Engine, chunks: Sequence[Chunk], wrapping: Wrapping = BA
 
 
 def bring(engine: NativeEngine, chunks: Sequence[Chunk], limit: float = 60.0) -> float:
-    """Has stored chunks loaded and waits until they are resident; returns the seconds it took.
+    """Loads stored chunks and waits until they are resident; returns the seconds it took.
 
     Raises:
         BenchFailed: they are not resident after ``limit`` seconds.
@@ -276,18 +276,18 @@ def first_token(engine: Engine, request: GenerationRequest) -> tuple[float, Gene
     """Returns the milliseconds from submission to the first token as the caller sees it; the request is then read to
     its end.
 
-    Ask for two tokens: what follows a request's end must not be counted to its first token.
+    Ask for two tokens, so that the end of the request is not counted as part of the time to the first.
     """
     began = time.perf_counter()
     stream = iter(engine.submit(request))
     first = next(stream)
     elapsed = (time.perf_counter() - began) * 1e3
-    last = [first, *stream][-1]  # the first one, where a slow reader was handed all tokens at once
+    last = [first, *stream][-1]  # the first delta, since a slow reader may receive all tokens at once
     return elapsed, last.usage
 
 
 def expect(usage: GenerationUsage, *, reused: int, prefix_hit: int) -> None:
-    """Checks that the engine did what the column says: only then a measurement counts."""
+    """Checks that the engine did what the column claims, without which a measurement does not count."""
     stale = [c.tier for c in usage.chunks if c.reused and c.tier != "device"]
     if usage.reused != reused or usage.prefix_hit != prefix_hit or stale:
         raise BenchFailed(

@@ -1,4 +1,4 @@
-"""Attention of one layer, described by its sizes: our kernels' launches for it, and torch's own attention beside them.
+"""Cases of attention in one layer, described by their sizes, for our kernels and for torch's own attention.
 
 Triton is imported where it is used, so that sections which need no kernels run without it.
 """
@@ -29,8 +29,8 @@ class Case:
 
     Args:
         rows: own tokens of each request; 1 is decoding.
-        requests: with chunks of their own, unless ``shared``.
-        spans, keys: chunks a request maps, and tokens of each.
+        requests: number of requests, each with its own chunks unless ``shared``.
+        spans, keys: number of chunks that a request maps, and tokens of each.
     """
 
     name: str
@@ -56,7 +56,8 @@ class Case:
         return self.spans * self.keys
 
     def cost(self, dtype: torch.dtype) -> Cost:
-        """Returns operations of the visible pairs; bytes of every key and value once, of queries and of outputs."""
+        """Returns the operations of the visible pairs, and the bytes of queries, outputs, and every key and value
+        once."""
         pairs = self.requests * self.rows * (self.linked + (self.rows + 1) / 2)
         chunks = self.linked * (1 if self.shared else self.requests)
         keys = chunks + self.requests * self.rows
@@ -64,7 +65,7 @@ class Case:
         return Cost(4 * self.heads * self.dim * pairs, dtype.itemsize * self.dim * numbers)
 
     def masked(self, dtype: torch.dtype) -> float:
-        """Returns how many times the case's pairs ``torch_attention`` computes: nothing is masked there."""
+        """Returns the ratio of the pairs that ``torch_attention`` computes, without a mask, to those of the case."""
         pairs = self.requests * self.rows * (self.linked + self.rows)
         return 4 * self.heads * self.dim * pairs / self.cost(dtype).flops if self.rows > 1 else 1.0
 
@@ -113,8 +114,8 @@ def segment_attention(case: Case, placement: Placement, tiles: Tiles | None = No
 
 
 def torch_attention(case: Case, placement: Placement) -> Callable[[], torch.Tensor]:
-    """Returns a call of SDPA on as many queries and keys, contiguous, rotated beforehand, nothing masked: more pairs
-    than the case has, which ``Case.masked`` counts."""
+    """Returns a call of SDPA on the same number of contiguous queries and keys, rotated beforehand and without a mask.
+    It computes more pairs than the case has; ``Case.masked`` is the ratio."""
     options = {"dtype": placement.dtype, "device": placement.device}
     n = case.linked + case.rows
     q = torch.randn(case.requests, case.heads, case.rows, case.dim, **options)

@@ -1,9 +1,9 @@
 """Attention of other projects for the cases of ``attention_cases``, where their packages are installed: FlashAttention
 (``flash-attn``, Dao, 2023) and FlashInfer (``flashinfer-python``, Ye et al., 2025).
 
-They compute what a case describes: each request's own rows are causal among themselves and see all keys before them.
-Keys are contiguous or in pages, rotated beforehand, and every request has a copy of its own. What FlashInfer plans once
-a step is planned before it is timed.
+They compute the attention of a case: each request's own rows are causal among themselves and see all keys before them.
+Keys are contiguous or in pages, rotated beforehand, and every request has a copy of its own. FlashInfer's planning,
+which is done once per step, is not timed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORKSPACE = 128 << 20
 
 
 class Inputs(NamedTuple):
-    """A case by value.
+    """The tensors of a case.
 
     Args:
         q: ``[requests, rows, heads, head_dim]``.
@@ -114,11 +114,11 @@ def _flashinfer_decode(case: Case, inputs: Inputs) -> Attention:
 
 
 class Comparator(NamedTuple):
-    """Somebody else's attention.
+    """Attention of another project.
 
     Args:
-        package: what is imported.
-        distribution: what is installed.
+        package: name of the package to import.
+        distribution: name of the distribution to install.
     """
 
     package: str

@@ -1,4 +1,4 @@
-"""The context that sections share: device and dtype, sizes, ceilings measured before, checks that are rows, models."""
+"""The context that sections share: device and dtype, sizes, measured ceilings, checks and models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Context:
 
     @cached_property
     def placement(self) -> Placement:
-        """The device, and bf16 on CUDA.
+        """The device, and the dtype, which is bf16 on CUDA.
 
         Raises:
             ModelRefused: there is no CUDA device.
@@ -67,7 +67,7 @@ class Context:
         return "auto" if wrong or end["status"] not in ("ok", "left out") else "triton"
 
     def model(self, model: ModelShape) -> tuple[LoadedModel, Costs]:
-        """Returns random weights on the device, self-tested as every model is at load."""
+        """Returns a model with random weights on the device, self-tested as every model is when it is loaded."""
         loaded = model.build(self.placement)
         loaded.choose_attention(self.attention)
         error = self_test(loaded)
@@ -79,8 +79,8 @@ class Context:
     def timed(
         self, measured: str, shape: str, how: str, taken: float, cost: Cost, unit: str = "ms", **more: Any
     ) -> float | None:
-        """Writes a row of a time in seconds, shown in ``unit`` (ms or us), beside the roofline of its cost; returns how
-        many times longer than the roofline it is, None when that is not known."""
+        """Writes a row with a time, given in seconds and shown in ``unit`` (ms or us), and the roofline of its cost.
+        Returns the ratio of the time to the roofline, None when that is not known."""
         return self._against(
             measured, shape, how, taken * {"ms": 1e3, "us": 1e6}[unit], taken, cost, unit, more
         )
@@ -96,7 +96,7 @@ class Context:
         unit: str,
         **more: Any,
     ) -> None:
-        """Writes a row of the rate of ``work`` that took ``taken`` seconds, beside the roofline of its cost."""
+        """Writes a row with the rate of ``work`` that took ``taken`` seconds, and the roofline of its cost."""
         self._against(measured, shape, how, work / taken, taken, cost, unit, more)
 
     def _against(
@@ -117,7 +117,8 @@ class Context:
     def check(
         self, measured: str, shape: str, how: str, work: Callable[[], float], limit: float, unit: str
     ) -> bool:
-        """Writes a row that says whether an error is within its limit; an exception is a row too, and nothing more.
+        """Writes a row that says whether an error is within its limit. An exception becomes a row, too, and is not
+        raised.
 
         Args:
             work: computes the error.
@@ -127,12 +128,12 @@ class Context:
         except Exception:
             self.run.row(measured, shape, how, None, unit, ok=False, error=traceback.format_exc()[-1500:])
             return False
-        ok = error <= limit  # NaN is not
+        ok = error <= limit  # also fails for NaN
         self.run.row(measured, shape, how, float(f"{error:.3g}"), unit, limit=limit, ok=ok)
         return ok
 
     def attempt(self, measured: str, shape: str, work: Callable[[], None]) -> None:
-        """Does work that writes rows; an exception is a row too, and what comes next is still measured."""
+        """Runs work that writes rows. An exception becomes a row, too, and the next measurements still run."""
         try:
             work()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Copies to a device that computes meanwhile: ``mpic.kv.copies`` on real streams."""
+"""Checks copies to a device that computes meanwhile: ``mpic.kv.copies`` on real streams."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from mpic.evals.gpu.roofline import Cost
 from mpic.evals.gpu.supervise import SectionRun
 from mpic.kv.barrier import LayerBarrier, LoadSignal
 from mpic.kv.copies import CopiedProgress, Copies, copies_for
+from mpic.kv.staging import Staging, StagingRing
 
 
 def copies(run: SectionRun) -> None:
@@ -26,6 +27,7 @@ def copies(run: SectionRun) -> None:
         "layers arrive before the step that follows them": _arrive,
         "a load does not overwrite what is being read": _order,
         "a buffer may be dropped while it is being copied": _dropped,
+        "a slot of the staging ring is not filled again before it is copied": _ring,
     }.items():
         context.check(
             "copy check", name, type(found).__name__, lambda work=work: work(context, found), 0.0, "error"
@@ -51,7 +53,7 @@ def _arrive(context: Context, found: Copies) -> float:
     progress = CopiedProgress(LoadSignal(), layers, found)
     _busy(context)
     for layer in range(layers):
-        progress.copy(target[layer], buffer[layer])
+        progress.copy((layer,), target[layer], buffer[layer])
         progress.arrive(layer)
     barrier, sums = LayerBarrier([progress], 1.0), []
     for layer in range(layers):
@@ -62,7 +64,7 @@ def _arrive(context: Context, found: Copies) -> float:
 
 
 def _order(context: Context, found: Copies) -> float:
-    """Reads the old values late, behind other work; then load new ones over them."""
+    """Reads the old values late, after other work, then loads new ones over them."""
     target = torch.ones(64 << 18, device=context.placement.device)
     buffer = found.buffer(target.shape, target.dtype)
     buffer.fill_(5.0)
@@ -83,6 +85,23 @@ def _dropped(context: Context, found: Copies) -> float:
     again.fill_(7.0)
     found.follow(mark)
     return float((target - 3).abs().max())
+
+
+def _ring(context: Context, found: Copies) -> float:
+    """Sends many pieces through two slots, behind other work: every slot is wanted before its copy has begun."""
+    pieces, size = 16, 4 << 20
+    target = torch.zeros((pieces, size), dtype=torch.uint8, device=context.placement.device)
+    ring = StagingRing(found, Staging(2, size))
+    _busy(context, 20)
+    found.order()
+    for number in range(pieces):
+        with ring.slot() as slot:
+            memory = slot.of((size,), torch.uint8)
+            memory.fill_(number + 1)
+            slot.mark = found.start(target[number], memory)
+    ring.close()
+    wanted = torch.arange(1, pieces + 1, device=target.device)
+    return float((target.amax(1) - wanted).abs().max() + (target.amin(1) - wanted).abs().max())
 
 
 def _overlap(context: Context, found: Copies) -> None:

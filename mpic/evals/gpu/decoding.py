@@ -1,4 +1,4 @@
-"""Decoding over linked chunks, in batches."""
+"""Measures decoding over linked chunks, in batches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SPARE = 1024
 
 
 def decode(run: SectionRun) -> None:
-    """Measures batches whose requests link chunks of their own, and batches that link the same; reports what does not
-    fit."""
+    """Measures batches whose requests link different chunks, and batches that link the same; batches that do not fit
+    are reported."""
     context = Context(run)
     sizes = context.sizes
     longest = max(sizes.contexts) * sizes.set_chunks * sizes.chunk
@@ -79,7 +79,7 @@ def _batch(
         for at in ([0] * batch if shared else range(0, batch * width, width))
     ]
     settings = decoding.Settings(text=sizes.text, tokens=sizes.tokens, policy="reuse")
-    warm = replace(settings, tokens=max(2, sizes.tokens // 8))  # what this batch needs is compiled
+    warm = replace(settings, tokens=max(2, sizes.tokens // 8))  # compiles the kernels that this batch needs
     decoding.decoded(engine, warm, ids, requests)()
     rate = decoding.decoded(engine, settings, ids, requests)()
     unique = tokens * (1 if shared else batch) + batch * (sizes.text + sizes.tokens // 2)
@@ -91,13 +91,14 @@ def _batch(
 
 
 def cost_of(step: Cost, rate: float, batch: int) -> Cost:
-    """Returns the cost of what is done in a second at ``rate`` tokens a second."""
+    """Returns the cost of one second of decoding at ``rate`` tokens per second."""
     steps = rate / batch
     return Cost(step.flops * steps, step.bytes * steps, step.bus * steps)
 
 
 def _sets_that_fit(context: Context, loaded: LoadedModel) -> int:
-    """Returns how many sets are wanted, or fit beside requests into three quarters of the free memory."""
+    """Returns the number of sets that are wanted, or that fit into three quarters of the free memory together with the
+    requests."""
     sizes = context.sizes
     token = loaded.shape.per_token * context.placement.dtype.itemsize
     requests = max(sizes.batches) * (sizes.text + sizes.tokens + SPARE)

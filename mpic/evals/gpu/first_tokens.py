@@ -1,4 +1,4 @@
-"""Time to the first token over resident images, on models with the shapes of real ones.
+"""Measures the time to the first token over resident images, on models with the shapes of real ones.
 
 Weights are random and images are random embeddings with their real positions: the vision encoder is left out of every
 column, which favours ``full`` and ``prefix``.
@@ -35,14 +35,14 @@ from mpic.model.selftest import self_test
 
 
 class Taken(NamedTuple):
-    """A first token's median milliseconds, and how many times longer than the roofline that is (None: not known)."""
+    """A first token's median milliseconds, and their ratio to the roofline (None: not known)."""
 
     ms: float
     ratio: float | None
 
 
 def link(run: SectionRun) -> None:
-    """Links 8 resident images, with as many tokens as LLaVA-1.5 and LLaVA-1.6 give one."""
+    """Links 8 resident images with the numbers of tokens of LLaVA-1.5 and LLaVA-1.6."""
     context = Context(run)
     for model in context.sizes.models:
         subject = FirstTokens(context, model)
@@ -54,7 +54,7 @@ def link(run: SectionRun) -> None:
 
 
 def headline(run: SectionRun) -> None:
-    """Measures the papers' figure: 1 to 10 images under each policy, and the roofline of what mpic-32 computes.
+    """Measures the papers' figure: 1 to 10 images under each policy, and the roofline of mpic-32.
 
     Raises:
         RuntimeError: prefix caching and mpic-32 were not both measured on the first model.
@@ -85,7 +85,7 @@ def _head(run: SectionRun, shape: str, value: float, name: str, goal: str, unit:
 
 
 class FirstTokens:
-    """One model, built and self-tested, and prompts of images on it."""
+    """A model that is built and self-tested, with prompts of images for it."""
 
     def __init__(self, context: Context, model: ModelShape) -> None:
         self._context, self._model = context, model
@@ -93,7 +93,7 @@ class FirstTokens:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._loaded, self._costs = context.model(model)
-        self._loaded.image_inputs = self._inputs  # instead of a vision encoder
+        self._loaded.image_inputs = self._inputs  # replaces the vision encoder
         self._ends = time.monotonic() + 0.85 * context.run.left
         self._ids = Ids(model.vocabulary)
         self._tokens = 0
@@ -111,7 +111,7 @@ class FirstTokens:
         return ChunkInputs(torch.full((n,), 5), positions.contiguous(), rotary_length, embeds)
 
     def measure(self, prompts: ImagePrompts) -> dict[tuple[int, str], Taken]:
-        """Writes rows for every number of images that fits, and returns what the report's own attention took.
+        """Writes rows for every number of images that fits, and returns the results with the report's own attention.
 
         ``mpic-32`` is also measured with the device's default attention.
         """
@@ -153,7 +153,7 @@ class FirstTokens:
         return images * prompts.tokens + 2 * (prompt + 512)
 
     def _room(self) -> float:
-        """Returns how many tokens fit, with a quarter of the free memory left for work."""
+        """Returns the number of tokens that fit, with a quarter of the free memory left for work."""
         return 0.75 * self._context.free() / self._costs.token
 
     def _policy(
@@ -166,7 +166,7 @@ class FirstTokens:
     ) -> dict[tuple[int, str], Taken]:
         context, measured = self._context, f"first token, {self._model.name}"
         taken = {}
-        for count in sorted(counts, reverse=True):  # the largest first: it is the one that must not be cut
+        for count in sorted(counts, reverse=True):  # the largest must not be cut off, so it runs first
             shape = f"{count} images of {prompts.tokens} tokens"
             if time.monotonic() > self._ends:
                 context.left_out(measured, f"{policy}, {shape}", "out of time")
@@ -180,7 +180,7 @@ class FirstTokens:
     def _median(
         self, engine: NativeEngine, prompts: ImagePrompts, images: list[Chunk], policy: str
     ) -> tuple[float, GenerationUsage]:
-        """Returns the median seconds, after one request that does not count, and what that prompt took."""
+        """Returns the median seconds, after one request that does not count, and the usage of the prompt."""
         taken = []
         for _ in range(prompts.repeats + 1):
             prompt = self._prompt(prompts, images, policy == BASE)

@@ -1,4 +1,4 @@
-"""Static decoding steps: whether they are right, what capturing them costs, and what they save a step."""
+"""Checks static decoding steps, and measures the cost of capturing them and their savings per step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def graphs(run: SectionRun) -> None:
         with engine_for(loaded, room, max_running=most, cuda_graphs=choice) as engine:
             shape, how = f"steps of {most} rows and fewer", f"{context.attention}, graphs {choice}"
             run.row("engine starts", shape, how, round(time.perf_counter() - began, 2), "s")
-            if choice == "on":  # it has compared a step with the usual one, or it would not have started
+            # the engine has compared a static step with the usual one, or it would not have started
+            if choice == "on":
                 run.row("compared", shape, loaded.info.details["cuda_graphs"], None, "", ok=True)
                 run.row("buffers", shape, how, engine.runner.static.nbytes >> 20, "MiB")
             answers[choice] = _decode(context, costs, engine, how, chunks, prompts)
@@ -62,7 +63,7 @@ def _decode(
         return [engine.submit(request_of(prompt, "reuse", tokens)) for prompt in prompts[:batch]]
 
     for batch in sizes.batches:
-        for stream in ask(batch, 2):  # what the batch needs is compiled
+        for stream in ask(batch, 2):  # compiles the kernels that the batch needs
             stream.result()
         streams = ask(batch, 2 * sizes.tokens)
         reading = [iter(stream) for stream in streams]

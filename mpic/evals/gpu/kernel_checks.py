@@ -24,7 +24,7 @@ TESTS = Path(__file__).resolve().parents[3] / "tests"
 
 
 def kernels(run: SectionRun) -> None:
-    """Checks the device's default implementation first: it serves unless another is asked for."""
+    """Checks the device's default implementation first, because it serves unless another is requested."""
     context = Context(run)
     for name, partial, dtype in implementations(context):
         for dim in context.sizes.dims:

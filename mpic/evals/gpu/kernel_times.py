@@ -1,4 +1,4 @@
-"""Times of the attention kernels: against the ceilings and torch's own attention, and with other tile sizes.
+"""Times the attention kernels: against the ceilings and torch's own attention, and with different tile sizes.
 
 ``make tune-gpu`` (``python -m mpic.evals.gpu.kernel_times TABLE``) fills the table of tile sizes for this machine's
 GPU: every candidate runs a prefill and a decoding step of one layer, and the fastest of each is written with the GPU's
@@ -54,7 +54,7 @@ def attention(run: SectionRun) -> None:
     for case in context.sizes.cases:
         ours = median_seconds(segment_attention(case, placement), placement, repeats, flush.zero_)
         theirs = median_seconds(torch_attention(case, placement), placement, repeats, flush.zero_)
-        theirs /= case.masked(placement.dtype)  # throughput, not time; and torch never shares keys
+        theirs /= case.masked(placement.dtype)  # the measure is throughput, and torch never shares keys
         over["torch SDPA", case.name] = theirs / ours
         times = {"triton": ours, "torch SDPA": theirs, **_comparators(context, case, flush.zero_)}
         for name, taken in times.items():
@@ -81,7 +81,7 @@ def attention(run: SectionRun) -> None:
 
 
 def _comparators(context: Context, case: Case, before: Callable[[], object]) -> dict[str, float]:
-    """Returns the seconds of every other project's attention that is installed and computes the case rightly."""
+    """Returns the seconds of the attention of every other project that is installed and computes the case correctly."""
     seconds: dict[str, float] = {}
     inputs = random_inputs(case, context.placement)
     limit = TOLERANCE[context.placement.dtype]
@@ -142,7 +142,7 @@ def tune(
     table at ``path``, beside its other entries, and returns them.
 
     Args:
-        seen: is told every candidate and its seconds, None where the GPU has no room for it.
+        seen: called with every candidate and its seconds, None where the GPU has no room for it.
 
     Raises:
         BenchFailed: no candidate fits.
@@ -160,7 +160,7 @@ def tune(
                 taken = median_seconds(segment_attention(case, placement, tiles), placement, repeats)
                 measured[one] = taken
             except OutOfResources:
-                pass  # `seen` is told
+                pass  # `seen` reports it
             seen(case, one, taken)
         if not measured:
             raise BenchFailed(f"no candidate fits this GPU for heads of {dim}")

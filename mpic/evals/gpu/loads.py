@@ -1,4 +1,4 @@
-"""Chunks that are not on the device: links over stored chunks while they are read, and copies over the bus."""
+"""Measures chunks that are not on the device: links over stored chunks while they are read, and copies over the bus."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loads(run: SectionRun) -> None:
                 subject.measure(library, tier, cold, file_system=kind)
         host = "pinned" if context.placement.device.type == "cuda" else "plain"
         with Library.open(root, subject.limits, host=host) as library:
-            subject.alone(library)  # read once: now in host memory
+            subject.alone(library)  # read once, so that it is now in host memory
             tiers = sorted({one.tier for one in library.store.find(subject.keys).values()})
             if tiers != ["host"]:
                 raise RuntimeError(f"chunks are in {tiers}, not in host memory")
@@ -56,7 +56,7 @@ def loads(run: SectionRun) -> None:
 
 
 class _Stored:
-    """Chunks of a model that are stored once and then read into one empty engine after another."""
+    """Stores chunks of a model once, then reads them into one empty engine after another."""
 
     def __init__(self, context: Context) -> None:
         self._context, sizes = context, context.sizes
@@ -97,7 +97,7 @@ class _Stored:
         context.timed("first token", self.shape, tier, linked, both, hidden_share=hidden)
 
     def alone(self, library: Library, cold: bool = False) -> float:
-        """Returns the seconds until an engine that is asked for nothing else has all chunks resident."""
+        """Returns the seconds until an otherwise idle engine has all chunks resident."""
         with engine_for(self._loaded, self._tokens, library.store) as engine:
             if cold:
                 drop_from_cache(self._paths)
@@ -107,7 +107,7 @@ class _Stored:
             return taken + time.perf_counter() - began
 
     def _linked(self, library: Library, cold: bool) -> float:
-        """Returns the seconds to the first token of a link that is the first request of an engine."""
+        """Returns the seconds to the first token of a link that is an engine's first request."""
         with engine_for(self._loaded, self._tokens, library.store) as engine:
             request = self._request()
             if cold:
@@ -159,7 +159,7 @@ def dma(run: SectionRun) -> None:
 
 
 def _pinning(context: Context, size: int, words: str) -> None:
-    """Measures what registering host memory costs, and how much of it torch really takes."""
+    """Measures the cost of registering host memory, and how much of it torch really allocates."""
     began = time.perf_counter()
     kept = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     taken = time.perf_counter() - began

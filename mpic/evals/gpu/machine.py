@@ -22,7 +22,7 @@ QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,memory.total,pc
 
 
 def versions(run: SectionRun) -> None:
-    """Writes versions, each a row, so that they are present whatever comes after."""
+    """Writes a row for each version first, so that the report has them whatever happens later."""
     run.row("version", "python", platform.python_implementation(), platform.python_version())
     for package in PACKAGES:
         try:
@@ -49,7 +49,8 @@ def versions(run: SectionRun) -> None:
 
 
 def measure_ceilings(run: SectionRun) -> None:
-    """Measures a copy, a matrix product, both ways over the bus, and one launch: every prediction is made of these."""
+    """Measures the rates from which every prediction is made: a copy, a matrix product, both directions of the bus, and
+    one launch."""
     from mpic.evals.bench.harness import median_seconds
     from mpic.evals.gpu.context import Context
     from mpic.evals.gpu.roofline import ceilings
@@ -99,7 +100,7 @@ def _memory() -> float | None:
 
 
 def _ask(*command: str) -> str:
-    """Returns what a program prints, or why it prints nothing."""
+    """Returns the output of a program, or the reason why there is none."""
     if shutil.which(command[0]) is None:
         return f"no {command[0]} here"
     try:

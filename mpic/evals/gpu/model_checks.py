@@ -1,4 +1,4 @@
-"""Whole models on this device: the load-time self-test on real shapes, and the engine against itself."""
+"""Checks whole models on this device: the load-time self-test on real shapes, and the engine against itself."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def _reuses(context: Context, attention: str) -> float:
         tempfile.TemporaryDirectory(prefix="mpic-report-") as folder,
         Library.open(Path(folder, "l")) as library,
     ):
-        with engine_for(loaded, 64 * PAGE, library.store) as engine:  # its end writes what is unsaved
+        # closing the engine writes unsaved chunks
+        with engine_for(loaded, 64 * PAGE, library.store) as engine:
             expected = answer(engine, "full")
             engine.compile(chunk).result()
             found = [answer(engine, "reuse")]

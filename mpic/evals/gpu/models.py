@@ -54,7 +54,7 @@ class ModelShape:
         return tf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
 
     def build(self, placement: Placement) -> LoadedModel:
-        """Returns random weights, made on the device."""
+        """Returns a model with random weights, made on the device."""
         kind = tf.Qwen2_5_VLForConditionalGeneration if self.side else tf.LlamaForCausalLM
         torch.manual_seed(0)
         before = torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""A step's time: launches, copies and waits, and the share of it in which the device computes."""
+"""Profiles steps: launches, copies and waits, and the share of the time in which the device computes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def profile(run: SectionRun) -> None:
             def request(tokens: int) -> Any:
                 return request_of(spaced(ids, chunks, sizes.text, 8), "mpic-32", tokens)
 
-            for _ in range(2):  # kernels are compiled, libraries chosen
+            for _ in range(2):  # kernels are compiled, and libraries choose their algorithms
                 _, usage = first_token(engine, request(4))
             steps_of(engine, lambda: first_token(engine, request(1)))  # the profiler starts
             found = steps_of(engine, lambda: first_token(engine, request(1)))
@@ -68,7 +68,7 @@ def profile(run: SectionRun) -> None:
 
 
 def steps_of(engine: NativeEngine, work: Callable[[], Any]) -> dict[str, Any]:
-    """Profiles some work; counts a step."""
+    """Profiles some work and returns its counts per step."""
     cuda = engine.model.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     before = engine.stats()["counters"].get("steps", 0)
@@ -95,7 +95,7 @@ def steps_of(engine: NativeEngine, work: Callable[[], Any]) -> dict[str, Any]:
 
 
 def busy(spans: list[tuple[float, float]]) -> float:
-    """Returns the microseconds in which at least one of some (start, end) spans runs."""
+    """Returns the microseconds in which at least one of the (start, end) spans runs."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -104,7 +104,8 @@ def busy(spans: list[tuple[float, float]]) -> float:
 
 
 def step_rows(context: Context, shape: str, attention: str, found: dict[str, Any], cost: Any) -> None:
-    """Writes what ``steps_of`` has found: time, launches, copies and waits a step, busy share, longest kernels."""
+    """Writes rows with the results of ``steps_of``: time, launches, copies and waits per step, busy share, longest
+    kernels."""
     steps, taken = found["steps"], found["taken"]
     context.timed("step, profiled", shape, attention, taken / steps, cost, steps=steps)
     if not found["kernels"]:

@@ -1,4 +1,4 @@
-"""The report's file: one JSON object a line, each written when it is measured, and the tables made of it.
+"""The report's file, with one JSON object per line, each written when it is measured, and the tables made from it.
 
 A line is either a *row* (``section``, ``measured``, ``shape``, ``with``, ``value``, ``unit``, and beside a time or rate
 ``predicted``, ``ratio`` and ``bound``) or an *event* (``event`` is ``run``, ``begin`` or ``end``). ``ratio`` says how
@@ -31,7 +31,7 @@ def append(path: Path, line: Line) -> None:
 
 
 def read(path: Path) -> list[Line]:
-    """Returns all lines; a line that was cut by a machine's end is left out."""
+    """Returns all lines, except a last one that is incomplete because the machine stopped."""
     lines = []
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for piece in text.splitlines():
@@ -43,7 +43,7 @@ def read(path: Path) -> list[Line]:
 
 
 def latest(lines: Iterable[Line]) -> list[Line]:
-    """Returns the rows of each section's last attempt: what an earlier attempt left is not counted twice."""
+    """Returns the rows of each section's last attempt, so that rows of earlier attempts are not counted twice."""
     kept: dict[str, list[Line]] = {}
     for line in lines:
         if line.get("event") == "begin":
@@ -54,12 +54,12 @@ def latest(lines: Iterable[Line]) -> list[Line]:
 
 
 def ends(lines: Iterable[Line]) -> dict[str, Line]:
-    """Returns how each section ended last."""
+    """Returns the outcome of each section's last run."""
     return {line["section"]: line for line in lines if line.get("event") == "end"}
 
 
 def shown(row: Line) -> str:
-    """Returns a row in one line for people."""
+    """Returns a row as one readable line."""
     value = row["why"] if row["value"] is None and "why" in row else f"{_number(row['value'])} {row['unit']}"
     text = f"{row['measured']} | {row['shape']} | {row['with']}: {value}".rstrip()
     if row.get("ratio") is not None:

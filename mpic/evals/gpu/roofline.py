@@ -1,8 +1,8 @@
 """The measured ceilings of a device, and the least time that a piece of work takes on it.
 
 The roofline of a piece of work is the larger of its operations over the rate of a matrix product, its bytes over the
-rate of a copy, and what crosses the bus over the rate of the bus. Operations and bytes are counted from the model's
-shape and from what the engine reports; every weight, key and value is counted once.
+rate of a copy, and its bytes on the bus over the rate of the bus. Operations and bytes are counted from the model's
+shape and the engine's reports; every weight, key and value is counted once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpic.model.loaded import LoadedModel
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations, bytes of device memory read and written, and bytes that cross the bus."""
+    """The cost of work: operations, bytes of device memory read and written, and bytes that cross the bus."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -42,7 +42,7 @@ class Ceilings:
     to_host: float = math.inf
 
     def parts(self, cost: Cost) -> dict[str, float]:
-        """Returns the seconds that each resource needs at least."""
+        """Returns the minimum seconds for each resource."""
         return {
             "operations": cost.flops / self.matmul,
             "memory": cost.bytes / self.copy,
@@ -60,7 +60,7 @@ def against(top: Ceilings | None, cost: Cost, taken: float, value: float, unit: 
     Args:
         top: None when the ceilings were not measured; then there is no prediction.
         taken: the measured time in seconds.
-        value, unit: how the row shows it; a rate's prediction is a rate.
+        value, unit: the value in the row; a rate's prediction is a rate.
     """
     if top is None:
         return {"predicted": None, "ratio": None, "bound": "no ceilings were measured"}
@@ -77,7 +77,7 @@ def against(top: Ceilings | None, cost: Cost, taken: float, value: float, unit: 
 
 
 class Costs:
-    """Counts of one model's work."""
+    """Counts the work of one model."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._flops = Flops(loaded)
@@ -113,9 +113,9 @@ def ceilings(placement: Placement, megabytes: int, side: int, repeats: int, bus:
     """Measures the device.
 
     Args:
-        megabytes: of the copy.
-        side: of the square matrices.
-        bus: measure copies from and to pinned host memory too.
+        megabytes: size of the copy.
+        side: size of the square matrices.
+        bus: True also measures copies from and to pinned host memory.
     """
     halves = torch.ones(2, megabytes << 20, dtype=torch.uint8, device=placement.device)
     copied = median_seconds(lambda: halves[0].copy_(halves[1]), placement, repeats)

@@ -1,6 +1,6 @@
-"""The sections of the GPU report, in the order in which they run: what is worth most comes first.
+"""The sections of the GPU report, in the order in which they run: the most valuable come first.
 
-The limits are for a GPU of the H100's class and are several times what is expected there; together the sections are
+The limits are several times the expected times on a GPU of the H100's class; together the sections are
 expected to take about 15 minutes.
 """
 

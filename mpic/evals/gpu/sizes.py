@@ -1,4 +1,4 @@
-"""Sizes of the report's sections: those of a GPU with 80 GB, and tiny ones that show that every line runs."""
+"""Sizes of the report's sections: those for a GPU with 80 GB, and tiny ones that check that every line runs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ _CASES = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of what the sections measure.
+    """Sizes of the measurements in all sections.
 
     Args:
-        models: with the shapes of real ones; the first is the headline's, the last decodes and loads.
+        models: models with the shapes of real ones; the first is used for the headline, the last for decoding and
+            loads.
         chunk: tokens of a text chunk in ``decode``; ``sets`` of ``set_chunks`` chunks are compiled, and a context is
             made of one or more sets.
-        contexts: in sets. A batch whose own contexts need more sets than there are is left out, saying so.
+        contexts: lengths of contexts in sets. A batch whose contexts need more sets than there are is left out, with a
+            note.
         links, headline: prompts of images in those sections.
         cases: attention of one layer.
         dims, groups: head sizes, and query heads a key head, that the device's own attention is checked with.

@@ -1,4 +1,4 @@
-"""Sections that need more than a bare machine: the kernels' test files, and vLLM."""
+"""Sections that need more than the bare report: the kernels' test files, and vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILES = ("test_spans.py", "test_singles.py", "test_triton_scatter.py", "test_tri
 
 
 class _Rows:
-    """A pytest plugin: a row a test."""
+    """A pytest plugin that writes one row per test."""
 
     def __init__(self, run: SectionRun) -> None:
         self._run = run

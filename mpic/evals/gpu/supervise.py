@@ -64,7 +64,7 @@ class SectionRun:
 
     Args:
         out: the report's file.
-        device, quick: as they were asked for.
+        device, quick: the requested device, and whether sizes are tiny.
         ends: ``time.monotonic`` at which the section's process is killed.
     """
 
@@ -76,18 +76,18 @@ class SectionRun:
     began: float = field(default_factory=time.monotonic)
 
     def emit(self, row: dict[str, Any]) -> None:
-        """Writes a row now; columns that it has not are empty."""
+        """Writes a row at once; missing columns are empty."""
         blank = dict.fromkeys(record.COLUMNS)
         always = {"section": self.section, "seconds": round(time.monotonic() - self.began, 2)}
         record.append(self.out, {**blank, **row, **always})
 
     def row(self, measured: str, shape: str, how: str, value: Any, unit: str = "", **more: Any) -> None:
-        """Writes a row now, its columns by name."""
+        """Writes a row at once, given its columns by name."""
         self.emit({"measured": measured, "shape": shape, "with": how, "value": value, "unit": unit, **more})
 
     @property
     def left(self) -> float:
-        """Seconds left to this section."""
+        """Seconds that are left for this section."""
         return self.ends - time.monotonic()
 
 
@@ -103,7 +103,7 @@ class _Forked:
 
     def __init__(self, work: Callable[[], int]) -> None:
         self._code: int | None = None
-        sys.stdout.flush()  # or the child writes what is waiting a second time
+        sys.stdout.flush()  # otherwise the child would write buffered output a second time
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
@@ -123,15 +123,15 @@ class _Forked:
 
 
 class Supervisor:
-    """Runs sections and writes how they ended.
+    """Runs sections and records how they ended.
 
     Args:
-        out: the report's file; what processes print goes to ``out`` with ``.log``.
-        limit: seconds for everything; a section that cannot begin before is left out, saying so.
-        fork: sections are forked from this process, which has imported what they share. Only where no section uses
-            CUDA, which does not survive a fork; otherwise every section is a new interpreter.
+        out: the report's file; the output of processes goes to ``out`` with ``.log``.
+        limit: seconds for everything; a section that cannot begin within them is left out, with a note.
+        fork: True if sections are forked from this process, which has imported their common modules. Only where no
+            section uses CUDA, which does not survive a fork; otherwise every section is a new interpreter.
         command: starts a new interpreter for one section; ``child`` is called in it.
-        say: shows a line to people.
+        say: function that prints a line.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Supervisor:
         self._shown = out.stat().st_size if out.exists() else 0
 
     def run(self, sections: Sequence[Section]) -> None:
-        """Runs all sections in order. Whatever happens in one, the next begins."""
+        """Runs all sections in order. A failure in one does not prevent the next."""
         for section in sections:
             missing = section.missing()
             left = self._ends - time.monotonic()
@@ -175,8 +175,8 @@ class Supervisor:
                 code = process.poll()
                 self._show()
         finally:
-            _kill(process)  # also what it started and left behind
-            if code is None:  # the limit, or this process is being ended
+            _kill(process)  # also ends processes that it started and left behind
+            if code is None:  # the limit is reached, or this process is being ended
                 while process.poll() is None:
                     time.sleep(POLL / 10)
         self._show()
@@ -218,7 +218,7 @@ class Supervisor:
                 self._say(f"   {record.shown(line)}")
 
     def _printed(self, since: int) -> str:
-        """Returns the end of what the section's process wrote."""
+        """Returns the last output of the section's process."""
         with self._log.open("rb") as file:
             file.seek(since)
             text = file.read().decode(errors="replace").strip()
@@ -239,7 +239,7 @@ def _lines(data: bytes) -> list[record.Line]:
 
 
 def _kill(process: _Process) -> None:
-    """Ends the group that the section's process leads; it is its own session's leader, so nobody else is in it."""
+    """Ends the process group of the section, which has only its own processes, because it leads its own session."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.poll() is None:  # it may not lead its session yet

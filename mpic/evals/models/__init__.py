@@ -1,1 +1,2 @@
-"""``mpic models check``: does the native engine serve a family of models right? Asked of tiny random instances."""
+"""``mpic models check``: tests with tiny random instances whether the native engine serves a family of models
+correctly."""

@@ -1,4 +1,4 @@
-"""One family: the load-time self-test, then links of one prompt with two chunks against the oracle."""
+"""Checks one family: the load-time self-test, then links of a prompt with two chunks against the oracle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from mpic.engine.base import GenerationRequest, Sampling
+from mpic.engine.base import Engine, GenerationRequest, Sampling
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import ModelRefused, MPICError
 from mpic.evals.models.images import processor_of, stock_answer
@@ -31,6 +31,8 @@ POLICIES = ("full", "mpic-5", "reuse")
 TOKENS = 3
 LIMIT = 1e-3
 """Largest difference of log-probabilities in fp32, over answers of ``TOKENS`` tokens."""
+_BOS = 1
+"""The begin token of chunks that are compiled behind sink tokens. The policies here compile none of these."""
 _ids = itertools.count()
 
 
@@ -44,7 +46,7 @@ class Row(NamedTuple):
 
 
 def check(family: str, kind: str) -> Row:
-    """Checks one family. Everything that goes wrong is in the row."""
+    """Checks one family. Every failure is reported in the row."""
     torch.set_num_threads(1)
     try:
         model = build(family, kind)
@@ -83,21 +85,19 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
     Raises:
         ModelRefused: the model takes no images.
     """
-    config = loaded.config
-    a, b = _chunk(config, 1, 17), _chunk(config, 2, 21)
+    prompt, chunks = text_prompt(loaded.config)
     images: list[Image.Image] = []
     if kind == "image-text-to-text":
         processor, images = processor_of(family, loaded)
         image_self_test(loaded)
-        a, b = (
+        chunks = [
             Chunk(ChunkKey.of_image(image), "local", load_image=functools.partial(_same, image))
             for image in images
-        )
-    texts = (_text(config, 3, 6), _text(config, 4, 3), _text(config, 5, 4))
-    prompt = Prompt((texts[0], ChunkSegment(a), texts[1], ChunkSegment(b), texts[2]))
+        ]
+        prompt = around(loaded.config, chunks)
     inputs = [
         loaded.image_inputs(chunk.load_image()) if chunk.load_image else loaded.text_inputs(chunk.token_ids)
-        for chunk in (a, b)
+        for chunk in chunks
     ]
     worst = 0.0
     types = _types_of(loaded)
@@ -106,15 +106,8 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
     try:
         engine.pool.arena.fill_(float("nan"))
         for name in POLICIES:
-            policy = parse_policy(name)
-            selection = policy.select(_slots(prompt, inputs))
-            said, expected = oracle.generate(prompt, inputs, policy, selection, TOKENS, loaded.bos_id)
-            expected = torch.log_softmax(expected.float(), -1)
-            got = _answer(engine, prompt, policy, expected.shape[1])
-            for step in range(TOKENS):
-                worst = max(worst, _difference(got[step], expected[step]))
-                if int(got[step].argmax()) != said[step]:
-                    break
+            difference, got = linked(engine, oracle, prompt, inputs, name)
+            worst = max(worst, difference)
             if images and name == "full":
                 ids, kinds = _ids_of(prompt, inputs)
                 answer = _stock_answer(
@@ -127,8 +120,38 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
     return worst
 
 
+def linked(
+    engine: Engine, oracle: StockOracle, prompt: Prompt, inputs: Sequence[ChunkInputs], name: str
+) -> tuple[float, torch.Tensor]:
+    """Returns the largest difference between an engine's log-probabilities and the oracle's under a policy, over the
+    tokens on which they agree and the next, and the engine's, ``[TOKENS, vocabulary]``."""
+    policy = parse_policy(name)
+    selection = policy.select(_slots(prompt, inputs))
+    said, expected = oracle.generate(prompt, inputs, policy, selection, TOKENS, _BOS)
+    expected = torch.log_softmax(expected.float(), -1)
+    got, worst = _answer(engine, prompt, policy, expected.shape[1]), 0.0
+    for step in range(TOKENS):
+        worst = max(worst, _difference(got[step], expected[step]))
+        if int(got[step].argmax()) != said[step]:
+            break
+    return worst, got
+
+
+def text_prompt(config: Any) -> tuple[Prompt, list[Chunk]]:
+    """Returns a prompt with two texts as chunks, and the chunks."""
+    chunks = [_chunk(config, 1, 17), _chunk(config, 2, 21)]
+    return around(config, chunks), chunks
+
+
+def around(config: Any, chunks: Sequence[Chunk]) -> Prompt:
+    """Returns a prompt of text around two chunks."""
+    texts = (_text(config, 3, 6), _text(config, 4, 3), _text(config, 5, 4))
+    a, b = map(ChunkSegment, chunks)
+    return Prompt((texts[0], a, texts[1], b, texts[2]))
+
+
 def _types_of(loaded: LoadedModel) -> TokenTypes | None:
-    """Returns what the processor of a family says of the types of tokens."""
+    """Returns the types of tokens according to the processor of a family."""
     name = types_name(loaded.model)
     if name is None:
         return None
@@ -136,7 +159,8 @@ def _types_of(loaded: LoadedModel) -> TokenTypes | None:
 
 
 def _stock_answer(stock: torch.nn.Module, *given: Any) -> torch.Tensor:
-    """Raises ModelRefused: the untouched model itself does not take a tiny processor's images."""
+    """Returns the untouched model's answer. Raises ModelRefused if that model itself does not accept the tiny
+    processor's images."""
     try:
         return torch.log_softmax(stock_answer(stock, *given).float(), -1)
     except Exception as error:
@@ -153,7 +177,7 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _ids_of(prompt: Prompt, inputs: Sequence[ChunkInputs]) -> tuple[list[int], list[int]]:
-    """Returns the prompt's token ids, and for each whether it is of an image."""
+    """Returns the prompt's token ids, and for each whether it belongs to an image."""
     ids: list[int] = []
     kinds: list[int] = []
     following = iter(inputs)
@@ -188,7 +212,7 @@ def _slots(prompt: Prompt, inputs: Sequence[ChunkInputs]) -> list[ChunkPlace]:
     return slots
 
 
-def _answer(engine: NativeEngine, prompt: Prompt, policy: Policy, vocabulary: int) -> torch.Tensor:
+def _answer(engine: Engine, prompt: Prompt, policy: Policy, vocabulary: int) -> torch.Tensor:
     sampling = Sampling(max_tokens=TOKENS, ignore_eos=True, logprobs=vocabulary)
     request = GenerationRequest(f"check{next(_ids)}", prompt, policy, sampling, "local")
     rows = torch.full((TOKENS, vocabulary), float("nan"))

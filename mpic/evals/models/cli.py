@@ -20,14 +20,21 @@ def check(
         Path | None, typer.Option("--json", help="write rows of family, kind, result, reason")
     ] = None,
     table: Annotated[Path | None, typer.Option(help="write the page docs/models.md to this file")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="processes at a time")] = 2,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="processes at a time; default 2, with vllm 1")
+    ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="that one family may take")] = 300.0,
+    engine: Annotated[
+        str, typer.Option(help="native, or vllm: what is found is kept for the table's last column")
+    ] = "native",
 ) -> None:
     """Check model families: can they be linked, and are answers right?
 
     Builds a tiny random instance of each, runs the self-test that a real model goes through when it is loaded, and
-    three policies against the slow oracle. Without names a few families; ends with status 1 if one *failed*.
+    three policies against the slow oracle. Without names a few families; ends with status 1 if one *failed*. With
+    `--engine vllm` a tiny checkpoint of each is served inside vLLM.
     """
+    from mpic.evals.models import vllm_results
     from mpic.evals.models.check import Row
     from mpic.evals.models.instances import MAPPINGS
     from mpic.evals.models.instances import families as known
@@ -37,6 +44,7 @@ def check(
     out = Console()
     chosen = families or list(FEW)
     wanted = [(name, kind) for kind in MAPPINGS for name in known(kind) if all_ or name in chosen]
+    vllm = _vllm_version(engine, table)
     unknown = set() if all_ else set(chosen) - {name for name, _ in wanted}
     if unknown:
         raise typer.BadParameter(f"transformers knows no generating family {', '.join(sorted(unknown))}")
@@ -44,13 +52,38 @@ def check(
     def tell(row: Row) -> None:
         line = f"{row.family:28} {row.kind:18} {row.result:9} {row.reason}"
         out.print(line, markup=False, highlight=False, soft_wrap=True)
+        if vllm is not None:
+            vllm_results.record([row], vllm)
 
-    rows = sweep(wanted, workers, seconds, tell)
+    rows = sweep(wanted, workers or (1 if vllm else 2), seconds, tell, engine)
     counts = Counter(row.result for row in rows)
     out.print(", ".join(f"{n} {result}" for result, n in counts.most_common()), highlight=False)
     if json_ is not None:
         json_.write_text(json.dumps([row._asdict() for row in rows], indent=1))
     if table is not None:
-        table.write_text(markdown(rows))
+        table.write_text(markdown(rows, vllm_results.read()))
     if counts["failed"]:
         raise typer.Exit(1)
+
+
+def _vllm_version(engine: str, table: Path | None) -> str | None:
+    """Returns the version of vLLM, if families are checked inside it.
+
+    Raises:
+        typer.BadParameter: it is not installed, there is no such engine, or the table is asked for, whose rows are
+            the native engine's.
+    """
+    from mpic.evals.models.vllm_results import installed_version
+
+    if engine == "native":
+        return None
+    if engine != "vllm":
+        raise typer.BadParameter(f"unknown engine '{engine}'; available: native, vllm", param_hint="--engine")
+    if table is not None:
+        raise typer.BadParameter(
+            "the table is made by the native engine; its last column is kept", param_hint="--table"
+        )
+    found = installed_version()
+    if found is None:
+        raise typer.BadParameter("vLLM is not installed (make setup-vllm)", param_hint="--engine")
+    return found

@@ -40,7 +40,7 @@ def processor_of(family: str, loaded: Any) -> tuple[Any, list[Image.Image]]:
     """Returns a processor with which a loaded model takes images, and two images of different sizes.
 
     Raises:
-        ModelRefused: there is none; the message says what the last attempt failed on.
+        ModelRefused: there is no such processor; the message has the error of the last attempt.
     """
     import transformers
 
@@ -53,7 +53,7 @@ def processor_of(family: str, loaded: Any) -> tuple[Any, list[Image.Image]]:
         cls = getattr(transformers, name, None)
         for options in _TRIES if cls is not None else ():
             if "patch_size" in options and not hasattr(cls, "merge_size"):
-                options = {**options, **merged}  # the processor around it asks for patches that are merged
+                options = {**options, **merged}  # the processor around it expects merged patches
             try:
                 loaded.processor = SimpleNamespace(image_processor=cls(**options), tokenizer=None)
                 for image in images:

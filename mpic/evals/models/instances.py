@@ -1,12 +1,13 @@
 """Tiny random instances of the model families that the installed transformers knows.
 
-Nothing here knows a family: the sizes in a family's default configuration are replaced by small ones, by name, and what
-a configuration derives from them follows. Lists with an entry a layer keep the kinds they have, alternating.
+No family is treated specially: the sizes in a family's default configuration are replaced by small ones, by name, and
+the values that a configuration derives from them follow. Lists with one entry per layer keep their kinds, alternating.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -127,17 +128,20 @@ def class_names(family: str, kind: str) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def build(family: str, kind: str, seed: int = 0) -> nn.Module:
+def build(family: str, kind: str, seed: int = 0, sizes: Mapping[str, Any] | None = None) -> nn.Module:
     """Returns a tiny instance in fp32 with random weights.
 
+    Args:
+        sizes: in place of those of text models here.
+
     Raises:
-        ModelRefused: none could be made; the message says why.
+        ModelRefused: no instance could be made; the message says why.
     """
     first: Exception | None = None
     for extra in _TRIES:
         try:
             torch.manual_seed(seed)
-            model = _instance(family, kind, extra)
+            model = _instance(family, kind, {**_SMALL, **extra, **(sizes or {})}, extra)
         except ModelRefused:
             raise
         except Exception as error:
@@ -149,18 +153,18 @@ def build(family: str, kind: str, seed: int = 0) -> nn.Module:
     raise ModelRefused(f"no small instance: {one_line(first)}") from first
 
 
-def _instance(family: str, kind: str, extra: dict[str, Any]) -> nn.Module:
+def _instance(family: str, kind: str, sizes: dict[str, Any], extra: dict[str, Any]) -> nn.Module:
     import transformers
 
-    config = small_config(family, extra)
+    config = small_config(family, sizes, extra)
     cls = getattr(transformers, class_names(family, kind)[0])
     wanted = cls.config_class
     if wanted is not None and not isinstance(config, wanted):
-        config = small(wanted, {**_SMALL, **extra}, extra)
+        config = small(wanted, sizes, extra, sizes)
     try:
         with torch.device("meta"):
             outline = cls(config)
-    except TypeError:  # it fills its buffers in a way that the meta device does not know
+    except TypeError:  # the model fills its buffers in a way that the meta device does not support
         outline = cls(config)
     count = sum(p.numel() for p in outline.parameters())
     if count > MOST_PARAMETERS:
@@ -188,7 +192,8 @@ _TRIES: tuple[dict[str, Any], ...] = (
 
 
 def _divide_axes(text_config: Any, outline: nn.Module) -> None:
-    """Divides what turns among the three axes of positions of a model that has them: defaults fit its real size."""
+    """Divides the rotary dimensions among the three axes of positions, if a model has them, since the defaults fit its
+    real size."""
     rope = getattr(text_config, "rope_parameters", None)
     if not hasattr(inner_of(outline), "get_rope_index") or not isinstance(rope, dict):
         return
@@ -197,24 +202,25 @@ def _divide_axes(text_config: Any, outline: nn.Module) -> None:
     rope["mrope_section"] = [half // 4, half // 4, half - 2 * (half // 4)]
 
 
-def small_config(family: str, extra: dict[str, Any] | None = None) -> PretrainedConfig:
-    """Returns a family's default configuration with small sizes."""
+def small_config(family: str, sizes: dict[str, Any], extra: dict[str, Any]) -> PretrainedConfig:
+    """Returns a family's default configuration with small sizes; see ``small``."""
     import transformers
 
     name = configuration_auto.CONFIG_MAPPING_NAMES[family]
-    return small(getattr(transformers, name), {**_SMALL, **(extra or {})}, extra or {})
+    return small(getattr(transformers, name), sizes, extra, sizes)
 
 
 def small(
-    cls: type[PretrainedConfig], sizes: dict[str, Any] = _SMALL, extra: dict[str, Any] | None = None
+    cls: type[PretrainedConfig], sizes: dict[str, Any], extra: dict[str, Any], text_sizes: dict[str, Any]
 ) -> PretrainedConfig:
-    """Returns a configuration of a class, its sizes and those of the parts in it replaced."""
+    """Returns a configuration of a class with other sizes, those in ``extra`` even where it uses no such size. Text
+    models in it have ``text_sizes``, other parts ``_VISION``."""
     default = cls()
     known = {**inspect.signature(cls.__init__).parameters, **default.to_dict()}
-    changes = {k: v for k, v in sizes.items() if k in known and (k in (extra or {}) or _has_size(default, k))}
+    changes = {k: v for k, v in sizes.items() if k in known and (k in extra or _has_size(default, k))}
     special = (k for k, v in default.to_dict().items() if isinstance(v, int) and v >= 300 and _is_token(k))
     changes |= {name: 4 + number % 6 for number, name in enumerate(special)}
-    if "qk_rope_head_dim" in known:  # multi-head latent attention: its sizes follow from others
+    if "qk_rope_head_dim" in known:  # in multi-head latent attention the sizes follow from others
         changes.pop("head_dim", None)
         changes["num_key_value_heads"] = changes.get("num_attention_heads", 4)
     for name, part in (getattr(cls, "sub_configs", None) or {}).items():
@@ -222,9 +228,7 @@ def small(
         kind = type(present) if isinstance(present, PretrainedConfig) else part
         if kind is not PretrainedConfig and isinstance(kind, type) and kind.__name__ != "AutoConfig":
             text = "text" in name or "decoder" in name
-            changes[name] = small(
-                kind, {**_SMALL, **(extra or {})} if text else _VISION, extra if text else {}
-            )
+            changes[name] = small(kind, *((text_sizes, extra) if text else (_VISION, {})), text_sizes)
     layers = next(
         (changes[k] for k in ("num_hidden_layers", "n_layer", "num_layers") if k in changes), LAYERS
     )
@@ -249,12 +253,12 @@ def _has_size(default: PretrainedConfig, name: str) -> bool:
         return True
     try:
         return getattr(default, name, None) is not None
-    except Exception:  # transformers will not say: it varies with the layer
+    except Exception:  # transformers raises this for values that vary with the layer
         return True
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Gives a model weights that make attention far from uniform, and every bias and sink a value of its own."""
+    """Sets weights that make attention far from uniform, and a different value for every bias and sink."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -269,5 +273,10 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 def one_line(error: BaseException) -> str:
     """Returns an error in one short line."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return shortened(f"{type(error).__name__}: {error}")
+
+
+def shortened(text: str) -> str:
+    """Returns a text in one line of at most 200 characters."""
+    text = " ".join(text.split())
     return text if len(text) <= 200 else text[:197] + "..."

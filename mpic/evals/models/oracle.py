@@ -1,4 +1,4 @@
-"""The slow, obvious truth about a link: a stock transformers model, its own masks, one long dense cache.
+"""The slow, obvious oracle of a link: a stock transformers model, its own masks, one long dense cache.
 
 It knows nothing of rotary embeddings: a chunk is compiled alone *at the positions it has in the prompt*, where the
 engine compiles it at 0 and turns queries. It knows nothing of masks, windows, soft-capping or sinks either: the mask of
@@ -44,14 +44,15 @@ class Cache:
     scaling: float = 1.0
 
     def place(self, layer: int, where: slice | torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes ``[kv_heads, n, head_dim]`` of a layer; the rest of it reads as not a number until it is written."""
+        """Writes ``[kv_heads, n, head_dim]`` of a layer; the rest of the cache is NaN until it is written."""
         for held, new in ((self.keys, key), (self.values, value)):
             if layer not in held:
                 held[layer] = torch.full((new.shape[0], self.length, new.shape[2]), float("nan"))
             held[layer][:, where] = new
 
     def remove(self, layer: int, start: int, n: int, kept: torch.Tensor) -> None:
-        """Hides of tokens ``[start, start + n)`` those that are not in ``kept [kv_heads, any]``, counted from start."""
+        """Hides the tokens of ``[start, start + n)`` that are not in ``kept [kv_heads, any]``, which counts from
+        start."""
         removed = self.removed.setdefault(layer, torch.zeros(len(kept), self.length, dtype=torch.bool))
         removed[:, start : start + n] = True
         removed.scatter_(1, kept + start, False)
@@ -90,8 +91,8 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
 
 
 class TokenTypes(NamedTuple):
-    """A processor's types of tokens: the argument that the model takes them in, and those of text, of images and of
-    what is generated."""
+    """A processor's types of tokens: the name of the model's argument for them, and the types of text, of images and of
+    generated tokens."""
 
     name: str
     text: int
@@ -99,7 +100,7 @@ class TokenTypes(NamedTuple):
     generated: int
 
     def of(self, kinds: Sequence[int], generated: int = 0) -> dict[str, torch.Tensor]:
-        """Returns the argument for a prompt's tokens (1: of an image) and ``generated`` more."""
+        """Returns the argument for a prompt's tokens (1: part of an image) and ``generated`` more."""
         types = [self.image if kind else self.text for kind in kinds]
         return {self.name: torch.tensor([types + [self.generated] * generated])}
 
@@ -112,14 +113,13 @@ PREFIX_TYPES = TokenTypes("token_type_ids", text=0, image=0, generated=1)
 
 
 class StockOracle:
-    """Answers for one stock model.
+    """Computes answers with one stock model.
 
     Args:
         stock: an unhooked model (its attention implementation is switched as needed).
         mrope: 3 for models with M-RoPE, else 1.
-        types: what its processor says of the types of tokens: the argument's name, and the types of text, of images
-            and of what is generated; None: nothing that matters.
-        stand_ins: the tokens that the layers' own embeddings are looked up for in place of others.
+        types: its processor's types of tokens; None if the model has no such types.
+        stand_ins: the tokens whose embeddings the layers look up in place of those of other tokens.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class StockOracle:
 
     @contextmanager
     def _beside(self, extra: dict[str, Any]) -> Iterator[None]:
-        """Gives the text model what it takes beside embeddings."""
+        """Passes the text model its inputs other than embeddings."""
         handle = self.text.register_forward_pre_hook(
             lambda module, args, kwargs: (args, {**kwargs, **extra}), with_kwargs=True
         )
@@ -155,8 +155,8 @@ class StockOracle:
         kinds: Sequence[int] = (),
         generated: int = 0,
     ) -> torch.Tensor:
-        """Runs the model over rows; logits ``[rows, vocabulary]``. ``kinds`` says for each token of the prompt whether
-        it is of an image; ``generated`` more follow."""
+        """Runs the model over rows and returns logits ``[rows, vocabulary]``. ``kinds`` says for each token of the
+        prompt whether it belongs to an image; ``generated`` more follow."""
         global _cache
         _cache = self.cache = cache
         self.text.config._attn_implementation_internal = NAME
@@ -174,9 +174,8 @@ class StockOracle:
             return self.model(
                 inputs_embeds=rows.embeds[None],
                 position_ids=positions[:1] if self.mrope == 1 else positions[:, None],
-                attention_mask=torch.ones(
-                    1, len(rows.ids), dtype=torch.int64
-                ),  # rows may lie apart in one prompt
+                # the rows of a prompt need not be adjacent
+                attention_mask=torch.ones(1, len(rows.ids), dtype=torch.int64),
                 use_cache=False,
                 **given,
             ).logits[0]
@@ -189,8 +188,8 @@ class StockOracle:
 
     @torch.no_grad()
     def compile(self, inputs: ChunkInputs, sink: int, bos: int, base: int | None = None) -> Layers:
-        """KV of a chunk alone behind ``sink`` tokens, which are dropped; its first token at position ``base`` (``sink``
-        if it is not given)."""
+        """Returns the KV of a chunk that is compiled alone behind ``sink`` tokens, which are dropped; its first token
+        has position ``base`` (``sink`` if it is not given)."""
         n, base = len(inputs), sink if base is None else base
         ids = torch.cat([torch.full((sink,), bos), inputs.token_ids])
         embeds = torch.cat([self._embed(ids[:sink]), self._embeds(inputs)])
@@ -207,7 +206,8 @@ class StockOracle:
     # ---- whole prompts
 
     def _layout(self, prompt: Prompt, inputs: Sequence[ChunkInputs]):
-        """Rows of the whole prompt: ids, embeds, positions, deepstack marks, features, chunks (start, base, inputs)."""
+        """Returns the rows of the whole prompt: ids, embeds, positions, deepstack marks, features, chunks (start, base,
+        inputs)."""
         ids, embeds, positions, marks, features, places = [], [], [], [], [], []
         start = base = 0
         following = iter(inputs)
@@ -246,11 +246,11 @@ class StockOracle:
         bos: int = 1,
         kept: Sequence[Sequence[torch.Tensor]] = (),
     ) -> tuple[list[int], torch.Tensor]:
-        """Greedy answer and the logits of every answered position under a selection of recomputed chunk tokens.
+        """Returns the greedy answer and the logits of every answered position, given the chunk tokens to recompute.
 
         Args:
-            kept: of each chunk, layer by layer, the tokens that a press has kept, ``[kv_heads, slots]``; empty where no
-                chunk is compressed.
+            kept: for each chunk and layer the tokens that a press has kept, ``[kv_heads, slots]``; empty where no chunk
+                is compressed.
         """
         ids, embeds, positions, marks, deepstack, places, rotary_length = self._layout(prompt, inputs)
         own = torch.ones(len(embeds), dtype=torch.bool)
@@ -306,7 +306,7 @@ class StockOracle:
 
 
 def kinds_of(prompt: Prompt, inputs: Sequence[ChunkInputs]) -> list[int]:
-    """Returns for each token of a prompt whether it is of an image."""
+    """Returns for each token of a prompt whether it belongs to an image."""
     kinds: list[int] = []
     following = iter(inputs)
     for segment in prompt.segments:

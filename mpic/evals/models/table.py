@@ -1,4 +1,4 @@
-"""``docs/models.md``: what the sweep found, for people."""
+"""Writes ``docs/models.md`` from the results of the sweep."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from mpic.evals.models.check import Row
+from mpic.evals.models.vllm_results import NOT_RUN, VLLMResults
 from mpic.version import VERSION
 
-_HEAD = """# Models on the native engine
+_HEAD = """# Models
 
 Made by `make models` on {date} (MPIC {mpic}, transformers {transformers}, torch {torch}); do not edit it.
 
-For every class that transformers knows, a tiny random instance in fp32 is built from the default configuration of its
-family with small sizes. It must pass the load-time self-test; then one prompt with two chunks (texts, or images) is
-linked under `full`, `mpic-5` and `reuse`, and answers must equal those of a stock model with the same selection, its
-own masks and its own eager attention.
+**On the native engine.** For every class that transformers knows, a tiny random instance in fp32 is built from the
+default configuration of its family with small sizes. It must pass the load-time self-test; then one prompt with two
+chunks (texts, or images) is linked under `full`, `mpic-5` and `reuse`, and answers must equal those of a stock model
+with the same selection, its own masks and its own eager attention.
 
 - **verified**: all of that holds. Of an image-text class, with two images through its own image processor.
 - **refused**: a real model of the family is refused when it is loaded, or its images are, with this reason.
 - **not built**: no small instance could be made, so nothing is known.
 - **failed**: a wrong answer or a raw error. There must be none.
+
+**Inside vLLM.** The last column says what `make parity` found, with vLLM's version and the date: a tiny checkpoint of
+the family is served by `--engine vllm` on a CPU, which tests itself when it starts, and links the same prompt with text
+chunks; families with images are those of `tests/vllm`. *Not in vLLM*: it has no model of that name. *Not built* and
+*not started*: there is no such checkpoint, or vLLM does not start on it, for this reason. *Not run*: nothing is known.
 """
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Row], on_vllm: VLLMResults) -> str:
     """Returns the page."""
     lines = [
         _HEAD.format(
@@ -42,8 +48,10 @@ def markdown(rows: Sequence[Row]) -> str:
         lines.append(
             f"\n## {kind}: " + ", ".join(f"{n} {result}" for result, n in counts.most_common()) + "\n"
         )
-        lines.append("| family | result | reason |\n|---|---|---|")
+        lines.append("| family | result | reason | inside vLLM |\n|---|---|---|---|")
         for row in chosen:
-            reason = "" if row.result == "verified" else row.reason.replace("|", "\\|")
-            lines.append(f"| {row.family} | {row.result} | {reason} |")
+            reason = "" if row.result == "verified" else row.reason
+            there = str(on_vllm.get((row.family, kind), NOT_RUN))
+            cells = (row.family, row.result, reason, there)
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"

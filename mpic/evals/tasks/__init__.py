@@ -1,4 +1,4 @@
-"""Tasks of ``mpic eval``: generated ones (``world``) and public formats read from local files (one file a format).
+"""Tasks of ``mpic eval``: generated ones (``world``) and public formats read from local files (one module per format).
 
 To add one: a file with a loader under ``@task(...)``, a line here, a row in ``tests/evals/test_tasks.py``.
 """

@@ -18,15 +18,15 @@ class TaskError(BadRequest):
 
 @dataclass(frozen=True)
 class Sample:
-    """One question.
+    """A question.
 
     Args:
-        id: stable across runs with the same options.
-        messages: as for ``/v1/chat/completions``; images are data URLs, documents ``document`` parts.
+        id: identifier that is stable across runs with the same options.
+        messages: messages for ``/v1/chat/completions``; images are data URLs, documents ``document`` parts.
         expected: reference answers.
-        max_tokens: room for the answer.
-        first_line: only the first line of the answer is scored, as the benchmark does.
-        chunks: number of images, for tasks whose samples differ in it: answers are grouped by it.
+        max_tokens: maximum number of tokens of the answer.
+        first_line: True if only the first line of the answer is scored, as the benchmark does.
+        chunks: number of images, by which answers are grouped, for tasks whose samples differ in it.
     """
 
     id: str
@@ -47,21 +47,22 @@ class Options:
 
     Args:
         path: the data file or folder, for tasks that read one.
-        chunks: how many images and documents a sample has, for tasks that can choose.
-        questions: at most so many samples.
-        seed: of generated samples.
-        split: how long documents are cut into chunks: ``none``, ``passage``, or KVSplit's ``fixed``, ``sentence``,
-            ``paragraph``, ``section``.
-        tokens: of a piece, for KVSplit.
+        chunks: number of images and documents in a sample, for tasks that can choose.
+        questions: maximum number of samples.
+        seed: seed of generated samples.
+        split: mode in which long documents are cut into chunks: ``none``, ``passage``, or KVSplit's ``fixed``,
+            ``sentence``, ``paragraph``, ``section``.
+        tokens: number of tokens of a piece, for KVSplit.
         images: folder of the images, where the format names files only.
-        splitter: KVSplit in the model's tokens, ``(text, mode, tokens) -> pieces``.
-        fit: ``(before, context, after, answer's tokens) -> context`` without its middle, where the prompt would be too
-            long for the model, or for the task's ``max_length``.
-        count: tokens of a text.
-        lengths: of generated haystacks, in tokens.
-        depths: where needles lie in them, in percent.
-        max_length: most tokens of such a prompt; None: what the model's context has room for.
-        generation: of the generated world, for its tasks: 1 has small images and short documents, 2 the papers' sizes.
+        splitter: KVSplit with the model's tokenizer, ``(text, mode, tokens) -> pieces``.
+        fit: function ``(before, context, after, answer's tokens) -> context`` that leaves out the middle where the
+            prompt would be too long for the model, or for the task's ``max_length``.
+        count: function that counts the tokens of a text.
+        lengths: lengths of generated haystacks, in tokens.
+        depths: positions of needles in the haystacks, in percent.
+        max_length: maximum number of tokens of a prompt that ``fit`` shortens; None: the model's context.
+        generation: generation of the generated world, for its tasks: 1 has small images and short documents, 2 the
+            papers' sizes.
     """
 
     path: Path | None = None
@@ -82,7 +83,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Task:
-    """A registered task. ``metric`` is the one its benchmark reports."""
+    """A registered task. ``metric`` is the metric that its benchmark reports."""
 
     name: str
     summary: str
@@ -108,7 +109,7 @@ def task(
 
 
 def find(name: str) -> Task:
-    """Raises TaskError with the list of names."""
+    """Returns the task of that name. Raises a TaskError that lists the names."""
     try:
         return TASKS[name]
     except KeyError:

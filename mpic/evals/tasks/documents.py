@@ -19,7 +19,7 @@ def parts_of(text: str, options: Options) -> list[dict[str, Any]]:
 
 
 def pieces(text: str, options: Options) -> list[str]:
-    """Cuts a text as the options say; nothing is lost."""
+    """Cuts a text according to the options, without losing any of it."""
     if options.split == "none":
         found = [text]
     elif options.split == "passage":
@@ -38,7 +38,7 @@ def ask(documents: list[dict[str, Any]], before: str, after: str) -> list[dict[s
 
 
 def data_file(options: Options, suffixes: tuple[str, ...]) -> Path:
-    """Raises TaskError when there is no such file."""
+    """Returns the path of the data file. Raises TaskError if it does not exist or has another suffix."""
     path = options.path
     if path is None or not path.is_file() or path.suffix not in suffixes:
         raise TaskError(f"this task reads a local file ending in {' or '.join(suffixes)}; got {path}")
@@ -46,7 +46,7 @@ def data_file(options: Options, suffixes: tuple[str, ...]) -> Path:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a JSONL file; TaskError names the line that is none."""
+    """Yields the objects of a JSONL file. Raises a TaskError that names a line without one."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -58,7 +58,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def whole_json(path: Path) -> Any:
-    """Raises TaskError when it is none."""
+    """Returns the content of a JSON file. Raises TaskError if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -66,7 +66,7 @@ def whole_json(path: Path) -> Any:
 
 
 def field_of(entry: Any, name: str, where: str) -> Any:
-    """Returns a field that must be there; TaskError says what is missing where."""
+    """Returns a required field. Raises a TaskError that says which field is missing, and where."""
     if not isinstance(entry, dict) or name not in entry:
         raise TaskError(f"{where}: no field '{name}'")
     return entry[name]

@@ -24,13 +24,13 @@ _DIALOGUE = re.compile(r"(?=^Dialogue: )", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Subset:
-    """How LongBench asks a subset.
+    """The form in which LongBench asks a subset.
 
     Args:
-        task: ours that reads it.
-        tokens: most tokens of an answer.
-        prompt: with ``{context}`` and ``{input}``.
-        first_line: only the first line of an answer is scored.
+        task: name of our task that reads it.
+        tokens: maximum number of tokens of an answer.
+        prompt: template with ``{context}`` and ``{input}``.
+        first_line: True if only the first line of an answer is scored.
     """
 
     task: str
@@ -69,7 +69,7 @@ _METRICS = {"longbench-qa": "f1", "longbench-samsum": "rouge-l", "longbench-summ
 
 
 def _register_each() -> None:
-    """Gives every subset a name of its own too, so that one run can ask several of them."""
+    """Registers every subset under its own name, too, so that one run can ask several of them."""
     for name, subset in subsets().items():
         if f"longbench-{name}" not in TASKS:
             summary = f"LongBench's {name}, as `{subset.task}`"

@@ -31,8 +31,8 @@ _KEYS = (
 
 @task("niah", "one needle in noise, by length (tokens) and depth (percent)", "contains")
 def grid(options: Options) -> Iterator[Sample]:
-    """Hides one number in repeated sentences (RULER's single needle in noise): for every length and depth
-    ``questions`` of them, each with a key and a number of its own. Ids read ``LENGTH@DEPTH#NUMBER``.
+    """Hides one number in repeated sentences (RULER's single needle in noise): for every length and depth ``questions``
+    of them, each with a different key and number. Ids read ``LENGTH@DEPTH#NUMBER``.
 
     The haystack has at most ``length`` tokens of the model (words, for a judge, who has no model's tokenizer and reads
     the question only), and is cut into pieces of ``tokens``.
@@ -66,7 +66,7 @@ def _haystack(options: Options, length: int, depth: int, needle: str) -> str:
 
 @task("ruler-niah", "RULER's needle tasks (one JSONL file)", "contains", reads_file=True)
 def niah(options: Options) -> Iterator[Sample]:
-    """Makes the last line of the input the question, and what stands before it the haystack, cut into pieces of
+    """Uses the last line of the input as the question, and the text before it as the haystack, cut into pieces of
     ``tokens``. Entries are ``{"index", "input", "outputs"}``."""
     path = data_file(options, (".jsonl",))
     cut = replace(options, split="fixed") if options.split == "passage" else options

@@ -96,7 +96,8 @@ def _ask(readings: list[ReadingQuestion], options: Options) -> Iterator[Sample]:
     texts = list(dict.fromkeys(reading.text for reading in readings))
     order = random.Random(options.seed).sample(readings, len(readings))
     for reading in order[: options.questions]:
-        rng = random.Random(f"{options.seed} {reading.id}")  # more questions leave the others as they were
+        # asking for more questions does not change the others
+        rng = random.Random(f"{options.seed} {reading.id}")
         others = [text for text in texts if text != reading.text]
         shown = [reading.text, *rng.sample(others, min(options.chunks - 1, len(others)))]
         rng.shuffle(shown)

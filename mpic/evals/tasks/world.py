@@ -3,8 +3,9 @@
 They stand for the public ones: ``image`` and ``image-named`` for MMDU (several images before a question),
 ``word-level`` for SparklesEval (images inside a sentence), ``needle`` and ``card`` for needles in a haystack,
 ``biography`` for biography retrieval, ``two-hop`` for 2WikiMQA, HotpotQA and MuSiQue, ``few-shot`` for SAMSum's
-examples in context, ``mixed`` for images and documents together. ``long-text`` has all people in one text, a paragraph
-each, which KVSplit cuts (``split``, ``tokens``). Images and documents have the sizes of the options' ``generation``.
+examples in context, ``mixed`` for images and documents together. ``long-text`` has all people in one text, with a
+paragraph for each, which KVSplit cuts (``split``, ``tokens``). Images and documents have the sizes of the options'
+``generation``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _SUMMARIES = {
 
 
 def generator_of(options: Options) -> Generator:
-    """Returns the held-out half of the world that the options ask for; a number of chunks has a seed of its own."""
+    """Returns the held-out half of the world that the options ask for, with a different seed for each number of
+    chunks."""
     return Generator(options.seed * 1000 + options.chunks, "eval", world=WORLDS[options.generation])
 
 
@@ -65,7 +67,7 @@ for _name, _summary in _SUMMARIES.items():
     "world-long-text", "a fact of one of several people in one text, cut by `split`", "em", counts_chunks=True
 )
 def long_text(options: Options) -> Iterator[Sample]:
-    """Asks about ``chunks`` people in one text; how many chunks the text becomes is the splitter's choice."""
+    """Asks about ``chunks`` people in one text; the splitter decides how many chunks the text becomes."""
     generator = generator_of(options)
     for number in range(options.questions):
         (turn,) = generator.task("biography", options.chunks).turns

@@ -1,1 +1,1 @@
-"""The catalogue: one SQLite database of what a library holds."""
+"""The catalogue: one SQLite database of a library's contents."""

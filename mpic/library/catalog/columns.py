@@ -1,4 +1,4 @@
-"""Between records (``File``, ``Reference``) and rows of the catalogue."""
+"""Converts between records (``File``, ``Reference``) and rows of the catalogue."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def insert_row(db: Connection, table: str, values: Mapping[str, Any]) -> None:
 
 
 def update_row(db: Connection, table: str, values: Mapping[str, Any]) -> None:
-    """Gives the row of the same ``id`` these values, by column."""
+    """Updates the row of the same ``id`` with these values, given by column."""
     changes = ", ".join(f"{column} = :{column}" for column in values)
     db.execute(f"UPDATE {table} SET {changes} WHERE id = :id", dict(values))
 

@@ -1,9 +1,9 @@
-"""The catalogue: one SQLite database (WAL, ``synchronous=FULL``) of what the library holds.
+"""The catalogue: one SQLite database (WAL, ``synchronous=FULL``) of the library's contents.
 
 There is one writer at a time, behind a lock; readers have connections of their own. A file is durable before its row is
 committed, so a row is always right. A row that is deleted leaves a *tombstone*, the path of its file in the table
 ``deleted``, in the same transaction. A file without a row that has a tombstone was left by a crash in the middle of a
-deletion and may be removed; any other may be the only copy of what somebody uploaded.
+deletion and may be removed; any other may be the only copy of an upload.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Catalog:
     ``store.chunk_rows``.
 
     Args:
-        read_only: only read, beside a process that has the library open; nothing is migrated or written.
+        read_only: only read, while another process may have the library open; nothing is migrated or written.
         guard: called before and after every transaction, and whenever a connection is made; it raises when the database
             at ``path`` is not the one that was opened.
 
     Raises:
         IntegrityError: the database was written by a newer version of this program.
         Unavailable: with ``read_only``, the database is not there or was written by an older version.
-        DatabaseDamaged, DatabaseBusy, DatabaseFailed: it cannot be used.
+        DatabaseDamaged, DatabaseBusy, DatabaseFailed: the database cannot be used.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Catalog:
         if read_only and not path.is_file():
             raise Unavailable(f"there is no library in {path.parent}")
         self._lock = threading.RLock()
-        self._idle: list[sqlite3.Connection] = []  # of readers, not in use
+        self._idle: list[sqlite3.Connection] = []  # idle connections of readers
         with translated(NAME, ADVICE):
             self._writer = self._connect(create=not read_only)
             if read_only:
@@ -72,7 +72,8 @@ class Catalog:
         self._migrate()
 
     def read(self, sql: str, *values: Any, **named: Any) -> list[sqlite3.Row]:
-        """Returns the rows of a query (placeholders positional or named) as last committed. Never waits for the writer.
+        """Returns the rows of a query (placeholders positional or named) as of the last commit. It never waits for the
+        writer.
 
         Raises:
             DatabaseBusy, DatabaseFailed, DatabaseDamaged: see ``translated``.
@@ -132,7 +133,7 @@ class Catalog:
         db.executemany("INSERT OR REPLACE INTO deleted VALUES (?, ?)", [(path, now) for path in paths])
 
     def tombstones(self, paths: Iterable[str]) -> set[str]:
-        """Returns those of the paths that have a tombstone."""
+        """Returns the paths that have a tombstone."""
         sql = "SELECT path FROM deleted WHERE path IN (SELECT value FROM json_each(?))"
         return {row["path"] for row in self.read(sql, json.dumps(list(paths)))}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from sqlite3 import Connection, Row
 from typing import Any, NamedTuple
@@ -60,10 +60,14 @@ class FileRows:
         """Returns the file of this handle, ignoring case."""
         return self._first(user, "handle = :handle COLLATE NOCASE", handle=handle)
 
-    def listing(self, user: str, after: str | None, limit: int, order: str, kind: str | None) -> list[File]:
+    def listing(
+        self, user: str, after: str | None, limit: int, order: str, kinds: Sequence[str] | None
+    ) -> list[File]:
         """Returns at most ``limit`` uploads by age; ``order`` is ``asc`` or ``desc``, ``after`` an id that exists."""
-        where = f"{ALIVE} AND id NOT IN (SELECT id FROM cache_chunks) AND (:kind IS NULL OR kind = :kind)"
-        values = {"owner": user, "now": self._clock(), "after": after, "kind": kind, "limit": limit}
+        wanted = "(:kinds IS NULL OR kind IN (SELECT value FROM json_each(:kinds)))"
+        where = f"{ALIVE} AND id NOT IN (SELECT id FROM cache_chunks) AND {wanted}"
+        values = {"owner": user, "now": self._clock(), "after": after, "limit": limit}
+        values["kinds"] = None if kinds is None else json.dumps(list(kinds))
         return self._files(self._catalog.read(page_of("files", order, where), **values))
 
     def pending(self) -> list[File]:
@@ -85,8 +89,8 @@ class FileRows:
         """Commits a new file. An expired file that still holds its handle loses it.
 
         Args:
-            may_replace: asked, within the transaction, about the file that has the handle; if it may be replaced, it
-                loses the handle and expires at once.
+            may_replace: called within the transaction with the file that has the handle; returns whether that file may
+                be replaced, in which case it loses the handle and expires at once.
             key: limits of the API key that is used.
 
         Returns:
@@ -135,7 +139,7 @@ class FileRows:
         key: KeyLimits = NO_KEY,
         db: Connection | None = None,
     ) -> None:
-        """Checks that the user may store so many more originals of ``size`` bytes; see ``check_originals``."""
+        """Checks that the user may store this many more originals of ``size`` bytes; see ``check_originals``."""
         read = self._catalog.read if db is None else lambda sql, *values: db.execute(sql, values).fetchall()
         check_originals(read, user, files, size, self._limits, key, self._clock())
 
@@ -175,7 +179,7 @@ class FileRows:
                 self._sidecars.rewrite(db, "file", file_id)
 
     def set_split(self, file: File, split: dict[str, Any] | None) -> None:
-        """Sets how a document is to be cut. What follows from the old way is forgotten."""
+        """Sets how a document is to be cut, and forgets the pieces of the old way."""
         if split == file.split:
             return
         with self._catalog.write() as db:
@@ -209,7 +213,7 @@ class FileRows:
 
     def settle_caches(self, db: Connection, caches: Iterable[str]) -> list[Path]:
         """Finishes a transaction that has deleted chunks of these caches: deletes the caches that have none left, and
-        writes the sidecars of the others anew.
+        rewrites the sidecars of the others.
 
         Returns:
             Sidecars to remove once the transaction is committed.
@@ -244,7 +248,7 @@ class FileRows:
         return {row["id"]: row["pieces"] for row in rows if row["pieces"]}
 
     def set_pieces(self, file_id: str, pieces: Iterable[Piece]) -> list[Piece]:
-        """Records how a document is cut, unless that has been done already, and returns how it is."""
+        """Records the pieces of a document, unless they have been recorded already, and returns the recorded ones."""
         with self._catalog.write() as db:
             there = db.execute("SELECT 1 FROM files WHERE id = ?", (file_id,)).fetchone()
             if there and not db.execute("SELECT 1 FROM pieces WHERE file = ?", (file_id,)).fetchone():

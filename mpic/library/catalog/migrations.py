@@ -92,14 +92,14 @@ def m002_references_and_metadata(db: sqlite3.Connection) -> None:
 
 @migration
 def m003_quotas_pins_usage(db: sqlite3.Connection) -> None:
-    for quota in ("files", "bytes", "disk"):  # NULL: what the limits say; 0: none
+    for quota in ("files", "bytes", "disk"):  # NULL: the quota of the limits; 0: no quota
         db.execute(f"ALTER TABLE users ADD COLUMN quota_{quota} INTEGER")
     for table in ("files", "refs"):
         db.execute(f"ALTER TABLE {table} ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0")
-    db.execute("ALTER TABLE chunks ADD COLUMN why TEXT")  # of an evicted one: quota, budget, share
+    db.execute("ALTER TABLE chunks ADD COLUMN why TEXT")  # the reason for an eviction: quota, budget, share
     db.execute("DROP INDEX chunks_use")
     db.execute("CREATE INDEX chunks_turn ON chunks (owner, tier, state, last_used)")
-    # what each owner holds per tier, kept by triggers so that no query adds up all rows
+    # the usage of each owner per tier, kept by triggers so that no query adds up all rows
     db.execute("""
         CREATE TABLE usage (
             owner TEXT NOT NULL,
@@ -191,7 +191,7 @@ def m006_order_of_listings(db: sqlite3.Connection) -> None:
 
 @migration
 def m007_identity_and_deletions(db: sqlite3.Connection) -> None:
-    db.execute("CREATE TABLE library (id TEXT NOT NULL)")  # one row: what the folder's marker says
+    db.execute("CREATE TABLE library (id TEXT NOT NULL)")  # one row: the id in the folder's marker
     db.execute("""
         CREATE TABLE deleted (
             path TEXT PRIMARY KEY,       -- of a file whose row was deleted, relative to the library's root
@@ -201,8 +201,8 @@ def m007_identity_and_deletions(db: sqlite3.Connection) -> None:
 
 @migration
 def m008_pieces_of_files(db: sqlite3.Connection) -> None:
-    """Adds documents that are cut: ``split`` says how, NULL that a file is one chunk. Their pieces follow from the text
-    when they are first needed; ``start`` and ``end`` are characters of it."""
+    """Adds documents that are cut: ``split`` says how, and NULL means that a file is one chunk. Their pieces are
+    computed from the text when they are first needed; ``start`` and ``end`` are characters of it."""
     db.execute("ALTER TABLE files ADD COLUMN split TEXT")
     db.execute("""
         CREATE TABLE pieces (
@@ -214,7 +214,7 @@ def m008_pieces_of_files(db: sqlite3.Connection) -> None:
             PRIMARY KEY (file, position)
         ) WITHOUT ROWID""")
     db.execute("CREATE INDEX pieces_content ON pieces (digest)")
-    # every content that a file stands for, as a whole or in pieces; asked by content, hence the order of the join
+    # every content that a file stands for, as a whole or in pieces; looked up by content, hence the order of the join
     db.execute("""
         CREATE VIEW contents AS
         SELECT id, owner, kind, digest, pinned FROM files
@@ -227,3 +227,18 @@ def m008_pieces_of_files(db: sqlite3.Connection) -> None:
 def m009_presses_of_files(db: sqlite3.Connection) -> None:
     """Adds files whose upload said how they are compressed: ``press`` names it, empty where nothing was said."""
     db.execute("ALTER TABLE files ADD COLUMN press TEXT NOT NULL DEFAULT ''")
+
+
+@migration
+def m010_clips(db: sqlite3.Connection) -> None:
+    """Lets a file be a clip. The check of a column cannot be changed, so the column is made anew; the view, which has
+    it, too. (To drop the table would delete what refers to it.)"""
+    [view] = db.execute("SELECT sql FROM sqlite_schema WHERE type = 'view' AND name = 'contents'").fetchone()
+    db.execute("DROP VIEW contents")
+    db.execute("ALTER TABLE files RENAME COLUMN kind TO first_kind")
+    db.execute(
+        "ALTER TABLE files ADD COLUMN kind TEXT NOT NULL DEFAULT 'text' CHECK (kind IN ('image', 'text', 'video'))"
+    )
+    db.execute("UPDATE files SET kind = first_kind")
+    db.execute("ALTER TABLE files DROP COLUMN first_kind")
+    db.execute(view)

@@ -1,8 +1,8 @@
-"""How much a user may keep. Every quota is checked here, within the transaction that stores something.
+"""The quotas of users. Every quota is checked here, within the transaction that stores something.
 
-Three quotas bound the originals of a user, and the tightest decides: that of everybody (``Limits.user_files``,
-``user_bytes``) or in its place the user's own (``Library.set_quota``), and that of the API key which is used
-(``mpic.keys.KeyLimits``). Compiled chunks are bounded by the first two alone.
+Two quotas bound the originals of a user, and the tighter one decides: the user's own (``Library.set_quota``) or,
+without one, that of every user (``Limits.user_files``, ``user_bytes``); and that of the API key
+(``mpic.keys.KeyLimits``). Compiled chunks are bounded by the first alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_originals(
     """Checks that the user may store ``files`` more originals of ``size`` bytes in all. Expired files do not count.
 
     Raises:
-        StorageQuotaExceeded: the user, or the key, may not.
+        StorageQuotaExceeded: a quota of the user or the key would be exceeded.
     """
     quotas = {what: _tightest(read, user, what, limits, key) for what in ("files", "bytes")}
     if not any(most for most, _ in quotas.values()):
@@ -44,7 +44,8 @@ def check_originals(
     if not _exceeded(quotas, have, wanted):
         return
     sql = "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM files WHERE owner = ? AND expires_at <= ?"
-    (gone,) = read(sql, user, now)  # looks at every file of the user, so only where it matters
+    # this query reads every file of the user, so it is made only if there is a quota
+    (gone,) = read(sql, user, now)
     have = {"files": held[0] - gone[0], "bytes": held[1] - gone[1]}
     what = _exceeded(quotas, have, wanted)
     if what is not None:
@@ -55,11 +56,11 @@ def check_originals(
 
 
 def _exceeded(quotas: dict[str, tuple[int, str]], have: dict[str, int], wanted: dict[str, int]) -> str | None:
-    """Returns what would be too much, ``files`` or ``bytes``."""
+    """Returns the quantity that would exceed a quota, ``files`` or ``bytes``."""
     return next((w for w, (most, _) in quotas.items() if most and have[w] + wanted[w] > most), None)
 
 
 def _tightest(read: Read, user: str, what: str, limits: Limits, key: KeyLimits) -> tuple[int, str]:
-    """Returns the smallest quota (0: there is none) and whose it is, in words."""
+    """Returns the smallest quota (0: there is none) and the words that name its owner."""
     found = [(quota(read, user, what, limits), "your quota"), (getattr(key, what) or 0, "your key's quota")]
     return min((one for one in found if one[0]), default=(0, ""))

@@ -38,7 +38,7 @@ class ReferenceRows:
         return {reference.id: reference for reference in self._read(sql, json.dumps(ids))}
 
     def exists(self, reference: Reference) -> bool:
-        """Tells whether this version is current, or retired and not collected yet."""
+        """Returns whether this version is current, or retired and not collected yet."""
         sql = "SELECT 1 FROM {} WHERE id = ? AND version = ? AND path = ?"
         name = self._name(reference)
         return any(self._catalog.one(sql.format(table), *name) for table in ("refs", "retired_refs"))
@@ -99,8 +99,8 @@ class ReferenceRows:
 
         Args:
             make: returns the new version from the current one, whose number it need not change. It is called within
-                the transaction, so that what it takes over is not older than what it replaces.
-            publish: as for ``insert``.
+                the transaction, so that the values it takes over are current.
+            publish: see ``insert``.
 
         Returns:
             The new and the retired version, or None if there is no such reference.
@@ -157,7 +157,7 @@ class ReferenceRows:
             return there
 
     def _name(self, reference: Reference) -> tuple[str, int, str]:
-        """Returns what identifies a version for ever: its id and number may be used again, its path may not."""
+        """Returns the permanent identity of a version: its id and number may be used again, but its path may not."""
         return reference.id, reference.version, relative_path(reference, self._root)
 
     def _read(self, sql: str, *values: object) -> list[Reference]:

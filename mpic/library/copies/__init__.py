@@ -1,1 +1,1 @@
-"""Copies of libraries: backup and restore, archives, references in bulk."""
+"""Copies of libraries: backup and restore, archives, bulk import of references."""

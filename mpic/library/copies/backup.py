@@ -1,4 +1,4 @@
-"""Copies of a whole library, made beside a running server; ``restore.py`` turns a copy into a library again.
+"""Copies a whole library, also while a server runs; ``restore.py`` turns a copy into a library again.
 
 A backup is a folder with ``mpic-backup.json``, a snapshot of the catalogue, the originals and sidecars that the
 snapshot lists, the key store and, on request, the compiled chunks. Its manifest says ``incomplete`` until everything
@@ -56,7 +56,7 @@ class Manifest:
         """Reads the manifest of a backup.
 
         Raises:
-            BadRequest: the folder is no backup of this program, or an incomplete one.
+            BadRequest: the folder is not a backup of this program, or is an incomplete one.
         """
         try:
             manifest = cls(**json.loads((folder / BACKUP).read_bytes()))
@@ -74,7 +74,7 @@ class Copied:
     """The outcome of a backup or a restore.
 
     Args:
-        counts: how many ``files``, ``refs``, ``caches``, ``chunks`` and ``keys`` it holds, and how many files were
+        counts: numbers of ``files``, ``refs``, ``caches``, ``chunks`` and ``keys`` in it, and of files that were
             ``linked`` and ``copied``.
         lost, damaged: paths of originals that were lost or damaged before.
     """
@@ -142,7 +142,7 @@ class _Backup:
 
     def originals(self) -> None:
         """Makes a snapshot and copies every original that it lists. If one is deleted before it is copied, another
-        snapshot is made; what has been copied stays, so each round has less to do."""
+        snapshot is made; copied files stay, so each round has less to do."""
         here: set[str] = set()
         for _ in range(ROUNDS):
             snapshot(self._root / CATALOG, self._target / CATALOG)
@@ -156,7 +156,7 @@ class _Backup:
                 break
         else:
             raise DatabaseBusy("files are deleted faster than they can be copied; try again")
-        for path in sorted(here - wanted.keys()):  # deleted meanwhile
+        for path in sorted(here - wanted.keys()):  # it was deleted meanwhile
             self._filesystem.remove(self._target / path)
             self._filesystem.remove(sidecar_of(self._target / path))
         self._sidecars()
@@ -170,7 +170,8 @@ class _Backup:
         return {row["path"]: row for row in rows}
 
     def _still_listed(self, path: str) -> bool:
-        """Tells whether the live catalogue lists an original that is not there: then it is lost and was not deleted."""
+        """Returns whether the live catalogue lists an original that is not there, which means that it is lost and was
+        not deleted."""
         sql = "SELECT 1 FROM files WHERE path = ?1 UNION ALL SELECT 1 FROM refs WHERE path = ?1"
         return self._live.one(sql, path) is not None
 
@@ -193,7 +194,7 @@ class _Backup:
             self._take(str(path.relative_to(self._root)))
 
     def chunks(self, wanted: bool) -> None:
-        """Copies compiled chunks if they are wanted. Chunks that are not copied, or that have just been evicted, are
+        """Copies compiled chunks if requested. Chunks that are not copied, or that have just been evicted, are
         removed from the snapshot."""
         with self._snapshot() as db:
             rows = (
@@ -259,7 +260,8 @@ def size_of(folder: Path) -> int:
 
 
 def snapshot(source: Path, target: Path) -> None:
-    """Copies a database as it is at one moment, whoever writes to it. Raises the errors of ``translated``."""
+    """Copies a consistent state of a database, even while it is being written to. Raises the errors of
+    ``translated``."""
     with suppress(FileNotFoundError):
         target.unlink()
     with translated(NAME if source.name == CATALOG else "the key store"):
@@ -268,7 +270,8 @@ def snapshot(source: Path, target: Path) -> None:
             closing(sqlite3.connect(target)) as copy,
         ):
             live.backup(copy)
-            copy.execute("PRAGMA journal_mode = DELETE")  # one file, which can be read without making others
+            # a single file, which SQLite can read without creating others
+            copy.execute("PRAGMA journal_mode = DELETE")
     target.chmod(0o600)
 
 

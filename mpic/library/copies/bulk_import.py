@@ -1,4 +1,4 @@
-"""References in bulk, from a folder or a JSONL file, into a library or over HTTP, as the ``ImportTarget`` decides.
+"""Imports references in bulk from a folder or a JSONL file. The ``ImportTarget`` is a library or a server.
 
 In a folder, every file is a reference; its title is its name without the suffix, its id comes from its path.
 
@@ -33,11 +33,11 @@ Outcome = Literal["added", "replaced", "unchanged", "refused"]
 
 @dataclass(frozen=True)
 class ImportItem:
-    """One reference to import.
+    """A reference to import.
 
     Args:
-        where: the file, or the line of the JSONL file, for messages.
-        error: why it cannot be read; the other fields are then empty.
+        where: name of the file, or the line of the JSONL file, for messages.
+        error: reason why it cannot be read, in which case the other fields are empty.
     """
 
     where: str
@@ -66,7 +66,8 @@ class KnownReference(NamedTuple):
 
 
 class ImportTarget(Protocol):
-    """The library that an import fills. An MPICError below 500 refuses one item; any other error ends the import."""
+    """The library that an import fills. An MPICError with a status below 500 refuses one item; any other error ends the
+    import."""
 
     async def there(self, id: str) -> KnownReference | None: ...
 
@@ -78,7 +79,7 @@ class ImportTarget(Protocol):
 
 
 class ImportResult(NamedTuple):
-    """The outcome of one item; ``why`` and ``code`` tell why it was refused."""
+    """The outcome of one item; ``why`` and ``code`` are the reason if it was refused."""
 
     where: str
     outcome: Outcome
@@ -131,7 +132,7 @@ async def _read_and_import(item: ImportItem, target: ImportTarget) -> ImportResu
 
 
 async def import_one(item: ImportItem, content: bytes, target: ImportTarget) -> ImportResult:
-    """Brings one reference into a target, unless it is there already as it is.
+    """Imports one reference into a target, unless the target has it already, unchanged.
 
     Raises:
         StorageFull, Unavailable: nothing more can be stored.
@@ -154,7 +155,7 @@ async def import_one(item: ImportItem, content: bytes, target: ImportTarget) -> 
 
 
 class LibraryTarget:
-    """A ``ImportTarget`` in this process."""
+    """An ``ImportTarget`` that is a library opened by this process."""
 
     def __init__(self, references: ReferenceLibrary) -> None:
         self._references = references

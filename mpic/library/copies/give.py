@@ -1,4 +1,5 @@
-"""Giving what one user has to another, such as what was uploaded before there were API keys (user ``local``)."""
+"""Gives the files of one user to another, such as those that were uploaded before there were API keys (user
+``local``)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import NamedTuple
 
 from mpic.errors import BadRequest, MPICError
 from mpic.library.caches import Part
+from mpic.library.intake.decode import NO_CLIPS
 from mpic.library.library import Library
 
 
@@ -24,15 +26,15 @@ def give(
     """Gives every upload and every explicit cache of a user to another one.
 
     Each is stored durably for its new owner before the old owner loses it, so an interruption loses nothing, and the
-    same call goes on. Handles, names and lifetimes stay; ids and times of creation are new, and chunks are compiled
+    same call resumes. Handles, names and lifetimes stay; ids and times of creation are new, and chunks are compiled
     again, because compiled chunks are never shared by users.
 
     Args:
         progress: called after each file with 1.
 
     Returns:
-        One entry a file or cache, oldest first; those that stay with the old owner have a reason, such as a handle that
-        the new one uses for something else.
+        One entry per file or cache, oldest first. Those that stay with the old owner have a reason, such as a handle
+        that the new owner uses for another file.
     """
     if source == target:
         raise BadRequest("a user cannot be given its own files", param="user")
@@ -41,6 +43,8 @@ def give(
         name = file.handle or file.filename
         try:
             content = library.files.content(source, file.id)
+            # no engine is here to tell whether it takes clips: what was one stays one
+            library.files.no_clips = None if file.kind == "video" else NO_CLIPS
             library.files.add(
                 target,
                 content,
@@ -84,5 +88,5 @@ def _cache(library: Library, source: str, target: str, id: str) -> Given:
 
 
 def _left(library: Library, expires_at: float | None) -> int | None:
-    """Returns the seconds that something has still to live."""
+    """Returns the seconds until something expires."""
     return None if expires_at is None else max(1, math.ceil(expires_at - library.clock()))

@@ -18,7 +18,8 @@ from mpic.library.folder.lock import FolderLock
 
 
 def restore(source: Path, root: Path, progress: Progress = lambda done: None) -> Copied:
-    """Copies a backup into a new or empty folder, which is a library when this returns. Every original is verified.
+    """Copies a backup into a new or empty folder, which is a library once the function returns. Every original is
+    verified.
 
     Args:
         progress: called with the bytes of each original that was copied.

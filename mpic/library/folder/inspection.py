@@ -1,9 +1,9 @@
-"""Inspection tells what a folder is: a library, a backup, a library whose catalogue is lost, a new folder, or one that
-holds somebody else's files.
+"""Finds out what a folder is: a library, a backup, a library whose catalogue is lost, a new folder, or one that holds
+other files.
 
 A library marks its folder with ``mpic-library.json``, which holds a random id that the catalogue holds too. Files in a
-folder without this marker are taken for somebody else's: a library is made only if none of the names that a library
-uses is taken. A folder that is plainly a library of a version without markers gets a marker.
+folder without this marker are assumed not to belong to a library: a library is made there only if none of the names
+that a library uses is taken. A folder that is clearly a library of a version without markers gets a marker.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Marker:
     """The content of ``mpic-library.json``.
 
     Args:
-        id: of the library; random, and in the catalogue as well.
+        id: random id of the library, which the catalogue holds as well.
         state: ``restoring`` while a backup is being copied into the folder.
-        format: of the folder.
+        format: version of the folder's format.
     """
 
     id: str
@@ -94,7 +94,7 @@ def inspect(root: Path, create: bool = True) -> Marker | None:
     """Returns the marker that a folder has or should have, or None if a library can be made there. Changes nothing.
 
     Raises:
-        As ``FolderLock.acquire``.
+        The errors of ``FolderLock.acquire``.
     """
     marker = Marker.read(root)
     if marker is None and (root / BACKUP).exists():
@@ -153,7 +153,7 @@ def refuse_taken(root: Path, names: Iterable[str] = TAKEN) -> None:
     """Refuses a folder in which one of these names is taken.
 
     Raises:
-        ForeignFolder: one is.
+        ForeignFolder: one of the names is taken.
     """
     taken = [name for name in names if _taken(root / name)]
     if taken:
@@ -164,7 +164,7 @@ def refuse_taken(root: Path, names: Iterable[str] = TAKEN) -> None:
 
 
 def _taken(path: Path) -> bool:
-    """Tells whether something is there, other than an empty folder or a new file system."""
+    """Returns whether something is there, other than an empty folder or a new file system."""
     with suppress(NotADirectoryError, FileNotFoundError):
         return any(name != "lost+found" for name in os.listdir(path))
     return os.path.lexists(path)

@@ -1,9 +1,10 @@
-"""Names of the files in a library's folder. A file that has none of these names is somebody else's and is left alone.
+"""Names of the files in a library's folder. A file that has none of these names does not belong to the library and is
+left alone.
 
 ::
 
     catalog.sqlite                                  the catalogue
-    files/<hash of owner>/file-<24>                 an upload as it came
+    files/<hash of owner>/file-<24>                 an upload, unchanged
     files/<hash of owner>/cache-<24>                a text of an explicit cache
     files/<hash of shared>/ref_<id>@<24>            a version of a reference
     files/<hash of owner>/<name of one>.json        its sidecar
@@ -50,17 +51,17 @@ def owner_folder(owner: str) -> str:
 
 
 def original_path(owner: str, file_id: str) -> str:
-    """Returns where an upload or a chunk of a cache lies, relative to the library's root."""
+    """Returns the path of an upload or a chunk of a cache, relative to the library's root."""
     return f"files/{owner_folder(owner)}/{file_id}"
 
 
 def chunk_path(key: KVKey) -> Path:
-    """Returns where a compiled chunk lies, relative to the library's root."""
+    """Returns the path of a compiled chunk, relative to the library's root."""
     return Path("kv", key.model[:12], owner_folder(key.owner), f"{key.digest}.safetensors")
 
 
 def sidecar_of(original: Path) -> Path:
-    """Returns where an original's sidecar lies."""
+    """Returns the path of an original's sidecar."""
     return original.with_name(original.name + SIDECAR)
 
 
@@ -69,7 +70,7 @@ class FoundFiles:
     """The files in ``files`` and ``tmp``, by paths relative to the library's folder.
 
     Args:
-        sidecars: those of originals; ``caches`` and ``owners`` are those of caches and of users with quotas.
+        sidecars: sidecars of originals; ``caches`` and ``owners`` are the sidecars of caches and of users with quotas.
         leftovers: temporary files of this program that were never finished.
         unknown: files that have no name of this program.
     """
@@ -82,7 +83,7 @@ class FoundFiles:
     unknown: list[str] = field(default_factory=list)
 
     def take(self, folder: str, name: str) -> None:
-        """Enters a file of ``files`` under the kind that its name tells."""
+        """Records a file of ``files`` under the kind that its name implies."""
         path = f"{folder}/{name}"
         if ORIGINAL.fullmatch(name):
             self.originals.add(path)
@@ -149,13 +150,13 @@ def scan_chunks(root: Path) -> FoundChunks:
 
 
 def holds_library_files(root: Path) -> bool:
-    """Tells whether a folder holds an original, a sidecar or a compiled chunk of a library."""
+    """Returns whether a folder holds an original, a sidecar or a compiled chunk of a library."""
     found = scan(root)
     return bool(found.originals or found.sidecars or found.caches or scan_chunks(root).sizes)
 
 
 def _is_temporary(name: str) -> bool:
-    """Tells whether this is the temporary name of a sidecar or a chunk."""
+    """Returns whether this is the temporary name of a sidecar or a chunk."""
     if not REWRITTEN.fullmatch(name):
         return False
     final = name[1:].rsplit(".", 2)[0]
@@ -164,7 +165,7 @@ def _is_temporary(name: str) -> bool:
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yields what is in a folder; nothing when there is no such folder."""
+    """Yields the entries of a folder; none when there is no such folder."""
     try:
         with os.scandir(folder) as entries:
             yield from entries

@@ -32,8 +32,8 @@ class FolderLock:
     """A library's folder, locked by this process until ``release``.
 
     Attributes:
-        id: of the library.
-        fresh: whether the folder was new.
+        id: id of the library.
+        fresh: True if the folder was new.
     """
 
     def __init__(self, root: Path, filesystem: FileSystem) -> None:
@@ -47,7 +47,7 @@ class FolderLock:
         """Locks the folder. With ``create``, a new folder and its marker are made.
 
         Raises:
-            LibraryInUse: another process has it, or there is no library and ``create`` is False.
+            LibraryInUse: another process has the folder, or there is no library and ``create`` is False.
             ForeignFolder: it is not a library's, and names that a library uses are taken.
             DatabaseDamaged: the catalogue is missing or damaged, and files of the library are there.
             IntegrityError: the catalogue is another library's, or a newer version wrote the marker.
@@ -77,7 +77,7 @@ class FolderLock:
         return self
 
     def acquire_new(self, id: str) -> FolderLock:
-        """Locks a new folder, to restore a library into it. Until ``mark_restored`` nobody can open that library.
+        """Locks a new folder, to restore a library into it. That library cannot be opened until ``mark_restored``.
 
         Raises:
             LibraryInUse: another process has it.
@@ -102,7 +102,7 @@ class FolderLock:
         """Checks that the folder, its marker and its catalogue are those that were opened, by three calls of ``stat``.
 
         Raises:
-            LibraryGone: one of them was removed or replaced, or cannot be reached.
+            LibraryGone: the folder, the marker or the catalogue was removed or replaced, or cannot be reached.
         """
         for path, known in self._known.items():
             try:
@@ -116,7 +116,7 @@ class FolderLock:
                 )
 
     def gone(self) -> bool:
-        """Tells whether ``check`` raises."""
+        """Returns whether ``check`` raises."""
         try:
             self.check()
         except LibraryGone:
@@ -147,7 +147,7 @@ class FolderLock:
             marker.write(self._filesystem, self.root)
         self._lock(self.root / MARKER, os.O_RDWR)
         for name in os.listdir(self.root):
-            if UNFINISHED.fullmatch(name):  # a marker that a crash left under its temporary name
+            if UNFINISHED.fullmatch(name):  # removes a marker that a crash left under its temporary name
                 self._filesystem.remove(self.root / name)
         self.id = marker.id
 
@@ -162,7 +162,7 @@ class FolderLock:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise busy from error
-        except OSError:  # a network file system may lock files, but no folders
+        except OSError:  # a network file system may lock files, but not folders
             if path != self.root:
                 raise
         if _identity(path) != (os.fstat(fd).st_dev, os.fstat(fd).st_ino):

@@ -20,12 +20,13 @@ _SYNCING = ThreadPoolExecutor(8, "mpic-sync")
 
 
 class Incoming:
-    """An upload that is being received: a temporary file that counts, hashes and bounds what is written to it. Calls
-    may come from different threads. Use it as a context manager: what was not published is removed at the end.
+    """An upload that is being received: a temporary file that counts and hashes the bytes written to it, and limits
+    their number. Calls may come from different threads. Use it as a context manager, which removes the file at the end
+    unless it was published.
 
     Attributes:
-        bytes: written so far.
-        sha256: of what was written.
+        bytes: number of bytes written so far.
+        sha256: hash of the bytes written so far.
     """
 
     def __init__(self, filesystem: FileSystem, folder: Path, limit: int) -> None:
@@ -33,7 +34,8 @@ class Incoming:
         self._hash = hashlib.sha256()
         self._filesystem = filesystem
         self._limit = limit
-        self._lock = Lock()  # an abandoned request may discard while its last write still runs on a thread
+        # an abandoned request may call ``discard`` while its last write still runs on a thread
+        self._lock = Lock()
         self._fd: int | None = None
         self._gone, self._sealed = True, False
         self.path = folder / f"{secrets.token_hex(12)}{TEMPORARY}"
@@ -73,8 +75,8 @@ class Incoming:
             return _read(self._filesystem, self.path)
 
     def seal(self) -> None:
-        """Makes what was written durable, still under its temporary name. Nothing can be written any more. Safe to call
-        twice.
+        """Makes the written bytes durable, still under the temporary name. Nothing can be written afterwards. Safe to
+        call twice.
 
         Raises:
             StorageFull: the disk is full.
@@ -90,12 +92,12 @@ class Incoming:
             self._sealed = True
 
     def give_away(self) -> None:
-        """Notes that the temporary file gets another name: this object must not remove it any more."""
+        """Records that the temporary file gets another name, so that this object does not remove it."""
         with self._lock:
             self._gone = True
 
     def discard(self) -> None:
-        """Closes and removes what was not published. Safe to call twice."""
+        """Closes the file, and removes it unless it was published. Safe to call twice."""
         with self._lock:
             self._close()
             if not self._gone:
@@ -124,8 +126,8 @@ class Incoming:
 
 
 def seal_all(uploads: Sequence[Incoming]) -> None:
-    """Seals several uploads at once: file systems write what is synced at the same time in one go, so two files take
-    hardly longer than one."""
+    """Seals several uploads at once. File systems write files that are synced at the same time together, so two files
+    take hardly longer than one."""
     others = [_SYNCING.submit(one.seal) for one in uploads[1:]]
     try:
         uploads[0].seal()
@@ -136,8 +138,8 @@ def seal_all(uploads: Sequence[Incoming]) -> None:
 
 
 class Originals:
-    """Uploads as they came, in ``files/<hash of owner>/<id>`` below ``root``, each with its sidecar; uploads that are
-    being received lie in ``tmp``.
+    """The unchanged uploads, in ``files/<hash of owner>/<id>`` below ``root``, each with its sidecar. Uploads that are
+    being received are in ``tmp``.
 
     Args:
         guard: raises LibraryGone when the library's folder is not there any more.
@@ -159,7 +161,7 @@ class Originals:
         return Incoming(self._filesystem, self.root / "tmp", limit)
 
     def path(self, owner: str, file_id: str) -> Path:
-        """Returns where an original lies."""
+        """Returns the path of an original."""
         return self.root / original_path(owner, file_id)
 
     def publish(
@@ -170,11 +172,11 @@ class Originals:
         theirs, so that no crash leaves a part of a cache that is described as if it were the whole.
 
         Args:
-            uploads: of one owner, with the path that each is to have. Those that are not sealed yet are sealed here.
-            path: where the sidecar is to lie; None: beside the only original.
+            uploads: uploads of one owner, each with its final path. Those that are not sealed yet are sealed here.
+            path: path of the sidecar; None: beside the only original.
 
         Raises:
-            StorageFull, LibraryGone: as ``incoming``.
+            StorageFull, LibraryGone: see ``incoming``.
         """
         data = sidecar.encode()
         with self.incoming(len(data)) as description:
@@ -196,10 +198,10 @@ class Originals:
                 raise
 
     def read(self, path: Path, sha256: str) -> bytes:
-        """Returns an original, verified.
+        """Reads an original and verifies it.
 
         Raises:
-            CorruptFile: its bytes are not those that were uploaded.
+            CorruptFile: its bytes differ from those that were uploaded.
             FileNotFoundError: it is not there.
             LibraryGone: the library's folder is not there any more.
         """
@@ -228,11 +230,11 @@ class Originals:
         """Checks that originals are there.
 
         Args:
-            paths: relative to the root.
-            what: names them in the error.
+            paths: paths of the originals, relative to the root.
+            what: the word for the originals in the error message.
 
         Raises:
-            IntegrityError: some are not there.
+            IntegrityError: some originals are missing.
         """
         gone = [path for path in paths if not (self.root / path).is_file()]
         if gone:

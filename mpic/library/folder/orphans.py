@@ -1,5 +1,5 @@
 """Orphans: files with a name of this program that the catalogue does not know. They are put aside, by date, for a
-person to inspect. They may be all that is left of what somebody uploaded, so they are deleted only after days."""
+person to inspect. They may be the only copy of an upload, so they are deleted only after days."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Orphans:
     """The folders ``quarantine/orphans/<date>/``; below them every file has the path that it had before.
 
     Args:
-        root: of the library.
-        clock: seconds since the epoch.
-        days: how long they are kept; 0: for ever.
+        root: the library's folder.
+        clock: function that returns seconds since the epoch.
+        days: number of days for which they are kept; 0: for ever.
     """
 
     def __init__(self, root: Path, filesystem: FileSystem, clock: Callable[[], float], days: int) -> None:
@@ -41,24 +41,24 @@ class Orphans:
         self._days = days
 
     def take(self, paths: list[str]) -> None:
-        """Moves files here.
+        """Moves files into the quarantine.
 
         Args:
-            paths: relative to the library's root.
+            paths: paths of the files, relative to the library's root.
 
         Raises:
-            OSError: one cannot be moved; it stays where it is.
+            OSError: a file cannot be moved; it stays in its place.
         """
         folder = self._root / FOLDER / _date(self._clock())
         for path in paths:
             target = folder / path
-            if target.exists():  # the same name on the same day: an earlier one of other content
+            if target.exists():  # the same name on the same day: an earlier file with other content
                 target = target.with_name(f"{target.name}@{self._clock():.6f}")
             self._filesystem.make_folder(target.parent)
             self._filesystem.rename(self._root / path, target)
 
     def kept(self) -> list[Orphan]:
-        """Returns the files that are here, oldest first."""
+        """Returns the files in the quarantine, oldest first."""
         return sorted(self._walk(), key=lambda orphan: (orphan.since, orphan.path))
 
     def overdue(self) -> list[Orphan]:
@@ -72,7 +72,7 @@ class Orphans:
         """Deletes the files that are overdue, and returns them."""
         gone = self.overdue()
         for orphan in gone:
-            with suppress(OSError):  # tried again at the next start
+            with suppress(OSError):  # the next start tries again
                 self._filesystem.remove(orphan.path)
         for folder in {self._root / FOLDER / orphan.since for orphan in gone}:
             for here, _, _ in os.walk(folder, topdown=False):

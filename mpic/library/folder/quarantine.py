@@ -23,7 +23,7 @@ class Quarantine:
         self._clock = clock
 
     def take(self, path: Path) -> None:
-        """Moves a file here, or removes it if that fails."""
+        """Moves a file into the quarantine, or removes it if that fails."""
         try:
             self._filesystem.make_folder(self.folder)
             self._filesystem.rename(path, self.folder / f"{path.name}@{self._clock():.6f}")

@@ -1,10 +1,10 @@
-"""Sidecars: beside every original a small JSON file repeats what the catalogue says of it, so that a lost catalogue can
-be made again (``mpic library recover``) and an older one brought up to date.
+"""Sidecars: a small JSON file beside every original repeats its row of the catalogue, so that a lost catalogue can be
+made again (``mpic library recover``) and an older one brought up to date.
 
 A sidecar is durable before the row it describes is committed, and is removed after that row is gone. It is rewritten
-inside the transaction that changes the row, so it may be ahead of the catalogue by a change that a crash undid. Where
-the two disagree, the catalogue is right. The chunks of an explicit cache share one sidecar, ``group-<24>.json``; the
-quotas of a user lie in ``owner.json``.
+inside the transaction that changes the row, so it may be ahead of the catalogue by a change that a crash undid. If the
+two disagree, the catalogue is right. The chunks of an explicit cache share one sidecar, ``group-<24>.json``; the quotas
+of a user are in ``owner.json``.
 
 ::
 
@@ -89,7 +89,7 @@ class Sidecar:
         """Returns the sidecar of a row.
 
         Args:
-            chunks: for a cache, the columns of its chunks (``files`` joined with ``cache_chunks``).
+            chunks: the columns of a cache's chunks (``files`` joined with ``cache_chunks``).
         """
         record = _plain(row, COLUMNS[kind])
         if kind == "cache":
@@ -149,7 +149,7 @@ class Sidecars:
         self._filesystem = filesystem
 
     def path(self, kind: SidecarKind, row: Mapping[str, Any]) -> Path:
-        """Returns where the sidecar of a row lies."""
+        """Returns the path of a row's sidecar."""
         if kind in ("file", "reference"):
             return sidecar_of(self._root / row["path"])
         owner, name = (
@@ -166,7 +166,7 @@ class Sidecars:
         write_durably(self._filesystem, path, [memoryview(sidecar.encode())])
 
     def rewrite(self, db: Connection, kind: SidecarKind, id: str) -> None:
-        """Writes the sidecar of a row anew, within the transaction that changes the row. A row that is gone is left
+        """Rewrites the sidecar of a row, within the transaction that changes the row. A row that is gone is left
         out. A chunk of a cache is described by the sidecar of its cache."""
         if kind == "file":
             chunk = db.execute("SELECT cache FROM cache_chunks WHERE id = ?", (id,)).fetchone()
@@ -184,14 +184,14 @@ class Sidecars:
                 yield kind, row
 
     def expected(self, read: Read) -> Iterator[tuple[Path, Sidecar]]:
-        """Yields the path of every sidecar that should exist, and what it should say."""
+        """Yields the path of every sidecar that should exist, with its expected content."""
         for kind, row in self.described(read):
             chunks = read(CHUNKS_OF_CACHE, row["id"]) if kind == "cache" else ()
             yield self.path(kind, row), Sidecar.of(kind, row, chunks)
 
 
 def _plain(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:
-    """Returns columns of a row as JSON holds them: metadata and splits, which the catalogue keeps as JSON, are
+    """Returns columns of a row as JSON values. Metadata and splits, which the catalogue stores as JSON text, are
     parsed."""
     values = {column: row[column] for column in columns}
     for column in ("metadata", "split"):

@@ -1,4 +1,4 @@
-"""Checks that every upload passes, whoever sends it: names, ids, metadata, and the content itself."""
+"""The checks that every upload has to pass: names, ids, metadata, and the content itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpic.imaging.decoder import MOST_WAITING
 from mpic.imaging.image_header import SMALL_BYTES
 from mpic.kv.chunk import ChunkKey
 from mpic.library.folder.originals import Incoming
-from mpic.library.intake.decode import content_key
+from mpic.library.intake.decode import NO_CLIPS, content_key
 from mpic.library.limits import Limits
 from mpic.library.records import Scalar
 
@@ -34,33 +34,36 @@ def new_id(prefix: str) -> str:
     return prefix + "".join(secrets.choice(ID_ALPHABET) for _ in range(24))
 
 
-def identify(incoming: Incoming, limits: Limits) -> ChunkKey:
+def identify(incoming: Incoming, limits: Limits, no_clips: str | None = NO_CLIPS) -> ChunkKey:
     """Returns the identity of an upload's content, found by decoding it.
 
+    Args:
+        no_clips: why clips are not taken, see ``content_key``.
+
     Raises:
-        InvalidUpload, TooLarge: it is not accepted.
+        InvalidUpload, TooLarge: the content is not accepted.
         DecoderBusy: too many large uploads are waiting.
-        OutOfMemory: there is not enough for it now.
+        OutOfMemory: there is not enough memory to decode it now.
     """
     large = incoming.bytes > SMALL_BYTES
     with READING.taken(incoming.bytes, READ_BYTES) if large else nullcontext():
-        return content_key(incoming.content(), limits)
+        return content_key(incoming.content(), limits, no_clips)
 
 
 def clean_name(name: str, limits: Limits) -> str:
-    """Returns a client's file name, fit to be shown."""
+    """Returns a client's file name in a form that is safe to show."""
     return "".join(c for c in name if c.isprintable())[: limits.filename_chars] or "upload"
 
 
 def check_life(name: str, seconds: int | None) -> None:
-    """Checks how long something is to live.
+    """Checks a lifetime that a request asks for.
 
     Args:
-        name: of the request field.
-        seconds: None means for ever.
+        name: name of the request field.
+        seconds: the lifetime; None means for ever.
 
     Raises:
-        BadRequest: it may not live that long.
+        BadRequest: the lifetime is too short or too long.
     """
     if seconds is not None and not 0 < seconds <= LONGEST_LIFE:
         raise BadRequest(f"{name} must be 1 to {LONGEST_LIFE} seconds, not {seconds}", param=name)
@@ -96,7 +99,7 @@ def check_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
 
 
 def is_text(value: str) -> bool:
-    """Tells whether a string can be written in UTF-8: half of a surrogate pair, which JSON can escape, cannot."""
+    """Returns whether a string can be written in UTF-8: half of a surrogate pair, which JSON can escape, cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,5 +1,5 @@
-"""Identities of images that came inside requests: an agent sends the same frames again in every step, and a file that
-was decoded once need not be decoded to know which chunk it is."""
+"""Remembers the identities of images inside requests. An agent sends the same frames again in every step, and a file
+that was decoded once need not be decoded again to find its chunk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ImageKeys:
         """Returns the key of the image in a file.
 
         Args:
-            decode: finds it from the pixels, or refuses the file; called only if this file is not remembered.
+            decode: finds the key from the pixels, or refuses the file; called only if this file is not remembered.
         """
         name = (user, hashlib.sha256(data).digest())
         with self._lock:

@@ -22,17 +22,17 @@ that threads are left for other uploads; everything else in the server has threa
 async def receive(
     originals: Originals, limit: int, source: bytes | AsyncReader, accept: Callable[[Incoming], T]
 ) -> T:
-    """Receives an upload and returns what ``accept`` makes of it. When the task is cancelled because the client went
-    away, what had arrived is removed.
+    """Receives an upload and returns the result of ``accept``. When the task is cancelled because the client has
+    disconnected, the bytes that had arrived are removed.
 
     Args:
-        limit: most bytes of the upload.
+        limit: maximum number of bytes of the upload.
         accept: checks the upload and commits it, on a thread of ``ACCEPTING``.
 
     Raises:
         TooLarge: the upload is larger than ``limit``.
         StorageFull, LibraryGone: it cannot be stored.
-        Others: whatever ``accept`` raises.
+        MPICError: any error that ``accept`` raises.
     """
     incoming = await asyncio.to_thread(originals.incoming, limit)
     try:

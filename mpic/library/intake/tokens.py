@@ -1,4 +1,4 @@
-"""Token ids of the texts that were linked last."""
+"""A cache of the token ids of the most recently linked texts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class TokenCache:
         """Returns the token ids of a text, tokenized with ``tokenize``.
 
         Args:
-            name: identifies the text for ever.
-            read: returns the text; called only if its ids are not known.
+            name: permanent identity of the text.
+            read: function that returns the text; called only if its ids are not cached.
         """
         with self._lock:
             known_tokenize, ids = self._entries.get(name, (None, ()))

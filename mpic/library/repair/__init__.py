@@ -1,1 +1,1 @@
-"""Bringing the catalogue and the files into agreement, and making a lost catalogue again."""
+"""Makes the catalogue and the files agree at a start, and rebuilds a lost catalogue."""

@@ -1,5 +1,5 @@
-"""Rows for originals that the catalogue does not know, made from their sidecars: at a start beside an older catalogue,
-after a crash between a file and its row, and when a lost catalogue is made again."""
+"""Makes rows for originals that the catalogue does not know from their sidecars: at a start with an older catalogue,
+after a crash between a file and its row, and when a lost catalogue is rebuilt."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def read_sidecars(
     root: Path, paths: Iterable[str], report: Callable[[str, Exception], None]
 ) -> list[tuple[str, Sidecar]]:
     """Reads sidecars and returns them with their paths in the order in which they are to be adopted: users first,
-    because of their quotas, then by age, and of a reference the newest version before older ones.
+    because of their quotas, then by age, but the newest version of a reference before older ones.
 
     Args:
         paths: relative to the library's root.
-        report: called with each sidecar that cannot be used, and why.
+        report: called with each sidecar that cannot be used, and the reason.
     """
     found = []
     for path in sorted(paths):
@@ -46,10 +46,10 @@ def read_sidecars(
 
 
 def _read_sidecar(root: Path, path: str) -> Sidecar:
-    """Reads a sidecar and checks that it lies where it says it belongs.
+    """Reads a sidecar and checks that it is in the place that it names.
 
     Raises:
-        CorruptFile: it is damaged, or describes something that lies elsewhere.
+        CorruptFile: it is damaged, or describes something in another place.
         OSError: it cannot be read.
     """
     sidecar = Sidecar.read(root / path)
@@ -87,8 +87,8 @@ def check_original(path: Path, record: Record, contents: bool) -> None:
 
 
 class Adoption:
-    """Makes rows within one transaction. Whatever gets a row waits for compilation, as after an upload; if its chunk is
-    stored already, that takes no time.
+    """Makes rows within one transaction. Adopted files wait for compilation, as after an upload; if the chunk is stored
+    already, that takes no time.
 
     Args:
         now: seconds since the epoch.
@@ -108,7 +108,7 @@ class Adoption:
         """Makes the rows that a sidecar describes, for originals that are there.
 
         Args:
-            path: of the sidecar, relative to the library's root.
+            path: path of the sidecar, relative to the library's root.
 
         Returns:
             The paths of the sidecar and of its originals; nothing if the catalogue has these rows already, or if no
@@ -119,7 +119,7 @@ class Adoption:
             return {path} if self._owner(record) else set()
         if sidecar.kind == "cache":
             errors = {}
-            for chunk in record["chunks"]:  # a chunk that is not there may have been deleted
+            for chunk in record["chunks"]:  # a missing chunk may have been deleted
                 error = verify(original_path(record["owner"], chunk["id"]), chunk)
                 if error != LOST:
                     errors[chunk["id"]] = error
@@ -131,11 +131,11 @@ class Adoption:
         return {path, original} if error != LOST and adopt(record, original, error) else set()
 
     def file(self, record: Record, path: str, error: str | None = None) -> bool:
-        """Makes the row of an upload; False when there is a file of its id.
+        """Makes the row of an upload; returns False when a file has its id.
 
         Args:
-            path: of the original, relative to the root.
-            error: why the original cannot be used, if that is so.
+            path: path of the original, relative to the root.
+            error: the reason, if the original cannot be used.
         """
         if self._known("files", record["id"]):
             return False
@@ -171,7 +171,7 @@ class Adoption:
         cache or when no chunk is there.
 
         Args:
-            errors: by id of a chunk whose original is there, why it cannot be used, if that is so.
+            errors: for chunks whose original is there, by id: the reason if it cannot be used, else None.
         """
         chunks = [chunk for chunk in record["chunks"] if chunk["id"] in errors]
         if not chunks or self._known("caches", record["id"]):
@@ -189,7 +189,7 @@ class Adoption:
         return True
 
     def _handle(self, record: Record) -> str | None:
-        """Returns the handle of a file, unless another file of the user has it that is there and has not expired."""
+        """Returns the handle of a file, unless another existing file of the user has it and has not expired."""
         if record["handle"] is None:
             return None
         sql = "SELECT id, path, expires_at FROM files WHERE owner = ? AND handle = ? COLLATE NOCASE"

@@ -1,4 +1,4 @@
-"""Sidecars for files that were stored by versions that wrote none."""
+"""Writes sidecars for files that were stored by versions that wrote none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 class SidecarBackfill:
     """Writes missing sidecars on a thread of its own, one at a time. After each it rests for as long as it worked, so
-    that a server that has just been upgraded answers as usual. The next start writes what this one leaves."""
+    that a server that has just been upgraded answers as usual. The next start writes the remaining ones."""
 
     def __init__(self, catalog: Catalog, sidecars: Sidecars) -> None:
         self._catalog = catalog
@@ -25,7 +25,7 @@ class SidecarBackfill:
         self._thread: threading.Thread | None = None
 
     def start(self, missing: Sequence[tuple[SidecarKind, str]]) -> None:
-        """Begins to write, unless nothing is missing.
+        """Starts the thread, unless nothing is missing.
 
         Args:
             missing: kind and id of every row without a sidecar.
@@ -53,7 +53,7 @@ class SidecarBackfill:
         for kind, id in missing:
             begun = time.monotonic()
             try:
-                with self._catalog.write() as db:  # nothing is written for a row that is deleted meanwhile
+                with self._catalog.write() as db:  # a row that is deleted meanwhile gets no sidecar
                     self._sidecars.rewrite(db, kind, id)
             except (MPICError, OSError) as error:
                 log.error("not all sidecars could be written; the next start continues: %s", error)

@@ -1,7 +1,7 @@
-"""Bringing the catalogue and the originals into agreement, at start-up.
+"""Makes the catalogue and the originals agree at start-up.
 
-Nothing is deleted except what is known to serve nothing: unfinished files with a temporary name of this program, and
-files that the catalogue remembers as deleted. An original that the catalogue does not know, but that its sidecar
+Only files that are known to be useless are deleted: unfinished files with a temporary name of this program, and files
+that the catalogue remembers as deleted. An original that the catalogue does not know, but that its sidecar
 describes, is adopted: a crash came between the file and its row, or the catalogue is an older copy. Any other file with
 a name of this program goes to the orphans, and files with other names are left alone.
 """
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class Reconciliation:
-    """One start of a library: first ``run``, then ``without_sidecar`` tells what an earlier version has left to do.
+    """The repairs at a start of a library: first ``run``, then ``without_sidecar`` lists the sidecars that an earlier
+    version did not write.
 
     Args:
         known: paths of all originals that the catalogue lists, relative to the root.
@@ -95,7 +96,8 @@ class Reconciliation:
         return unknown | (found.caches - known)
 
     def _adopt(self, unknown: set[str], lost: set[str]) -> tuple[set[str], int]:
-        """Makes rows for what sidecars describe; returns the other paths, and how many sidecars were used."""
+        """Makes rows for the originals that sidecars describe; returns the other paths, and the number of sidecars
+        used."""
         names = (name for name in unknown if name.endswith(SIDECAR))
         sidecars = read_sidecars(
             self._root, names, lambda name, error: log.warning("%s cannot be used: %s", name, error)

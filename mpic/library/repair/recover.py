@@ -1,8 +1,8 @@
-"""Making a lost or damaged catalogue again from what the files say of themselves: originals by their sidecars, compiled
-chunks by their headers.
+"""Rebuilds a lost or damaged catalogue from the files: originals are described by their sidecars, compiled chunks by
+their headers.
 
-What was only in the catalogue is lost: the vectors of references (a server makes them again), and what was known of
-deleted files. A deletion that was answered has removed the sidecar, so nothing that was deleted comes back.
+Data that was only in the catalogue is lost: the vectors of references (a server makes them again), and the record of
+deleted files. A confirmed deletion has removed the sidecar, so no deleted file comes back.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Trouble(NamedTuple):
-    """A file that did not come back as it was, and what follows."""
+    """A file that was not fully recovered, and the consequence."""
 
     path: str
     what: str
@@ -50,9 +50,9 @@ class Recovery:
     """The outcome of a recovery.
 
     Args:
-        counts: how many ``files``, ``references``, ``caches``, ``chunks`` and ``users`` have rows now.
-        troubles: files that could not be adopted, or only as failed.
-        aside: where the old catalogue lies now, if there was one.
+        counts: numbers of ``files``, ``references``, ``caches``, ``chunks`` and ``users`` that have rows now.
+        troubles: files that could not be adopted, or could only be adopted as failed.
+        aside: new path of the old catalogue, if there was one.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -72,7 +72,7 @@ def recover(
     """Makes a new catalogue from the files and puts the old one aside. Every original is read and verified.
 
     Args:
-        dry_run: only tell what would be done; nothing in the folder is changed.
+        dry_run: only report what would be done; nothing in the folder is changed.
         force: make a new catalogue although the present one is in order.
         without_sidecars: adopt originals of versions that wrote no sidecars, under their ids (see ``salvage``).
         progress: called with the bytes of each original that was verified.
@@ -100,7 +100,7 @@ def recover(
 
 
 def size_of(root: Path) -> int:
-    """Returns about how many bytes ``recover`` reports to ``progress``."""
+    """Returns the approximate number of bytes that ``recover`` reports to ``progress``."""
     return sum((root / path).stat().st_size for path in scan(root).originals)
 
 
@@ -158,7 +158,7 @@ class _Rebuilding:
                 self._trouble(path, "describes an original that is gone; it is not adopted")
 
     def _verify(self, original: str, record: Record) -> str | None:
-        """Returns what is wrong with an original, or None."""
+        """Returns the defect of an original, or None."""
         if original not in self._found.originals:
             return LOST
         self._described.add(original)
@@ -187,17 +187,17 @@ class _Rebuilding:
 
 @contextmanager
 def _workplace(root: Path, filesystem: FileSystem, elsewhere: bool) -> Iterator[Path]:
-    """Yields where the new catalogue is made; nothing is left there when that fails.
+    """Yields the folder in which the new catalogue is made; nothing is left there on failure.
 
     Args:
-        elsewhere: in a temporary folder instead of the library's.
+        elsewhere: use a temporary folder instead of the library's.
     """
     if elsewhere:
         with tempfile.TemporaryDirectory(prefix="mpic-recover-") as folder:
             yield Path(folder, CATALOG)
         return
     path = root / NEW
-    _remove(path, filesystem)  # of a recovery that was interrupted
+    _remove(path, filesystem)  # removes the files of an interrupted recovery
     try:
         yield path
     except BaseException:
@@ -212,9 +212,9 @@ def _remove(path: Path, filesystem: FileSystem) -> None:
 
 
 def _swap(root: Path, new: Path, filesystem: FileSystem, now: float) -> Path | None:
-    """Puts the old catalogue aside and the new one in its place; returns where the old one lies now. A crash in between
-    leaves no catalogue, so that the next start refuses, as it did before. The old database is moved before its log,
-    which must never meet another database."""
+    """Puts the old catalogue aside and the new one in its place; returns the new path of the old one. A crash in
+    between leaves no catalogue, so that the next start refuses, as it did before. The old database is moved before its
+    log, which must never meet another database."""
     old = root / CATALOG
     aside = root / f"{CATALOG}.damaged-{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}"
     moved = False

@@ -1,4 +1,4 @@
-"""Originals that no sidecar describes: a version that wrote none has stored them, and the catalogue is lost."""
+"""Adopts originals without sidecars, for a lost catalogue of a version that wrote none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from mpic.errors import MPICError
 from mpic.keys import KeyStore, any_keys
 from mpic.library.folder.layout import owner_folder
-from mpic.library.intake.decode import content_key
+from mpic.library.intake.decode import NO_CLIPS, content_key
 from mpic.library.limits import Limits
 from mpic.library.records import SHARED
 from mpic.library.repair.adopt import Adoption
@@ -21,8 +21,8 @@ def salvage(
     adoption: Adoption, root: Path, originals: Iterable[str], owners: Iterable[str], limits: Limits
 ) -> list[str]:
     """Adopts originals without sidecars as far as they can be identified. An upload is named by its id and has no
-    handle, a reference is titled by its id. The hash in the path tells the owner, provided that the owner is ``local``,
-    has a key, or is among ``owners``.
+    handle, a reference is titled by its id. The hash in the path identifies the owner, provided that the owner is
+    ``local``, has a key, or is among ``owners``.
 
     Args:
         originals: paths relative to the root.
@@ -61,7 +61,7 @@ def _describe(path: Path, owner: str, limits: Limits) -> dict[str, Any] | None:
         OSError: it cannot be read.
     """
     data = path.read_bytes()
-    key = content_key(data, limits)
+    key = content_key(data, limits, no_clips=NO_CLIPS if owner == SHARED else None)  # no reference is a clip
     at = path.stat().st_mtime
     record = {
         "kind": key.kind,

@@ -19,7 +19,7 @@ from mpic.library.store.shares import Held, TierBounds, Why, make_room
 
 
 class ChunkRow(NamedTuple):
-    """A stored chunk as the disk tier needs it: ``KVKey.digest``, path relative to the root, bytes of the file."""
+    """The row of a stored chunk: ``KVKey.digest``, path relative to the root, bytes of the file."""
 
     key: str
     path: str
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 
 
 class ChunkRows:
-    """Compiled chunks. Their state is ``ready``, or tells why they are gone (``evicted | expired | corrupt |
+    """Compiled chunks. Their state is ``ready``, or the reason why they are gone (``evicted | expired | corrupt |
     missing``)."""
 
     def __init__(self, catalog: Catalog, clock: Callable[[], float]) -> None:
@@ -46,7 +46,7 @@ class ChunkRows:
         self._lock = Lock()  # guards _touched; held for a moment only
 
     def present(self, keys: Sequence[KVKey]) -> list[KVKey]:
-        """Returns those of the chunks that are ready, each once, by a single query."""
+        """Returns the chunks that are ready, each once, by a single query."""
         by_digest = {key.digest: key for key in keys}
         placeholders = ", ".join("?" * len(by_digest))
         rows = self._catalog.read(
@@ -100,7 +100,8 @@ class ChunkRows:
             "last_used": now,
         }
         self._catalog.add_user(db, key.owner, now)
-        db.execute("DELETE FROM chunks WHERE key = ?", (key.digest,))  # REPLACE would not fire triggers
+        # INSERT OR REPLACE would not fire triggers
+        db.execute("DELETE FROM chunks WHERE key = ?", (key.digest,))
         db.execute("DELETE FROM deleted WHERE path = ?", (chunk.path,))
         insert_row(db, "chunks", values)
 
@@ -140,14 +141,14 @@ class ChunkRows:
         return [(held.key, why) for held, why in gone]
 
     def pinned(self, owner: str, chunk: ChunkKey) -> bool:
-        """Tells whether a pinned file or reference of this owner holds this content."""
+        """Returns whether a pinned file or reference of this owner holds this content."""
         table, own = ("refs", "TRUE") if owner == SHARED else ("contents", "owner = :owner")
         sql = f"SELECT 1 FROM {table} WHERE {own} AND digest = :digest AND kind = :kind AND pinned"
         return bool(self._catalog.read(sql, owner=owner, digest=chunk.digest, kind=chunk.kind))
 
     def _turns(self, db: Connection, owner: str) -> Iterator[Held]:
-        """Yields an owner's chunks, least recently used first. A chunk is pinned if a pinned file or reference holds
-        it."""
+        """Yields an owner's chunks, least recently used first. A chunk counts as pinned if a pinned file or reference
+        holds it."""
         table = "refs" if owner == SHARED else "contents"
         same = "f.digest = chunks.digest AND f.kind = chunks.kind AND f.pinned"
         if owner != SHARED:
@@ -164,7 +165,7 @@ class ChunkRows:
         """Makes, within a transaction, all compiled forms of a content unavailable; returns their rows.
 
         Args:
-            state: keep the rows in this state, so that it is known why they are gone; None deletes them.
+            state: keep the rows with this state, which records why they are gone; None deletes them.
             unfinished: paths, relative to the root, of files of this content that are being written.
         """
         where, values = "owner = ? AND kind = ? AND digest = ?", (owner, chunk.kind, chunk.digest)
@@ -184,10 +185,10 @@ class ChunkRows:
             db.execute("DELETE FROM chunks WHERE state != 'ready' AND last_used < ?", (before,))
 
     def check_usage(self) -> None:
-        """Checks that the usage kept for each owner is what its rows add up to.
+        """Checks that the recorded usage of each owner is the sum of its rows.
 
         Raises:
-            IntegrityError: it is not.
+            IntegrityError: the usage differs.
         """
         counted = """
             SELECT owner, 'original' AS tier, COUNT(*), SUM(bytes) FROM files GROUP BY owner

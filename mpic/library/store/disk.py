@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from sqlite3 import Connection
 
@@ -28,6 +29,7 @@ from mpic.library.folder.orphans import Orphans
 from mpic.library.folder.quarantine import Quarantine
 from mpic.library.limits import Limits
 from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, Stored
+from mpic.library.store.disk_parts import DiskParts
 from mpic.library.store.reconcile import reconcile_chunks
 from mpic.library.store.tombstones import Tombstones
 
@@ -47,7 +49,7 @@ class DiskChunk:
     """A stored chunk; see ``mpic.kv.store.StoredChunk``.
 
     Args:
-        file: open, with its inputs; None opens the file when it is first read, so that a look-up costs neither a file
+        file: the open file with its inputs; None opens it on the first read, so that a look-up costs neither a file
             descriptor nor a read.
     """
 
@@ -75,6 +77,13 @@ class DiskChunk:
                 file.close()
         self._store._count(bytes_read=destination.nbytes)
 
+    def in_parts(self, most: int) -> DiskParts:
+        """Opens the file to be read in pieces of at most ``most`` bytes; raises what ``read_layers`` does."""
+        own = self._file is None
+        file = self._file or self._store._file(self._key, inputs=False)
+        aside = partial(self._store.set_aside, self._key)
+        return DiskParts(file, own, most, aside, lambda size: self._store._count(bytes_read=size))
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -84,8 +93,8 @@ class DiskStore:
     """Compiled chunks on the local disk. Thread-safe.
 
     Args:
-        root: the library's folder; files lie in ``kv`` and ``quarantine`` below it.
-        clock: seconds since the epoch.
+        root: the library's folder; files are in ``kv`` and ``quarantine`` below it.
+        clock: function that returns seconds since the epoch.
         guard: raises when the library's folder is not there any more.
     """
 
@@ -117,8 +126,7 @@ class DiskStore:
     # Reading
 
     def find(self, keys: Sequence[KVKey]) -> dict[KVKey, DiskChunk]:
-        """Returns those of the chunks that the catalogue has, by a single query; no file is opened before it is
-        read."""
+        """Returns the chunks that the catalogue has, by a single query; a file is opened only when it is read."""
         self._deleted.look_up(keys)
         found = self._rows.present(keys)
         self._rows.touch(found)
@@ -145,7 +153,7 @@ class DiskStore:
         Raises:
             NotFound: it is gone; its row is marked, unless the whole library is gone.
             CorruptFile: it is damaged; it has been put aside and counted.
-            OSError: it cannot be opened now (too many open files, no permission) and may be good; counted.
+            OSError: it cannot be opened now (too many open files, no permission), but may be intact; this is counted.
         """
         try:
             return ChunkFile(self.path(key), key, self._filesystem, inputs)
@@ -165,21 +173,21 @@ class DiskStore:
             raise
 
     def missing_reason(self, key: KVKey) -> str:
-        """Tells and counts why ``open`` found nothing: ``new | evicted | expired | model_changed | recipe |
-        corrupt``."""
+        """Returns and counts the reason why ``open`` found nothing: ``new | evicted | expired | model_changed | recipe
+        | corrupt``."""
         reason = self._missing_reason(key)
         self._count(**{f"missed_{reason}": 1})
         return reason
 
     def pinned(self, owner: str, chunk: ChunkKey) -> bool:
-        """Tells whether a pinned file or reference of this owner holds this content."""
+        """Returns whether a pinned file or reference of this owner holds this content."""
         return self._rows.pinned(owner, chunk)
 
     # Writing
 
     def save(self, chunk: ChunkKV) -> None:
-        """Stores a compiled chunk durably. Nothing is done if it is stored, or being saved already. It is not kept if
-        its content was deleted meanwhile, or since anybody last looked for it (``Tombstones``).
+        """Stores a compiled chunk durably, unless it is stored or being saved already. The chunk is not kept if its
+        content was deleted meanwhile, or after the last look-up (``Tombstones``).
 
         Raises:
             StorageFull: the disk is full, or no room can be made for the chunk (``shares``). Stored chunks stay
@@ -246,7 +254,7 @@ class DiskStore:
         self._rows.flush()
 
     def path(self, key: KVKey) -> Path:
-        """Returns where a chunk's file lies, whether or not it exists."""
+        """Returns the path of a chunk's file, whether or not it exists."""
         return self.root / chunk_path(key)
 
     # Housekeeping
@@ -272,8 +280,8 @@ class DiskStore:
         return {self.name: self.stats()}
 
     def check(self) -> None:
-        """Checks that every ready row has a file of its size. More bytes than the budget are no error: the budget may
-        have been reduced, and room is made at the next save.
+        """Checks that every ready row has a file of its size. Exceeding the budget is not an error: the budget may have
+        been reduced, and room is made at the next save.
 
         Raises:
             IntegrityError: a file is missing or has another size, or the recorded usage is wrong.
@@ -312,7 +320,7 @@ class DiskStore:
         """Moves a bad file to the quarantine and marks its chunk as corrupt."""
         self._count(corrupt=1)
         with self.lock:
-            if key in self._saving:  # it is being replaced already
+            if key in self._saving:  # the file is being replaced already
                 return
             log.warning("%s; it is moved to quarantine/ and will be compiled again", error)
             try:

@@ -5,6 +5,7 @@ On the CPU the device's pages are host memory already, so the tier is not used t
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 
 from mpic.errors import IntegrityError, StorageFull, StorageQuotaExceeded
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
+from mpic.kv.copies import page_locked_bytes
 from mpic.library.store.shares import Held, TierBounds, make_room
 from mpic.library.store.tombstones import Tombstones
 
@@ -22,14 +24,14 @@ COUNTERS = (
 )
 
 
-def allocated(kv: torch.Tensor, page_locked: bool) -> int:
-    """Returns how many bytes a copy of the tensor takes: torch rounds page-locked memory up to a power of two."""
-    return 1 << (kv.nbytes - 1).bit_length() if page_locked else kv.nbytes
+def allocated(size: int, page_locked: bool) -> int:
+    """Returns how many bytes of memory a tensor of ``size`` bytes takes."""
+    return page_locked_bytes(size) if page_locked else size
 
 
-def memory_for(kv: torch.Tensor, page_locked: bool) -> torch.Tensor:
-    """Returns host memory for a copy of the tensor."""
-    return torch.empty(kv.shape, dtype=kv.dtype, pin_memory=page_locked)
+def memory_for(shape: Sequence[int], dtype: torch.dtype, page_locked: bool) -> torch.Tensor:
+    """Returns host memory for a chunk's KV."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=page_locked)
 
 
 class HostChunk:
@@ -41,10 +43,10 @@ class HostChunk:
         self, inputs: ChunkInputs, kv: torch.Tensor, page_locked: bool, count: Callable[..., None]
     ) -> None:
         self.inputs, self._kv, self._page_locked, self._count = inputs, kv, page_locked, count
-        self.bytes = allocated(kv, page_locked) + inputs.nbytes
+        self.bytes = allocated(kv.nbytes, page_locked) + inputs.nbytes
 
     def lend(self) -> torch.Tensor | None:
-        """Returns the KV itself if a device can copy from it while the host goes on. It must not be changed."""
+        """Returns the KV itself if a device can copy from it while the host continues. It must not be changed."""
         if not self._page_locked:
             return None
         self._count(bytes_read=self._kv.nbytes)
@@ -57,11 +59,25 @@ class HostChunk:
         self._count(bytes_read=self._kv.nbytes)
 
 
+class HostReservation:
+    """Memory of the tier that is being filled; see ``mpic.kv.store.Reservation``. End it once, with ``keep`` or
+    ``drop``."""
+
+    def __init__(self, tier: HostTier, key: KVKey, chunk: HostChunk, kv: torch.Tensor) -> None:
+        self.kv, self._tier, self._key, self._chunk = kv, tier, key, chunk
+
+    def keep(self) -> None:
+        self._tier._end(self._key, self._chunk.bytes, self._chunk)
+
+    def drop(self) -> None:
+        self._tier._end(self._key, self._chunk.bytes, None)
+
+
 class HostTier:
     """Chunks in host memory; the least recently used are evicted, within each user's share (``shares``). Thread-safe.
 
     Args:
-        bounds: budget and quota in bytes, of what is really allocated.
+        bounds: budget and quota in bytes actually allocated.
         page_locked: use page-locked memory, so that copies to a CUDA device run beside computation.
         pinned: tells whether the owner has pinned this content.
     """
@@ -74,7 +90,7 @@ class HostTier:
         page_locked: bool = False,
         pinned: Callable[[str, ChunkKey], bool] = lambda *_: False,
     ) -> None:
-        self._bounds, self._page_locked, self._pinned = bounds, page_locked, pinned
+        self._bounds, self.page_locked, self._pinned = bounds, page_locked, pinned
         self._chunks: OrderedDict[KVKey, HostChunk] = OrderedDict()  # least recently used first
         self._used: Counter[str] = Counter()  # bytes by owner, those being copied included
         self._copying: dict[KVKey, bool] = {}  # False once the content was dropped
@@ -83,7 +99,7 @@ class HostTier:
         self._lock = threading.Lock()
 
     def find(self, keys: Sequence[KVKey]) -> dict[KVKey, HostChunk]:
-        """Returns those of the chunks that are here."""
+        """Returns the chunks that are in this tier."""
         self._dropped.look_up(keys)
         with self._lock:
             found = {key: self._chunks[key] for key in keys if key in self._chunks}
@@ -94,31 +110,50 @@ class HostTier:
 
     def save(self, chunk: ChunkKV) -> None:
         """Copies a chunk here. One that does not fit is only counted, because this tier is never the only one."""
-        key, size = chunk.key, allocated(chunk.kv, self._page_locked) + chunk.inputs.nbytes
+        reserved = self.reserve(chunk.key, chunk.inputs, chunk.kv.shape, chunk.kv.dtype)
+        if reserved is None:
+            return
+        try:
+            reserved.kv.copy_(chunk.kv)
+        except BaseException:
+            reserved.drop()
+            raise
+        reserved.keep()
+
+    def reserve(
+        self, key: KVKey, inputs: ChunkInputs, shape: Sequence[int], dtype: torch.dtype
+    ) -> HostReservation | None:
+        """Returns memory for a chunk that is not here yet. None if it is, or comes already, or was deleted, or does not
+        fit, which is only counted."""
+        size = allocated(math.prod(shape) * dtype.itemsize, self.page_locked) + inputs.nbytes
         with self._lock:
             if key in self._chunks or key in self._copying or not self._dropped.allows(key):
-                return
+                return None
             try:
                 gone = make_room(self._bounds, self._used, key.owner, size, self._turns)
             except (StorageFull, StorageQuotaExceeded):
                 self._counters["refused"] += 1
-                return
+                return None
             for held, why in gone:
                 self._counters.update({"evicted": 1, f"evicted_{why}": 1, "bytes_evicted": held.bytes})
                 self._remove(held.key)
             self._used[key.owner] += size
             self._copying[key] = True
-        kept = None
         try:
-            kv = memory_for(chunk.kv, self._page_locked).copy_(chunk.kv)
-            kept = HostChunk(chunk.inputs, kv, self._page_locked, self._count)
-        finally:
-            with self._lock:
-                if self._copying.pop(key) and kept is not None:
-                    self._chunks[key] = kept
-                    self._counters.update(saved=1, bytes_written=size)
-                else:
-                    self._used[key.owner] -= size
+            kv = memory_for(shape, dtype, self.page_locked)
+            return HostReservation(self, key, HostChunk(inputs, kv, self.page_locked, self._count), kv)
+        except BaseException:
+            self._end(key, size, None)
+            raise
+
+    def _end(self, key: KVKey, size: int, kept: HostChunk | None) -> None:
+        """Ends a reservation of so many bytes: its chunk is here now, or the bytes are given back."""
+        with self._lock:
+            if self._copying.pop(key) and kept is not None:
+                self._chunks[key] = kept
+                self._counters.update(saved=1, bytes_written=size)
+            else:
+                self._used[key.owner] -= size
 
     def drop(self, owner: str, chunk: ChunkKey) -> None:
         """Drops all forms of a content."""
@@ -143,7 +178,7 @@ class HostTier:
         """Checks that the bytes add up and are within the budget.
 
         Raises:
-            IntegrityError: they are not.
+            IntegrityError: they do not.
         """
         with self._lock:
             if self._copying:

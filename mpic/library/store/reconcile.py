@@ -1,4 +1,4 @@
-"""Bringing the rows and the files of compiled chunks into agreement, at start-up.
+"""Makes the rows and the files of compiled chunks agree at start-up.
 
 A file that the catalogue knows to be gone (evicted, expired, deleted) was left by a crash and is removed. An intact
 file that it does not know is adopted: a crash came between the file and its row, or the catalogue is an older copy. Any
@@ -72,7 +72,7 @@ def read_stored(root: Path, path: str, filesystem: FileSystem) -> Stored | None:
     layers are verified when they are read, as those of every chunk.
 
     Args:
-        path: relative to the root.
+        path: path of the file, relative to the root.
     """
     try:
         file = ChunkFile(root / path, files=filesystem)
@@ -87,7 +87,7 @@ def read_stored(root: Path, path: str, filesystem: FileSystem) -> Stored | None:
 
 
 def remove(filesystem: FileSystem, paths: Iterable[Path]) -> None:
-    """Removes files that nothing refers to; the next start tries those again that cannot be removed."""
+    """Removes files that nothing refers to. Files that cannot be removed are tried again at the next start."""
     for path in paths:
         with suppress(OSError):
             filesystem.remove(path)

@@ -1,5 +1,5 @@
-"""Shares decide whose chunks are evicted when a tier is full, alike for every tier with a byte budget (disk, host
-memory).
+"""Shares decide whose chunks are evicted when a tier is full. The rules are the same for every tier with a byte budget
+(disk, host memory).
 
 Every user who stores anything is guaranteed a share of the budget. Within its share, a user loses chunks only to newer
 chunks of its own, least recently used first. Bytes beyond the share, which others left unused, are lent: these chunks
@@ -35,7 +35,7 @@ class TierBounds(NamedTuple):
 
     Args:
         budget: bytes of the tier.
-        quota: most bytes of one user; 0: only the budget counts. References have no quota.
+        quota: maximum number of bytes of one user; 0: only the budget counts. References have no quota.
         shared: part of the budget, 0 to 1, that is guaranteed to references while any are stored.
     """
 
@@ -44,7 +44,7 @@ class TierBounds(NamedTuple):
     shared: float = 0.5
 
     def share(self, owner: str, used: Mapping[str, int]) -> float:
-        """Returns the bytes that an owner is guaranteed when the tier is used like this, in bytes by owner."""
+        """Returns the bytes that an owner is guaranteed, given the bytes that each owner uses."""
         shared = self.budget * self.shared if used.get(SHARED) else 0.0
         if owner == SHARED:
             return shared
@@ -59,7 +59,7 @@ def make_room(
 
     Args:
         used: bytes by owner, including those being written.
-        turns: returns an owner's chunks, least recently used first.
+        turns: function that returns an owner's chunks, least recently used first.
 
     Raises:
         StorageQuotaExceeded: the user's quota is smaller than ``size``, or all its chunks are pinned.
@@ -100,7 +100,7 @@ class _Eviction:
         return self.used[owner] - self.bounds.share(owner, self.used)
 
     def _from_others(self) -> bool:
-        """Evicts a chunk that lies beyond another owner's share, if the saver is within its own."""
+        """Evicts a chunk of another owner that exceeds that owner's share, if the saver is within its own."""
         if self._over(self.saver) > 0:
             return False
         others = sorted((o for o in self.used if o != self.saver), key=self._over, reverse=True)
@@ -111,7 +111,7 @@ class _Eviction:
         )
 
     def _take(self, owner: str, why: Why, at_most: float | None = None, pinned: bool = False) -> bool:
-        """Evicts one chunk of this owner, of at most so many bytes; False if there is none."""
+        """Evicts one chunk of this owner that has at most this many bytes; returns False if there is none."""
         passed = self._passed.setdefault(owner, [])
         turn = self._turns.setdefault(owner, iter(self.turns(owner)))
         for chunk in list(passed):

@@ -1,8 +1,8 @@
-"""All tiers below the device in one ``ChunkStore``: they are asked from the nearest to the farthest, and a chunk that
-was found is copied to the nearer ones.
+"""Combines all tiers below the device in one ``ChunkStore``. They are asked from the nearest to the farthest, and a
+chunk that was found is copied to the nearer ones.
 
 The disk is the tier of record: saved chunks are durable there, and only the disk knows why a chunk is gone. A nearer
-tier (host memory) and a farther one (remote) are caches of it, and are told when a content is deleted.
+tier (host memory) and a farther one (remote) are caches of it, and are notified when a content is deleted.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from mpic.library.store.chunk_rows import ChunkRow
 from mpic.library.store.disk import DiskStore
 
 if TYPE_CHECKING:
-    from mpic.kv.store import StoredChunk
+    from mpic.kv.store import PartedChunk, Reservation, StoredChunk
 
 log = logging.getLogger(__name__)
 
 
 class Tier(Protocol):
     """A place for compiled chunks beside the disk. A remote tier implements this over its own transport; chunks travel
-    well as the files of ``mpic.kv.file``, which carry their identity and checksums. Thread-safe."""
+    well as the files of ``mpic.kv.file``, which carry their identity and checksums. Thread-safe.
+
+    A tier whose ``page_locked`` is true also has ``reserve`` (see ``HostTier``): what is brought nearer to a device is
+    read into its memory.
+    """
 
     name: str
 
     def find(self, keys: Sequence[KVKey]) -> Mapping[KVKey, StoredChunk]:
-        """Returns the chunks that are stored. It is asked once for a whole prompt and answers in milliseconds, if need
-        be with nothing."""
+        """Returns the chunks that are stored. It is called once for a whole prompt and must return within milliseconds,
+        if necessary with no chunks."""
         ...
 
     def save(self, chunk: ChunkKV) -> None:
-        """Keeps a copy if possible. A tier that is full or out of reach counts that and does not raise."""
+        """Keeps a copy if possible. A tier that is full or out of reach counts the failure and does not raise."""
         ...
 
     def drop(self, owner: str, chunk: ChunkKey) -> None:
@@ -53,7 +57,7 @@ class Tier(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises IntegrityError."""
+        """Checks the tier. Raises IntegrityError if its records are wrong."""
         ...
 
 
@@ -71,13 +75,28 @@ class Promoted:
     def inputs(self) -> ChunkInputs:
         return self._stored.inputs
 
+    def in_parts(self, most: int) -> PartedChunk | None:
+        """Opens the chunk to be read in parts, if every nearer tier can be read into (``reserve``): others are given
+        a chunk when it lies in memory as a whole."""
+        in_parts = getattr(self._stored, "in_parts", None)
+        if in_parts is None or not all(getattr(tier, "page_locked", False) for tier in self._nearer):
+            return None
+        return in_parts(most)
+
+    def reserve(self, shape: Sequence[int], dtype: torch.dtype) -> Reservation | None:
+        """Returns memory of the nearest tier in page-locked memory that takes the chunk, to be read into."""
+        for tier in self._nearer:
+            if getattr(tier, "page_locked", False):
+                return tier.reserve(self._key, self._stored.inputs, shape, dtype)
+        return None
+
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
         yield from self._stored.read_layers(destination)
         try:
             chunk = ChunkKV(self._key, self._stored.inputs, destination)
             for tier in self._nearer:
                 tier.save(chunk)
-        except (MPICError, OSError) as error:  # the read itself went well
+        except (MPICError, OSError) as error:  # the read itself has succeeded
             log.warning("chunk %s was not copied to a nearer tier: %s", self._key.chunk, error)
 
 
@@ -85,8 +104,8 @@ class TieredStore:
     """A ``ChunkStore`` over a disk with tiers around it.
 
     Args:
-        nearer: for instance a ``HostTier``.
-        farther: for instance a remote tier.
+        nearer: a tier nearer to the device, such as a ``HostTier``; or None.
+        farther: tiers beyond the disk, such as a remote tier.
     """
 
     def __init__(self, disk: DiskStore, nearer: Sequence[Tier] = (), farther: Sequence[Tier] = ()) -> None:

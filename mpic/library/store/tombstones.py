@@ -1,5 +1,5 @@
-"""Tombstones keep a save that began before a deletion from bringing the deleted content back: a compile or a copy takes
-its time."""
+"""Tombstones prevent a save that began before a deletion from bringing the deleted content back, since a compile or a
+copy takes time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Content = tuple[str, ChunkKey]
 
 
 class Tombstones:
-    """Contents that were deleted and not looked up since: a save of one of them was requested before the deletion.
+    """The contents that were deleted and not looked up since. A save of one of them was requested before the deletion.
 
-    A tier is not told when such a request ends, so a deletion would have to be remembered for ever. Instead the newest
-    ``capacity`` deletions are remembered, and the contents that were looked up last. Once a deletion has been
+    A tier does not know when such a request ends, so a deletion would have to be remembered for ever. Instead the
+    newest ``capacity`` deletions are remembered, and the contents that were looked up last. Once a deletion has been
     forgotten, only the latter may be saved. A timely save is among them, and a chunk that is refused by mistake is
     merely compiled again. Thread-safe.
     """
@@ -55,7 +55,7 @@ class Tombstones:
                 self._forgotten = True
 
     def allows(self, key: KVKey) -> bool:
-        """Tells whether a chunk may be saved."""
+        """Returns whether a chunk may be saved."""
         content = key.owner, key.chunk
         with self._lock:
             if self._forgotten:

@@ -1,1 +1,1 @@
-"""One small file a policy family, each with its paper and section."""
+"""The policies: one file per family, which names its paper and section."""

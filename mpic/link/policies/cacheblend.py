@@ -21,8 +21,8 @@ class CacheBlend(DynamicPolicy):
     keys and values depend on context, and carried through the deeper ones.
 
     The first layer runs over the whole prompt, as in the paper. Its keys and values are those of the compiled chunks
-    (they depend on the token alone), so linking the decided tokens afterwards gives what narrowing the same forward
-    would; the chosen tokens pass the first layer twice, which costs r percent of a layer.
+    (they depend on the token alone), so linking the decided tokens afterwards gives the same result as narrowing that
+    forward would; the chosen tokens pass the first layer twice, which costs r percent of a layer.
     """
 
     syntax = "cacheblend-R"
@@ -44,14 +44,13 @@ class CacheBlend(DynamicPolicy):
         return heads
 
     def choose(self, found: Sequence[torch.Tensor]) -> list[Ranges]:
-        import torch  # not at the top: reading a configuration must not load it
+        import torch  # imported here, because reading a configuration must not load torch
 
         if not found:
             return []
         flat = torch.cat(list(found)).float().cpu()
-        order = torch.argsort(
-            flat, descending=True, stable=True
-        )  # of equal tokens the earlier one comes first
+        # among tokens with equal deviation the earlier one comes first
+        order = torch.argsort(flat, descending=True, stable=True)
         chosen = torch.zeros(len(flat), dtype=torch.bool)
         chosen[order[: self._budget(len(flat))]] = True
         return [

@@ -13,7 +13,7 @@ class Full(Policy):
     """Full prefill of the whole prompt, nothing reused: the quality reference of every paper."""
 
     syntax = "full"
-    summary = "Computes everything. The quality reference; no reuse at all."
+    summary = "Computes everything and reuses nothing. The reference for quality."
     exact = True
     uses_chunks = False
     prefix = False

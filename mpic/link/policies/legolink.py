@@ -16,7 +16,7 @@ class LegoLink(Policy):
     prompt, whose sink tokens are already those of the full context."""
 
     syntax = "legolink-K"
-    summary = "As mpic-K, but not of an image or document that starts the prompt."
+    summary = "Like mpic-K, except for an image or document that starts the prompt."
     paper = papers.EPIC
     examples = ("legolink-16",)
     k: int = tokens(least=1)

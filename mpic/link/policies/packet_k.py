@@ -12,10 +12,10 @@ from mpic.link.policy import Wrapping
 @dataclass(frozen=True)
 class PacketK(MPIC):
     """KV Packet (arXiv 2604.13226) under MPIC-k: the first ``k`` tokens of every packet are recomputed, those of its
-    header among them, so that they know what stands before it. Not in the paper."""
+    header among them, so that they depend on what stands before it. This combination is not in the paper."""
 
     syntax = "packet-K"
-    summary = "As packet, and recomputes the first K tokens of each, the trained ones in front included."
+    summary = "Like packet, but recomputes the first K tokens of each, including the trained ones in front."
     paper = papers.KV_PACKET
     examples = ("packet-16",)
     wrapping = Wrapping(packet=True)

@@ -10,10 +10,10 @@ from mpic.link.policies.full import Full
 
 @dataclass(frozen=True)
 class Prefix(Full):
-    """As ``full``, but the longest prefix that the user's earlier exact requests have computed is mapped. The baseline
-    of MPIC (section 5), EPIC and CacheBlend; vLLM and SGLang (RadixAttention) do this."""
+    """Like ``full``, but the longest prefix that the user's earlier exact requests have computed is mapped. The
+    baseline of MPIC (section 5), EPIC and CacheBlend, and the method of vLLM and SGLang (RadixAttention)."""
 
     syntax = "prefix"
-    summary = "Reuses only what stands at the beginning of an earlier prompt. Exact."
+    summary = "Reuses only the beginning of an earlier prompt. Exact."
     paper = papers.SGLANG
     prefix = True

@@ -1,4 +1,4 @@
-"""A control: recompute tokens chosen blindly."""
+"""A control: recompute randomly chosen tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mpic.method import percent
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """Random-r: recompute ``r`` percent of each chunk's tokens, drawn uniformly: the control of CacheBlend's and
-    MPIC's comparisons, for what a budget buys when nothing guides it. The draw depends only on ``r``, the chunk's
+    """Random-r: recompute ``r`` percent of each chunk's tokens, drawn uniformly: the control in CacheBlend's and MPIC's
+    comparisons, which shows the effect of a budget that nothing guides. The draw depends only on ``r``, the chunk's
     length and its place among the chunks, so a request selects the same tokens every time."""
 
     syntax = "random-R"
-    summary = "Recomputes R percent of every image and document, blindly. A control."
+    summary = "Recomputes a random R percent of every image and document. A control."
     examples = ("random-15",)
     r: int = percent()
 

@@ -13,8 +13,6 @@ class ReuseTwoStep(Reuse):
     once more over everything. Kept for comparison: it launches two forwards and its text never sees a chunk."""
 
     syntax = "reuse-2step"
-    summary = (
-        "As reuse, in two steps: text without images and documents, then its last token over everything."
-    )
+    summary = "Like reuse, in two steps: the text without images and documents, then its last token over everything."
     prefix = False
     two_step = True

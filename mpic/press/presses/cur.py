@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CUR(Press):
-    """CurDKV (arXiv 2509.15038) with its local approximation: the leverage of a token in a CUR decomposition is taken
-    for the squared norm of its key, as a share of those in its window, times that of its value.
+    """CurDKV (arXiv 2509.15038) with its local approximation: the leverage of a token in a CUR decomposition is
+    approximated by the squared norm of its key, as a share of those in its window, times that of its value.
 
     Class attributes:
         window: tokens that are compared with each other.
@@ -30,7 +30,8 @@ class CUR(Press):
         return self._shares(kv.keys) * self._shares(kv.values)
 
     def _shares(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns ``[heads, n]`` for ``[heads, n, head_dim]``."""
+        """Returns each token's share of the squared norms in its window, ``[heads, n]`` for ``[heads, n,
+        head_dim]``."""
         import torch
 
         norms = states.square().sum(-1)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KNorm(Press):
-    """L2 norm (arXiv 2406.11430): keys of a small norm attract attention, so those of a large norm leave."""
+    """L2 norm (arXiv 2406.11430): keys of a small norm attract attention, so those of a large norm are removed."""
 
     syntax = "knorm-R"
     summary = "Removes the R percent of tokens with the largest keys."

@@ -1,4 +1,4 @@
-"""A control: keep tokens blindly."""
+"""A control: keep randomly chosen tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Random(Press):
-    """Random: what a size buys when nothing guides it. The draw depends only on layer, heads and length, so a chunk is
-    compressed the same way every time."""
+    """Random: shows the effect of a size that nothing guides. The draw depends only on layer, heads and length, so a
+    chunk is compressed the same way every time."""
 
     syntax = "random-R"
-    summary = "Removes R percent of the tokens, drawn blindly. A control."
+    summary = "Removes R percent of the tokens at random. A control."
 
     def score(self, kv: LayerKV) -> torch.Tensor:
         import torch

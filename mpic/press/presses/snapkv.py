@@ -44,4 +44,4 @@ class SnapKV(Press):
             if attention.numel()
             else attention[:, 0]
         )
-        return pad(pooled, (0, w), value=2.0)  # more than any attention
+        return pad(pooled, (0, w), value=2.0)  # larger than any attention score

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Streaming(Press):
     """StreamingLLM (arXiv 2309.17453): the first tokens of a chunk, which are its attention sink, and the last ones
-    stay; what lies between leaves. The sink is what every press protects."""
+    stay, and those between are removed. Every press protects the sink."""
 
     syntax = "streaming-R"
     summary = "Removes R percent of the tokens from the middle, behind the first ones."

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TOVA(Press):
-    """TOVA (arXiv 2401.06104): the attention of a chunk's last token, averaged over the heads of a layer, which so keep
-    the same tokens. In a packet the last token is an adapter's."""
+    """TOVA (arXiv 2401.06104): the attention of a chunk's last token, averaged over the heads of a layer, which
+    therefore keep the same tokens. In a packet the last token is an adapter's."""
 
     syntax = "tova-R"
     summary = "Removes the R percent of tokens that the last one attends to least."

@@ -1,1 +1,1 @@
-"""One router per resource."""
+"""The routers, one per resource."""

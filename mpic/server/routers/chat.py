@@ -56,7 +56,7 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
     check_model(state, body.model)
     threads = state.pools.long_prompts if _parts(body) > MANY_PARTS else state.pools.prompts
     generation, rounds = await threads.run(request, prepare, body, state, user.id)
-    # It runs to the end even if the client leaves: answers that were submitted must be aborted.
+    # It runs to the end even if the client disconnects, because submitted answers must be aborted.
     answers = await state.pools.prompts.call(
         user.id, ParallelSampling.submit, state.engine.submit, generation, body.n or 1
     )
@@ -88,7 +88,7 @@ def _parts(body: ChatRequest) -> int:
 def prepare(
     body: ChatRequest, state: State, user: str
 ) -> tuple[GenerationRequest, tuple[RetrievalRound, ...]]:
-    """Returns the request as the engine takes it, and the searches made for it.
+    """Returns the request for the engine, and the searches made for it.
 
     It may tokenize long texts and decode images, so it runs on a thread.
     """
@@ -123,12 +123,12 @@ def prepare(
 
 
 def asked_press(body: ChatRequest, policy: Policy) -> str | None:
-    """Returns the press that a request asks for, if any. Raises UnknownPress; UnsupportedParameter: it would do
-    nothing."""
+    """Returns the press that a request asks for, if any. Raises UnknownPress, or UnsupportedParameter if it would have
+    no effect."""
     press = parse_press(body.mpic.press or "")
     if press is not None and not policy.uses_chunks:
         raise UnsupportedParameter(
-            f"press {press} does nothing under policy {policy}, which reads no compiled chunk",
+            f"press {press} has no effect under policy {policy}, which reads no compiled chunk",
             param="mpic.press",
         )
     return body.mpic.press
@@ -141,7 +141,7 @@ def _resolver(state: State, user: str) -> LibraryResolver:
 
 
 def sampling_of(body: ChatRequest) -> Sampling:
-    """Returns how the tokens of the answer are chosen."""
+    """Returns the sampling parameters of a request."""
     return Sampling(
         max_tokens=body.max_completion_tokens or body.max_tokens,
         temperature=body.temperature or 0.0,
@@ -160,7 +160,7 @@ def offers_tools(body: ChatRequest) -> bool:
 
 
 def offered_tools(body: ChatRequest, template: ChatTemplate) -> list[dict[str, Any]]:
-    """Returns the tools a request offers. Raises UnsupportedParameter: the model cannot be offered any."""
+    """Returns the tools that a request offers. Raises UnsupportedParameter if the model does not support tools."""
     if not offers_tools(body):
         return []
     if body.mpic.retrieval.mode != "off":

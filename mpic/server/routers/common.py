@@ -1,4 +1,4 @@
-"""Shared by the routers: parameters of listings, forms, objects, downloads, and where compiled KV lies."""
+"""Helpers of the routers: parameters of listings, forms, objects, downloads, and the tiers of compiled KV."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def form_fields(*known: str) -> Any:
 
 
 def download(content: bytes, filename: str) -> Response:
-    """Returns a response that browsers save and never show, whatever the content is."""
+    """Returns a response that browsers save and never display, whatever the content is."""
     headers = {
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(filename, safe='')}",
         "X-Content-Type-Options": "nosniff",
@@ -48,8 +48,7 @@ def download(content: bytes, filename: str) -> Response:
 
 
 def shown(kind: type[T], source: object, **more: Any) -> T:
-    """Returns an object of the API: what ``source`` has under the names of its fields, and ``more``. Times are shown in
-    whole seconds."""
+    """Returns an object of the API, whose fields come from ``source`` and ``more``. Times are in whole seconds."""
     found = {
         name: getattr(source, name)
         for name in kind.model_fields
@@ -60,7 +59,7 @@ def shown(kind: type[T], source: object, **more: Any) -> T:
 
 
 def tiers_of(state: State, user: str, file_id: str | None = None) -> Tiers:
-    """Returns where KV of the user's files that is compiled for the served model lies below the device."""
+    """Returns the tiers below the device that hold KV of the user's files for the served model."""
     wanted = "files.owner = :user AND c.model = :model AND c.state = 'ready'"
     wanted += "" if file_id is None else " AND files.id = :file"
     rows = state.library.catalog.read(

@@ -53,38 +53,38 @@ async def upload(
     split: Annotated[
         str | None,
         Form(
-            description="how a document is cut into chunks: `auto` (if it is too long for one), `none`, `fixed`, "
+            description="the way a document is cut into chunks: `auto` (if it is too long for one), `none`, `fixed`, "
             "`sentence`, `paragraph`, `section`, or an object with `mode`, `tokens` and `overlap`"
         ),
     ] = None,
     press: Annotated[
         str | None,
         Form(
-            description="how it is compressed, e.g. `snapkv-50`; `none`: not at all; left out: as the server does"
+            description="the press that compresses it, e.g. `snapkv-50`; `none`: no compression; default: the server's"
         ),
     ] = None,
     ttl: Annotated[int | None, Form(ge=1, description="seconds until it expires; left out: never")] = None,
     anchor: Annotated[Literal["created_at"] | None, Form(alias="expires_after[anchor]")] = None,
     lifetime: Annotated[int | None, Form(alias="expires_after[seconds]", ge=1)] = None,
 ) -> FileObject:
-    """Upload an image or a document. The answer comes when the original is durable; it is compiled in the background.
+    """Upload an image, a clip or a document. The answer comes when the original is durable; it is compiled in the
+    background.
 
     The server decodes it to find out what it is. `state` goes from `compiling` to `ready` or `failed`; prompts may use
-    it at once. The same bytes under the same handle once more are no second file (`outcome` is `unchanged`); only the
-    lifetime is counted anew. `expires_after` is OpenAI's name for `ttl`.
+    it at once. Uploading the same bytes under the same handle again makes no second file (`outcome` is `unchanged`);
+    only the lifetime starts again. `expires_after` is OpenAI's name for `ttl`.
     """
     if purpose not in PURPOSES:
         raise UnsupportedParameter(
             f"purpose {purpose!r} is not supported; known: {', '.join(PURPOSES)}", param="purpose"
         )
-    life = _lifetime(ttl, anchor, lifetime)
     name, asked = file.filename or "", split not in (None, "auto")
     stored = await state.library.files.upload(
         user.id,
         file,
         name,
         handle or None,
-        life,
+        _lifetime(ttl, anchor, lifetime),
         replace=replace,
         split=split_of(split, name, state.config.library.split_tokens),
         split_asked=asked,
@@ -103,7 +103,8 @@ async def upload(
 
 
 def _lifetime(ttl: int | None, anchor: str | None, seconds: int | None) -> int | None:
-    """Returns the lifetime of an upload, seconds: ours or OpenAI's. Raises BadRequest: they are in conflict."""
+    """Returns the lifetime of an upload in seconds, from our field or OpenAI's. Raises BadRequest if they are in
+    conflict."""
     if (anchor is None) != (seconds is None):
         raise BadRequest("expires_after needs both anchor and seconds", param="expires_after")
     if ttl is not None and seconds is not None and ttl != seconds:
@@ -115,8 +116,8 @@ def checked_press(press: str | None, engine: Engine) -> str | None:
     """Returns a press's canonical name.
 
     Raises:
-        UnknownPress: there is none of that name.
-        UnsupportedParameter: the engine does not compress chunks of its model by it.
+        UnknownPress: there is no press of that name.
+        UnsupportedParameter: the engine cannot compress chunks of its model by this press.
     """
     found = parse_press(press or "")
     if found is None:
@@ -133,11 +134,13 @@ def list_files(
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Order = "desc",
-    purpose: Annotated[str | None, Query(description="vision: images, user_data: documents")] = None,
+    purpose: Annotated[
+        str | None, Query(description="vision: images and clips, user_data: documents")
+    ] = None,
 ) -> FileList:
     """List your files by age."""
-    kind = {None: None, "vision": "image", "user_data": "text"}.get(purpose, "none")
-    page = state.library.files.page(user.id, after=after, limit=limit, order=order, kind=kind)
+    kinds = {None: None, "vision": ("image", "video"), "user_data": ("text",)}.get(purpose, ())
+    page = state.library.files.page(user.id, after=after, limit=limit, order=order, kinds=kinds)
     tiers, counts = tiers_of(state, user.id), state.library.files.counts(user.id)
     return FileList.of((_show(file, state, tiers, counts) for file in page.files), page.has_more)
 
@@ -162,7 +165,7 @@ def get_content(file_id: str, state: StateDep, user: CurrentUser) -> Response:
 @router.patch("/{file_id}")
 def change_file(file_id: str, body: FileChange, state: StateDep, user: CurrentUser) -> FileObject:
     """Let a file live for `ttl` seconds from now, or give it another handle. Prompts find it by the new handle only."""
-    check_life("ttl", body.ttl)  # first, so that both change or neither does
+    check_life("ttl", body.ttl)  # checked first, so that both change or neither does
     if "handle" in body.model_fields_set:
         state.library.files.rename(user.id, file_id, body.handle)
     if "ttl" in body.model_fields_set:
@@ -180,7 +183,7 @@ def delete_file(file_id: str, state: StateDep, user: CurrentUser) -> FileDeleted
 
 
 def _show(file: LibraryFile, state: State, tiers: Tiers, counts: Mapping[str, int]) -> FileObject:
-    purpose, details = "vision" if file.kind == "image" else "user_data", file.error
+    purpose, details = "user_data" if file.kind == "text" else "vision", file.error
     try:
         check_whole(file, state.engine.info.context_length)
     except DocumentTooLong as error:

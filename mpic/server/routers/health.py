@@ -1,4 +1,4 @@
-"""``/health``: whether the server is alive, whether it will answer, and what runs."""
+"""``/health``: liveness, readiness, and the model and engine that run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ router = APIRouter(prefix="/health", tags=["health"])
 @router.get("")
 async def health(state: StateDep, user: CurrentUser) -> JSONResponse:
     """Readiness, the model, the attention implementation and the policies on offer. `engine` holds the engine's
-    counters (queue, pages by state) for admins alone, because they tell what other users do. When the engine is not
-    ready it holds `error`, for everybody."""
+    counters (queue, pages by state) for admins alone, because they reveal the activity of other users. When the engine
+    is not ready it holds `error`, for everybody."""
     stats: dict[str, Any] = {}
     try:
         await _check(state)
@@ -43,7 +43,7 @@ async def health(state: StateDep, user: CurrentUser) -> JSONResponse:
         press=state.config.engine.press,
         presses=tuple(state.engine.presses()),
     )
-    shown = body.model_dump(mode="json", exclude_unset=True)  # of the engine, what it counts
+    shown = body.model_dump(mode="json", exclude_unset=True)  # counters of the engine
     return JSONResponse(shown, status_code=200 if ready else 503)
 
 

@@ -33,7 +33,9 @@ THUMBNAIL = 128
 """Longest side in pixels."""
 FIELDS = ("file", "title", "description", "metadata")
 Content = Annotated[UploadFile, File(description="PNG, JPEG, WebP, BMP, or text in UTF-8")]
-Title = Annotated[str | None, Form(description="what people and prompts call it; default: the file's name")]
+Title = Annotated[
+    str | None, Form(description="its name for people and in prompts; default: the file's name")
+]
 Description = Annotated[str | None, Form()]
 Metadata = Annotated[str | None, Form(description="JSON object of scalars, to filter searches by")]
 
@@ -47,7 +49,7 @@ async def create(
     title: Title = None,
     description: Description = None,
     metadata: Metadata = None,
-    id: Annotated[str | None, Form(description="`ref_...`; default: chosen for you")] = None,
+    id: Annotated[str | None, Form(description="`ref_...`; default: a random id")] = None,
 ) -> ReferenceObject:
     """Add an image or text. The answer comes when it is durable and can be found; it is compiled in the background."""
     name = file.filename or "reference"
@@ -73,7 +75,7 @@ async def replace(
     description: Description = None,
     metadata: Metadata = None,
 ) -> ReferenceObject:
-    """Replace a reference by a new version; what is left out stays as it was."""
+    """Replace a reference by a new version; values that are left out stay as they were."""
     reference = await state.library.references.replace(
         reference_id,
         file,

@@ -1,4 +1,4 @@
-"""``/v1/savings``: what reuse has saved, over time."""
+"""``/v1/savings``: the savings by reuse, over time."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ DAY = 86_400
 def savings(
     state: StateDep,
     user: CurrentUser,
-    days: Annotated[int, Query(ge=1, le=DAYS_KEPT, description="today and the days before it")] = 30,
+    days: Annotated[int, Query(ge=1, le=DAYS_KEPT, description="number of days, today included")] = 30,
     scope: Annotated[
-        Literal["mine", "all"], Query(description="all: of every user, and of the references; for admins")
+        Literal["mine", "all"], Query(description="`all` (for admins): every user and the references")
     ] = "mine",
 ) -> Savings:
-    """Show the prompt tokens that were not computed because of reuse, by day, and what was never reused.
+    """Show the prompt tokens that were not computed because of reuse, by day, and the files that were never reused.
 
     Milliseconds saved are `ms_per_token` times the saved tokens.
     """
     if scope == "all" and user.role != "admin":
-        raise Forbidden("the savings of all users are for admins", param="scope")
+        raise Forbidden("only admins may see the savings of all users", param="scope")
     ledger, whose = state.savings, None if scope == "all" else user.id
     first = time.strftime("%Y-%m-%d", time.gmtime(time.time() - (days - 1) * DAY))
     by_day = ledger.days(whose, first)
@@ -54,7 +54,7 @@ def savings(
 
 
 def _items(state: State, user: str | None) -> tuple[ReuseOfItem, ...]:
-    """Returns how the files of a user were reused, or the references if None; the least reused first."""
+    """Returns the reuse of a user's files, or of the references if None, the least reused first."""
     if user is None:
         references = state.library.references.listing(None, ITEMS, "asc", None).references
         items = _counted(references, state.savings.uses(None), lambda reference: reference.title)

@@ -1,4 +1,5 @@
-"""vLLM's ``AsyncLLM`` on an event loop in a thread of its own, with its errors as errors of our tree."""
+"""Runs vLLM's ``AsyncLLM`` on an event loop in a thread of its own, and converts its errors to those of
+``mpic.errors``."""
 
 from __future__ import annotations
 
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+NO_CLIPS = (
+    "clips cannot be linked inside vLLM: use --engine native, or send the frames you want seen as images"
+)
 RENDERED_AT_ONCE = 2
 """Prompts with images that are rendered at the same time; each has all of its images decoded in this process."""
 
@@ -193,6 +197,8 @@ class VLLMClient:
             if text is not None:
                 ids += text
                 continue
+            if part.kind == "video":
+                raise UnsupportedModality(NO_CLIPS)
             if self._image is None or part.load_image is None:
                 raise UnsupportedModality(f"chunk {part.key} is an image, and the model takes none")
             ids.append(self._image)
@@ -212,9 +218,8 @@ class VLLMClient:
             with _as_ours(InvalidImage), memory.as_errors():
                 [made] = await renderer.render_cmpl_async(
                     [parse_model_prompt(self._llm.model_config, prompt)],
-                    replace(
-                        renderer.default_cmpl_tok_params, max_total_tokens=None
-                    ),  # our own message is better
+                    # our own message is clearer
+                    replace(renderer.default_cmpl_tok_params, max_total_tokens=None),
                 )
             large = max(image.width * image.height for image in images) > LARGE_PIXELS
             del images, prompt
@@ -233,7 +238,7 @@ class VLLMClient:
                     yield output
 
     async def execute(self, prompt: VLLMPrompt, order: CompileOrder) -> None:
-        """Has a prompt computed only for what the order does.
+        """Computes a prompt only for the effect of its order.
 
         Raises:
             CompileFailed: vLLM did not follow the order.
@@ -244,7 +249,8 @@ class VLLMClient:
             temperature=0.0,
             detokenize=False,
             ignore_eos=True,
-            skip_reading_prefix_cache=True,  # an image found in it is not encoded, and its embeddings are exported
+            # an image found in the prefix cache would not be encoded, but its embeddings have to be exported
+            skip_reading_prefix_cache=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"kv_transfer_params": order.params()},
         )
@@ -272,7 +278,7 @@ def report_of(output: RequestOutput | None) -> dict[str, Any]:
 
 @contextmanager
 def _as_ours(refusal: type[MPICError]) -> Any:
-    """Raises vLLM's errors as errors of our tree; one that the request is to blame for becomes ``refusal``."""
+    """Converts vLLM's errors to those of ``mpic.errors``; an error that the request caused becomes ``refusal``."""
     try:
         yield
     except MPICError:

@@ -1,4 +1,4 @@
-"""Compiled chunks as vLLM's workers hand them over: one file a worker, put together here."""
+"""Reads compiled chunks from the files that vLLM's workers write, one file per worker."""
 
 from __future__ import annotations
 

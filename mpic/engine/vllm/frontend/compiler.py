@@ -60,8 +60,8 @@ class CompiledChunk(NamedTuple):
     """A compiled chunk.
 
     Args:
-        spooled: its file when the store did not keep it.
-        unkept: why the store did not; None if the chunk was deleted meanwhile.
+        spooled: the chunk's file when the store did not keep it.
+        unkept: the reason why the store did not keep it; None if the chunk was deleted meanwhile.
     """
 
     size: ChunkSize
@@ -80,16 +80,16 @@ class CompileTask:
 
 @dataclass(eq=False)
 class LinkedChunk:
-    """One chunk of a request.
+    """A chunk of a request.
 
     Args:
         ids: its token ids.
         rotary_length: rotary positions it takes; 0 while they are not known.
-        stored: the store has its file, as far as is known.
+        stored: True if the store has its file, as far as is known.
         spooled: its file outside the store.
         prompt: the chunk alone, rendered for its compile.
         tier, reason, ms: as in ``mpic.engine.base.ChunkUse``; ``reason`` is why it was compiled.
-        counted: the counters include it.
+        counted: True if the counters include it.
     """
 
     chunk: Chunk
@@ -109,7 +109,7 @@ class LinkedChunk:
         return len(self.ids)
 
     def release(self) -> None:
-        """Drops its spooled file: the request has ended, or the file is no good."""
+        """Drops its spooled file, because the request has ended or the file cannot be used."""
         if self.spooled is not None:
             self.spooled.drop()
         self.spooled = self.prompt = None
@@ -184,7 +184,7 @@ class ChunkCompiler:
     # ---- compiling
 
     async def compile(self, chunk: Chunk, wrapping: Wrapping, arrived: float) -> int:
-        """Has a chunk stored; returns its tokens.
+        """Stores a chunk, compiling it if needed; returns its number of tokens.
 
         Raises:
             StorageFull, StorageQuotaExceeded: it was compiled and cannot be stored.
@@ -209,7 +209,7 @@ class ChunkCompiler:
             hit = one.stored or one.spooled is not None
             if one.tier == "none":
                 one.tier = "disk" if hit else "compiled"
-            if not one.counted:  # a retry and every round of retrieval come here again
+            if not one.counted:  # a retry and every round of retrieval call this again
                 one.counted = True
                 self.counters["chunk_requests"] += 1
                 self.counters["chunk_hits"] += hit
@@ -224,7 +224,7 @@ class ChunkCompiler:
         return sum(done)
 
     async def _ensure(self, key: KVKey, users: list[LinkedChunk], arrived: float) -> int:
-        """Has one chunk compiled for all places of a request that link it; returns its tokens."""
+        """Compiles a chunk once for all places of a request that link it; returns its number of tokens."""
         began = time.monotonic()
         reason = users[0].reason or await asyncio.to_thread(self._store.missing_reason, key)
         compiled = await self._compiled(users[0].chunk, key, users[0].prompt, arrived)
@@ -258,8 +258,7 @@ class ChunkCompiler:
         stored = self._store.find([linked.key]).get(linked.key)
         if stored is None:
             return False
-        shape = self._model.shape
-        size = (shape.layers, 2, shape.kv_heads, linked.tokens, shape.head_dim)
+        size = self._model.shape.extent(linked.tokens)
         try:
             if len(stored.inputs) == linked.tokens:
                 for _ in stored.read_layers(torch.empty(size, dtype=DTYPES[self._model.dtype])):
@@ -272,8 +271,8 @@ class ChunkCompiler:
     async def _compiled(
         self, chunk: Chunk, key: KVKey, prompt: VLLMPrompt | None, arrived: float
     ) -> CompiledChunk:
-        """Waits for the compile of a chunk: for the one under way, unless the chunk was deleted between its beginning
-        and this caller's arrival. Cancelling a caller does not cancel it. The caller is a user of ``spooled``."""
+        """Waits for the compile of a chunk. A compile under way is joined, unless the chunk was deleted between its
+        start and this caller's arrival. Cancelling a caller does not cancel it. The caller is a user of ``spooled``."""
         while (task := self._tasks.get(key)) is not None and self._overtaken(task, key, arrived):
             await asyncio.wait([task.task])
         if task is None:
@@ -292,8 +291,8 @@ class ChunkCompiler:
             raise
 
     def _overtaken(self, task: CompileTask, key: KVKey, arrived: float) -> bool:
-        """Says whether the chunk was deleted after the compile's caller arrived and before this caller did. What that
-        compile computes is neither stored nor shown to this caller."""
+        """Returns whether the chunk was deleted after the compile's caller arrived and before this caller did. The
+        result of such a compile is neither stored nor shown to this caller."""
         return self._tombstones.key_since(task.arrived, key) and not self._tombstones.key_since(arrived, key)
 
     async def _compile(
@@ -330,7 +329,8 @@ class ChunkCompiler:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _keep(self, made: ChunkKV, arrived: float) -> tuple[Path | None, MPICError | None]:
-        """Stores a chunk. Returns None, or for a chunk that the store does not keep its file in the spool, and why."""
+        """Stores a chunk. Returns None; for a chunk that the store does not keep, returns its file in the spool and the
+        reason."""
         unkept = None
         if not self._tombstones.key_since(arrived, made.key):
             try:
@@ -357,7 +357,7 @@ class ChunkCompiler:
         """Waits for the compiles under way and empties the spool."""
         await asyncio.gather(*(task.task for task in self._tasks.values()), return_exceptions=True)
         self._clear_spool()
-        with suppress(OSError):  # it is gone already, or holds files of others
+        with suppress(OSError):  # the folder is gone already, or holds files of others
             self._spool.rmdir()
 
     def _clear_spool(self) -> None:

@@ -23,7 +23,7 @@ from mpic.engine.base import Engine, GenerationRequest
 from mpic.engine.stream import DeltaStream
 from mpic.engine.tombstones import Tombstones
 from mpic.engine.vllm import wire
-from mpic.engine.vllm.frontend.client import VLLMClient
+from mpic.engine.vllm.frontend.client import NO_CLIPS, VLLMClient
 from mpic.engine.vllm.frontend.compiler import ChunkCompiler
 from mpic.engine.vllm.frontend.linktest import link_test
 from mpic.engine.vllm.frontend.model import VERIFIED, ModelDescription, describe_model
@@ -49,9 +49,9 @@ class VLLMEngine(Engine):
     """See ``mpic.engine.base.Engine``. ``frontend.options.prepare_environment`` must have been called before.
 
     Args:
-        config: one whose ``engine`` is vllm.
-        store: where compiled chunks lie; None for a folder that is removed with the engine.
-        cpu: vLLM's build is one for CPUs.
+        config: a configuration whose ``engine`` is vllm.
+        store: the store of compiled chunks; None for a temporary folder that is removed with the engine.
+        cpu: True if vLLM's build is one for CPUs.
         host_bytes: bytes of chunk files in host memory; 0 for the connector's own choice.
 
     Raises:
@@ -104,10 +104,11 @@ class VLLMEngine(Engine):
             self.close()
             raise
         for counters in (self.counters, self.compiler.counters):
-            counters.clear()  # the self-test is not something that users asked for
+            counters.clear()  # the self-test is not counted among users' requests
 
     def _check_processor(self) -> None:
-        """Refuses a model whose images vLLM prepares differently: chunks would not be what a plain prefill computes."""
+        """Refuses a model whose images vLLM prepares differently, because its chunks would differ from a plain
+        prefill."""
         ours, theirs = getattr(self.model.processor, "image_processor", None), self.client.processor
         if ours is not None and (type(ours) is not type(theirs) or ours.to_dict() != theirs.to_dict()):
             raise ModelRefused(
@@ -121,7 +122,7 @@ class VLLMEngine(Engine):
         """See ``Engine.submit``; raises QueueFull when ``max_waiting`` requests wait already.
 
         Args:
-            passing: a chunk that is compiled for this request and kept nowhere.
+            passing: a chunk that is compiled for this request alone and not kept.
         """
         self.ready()
         self._arrivals.enter()
@@ -142,7 +143,7 @@ class VLLMEngine(Engine):
 
     def _salt(self, request: GenerationRequest) -> str:
         """Returns the cache salt for a request's KV blocks. It changes with every deletion of one of the prompt's
-        chunks, so that what was computed with a deleted chunk is not found afterwards."""
+        chunks, so that KV computed with a deleted chunk is not found afterwards."""
         policy, chunks = request.policy, request.prompt.chunks
         deleted = []
         for chunk in chunks:
@@ -266,7 +267,7 @@ class VLLMEngine(Engine):
     def _ended(self, active: Request, done: asyncio.Task[None]) -> None:
         del self._active[active]
         self.tombstones.end()
-        if done.cancelled():  # before its first step; later it ends its stream itself
+        if done.cancelled():  # it was cancelled before its first step; later it ends its stream itself
             active.cancelled()
 
     def _abort(self, active: Request) -> None:
@@ -293,6 +294,7 @@ def _info(config: EngineConfig, model: ModelDescription, client: VLLMClient, cpu
         device="cpu" if cpu else "cuda",
         modalities=("text", "image") if model.image is not None else ("text",),
         attention=client.attention,
+        no_clips=NO_CLIPS,
         details={
             "engine": "vllm",
             "vllm": vllm.__version__,

@@ -1,4 +1,4 @@
-"""The engine's last test before it serves: a link must give what a plain prefill gives.
+"""The engine's last test before it serves: a link must give the same result as a plain prefill.
 
 A chunk that starts the prompt is compiled exactly as a plain prefill computes it, so reusing all of it is exact. The
 test goes through everything that a request goes through: the compile, the chunk file, the scheduler, the paged cache,
@@ -33,7 +33,7 @@ def link_test(model: ModelDescription, submit: Submit) -> None:
     """Compares a link with a plain prefill.
 
     Args:
-        submit: has a request answered with a chunk that is compiled for it and not kept.
+        submit: submits a request with a chunk that is compiled for it and not kept.
 
     Raises:
         ModelRefused: they differ, or one of them could not be computed.

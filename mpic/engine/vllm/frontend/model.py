@@ -72,7 +72,7 @@ class ModelDescription:
         return self.shape.per_token * DTYPES[self.dtype].itemsize
 
     def recipe(self, wrapping: Wrapping) -> Recipe:
-        """Returns how chunks are compiled that are wrapped so. Policies of packets do not run here
+        """Returns the recipe of chunks with this wrapping. Policies of packets do not run here
         (``mpic.link.engines``)."""
         return Recipe(self.dtype, "raw", wrapping.sink, self.preprocessing)
 
@@ -81,7 +81,7 @@ def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None)
     """Reads the description of a model.
 
     Args:
-        cpu: the model will run on a CPU, which decides what ``dtype = auto`` means, as in the native engine.
+        cpu: True if the model will run on a CPU, which decides what ``dtype = auto`` means, as in the native engine.
         digests: file that keeps them between starts; without it the weights are read at every start.
 
     Raises:
@@ -132,7 +132,8 @@ def _digest(config: EngineConfig, found: PretrainedConfig, dtype: str, digests: 
 
 
 def _fingerprint(config: EngineConfig, found: PretrainedConfig, dtype: torch.dtype) -> str:
-    """Reads the weights from their files, or loads all of them into host memory where the files do not tell them."""
+    """Reads the weights from their files, or loads all of them into host memory where they cannot be read file by
+    file."""
     path, trust = config.model, config.trust_remote_code
     try:
         if quantization_of(found) is not None:  # vLLM unpacks weights that transformers may not be able to

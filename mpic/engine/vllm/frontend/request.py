@@ -1,4 +1,4 @@
-"""One request from its arrival to its end, with as many requests to vLLM as it takes. Runs on the event loop."""
+"""Runs a request from its arrival to its end, with as many requests to vLLM as it takes, on the event loop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Progress(NamedTuple):
     """The next part of an answer.
 
     Args:
-        reason: why the answer ends with this part; None when it goes on.
+        reason: the finish reason if the answer ends with this part; None when it goes on.
         call: the search that the model calls for after this part, if it does.
     """
 
@@ -69,14 +69,14 @@ class Progress(NamedTuple):
 
 
 class Request:
-    """A request under way, see the module.
+    """A running request; see the module.
 
     Args:
         arrived: as ``Tombstones.begin`` returned it.
         salt: cache salt for its blocks in vLLM's prefix cache.
 
     Raises:
-        BadRequest: for everything that can be known without computing, see ``Engine.submit``.
+        BadRequest: the request is known to fail without computing anything; see ``Engine.submit``.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Request:
     def _account(
         self, output: RequestOutput, report: dict[str, Any], first_token: float, linked: bool
     ) -> None:
-        """Takes into the usage what vLLM tells of a request that has ended; the first one's times are the request's."""
+        """Adds the report of a finished vLLM request to the usage; the times are those of the first one."""
         usage, prepared = self._usage, self._prepared
         for number, code in report.get("fallback") or ():
             chunk = prepared.needed[number]
@@ -263,7 +263,7 @@ class Request:
         plan = self._plan_as_computed() if usage.ttft_ms else self._prepared.plan
         for i, chunk in enumerate(linked):
             if chunk.tier == "disk" and not plan.reused(i):
-                chunk.tier = "none"  # of its file only the embeddings were used
+                chunk.tier = "none"  # only the embeddings of its file were used
         count_prompt(usage, plan)
         usage.prompt_tokens -= self._in_prompt
         usage.completion_tokens = len(self._generated)
@@ -284,7 +284,7 @@ class Request:
     # ---- retrieval
 
     async def _search(self, call: str) -> Progress:
-        """Searches for what the model asks and puts it behind the call, or ends the answer."""
+        """Runs the search that the model calls for and inserts the result after the call, or ends the answer."""
         began = time.monotonic()
         self.status = Status.SEARCHING
         try:
@@ -327,7 +327,7 @@ class Request:
         return hits, prepared, round
 
     def _with_inserted(self, inserted: tuple[Segment, ...]) -> PreparedPrompt:
-        """Returns the prompt with the answer so far and ``inserted`` behind it."""
+        """Returns the prompt followed by the answer so far and ``inserted``."""
         policy, shorter = self.spec.policy, self._prepared
         answer = TextSegment(tuple(self._generated[self._in_prompt :]))
         segments = (*shorter.segments, answer, *inserted)

@@ -1,5 +1,5 @@
-"""Requests with orders from their arrival to their end, on the scheduler's side: which may start, and how many of
-their tokens need no computing.
+"""Tracks requests with orders on the scheduler's side: decides which may start, and how many of their tokens need no
+computing.
 
 Nothing here raises. A chunk that cannot be linked is computed; an order that cannot be followed ends its own request
 with a code and a sentence.
@@ -51,10 +51,10 @@ class TrackedRequest:
         rows: sequence indices that are computed, once that is decided.
         chunks: chunks that are linked or whose embeddings are used, once that is decided.
         hit: tokens found in the prefix cache, once admitted.
-        complete: its whole prompt has been computed, so nothing of it will be written any more.
-        fault: why it ends.
-        blocks: of the paged cache, in order.
-        fallback: number and code of each chunk that is computed instead of linked.
+        complete: True once its whole prompt has been computed, after which no chunk is written any more.
+        fault: the reason why it ends, if it must.
+        blocks: its blocks of the paged cache, in order.
+        fallback: number and error code of each chunk that is computed instead of linked.
     """
 
     request: Request
@@ -72,7 +72,7 @@ class TrackedRequest:
     place_seconds: float = 0.0
 
     def report(self) -> dict[str, Any]:
-        """Returns what the caller gets back in ``kv_transfer_params``."""
+        """Returns the report that the caller receives in ``kv_transfer_params``."""
         body: dict[str, Any] = {"error": None, "message": ""}
         if self.fault is not None:
             body = {"error": self.fault.code, "message": self.fault.message}
@@ -130,9 +130,9 @@ class Admission:
         self.manager: KVCacheManager
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Takes the manager of the paged cache, and has blocks of a link enter its prefix cache when all of the link is
-        computed. vLLM would enter them when it allocates them, and other links with the same salt, which may start in
-        the same step, would read what is not written yet."""
+        """Takes the manager of the paged cache, and delays the entry of a link's blocks into the prefix cache until all
+        of the link is computed. vLLM would enter them when it allocates them, and other links with the same salt, which
+        may start in the same step, would read blocks that are not written yet."""
         self.manager = manager
         enter = manager.coordinator.cache_blocks
 
@@ -146,7 +146,7 @@ class Admission:
     # arrival
 
     def arrive(self, request: Request) -> None:
-        """Takes note of a new request; one without an order is vLLM's alone."""
+        """Registers a new request; requests without an order are left to vLLM."""
         params = request.kv_transfer_params
         if not isinstance(params, Mapping) or params.get(FIELD) is None:
             return
@@ -199,7 +199,7 @@ class Admission:
 
     @_contained
     def _claim(self, tracked: TrackedRequest, hit: int) -> int | None:
-        if tracked.hit is not None:  # it was preempted: it starts anew, in front of others
+        if tracked.hit is not None:  # it was preempted: it starts again, before others
             self._withdraw(tracked)
             tracked.load = self._load(tracked.order, first=True)
         if tracked.rows is None and not self._decide(tracked):
@@ -214,7 +214,8 @@ class Admission:
         if not load.done and now < tracked.late:
             return False
         images = [self._is_image(tracked, ref) for ref in order.chunks]
-        if not load.started and any(images):  # it cannot go on without its images, and there will be memory
+        # it cannot go on without its images, and memory will become free
+        if not load.started and any(images):
             tracked.late = now + self._patience
             return False
         computed = np.zeros(order.length, bool)
@@ -253,7 +254,7 @@ class Admission:
         return True
 
     def _is_image(self, tracked: TrackedRequest, ref: ChunkRef) -> bool:
-        """Says whether a chunk's tokens cannot be computed from their ids alone."""
+        """Returns whether a chunk's tokens cannot be computed from their ids alone."""
         if self._image_ids is None:
             return True
         return not self._image_ids.isdisjoint(
@@ -261,7 +262,7 @@ class Admission:
         )
 
     def admitted(self, request: Request, external: int) -> None:
-        """Takes note that blocks are allocated, ``external`` tokens of them for claimed tokens."""
+        """Records that blocks are allocated, ``external`` tokens of them for claimed tokens."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.fault is None:
             self._admitted[request.request_id] = external
@@ -269,7 +270,7 @@ class Admission:
     # a step
 
     def instructions(self, scheduled: SchedulerOutput) -> StepInstructions:
-        """Returns what the workers must do in a step."""
+        """Returns the workers' instructions for a step."""
         made = StepInstructions()
         if not self._tracked:
             return made
@@ -308,7 +309,7 @@ class Admission:
             self._unfinished.pop(request)
 
     def executed(self, report: StepReport | None) -> dict[str, TrackedRequest]:
-        """Takes note of the workers' report of a step; returns the requests that must end now, by id."""
+        """Records the workers' report of a step; returns the requests that must end now, by id."""
         for request, fault in (report.faults if report else {}).items():
             if request in self._tracked:
                 self.fail(self._tracked[request], *fault)
@@ -325,13 +326,13 @@ class Admission:
     # the end
 
     def fail(self, tracked: TrackedRequest, code: str, message: str) -> None:
-        """Has a request end with the scheduler's next update."""
+        """Marks a request to end with the scheduler's next update."""
         logger.warning("request %s ends: %s (%s)", tracked.request.request_id, message, code)
         tracked.fault = Fault(code, message)
         self._failed[tracked.request.request_id] = tracked
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Forgets a request that ends, before its blocks are freed; returns what its caller gets back."""
+        """Forgets a request that ends, before its blocks are freed; returns the report for its caller."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
@@ -354,7 +355,7 @@ class Admission:
 
 
 def _image_ids(config: VllmConfig) -> frozenset[int] | None:
-    """Returns the ids that stand for what a vision encoder makes; None when they are not known."""
+    """Returns the ids of the tokens that stand for images; None when they are not known."""
     if not config.model_config.is_multimodal_model:
         return frozenset()
     names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")

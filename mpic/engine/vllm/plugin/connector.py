@@ -16,12 +16,13 @@ ends when that process has ended).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from mpic.config import ConfigError
@@ -69,6 +70,7 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
             )
         else:
             self._exporter = KVExporter()
+            self._place_layer: Callable[[int], None] | None = None
 
     def shutdown(self) -> None:
         if self._role == KVConnectorRole.SCHEDULER:
@@ -103,7 +105,7 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
         return self._admission.instructions(scheduler_output)
 
     def executed(self, output: KVConnectorOutput | None) -> dict[str, TrackedRequest]:
-        """Takes note that a step has run; returns the requests that end with it, by id."""
+        """Records that a step has run; returns the requests that end with it, by id."""
         return self._admission.executed(output.kv_connector_worker_meta if output is not None else None)
 
     def request_finished_all_groups(
@@ -116,17 +118,23 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
     def attach(self, runner: LinkRunner) -> None:
         """Connects the model runner, whose paged cache is exported and whose report is passed on."""
         self._runner = runner
+        if not runner.paged.on_cpu:  # there vLLM may compile what asks for a layer
+            self._place_layer = runner.place_layer
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Does nothing: the runner writes chunks while it makes the step's inputs."""
+        """Does nothing: the runner begins to place chunks while it makes the step's inputs."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: no layer is loaded during the forward."""
+        """Places a layer of the step's chunks on a GPU. vLLM calls it outside of captured graphs: in a step with links
+        no graph has attention in it."""
+        if self._place_layer is not None:
+            self._place_layer(extract_layer_index(layer_name))
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: a compiled chunk is read after its last step (``wait_for_save``)."""
 
     def wait_for_save(self) -> None:
+        self._runner.end_placing()
         for request, export in self._get_connector_metadata().exports.items():
             self._exporter.export(self._runner, request, export)
 

@@ -1,4 +1,4 @@
-"""Chunk files on their way into host memory, while the requests that link them wait in vLLM's queue.
+"""Reads chunk files into host memory while the requests that link them wait in vLLM's queue.
 
 The scheduler's process reads and verifies every file, on threads. A worker in the same process uses the memory as it
 is; a worker in another one gets the chunk's path and reads its own heads and layers, which the page cache still holds.
@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 
 from mpic.errors import CorruptFile
 from mpic.kv.chunk import ChunkInputs, KVShape
+from mpic.kv.copies import page_locked_bytes
 from mpic.kv.file import ChunkFile
 
 logger = init_logger(__name__)
@@ -30,7 +31,7 @@ class Expected(NamedTuple):
     """Properties that a chunk must have to fit the model.
 
     Args:
-        shape, dtype: of its KV, over all workers.
+        shape, dtype: shape and type of its KV, over all workers.
         hidden: width of an image's embeddings.
         deepstack: layers of an image's DeepStack features.
     """
@@ -46,7 +47,7 @@ class CachedFile:
 
     Attributes:
         state: ``reading``, ``ready`` or ``failed``.
-        code, reason: why it failed; the code is ``missing``, ``corrupt``, ``mismatch``, ``forbidden`` or
+        code, reason: the cause of the failure; the code is ``missing``, ``corrupt``, ``mismatch``, ``forbidden`` or
             ``internal_error``.
         file: its absolute path with symbolic links resolved.
         inputs: known as soon as the file is open, before its KV is read.
@@ -116,7 +117,7 @@ class FileLoad:
     Attributes:
         chunks: in the order in which they were asked for.
         started: False while there is no memory for them.
-        asked: when they were asked for, by the monotonic clock.
+        asked: time of the monotonic clock at which they were asked for.
         seconds: time from then until all were read or given up; None before that.
     """
 
@@ -139,12 +140,12 @@ class FileLoad:
 class HostMemory:
     """A cache of chunk files. The least recently used ones are evicted first; those of waiting links are pinned.
 
-    Loads start in the order of arrival, each when its bytes fit beside what is pinned. A load larger than the whole
+    Loads start in the order of arrival, each when its bytes fit beside the pinned ones. A load larger than the whole
     budget starts when nothing else is pinned, so that every request gets its turn.
 
     Args:
         folders: absolute; nothing outside of them is ever opened.
-        budget: bytes of KV, or of embeddings where the KV is not kept.
+        budget: bytes that KV takes, or embeddings where the KV is not kept.
         readers: threads that read files.
         keep_kv: the workers run in this process. Workers in other processes map the files themselves; then what is
             read here only proves that a file is sound, so it is dropped, and its memory is not page-locked.
@@ -204,7 +205,8 @@ class HostMemory:
     def _bytes(self, chunk: CachedFile) -> int:
         expected = self._expected
         width = expected.shape.per_token if self._keep_kv else expected.hidden * (1 + expected.deepstack)
-        return chunk.tokens * width * expected.dtype.itemsize
+        size = chunk.tokens * width * expected.dtype.itemsize
+        return page_locked_bytes(size) if self._pinned_memory else size
 
     def _start(self) -> None:
         while self._waiting:
@@ -251,21 +253,20 @@ class HostMemory:
             code, reason = "corrupt", error.message
         except OSError as error:
             code, reason = "corrupt", f"{chunk.path} cannot be read: {error}"
-        except Exception as error:  # nobody sees the thread's exception, and the request would wait for ever
+        except Exception as error:  # otherwise it is lost, and the request waits for ever
             logger.exception("chunk file %s could not be read", chunk.path)
             code, reason = "internal_error", f"{chunk.path} could not be read: {error!r}"
         with self._changed:
             chunk.code, chunk.reason, chunk.state = code, reason, "failed" if code else "ready"
             if code and self._chunks.get((chunk.path, chunk.key)) is chunk:
-                del self._chunks[chunk.path, chunk.key]  # the next request may find the file mended
+                del self._chunks[chunk.path, chunk.key]  # the file may be repaired by the next request
             self._changed.notify_all()
 
     def _fill(self, chunk: CachedFile) -> None:
         file = self._open(chunk)
         chunk.file, chunk.sink = str(file.path), file.key.recipe.sink
         chunk.inputs = file.inputs
-        layers, heads, dim = self._expected.shape
-        shape = (layers, 2, heads, chunk.tokens, dim)
+        shape = self._expected.shape.extent(chunk.tokens)
         kv = torch.empty(shape, dtype=self._expected.dtype, pin_memory=self._pinned_memory)
         for _ in file.read_layers(kv):
             pass

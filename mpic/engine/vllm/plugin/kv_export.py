@@ -1,4 +1,5 @@
-"""Compiled chunks out of vLLM: read from the paged cache in the last step of their prompt, and written by a thread.
+"""Exports compiled chunks from vLLM: their KV is read from the paged cache in the last step of the prompt, and written
+by a thread.
 
 Every worker writes one file with its layers and heads (``wire.part_name``); the first worker adds the inputs that the
 model's first layer saw. ``frontend.compiled`` puts the files together.
@@ -34,7 +35,7 @@ class KVExporter:
         """Copies a prompt's KV and inputs, to be written later. An error ends the request and is not raised."""
         try:
             tensors, metadata = _copy(runner, request, export)
-        except Exception as error:  # it would end the engine
+        except Exception as error:  # an exception here would end the engine
             runner.report.faults[request] = Fault(
                 "compile_failed", f"the chunk's KV could not be read: {error!r}"
             )
@@ -52,7 +53,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str
     try:
         save_file(tensors, temporary, metadata)
         os.replace(temporary, path)
-    except Exception as error:  # the frontend learns it from an empty file, which needs no space
+    except Exception as error:  # an empty file, which needs no space, tells the frontend
         full = (isinstance(error, OSError) and error.errno in FULL) or "No space left" in str(error)
         with suppress(
             OSError

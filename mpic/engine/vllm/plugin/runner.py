@@ -10,7 +10,7 @@ the mask of selective attention.
 The sequence index of a computed token is never above that of the scheduled token it replaces, so a step needs no block
 that is not allocated yet, and chunks are placed up to the end of the step's scheduled tokens, its *frontier*.
 
-vLLM has two model runners, which share no code. ``LinkRunner`` is what links need of either; ``runner_v1`` and
+vLLM has two model runners, which share no code. ``LinkRunner`` is the part that links need of both; ``runner_v1`` and
 ``runner_v2`` put it into vLLM's methods.
 """
 
@@ -33,8 +33,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from mpic.engine.vllm.plugin.active_link import ActiveLink
 from mpic.engine.vllm.plugin.key_rotation import KeyRotation
-from mpic.engine.vllm.plugin.kv_import import PagedWrite, place_chunks
+from mpic.engine.vllm.plugin.kv_import import PagedWrite, place_on_cpu
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
+from mpic.engine.vllm.plugin.placement import Placement, Staging
 from mpic.engine.vllm.plugin.step_messages import Fault, StepReport
 from mpic.errors import CorruptFile
 
@@ -77,13 +78,13 @@ class LinkStep:
 
 
 class PromptInputs(NamedTuple):
-    """What the runner knows of a request's prompt.
+    """The inputs of a request's prompt that the runner knows.
 
     Args:
         token_ids: its N tokens.
         positions: its M-RoPE positions ``[3, N]``, or None where the model has one position a token.
         features: its images, as vLLM describes them.
-        encoded: what the vision encoder made of images, by their identifiers.
+        encoded: outputs of the vision encoder for images, by their identifiers.
     """
 
     token_ids: list[int]
@@ -93,14 +94,14 @@ class PromptInputs(NamedTuple):
 
 
 class LinkRunner:
-    """What links need of a model runner. Without a link in the batch it changes nothing.
+    """The part of a model runner that links need. Without a link in the batch it changes nothing.
 
     A subclass is mixed into vLLM's runner. It calls ``begin_links`` before vLLM takes the step's requests in,
-    ``plan_step`` when their tokens are known, gives the attention backend ``step_metadata`` and clears ``_step`` when
-    the step has ended.
+    ``plan_step`` when their tokens are known, gives the attention backend ``step_metadata``, and calls ``end_placing``
+    and clears ``_step`` when the step has ended.
     """
 
-    # of vLLM's runner
+    # attributes of vLLM's runner
     device: torch.device
     dtype: torch.dtype
     vllm_config: VllmConfig
@@ -108,6 +109,8 @@ class LinkRunner:
 
     _links: dict[str, ActiveLink]
     _step: LinkStep | None = None
+    _placement: Placement | None = None
+    _placing: frozenset[str] = frozenset()
     paged: PagedCache
     report: StepReport
 
@@ -119,6 +122,7 @@ class LinkRunner:
         """
         self.rotation = KeyRotation(self.language_model)
         self.paged, self._links, self.report = paged, {}, StepReport()
+        self.staging = Staging(paged.device)
 
     @property
     def language_model(self) -> nn.Module:
@@ -127,7 +131,7 @@ class LinkRunner:
 
     @abstractmethod
     def prompt_inputs(self, request: str) -> PromptInputs:
-        """Returns what is known of the prompt of a request that the step which is ending has computed."""
+        """Returns the inputs of the prompt of a request that the current step has computed."""
 
     @abstractmethod
     def block_ids(self, request: str) -> list[int]:
@@ -137,13 +141,13 @@ class LinkRunner:
 
     def begin_links(self, scheduler_output: SchedulerOutput) -> None:
         """Forgets links whose requests are gone and starts those that are admitted."""
-        self._step = None
+        self._step = self._placement = None
         if self._links:
             gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
             for request in gone & self._links.keys():
                 del self._links[request]
         instructions = scheduler_output.kv_connector_metadata
-        if instructions is None:  # vLLM warms its kernels up with steps that no scheduler made
+        if instructions is None:  # vLLM warms up its kernels with steps that come from no scheduler
             return
         for request, start in instructions.links.items():
             try:
@@ -161,7 +165,7 @@ class LinkRunner:
     def plan_step(
         self, requests: Sequence[str], scheduled: np.ndarray, computed: np.ndarray
     ) -> LinkStep | None:
-        """Places what a step's links map and makes its rows of attention.
+        """Places the chunks that a step's links map, and makes its rows of attention.
 
         Args:
             requests: ids in the order of the batch.
@@ -208,7 +212,7 @@ class LinkRunner:
             return
         begin = time.perf_counter()
         try:
-            place_chunks(self.paged, self.rotation, [write for _, write in writes])
+            self._start_placing([write for _, write in writes], frozenset(request for request, _ in writes))
         except Exception as error:  # it would end the engine; now it ends these requests
             for request in {request for request, _ in writes}:
                 self._fail(request, error)
@@ -221,6 +225,36 @@ class LinkRunner:
                 self.report.placed[request] += share
             else:
                 self._links[request].seconds += share
+
+    def _start_placing(self, writes: list[PagedWrite], requests: frozenset[str]) -> None:
+        """Places chunks: on a CPU now, on a GPU while the forward computes."""
+        if self.paged.on_cpu:
+            place_on_cpu(self.paged, self.rotation, writes)
+        else:
+            self._placing = requests
+            self._placement = Placement(self.paged, self.rotation, writes, self.staging)
+
+    def place_layer(self, layer: int) -> None:
+        """Places what the step's links map in a decoder layer, which is about to attend (``Placement``). An error ends
+        the requests whose chunks are being placed; the rows of others do not see theirs."""
+        if self._placement is None:
+            return
+        try:
+            self._placement.layer(layer)
+        except Exception as error:
+            self._fail_placing(error)
+
+    def end_placing(self) -> None:
+        """Ends the placing of a step whose forward is over. Layers that it has not asked for have attended to nothing,
+        which is an error. Safe to call twice."""
+        if self._placement is not None and not self._placement.done:
+            self._fail_placing(RuntimeError("the forward did not ask for all layers"))
+        self._placement = None
+
+    def _fail_placing(self, error: Exception) -> None:
+        self._placement = None
+        for request in self._placing:
+            self._fail(request, error)
 
     # what the attention backend and the model get
 

@@ -60,6 +60,7 @@ class LinkRunnerV1(LinkRunner):
         try:
             return super().execute_model(*args, **options)
         finally:
+            self.end_placing()
             self._step = None  # what vLLM runs between steps (warm-up, idle ranks) has no links
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:

@@ -52,7 +52,7 @@ class WithoutFullGraphs:
 
 
 class LinkModelState(DefaultModelState):
-    """Positions and attention of a step with links. It takes the place of the class of a state that is made already."""
+    """Sets positions and attention of a step with links. It replaces the class of an existing model state."""
 
     runner: LinkRunnerV2
 
@@ -87,7 +87,8 @@ class LinkModelState(DefaultModelState):
 
 
 class LinkEncoderRunner(EncoderRunner):
-    """What ``DefaultModelState`` asks for the images of a step. It takes the place of the class of the state's own."""
+    """Adds the images of links to those that ``DefaultModelState`` gathers. It replaces the class of the state's
+    encoder runner."""
 
     runner: LinkRunnerV2
 
@@ -98,7 +99,7 @@ class LinkEncoderRunner(EncoderRunner):
 class LinkRunnerV2(LinkRunner):
     """A mixin for ``GPUModelRunner``, and for the ``CPUModelRunner`` that derives from it.
 
-    vLLM forgets a request that it preempts and adds it anew. All of it may be in the prefix cache by then, so that it
+    vLLM forgets a request that it preempts and adds it again. All of it may be in the prefix cache by then, so that it
     is no link any more; its M-RoPE positions are kept until it ends.
     """
 
@@ -164,7 +165,7 @@ class LinkRunnerV2(LinkRunner):
         answer = torch.arange(positions.shape[1], length) + delta
         positions = torch.cat([positions, answer.expand(len(positions), -1)], 1)
         number = self.req_states.req_id_to_index[request]
-        # they lie in host memory that the device maps, which it should write itself, in the order of its stream
+        # they are in host memory that the device maps, so the device should write them, in the order of its stream
         self.model_state.rope_state.update_prefill_positions(number, positions.to(self.device), delta)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -179,10 +180,11 @@ class LinkRunnerV2(LinkRunner):
         try:
             return super().execute_model(scheduler_output, *args, **options)
         finally:
+            self.end_placing()
             self.cudagraph_manager, self._step = manager, None
 
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
-        # the last that happens before the step's graph is chosen
+        # vLLM calls this last before it chooses the step's graph
         if not dummy_run and not self._links.keys().isdisjoint(scheduler_output.num_scheduled_tokens):
             self.cudagraph_manager = WithoutFullGraphs(self.cudagraph_manager)
         return super().gather_batch_req_state(scheduler_output, dummy_run)

@@ -1,6 +1,6 @@
-"""vLLM's scheduler with one addition: a request that the connector gives up ends as an error with its reason.
+"""vLLM's scheduler with one addition: a request that the connector gives up ends with an error that states the reason.
 
-A KV connector can end requests only through failed blocks, after a step that computed them, and what vLLM then sends
+A KV connector can end requests only through failed blocks, after a step that computed them, and vLLM's output then
 carries no reason. Everything else is vLLM's.
 """
 

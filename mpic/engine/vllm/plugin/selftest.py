@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-from mpic.engine.vllm.plugin.kv_import import PagedWrite, place_chunks
+from mpic.engine.vllm.plugin.kv_import import PagedWrite, place_on_cpu
+from mpic.engine.vllm.plugin.placement import Placement
 from mpic.errors import ModelRefused
 from mpic.kernels.reference import partial
 
@@ -36,7 +37,7 @@ def self_test(runner: LinkRunner) -> None:
     """
     paged = runner.paged
     tokens = 2 * paged.block + 3
-    blocks = torch.tensor([3, 1, 2])  # in no order; block 0 is vLLM's own
+    blocks = torch.tensor([3, 1, 2])  # in random order; vLLM reserves block 0
     first = runner.paged.attention[0].kv_cache
     width, dtype = first.shape[-1] // 2, first.dtype
     shape = (len(paged.layers), 2, len(paged.heads), tokens, width)
@@ -46,9 +47,11 @@ def self_test(runner: LinkRunner) -> None:
     moved[:, 0] = _rotated(runner, raw[:, 0], MOVE)
     try:
         slots = paged.slots(blocks, torch.arange(tokens))
-        place_chunks(
-            paged, runner.rotation, [PagedWrite(compiled.to(dtype), slice(0, tokens), tokens, MOVE, slots)]
-        )
+        write = PagedWrite(compiled.to(dtype), slice(0, tokens), tokens, MOVE, slots)
+        if paged.on_cpu:
+            place_on_cpu(paged, runner.rotation, [write])
+        else:
+            Placement(paged, runner.rotation, [write], runner.staging).finish()
         found = paged.read(blocks, 0, tokens).float()
         _compare(found[:, 1], moved[:, 1], dtype, "values come back from the paged cache changed")
         _compare(

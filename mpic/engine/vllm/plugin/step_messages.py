@@ -12,7 +12,7 @@ from mpic.link import Ranges
 
 
 class Fault(NamedTuple):
-    """Why a request ends: a stable code and a sentence."""
+    """The reason why a request ends: a stable code and a sentence."""
 
     code: str
     message: str

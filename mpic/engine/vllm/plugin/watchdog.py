@@ -1,4 +1,4 @@
-"""Ends a process of vLLM's when the process that started it has been killed, because nobody else would."""
+"""Ends a process of vLLM when the process that started it has been killed, because nothing else would."""
 
 from __future__ import annotations
 

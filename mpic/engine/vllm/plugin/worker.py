@@ -33,7 +33,7 @@ class LinkWorker(PlatformWorker):
     """The class for ``--worker-cls``, on CPU and GPU.
 
     Raises:
-        ModelRefused: at start, for everything under which links are not known to be right.
+        ModelRefused: raised at start for settings under which links are not known to be right.
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:

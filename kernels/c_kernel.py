@@ -1,0 +1,93 @@
+"""Builds a kernel's C file for this machine, keeps what was built, and loads it.
+
+A file is compiled once for each set of options, in about a second, and kept in the user's cache folder under a name
+that covers the source, the compiler and its options. Threads are torch's own: the object leaves OpenMP's symbols open,
+and they resolve to the runtime that torch has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+_COMPILERS = ("cc", "gcc", "clang")
+_OPTIONS = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC")
+_LEVELS = {"AVX512": "-march=x86-64-v4", "AVX2": "-march=x86-64-v3"}
+
+
+class KernelUnavailable(Exception):
+    """A kernel cannot run here; the message says why."""
+
+
+def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:
+    """Loads what the compiler makes of a C file, which it does the first time only.
+
+    Args:
+        name: tells variants of the source apart, for whoever looks into the cache folder.
+        options: of the compiler, beside those that every kernel has.
+
+    Raises:
+        KernelUnavailable: with the reason.
+    """
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise KernelUnavailable(f"no C compiler ({', '.join(_COMPILERS)})")
+    try:
+        library = _built(compiler, source, name, options)
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # what lies in the cache folder is damaged, for example since the power failed
+            library.unlink(missing_ok=True)
+            return ctypes.CDLL(str(_built(compiler, source, name, options)))
+    except subprocess.CalledProcessError as error:
+        output = error.stderr.strip().splitlines() or ["nothing"]
+        raise KernelUnavailable(f"{compiler} could not build it: {output[0]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelUnavailable(f"it could not be built or loaded: {error}") from error
+
+
+def _built(compiler: str, source: Path, name: str, wanted: Sequence[str]) -> Path:
+    level = torch.backends.cpu.get_cpu_capability().split("_")[0]
+    options, machine = list(_OPTIONS), platform.machine()
+    if machine in ("x86_64", "AMD64"):
+        options += [_LEVELS[level]] if level in _LEVELS else []
+    options += wanted
+    version = _run(compiler, "--version")
+    key = hashlib.sha256("\0".join([source.read_text(), machine, version, *options]).encode()).hexdigest()[
+        :16
+    ]
+    folder = _cache_folder()
+    path = folder / f"{source.stem}-{name}-{key}.so"
+    if path.exists():
+        return path
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        object_, library = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
+        _run(compiler, *options, "-c", str(source), "-o", str(object_))
+        _run(compiler, "-shared", str(object_), "-o", str(library), "-lm")
+        os.replace(library, path)
+    return path
+
+
+def _cache_folder() -> Path:
+    """Returns the folder in which built kernels are kept for this user."""
+    try:
+        import platformdirs
+    except ImportError as error:
+        raise KernelUnavailable(
+            f"the package platformdirs is missing, which says where to keep it: {error}"
+        ) from error
+    return Path(platformdirs.user_cache_dir("mpic", appauthor=False)) / "kernels"
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout

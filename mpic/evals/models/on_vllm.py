@@ -1,0 +1,126 @@
+"""One family inside vLLM: a tiny checkpoint, served as ``mpic serve --engine vllm`` serves it, and links of one prompt
+with two chunks against the oracle."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from mpic.config import ConfigError, EngineConfig
+from mpic.engine import load_engine
+from mpic.engine.base import Engine
+from mpic.engine.vllm.frontend.options import prepare_environment
+from mpic.errors import ModelRefused, MPICError
+from mpic.evals.models.check import LIMIT, POLICIES, Row, linked, text_prompt
+from mpic.evals.models.instances import build, class_names, one_line, shortened
+from mpic.evals.models.oracle import StockOracle
+from mpic.evals.models.vllm_results import NOT_RUN
+from mpic.kv.chunk import ChunkInputs
+from mpic.model.refusals import refuse_on_vllm
+
+SIZES = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "swa_head_dim": 32,
+    "global_head_dim": 32,
+    "sliding_window": 512,
+    "sliding_window_size": 512,
+}
+"""Heads that vLLM's attention takes on a CPU, and windows that are as long as the context."""
+VOCABULARY = 300
+_OUTER = "Engine core initialization failed"
+"""The words with which vLLM reports any error in its processes."""
+_OPTIONS = {"pool_bytes": 1 << 26, "max_running": 8, "vllm_args": '{"block_size": 32}'}
+
+
+def check_on_vllm(family: str, kind: str, log: Path) -> Row:
+    """Checks one family. Everything that goes wrong is in the row.
+
+    Args:
+        log: where the standard error of this process goes, and so that of vLLM's.
+    """
+    torch.set_num_threads(1)
+    try:
+        prepare_environment()
+        result, reason = _checked(family, kind)
+    except ModelRefused as refusal:
+        result, reason = "refused", refusal.message
+    except ConfigError as error:  # vLLM did not start; a refusal of our parts in its processes is in its log
+        refused = _last(log, r"ModelRefused: (.+)")
+        said = refused or _last(log, r"(\w+(?:Error|Exception): .+)") or error.message
+        result, reason = ("refused" if refused else "not started"), said
+    except Exception as error:
+        result, reason = "failed", one_line(error)
+    return Row(family, kind, result, shortened(reason))
+
+
+def _checked(family: str, kind: str) -> tuple[str, str]:
+    """Returns result and reason.
+
+    Raises:
+        ModelRefused: the family is refused.
+        ConfigError: vLLM did not start.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    if not set(class_names(family, kind)) & set(ModelRegistry.get_supported_archs()):
+        return "not in vLLM", ""
+    try:
+        model = build(family, kind, sizes=SIZES)
+    except ModelRefused as error:
+        return "not built", error.message
+    refuse_on_vllm(model.config, model.config.get_text_config())
+    if kind == "image-text-to-text":
+        return NOT_RUN, "no processor is made for its images here"
+    with tempfile.TemporaryDirectory(prefix="mpic-family-") as folder:
+        save(model, Path(folder))
+        engine, _ = load_engine(EngineConfig(engine="vllm", model=folder, dtype="float32", **_OPTIONS))
+        try:
+            worst = compare(engine, model)
+        except MPICError as error:
+            return "failed", f"it is served, then {one_line(error)}"
+        finally:
+            engine.close()
+    return (
+        ("verified", f"{worst:.0e}")
+        if worst <= LIMIT
+        else ("failed", f"differs from the oracle by {worst:.1e}")
+    )
+
+
+def save(model: nn.Module, folder: Path) -> None:
+    """Writes a model as a folder that transformers and vLLM both load, with a tokenizer of one word a token."""
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = torch.float32
+    model.save_pretrained(folder)
+    words = {f"<{i}>": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<3>"))
+    special = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), words, strict=False))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+def compare(engine: Engine, model: nn.Module) -> float:
+    """Returns the largest difference between the engine's log-probabilities and the oracle's over ``POLICIES``."""
+    prompt, chunks = text_prompt(model.config)
+    inputs = [
+        ChunkInputs(
+            torch.tensor(chunk.token_ids), torch.arange(len(chunk.token_ids))[None], len(chunk.token_ids)
+        )
+        for chunk in chunks
+    ]
+    oracle = StockOracle(copy.deepcopy(model), 1, None, {})
+    return max(linked(engine, oracle, prompt, inputs, policy)[0] for policy in POLICIES)
+
+
+def _last(log: Path, pattern: str) -> str:
+    """Returns what a pattern's group is in the last line of a log that it is found in; empty where it is in none."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    found = (re.search(pattern, line) for line in reversed(lines) if _OUTER not in line)
+    return next((match[1] for match in found if match), "")

@@ -1,0 +1,176 @@
+"""Readers of clips: one walk over a file's frames, whichever library decodes it.
+
+Animated GIF, WebP and PNG are Pillow's, which is always there. Containers are OpenCV's (its FFmpeg), which the extra
+``video`` installs and vLLM brings. It decodes from memory, in one thread, and gets nothing but files that begin as a
+known container. FFmpeg itself decides by more than the beginning, and would follow the addresses in a playlist or
+listen for the stream that a session description announces, so it is told which containers it may open, and that it may
+use no protocols.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from mpic.errors import InvalidVideo, NoVideoDecoder
+from mpic.imaging.clip_header import container, is_animated, is_fragmented, movie_seconds
+from mpic.imaging.pixels import to_rgb
+
+INSTALL = "pip install 'mpic[video]'"
+ALLOWED = "format_whitelist;mov,matroska,avi|protocol_whitelist;none"
+"""Options of FFmpeg, as OpenCV reads them: containers that may be opened, and protocols, of which there is none."""
+OLDEST = 5
+"""This is the first version of OpenCV that clips are tested with."""
+SHORTEST_DELAY = 0.02
+DELAY = 0.1
+"""Seconds that a frame of an animated image is shown if its file says less than the shortest delay, as browsers do."""
+
+
+class Shown(NamedTuple):
+    """One frame of a walk.
+
+    Args:
+        start: seconds at which it is shown, or None where the file does not tell.
+        end: seconds at which it ends, or None.
+        image: returns it in RGB; to be called before the walk goes on.
+    """
+
+    start: float | None
+    end: float | None
+    image: Callable[[], Image.Image]
+
+
+class Reader(NamedTuple):
+    """An opened clip.
+
+    Args:
+        width, height: of its frames as the file has them, in pixels.
+        rate: frames a second as the file has it, or 0.
+        claimed: number of frames that the file has by its own account, or 0 where that is an estimate.
+        length: seconds that it is shown by its own account, edits included, or 0 where it does not tell.
+        walk: its frames in the order in which they are shown; to be walked once.
+    """
+
+    width: int
+    height: int
+    rate: float
+    claimed: int
+    length: float
+    walk: Iterator[Shown]
+
+
+@contextmanager
+def reader(data: bytes) -> Iterator[Reader]:
+    """Opens a clip.
+
+    Raises:
+        InvalidVideo: the file is none.
+        NoVideoDecoder: nothing that decodes it is installed.
+        Others: whatever a decoder raises for hostile bytes.
+    """
+    kind = container(data[:16])
+    if kind is None:
+        if not is_animated(data):
+            raise InvalidVideo(
+                "neither a video that is accepted (MP4, QuickTime, WebM, Matroska, AVI) nor an animated GIF, WebP or "
+                "PNG; a still image is sent as an image",
+                param="file",
+            )
+        with Image.open(io.BytesIO(data), formats=("GIF", "WEBP", "PNG")) as image:
+            yield Reader(*image.size, 0.0, 0, 0.0, _animation(image))
+        return
+    if not installed():
+        raise NoVideoDecoder(f"{kind} needs a decoder that is not installed here: {INSTALL}", param="file")
+    with _opencv(data) as opened:
+        yield opened._replace(**_account(kind, data))
+
+
+def installed() -> bool:
+    """Tells whether the package that decodes containers is installed."""
+    return importlib.util.find_spec("cv2") is not None
+
+
+def load() -> None:
+    """Imports the package that decodes containers, if it is there; it then says nothing on the standard error, and
+    opens nothing but what is ``ALLOWED``."""
+    os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = ALLOWED
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
+    os.environ.setdefault("OPENCV_LOG_LEVEL", "SILENT")
+    with suppress(ImportError):
+        importlib.import_module("cv2")
+
+
+def _account(kind: str, data: bytes) -> dict[str, Any]:
+    """Returns those fields of a ``Reader`` that OpenCV cannot tell right: Matroska has no number of frames, nor has a
+    fragmented MP4, so that OpenCV estimates it."""
+    if kind == "AVI video":
+        return {}
+    if kind != "MP4 or QuickTime" or is_fragmented(data):
+        return {"claimed": 0}
+    return {"length": movie_seconds(data)}
+
+
+def _animation(image: Image.Image) -> Iterator[Shown]:
+    at = 0.0
+    for number in itertools.count():
+        try:
+            image.seek(number)
+        except EOFError:
+            return
+        image.load()
+        delay = image.info.get("duration", 0) / 1000
+        end = at + (delay if delay >= SHORTEST_DELAY else DELAY)
+        yield Shown(at, end, lambda: to_rgb(image))
+        at = end
+
+
+@contextmanager
+def _opencv(data: bytes) -> Iterator[Reader]:
+    load()
+    try:
+        import cv2
+    except ImportError as error:
+        raise NoVideoDecoder(f"OpenCV cannot be loaded here ({error}): {INSTALL}", param="file") from error
+    if int(cv2.__version__.split(".")[0]) < OLDEST:
+        raise NoVideoDecoder(f"OpenCV {cv2.__version__} is too old to decode a clip: {INSTALL}", param="file")
+    source = io.BytesIO(data)  # OpenCV keeps no reference of its own
+    opened = cv2.VideoCapture(source, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, 1])
+    try:
+        if not opened.isOpened():
+            raise InvalidVideo(
+                "the video cannot be opened: it is damaged, or of an unknown kind", param="file"
+            )
+        width, height, rate, frames = (
+            opened.get(which)
+            for which in (
+                cv2.CAP_PROP_FRAME_WIDTH,
+                cv2.CAP_PROP_FRAME_HEIGHT,
+                cv2.CAP_PROP_FPS,
+                cv2.CAP_PROP_FRAME_COUNT,
+            )
+        )
+        yield Reader(int(width), int(height), rate, max(0, int(frames)), 0.0, _captured(opened))
+    finally:
+        opened.release()
+        source.close()
+
+
+def _captured(opened: Any) -> Iterator[Shown]:
+    import cv2
+
+    def image() -> Image.Image:
+        good, pixels = opened.retrieve()
+        if not good:
+            raise InvalidVideo("a frame of the video cannot be decoded", param="file")
+        return Image.fromarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB))
+
+    while opened.grab():
+        yield Shown(opened.get(cv2.CAP_PROP_POS_MSEC) / 1000, None, image)

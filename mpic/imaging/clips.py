@@ -1,0 +1,198 @@
+"""Clips: what a file of moving pictures has, and some of its frames, both within bounds.
+
+Frames are counted by decoding them, because what a header says need not be so. They are upright and in RGB. All this
+runs in a worker process (``worker``); ``mpic.imaging.decoder`` sends the order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from mpic.errors import InvalidUpload, InvalidVideo, OutOfMemory, TooLarge, VideoTooLarge
+from mpic.imaging.clip_readers import Reader, reader
+
+FRAME_PIXELS = 4096 * 2304
+"""Most pixels of one frame; a decoder may hold more than a dozen of them at a time."""
+MOST_RATE = 240.0
+"""Most frames a second. A container whose clock ticks faster than that gives its clock as the rate."""
+USUAL_RATE = 24.0
+"""Frames a second of a clip that says nothing of time; transformers assumes the same."""
+AGREES = 0.01
+"""A rate that the file gives is taken if what the frames' times say differs by no more than this share."""
+LOST = 0.05
+"""A file of whose frames more than this share (and more than two) cannot be decoded is damaged."""
+
+
+class ClipRules(NamedTuple):
+    """Rules by which clips are accepted.
+
+    Args:
+        frame_pixels: most pixels of one frame.
+        aspect: most that the longest side of a frame may be over its shortest.
+        seconds: longest clip.
+        pixels: most pixels of all frames that are asked for together.
+    """
+
+    frame_pixels: int
+    aspect: float
+    seconds: float
+    pixels: int
+
+
+class ClipFacts(NamedTuple):
+    """The size, length and rate of a clip.
+
+    Args:
+        width, height: of its upright frames, in pixels.
+        frames: number of its frames.
+        rate: frames a second, on average.
+    """
+
+    width: int
+    height: int
+    frames: int
+    rate: float
+
+
+Sample = Callable[[ClipFacts], Iterable[int]]
+"""Chooses the frames of a clip that are seen: returns their numbers, which ascend."""
+
+
+class Clip(NamedTuple):
+    """Frames of a clip.
+
+    Args:
+        facts: of the whole clip.
+        indices: numbers of the frames that were sampled, ascending.
+        frames: ``[len(indices), height, width, 3]`` uint8, RGB.
+    """
+
+    facts: ClipFacts
+    indices: tuple[int, ...]
+    frames: np.ndarray
+
+
+@contextmanager
+def _opened(data: bytes, rules: ClipRules) -> Iterator[Reader]:
+    """Opens a clip within the rules.
+
+    Raises:
+        VideoTooLarge: its frames have more pixels than the rules allow; known before one is decoded.
+        InvalidVideo: not a clip, truncated, damaged, of no size, or absurdly narrow.
+        NoVideoDecoder: nothing that decodes it is installed.
+        OutOfMemory: there is not enough memory for it now.
+    """
+    try:
+        with reader(data) as found:
+            _admit(found.width, found.height, rules)
+            yield found
+    except (InvalidUpload, TooLarge, OutOfMemory):
+        raise
+    except MemoryError as error:
+        raise OutOfMemory("the server has not enough memory to decode the clip now") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise VideoTooLarge(
+            f"the clip's frames have more than {rules.frame_pixels} pixels", param="file"
+        ) from error
+    except Exception as error:  # a decoder fed with hostile bytes raises nearly anything
+        what = type(error).__name__
+        raise InvalidVideo(f"the clip cannot be decoded ({what}: {error})"[:300], param="file") from error
+
+
+def facts(data: bytes, rules: ClipRules) -> ClipFacts:
+    """Decodes a whole clip, frame by frame, and returns what it has. Raises as ``_opened``."""
+    with _opened(data, rules) as found:
+        count, first, last, size = 0, None, None, (0, 0)
+        for count, shown in enumerate(found.walk, 1):
+            if count == 1:
+                first, size = shown.start, shown.image().size
+                _admit(*size, rules)
+            last = shown.end if shown.end is not None else shown.start
+            if count > rules.seconds * MOST_RATE or (
+                last is not None and last - (first or 0) > rules.seconds
+            ):
+                raise _too_long(rules)
+            ends = shown.end is not None
+        if not count:
+            raise InvalidVideo("the clip has no frames", param="file")
+        if _is_damaged(found, count, (last or 0.0) - (first or 0.0)):
+            raise InvalidVideo(
+                f"the clip is damaged: {count} of {found.claimed} frames can be decoded", param="file"
+            )
+        spaces = count if ends else count - 1
+        measured = spaces / (last - first) if None not in (first, last) and last > first else 0.0
+        rate = _rate(found.rate, measured)
+        if count / rate > rules.seconds:
+            raise _too_long(rules)
+        return ClipFacts(*size, count, rate)
+
+
+def _is_damaged(found: Reader, count: int, seconds: float) -> bool:
+    """Tells whether frames are missing. Those that an edit leaves out are not: then the frames last as long as the file
+    says."""
+    if found.claimed - count <= max(2, LOST * found.claimed):
+        return False
+    return not found.length or seconds + 1 / (found.rate or USUAL_RATE) < (1 - LOST) * found.length
+
+
+def frames(
+    data: bytes, rules: ClipRules, indices: Sequence[int], size: tuple[int, int] | None = None
+) -> Iterator[bytes]:
+    """Yields the frames of these numbers, which ascend, as ``height * width * 3`` bytes each.
+
+    Args:
+        size: width and height that every frame must have; left out: those of the first one.
+
+    Raises:
+        InvalidVideo: there are fewer frames, or they change their size; and as ``_opened``.
+    """
+    with _opened(data, rules) as found:
+        wanted = iter(indices)
+        following = next(wanted, None)
+        for number, shown in enumerate(found.walk):
+            if following is None:
+                return
+            if number != following:
+                continue
+            image = shown.image()
+            size = tuple(size or image.size)
+            if image.size != size:
+                raise InvalidVideo("the frames of the clip change their size", param="file")
+            pixels = image.tobytes()
+            while following == number:  # a frame may be asked for more than once
+                yield pixels
+                following = next(wanted, None)
+        if following is not None:
+            raise InvalidVideo(f"the clip has no frame {following}", param="file")
+
+
+def _admit(width: int, height: int, rules: ClipRules) -> None:
+    if width < 1 or height < 1:
+        raise InvalidVideo(f"the clip's frames have {width}x{height} pixels", param="file")
+    if width * height > rules.frame_pixels:
+        raise VideoTooLarge(
+            f"the clip's frames have {width}x{height} pixels, the limit is {rules.frame_pixels} pixels in all",
+            param="file",
+        )
+    if max(width, height) > rules.aspect * min(width, height):
+        raise InvalidVideo(f"a clip of {width}x{height} pixels is too narrow", param="file")
+
+
+def _too_long(rules: ClipRules) -> VideoTooLarge:
+    return VideoTooLarge(
+        f"the clip is longer than {rules.seconds:g} seconds, which is the limit", param="file"
+    )
+
+
+def _rate(said: float, measured: float) -> float:
+    """Returns frames a second, from what a file says (exact, or nonsense) and the times of its frames (rounded)."""
+    good = math.isfinite(said) and 0 < said <= MOST_RATE
+    if not math.isfinite(measured) or measured <= 0:
+        return said if good else USUAL_RATE
+    return said if good and abs(said - measured) <= AGREES * measured else measured

@@ -1,0 +1,78 @@
+"""Chunks of images, clips and documents that come inside requests: checked like uploads, owned by a user, no files."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mpic.errors import InvalidText, TooLarge, UnsupportedModality
+from mpic.kv.chunk import Chunk, ChunkKey
+from mpic.library.intake.decode import NO_CLIPS, clip_key, decode_clip, decode_image, decode_text, image_key
+from mpic.library.intake.image_keys import ImageKeys
+from mpic.library.limits import Limits
+from mpic.library.records import Tokenize
+
+
+class InlineChunks:
+    """The half of ``UploadLibrary`` that keeps nothing on the disk.
+
+    Attributes:
+        tokenize: text -> token ids of the served model; must be set before the first text is linked.
+        no_clips: why clips are not taken, uploaded or inside requests, as the end of a sentence; None: they are.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.tokenize: Tokenize | None = None
+        self.no_clips: str | None = NO_CLIPS
+        self._limits = limits
+        self._image_keys = ImageKeys()
+        self._clip_keys = ImageKeys()
+
+    def inline_image(self, user: str, data: bytes, label: str | None = None) -> Chunk:
+        """Returns the chunk of an image that came inside a request (data URL). It is checked like an upload and owned
+        by the user, but no file. The same bytes once more are not decoded again to find their chunk.
+
+        Raises:
+            InvalidImage, TooLarge, DecoderBusy: as ``image_key``; TooLarge: more bytes than an upload may have.
+        """
+        self._admit(data)
+        load = partial(decode_image, data, self._limits)
+        key = self._image_keys.key(user, data, partial(image_key, data, self._limits))
+        return Chunk(key, user, load_image=load, label=label)
+
+    def inline_clip(self, user: str, data: bytes, label: str | None = None) -> Chunk:
+        """Returns the chunk of a clip that came inside a request (data URL). It is checked like an upload and owned by
+        the user, but no file. The same bytes once more are not decoded again to find their chunk.
+
+        Raises:
+            UnsupportedModality: clips are not taken (``no_clips``).
+            InvalidVideo, NoVideoDecoder, TooLarge, DecoderBusy: as ``clip_key``; TooLarge: more bytes than an upload
+                may have.
+        """
+        if self.no_clips is not None:
+            raise UnsupportedModality(self.no_clips)
+        self._admit(data)
+        key = self._clip_keys.key(user, data, partial(clip_key, data, self._limits))
+        load = lambda sample: decode_clip(data, sample, self._limits)
+        return Chunk(key, user, load_clip=load, label=label)
+
+    def inline_text(self, user: str, text: str, label: str | None = None) -> Chunk:
+        """Returns the chunk of a document that came inside a request. It is checked like an upload and owned by the
+        user, but no file.
+
+        Raises:
+            InvalidText, TooLarge: as ``decode_text``.
+        """
+        try:
+            text = decode_text(text.encode(), self._limits)
+        except UnicodeEncodeError as error:
+            raise InvalidText("the text contains half of a surrogate pair") from error
+        return Chunk(ChunkKey.of_text(text), user, token_ids=tuple(self._tokenizer()(text)), label=label)
+
+    def _admit(self, data: bytes) -> None:
+        if len(data) > self._limits.upload_bytes:
+            raise TooLarge(f"a file inside a request has more than {self._limits.upload_bytes} bytes")
+
+    def _tokenizer(self) -> Tokenize:
+        if self.tokenize is None:
+            raise RuntimeError("the library has no tokenizer; set UploadLibrary.tokenize")
+        return self.tokenize

@@ -1,0 +1,55 @@
+"""A chunk of the disk tier that several threads read at the same time; see ``mpic.kv.store.PartedChunk``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from mpic.errors import CorruptFile
+from mpic.kv.file import ChunkFile
+from mpic.kv.parts import Part, Piece, PieceReader
+
+
+class DiskParts:
+    """An open chunk file in parts.
+
+    Args:
+        own: ``close`` closes the file.
+        most: bytes of the largest piece.
+        set_aside: is told what is wrong with the file, once, by whichever thread finds it first.
+        count: is told the bytes of every piece that was read.
+    """
+
+    def __init__(
+        self,
+        file: ChunkFile,
+        own: bool,
+        most: int,
+        set_aside: Callable[[CorruptFile], None],
+        count: Callable[[int], None],
+    ) -> None:
+        self._file, self._own, self._set_aside, self._count = file, own, set_aside, count
+        self._aside = threading.Lock()  # taken for good with the first error
+        self.shape = file.shape.extent(file.slots)
+        self.dtype = file.dtype
+        self.parts = file.parts(most)
+
+    def read_part(self, part: Part) -> Iterator[tuple[Piece, PieceReader]]:
+        for piece, read in self._file.read_part(part):
+            yield piece, partial(self._read, read)
+
+    def _read(self, read: PieceReader, memory: torch.Tensor) -> None:
+        try:
+            read(memory)
+        except CorruptFile as error:
+            if self._aside.acquire(blocking=False):
+                self._set_aside(error)
+            raise
+        self._count(memory.nbytes)
+
+    def close(self) -> None:
+        if self._own:
+            self._file.close()

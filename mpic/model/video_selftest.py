@@ -1,0 +1,63 @@
+"""The load-time self-test with clips: a prompt of two clips between texts, once by the stock model, called with what
+its processor makes of them, and once as a step in which each clip lies in an extent of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mpic.errors import ModelRefused
+from mpic.imaging.clips import Clip, ClipFacts
+from mpic.model.image_selftest import prompt_of
+from mpic.model.loaded import LoadedModel
+from mpic.model.selftest import TOLERANCE, as_step, stock_eager
+from mpic.model.vision import CLIP_TYPE, processed
+
+
+@torch.inference_mode()
+def video_self_test(loaded: LoadedModel) -> float:
+    """Compares with the stock model and returns the relative error.
+
+    Raises:
+        ModelRefused: the logits differ, or the model's clips cannot be linked.
+    """
+    clips = [_clip(4, 64, 48), _clip(6, 40, 64)]
+    family = loaded.config.model_type
+    try:
+        chunks = [loaded.clip_inputs(clip) for clip in clips]
+        rows, positions, segments = prompt_of(loaded, chunks)
+        got = as_step(loaded, rows, positions.to(loaded.device), segments, loaded.scope)
+        expected = _stock(loaded, rows.ids, clips)
+    except Exception as error:
+        raise ModelRefused(
+            f"{family}: its clips cannot be linked: {type(error).__name__}: {error}"
+        ) from error
+    difference = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    limit = TOLERANCE.get(loaded.dtype, 2e-4)
+    if not difference <= limit:
+        raise ModelRefused(
+            f"{family}: logits behind linked clips differ from the stock model's by {difference:.1e} "
+            f"(limit {limit:.0e})"
+        )
+    return difference
+
+
+def _clip(frames: int, width: int, height: int) -> Clip:
+    """Returns a clip of noise, every other frame of which is seen."""
+    generator = np.random.default_rng(frames)
+    pixels = generator.integers(0, 256, (frames, height, width, 3), np.uint8)
+    facts = ClipFacts(width, height, 2 * frames, 4.0)
+    return Clip(facts, tuple(range(0, 2 * frames, 2)), pixels)
+
+
+def _stock(loaded: LoadedModel, ids: torch.Tensor, clips: list[Clip]) -> torch.Tensor:
+    made = processed(loaded.processor, clips, [loaded.processor.video_token * len(clips)])
+    extra = {
+        k: v.to(loaded.device, loaded.dtype if v.is_floating_point() and k.startswith("pixel") else None)
+        for k, v in made.items()
+        if isinstance(v, torch.Tensor) and k not in ("input_ids", "attention_mask", "mm_token_type_ids")
+    }
+    kinds = torch.where(ids == loaded.config.video_token_id, CLIP_TYPE, 0)
+    extra["mm_token_type_ids"] = kinds[None].to(loaded.device)
+    with stock_eager(loaded):
+        return loaded.model(input_ids=ids[None].to(loaded.device), **extra, use_cache=False).logits[0].float()

@@ -1,0 +1,94 @@
+"""The engine in bf16, whose logits are compared with those of the same weights in fp32."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+
+from mpic.evals.bench.harness import Placement
+from mpic.evals.bench.workload import (
+    DecoderShape,
+    Ids,
+    compile_all,
+    engine_for,
+    first_token,
+    prompt_of,
+    random_model,
+    request_of,
+    text_chunk,
+)
+from mpic.kernels.backends import row_blocks
+from mpic.model.loaded import LoadedModel
+from mpic.model.selftest import self_test
+
+SHAPE = DecoderShape(
+    layers=3, hidden=256, heads=4, kv_heads=2, intermediate=512, vocabulary=500, context=4096
+)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The same weights in bf16 and, converted, in fp32; a gain makes attention sharp."""
+    model = random_model(SHAPE, Placement(CPU, torch.bfloat16), gain=3.0)
+    exact = copy.deepcopy(model).float()
+    found = LoadedModel(model, None, "bf16"), LoadedModel(exact, None, "fp32")
+    for loaded in found:
+        self_test(loaded)
+    return found
+
+
+def _logits(loaded, attention, policy):
+    """Returns the logits of the first token behind two chunks and 300 tokens of text."""
+    loaded.choose_attention(attention)
+    ids, seen = Ids(SHAPE.vocabulary), []
+    chunks = [text_chunk(ids.fresh(150)), text_chunk(ids.fresh(90))]
+    prompt = prompt_of(ids.fresh(20), chunks[0], ids.fresh(200), chunks[1], ids.fresh(80))
+    with engine_for(loaded, 2048) as engine:
+        compile_all(engine, chunks)
+        commit = engine._commit
+        with mock.patch.object(
+            engine,
+            "_commit",
+            lambda slices, logits, barrier: (seen.append(logits), commit(slices, logits, barrier)),
+        ):
+            first_token(engine, request_of(prompt, policy, 1))
+    loaded.choose_attention("auto")
+    return seen[-1][0].float()
+
+
+@pytest.mark.parametrize("policy", ["full", "mpic-16"])
+@pytest.mark.parametrize("attention", ["auto", "cpu-flash"])
+def test_logits_in_bf16_are_those_of_the_same_weights_in_fp32_within_its_rounding(models, attention, policy):
+    """Logits that come from bf16 have 8 significant bits; three layers add up a few roundings of them."""
+    bf16, fp32 = models
+    wanted = _logits(fp32, "auto", policy)
+    error = (_logits(bf16, attention, policy) - wanted).abs()
+    assert error.max() < 0.06 * wanted.abs().max() and error.mean() < 0.012 * wanted.abs().max()
+
+
+@pytest.mark.skipif(
+    row_blocks(CPU, torch.bfloat16, [64])[0] is None, reason="no kernel for blocks in bf16 here"
+)
+@pytest.mark.parametrize("policy", ["full", "mpic-16"])
+def test_the_kernel_for_blocks_serves_by_itself_and_is_no_further_from_fp32_than_torch(models, policy):
+    bf16, fp32 = models
+    assert bf16.info.details["attention_blocks"] == "cpu-blocks" and bf16.info.attention == "cpu-stream"
+    wanted = _logits(fp32, "auto", policy)
+    ours, torchs = (
+        (_logits(bf16, attention, policy) - wanted).square().mean() for attention in ("auto", "cpu-flash")
+    )
+    assert ours < 1.3 * torchs
+
+
+def test_blocks_are_torchs_when_the_kernels_are_switched_off_and_in_fp32(models):
+    bf16, fp32 = models
+    assert fp32.info.details["attention_blocks"] == "cpu-flash"
+    bf16.choose_attention("cpu-flash")
+    assert bf16.info.details["attention_blocks"] == "cpu-flash"
+    bf16.choose_attention("reference")
+    assert bf16.info.details["attention_blocks"] == "reference"
+    bf16.choose_attention("auto")

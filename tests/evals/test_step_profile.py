@@ -1,0 +1,111 @@
+"""A step's profile: every operation counts once, for the part that it runs in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mpic.config import ConfigError
+from mpic.evals.bench import profile, step_profile
+from mpic.evals.bench.harness import Placement, Ticker
+from mpic.evals.bench.step_profile import (
+    ATTENTION,
+    LOOP,
+    MATRIX,
+    MODEL,
+    OTHER,
+    PARTS,
+    RESULTS,
+    STEP,
+    profile_steps,
+    summarize,
+)
+from mpic.evals.bench.workload import (
+    DecoderShape,
+    Ids,
+    engine_for,
+    first_token,
+    make_pair,
+    prompt_of,
+    request_of,
+)
+from mpic.model import hooks
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+TINY = DecoderShape(layers=2, hidden=64, heads=2, intermediate=96, vocabulary=300, context=2048)
+
+
+def _event(name, start, end, thread=1, flops=0, shapes=()):
+    span = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=span, thread=thread, flops=flops, input_shapes=shapes)
+
+
+def test_every_microsecond_of_a_step_belongs_to_one_part():
+    found = summarize(
+        [
+            _event(STEP, 0, 100),
+            _event(MODEL, 10, 80),
+            _event("layer 0", 12, 70),
+            _event("aten::linear", 14, 30),
+            _event("aten::mm", 15, 29, flops=600, shapes=[[2, 10], [10, 15], []]),
+            _event(ATTENTION, 35, 60),
+            _event("aten::bmm", 40, 55, flops=7, shapes=[[1, 2, 2], [1, 2, 2]]),
+            _event("aten::mul", 62, 66),
+            _event(RESULTS, 85, 95),
+            _event("aten::argmax", 86, 90),
+            _event("aten::mm", 200, 300, flops=9, shapes=[[1, 1], [1, 1]]),  # of no step
+            _event("aten::mm", 20, 90, thread=2, flops=9, shapes=[[1, 1], [1, 1]]),  # of another thread
+        ],
+        itemsize=4,
+    )
+    micro = {part: round(1e6 * seconds) for part, seconds in found.parts.items()}
+    assert micro == {LOOP: 20, MODEL: 12 + 13, OTHER: 2 + 4, MATRIX: 14, ATTENTION: 25, RESULTS: 10}
+    assert sum(micro.values()) == round(1e6 * found.total) == 100
+    assert found.steps == 1 and found.layers == {0: pytest.approx(58e-6)}
+    assert found.operations == 600 and found.bytes == 4 * (20 + 150)
+
+
+def test_turns_of_the_engine_that_compute_nothing_do_not_count():
+    found = summarize([_event(STEP, 0, 5), _event(STEP, 6, 20), _event(MODEL, 7, 19)], itemsize=4)
+    assert found.steps == 1 and found.total == pytest.approx(14e-6)
+
+
+def test_an_engines_own_thread_is_watched_and_left_as_it_was():
+    pair, ids = make_pair(TINY, CPU), Ids(TINY.vocabulary)
+    before = hooks._layer
+    with engine_for(pair.loaded, 512) as engine:
+        found = profile_steps(
+            engine, lambda: first_token(engine, request_of(prompt_of(ids.fresh(40)), "full", 1))
+        )
+        assert "step" not in vars(engine) and hooks._layer is before
+    assert found.steps == 1 and set(found.parts) <= set(PARTS) and set(found.layers) == {0, 1}
+    assert sum(found.parts.values()) == pytest.approx(found.total)
+    projections = 4 * 64 * 64 + 3 * 64 * 96
+    assert found.operations == 2 * (
+        2 * 40 * projections + 64 * 300
+    )  # the last row alone meets the vocabulary
+    assert found.parts[ATTENTION] > 0 and found.parts[MATRIX] > 0
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_products_are_counted_whichever_kernel_multiplies(tokens):
+    """Few rows go through a kernel of which torch's profiler knows nothing."""
+    pair, ids = make_pair(TINY, CPU), Ids(TINY.vocabulary)
+    with engine_for(pair.loaded, 512) as engine:
+        found = profile_steps(
+            engine, lambda: first_token(engine, request_of(prompt_of(ids.fresh(tokens)), "full", 1))
+        )
+    projections = 4 * 64 * 64 + 3 * 64 * 96
+    assert found.operations == 2 * (2 * tokens * projections + 64 * 300) and found.parts[MATRIX] > 0
+    assert found.bytes > 4 * (2 * projections + 64 * 300)
+
+
+def test_a_gpu_is_referred_to_the_bench_that_profiles_gpus():
+    with pytest.raises(ConfigError, match="bench-gpu"):
+        profile.run(profile.Settings(), Placement(torch.device("cuda"), torch.float32), Ticker())
+
+
+def test_the_parts_are_listed_once_each():
+    assert len(set(step_profile.PARTS)) == len(step_profile.PARTS) == 8

@@ -1,0 +1,142 @@
+"""The kernel for blocks of rows in bf16, against one softmax in double precision over the same bf16 numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpic.kernels import block, c_kernel
+from mpic.kernels.backends import row_blocks
+
+CPU = torch.device("cpu")
+LOADED, _ = row_blocks(CPU, torch.bfloat16, (32, 64, 80, 128))
+needs_kernel = pytest.mark.skipif(LOADED is None, reason="no AVX-512 BF16, a matrix unit, or no C compiler")
+TOLERANCE = 2.0**-7
+"""This is for results near 1: weights and values have 8 significant bits."""
+
+
+def exact(q, k, v, causal, scale):
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = q.double() @ keys.transpose(2, 3) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[2:]).triu(1).bool(), float("-inf"))
+    return (scores.softmax(-1) @ values).float(), scores.logsumexp(-1).float()
+
+
+@st.composite
+def cases(draw):
+    dim = draw(st.sampled_from((32, 64, 80, 128)))
+    kv_heads, group = draw(st.sampled_from((1, 2, 3))), draw(st.sampled_from((1, 2, 7)))
+    tokens, causal = draw(st.integers(1, 330)), draw(st.booleans())
+    rows = tokens if causal else draw(st.integers(1, 230))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    # a span of a larger extent: heads and slots lie apart
+    q = torch.randn(rows, kv_heads * group, dim + 8, generator=generator).bfloat16()
+    kv = torch.randn(3, 2, kv_heads, tokens + 5, dim, generator=generator).bfloat16()
+    k, v = kv[1, :, :, 3 : 3 + tokens]
+    sharp = draw(st.sampled_from((0.1, 1.0, 4.0)))  # of the softmax
+    return q[None, :, :, :dim].transpose(1, 2), k[None], v[None], causal, sharp * dim**-0.5
+
+
+@needs_kernel
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases())
+def test_results_and_log_sums_are_those_of_one_softmax(case):
+    out, lse = LOADED(*case)
+    wanted, total = exact(*case)
+    assert out.dtype == lse.dtype == torch.float32
+    torch.testing.assert_close(lse, total, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(out, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@needs_kernel
+def test_it_is_nearer_to_exact_than_torch():
+    q, k, v = torch.randn(3, 1, 4, 300, 64, generator=torch.Generator().manual_seed(1)).bfloat16().unbind(0)
+    wanted = exact(q, k, v, True, 0.125)[0]
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).float()
+    assert (LOADED(q, k, v, True, 0.125)[0] - wanted).abs().mean() < (theirs - wanted).abs().mean()
+
+
+@needs_kernel
+def test_a_row_does_not_depend_on_the_rows_and_threads_beside_it():
+    q, k, v = torch.randn(3, 1, 6, 500, 64, generator=torch.Generator().manual_seed(2)).bfloat16().unbind(0)
+    whole = LOADED(q, k, v, False, 0.125)
+    alone = LOADED(q[:, :, 201:202], k, v, False, 0.125)
+    assert all(torch.equal(a[:, :, 201:202], b) for a, b in zip(whole, alone, strict=True))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        assert all(torch.equal(a, b) for a, b in zip(whole, LOADED(q, k, v, False, 0.125), strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernel
+def test_scores_beyond_the_range_of_exponentials_give_neither_nan_nor_infinity():
+    q = torch.full((1, 1, 8, 64), 30.0).bfloat16()
+    k = torch.cat([torch.full((1, 1, 70, 64), -30.0), torch.full((1, 1, 1, 64), 30.0)], 2).bfloat16()
+    v = torch.arange(71.0).expand(64, 71).T[None, None].bfloat16()
+    out, lse = LOADED(q, k, v.contiguous(), False, 1.0)
+    assert out.eq(70).all() and lse.allclose(torch.tensor(64 * 900.0))
+
+
+@needs_kernel
+@pytest.mark.parametrize("wrong", ["float32", "rectangle", "heads", "strided", "dimension"])
+def test_what_it_cannot_read_is_refused_and_not_read(wrong):
+    q, k, v = torch.randn(3, 1, 4, 20, 64).bfloat16().unbind(0)
+    causal = wrong == "rectangle"
+    if wrong == "float32":
+        q = q.float()
+    elif wrong == "rectangle":
+        q = q[:, :, :5]
+    elif wrong == "heads":
+        k, v = k[:, :3], v[:, :3]
+    elif wrong == "strided":
+        k = k.transpose(2, 3).contiguous().transpose(2, 3)
+    else:
+        v = v[..., :32]
+    with pytest.raises(ValueError, match="cpu-blocks cannot attend"):
+        LOADED(q, k, v, causal, 0.125)
+
+
+# ---- where it is used
+
+
+def test_only_bf16_on_a_cpu_has_it():
+    assert row_blocks(CPU, torch.float32, [64]) == (None, "")
+    assert row_blocks(torch.device("cuda"), torch.bfloat16, [64]) == (None, "")
+
+
+@pytest.mark.parametrize("bf16, amx", [(False, False), (True, True)])
+def test_other_processors_leave_it_to_torch(bf16, amx, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    kernel, why = row_blocks(CPU, torch.bfloat16, [64])
+    assert kernel is None and why.startswith(
+        "the processor has " + ("a matrix unit" if amx else "no AVX-512 BF16")
+    )
+
+
+@pytest.mark.parametrize("dim", [63, 576])
+def test_other_heads_are_left_to_torch(dim, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    with pytest.raises(block.KernelUnavailable, match=f"not {dim}"):
+        block.load([64 if LOADED else dim, dim])
+
+
+@needs_kernel
+def test_a_kernel_that_computes_something_else_is_refused(tmp_path, monkeypatch):
+    wrong = tmp_path / "block.c"
+    wrong.write_text(block.SOURCE.read_text().replace("row + 1 : c->tokens", "row + 2 : c->tokens"))
+    monkeypatch.setattr(block, "SOURCE", wrong)
+    monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
+    block._function.cache_clear()
+    try:
+        with pytest.raises(block.KernelUnavailable, match="wrong by"):
+            block.load([64])
+    finally:
+        block._function.cache_clear()

@@ -1,0 +1,142 @@
+"""The kernel for products of few rows, against double precision over the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpic.kernels import c_kernel, linear
+
+KERNELS = {}
+for _dtype in (torch.float32, torch.bfloat16):
+    with contextlib.suppress(linear.KernelUnavailable):
+        KERNELS[_dtype] = linear.load(_dtype)
+needs_compiler = pytest.mark.skipif(
+    len(KERNELS) < 2, reason="no C compiler, or a processor on which torch is as fast"
+)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@st.composite
+def cases(draw):
+    rows, outputs, inputs = (draw(st.integers(1, most)) for most in (20, 70, 300))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator)
+        for shape in ((rows, inputs + 3), (outputs, inputs), (outputs,))
+    )
+    return x[:, :inputs], weight, bias if draw(st.booleans()) else None
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(case=cases())
+def test_products_are_exact_but_for_one_rounding(dtype, case):
+    x, weight, bias = (None if part is None else part.to(dtype) for part in case)
+    wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    terms = (
+        x.double().abs() @ weight.double().abs().T + 1
+    )  # what rounding errors of a sum are in proportion to
+    error = (KERNELS[dtype](x, weight, bias).double() - wanted).abs()
+    assert (error <= 2e-7 * terms + (0 if dtype == torch.float32 else 2.0**-8 * wanted.abs())).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_rows_and_threads_beside_it(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*s, generator=generator).to(dtype) for s in ((7, 300), (400, 300)))
+    kernel, threads = KERNELS[dtype], torch.get_num_threads()
+    whole = kernel(x, weight, None)
+    for row in range(len(x)):
+        assert torch.equal(kernel(x[row], weight, None), whole[row])
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        assert torch.equal(kernel(x, weight, None), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
+def test_bf16_results_are_rounded_to_the_nearest_and_keep_infinity_and_nan():
+    weight = torch.eye(4).bfloat16()
+    x = torch.tensor([[1.0, float("inf"), 0.0, 2.0], [float("nan"), 1.0, -float("inf"), -0.5]]).bfloat16()
+    out = KERNELS[torch.bfloat16](
+        x[:, 3:], weight[:, 3:].contiguous(), torch.tensor([1, 2**-9, 3 * 2**-9, 0]).bfloat16()
+    )
+    exact = x[:, 3:].double() @ weight[:, 3:].double().T + torch.tensor([1, 2**-9, 3 * 2**-9, 0]).double()
+    assert torch.equal(out, exact.bfloat16())
+    big = torch.tensor([[float("inf"), float("nan")]]).bfloat16()
+    got = KERNELS[torch.bfloat16](big, torch.eye(2).bfloat16(), None)
+    assert got.isnan().all()  # infinity times zero is no number, as in torch
+    assert KERNELS[torch.bfloat16](big[:, :1], torch.ones(1, 1).bfloat16(), None).isinf().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("wrong", ["dtype", "inputs", "bias", "weights lie in columns"])
+def test_what_it_cannot_read_is_refused_and_not_read(wrong):
+    x, weight, bias = torch.ones(2, 8), torch.ones(4, 8), torch.ones(4)
+    if wrong == "dtype":
+        x = x.double()
+    elif wrong == "inputs":
+        x = x[:, :7]
+    elif wrong == "bias":
+        bias = bias[:3]
+    else:
+        weight = torch.ones(8, 4).T
+    with pytest.raises(ValueError, match="cpu-linear cannot multiply"):
+        KERNELS[torch.float32](x, weight, bias)
+
+
+@needs_compiler
+def test_shapes_in_front_of_the_last_one_stay():
+    x, weight = torch.randn(2, 3, 8), torch.randn(5, 8)
+    torch.testing.assert_close(KERNELS[torch.float32](x, weight, None), x @ weight.T)
+    assert KERNELS[torch.float32](x[:0], weight, None).shape == (0, 3, 5)
+
+
+@pytest.mark.parametrize("level, dtype", [("AVX2", torch.bfloat16), ("DEFAULT", torch.float32)])
+def test_processors_on_which_torch_is_as_fast_keep_torch(level, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: level)
+    linear.load.cache_clear()
+    try:
+        with pytest.raises(linear.KernelUnavailable, match=f"torch is as fast.*{level}"):
+            linear.load(dtype)
+    finally:
+        linear.load.cache_clear()
+
+
+def test_other_dtypes_have_no_kernel():
+    with pytest.raises(linear.KernelUnavailable, match="not float16"):
+        linear.load(torch.float16)
+
+
+@needs_compiler
+def test_a_damaged_file_in_the_cache_folder_is_built_again(tmp_path, monkeypatch):
+    """A power failure may leave a name with no bytes."""
+    monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
+    built = c_kernel._built(shutil.which("cc") or "gcc", linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
+    built.write_bytes(b"")
+    assert c_kernel.build(linear.SOURCE, "fp32", ["-DBFLOAT16=0"]).multiply
+    assert built.stat().st_size > 1000
+
+
+@needs_compiler
+def test_a_kernel_that_computes_something_else_is_refused(tmp_path, monkeypatch):
+    wrong = tmp_path / "linear.c"
+    wrong.write_text(linear.SOURCE.read_text().replace("if (i < inputs)", "if (0)"))
+    monkeypatch.setattr(linear, "SOURCE", wrong)
+    monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
+    linear.load.cache_clear()
+    try:
+        with pytest.raises(linear.KernelUnavailable, match="wrong by"):
+            linear.load(torch.float32)
+    finally:
+        linear.load.cache_clear()

@@ -1,0 +1,113 @@
+"""The decoder's linear layers: few rows go through the kernel made for them, everything else through torch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from mpic.evals.bench.harness import Placement
+from mpic.evals.bench.workload import DecoderShape, random_model
+from mpic.kernels import c_kernel, linear
+from mpic.model import few_rows
+from mpic.model.few_rows import FewRowsLinear
+from mpic.model.loaded import LoadedModel
+
+SHAPE = DecoderShape(layers=1, hidden=64, heads=2, intermediate=96, vocabulary=100, context=512)
+CPU = torch.device("cpu")
+try:
+    linear.load(torch.float32)
+    AVAILABLE = True
+except linear.KernelUnavailable:
+    AVAILABLE = False
+needs_kernel = pytest.mark.skipif(
+    not AVAILABLE, reason="no C compiler, or a processor on which torch is as fast"
+)
+
+
+@pytest.fixture
+def loaded():
+    return LoadedModel(random_model(SHAPE, Placement(CPU, torch.float32)), None, "tiny")
+
+
+def _layers(loaded):
+    return [m for m in loaded.model.modules() if isinstance(m, nn.Linear)]
+
+
+@needs_kernel
+def test_all_linear_layers_of_the_decoder_and_the_head_have_it(loaded):
+    assert {type(m) for m in _layers(loaded)} == {FewRowsLinear} and len(_layers(loaded)) == 8
+    assert loaded.info.details["few_rows_note"] == ""
+
+
+@needs_kernel
+def test_few_rows_are_the_kernels_and_many_are_torchs(loaded, monkeypatch):
+    layer = _layers(loaded)[0]
+    kernel, taken = linear.load(torch.float32), []
+    monkeypatch.setattr(
+        linear.LinearKernel, "__call__", lambda self, x, *rest: (taken.append(len(x)), x @ layer.weight.T)[1]
+    )
+    for rows in (1, kernel.most_rows, kernel.most_rows + 1, 100):
+        layer(torch.randn(rows, 64))
+    assert taken == [1, kernel.most_rows]
+
+
+@needs_kernel
+def test_what_is_differentiated_goes_through_torch(loaded):
+    layer = _layers(loaded)[0]
+    x = torch.randn(2, 64, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(2, 64))
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), x @ layer.weight.T)
+
+
+@needs_kernel
+def test_a_model_that_is_moved_or_converted_later_multiplies_with_torch(loaded):
+    layer = _layers(loaded)[0]
+    assert layer.to("meta")(torch.ones(1, 64, device="meta")).shape == (1, layer.out_features)
+    half = copy.deepcopy(_layers(loaded)[1]).half()
+    torch.testing.assert_close(half(torch.ones(1, 64).half()), half.weight.sum(1)[None], atol=1e-2, rtol=1e-2)
+
+
+@needs_kernel
+def test_weights_that_come_to_lie_otherwise_or_have_no_kernel_multiply_with_torch(loaded, monkeypatch):
+    layer = copy.deepcopy(_layers(loaded)[0])
+    layer.weight.data = layer.weight.data.T.contiguous().T  # as wrappers of quantised checkpoints set it
+    torch.testing.assert_close(layer(torch.ones(1, 64)), layer.weight.sum(1)[None])
+
+    def unavailable(dtype):
+        raise linear.KernelUnavailable("no kernel for this dtype on this processor")
+
+    monkeypatch.setattr(linear, "load", unavailable)
+    few_rows._most_rows.cache_clear()
+    try:
+        layer = _layers(loaded)[1]
+        torch.testing.assert_close(layer(torch.ones(1, 64)), layer.weight.sum(1)[None])
+    finally:
+        few_rows._most_rows.cache_clear()
+
+
+@needs_kernel
+def test_a_copy_of_the_model_still_works(loaded):
+    layer = copy.deepcopy(_layers(loaded)[0])
+    torch.testing.assert_close(layer(torch.ones(1, 64)), layer.weight.sum(1)[None])
+
+
+def test_without_a_compiler_layers_stay_torchs_and_the_reason_is_told(monkeypatch):
+    linear.load.cache_clear()
+    monkeypatch.setattr(c_kernel.shutil, "which", lambda name: None)
+    try:
+        loaded = LoadedModel(random_model(SHAPE, Placement(CPU, torch.float32)), None, "tiny")
+    finally:
+        linear.load.cache_clear()
+    assert {type(m) for m in _layers(loaded)} == {nn.Linear}
+    assert "no C compiler" in loaded.info.details["few_rows_note"]
+
+
+def test_other_devices_keep_their_own():
+    model = random_model(SHAPE, Placement(CPU, torch.float32)).to("meta")
+    assert "not on meta" in few_rows.use_few_rows(model, model.model)
+    assert not any(isinstance(m, FewRowsLinear) for m in model.modules())

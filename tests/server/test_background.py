@@ -1,0 +1,87 @@
+"""Work in the background: the users' uploads take turns, and what fails is tried again."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from fake_engine import CHUNK_TOKENS, FakeEngine
+from server_helpers import fake_server, wait_until
+
+from mpic.kv.chunk import Chunk, ChunkKey
+from mpic.server import background
+
+
+@pytest.fixture
+async def server(tmp_path, template):
+    engine = FakeEngine()
+    engine.hold_compiles = True
+    async with fake_server(tmp_path, template, engine) as server:
+        yield server
+
+
+async def uploads(server, key, count):
+    for i in range(count):
+        answer = await server.http.post(
+            "/v1/files",
+            data={"purpose": "user_data"},
+            files={"file": (f"{i}.txt", f"text {i} of {key}".encode())},
+            headers=key,
+        )
+        assert answer.status_code == 200, answer.text
+
+
+def owners(server):
+    return [chunk.owner for chunk in server.engine.compiled]
+
+
+async def test_many_uploads_of_one_user_do_not_hold_up_those_of_another(server):
+    ann, bob = server.key("ann"), server.key("bob")
+    await uploads(server, ann, background.AT_ONCE + 4)
+    await wait_until(lambda: len(server.engine.compiled) >= background.PER_USER)
+    await uploads(server, bob, 1)
+    await wait_until(lambda: "bob" in owners(server))
+    assert owners(server).count("ann") == background.PER_USER
+
+    def all_compiled():
+        while server.engine.pending:
+            server.engine.pending.pop().set_result(CHUNK_TOKENS)
+        return len(server.engine.compiled) == background.AT_ONCE + 5
+
+    await wait_until(all_compiled)
+
+
+async def test_clips_hold_up_neither_the_documents_of_their_user_nor_the_clips_of_others(server):
+    ann, bob = server.key("ann"), server.key("bob")
+    await uploads(server, ann, 1)
+    await wait_until(lambda: server.engine.compiled)
+    [file] = server.library.files.page("ann").files
+    server.library.files.chunks = lambda user, file: [
+        Chunk(ChunkKey("video", "0" * 64), user, load_clip=lambda sample: None)
+    ]
+    for owner in ["ann"] * (background.AT_ONCE + 4) + ["bob"]:
+        server.app.state.background.compile(replace(file, owner=owner, kind="video"))
+    await wait_until(lambda: owners(server).count("bob") == 1)
+    del server.library.files.chunks
+    await uploads(server, ann, 1)
+    await uploads(server, bob, 1)
+    await wait_until(lambda: owners(server).count("ann") == 2 + background.CLIPS_PER_USER)
+    await wait_until(lambda: owners(server).count("bob") == 2)
+
+
+async def test_savings_that_the_disk_refuses_are_written_later(tmp_path, template, monkeypatch):
+    monkeypatch.setattr(background, "SAVE_SECONDS", 0.01)
+    refused = []
+    async with fake_server(tmp_path, template) as server:
+        ledger = server.app.state.mpic.savings
+        opened = ledger._open
+
+        def read_only():
+            refused.append(1)
+            raise OSError(30, "Read-only file system")
+
+        monkeypatch.setattr(ledger, "_open", read_only)
+        assert (await server.ask()).status_code == 200
+        await wait_until(lambda: len(refused) > 1)
+        monkeypatch.setattr(ledger, "_open", opened)
+        await wait_until(lambda: not ledger._days)
+        assert (await asyncio.to_thread(ledger.days, None, ""))[0][1] == 1

@@ -1,0 +1,167 @@
+"""What the browser keeps, with two tabs open, little room, or none at all."""
+
+from page_kit import BOX, ask, more, until
+
+QUEUED = "text=asked again as soon as it is back"
+
+
+def questions(page):
+    return [t.removeprefix("You asked:").strip() for t in page.locator(".bubble").all_inner_texts()]
+
+
+def test_two_tabs_that_ask_in_one_chat_at_the_same_time_keep_both_questions(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "zero")
+    other = open_page(page.url, context=page.context)
+    fake.engine.pause = 0.2
+    for tab, text in ((page, "one"), (other, "two")):
+        tab.fill(BOX, text)
+        tab.press(BOX, "Enter")
+    for tab in (page, other):
+        until(tab, lambda tab=tab: tab.locator(".turn-line").count() == 3)
+        assert sorted(questions(tab)) == ["one", "two", "zero"]
+    more(other, 1, "Delete this turn")
+    until(page, lambda: page.locator(".turn").count() == 2)
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    assert sorted(questions(page)) == ["one", "two"]
+
+
+def test_a_tab_that_has_changed_nothing_leaves_the_drafts_and_settings_of_another_alone(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "one")
+    other = open_page(page.url, context=page.context)
+    other.fill(BOX, "a newer draft")
+    other.evaluate("import('/ui/static/store.js').then(s => s.keep({ system: 'Be brief.' }))")
+    page.evaluate("import('/ui/static/store.js').then(s => s.keep({ length: 7 }))")
+    other.close(run_before_unload=False)
+    page.wait_for_timeout(100)
+    third = open_page(page.url, context=page.context)
+    until(third, lambda: third.input_value(BOX) == "a newer draft")
+    third.close()
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    assert page.input_value(BOX) == "a newer draft"
+    kept = page.evaluate("import('/ui/static/store.js').then(s => [s.settings.system, s.settings.length])")
+    assert kept == ["Be brief.", 7]
+
+
+def test_a_long_draft_is_whole_after_another_view_and_another_chat(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "one")
+    long = "word " * 20_000
+    page.fill(BOX, long)
+    for view in ("policies", "chat"):
+        page.click(f"#views [data-view={view}]")
+    assert page.input_value(BOX) == long
+    page.click("#new-chat")
+    page.wait_for_selector("#welcome:visible")
+    page.click("#chat-list a")
+    page.wait_for_selector(".turn")
+    assert page.input_value(BOX) == long
+
+
+def test_a_draft_for_which_there_is_no_room_is_said_and_lasts_as_long_as_the_page(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "one")
+    page.evaluate(
+        "void (Storage.prototype.setItem = () => { throw new DOMException('', 'QuotaExceededError'); })"
+    )
+    page.fill(BOX, "a draft")
+    page.wait_for_selector(".toast:has-text('no room for this draft')")
+    page.click("#new-chat")
+    page.wait_for_selector("#welcome:visible")
+    page.click("#chat-list a")
+    page.wait_for_selector(".turn")
+    assert page.input_value(BOX) == "a draft"
+
+
+def test_a_draft_of_a_new_chat_is_there_after_another_chat_was_opened(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "one")
+    page.click("#new-chat")
+    page.wait_for_selector("#welcome:visible")
+    page.fill(BOX, "for a new chat")
+    page.click("#chat-list a")
+    page.wait_for_selector(".turn")
+    assert page.input_value(BOX) == ""
+    page.click("#new-chat")
+    page.wait_for_selector("#welcome:visible")
+    assert page.input_value(BOX) == "for a new chat"
+
+
+def test_without_storage_the_page_works_and_says_once_that_nothing_is_kept(fake, open_page):
+    page = open_page("about:blank", ready=False)
+    page.add_init_script(
+        """for (const name of ['localStorage', 'indexedDB'])
+            Object.defineProperty(window, name, { get() { throw new DOMException('no', 'SecurityError'); } });"""
+    )
+    page.goto(fake.url)
+    page.wait_for_selector("body[data-ready]")
+    assert page.locator(".toast:has-text('keeps nothing of this page')").count() == 1
+    ask(page, "one")
+    page.click("#new-chat")
+    page.wait_for_selector("#welcome:visible")
+    page.click("#chat-list a")
+    page.wait_for_selector(".turn")
+    assert questions(page) == ["one"]
+
+
+def test_a_chat_is_kept_only_when_the_browser_has_committed_it(fake, open_page):
+    page = open_page(fake.url)
+    said = page.evaluate(
+        """async () => {
+            const store = await import('/ui/static/store.js'), put = IDBObjectStore.prototype.put;
+            IDBObjectStore.prototype.put = function (value) {
+                const made = put.call(this, value);
+                made.addEventListener('success', () => this.transaction.abort());
+                return made;
+            };
+            const one = { id: 'a', title: 'A', created: 1, updated: 1, turns: [] };
+            try { await store.save(one); return 'kept'; } catch { return 'refused'; }
+        }"""
+    )
+    assert said == "refused"
+
+
+def test_every_question_asked_while_the_server_is_away_is_answered_in_order(fake, open_page):
+    away = ("ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE", "ERR_CONNECTION_RESET")
+    page = open_page(fake.url, expected=away)
+    fake.stop()
+    page.wait_for_selector("#notice:visible")
+    for n, text in enumerate(("one", "two", "three"), 1):
+        page.fill(BOX, text)
+        page.press(BOX, "Enter")
+        until(page, lambda n=n: page.locator(QUEUED).count() == n)
+    fake.start()
+    page.wait_for_selector(".turn:nth-child(3) .turn-line")
+    assert page.locator(".turn-line").count() == 3
+    assert questions(page) == ["one", "two", "three"] and len(fake.engine.requests) == 3
+
+
+def test_the_link_to_the_chat_leads_back_to_an_answer_that_is_being_written(fake, open_page):
+    page = open_page(fake.url)
+    fake.engine.pause = 0.2
+    page.fill(BOX, "one")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".writing")
+    page.click("#views [data-view=policies]")
+    page.wait_for_selector("#view-policies:visible")
+    page.click("#views [data-view=chat]")
+    page.wait_for_selector(".turn-line")
+    assert "by far" in page.inner_text(".text") and page.locator(".stopped").count() == 0
+    assert page.inner_text("#title") == "one" and page.locator("#chat-menu button").count() == 1
+
+
+def test_bringing_back_a_chat_that_made_way_says_which_other_makes_way(fake, open_page):
+    page = open_page(fake.url)
+    page.evaluate(
+        """async () => {
+            const store = await import('/ui/static/store.js');
+            for (let i = 0; i < store.MOST_CHATS; i++)
+                await store.save({ id: `old${i}`, title: `Old ${i}`, created: i, updated: i + 1, turns: [] });
+        }"""
+    )
+    ask(page, "one more")
+    page.click(".toast:has-text('“Old 0”') >> text=Undo")
+    page.wait_for_selector(".toast:has-text('the oldest, “Old 1”, was removed')")

@@ -1,0 +1,141 @@
+"""Uploads end with a file or with words; a server that answers late or refuses is said, and holds nothing else up."""
+
+import json
+
+from page_kit import ask, until
+from server_helpers import png
+
+HANDLE = '.file[data-handle="{}"]'
+
+
+def put(page, *names):
+    page.set_input_files(
+        "#file-input", [{"name": name, "mimeType": "image/png", "buffer": png()} for name in names]
+    )
+
+
+def test_a_hundredth_file_with_the_same_name_gets_a_handle(fake, open_page):
+    for n in range(1, 101):
+        handle = "FILE" if n == 1 else f"FILE_{n}"
+        fake.library.files.add("local", f"text {n}".encode(), "x.txt", handle=handle)
+    page = open_page(fake.url)
+    put(page, "写真.png")
+    page.wait_for_selector(HANDLE.format("FILE_101"))
+    assert page.locator(".upload").count() == 0
+
+
+def test_a_handle_that_is_taken_again_and_again_ends_with_words_and_not_with_a_hundred_uploads(
+    fake, open_page
+):
+    page = open_page(fake.url, expected=("409",))
+    sent = []
+
+    def refuse(route):
+        if route.request.method != "POST":
+            return route.continue_()
+        sent.append(route.request.url)
+        error = {"error": {"code": "handle_taken", "message": "you already have a file with this handle"}}
+        return route.fulfill(status=409, content_type="application/json", body=json.dumps(error))
+
+    page.route("**/ui/v1/files", refuse)
+    put(page, "写真.png")
+    page.wait_for_selector(".upload.failed:has-text('you already have')")
+    assert 1 < len(sent) < 10
+
+
+def test_a_failed_upload_can_be_tried_again_and_is_then_there_once(fake, open_page):
+    page = open_page(fake.url, expected=("ERR_FAILED", "ERR_CONNECTION"))
+
+    def lose(route):
+        if route.request.method != "POST":
+            return route.continue_()
+        route.fetch()  # the server has the file, but its answer does not arrive
+        return route.abort()
+
+    page.route("**/ui/v1/files", lose)
+    put(page, "photo.png")
+    page.wait_for_selector(".upload.failed")
+    page.unroute("**/ui/v1/files")
+    page.click(".upload >> text=Try again")
+    page.wait_for_selector(HANDLE.format("PHOTO"))
+    until(page, "document.querySelector('#box').value.includes('IMAGE#PHOTO')")
+    assert len(fake.library.files.page("local").files) == 1 and page.locator(".upload").count() == 0
+
+
+def test_a_library_that_the_server_refuses_to_list_is_not_shown_as_empty(fake, open_page):
+    page = open_page("about:blank", ready=False, expected=("429",))
+    error = {"error": {"code": "rate_limited", "message": "too many requests"}}
+    page.route(
+        "**/ui/v1/files",
+        lambda route: route.fulfill(status=429, content_type="application/json", body=json.dumps(error)),
+    )
+    page.goto(fake.url)
+    page.wait_for_selector("#library-note:has-text('could not be listed: too many requests')")
+
+
+def test_a_request_that_gets_no_answer_gives_way_to_the_next(fake, open_page):
+    page = open_page("about:blank", ready=False)
+    page.add_init_script(
+        "{ const real = AbortSignal.timeout; AbortSignal.timeout = (ms) => real.call(AbortSignal, ms / 100); }"
+    )
+    page.route("**/ui/v1/savings*", lambda route: None)
+    page.goto(f"{fake.url}#savings")
+    page.wait_for_selector(".toast:has-text('did not answer in time')")
+    page.wait_for_selector("body[data-ready]")
+    page.click("#views [data-view=references]")
+    page.wait_for_selector("#shelf-note:has-text('No references yet.')")
+
+
+def test_a_reference_that_is_added_by_two_clicks_is_added_once(fake, open_page):
+    page = open_page(f"{fake.url}#references")
+    sent, held = [], []
+
+    def hold(route):
+        if route.request.method != "POST":
+            return route.continue_()
+        sent.append(route.request.url)
+        return held.append(route)
+
+    page.route("**/ui/v1/references", hold)
+    page.click(".add-reference summary")
+    page.set_input_files("#add-file", [{"name": "a.png", "mimeType": "image/png", "buffer": png()}])
+    page.click(".add-reference .primary")
+    until(page, lambda: held)
+    assert page.locator(".add-reference .primary").is_disabled()
+    page.evaluate("document.querySelector('.add-reference form').requestSubmit()")
+    held[0].continue_()
+    page.wait_for_selector(".reference")
+    until(page, lambda: page.locator(".add-reference .primary").is_enabled())
+    assert len(sent) == 1
+
+
+def test_a_clip_is_fetched_only_when_it_is_downloaded(fake, open_page):
+    page = open_page(fake.url)
+    file = fake.library.files.add("local", b"text", "x.txt", handle="CLIP")
+    about = {"id": file.id, "kind": "video", "handle": "CLIP", "filename": "a.mp4", "state": "ready"}
+    about |= {"bytes": 4, "created_at": 1}
+    page.route(
+        f"**/ui/v1/files/{file.id}",
+        lambda route: route.fulfill(content_type="application/json", body=json.dumps(about)),
+    )
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.reload()
+    page.click("[aria-label='Open FILE#CLIP']")
+    page.wait_for_selector("dialog:has-text('A clip.')")
+    assert not [url for url in asked if url.endswith("/content")]
+    with page.expect_download() as got:
+        page.click("dialog button:text-is('Download')")
+    assert got.value.suggested_filename == "a.mp4"
+
+
+def test_a_link_of_a_model_is_shown_with_its_address(fake, open_page):
+    fake.engine.answer = (
+        "See [your bank](https://evil.example/login) and [https://a.example/](https://a.example/)."
+    )
+    page = open_page(fake.url)
+    ask(page, "where?")
+    assert page.locator(".text a").all_inner_texts() == [
+        "your bank (https://evil.example/login)",
+        "https://a.example/",
+    ]
