@@ -19,3 +19,6 @@ class Mix:
     both: float = 0.0  # questions that compare a fact of two people
     digits: bool = True
     alike: float = 0.0  # share of conversations whose chunks are all of one kind
+    apart: float = (
+        0.0  # share of conversations whose questions are asked one by one, each over the chunks alone
+    )

@@ -200,16 +200,41 @@ class Generator:
     # conversations
 
     def training(self, count: int, turns: int, mix: Mix | None = None) -> Conversation:
-        """Returns a conversation over `count` chunks with up to `turns` different questions (dense supervision)."""
+        """Draws a conversation over `count` chunks with up to `turns` different questions (dense supervision)."""
         mix, rng = mix or Mix(), self.rng
         if count and rng.random() < 0.05:
             return self.few_shot(max(3, count))
-        pair = count == 2 and rng.random() < 0.5  # of images, for a comparison with both inside the sentence
-        items = (
-            self.context_of(["image"] * 2, mix, rng.random() < mix.named)
-            if pair
-            else self.context(count, mix)
-        )
+        items, pair = self._training_context(count, mix)
+        order = self._questions(items, turns, mix)
+        together = self._word_level(items) if pair else None
+        order[0] = together or self._inside(order[0], items)
+        return Conversation(order, rng.choice(SYSTEMS), "training")
+
+    def training_branches(self, count: int, turns: int, mix: Mix) -> list[Conversation]:
+        """Draws up to `turns` different questions, each a conversation of its own over the same `count` chunks.
+
+        In a conversation of many turns, a late question can be answered from what earlier answers have said of its
+        chunk. A question that is asked alone has to be answered from the chunk.
+        """
+        if self.rng.random() < 0.05:
+            return [self.few_shot(max(3, count))]
+        items, _ = self._training_context(count, mix)
+        system, parts = self.rng.choice(SYSTEMS), [item.part for item in items]
+        return [
+            Conversation([replace(turn, user=[*parts, *turn.user])], system, "training")
+            for turn in self._questions(items, turns, mix)
+        ]
+
+    def _training_context(self, count: int, mix: Mix) -> tuple[list[Labelled], bool]:
+        """Draws `count` chunks, and whether they are a pair of images for a comparison with both inside the
+        sentence."""
+        if count == 2 and self.rng.random() < 0.5:
+            return self.context_of(["image"] * 2, mix, self.rng.random() < mix.named), True
+        return self.context(count, mix), False
+
+    def _questions(self, items: list[Labelled], turns: int, mix: Mix) -> list[Turn]:
+        """Draws `turns` questions about chunks, or for the library, and returns those that differ."""
+        rng = self.rng
         asked: dict[str, Turn] = {}
         library: Library = {}
         for attempt in range(turns):
@@ -235,10 +260,7 @@ class Generator:
                     item, "caption" if captioned and isinstance(item.about, Scene) else None
                 )
             asked.setdefault(question.key, Turn([question.text], question.answer, kind=question.kind))
-        order = [self._bare(turn, items) for turn in asked.values()]
-        together = self._word_level(items) if pair else None
-        order[0] = together or self._inside(order[0], items)
-        return Conversation(order, rng.choice(SYSTEMS), "training")
+        return [self._bare(turn, items) for turn in asked.values()]
 
     def _bare(self, turn: Turn, items: list[Labelled]) -> Turn:
         """Sometimes calls chunks with a handle by the handle alone, as when `IMAGE#NAME` comes a second time."""

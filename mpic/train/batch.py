@@ -55,13 +55,18 @@ class Encoder:
         self.pick: Callable[[], Sequence[int]] | None = None
         self.image_id = tokenizer.convert_tokens_to_ids(SPECIAL["image"])
         self._cache: dict[str, list[int]] = {}
+        self._long: dict[str, list[int]] = {}  # the latest ones
 
     def ids(self, text: str) -> list[int]:
         """Returns token ids of one piece."""
-        found = self._cache.get(text)
+        found = self._cache.get(text) or self._long.get(text)
         if found is None:
             found = self.tokenizer(text, add_special_tokens=False).input_ids
-            if len(self._cache) < 100_000 and len(text) < 80:
+            if len(text) >= 80:  # of a document that further conversations have too
+                self._long[text] = found
+                if len(self._long) > 16:
+                    del self._long[next(iter(self._long))]
+            elif len(self._cache) < 100_000:
                 self._cache[text] = found
         return found
 

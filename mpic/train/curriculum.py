@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from mpic.data.generator import Generator
+from mpic.data.generator import Conversation, Generator
 from mpic.data.generator.mix import Mix
 from mpic.data.generator.worlds import SECOND
-from mpic.train.batch import Encoder, Example
+from mpic.train.batch import Encoder, Example, shared_tokens
 
 LIMIT = 2048
 """Tokens of a conversation of the first generation."""
@@ -46,7 +46,10 @@ class CurriculumStep(NamedTuple):
 
 
 _FULL_COUNTS = (0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8, 10)
-_FULL = Mix(search=0.1, compare=0.2, both=0.06, order=0.4, alike=0.4)
+_FULL = Mix(
+    ("image", "image", "image", "card", "biography", "needle"),
+    search=0.08, compare=0.15, both=0.06, order=0.4, alike=0.4, apart=0.75,
+)  # fmt: skip
 _KINDS = ("image", "image", "card", "biography", "needle")
 
 SUMMARY_STEPS = (
@@ -62,12 +65,12 @@ PATCH_STEPS = (
     CurriculumStep(
         0.25,
         (1, 2, 2, 3, 3, 4),
-        Mix(named=0.3, search=0.1, compare=0.12, hop=0.15, both=0.04),
+        Mix(_FULL.kinds, named=0.3, search=0.1, compare=0.12, hop=0.15, both=0.04, apart=0.75),
         2048,
         (8,),
     ),
-    CurriculumStep(0.75, _FULL_COUNTS, _FULL, 2560, (8, 8, 8, 8, 8, 8, 8, 12)),
-    CurriculumStep(0.92, _FULL_COUNTS, _FULL, 4096, (8, 12, 16, 24, 24)),
+    CurriculumStep(0.85, _FULL_COUNTS, _FULL, 2560, (8, 8, 8, 8, 8, 8, 8, 12)),
+    CurriculumStep(0.95, _FULL_COUNTS, _FULL, 4096, (8, 12, 16, 24, 24)),
     CurriculumStep(1.01, _FULL_COUNTS, _FULL, 8192, (12, 16, 24, 24, 24, 24)),
 )
 
@@ -80,46 +83,85 @@ def grid(rng: random.Random, side: int, full: int) -> list[int]:
     return [r * full + c for r in rows for c in columns]
 
 
-def draw_example(
+class Group(NamedTuple):
+    """A conversation, or several that start alike and whose common part is computed once.
+
+    Attributes:
+        rows: rows that the model runs over for it.
+    """
+
+    examples: list[Example]
+    rows: int
+
+
+def draw_group(
     generator: Generator,
     encoder: Encoder,
     progress: float,
     steps: tuple[CurriculumStep, ...],
     limit: int | None = None,
-) -> Example:
-    """Draws one training conversation for this progress of the base stage (1.0: the full mix), of at most
-    `limit` tokens where its step allows more."""
+) -> Group:
+    """Draws one training conversation, or questions that are asked one by one over the same chunks, for this progress
+    of the base stage (1.0: the full mix). It has at most `limit` rows where its step allows more."""
     step = next(step for step in steps if progress < step.until)
     most = step.limit if limit is None else min(limit, step.limit)
     full, rng = int(encoder.image_tokens**0.5), generator.rng
     while True:
-        count, mix, turns = rng.choice(step.counts), step.mix, (8, 12, 20)
+        count, mix, turns, side = rng.choice(step.counts), step.mix, (8, 12, 20), full
         if step.grids:
             side = rng.choice(step.grids)
             mix = replace(mix, words=mix.words or WORDS[side])
             if count * sum(mix.words) / 2 > most:
                 continue
-            encoder.pick = lambda side=side: grid(rng, side, full)
             turns = _MANY_TURNS
-        example = encoder(generator.training(count, rng.choice(turns), mix))
-        if len(example.ids) <= most:
-            return example
+        apart = mix.apart > 0 and count > 0 and rng.random() < mix.apart
+        drawn = (
+            generator.training_branches(count, rng.choice(turns), mix)
+            if apart
+            else [generator.training(count, rng.choice(turns), mix)]
+        )
+        group = _cut(encoded(encoder, drawn, side, rng.getrandbits(30)), most)
+        if group is not None:
+            return group
 
 
-def fill(examples: list[Example], tokens: int) -> list[list[Example]]:
-    """Returns groups of at most `tokens` tokens together: the longest first, each in the first that has room."""
-    groups: list[list[Example]] = []
+def encoded(encoder: Encoder, conversations: list[Conversation], side: int, seed: int) -> list[Example]:
+    """Returns conversations as examples, of whose images a grid of this side is shown: the same one of the same image."""
+    full = int(encoder.image_tokens**0.5)
+    examples = []
+    for conversation in conversations:
+        rng = random.Random(seed)
+        encoder.pick = None if side == full else lambda rng=rng: grid(rng, side, full)
+        examples.append(encoder(conversation))
+    encoder.pick = None
+    return examples
+
+
+def _cut(examples: list[Example], most: int) -> Group | None:
+    """Returns as many of the examples as have `most` rows together; none if not even one does."""
+    shared = shared_tokens(examples)
+    rows = kept = 0
+    for example in examples:
+        own = len(example.ids) - (shared if kept else 0)
+        if rows + own > most:
+            break
+        rows, kept = rows + own, kept + 1
+    return Group(examples[:kept], rows) if kept else None
+
+
+def fill(groups: list[Group], tokens: int) -> list[list[Group]]:
+    """Returns batches of at most `tokens` rows together: the longest first, each in the first that has room."""
+    batches: list[list[Group]] = []
     left: list[int] = []
-    for example in sorted(examples, key=lambda e: -len(e.ids)):
-        size = len(example.ids)
-        place = next((i for i, room in enumerate(left) if room >= size), None)
+    for group in sorted(groups, key=lambda g: -g.rows):
+        place = next((i for i, room in enumerate(left) if room >= group.rows), None)
         if place is None:
-            place = len(groups)
-            groups.append([])
+            place = len(batches)
+            batches.append([])
             left.append(tokens)
-        groups[place].append(example)
-        left[place] -= size
-    return groups
+        batches[place].append(group)
+        left[place] -= group.rows
+    return batches
 
 
 class Batches:
@@ -135,7 +177,7 @@ class Batches:
     def __init__(
         self,
         generator: Generator,
-        draw: Callable[[float], Example],
+        draw: Callable[[float], Group],
         tokens: int,
         common_seed: int,
         pic_share: float = 0.0,
@@ -146,24 +188,26 @@ class Batches:
         self.pic_share, self.pic_heads = pic_share, pic_heads
         self.progress = 0.0
 
-    def __iter__(self) -> Iterator[tuple[list[Example], list[int | None] | None]]:
+    def __iter__(self) -> Iterator[tuple[list[list[Example]], list[int | None]]]:
+        """Yields the groups of a batch, and the head length of each (none: ordinary causal attention)."""
         rng: random.Random = self.generator.rng
-        pool: list[Example] = []
-        ready: list[list[Example]] = []
+        pool: list[Group] = []
+        ready: list[list[Group]] = []
         while True:
             while len(ready) < _READY:
                 pool += [self.draw(self.progress) for _ in range(_READY)]
-                groups = fill(pool, self.tokens)
-                full = [g for g in groups if _size(g) >= 0.9 * self.tokens]
+                batches = fill(pool, self.tokens)
+                full = [b for b in batches if _size(b) >= 0.9 * self.tokens]
                 if not full and len(pool) < 4 * _READY:
                     continue  # nothing fits together yet
-                ready += full or groups
-                pool = [e for g in groups if _size(g) < 0.9 * self.tokens for e in g] if full else []
+                ready += full or batches
+                pool = [g for b in batches if _size(b) < 0.9 * self.tokens for g in b] if full else []
             ready.sort(key=_size)
-            group = ready.pop(int(self.common.random() * len(ready)))
+            batch = ready.pop(int(self.common.random() * len(ready)))
             masked = self.common.random() < self.pic_share
-            yield group, [rng.choice(self.pic_heads) for _ in group] if masked else None
+            heads = [rng.choice(self.pic_heads) if masked else None for _ in batch]
+            yield [group.examples for group in batch], heads
 
 
-def _size(group: list[Example]) -> int:
-    return sum(len(e.ids) for e in group)
+def _size(batch: list[Group]) -> int:
+    return sum(group.rows for group in batch)

@@ -16,7 +16,7 @@ from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 from mpic.data.generator import Generator, worlds
 from mpic.data.generator.worlds import World
 from mpic.train import curriculum, model, vision_patches, vision_summaries
-from mpic.train.batch import Encoder, Example
+from mpic.train.batch import Encoder
 from mpic.train.held import Entries
 from mpic.train.initial_weights import structured_init
 from mpic.train.model import Design
@@ -93,8 +93,8 @@ class Generation:
         generator = Generator(seed, world=self.world)
         limit = tokens if self.fits else None
 
-        def draw(progress: float) -> Example:
-            return curriculum.draw_example(generator, encoder, progress, self.steps, limit)
+        def draw(progress: float) -> curriculum.Group:
+            return curriculum.draw_group(generator, encoder, progress, self.steps, limit)
 
         return curriculum.Batches(generator, draw, tokens, common_seed, pic_share, self.pic_heads)
 

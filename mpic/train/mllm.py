@@ -26,7 +26,7 @@ from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.train import checkpoint
-from mpic.train.batch import Encoder, answer_loss, collate
+from mpic.train.batch import Encoder, answer_loss, collate_branches
 from mpic.train.curves import plot_stages
 from mpic.train.generations import GENERATIONS, Generation, Stage
 from mpic.train.held import HeldWeights
@@ -165,7 +165,7 @@ def _batches(worker: TrainingProcess, stage: Stage, clock: Clock) -> Iterator[An
     while True:
         begun = worker.generation.continued_from if worker.settings.start else 0.0
         batches.progress = 1.0 if stage.name == "pic" else begun + (1 - begun) * clock.progress
-        yield collate(*next(drawn))
+        yield collate_branches(*next(drawn))
 
 
 def _loss(worker: TrainingProcess, stage: Stage, drawn: Any) -> torch.Tensor:

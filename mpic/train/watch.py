@@ -6,7 +6,7 @@ from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from mpic.data.generator import Generator
 from mpic.train.batch import Example
-from mpic.train.curriculum import grid
+from mpic.train.curriculum import encoded
 from mpic.train.generations import Generation
 from mpic.train.scoring import first_token_share, score_groups
 
@@ -54,13 +54,6 @@ def _questions(
     while sum(map(len, groups)) < size:
         branches = _TOGETHER if len(generation.links) > 1 else 1
         asked = generator.branches(task, count, branches)
-        if side is not None:
-            seed = generator.rng.getrandbits(30)
-        group = []
-        for conversation in asked:
-            if side is not None:  # the same grid for all questions about an image
-                rng = type(generator.rng)(seed)
-                encoder.pick = lambda rng=rng: grid(rng, side, int(encoder.image_tokens**0.5))
-            group.append(encoder(conversation))
-        groups.append(group)
+        full = int(encoder.image_tokens**0.5)
+        groups.append(encoded(encoder, asked, side or full, generator.rng.getrandbits(30) if side else 0))
     return groups
