@@ -126,7 +126,7 @@ def draw_group(
 
 
 def encoded(encoder: Encoder, conversations: list[Conversation], side: int, seed: int) -> list[Example]:
-    """Returns conversations as examples, of whose images a grid of this side is shown: the same one of the same image."""
+    """Returns conversations as examples that show a grid of this side of their images, the same of the same image."""
     full = int(encoder.image_tokens**0.5)
     examples = []
     for conversation in conversations:
