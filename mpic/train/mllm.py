@@ -30,7 +30,7 @@ from mpic.train.batch import Encoder, answer_loss, collate_branches
 from mpic.train.curves import plot_stages
 from mpic.train.generations import GENERATIONS, Generation, Stage
 from mpic.train.held import HeldWeights
-from mpic.train.model import build_model, load_model, save_model
+from mpic.train.model import autocast, build_model, load_model, save_model
 from mpic.train.optim import Optimizers
 from mpic.train.watch import watch
 
@@ -169,7 +169,7 @@ def _batches(worker: TrainingProcess, stage: Stage, clock: Clock) -> Iterator[An
 
 
 def _loss(worker: TrainingProcess, stage: Stage, drawn: Any) -> torch.Tensor:
-    with torch.autocast(worker.device.type, dtype=torch.bfloat16):
+    with autocast(worker.device):
         if stage.name == "vision":
             return worker.generation.vision.alignment_loss(
                 worker.model, *(t.to(worker.device) for t in drawn)
@@ -243,7 +243,7 @@ def _evaluate(worker: TrainingProcess, stage: Stage, clock: Clock, finished: boo
     if worker.is_main and (finished or time.monotonic() - worker.looked >= worker.generation.watch_every):
         worker.model.eval()
         scores: dict[str, float] = {}
-        with torch.autocast(worker.device.type, dtype=torch.bfloat16):
+        with autocast(worker.device):
             if stage.name == "vision":
                 targets = worker.generation.vision.Targets(worker.generation.encoder(worker.tokenizer))
                 drawn = worker.generation.vision.draw_batch(

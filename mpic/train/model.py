@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,12 @@ def load_model(
     """Returns a saved model and its tokenizer."""
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """Returns a context in which products are computed in bf16 where the device is made for it, else in fp32.
+
+    An x86 processor without AVX-512 BF16 multiplies bf16 five times slower than fp32.
+    """
+    capable = device.type != "cpu" or platform.machine() != "x86_64" or torch.cpu._is_avx512_bf16_supported()
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=capable)

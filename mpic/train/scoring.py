@@ -28,7 +28,7 @@ from mpic.train.batch import (
     first_choices,
     shared_tokens,
 )
-from mpic.train.model import image_features
+from mpic.train.model import autocast, image_features
 
 BRANCHES = 8  # questions over the same chunks, where the task has so many
 ROWS = 3072  # approximate number of rows of a forward
@@ -191,7 +191,7 @@ def score_cell(
     groups = conversations(encoder, task, count, size, seed, asking, world)
     examples = [e for group in groups for e in group]
     search_id = encoder.tokenizer.convert_tokens_to_ids("<search>")
-    with torch.autocast(model.device.type, dtype=torch.bfloat16):
+    with autocast(model.device):
         scores = score_groups(model, groups, links, search_id)
     return [
         {
