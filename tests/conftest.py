@@ -4,6 +4,7 @@ no deadlines, because machines differ; and temporary folders in memory."""
 from __future__ import annotations
 
 import os
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling vLLM's sampler takes longer than a test
@@ -37,14 +38,49 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=0, help="how often the long tests repeat (make soak)")
 
 
+FIGURES = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = []
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``parity`` run in ``make parity`` only: each starts an engine of its own."""
+    """Tests marked ``parity`` run in ``make parity`` only: each starts an engine of its own. With several processes
+    (pytest-xdist), a file's tests stay together, and so do those that start vLLM and those that drive a browser."""
+    for item in items:
+        folder, _, _ = item.nodeid.partition("::")[0].removeprefix("tests/").rpartition("/")
+        file = item.nodeid.partition("::")[0]
+        group = "vllm" if "vllm" in file else folder if folder == "webui" else file
+        item.add_marker(pytest.mark.xdist_group(group))
     if config.getoption("--parity"):
         return
     left_out = [item for item in items if item.get_closest_marker("parity")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("parity")]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """Takes over the figures of a process of pytest-xdist that has ended."""
+    node.config.stash[FIGURES] += getattr(node, "workeroutput", {}).get("figures", [])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["figures"] = session.config.stash[FIGURES]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for line in config.stash[FIGURES]:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def figures(request: pytest.FixtureRequest) -> list[str]:
+    """Lines that are printed at the end of the run: what was measured, where machines differ."""
+    return request.config.stash[FIGURES]
 
 
 @pytest.fixture(scope="session")

@@ -7,14 +7,15 @@ import torch.distributed as dist
 from transformers import LlavaForConditionalGeneration
 
 from mpic.train.held import HeldWeights
+from mpic.train.model import products_dtype
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def _orthogonalize(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Returns roughly the nearest (semi-)orthogonal matrix: Newton-Schulz iteration in bf16."""
+    """Returns roughly the nearest (semi-)orthogonal matrix: Newton-Schulz iteration, in bf16 where that is fast."""
     a, b, c = _COEFFICIENTS
-    x = matrix.bfloat16()
+    x = matrix.to(products_dtype(matrix.device))
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / (x.norm() + 1e-7)

@@ -21,16 +21,14 @@ HIT_AREAS = """() => [...(document.querySelector('dialog:modal') || document).qu
 
 
 @pytest.fixture(scope="module")
-def audit(request):
+def audit(figures):
     """Runs axe-core, and prints how much it examined after the module's tests."""
     if not SOURCE.exists():
         pytest.skip("axe-core is not here: tools/get_axe.sh gets it with npm")
     audit = Audit()
     yield audit
     counts = ", ".join(f"{what} {n:,}" for what, n in sorted(audit.count.items()))
-    line = f"axe-core: {audit.views} views, {len(audit.violations)} violations; {counts}"
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\n{line}")
+    figures.append(f"axe-core: {audit.views} views, {len(audit.violations)} violations; {counts}")
 
 
 def inspect(page, audit, view, touch=False):

@@ -21,7 +21,7 @@ def clear(url):
 
 
 def test_a_first_time_user_gets_an_answer_and_compares_it_without_reading_beyond_the_first_screen(
-    demo, open_page, capsys
+    demo, open_page, figures
 ):
     """Clicks only on elements of the first screen. The seconds are printed, because they differ between machines."""
     url, started = demo
@@ -38,10 +38,9 @@ def test_a_first_time_user_gets_an_answer_and_compares_it_without_reading_beyond
         page.wait_for_selector(shown)
         seconds[name] = time.monotonic() - begun
     assert page.locator(".runs.two .text").count() == 2
-    with capsys.disabled():
-        total = seconds["mpic serve listens"] + seconds["A/B answer"]
-        parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
-        print(f"\nfirst-time user: {total:.1f} s from `mpic serve` to the first A/B answer ({parts})")
+    total = seconds["mpic serve listens"] + seconds["A/B answer"]
+    parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+    figures.append(f"first-time user: {total:.1f} s from `mpic serve` to the first A/B answer ({parts})")
 
 
 def test_upload_two_images_ask_see_what_was_reused_compare_without_reuse(demo_url, open_page):
