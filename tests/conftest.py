@@ -1,5 +1,5 @@
 """Set-up for all tests: one thread per process, because the models are tiny and a second core costs more than it gains;
-no deadlines, because machines differ; and temporary folders in memory."""
+no deadlines, because machines differ; examples drawn from one seed, so that a run repeats; and temporary folders in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if not torch.cuda.is_available():  # before anything imports Triton: its kernels
 from hypothesis import settings
 
 torch.set_num_threads(1)
-settings.register_profile("mpic", deadline=None)
+settings.register_profile("mpic", deadline=None, derandomize=True, database=None)
+settings.register_profile("fuzz", deadline=None)
 settings.load_profile("mpic")
 
 MEMORY = "/dev/shm"
@@ -43,6 +44,8 @@ FIGURES = pytest.StashKey[list[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = []
+    if config.getoption("--fuzz"):
+        settings.load_profile("fuzz")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

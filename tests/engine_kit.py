@@ -130,7 +130,7 @@ def assert_oracle(name: str, prompt, policy: str, stream) -> None:
 
 
 def until(condition) -> None:
-    for _ in range(6000):
+    for _ in range(40_000):
         if condition():
             return
         time.sleep(0.005)

@@ -79,6 +79,7 @@ def test_a_text_too_long_for_the_address_space_does_not_end_the_process(words):
         guarded = GuardedTokenizer(Stock())
         limit = memory._address_space() + (400 << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        memory.few_arenas()  # the tokenizer starts a thread for each core
         try:
             print("tokens:", len(guarded.encode("word number 1, " * 330_000)))
         except OutOfMemory as error:

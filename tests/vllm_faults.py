@@ -12,6 +12,7 @@ from families import random_image
 from vllm_links import Linker, engine
 
 PATIENCE = 0.3
+"""Seconds that a link waits for a disk that a test makes slow; elsewhere it waits a minute."""
 IMAGE, DOCUMENT = image_chunk(random_image(1)), text_chunk(ids(7, 41))
 TEXT = prompt_of([1, *ids(1, 26)], DOCUMENT, ids(2, 9))
 BOTH = prompt_of([1, *ids(1, 26)], IMAGE, ids(2, 3), DOCUMENT, ids(3, 9))
@@ -20,7 +21,7 @@ BOTH = prompt_of([1, *ids(1, 26)], IMAGE, ids(2, 3), DOCUMENT, ids(3, 9))
 @contextmanager
 def small_linker(files: Path) -> Iterator[Linker]:
     """Yields an engine with host memory for one request's chunks at a time."""
-    with engine(kit.checkpoint("llava"), files, {"patience": PATIENCE, "host_bytes": 1}) as llm:
+    with engine(kit.checkpoint("llava"), files, {"patience": 60.0, "host_bytes": 1}) as llm:
         linker = Linker(llm, "llava", files)
         linker.file(IMAGE), linker.file(DOCUMENT)
         yield linker

@@ -278,7 +278,7 @@ def test_closing_waits_for_what_is_copied_back(make_engine):
     engine = make_engine(store=store)
     engine.transfers.copy_beside(copies := SlowBack(), Staging(2, 4096))
     futures = [engine.compile(text_chunk(ids(95 + i, 40))) for i in range(3)]
-    until(lambda: engine.transfers._returning > 0)
+    until(lambda: engine.transfers._returning == 3)
     closing = threading.Thread(target=engine.close)
     closing.start()
     copies.go.set()

@@ -205,6 +205,7 @@ def test_the_host_waits_once_for_a_step_that_takes_no_token_so_that_none_queue_u
     monkeypatch.setattr(engine.runner, "wait", lambda: waits.append(1))
     monkeypatch.setattr(engine.runner, "run", lambda *args: steps.append(1) or run(*args))
     engine.compile(text_chunk(ids(5, 40))).result(60)
+    engine.check()  # is answered between steps
     assert len(waits) == len(steps) == 3
     engine.submit(request_of(prompt_of(ids(6, 9)), "full", 5)).result()
     assert len(waits) == 3 and len(steps) == 8

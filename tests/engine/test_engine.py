@@ -165,6 +165,7 @@ def test_a_compiled_chunk_is_saved_and_found_again_by_another_engine(make_engine
     assert engine.compile(DOCUMENT).result(30) == 40
     assert len(store.chunks) == 1
     expected = answer(engine, PROMPT).token_ids
+    until(lambda: len(store.chunks) == 2)
     other = make_engine(store=store)
     result = answer(other, PROMPT)
     assert result.token_ids == expected

@@ -34,9 +34,10 @@ def test_a_prompt_is_computed_in_one_step_when_no_answer_streams(steps):
 
 def test_a_prompt_that_arrives_while_an_answer_streams_is_cut(steps):
     engine, seen = steps
-    streaming = engine.submit(request_of(prompt_of(ids(1, 8)), "full", 60))
+    streaming = engine.submit(request_of(prompt_of(ids(1, 8)), "full", 1000))
     next(iter(streaming))
     alone = engine.submit(request_of(prompt_of(ids(2, 200)), "full", 1)).result()
+    streaming.abort()
     streaming.result()
     beside = [others for decodes, others in seen if decodes]
     assert max(beside) == 32 and sum(beside) == 200

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import transformers as tf
-from engine_kit import MemoryStore, ids, prompt_of, request_of, text_chunk
+from engine_kit import MemoryStore, ids, prompt_of, request_of, text_chunk, until
 from families import TEXT
 
 from mpic.engine.native.engine import NativeEngine
@@ -271,7 +270,7 @@ def test_a_request_that_arrives_while_the_engine_stops_fails(make_engine):
     prepared(engine)
     closing = threading.Thread(target=engine.close)
     closing.start()
-    time.sleep(0.1)
+    until(lambda: engine._inbox.closed)
     go.set()
     closing.join(30)
     with pytest.raises(EngineStopped):
@@ -293,8 +292,10 @@ def test_a_message_that_fails_does_not_take_others_with_it(make_engine):
 def test_requests_with_one_id_do_not_disturb_each_other(make_engine):
     engine = make_engine()
     request = request_of(prompt_of(ids(1, 5)), "full", 200)
+    go = pause(engine)
     first, second = engine.submit(request), engine.submit(request)
     first.abort()
+    go.set()
     assert first.result().finish_reason == "abort"
     assert len(second.result().token_ids) == 200
 

@@ -94,18 +94,22 @@ def test_a_damaged_file_costs_a_compile_and_its_slots_go_to_the_others(linked):
 
 
 class Unsteady(FileSystem):
-    """Reads of KV come late, and now and then with a wrong bit, as drawn from a seed."""
+    """Reads of KV come late, and every fortieth with a wrong bit."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.random, self.wrong = random.Random(seed), 0
+        self.random, self.lock, self.reads, self.wrong = random.Random(seed), threading.Lock(), 7 * seed, 0
 
     def read(self, fd, into, offset):
         done = super().read(fd, into, offset)
         if len(into) <= RING.slot_bytes and offset >= 4096:
-            time.sleep(self.random.choice([0, 0, 0.001, 0.003]))
-            if self.random.random() < 0.02:
-                self.wrong += 1
+            with self.lock:
+                self.reads += 1
+                wrong = self.reads % 40 == 0
+                self.wrong += wrong
+                pause = self.random.choice([0, 0, 0.001, 0.003])
+            time.sleep(pause)
+            if wrong:
                 into[len(into) // 2] ^= 4
         return done
 

@@ -94,7 +94,7 @@ def test_callers_are_served_in_order_so_small_images_do_not_overtake_a_large_one
             hold.wait(60)
 
     holds = [threading.Event() for _ in range(3)]
-    threads = [threading.Thread(target=take, args=(i, size, holds[i])) for i, size in enumerate((60, 90, 10))]
+    threads = [threading.Thread(target=take, args=(i, size, holds[i])) for i, size in enumerate((60, 95, 10))]
     for i, thread in enumerate(threads):
         thread.start()
         until(lambda i=i: len(order) + budget.waiting == i + 1)
@@ -215,9 +215,10 @@ def test_a_file_with_more_pixels_than_its_header_is_decoded_in_a_worker(decoder)
 
 
 def test_idle_processes_end(decoder, monkeypatch):
-    monkeypatch.setattr(worker_pool, "IDLE_SECONDS", 1.0)
     decoder.identify(LARGE[0], RULES, BUDGET)
     [pid] = decoder.workers.pids
+    monkeypatch.setattr(worker_pool, "IDLE_SECONDS", 1.0)
+    decoder.identify(LARGE[0], RULES, BUDGET)
     until(lambda: decoder.workers.pids == [] and not psutil.pid_exists(pid))
 
 
@@ -226,6 +227,13 @@ def run(script, *args):
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def ended(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path):
@@ -242,7 +250,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
     done = run(script, path)
     assert done.returncode == -signal.SIGKILL
     pid = int(done.stdout)
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+    until(lambda: ended(pid))
 
 
 def test_eight_large_images_at_once_take_the_memory_of_two_and_it_is_given_back(tmp_path):

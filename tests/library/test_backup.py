@@ -122,6 +122,7 @@ def test_a_backup_of_a_changing_library_is_consistent(open_library, tmp_path, cl
             files = library.files.page(user).files
             if len(files) > 4:
                 library.files.delete(user, rng.choice(files).id)
+            stop.wait(0.01)  # a backup must be able to read a file before it is gone
 
     with ThreadPoolExecutor(2) as pool:
         changes = pool.map(change, ("ann", "bob"))

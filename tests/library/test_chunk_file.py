@@ -1,5 +1,6 @@
 """The file of a compiled chunk."""
 
+import gc
 import json
 import os
 from contextlib import suppress
@@ -308,13 +309,14 @@ def test_an_open_chunk_survives_its_deletion(tmp_path):
 
 def test_no_descriptor_is_left_open(tmp_path):
     chunk = make_chunk()
+    gc.collect()
     before = psutil.Process().num_fds()
     path = written(tmp_path, chunk)
     for _ in range(5):
         read(ChunkFile(path, chunk.key), chunk.kv)
         with pytest.raises(CorruptFile):
             ChunkFile(path, text_key("other"))
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before
 
 
 def test_a_destination_that_does_not_fit_is_refused(tmp_path):

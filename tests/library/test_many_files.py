@@ -61,4 +61,4 @@ def test_many_files_open_quickly_and_in_little_memory(tmp_path):
     for how, leftovers in (("kill", 0), ("close", LEFT)):
         found = start(tmp_path, how)
         assert (found["files"], found["chunks"], found["leftovers"]) == (FILES, FILES, leftovers)
-        assert found["seconds"] < 2 and found["mib"] < 64
+        assert found["seconds"] < 10 and found["mib"] < 64

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from unittest.mock import Mock
 
 import psutil
@@ -70,7 +71,9 @@ def test_workers_of_a_run_in_the_background_end_when_it_is_killed(tmp_path):
         workers = []
         while not (len(workers) == 2 and all(w.cpu_times().user > 5 for w in workers)):
             assert run.poll() is None
-            workers = [c for c in psutil.Process(run.pid).children() if "spawn_main" in " ".join(c.cmdline())]
+            with suppress(psutil.Error):  # a child that has just ended
+                children = psutil.Process(run.pid).children()
+                workers = [c for c in children if "spawn_main" in " ".join(c.cmdline())]
             time.sleep(0.2)
     finally:
         run.kill()

@@ -216,9 +216,11 @@ def test_a_file_outside_of_the_folders_is_never_read(linker, chunk, prompt):
 
 
 @pytest.fixture
-def slow_disk(monkeypatch):
+def slow_disk(linker, monkeypatch):
     """Lets inputs be read, and KV only after the event is set."""
     event, read = threading.Event(), ChunkFile.read_layers
+    scheduler = linker.llm.llm_engine.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler.connector._admission, "_patience", PATIENCE)
 
     def waiting(self, destination):
         assert event.wait(60)

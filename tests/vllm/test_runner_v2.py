@@ -23,7 +23,18 @@ WHOLE = (
 
 
 def run(*names: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *names]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        "850",
+        *names,
+    ]
     done = subprocess.run(
         command,
         cwd=HERE,

@@ -40,7 +40,10 @@ def test_it_ends_when_its_parent_is_killed(first):
     with started("os.getppid()", first) as (parent, child):
         assert child.is_running()
         parent.kill()
-        assert psutil.wait_procs([child], 30)[0] == [child]
+        _, alive = psutil.wait_procs([child], 30)
+        assert all(
+            p.status() == psutil.STATUS_ZOMBIE for p in alive
+        )  # whoever adopted it may not look after it
 
 
 def test_a_process_of_another_parent_is_left_alone():
