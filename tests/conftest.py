@@ -1,5 +1,6 @@
 """Set-up for all tests: one thread per process, because the models are tiny and a second core costs more than it gains;
-no deadlines, because machines differ; examples drawn from one seed, so that a run repeats; and temporary folders in memory."""
+no deadlines, because machines differ; examples drawn from one seed, so that a run repeats; and temporary folders in
+memory."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_compressed_chunks_free_their_pages_and_are_read_again_as_they_were(make
             store.damage(key)
         assert_same(logits_of(submit(engine, prompt, "mpic-5"), TOKENS), expected)
         (resident,) = engine.device.chunks.values()
-        until(lambda: resident.ready)
+        until(lambda resident=resident: resident.ready)
         assert resident.extent.tokens == 21 and resident.extent.pages == 3
         engine.check()
 
