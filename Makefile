@@ -13,6 +13,8 @@ BENCH ?= $(if $(filter vllm,$(ENGINE)),ttft serving,ttft flat memory decode load
 FUZZ  ?= 300
 SOAK_SECONDS ?= 600
 ARGS  ?=
+# How the suite is spread over processes (pytest-xdist): one for each core, at most four. PROCESSES= runs it in one.
+PROCESSES ?= -n logical --maxprocesses 4 --dist loadgroup
 
 # ENGINE=vllm on serve, demo and bench sets vLLM up first; results of its benches lie beside the native ones.
 override ENGINE_SETUP := $(if $(filter vllm,$(ENGINE)),setup-vllm)
@@ -34,7 +36,7 @@ serve: setup $(ENGINE_SETUP) ## start the server (ENGINE=vllm: on vLLM)
 test: setup-dev ## run the tests
 	@"$(ROOT)/tools/get_chromium.sh"
 	@"$(ROOT)/tools/get_axe.sh"
-	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(ARGS)
+	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(PROCESSES) $(ARGS)
 
 parity: setup-dev ## when vLLM's version changes: its tests on every family, then FAMILIES (all) for docs/models.md (an hour)
 	@cd "$(ROOT)" && status=0; \

@@ -82,19 +82,21 @@ def train_mllm(settings: Settings) -> Path:
     world = settings.workers or (1 if cuda else max(1, min(4, os.cpu_count() or 1)))
     checkpoint.check(settings.out, _stored(settings), world, settings.resume)
     if world == 1:
-        _run(0, 1, settings, "", cuda)
+        _run(0, 1, settings, "", cuda, os.getppid())
     else:
         with tempfile.TemporaryDirectory() as folder:
-            args = (world, settings, f"file://{folder}/rendezvous", cuda)
+            args = (world, settings, f"file://{folder}/rendezvous", cuda, os.getpid())
             torch.multiprocessing.spawn(_run, args, nprocs=world)
     return settings.out
 
 
-def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool) -> None:
+def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool, parent: int) -> None:
     torch.manual_seed(settings.seed)
     if world > 1:
         # torch interrupts workers whose parent dies: those of a run in the background have inherited not to hear it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if os.getppid() != parent:  # it died before anybody could hear of it
+            raise KeyboardInterrupt
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
         dist.init_process_group(
             "nccl" if cuda else "gloo", init_method=rendezvous, rank=rank, world_size=world

@@ -14,8 +14,8 @@ from mpic.data.generator.images import LARGE, draw_scene, render_large
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.data.generator.worlds import SECOND as WORLD
 from mpic.train import vision_patches
-from mpic.train.batch import collate, collate_branches
-from mpic.train.curriculum import PATCH_STEPS, draw_example, grid
+from mpic.train.batch import collate, collate_branches, shared_tokens
+from mpic.train.curriculum import PATCH_STEPS, draw_group, encoded, grid
 from mpic.train.generations import SECOND, generation_at
 from mpic.train.model import build_model, load_model, save_model
 from mpic.train.sink_weights import SINK
@@ -88,19 +88,36 @@ def test_a_grid_is_regular_and_within_the_image():
 @pytest.mark.parametrize("progress", [0.0, 0.1, 0.3, 0.7, 0.95])
 def test_conversations_stay_within_the_limit_of_their_step(encoder, progress):
     step = next(s for s in PATCH_STEPS if progress < s.until)
-    examples = [draw_example(Generator(s, world=WORLD), encoder, progress, PATCH_STEPS) for s in range(6)]
-    encoder.pick = None
-    assert max(len(e.ids) for e in examples) <= step.limit <= SECOND.design.context
+    groups = [draw_group(Generator(s, world=WORLD), encoder, progress, PATCH_STEPS) for s in range(6)]
+    assert max(group.rows for group in groups) <= step.limit <= SECOND.design.context
+    assert [collate_branches([group.examples], [None]).tokens for group in groups] == [g.rows for g in groups]
+
+
+def test_most_questions_are_asked_one_by_one_over_chunks_that_are_computed_once(encoder):
+    groups = [draw_group(Generator(s, world=WORLD), encoder, 0.5, PATCH_STEPS) for s in range(12)]
+    apart = [group.examples for group in groups if len(group.examples) > 1]
+    assert 5 <= len(apart) < 12
+    for examples in apart:
+        assert {len(e.answers) for e in examples} <= {1, 2}  # a search is a call and an answer
+        assert len({tuple(e.ids) for e in examples}) == len(examples)
+        assert shared_tokens(examples) >= max(
+            end for e in examples for _, end in e.chunks[: len(e.pixels)][:1]
+        )
+
+
+def test_questions_asked_one_by_one_are_those_of_a_conversation_without_what_was_said_before(encoder):
+    mix = PATCH_STEPS[-1].mix
+    branches = Generator(3, world=WORLD).training_branches(3, 12, mix)
+    assert len(branches) > 4 and all(len(c.turns) == 1 for c in branches)
+    first, *others = branches
+    for other in others:  # the very same chunks
+        assert [p for p in other.turns[0].user[:-1]] == [p for p in first.turns[0].user[:-1]]
+    assert len({c.turns[0].user[-1] for c in branches}) == len(branches)
 
 
 def test_questions_over_a_grid_of_an_image_share_their_context(model, encoder):
     asked = Generator(2, "eval", world=WORLD).branches("image", 2, 3)
-    group = []
-    for conversation in asked:
-        rng = random.Random(9)
-        encoder.pick = lambda rng=rng: grid(rng, 8, 24)
-        group.append(encoder(conversation))
-    encoder.pick = None
+    group = encoded(encoder, asked, 8, 9)
     together = collate_branches([group], [16])
     assert together.pixels is not None and len(together.pixels) == 2
     with torch.no_grad():
@@ -182,14 +199,15 @@ def test_workers_take_batches_of_about_the_same_size_at_the_same_time(encoder):
         batches = SECOND.batches(encoder, seed, 9, 2048, 0.5)
         batches.progress = 0.9
         drawn = list(itertools.islice(iter(batches), 30))
-        sizes.append([(sum(len(e.ids) for e in group), heads is not None) for group, heads in drawn])
+        sizes.append(
+            [(collate_branches(groups, [None] * len(groups)).tokens, heads[0]) for groups, heads in drawn]
+        )
     tokens, masked = (
         np.array([[size for size, _ in mine] for mine in sizes]),
-        [[m for _, m in mine] for mine in sizes],
+        [[head is not None for _, head in mine] for mine in sizes],
     )
     assert masked[0] == masked[1] and 5 < sum(masked[0]) < 25
     assert (tokens[0] != tokens[1]).mean() > 0.9, "they do not draw the same conversations"
     waiting = 1 - tokens.mean() / tokens.max(0).mean()
     drawn_apart = 1 - tokens.mean() / np.maximum(tokens[0], np.roll(tokens[1], 7)).mean()
     assert waiting < 0.1 < drawn_apart
-    encoder.pick = None
