@@ -19,6 +19,7 @@ def run_bench(monkeypatch, settings, folder, name, *options):
         raise done.exception  # with its traceback
     assert done.exit_code == 0, done.output
     result = json.loads(path.read_text())
-    assert all(math.isfinite(v) and v > 0 for v in result["headline"].values())
+    for name, value in result["headline"].items():  # one is a difference of two runs
+        assert math.isfinite(value) and (value > 0 or name.endswith("_python_ms")), name
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     return result, done.output

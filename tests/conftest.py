@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("fuzz")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``parity`` run in ``make parity`` only: each starts an engine of its own. With several processes
     (pytest-xdist), a file's tests stay together, and so do those that start vLLM and those that drive a browser."""

@@ -6,6 +6,13 @@ from server_helpers import png
 from small_models import SMALL_SAMPLES
 
 BOX = "#box"
+AWAY = (
+    "ERR_CONNECTION_REFUSED",
+    "ERR_EMPTY_RESPONSE",
+    "ERR_CONNECTION_RESET",
+    "ERR_INCOMPLETE_CHUNKED_ENCODING",
+)
+"""Complaints of the browser about a server that is not there."""
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 TABLET = {"viewport": {"width": 820, "height": 1180}, "has_touch": True}
 
@@ -22,6 +29,14 @@ def more(page, turn, action):
     """Chooses an action of a turn's menu."""
     page.click(f".turn:nth-child({turn}) [data-key=more]")
     page.click(f".menu-item:text-is('{action}')")
+
+
+def kept(page):
+    """Returns the question and the answer of every turn that the browser has stored."""
+    return page.evaluate(
+        """import('/ui/static/store.js').then(s => s.list())
+        .then(all => all.flatMap(c => c.turns.map(t => [t.text, t.answer?.text || ''])))"""
+    )
 
 
 def upload(page, *names):

@@ -56,6 +56,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print the file's rows as a table and end")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--name", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--ends", type=float, help=argparse.SUPPRESS
+    )  # on the monotonic clock, which processes share
     found = parser.parse_args(arguments)
     found.quick = found.quick or found.device == "cpu"
     return found
@@ -132,9 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     prepare(options.device)
     log = options.out.with_name(options.out.name + ".log")
     if options.child:
-        ends = time.monotonic() + options.limit
-        run = supervise.SectionRun(options.name, options.out, options.device, options.quick, ends)
-        return supervise.child(options.child, run, log, options.limit)
+        run = supervise.SectionRun(options.name, options.out, options.device, options.quick, options.ends)
+        return supervise.child(options.child, run, log)
     if options.list:
         for section in SECTIONS:
             print(f"{section.name:10} at most {section.limit:4.0f} s  {section.summary}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-SECONDS = 2.0
+SECONDS = 5.0
 """A server that does not answer in this time offers nothing."""
 
 

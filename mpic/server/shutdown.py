@@ -103,5 +103,5 @@ def threads() -> list[str]:
 
 
 def _where(frame: FrameType) -> str:
-    frames = traceback.extract_stack(frame)[-FRAMES:]
+    frames = traceback.extract_stack(frame, limit=-FRAMES)
     return " > ".join(f"{os.path.basename(f.filename)}:{f.lineno} {f.name}" for f in frames)

@@ -71,7 +71,7 @@ def supervised(out: Path, chosen: list[Section], fork: bool, limit: float = 100)
 def test_a_section_that_raises_hangs_or_dies_ends_alone(tmp_path, fakes, fork):
     out = tmp_path / "rows.jsonl"
     hang = fakes["hangs"]
-    fakes["hangs"] = Section(hang.name, hang.target, 2 if fork else 4, hang.summary)
+    fakes["hangs"] = Section(hang.name, hang.target, 5 if fork else 8, hang.summary)
     lines = supervised(out, list(fakes.values()), fork)
     ends = record.ends(lines)
     assert {name: end["status"] for name, end in ends.items()} == {

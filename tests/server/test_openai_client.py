@@ -222,7 +222,7 @@ def test_a_full_queue_is_a_rate_limit_too(connect):
 
     def go(client):
         try:
-            answer = ask(client, "go", max_tokens=150, extra_body={"mpic": {"ignore_eos": True}})
+            answer = ask(client, "go", max_tokens=300, extra_body={"mpic": {"ignore_eos": True}})
             results.append(answer.usage.completion_tokens)
         except openai.RateLimitError as error:
             assert error.response.headers["retry-after"]
@@ -234,4 +234,4 @@ def test_a_full_queue_is_a_rate_limit_too(connect):
     for thread in threads:
         thread.join()
     refused = results.count("queue_full")
-    assert 1 <= refused <= 9 and results.count(150) == 14 - refused
+    assert 1 <= refused <= 9 and results.count(300) == 14 - refused

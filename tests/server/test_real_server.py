@@ -68,8 +68,9 @@ def test_a_client_that_leaves_before_its_answer_frees_its_pages(url):
     with socket.create_connection((host, int(port))) as sock:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         sock.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        while pages(url)["running"] == 0:
-            time.sleep(0.005)
+        with httpx.Client(base_url=url) as http:
+            while http.get("/health").json()["engine"]["running"] == 0:
+                time.sleep(0.005)
     idle_again(url)
     assert pages(url)["counters"]["finished_abort"] == before + 1
 

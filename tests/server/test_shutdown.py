@@ -41,6 +41,11 @@ block = lambda: open(sys.argv[4])
 print("ready", flush=True)
 """
 DESCRIPTORS = 400
+ARMED = """
+import faulthandler
+armed, dump_later = threading.Event(), faulthandler.dump_traceback_later
+faulthandler.dump_traceback_later = lambda *args, **options: (dump_later(*args, **options), armed.set())
+"""
 BLOCKED = {
     "the event loop waits for a file": "block()",
     "the main thread computes": "while True: pass",
@@ -91,7 +96,7 @@ def test_the_shutdown_timer_ends_a_process_in_which(fifo, where):
 
 def test_the_shutdown_timer_needs_no_lock_of_the_interpreter(fifo):
     """A thread holds that lock for ever after the signal; then a timer in C ends the process."""
-    with watched(fifo, "timer.signalled(); time.sleep(0.1); ctypes.PyDLL(None).sleep(1000)") as one:
+    with watched(fifo, ARMED + "timer.signalled(); armed.wait(); ctypes.PyDLL(None).sleep(1000)") as one:
         assert one.wait(PATIENCE) == 1
         assert "Timeout" in one.stderr.read()
 
@@ -190,6 +195,6 @@ def test_a_server_whose_engine_never_returns_ends_by_force_and_loses_nothing(who
     assert "ends by force" in told and "thread mpic-engine: " in told and "stuck_server.py" in told
     with Library.open(folder / "data") as library:
         assert check(library) == []
-        assert set(ids) < {file.id for file in library.files.page("local").files}
+        assert set(ids) <= {file.id for file in library.files.page("local").files}
         for number, id in enumerate(ids, 2):
             assert library.files.content("local", id) == f"Text number {number}.".encode()

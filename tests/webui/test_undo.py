@@ -1,6 +1,6 @@
 """Undo puts back one thing, and nothing that came after it is lost."""
 
-from page_kit import BOX, ask, more, until
+from page_kit import BOX, ask, kept, more, until
 
 
 def questions(page):
@@ -12,7 +12,7 @@ def shows(page, *expected):
 
 
 def reload(page):
-    page.wait_for_timeout(100)  # the page keeps its chats without waiting
+    until(page, lambda: [text for text, _ in kept(page)] == questions(page))
     page.reload()
     page.wait_for_selector("body[data-ready]")
 

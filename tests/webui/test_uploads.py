@@ -76,7 +76,7 @@ def test_a_library_that_the_server_refuses_to_list_is_not_shown_as_empty(fake, o
 def test_a_request_that_gets_no_answer_gives_way_to_the_next(fake, open_page):
     page = open_page("about:blank", ready=False)
     page.add_init_script(
-        "{ const real = AbortSignal.timeout; AbortSignal.timeout = (ms) => real.call(AbortSignal, ms / 100); }"
+        "{ const real = AbortSignal.timeout; AbortSignal.timeout = (ms) => real.call(AbortSignal, ms / 10); }"
     )
     page.route("**/ui/v1/savings*", lambda route: None)
     page.goto(f"{fake.url}#savings")

@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from page_kit import BOX, PHONE, TABLET, add, ask
+from page_kit import BOX, PHONE, TABLET, add, ask, until
 
 DESK = {"viewport": {"width": 1280, "height": 900}}
 SEEN = """() => {
@@ -21,7 +21,7 @@ def test_the_newest_answer_is_seen_while_it_is_written_and_after(fake, open_page
     for n in range(4):
         ask(page, f"IMAGE#RED What is in image RED, in so many words that they fill a line or two? {n}")
         assert page.evaluate(SEEN)
-    fake.engine.pause = 0.1
+    fake.engine.pause = 0.3
     page.fill(BOX, "And now slowly?")
     page.press(BOX, "Enter")
     page.wait_for_selector(".writing")
@@ -31,11 +31,9 @@ def test_the_newest_answer_is_seen_while_it_is_written_and_after(fake, open_page
     page.wait_for_selector(".turn:last-child .turn-line")
     page.click(".turn:last-child .facts")  # what opens below does not push the answer out of sight
     page.wait_for_selector(".strip")
-    page.wait_for_timeout(50)
-    assert page.evaluate(SEEN)
+    until(page, f"({SEEN})()")
     page.set_viewport_size({"width": device["viewport"]["width"], "height": 560})  # a keyboard opens
-    page.wait_for_timeout(50)
-    assert page.evaluate(SEEN)
+    until(page, f"({SEEN})()")
     page.reload()
     page.wait_for_selector(".turn:last-child .turn-line")
     assert (

@@ -246,7 +246,12 @@ const change = (text, touched, act) => {
       if (made) takeOut(now, [made]);
       putBack(now, before);
       if (now.title === given) now.title = title;
-      if (!open) { await store.save(now).catch(failed); changed(); return; }
+      if (!open) {
+        await store.save(now).catch(failed);
+        if (chat.current.id === id && merge(chat.current, now)) drawAll();  // it was opened meanwhile
+        changed();
+        return;
+      }
       drawAll();
       await persist();
     },

@@ -39,11 +39,15 @@ const show = (found, text, more) => {
   if (more) shelf.append(h('li', { class: 'more' }, button('Show more', more)));
 };
 
+let asked = 0;  // how often the shelf was asked for something; an answer that is overtaken is not shown
+
 /** Shows all references, newest first; asks again while one of them is compiled. */
 const all = async (known = [], after = '') => {
   clearTimeout(timer);
+  const own = ++asked;
   try {
     const page = await get(`/v1/references?limit=${PAGE}${after && `&after=${after}`}`);
+    if (own !== asked) return;
     const found = [...known, ...page.data];
     show(found, found.length ? `${count(found.length, 'reference')}${page.has_more ? ' and more' : ''}, newest first` : 'No references yet.', page.has_more && (() => all(found, page.last_id)));
     if (!known.length && found.some((one) => one.state === 'compiling')) timer = setTimeout(() => { if (!$('#view-references').hidden) all(); }, SOON);
@@ -55,8 +59,10 @@ const search = async (event) => {
   const query = form.elements.query.value.trim();
   if (!query && !image) return all();
   clearTimeout(timer);
+  const own = ++asked;
   try {
     const { data } = await call('POST', '/v1/references/search', { ...(query ? { query } : {}), ...(image ? { image } : {}), top_k: FOUND });
+    if (own !== asked) return null;
     const like = [query && `“${query}”`, image && 'the picture'].filter(Boolean).join(' and ');
     return show(data, data.length ? `${count(data.length, 'reference')} most like ${like}` : `Nothing is like ${like}.`);
   } catch (error) { return failed(error); }

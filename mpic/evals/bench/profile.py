@@ -234,6 +234,8 @@ def _rows(name: str, found: StepProfile, unwatched: float, flops: float, peak: d
 def _headline(
     name: str, found: StepProfile, unwatched: float, flops: float, peak: dict[str, float]
 ) -> dict[str, float]:
+    if not found.steps:
+        raise BenchFailed(f"no step of {name} was watched: its answers had ended")
     operations = sum(found.parts[part] for part in (MATRIX, ATTENTION, OTHER)) / found.steps
     products = found.parts[MATRIX]
     if name.startswith("decode"):

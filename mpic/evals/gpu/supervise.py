@@ -167,7 +167,7 @@ class Supervisor:
         record.append(self._out, {"event": "begin", "section": section.name, "limit": round(limit)})
         logged, began = self._size(self._log), time.monotonic()
         run = SectionRun(section.name, self._out, self._device, self._quick, began + limit)
-        process = self._start(section, run, limit)
+        process = self._start(section, run)
         code = None
         try:
             while code is None and time.monotonic() < began + limit:
@@ -190,11 +190,11 @@ class Supervisor:
         else:
             self._end(section, "ok", seconds)
 
-    def _start(self, section: Section, run: SectionRun, limit: float) -> _Process:
+    def _start(self, section: Section, run: SectionRun) -> _Process:
         if self._fork:
-            return _Forked(lambda: child(section.target, run, self._log, limit))
+            return _Forked(lambda: child(section.target, run, self._log))
         arguments = [*self._command, "--child", section.target, "--name", section.name]
-        arguments += ["--out", str(self._out), "--device", self._device, "--limit", str(limit)]
+        arguments += ["--out", str(self._out), "--device", self._device, "--ends", str(run.ends)]
         arguments += ["--quick"] if self._quick else []
         with self._log.open("ab") as log:  # also for errors before ``child`` runs
             return subprocess.Popen(arguments, stdout=log, stderr=log, start_new_session=True)
@@ -247,7 +247,7 @@ def _kill(process: _Process) -> None:
             os.kill(process.pid, signal.SIGKILL)
 
 
-def child(target: str, run: SectionRun, log: Path, limit: float) -> int:
+def child(target: str, run: SectionRun, log: Path) -> int:
     """Runs a section in its own process, with all output in the log; returns the exit code.
 
     Shortly before the limit every thread's stack is written, so that a hang shows where it is.
@@ -258,7 +258,7 @@ def child(target: str, run: SectionRun, log: Path, limit: float) -> int:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     faulthandler.enable(file=fd)
-    faulthandler.dump_traceback_later(max(0.2, limit - max(0.5, limit / 50)), file=fd)
+    faulthandler.dump_traceback_later(max(0.2, run.left - max(0.5, run.left / 50)), file=fd)
     try:
         module, name = target.split(":")
         getattr(importlib.import_module(module), name)(run)
