@@ -83,9 +83,13 @@ def from_body(body: dict[str, Any], status: int | None) -> MPICError:
     return error
 
 
-def from_transport(exc: httpx.TransportError, url: httpx.URL) -> ClientError:
+def from_transport(exc: httpx.RequestError, url: httpx.URL) -> ClientError:
     """Returns the error for an exception of httpx."""
     what = str(exc) or type(exc).__name__
     if isinstance(exc, httpx.TimeoutException) and not isinstance(exc, httpx.ConnectTimeout):
         return TimedOut(f"no answer from {url} in time: {what}")
+    if isinstance(exc, httpx.DecodingError):
+        return BadResponse(f"an answer from {url} cannot be decoded: {what}")
+    if isinstance(exc, httpx.LocalProtocolError):
+        return ClientError(f"the request to {url} cannot be sent: {what}")
     return Unreachable(f"no answer from {url}: {what}. Is `mpic serve` running?")

@@ -36,7 +36,7 @@ class Retry:
     longest: float = 60.0
 
     def wait(
-        self, attempt: int, repeatable: bool, outcome: httpx.Response | httpx.TransportError
+        self, attempt: int, repeatable: bool, outcome: httpx.Response | httpx.RequestError
     ) -> float | None:
         """Returns the seconds to wait before the next attempt; None to give up.
 

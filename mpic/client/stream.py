@@ -53,7 +53,7 @@ class _EventReader:
         if not self.done and not self.closed:
             raise BadResponse("the stream broke off before its end")
 
-    def fail(self, exc: httpx.TransportError) -> None:
+    def fail(self, exc: httpx.RequestError) -> None:
         """Raises the error for an exception of httpx, unless the caller has closed the stream."""
         if not self.closed:
             raise from_transport(exc, self.response.url) from exc
@@ -159,7 +159,7 @@ def _read(events: _EventReader) -> Generator[ChatCompletionChunk, None, None]:
                 if (chunk := events.read(line)) is not None:
                     yield chunk
         events.finish()
-    except httpx.TransportError as exc:
+    except httpx.RequestError as exc:
         events.fail(exc)
     finally:
         events.response.close()
@@ -173,7 +173,7 @@ async def _aread(events: _EventReader) -> AsyncGenerator[ChatCompletionChunk, No
                 if (chunk := events.read(line)) is not None:
                     yield chunk
         events.finish()
-    except httpx.TransportError as exc:
+    except httpx.RequestError as exc:
         events.fail(exc)
     finally:
         await events.response.aclose()

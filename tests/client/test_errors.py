@@ -70,6 +70,25 @@ def test_too_late():
             client.health()
 
 
+def test_an_answer_that_cannot_be_decoded_is_a_bad_response():
+    def broken(request):
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, content=b"not gzip")
+
+    with mpic.MPIC(transport=httpx.MockTransport(broken)) as client:
+        with pytest.raises(mpic.client.BadResponse, match="decoded"):
+            client.health()
+
+
+def test_a_request_that_cannot_be_sent_is_an_error_of_the_client():
+    def refused(request):
+        raise httpx.LocalProtocolError("Illegal header value", request=request)
+
+    with mpic.MPIC(transport=httpx.MockTransport(refused)) as client:
+        with pytest.raises(mpic.client.ClientError, match="cannot be sent") as caught:
+            client.health()
+    assert not isinstance(caught.value, mpic.client.Unreachable)
+
+
 def test_the_sdk_needs_neither_torch_nor_the_server():
     code = (
         "import sys; from mpic import MPIC, AsyncMPIC, NotFound; MPIC().close()\n"

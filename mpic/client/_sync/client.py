@@ -120,7 +120,7 @@ class MPIC:
         retry = self._retry if request.can_resend else Retry(most=0)
         attempt = 0
         while True:
-            outcome: httpx.Response | httpx.TransportError
+            outcome: httpx.Response | httpx.RequestError
             try:
                 with request_options(request) as options:
                     message = self._http.build_request(request.method, request.path, **options)
@@ -128,7 +128,7 @@ class MPIC:
                     if outcome.is_success or outcome.status_code in request.accept:
                         return outcome
                     outcome.read()
-            except httpx.TransportError as exc:
+            except httpx.RequestError as exc:
                 outcome = exc
             pause = retry.wait(attempt, request.repeatable, outcome)
             if pause is None:
