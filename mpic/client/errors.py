@@ -86,6 +86,10 @@ def from_body(body: dict[str, Any], status: int | None) -> MPICError:
 def from_transport(exc: httpx.RequestError, url: httpx.URL) -> ClientError:
     """Returns the error for an exception of httpx."""
     what = str(exc) or type(exc).__name__
+    if isinstance(exc, httpx.PoolTimeout):
+        return TimedOut(
+            f"no connection to {url} was free in time: too many requests or open streams of this client"
+        )
     if isinstance(exc, httpx.TimeoutException) and not isinstance(exc, httpx.ConnectTimeout):
         return TimedOut(f"no answer from {url} in time: {what}")
     if isinstance(exc, httpx.DecodingError):

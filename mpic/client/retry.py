@@ -12,7 +12,7 @@ import httpx
 REFUSED = (429, 503)
 """Statuses of requests that were refused before anything was done, so that any request may be sent again."""
 
-NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 BROKEN = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
 
 

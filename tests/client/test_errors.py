@@ -1,5 +1,6 @@
 """The error tree, mirrored one to one."""
 
+import asyncio
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import mpic
 from mpic import errors
 from mpic.client.errors import from_response
+from mpic.client.httpx_options import client_options
 from mpic.server import create_app  # noqa: F401  every error a server can send is then defined
 
 
@@ -68,6 +70,42 @@ def test_too_late():
     with mpic.MPIC(transport=httpx.MockTransport(late)) as client:
         with pytest.raises(mpic.TimedOut):
             client.health()
+
+
+def test_a_client_without_a_free_connection_says_so():
+    def full(request):
+        raise httpx.PoolTimeout("", request=request)
+
+    with mpic.MPIC(transport=httpx.MockTransport(full)) as client:
+        with pytest.raises(mpic.TimedOut, match=r"no connection .* was free"):
+            client.health()
+
+
+async def test_more_requests_than_httpx_has_connections_run_at_once():
+    """Nothing is answered before every request has arrived."""
+    count, arrived, everybody = 150, 0, asyncio.Event()
+
+    async def answer(reader, writer):
+        nonlocal arrived
+        await reader.readuntil(b"\r\n\r\n")
+        arrived += 1
+        if arrived == count:
+            everybody.set()
+        await everybody.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, backlog=count) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with mpic.AsyncMPIC(f"127.0.0.1:{port}", max_retries=0) as client:
+            assert await asyncio.gather(*(client.metrics() for _ in range(count))) == ["ok"] * count
+
+
+@pytest.mark.parametrize("timeout", [None, 1.0])
+def test_a_request_waits_for_a_connection_as_long_as_for_an_answer(timeout):
+    pool = client_options(None, None, timeout)["timeout"].pool
+    assert pool == client_options(None, None, None)["timeout"].read
 
 
 def test_an_answer_that_cannot_be_decoded_is_a_bad_response():
