@@ -57,6 +57,14 @@ def test_an_answer_of_something_else_is_said_to_be(body):
     assert isinstance(error, mpic.BadResponse) and error.status == 502 and "HTTP 502" in error.message
 
 
+@pytest.mark.parametrize(
+    "cls", [mpic.QueueFull, mpic.errors.RateLimited, mpic.Unavailable, mpic.EngineStopped]
+)
+def test_a_refusal_says_how_long_the_server_asks_to_wait(cls):
+    assert from_response(sent(cls("later"), {"retry-after": "3600"})).retry_after == 3600
+    assert from_response(sent(cls("later"))).retry_after == cls("later").retry_after
+
+
 def test_nobody_there():
     with mpic.MPIC("http://127.0.0.1:9", max_retries=0) as client:
         with pytest.raises(mpic.Unreachable, match="mpic serve"):
