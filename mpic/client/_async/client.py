@@ -124,9 +124,11 @@ class AsyncMPIC:
                 with request_options(request) as options:
                     message = self._http.build_request(request.method, request.path, **options)
                     outcome = await self._http.send(message, stream=stream)
-                    if outcome.is_success or outcome.status_code in request.accept:
+                    if outcome.is_success:
                         return outcome
                     await outcome.aread()
+                    if request.accept(outcome):
+                        return outcome
             except httpx.RequestError as exc:
                 outcome = exc
             pause = retry.wait(attempt, request.repeatable, outcome)
