@@ -54,12 +54,18 @@ def client_options(
 
     Args:
         base_url: see ``server_address``.
-        api_key: None reads the environment variable MPIC_API_KEY; "" sends none.
+        api_key: None reads the environment variable MPIC_API_KEY; "" sends none. White space around it, such as the
+            line feed of a file, is no part of it.
         timeout: see ``TIMEOUT`` for the default. Waiting for a connection of the client's own is no step of a request,
             so a number does not shorten it.
+
+    Raises:
+        BadRequest: the address or the key cannot be one.
     """
     url = server_address(base_url)
-    key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
+    key = ((os.environ.get(KEY_VARIABLE) if api_key is None else api_key) or "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise BadRequest("the API key has characters that a key cannot have", param="api_key")
     headers = {"User-Agent": f"mpic-python/{VERSION}"}
     if key:
         headers["Authorization"] = f"Bearer {key}"

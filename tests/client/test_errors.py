@@ -116,6 +116,18 @@ def test_a_request_waits_for_a_connection_as_long_as_for_an_answer(timeout):
     assert pool == client_options(None, None, None)["timeout"].read
 
 
+def test_the_line_feed_of_a_file_is_no_part_of_a_key():
+    assert client_options(None, " mpic_secret\n", None)["headers"]["Authorization"] == "Bearer mpic_secret"
+
+
+@pytest.mark.parametrize("key", ["mpic_sécret", "mpic_secret\nmpic_secret"])
+@pytest.mark.parametrize("kind", [mpic.MPIC, mpic.AsyncMPIC])
+def test_a_key_that_cannot_be_sent_is_refused_at_once_and_not_shown(kind, key):
+    with pytest.raises(mpic.BadRequest, match="the API key") as caught:
+        kind(api_key=key)
+    assert "mpic_s" not in caught.value.message
+
+
 def test_an_answer_that_cannot_be_decoded_is_a_bad_response():
     def broken(request):
         return httpx.Response(200, headers={"content-encoding": "gzip"}, content=b"not gzip")
