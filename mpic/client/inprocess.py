@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
@@ -173,6 +174,10 @@ class InProcess(httpx.BaseTransport):
             raise
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs ``work`` in the loop and returns its result. Raises httpx.ReadError if the application has ended."""
+        if self._loop.is_closed():
+            work.close()
+            raise httpx.ReadError("the server in this process has ended")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -228,7 +233,8 @@ class _ResponseBody(httpx.SyncByteStream):
             yield piece
 
     def close(self) -> None:
-        self._run(self._source.aclose())
+        with suppress(httpx.ReadError):  # nothing is left to close
+            self._run(self._source.aclose())
 
 
 async def _next(pieces: AsyncIterator[bytes]) -> bytes | None:

@@ -137,6 +137,16 @@ def test_ctrl_c_during_the_start_closes_what_it_opened(build, tmp_path, monkeypa
     assert_free(tmp_path)
 
 
+def test_a_stream_that_is_open_when_its_server_ends_is_an_error_of_the_client(build, tmp_path):
+    build.go.set()
+    with mpic.MPIC.local(data_dir=tmp_path) as client:
+        stream = client.chat.completions.create("hello", stream=True)
+        next(stream)
+    with pytest.raises(mpic.client.ClientError, match="has ended"):
+        list(stream)
+    stream.close()
+
+
 def test_an_application_that_cannot_be_made_closes_engine_and_library(tmp_path, monkeypatch):
     engine = FakeEngine()
 
