@@ -114,7 +114,10 @@ def test_upload_list_chat_delete(mpic, pictures, url):
     status, whole, _ = mpic(*ask, "--json")
     assert status == 0 and json.loads(whole)["choices"][0]["message"]["content"] == out.rstrip("\n")
 
-    status, out, _ = mpic("files", "delete", "EIFFEL_2025", "--url", url)
+    status, _, err = mpic("files", "delete", "EIFFEL_2025", "NOBODY", "--url", url)
+    assert status == 1 and "'NOBODY'" in err and err.count("\n") == 1
+    assert mpic("files", "show", "EIFFEL_2025", "--url", url)[0] == 0  # nothing was deleted
+    status, out, _ = mpic("files", "delete", "EIFFEL_2025", "IMAGE#eiffel_2025", "--url", url)
     assert status == 0 and "deleted EIFFEL_2025" in out
     status, out, _ = mpic("files", "delete", files["NOTES"]["id"], "--url", url, "--json")
     assert status == 0 and json.loads(out)[0]["deleted"]
