@@ -179,6 +179,7 @@ def test_a_conversation(mpic, url):
 def test_commands_of_a_conversation_are_checked_at_once(mpic, url, pictures):
     path = str(pictures[0]).replace(" ", "\\ ")
     lines = [f"/upload {path} SHOWN", "/upload /no/file", "/upload", "/policy best", "/policy mpic-7"]
+    lines += ["/upload it's.png", "/upload ~nobody-here/a.png"]
     lines += [
         "/retrieval sometimes",
         "/retrieval always",
@@ -192,6 +193,7 @@ def test_commands_of_a_conversation_are_checked_at_once(mpic, url, pictures):
     status, out = result.exit_code, result.output
     assert status == 0 and "IMAGE#SHOWN: created" in out and "/no/file: No such file" in out
     assert "write /upload PATH" in out and out.count("[unknown_policy]") == 2 and "policy mpic-7" in out
+    assert "it's.png: No closing quotation" in out and "~nobody-here/a.png: No such file" in out
     assert "unknown mode 'sometimes'" in out and "retrieval always" in out and "retrieval off" in out
     assert "Ctrl-C cancels the line" in out and "first token" not in out  # nothing was asked
     assert mpic("files", "delete", "SHOWN", "--url", url)[0] == 0
