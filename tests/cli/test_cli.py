@@ -1,5 +1,6 @@
 """The command line, against a real server where one is needed."""
 
+import io
 import json
 import os
 import re
@@ -93,6 +94,12 @@ def test_a_port_or_log_level_that_is_none_is_one_line(mpic, flag, value):
 def test_options_of_a_search_that_are_not_json_are_a_wrong_command_line(mpic):
     status, _, err = mpic("chat", "-m", "hi", "--retrieval", '{"mode"', "--url", "http://127.0.0.1:9")
     assert status == 2 and "not JSON" in err and "--retrieval" in err
+
+
+def test_piped_text_that_is_not_utf_8_is_a_wrong_command_line(mpic, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    status, _, err = mpic("caches", "create", "--url", "http://127.0.0.1:9")
+    assert status == 2 and "standard input" in err and "utf-8" in err
 
 
 def test_a_server_that_is_not_there(mpic):
