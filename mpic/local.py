@@ -10,6 +10,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -68,29 +69,55 @@ def async_local_transport(
 
 
 class AsyncLocal(httpx.AsyncBaseTransport):
-    """Loads the model on a thread when the first request comes, so that the loop is not blocked."""
+    """Loads the model on a thread when the first request comes, so that the loop is not blocked.
+
+    A request that is cancelled meanwhile does not end the start: the next request, or closing, waits for it.
+    """
 
     def __init__(self, model: str | None, data_dir: Folder, settings: Mapping[str, Any], told: Told) -> None:
         self._arguments = (model, data_dir, settings, told)
-        self._starting = asyncio.Lock()
-        self._running: tuple[Local, Lifespan, AsyncInProcess] | None = None
+        self._starting: asyncio.Task[_Started] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        async with self._starting:
-            if self._running is None:
-                self._running = await self._start()
-        return await self._running[2].handle_async_request(request)
+        if self._starting is None or _failed(self._starting):
+            self._starting = asyncio.create_task(self._start())
+        started = await asyncio.shield(self._starting)
+        return await started.transport.handle_async_request(request)
 
-    async def _start(self) -> tuple[Local, Lifespan, AsyncInProcess]:
+    async def _start(self) -> _Started:
         local = await asyncio.to_thread(Local, *self._arguments)
         lifespan = Lifespan(local.app)
-        await lifespan.start()
-        return local, lifespan, AsyncInProcess(local.app)
+        try:
+            await lifespan.start()
+        except BaseException:
+            await asyncio.to_thread(local.remove)
+            raise
+        return _Started(local, lifespan, AsyncInProcess(local.app))
 
     async def aclose(self) -> None:
-        async with self._starting:
-            if self._running is not None:
-                local, lifespan, _ = self._running
-                self._running = None
-                await lifespan.stop()
-                await asyncio.to_thread(local.remove)
+        if self._closing is None and self._starting is not None:
+            self._closing = asyncio.create_task(self._stop(self._starting))
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+
+    async def _stop(self, starting: asyncio.Task[_Started]) -> None:
+        await asyncio.wait([starting])
+        if _failed(starting):  # its request was told why, and nothing is left to stop
+            return
+        started = starting.result()
+        try:
+            await started.lifespan.stop()
+        finally:
+            await asyncio.to_thread(started.local.remove)
+
+
+@dataclass(frozen=True)
+class _Started:
+    local: Local
+    lifespan: Lifespan
+    transport: AsyncInProcess
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

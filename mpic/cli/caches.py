@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -57,7 +58,7 @@ def create(
     made = []
     for path in paths or [Path("-")]:
         piped = str(path) == "-"
-        text = sys.stdin.read() if piped else _text(path)
+        text = _text(path, piped)
         called = name or (None if piped else path.name)
         made.append(client.caches.create(text, split=cut, name=called, ttl=ttl, wait=wait))
     if as_json:
@@ -137,8 +138,10 @@ def delete(
     print_result(deleted, f"deleted {', '.join(ids)}", as_json)
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, piped: bool) -> str:
+    """Returns the text of a file or of standard input, whatever the locale's encoding is."""
     try:
-        return path.read_text(encoding="utf-8")
+        data = sys.stdin.buffer.read() if piped else path.read_bytes()
+        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
     except (OSError, UnicodeDecodeError) as exc:
-        raise typer.BadParameter(f"{path}: {exc}") from None
+        raise typer.BadParameter(f"{'standard input' if piped else path}: {exc}") from None

@@ -118,8 +118,12 @@ def delete(
     ],
     as_json: Json = False,
 ) -> None:
-    """Delete uploads and everything compiled from them. Running answers finish."""
-    deleted = [client.files.delete(find(client, name).id) for name in names]
+    """Delete uploads and everything compiled from them. Running answers finish.
+
+    If one of the names is no upload's, none is deleted.
+    """
+    ids = dict.fromkeys(find(client, name).id for name in names)
+    deleted = [client.files.delete(id) for id in ids]
     print_result(deleted, f"deleted {', '.join(names)}", as_json)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -216,10 +217,13 @@ def known_policy(name: str, policies: tuple[str, ...]) -> str:
 
 def upload(session: ReplSession, arguments: str, out: Console) -> None:
     """Uploads a file and waits until it is compiled. Raises BadRequest if it cannot be read."""
-    words = shlex.split(arguments)
+    try:
+        words = shlex.split(arguments)
+    except ValueError as error:  # a quotation mark or backslash without its counterpart
+        raise BadRequest(f"{arguments}: {error}; a path with quotation marks goes between others") from error
     if not 1 <= len(words) <= 2:
         raise BadRequest("write /upload PATH, or /upload PATH HANDLE")
-    path = Path(words[0]).expanduser()
+    path = Path(os.path.expanduser(words[0]))  # a user that is not known stays as it is written
     handle = words[1] if len(words) == 2 else stem_handle(path)
     try:
         file = session.client.files.create(path, handle, wait=True)

@@ -31,7 +31,7 @@ class ApiRequest(Generic[T]):
     Args:
         read: converts the response to a result.
         repeatable: True if it can be done twice without harm, so that it is sent again when the connection breaks.
-        accept: error statuses whose responses are results, too.
+        accept: returns whether a response with the status of an error, which has been read, is a result, too.
     """
 
     method: str
@@ -42,7 +42,7 @@ class ApiRequest(Generic[T]):
     form: Mapping[str, str] | None = None
     upload: Upload | None = None
     repeatable: bool = False
-    accept: tuple[int, ...] = ()
+    accept: Callable[[httpx.Response], bool] = lambda response: False
 
     @property
     def can_resend(self) -> bool:
@@ -292,7 +292,17 @@ def model(id: str) -> ApiRequest[types.Model]:
 
 
 def health() -> ApiRequest[types.Health]:
-    return ApiRequest("GET", "/health", as_model(types.Health), repeatable=True, accept=(503,))
+    """Returns the request of the state of the server. A server that is not ready sends it with status 503, which may
+    also be a refusal, of the server or of a proxy."""
+    read = as_model(types.Health)
+
+    def not_ready(response: httpx.Response) -> bool:
+        try:
+            return response.status_code == 503 and not read(response).ready
+        except ValueError:
+            return False
+
+    return ApiRequest("GET", "/health", read, repeatable=True, accept=not_ready)
 
 
 def metrics() -> ApiRequest[str]:

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from mpic import errors
+from mpic.client.retry import retry_after
 from mpic.errors import MPICError
 
 
@@ -59,13 +60,16 @@ BY_STATUS = {
 
 
 def from_response(response: httpx.Response) -> MPICError:
-    """Returns the error in a response that has been read."""
+    """Returns the error in a response that has been read, with the wait that its Retry-After asks for."""
     try:
-        return from_body(response.json()["error"], response.status_code)
+        error = from_body(response.json()["error"], response.status_code)
     except (ValueError, KeyError, TypeError):
         error = BadResponse(f"HTTP {response.status_code} without an error body of this API")
         error.status = response.status_code
-        return error
+    asked = retry_after(response)
+    if isinstance(error, errors.RateLimited | errors.Unavailable) and asked is not None:
+        error.retry_after = asked
+    return error
 
 
 def from_body(body: dict[str, Any], status: int | None) -> MPICError:
@@ -83,9 +87,17 @@ def from_body(body: dict[str, Any], status: int | None) -> MPICError:
     return error
 
 
-def from_transport(exc: httpx.TransportError, url: httpx.URL) -> ClientError:
+def from_transport(exc: httpx.RequestError, url: httpx.URL) -> ClientError:
     """Returns the error for an exception of httpx."""
     what = str(exc) or type(exc).__name__
+    if isinstance(exc, httpx.PoolTimeout):
+        return TimedOut(
+            f"no connection to {url} was free in time: too many requests or open streams of this client"
+        )
     if isinstance(exc, httpx.TimeoutException) and not isinstance(exc, httpx.ConnectTimeout):
         return TimedOut(f"no answer from {url} in time: {what}")
+    if isinstance(exc, httpx.DecodingError):
+        return BadResponse(f"an answer from {url} cannot be decoded: {what}")
+    if isinstance(exc, httpx.LocalProtocolError):
+        return ClientError(f"the request to {url} cannot be sent: {what}")
     return Unreachable(f"no answer from {url}: {what}. Is `mpic serve` running?")

@@ -15,7 +15,10 @@ from mpic.errors import BadRequest
 from mpic.version import VERSION
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT = httpx.Timeout(10, read=600, write=600)
+CONNECTIONS = 256
+"""Connections of one client, half of what a server allows an address by default; further requests wait for one."""
+LIMITS = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=64)
+TIMEOUT = httpx.Timeout(10, read=600, write=600, pool=600)
 KEY_VARIABLE, URL_VARIABLE = "MPIC_API_KEY", "MPIC_URL"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -51,20 +54,34 @@ def client_options(
 
     Args:
         base_url: see ``server_address``.
-        api_key: None reads the environment variable MPIC_API_KEY; "" sends none.
-        timeout: see ``TIMEOUT`` for the default.
+        api_key: None reads the environment variable MPIC_API_KEY; "" sends none. White space around it, such as the
+            line feed of a file, is no part of it.
+        timeout: see ``TIMEOUT`` for the default. Waiting for a connection of the client's own is no step of a request,
+            so a number does not shorten it.
+
+    Raises:
+        BadRequest: the address or the key cannot be one.
     """
     url = server_address(base_url)
-    key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
+    key = ((os.environ.get(KEY_VARIABLE) if api_key is None else api_key) or "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise BadRequest("the API key has characters that a key cannot have", param="api_key")
     headers = {"User-Agent": f"mpic-python/{VERSION}"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
     return {
         "base_url": url,
         "headers": headers,
-        "timeout": TIMEOUT if timeout is None else timeout,
+        "timeout": _timeout(timeout),
+        "limits": LIMITS,
         "trust_env": httpx.URL(url).host not in LOCAL_HOSTS,  # a proxy does not reach this machine
     }
+
+
+def _timeout(timeout: float | httpx.Timeout | None) -> httpx.Timeout:
+    if timeout is None or isinstance(timeout, httpx.Timeout):
+        return timeout or TIMEOUT
+    return httpx.Timeout(timeout, pool=TIMEOUT.pool)
 
 
 @contextmanager

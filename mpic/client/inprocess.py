@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
@@ -133,10 +134,11 @@ class Lifespan:
         self._task = asyncio.create_task(self._hold(started))
         await asyncio.wait([self._task, started], return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
-            started.cancel()
-            await self._task  # raises the error of the start-up
+            failed, self._task = self._task, None
+            await failed  # raises the error of the start-up
 
     async def stop(self) -> None:
+        """Shuts the application down, as soon as it has started."""
         self._stop.set()
         if self._task is not None:
             await self._task
@@ -154,7 +156,7 @@ class InProcess(httpx.BaseTransport):
 
     Args:
         app: the application.
-        on_close: called when the application has ended.
+        on_close: called when the application has ended, or could not start.
     """
 
     def __init__(self, app: Any, on_close: Callable[[], None] | None = None) -> None:
@@ -163,14 +165,19 @@ class InProcess(httpx.BaseTransport):
         self._thread.start()
         self._on_close = on_close
         self._inner = AsyncInProcess(app)
-        self._lifespan = self._run(self._start(app))
-
-    async def _start(self, app: Any) -> Lifespan:
-        lifespan = Lifespan(app)
-        await lifespan.start()
-        return lifespan
+        self._lifespan = Lifespan(app)
+        starting = asyncio.run_coroutine_threadsafe(self._lifespan.start(), self._loop)
+        try:
+            starting.result()
+        except BaseException:  # also after Ctrl-C, when the start goes on and is followed by the shutdown
+            self.close()
+            raise
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs ``work`` in the loop and returns its result. Raises httpx.ReadError if the application has ended."""
+        if self._loop.is_closed():
+            work.close()
+            raise httpx.ReadError("the server in this process has ended")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -226,7 +233,8 @@ class _ResponseBody(httpx.SyncByteStream):
             yield piece
 
     def close(self) -> None:
-        self._run(self._source.aclose())
+        with suppress(httpx.ReadError):  # nothing is left to close
+            self._run(self._source.aclose())
 
 
 async def _next(pieces: AsyncIterator[bytes]) -> bytes | None:

@@ -12,7 +12,7 @@ import httpx
 REFUSED = (429, 503)
 """Statuses of requests that were refused before anything was done, so that any request may be sent again."""
 
-NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 BROKEN = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
 
 
@@ -36,7 +36,7 @@ class Retry:
     longest: float = 60.0
 
     def wait(
-        self, attempt: int, repeatable: bool, outcome: httpx.Response | httpx.TransportError
+        self, attempt: int, repeatable: bool, outcome: httpx.Response | httpx.RequestError
     ) -> float | None:
         """Returns the seconds to wait before the next attempt; None to give up.
 

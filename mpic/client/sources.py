@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from mpic.client.arguments import check_source
+from mpic.client.errors import ClientError
 from mpic.errors import BadRequest, InvalidImage, TooLarge
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes sent so far and their number in all."""
+"""Called with the bytes sent so far and their number in all, which is 0 for what cannot be sought (a pipe)."""
 
 Source = str | os.PathLike[str] | bytes | IO[bytes] | tuple[str, bytes | IO[bytes]]
 """A path, bytes, a binary file, or (name, bytes or binary file)."""
@@ -45,7 +46,9 @@ class Upload:
     @property
     def replayable(self) -> bool:
         """Returns whether it can be read again from the start, so that a refused upload can be repeated."""
-        return isinstance(self.content, (bytes, Path)) or self.content.seekable()
+        if isinstance(self.content, Path):
+            return not self.content.is_fifo()
+        return isinstance(self.content, bytes) or _seekable(self.content)
 
     @contextmanager
     def opened(self) -> Iterator[tuple[str, Any, str]]:
@@ -54,37 +57,76 @@ class Upload:
         kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
         if isinstance(content, Path):
             with content.open("rb") as file:
-                yield name, self._counted(file, os.fstat(file.fileno()).st_size), kind
+                yield name, self._body(file), kind
         elif isinstance(content, bytes):
-            counted = self._counted(io.BytesIO(content), len(content)) if self.progress else content
-            yield name, counted, kind
+            yield name, content if self.progress is None else self._body(io.BytesIO(content)), kind
         else:
-            size = content.seek(0, os.SEEK_END) if content.seekable() else 0
-            if content.seekable():
-                content.seek(0)
-            yield name, self._counted(content, size), kind
+            yield name, self._body(content), kind
 
-    def _counted(self, file: IO[bytes], size: int) -> Any:
-        return _Counted(file, size, self.progress) if self.progress else file
+    def _body(self, file: IO[bytes]) -> _Body:
+        return (_SizedBody if _seekable(file) else _Body)(file, self.progress)
 
 
-class _Counted:
-    """A file that reports how much of it has been read."""
+def _seekable(file: IO[bytes]) -> bool:
+    """Returns whether a file can be read from the start; one that only has ``read`` cannot."""
+    seekable = getattr(file, "seekable", None)
+    return seekable is not None and seekable()
 
-    def __init__(self, file: IO[bytes], size: int, progress: Progress) -> None:
+
+class _Body:
+    """A file of unknown size, which is sent in chunks.
+
+    It has no ``fileno``, because httpx would take the size of what is open there for the number of bytes to send: 0 for
+    a pipe, and the compressed bytes of a file that ``gzip`` reads.
+    """
+
+    def __init__(self, file: IO[bytes], progress: Progress | None) -> None:
         self._file = file
-        self._size = size
         self._progress = progress
-        self._read = 0
+        self._size = 0
+        self._sent = 0
 
     def read(self, size: int = -1) -> bytes:
         data = self._file.read(size)
-        self._read += len(data)
-        self._progress(self._read, self._size)
+        if isinstance(data, str):
+            raise TypeError("the file is open as text: open it with 'rb'")
+        self._sent += len(data)
+        if self._progress is not None:
+            self._progress(self._sent, self._size)
         return data
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+
+class _SizedBody(_Body):
+    """A file that is sent from its start, with its size at the beginning."""
+
+    def __init__(self, file: IO[bytes], progress: Progress | None) -> None:
+        super().__init__(file, progress)
+        self._size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+
+    def read(self, size: int = -1) -> bytes:
+        """Reads no more than the size that was announced, though the file may have grown.
+
+        Raises:
+            ClientError: the file has become shorter.
+        """
+        left = self._size - self._sent
+        data = super().read(left if size < 0 else min(size, left))
+        if left and size and not data:
+            raise ClientError(
+                f"the file ended after {self._sent:,} of {self._size:,} bytes while it was sent"
+            )
+        return data
+
+    def tell(self) -> int:
+        return self._sent
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Goes to an offset. To find the end, nothing is read: what is compressed would have to be expanded."""
+        self._sent = self._size if whence == os.SEEK_END else offset
+        if self._sent < self._size:
+            self._file.seek(self._sent)
+        return self._sent
 
 
 @dataclass(frozen=True)

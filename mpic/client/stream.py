@@ -30,21 +30,22 @@ class _EventReader:
         self.usage: Usage | None = None
         self.done = self.closed = False
 
-    def read(self, line: str) -> ChatCompletionChunk | None:
+    def read(self, line: bytes) -> ChatCompletionChunk | None:
         """Returns the chunk in a line, or None if the line has none for the caller."""
-        if not line.startswith("data:"):
+        if not line.startswith(b"data:"):
             return None
         data = line[5:].strip()
-        if data == "[DONE]":
+        if data == b"[DONE]":
             self.done = True
             return None
         try:
-            event = json.loads(data)
+            event = json.loads(data.decode())
             if "error" in event:
                 raise from_body(event["error"], None)
             chunk = ChatCompletionChunk.model_validate(event)
         except (ValueError, KeyError, TypeError) as exc:
-            raise BadResponse(f"not an event of a chat completion: {data[:200]}") from exc
+            said = data[:200].decode(errors="replace")
+            raise BadResponse(f"not an event of a chat completion: {said}") from exc
         self.usage = chunk.usage or self.usage
         return chunk if chunk.choices or self.keep_usage else None
 
@@ -53,7 +54,7 @@ class _EventReader:
         if not self.done and not self.closed:
             raise BadResponse("the stream broke off before its end")
 
-    def fail(self, exc: httpx.TransportError) -> None:
+    def fail(self, exc: httpx.RequestError) -> None:
         """Raises the error for an exception of httpx, unless the caller has closed the stream."""
         if not self.closed:
             raise from_transport(exc, self.response.url) from exc
@@ -159,7 +160,7 @@ def _read(events: _EventReader) -> Generator[ChatCompletionChunk, None, None]:
                 if (chunk := events.read(line)) is not None:
                     yield chunk
         events.finish()
-    except httpx.TransportError as exc:
+    except httpx.RequestError as exc:
         events.fail(exc)
     finally:
         events.response.close()
@@ -173,7 +174,7 @@ async def _aread(events: _EventReader) -> AsyncGenerator[ChatCompletionChunk, No
                 if (chunk := events.read(line)) is not None:
                     yield chunk
         events.finish()
-    except httpx.TransportError as exc:
+    except httpx.RequestError as exc:
         events.fail(exc)
     finally:
         await events.response.aclose()
@@ -194,6 +195,6 @@ class _LineSplitter:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[str]:
+    def feed(self, data: bytes) -> list[bytes]:
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [line.decode() for line in lines]
+        return lines

@@ -50,6 +50,8 @@ class Int8Linear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) <= FEW_ROWS and x.dtype != torch.float32:  # torch has no fast kernel for float32
             out = torch._weight_int8pack_mm(rows.contiguous(), self.weight, self.scale)
+        elif x.dtype == torch.float16:  # products with integers would exceed its largest number, 65,504
+            out = rows @ (self.weight.to(x.dtype) * self.scale[:, None]).T
         else:
             out = (rows @ self.weight.to(x.dtype).T) * self.scale
         out = out if self.bias is None else out + self.bias

@@ -26,6 +26,8 @@ from mpic.packet.lesson import Classroom, Lesson
 from mpic.prompt import ChatTemplate
 
 ADAPTER, CHECKPOINT, RECORD, CURVE = "adapter.safetensors", "checkpoint.pt", "training.json", "curve.png"
+FEWEST = 16
+"""Prompts that must fit the model's context, half of them to train on."""
 Say = Callable[[str], None]
 
 
@@ -43,7 +45,7 @@ class Settings:
         out: folder for adapter, curve and checkpoint.
         data: JSONL of prompts; None draws them from the demo models' world.
         samples: number of prompts to train on; an eighth of that number is held out in addition to choose the best
-            checkpoint.
+            checkpoint. If some do not fit the model's context, the rest is divided in the same way.
         epochs: number of times that every prompt is seen.
         batch: prompts per step.
         tokens: number of tokens of the header, and of the trailer.
@@ -169,15 +171,15 @@ class Trainer:
 
         Raises:
             IntegrityError: the model's weights have changed.
+            TrainingDataError: there are too few prompts, or too few of them fit the model's context.
         """
         options, began = self.settings, time.monotonic() - self.seconds
-        held = max(8, options.samples // 8)
         template = ChatTemplate(self.model.processor)
-        found = prompts(
-            options.data, template, options.samples + held, options.seed, self.model.context_length
-        )
+        wanted = options.samples + max(FEWEST // 2, options.samples // 8)
+        found = prompts(options.data, template, wanted, options.seed, self.model.context_length)
         room = Classroom(self.model)
         lessons = self._lessons(room, found)
+        held = max(FEWEST // 2, len(lessons) // 9)  # an eighth of the others
         train, valid = lessons[held:], lessons[:held]
         steps = -(-len(train) // options.batch)
         self.say(f"{len(train)} prompts to train on, {len(valid)} held out, {steps} steps an epoch")
@@ -219,8 +221,10 @@ class Trainer:
                 self.say(f"answered {number + 1} of {len(found)} prompts under full attention")
         if len(lessons) < len(found):
             self.say(f"{len(found) - len(lessons)} prompts do not fit the model's context and are left out")
-        if len(lessons) < 16:
-            raise TrainingDataError(f"only {len(lessons)} prompts fit the model's context; 16 are needed")
+        if len(lessons) < FEWEST:
+            raise TrainingDataError(
+                f"only {len(lessons)} prompts fit the model's context; {FEWEST} are needed"
+            )
         return lessons
 
     def _learn(self, room: Classroom, lessons: Sequence[Lesson]) -> float:

@@ -117,9 +117,8 @@ async def _home() -> RedirectResponse:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state: State = app.state.mpic
     app.state.background = BackgroundJobs(state)
-    await app.state.background.start()
-    yield
-    async with AsyncExitStack() as closing:  # closes in reverse order, even if one of the steps fails
+    # closes in reverse order, also after a start that failed, and even if one of the steps fails
+    async with AsyncExitStack() as closing:
         closing.callback(state.keys.close)
         closing.push_async_callback(_on_own_thread, state.library.close)
         closing.push_async_callback(_on_own_thread, state.savings.flush)
@@ -128,6 +127,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         closing.push_async_callback(
             _on_own_thread, state.engine.close
         )  # while compilations are still waited for
+        await app.state.background.start()
+        yield
 
 
 async def _on_own_thread(close: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -111,17 +111,17 @@ def build(config: Config, told: Callable[[str], None] = lambda stage: None) -> F
     else:  # vLLM's scheduler holds what it has read, on whatever device
         host_bytes = config.library.host_bytes
     told(f"opening the library in {config.library.data_dir}")
-    library = Library.open(Path(config.library.data_dir), limits, host=host)
-    try:
+    with ExitStack() as undo:
+        library = Library.open(Path(config.library.data_dir), limits, host=host)
+        undo.callback(library.close)
         told(f"loading and checking the model {Path(config.engine.model).name}")
         engine, processor = load_engine(config.engine, library.store, host_bytes)
+        undo.callback(engine.close)
         app = create_app(engine, library, ChatTemplate(processor), config)
         gc.collect()
         gc.freeze()  # otherwise every full collection stops all threads for a fifth of a second
+        undo.pop_all()  # the application closes both
         return app
-    except BaseException:
-        library.close()
-        raise
 
 
 class _Server(uvicorn.Server):

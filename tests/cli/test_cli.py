@@ -1,5 +1,6 @@
 """The command line, against a real server where one is needed."""
 
+import io
 import json
 import os
 import re
@@ -95,6 +96,12 @@ def test_options_of_a_search_that_are_not_json_are_a_wrong_command_line(mpic):
     assert status == 2 and "not JSON" in err and "--retrieval" in err
 
 
+def test_piped_text_that_is_not_utf_8_is_a_wrong_command_line(mpic, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    status, _, err = mpic("caches", "create", "--url", "http://127.0.0.1:9")
+    assert status == 2 and "standard input" in err and "utf-8" in err
+
+
 def test_a_server_that_is_not_there(mpic):
     status, _, err = mpic("files", "list", "--url", "http://127.0.0.1:9")
     assert status == 1 and "[unreachable]" in err and "mpic serve" in err and err.count("\n") == 1
@@ -114,7 +121,10 @@ def test_upload_list_chat_delete(mpic, pictures, url):
     status, whole, _ = mpic(*ask, "--json")
     assert status == 0 and json.loads(whole)["choices"][0]["message"]["content"] == out.rstrip("\n")
 
-    status, out, _ = mpic("files", "delete", "EIFFEL_2025", "--url", url)
+    status, _, err = mpic("files", "delete", "EIFFEL_2025", "NOBODY", "--url", url)
+    assert status == 1 and "'NOBODY'" in err and err.count("\n") == 1
+    assert mpic("files", "show", "EIFFEL_2025", "--url", url)[0] == 0  # nothing was deleted
+    status, out, _ = mpic("files", "delete", "EIFFEL_2025", "IMAGE#eiffel_2025", "--url", url)
     assert status == 0 and "deleted EIFFEL_2025" in out
     status, out, _ = mpic("files", "delete", files["NOTES"]["id"], "--url", url, "--json")
     assert status == 0 and json.loads(out)[0]["deleted"]
@@ -176,6 +186,7 @@ def test_a_conversation(mpic, url):
 def test_commands_of_a_conversation_are_checked_at_once(mpic, url, pictures):
     path = str(pictures[0]).replace(" ", "\\ ")
     lines = [f"/upload {path} SHOWN", "/upload /no/file", "/upload", "/policy best", "/policy mpic-7"]
+    lines += ["/upload it's.png", "/upload ~nobody-here/a.png"]
     lines += [
         "/retrieval sometimes",
         "/retrieval always",
@@ -189,6 +200,7 @@ def test_commands_of_a_conversation_are_checked_at_once(mpic, url, pictures):
     status, out = result.exit_code, result.output
     assert status == 0 and "IMAGE#SHOWN: created" in out and "/no/file: No such file" in out
     assert "write /upload PATH" in out and out.count("[unknown_policy]") == 2 and "policy mpic-7" in out
+    assert "it's.png: No closing quotation" in out and "~nobody-here/a.png: No such file" in out
     assert "unknown mode 'sometimes'" in out and "retrieval always" in out and "retrieval off" in out
     assert "Ctrl-C cancels the line" in out and "first token" not in out  # nothing was asked
     assert mpic("files", "delete", "SHOWN", "--url", url)[0] == 0

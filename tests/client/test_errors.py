@@ -1,5 +1,6 @@
 """The error tree, mirrored one to one."""
 
+import asyncio
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import mpic
 from mpic import errors
 from mpic.client.errors import from_response
+from mpic.client.httpx_options import client_options
 from mpic.server import create_app  # noqa: F401  every error a server can send is then defined
 
 
@@ -55,6 +57,14 @@ def test_an_answer_of_something_else_is_said_to_be(body):
     assert isinstance(error, mpic.BadResponse) and error.status == 502 and "HTTP 502" in error.message
 
 
+@pytest.mark.parametrize(
+    "cls", [mpic.QueueFull, mpic.errors.RateLimited, mpic.Unavailable, mpic.EngineStopped]
+)
+def test_a_refusal_says_how_long_the_server_asks_to_wait(cls):
+    assert from_response(sent(cls("later"), {"retry-after": "3600"})).retry_after == 3600
+    assert from_response(sent(cls("later"))).retry_after == cls("later").retry_after
+
+
 def test_nobody_there():
     with mpic.MPIC("http://127.0.0.1:9", max_retries=0) as client:
         with pytest.raises(mpic.Unreachable, match="mpic serve"):
@@ -68,6 +78,73 @@ def test_too_late():
     with mpic.MPIC(transport=httpx.MockTransport(late)) as client:
         with pytest.raises(mpic.TimedOut):
             client.health()
+
+
+def test_a_client_without_a_free_connection_says_so():
+    def full(request):
+        raise httpx.PoolTimeout("", request=request)
+
+    with mpic.MPIC(transport=httpx.MockTransport(full)) as client:
+        with pytest.raises(mpic.TimedOut, match=r"no connection .* was free"):
+            client.health()
+
+
+async def test_more_requests_than_httpx_has_connections_run_at_once():
+    """Nothing is answered before every request has arrived."""
+    count, arrived, everybody = 150, 0, asyncio.Event()
+
+    async def answer(reader, writer):
+        nonlocal arrived
+        await reader.readuntil(b"\r\n\r\n")
+        arrived += 1
+        if arrived == count:
+            everybody.set()
+        await everybody.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, backlog=count) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with mpic.AsyncMPIC(f"127.0.0.1:{port}", max_retries=0) as client:
+            assert await asyncio.gather(*(client.metrics() for _ in range(count))) == ["ok"] * count
+
+
+@pytest.mark.parametrize("timeout", [None, 1.0])
+def test_a_request_waits_for_a_connection_as_long_as_for_an_answer(timeout):
+    pool = client_options(None, None, timeout)["timeout"].pool
+    assert pool == client_options(None, None, None)["timeout"].read
+
+
+def test_the_line_feed_of_a_file_is_no_part_of_a_key():
+    assert client_options(None, " mpic_secret\n", None)["headers"]["Authorization"] == "Bearer mpic_secret"
+
+
+@pytest.mark.parametrize("key", ["mpic_sécret", "mpic_secret\nmpic_secret"])
+@pytest.mark.parametrize("kind", [mpic.MPIC, mpic.AsyncMPIC])
+def test_a_key_that_cannot_be_sent_is_refused_at_once_and_not_shown(kind, key):
+    with pytest.raises(mpic.BadRequest, match="the API key") as caught:
+        kind(api_key=key)
+    assert "mpic_s" not in caught.value.message
+
+
+def test_an_answer_that_cannot_be_decoded_is_a_bad_response():
+    def broken(request):
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, content=b"not gzip")
+
+    with mpic.MPIC(transport=httpx.MockTransport(broken)) as client:
+        with pytest.raises(mpic.client.BadResponse, match="decoded"):
+            client.health()
+
+
+def test_a_request_that_cannot_be_sent_is_an_error_of_the_client():
+    def refused(request):
+        raise httpx.LocalProtocolError("Illegal header value", request=request)
+
+    with mpic.MPIC(transport=httpx.MockTransport(refused)) as client:
+        with pytest.raises(mpic.client.ClientError, match="cannot be sent") as caught:
+            client.health()
+    assert not isinstance(caught.value, mpic.client.Unreachable)
 
 
 def test_the_sdk_needs_neither_torch_nor_the_server():

@@ -109,6 +109,21 @@ def test_a_health_that_is_not_ready_is_an_answer(ask):
     assert not answer.ready and slept == []
 
 
+def of_a_proxy():
+    return httpx.Response(503, text="<html>no upstream</html>")
+
+
+@pytest.mark.parametrize(
+    ("refused", "error"), [(refusal(503), mpic.Unavailable), (of_a_proxy, mpic.client.BadResponse)]
+)
+def test_a_health_that_is_refused_is_tried_again_and_then_an_error(ask, refused, error):
+    answer, slept = ask(Script(refused, lambda: httpx.Response(200, json=HEALTH)), lambda c: c.health())
+    assert answer.ready and len(slept) == 1
+    with pytest.raises(error) as caught:
+        ask(Script(*[refused] * 3), lambda c: c.health())
+    assert caught.value.status == 503
+
+
 @pytest.mark.parametrize("broken", [httpx.ConnectError, httpx.ConnectTimeout])
 def test_what_was_never_sent_is_sent_again_whatever_it_is(ask, broken):
     assert ask(Script(broken, file), lambda c: c.files.create(b"abc"))[0].id == "file-1"

@@ -88,7 +88,9 @@ def test_an_error_in_the_middle_has_the_status_of_its_kind_and_not_that_of_the_s
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])
-@pytest.mark.parametrize("rest", [b"", b"data: {not json}\n\n" + DONE, b"data: []\n\n" + DONE])
+@pytest.mark.parametrize(
+    "rest", [b"", b"data: {not json}\n\n" + DONE, b"data: []\n\n" + DONE, b"data: \xff\n\n" + DONE]
+)
 def test_a_stream_that_breaks_off_is_not_a_short_answer(way, rest):
     with pytest.raises(mpic.BadResponse):
         read(frame("one") + rest, 1000, way)

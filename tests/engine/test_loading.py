@@ -112,6 +112,11 @@ def beside(engine: NativeEngine, links: int = 1) -> None:
     until(lambda: engine.stats()["counters"].get("links_beside_loads", 0) == links)
 
 
+def all_ready(engine: NativeEngine) -> None:
+    """Waits until every chunk on the device is ready, which a load may report after the answer that followed it."""
+    until(lambda: all(resident.ready for resident in list(engine.device.chunks.values())))
+
+
 # ---- the same answers
 
 
@@ -147,6 +152,7 @@ def test_policies_of_two_passes_answer_as_over_resident_chunks(policy, stored):
     resident, _ = stored("llama", [STORED, MISSING], allowed=99)
     for chunk in (STORED, MISSING):
         submit(resident, prompt_of(chunk, ids(9, 2)), "reuse").result()
+    all_ready(resident)
     again = submit(resident, prompt, policy).result()
     assert [use.tier for use in again.usage.chunks] == ["device", "device"]
     assert first.token_ids == again.token_ids
@@ -327,6 +333,7 @@ def test_a_request_aborted_while_its_step_waits_leaves_the_chunk_for_the_next(st
     link.abort()
     store.allow(99)
     link.result()
+    all_ready(engine)
     stream = submit(engine, prompt)
     assert_oracle("llama", prompt, "mpic-4", stream)
     assert engine.stats()["counters"].get("chunk_hits", 0) == 1

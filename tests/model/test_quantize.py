@@ -54,6 +54,19 @@ def test_in_bfloat16_it_is_as_close_as_bfloat16_is(method, rows):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_in_float16_many_rows_of_large_outputs_are_as_finite_as_few(method):
+    layer = nn.Linear(1024, 16, bias=False)
+    with torch.no_grad():
+        layer.weight.uniform_(0.005, 0.015)
+    x = torch.full((17, 1024), 20.0) + torch.randn(17, 1024)
+    exact, made = nn.functional.linear(x, rounded(layer.weight, method)), KINDS[method](layer.half())
+    many, few = made(x.half()), made(x.half()[:16])
+    assert exact.mean() > 190 and many.dtype == torch.float16
+    torch.testing.assert_close(many.float(), exact, atol=0, rtol=0.01)
+    torch.testing.assert_close(many[:16], few, atol=0, rtol=0.01)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_weights_that_are_all_equal_stay_what_they_are(method):
     layer = linear()
     with torch.no_grad():

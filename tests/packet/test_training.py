@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,6 +126,23 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_never_interrupted(tiny, data
     assert not (tmp_path / "cut" / CHECKPOINT).exists()
     with pytest.raises(TrainingRefused, match=r"adapter\.safetensors of an earlier run"):
         Trainer(tiny, settings(tmp_path / "cut", data), False)
+
+
+@pytest.mark.parametrize("fitting", [16, 24])
+def test_prompts_that_fit_are_divided_when_most_do_not(tiny, data, tmp_path, monkeypatch, fitting):
+    data.write_text("\n".join(data.read_text().splitlines() * 8))
+    answered, whole, said = [], Classroom.lesson, []
+
+    def lesson(room, prompt, most):
+        found = whole(room, prompt, most) if len(answered) < fitting else answered[0]
+        answered.append(found)
+        too_long = ((range(tiny.context_length), False),)
+        return found if len(answered) <= fitting else replace(found, parts=too_long)
+
+    monkeypatch.setattr(Classroom, "lesson", lesson)
+    Trainer(tiny, settings(tmp_path / "out", data, samples=256, epochs=1), False, said.append).run()
+    assert f"{fitting - 8} prompts to train on, 8 held out, {(fitting - 8) // 8} steps an epoch" in said
+    assert (tmp_path / "out" / ADAPTER).exists()
 
 
 def test_prompts_come_from_a_file_or_the_generator_and_a_bad_file_is_named(tiny, data, tmp_path):

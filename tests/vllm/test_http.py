@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import re
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -18,6 +20,8 @@ import vllm_kit as kit
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240
+PORTS = 3
+"""Ports that are tried."""
 
 
 def documented_command() -> str:
@@ -29,11 +33,30 @@ def documented_command() -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """``(url, folder of chunk files)``."""
+    """``(url, folder of chunk files)``. The server binds its port long after it was found free, so that another process
+    may have it by then: the server is then started with another."""
     folder, log = tmp_path_factory.mktemp("chunks"), tmp_path_factory.mktemp("log") / "server.log"
+    for left in reversed(range(PORTS)):
+        port = free_port()
+        process = start(port, folder, log)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            if wait_for(url, process, log, port_may_be_taken=left > 0):
+                yield url, folder
+                return
+        finally:
+            with suppress(ProcessLookupError):  # it has ended, and so have its children
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait(60)
+
+
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def start(port: int, folder: Path, log: Path) -> subprocess.Popen:
     given = {
         ".venv/bin/python": sys.executable,
         "PATH": str(kit.checkpoint("llama")),
@@ -48,23 +71,20 @@ def server(tmp_path_factory):
     environment = {**os.environ, **kit.ENVIRONMENT, "VLLM_LOGGING_LEVEL": "WARNING"}
     with log.open("wb") as out:
         where = {"cwd": ROOT, "env": environment, "start_new_session": True}
-        process = subprocess.Popen(["bash", "-c", command], **where, stdout=out, stderr=out)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_for(url, process, log)
-            yield url, folder
-        finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(60)
+        return subprocess.Popen(["bash", "-c", command], **where, stdout=out, stderr=out)
 
 
-def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
+def wait_for(url: str, process: subprocess.Popen, log: Path, port_may_be_taken: bool) -> bool:
+    """Returns True once the server answers, and False if it has ended because its port was taken."""
     limit = time.monotonic() + START_SECONDS
     while time.monotonic() < limit:
-        assert process.poll() is None, log.read_text()[-3000:]
+        if process.poll() is not None:
+            said = log.read_text()
+            assert port_may_be_taken and os.strerror(errno.EADDRINUSE) in said, said[-3000:]
+            return False
         try:
             if httpx.get(f"{url}/health").status_code == 200:
-                return
+                return True
         except httpx.TransportError:
             time.sleep(0.5)
     raise AssertionError(f"the server did not start in {START_SECONDS} s:\n{log.read_text()[-3000:]}")

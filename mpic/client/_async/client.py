@@ -119,15 +119,17 @@ class AsyncMPIC:
         retry = self._retry if request.can_resend else Retry(most=0)
         attempt = 0
         while True:
-            outcome: httpx.Response | httpx.TransportError
+            outcome: httpx.Response | httpx.RequestError
             try:
                 with request_options(request) as options:
                     message = self._http.build_request(request.method, request.path, **options)
                     outcome = await self._http.send(message, stream=stream)
-                    if outcome.is_success or outcome.status_code in request.accept:
+                    if outcome.is_success:
                         return outcome
                     await outcome.aread()
-            except httpx.TransportError as exc:
+                    if request.accept(outcome):
+                        return outcome
+            except httpx.RequestError as exc:
                 outcome = exc
             pause = retry.wait(attempt, request.repeatable, outcome)
             if pause is None:
