@@ -18,6 +18,7 @@ from mpic.errors import BadRequest, CorruptFile, StorageFull, Unavailable
 from mpic.kv.chunk import KVKey, Recipe
 from mpic.library import SHARED, Library, Limits
 from mpic.library.caches import Part
+from mpic.library.copies import archive
 from mpic.library.copies.archive import export, restore
 from mpic.library.copies.archive import size_of as export_size
 from mpic.library.copies.bulk_import import LibraryTarget, import_references
@@ -179,6 +180,34 @@ def test_progress_of_an_export_ends_at_the_total_of_what_is_exported(library, tm
     done = []
     export(library, tmp_path / "e.tar", user, done.append)
     assert sum(done) == export_size(library, user)
+
+
+def test_an_export_keeps_how_documents_are_cut_and_compressed(library, tmp_path, clock):
+    split = {"mode": "fixed", "tokens": 3, "overlap": 0}
+    library.files.add("ann", b"some text", "t.txt", "CUT", split=split, press="snapkv-50")
+    library.files.add("ann", b"whole", "w.txt", "WHOLE")
+    export(library, tmp_path / "e.tar")
+    with Library.open(tmp_path / "other", clock=clock) as other:
+        restore(other, tmp_path / "e.tar")
+        cut, whole = other.files.by_handle("ann", "CUT"), other.files.by_handle("ann", "WHOLE")
+        assert (cut.split, cut.press) == (split, "snapkv-50")
+        assert (whole.split, whole.press) == (None, "")
+
+
+def test_an_export_of_an_earlier_version_is_imported(library, tmp_path, clock, monkeypatch):
+    entries = archive._entries
+
+    def earlier(*arguments):
+        for entry, path in entries(*arguments):
+            yield {name: entry[name] for name in entry.keys() - {"kind", "split", "press"}}, path
+
+    library.files.add("ann", b"some text", "t.txt", "T", split={"mode": "none"})
+    with monkeypatch.context() as patch:
+        patch.setattr(archive, "_entries", earlier)
+        export(library, tmp_path / "e.tar")
+    with Library.open(tmp_path / "other", clock=clock) as other:
+        assert [result.outcome for result in restore(other, tmp_path / "e.tar")] == ["added"]
+        assert other.files.by_handle("ann", "T").split is None
 
 
 def test_one_users_export_holds_nothing_of_others(library, tmp_path):
