@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,13 +175,19 @@ class ChunkFile:
     bytes: int
 
     def __init__(
-        self, path: Path, key: KVKey | None = None, files: FileSystem | None = None, inputs: bool = True
+        self,
+        path: Path,
+        key: KVKey | None = None,
+        files: FileSystem | None = None,
+        inputs: bool = True,
+        damaged: Callable[[CorruptFile, ChunkFile], None] = lambda error, file: None,
     ) -> None:
         """Opens the file and verifies everything but the layers.
 
         Args:
             key: key of the chunk that the file must hold; None accepts any.
             inputs: False does not read the inputs, for a reader that has them already.
+            damaged: called with the CorruptFile that is about to be raised, while the file is still open (``named``).
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -192,13 +198,16 @@ class ChunkFile:
         self._fd = self._files.open(path)
         self._close = weakref.finalize(self, self._files.close, self._fd)
         try:
-            self._parse(key, inputs)
-        except CorruptFile:
+            self._verify(key, inputs)
+        except BaseException as error:
+            if isinstance(error, CorruptFile):
+                damaged(error, self)
             self.close()
             raise
-        except Exception as error:  # a header that another program wrote may raise almost any exception
-            self.close()
-            raise CorruptFile(f"{path.name} is not a chunk file that can be used: {error!r}") from error
+
+    def named(self) -> bool:
+        """Returns whether its path is the name of this very file still, and not of one that has taken its place."""
+        return self._files.names(self.path, self._fd)
 
     def close(self) -> None:
         """Releases the file. Safe to call twice."""
@@ -273,6 +282,15 @@ class ChunkFile:
             raise CorruptFile(f"{self.path.name} cannot be read: {error}") from error
         if done < len(view):
             raise CorruptFile(f"{self.path.name} ends at byte {offset + done}")
+
+    def _verify(self, key: KVKey | None, inputs: bool) -> None:
+        try:
+            self._parse(key, inputs)
+        except CorruptFile:
+            raise
+        except Exception as error:  # a header that another program wrote may raise almost any exception
+            message = f"{self.path.name} is not a chunk file that can be used: {error!r}"
+            raise CorruptFile(message) from error
 
     def _parse(self, key: KVKey | None, inputs: bool) -> None:
         header = self._read_header()

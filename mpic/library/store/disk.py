@@ -8,6 +8,7 @@ and recipe, so the folders only group. The state of a row goes ``ready`` -> ``ev
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -70,7 +71,7 @@ class DiskChunk:
         try:
             yield from file.read_layers(destination)
         except CorruptFile as error:
-            self._store.set_aside(self._key, error)
+            self._store.set_aside(self._key, error, file)
             raise
         finally:
             if file is not self._file:
@@ -81,7 +82,7 @@ class DiskChunk:
         """Opens the file to be read in pieces of at most ``most`` bytes; raises what ``read_layers`` does."""
         own = self._file is None
         file = self._file or self._store._file(self._key, inputs=False)
-        aside = partial(self._store.set_aside, self._key)
+        aside = partial(self._store.set_aside, self._key, file=file)
         return DiskParts(file, own, most, aside, lambda size: self._store._count(bytes_read=size))
 
     def close(self) -> None:
@@ -155,20 +156,14 @@ class DiskStore:
             CorruptFile: it is damaged; it has been put aside and counted.
             OSError: it cannot be opened now (too many open files, no permission), but may be intact; this is counted.
         """
+        path = self.path(key)
         try:
-            return ChunkFile(self.path(key), key, self._filesystem, inputs)
+            return ChunkFile(path, key, self._filesystem, inputs, partial(self.set_aside, key))
         except FileNotFoundError:
-            self._count(missing=1)
-            try:
-                self._rows.mark([key.digest], "missing")
-            except Unavailable as error:  # the next reader tries again
-                log.warning("%s is gone, but its row cannot be changed: %s", self.path(key).name, error)
+            self._gone(key, path)
             raise NotFound(f"chunk {key.chunk} is not stored") from None
-        except CorruptFile as error:
-            self.set_aside(key, error)
-            raise
         except OSError as error:
-            log.warning("%s cannot be opened: %s", self.path(key).name, error)
+            log.warning("%s cannot be opened: %s", path.name, error)
             self._count(unreadable=1)
             raise
 
@@ -316,11 +311,26 @@ class DiskStore:
         for victim, why in victims:
             self._count(**{"evicted": 1, f"evicted_{why}": 1, "bytes_evicted": victim.bytes})
 
-    def set_aside(self, key: KVKey, error: CorruptFile) -> None:
-        """Moves a bad file to the quarantine and marks its chunk as corrupt."""
+    def _gone(self, key: KVKey, path: Path) -> None:
+        """Marks a chunk as missing whose file was not found, unless it has been saved again meanwhile."""
+        self._count(missing=1)
+        try:
+            with self.lock:  # a save publishes its row under it
+                if key not in self._saving and not os.path.lexists(path):
+                    self._rows.mark([key.digest], "missing")
+        except Unavailable as error:  # the next reader tries again
+            log.warning("%s is gone, but its row cannot be changed: %s", path.name, error)
+
+    def set_aside(self, key: KVKey, error: CorruptFile, file: ChunkFile | None = None) -> None:
+        """Moves a bad file to the quarantine and marks its chunk as corrupt.
+
+        Args:
+            file: the file that was read, still open; nothing is moved if its path names another one now. None: the
+                file at the path.
+        """
         self._count(corrupt=1)
         with self.lock:
-            if key in self._saving:  # the file is being replaced already
+            if key in self._saving or (file is not None and not file.named()):  # it was or is being replaced
                 return
             log.warning("%s; it is moved to quarantine/ and will be compiled again", error)
             try:
