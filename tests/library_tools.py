@@ -137,6 +137,19 @@ class FullDisk(FileSystem):
         return done
 
 
+class Unreadable(FileSystem):
+    """A disk whose chunk files cannot be read from byte ``begin`` on, while ``broken``."""
+
+    def __init__(self, begin=0):
+        super().__init__()
+        self.broken, self.begin = False, begin
+
+    def read(self, fd, into, offset):
+        if self.broken and offset >= self.begin:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(fd, into, offset)
+
+
 class Crash(BaseException):
     """The machine stops here."""
 

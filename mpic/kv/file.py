@@ -27,9 +27,10 @@ import torch
 import xxhash
 
 from mpic.durable import FileSystem, read_all, write_durably
-from mpic.errors import CorruptFile
+from mpic.errors import CorruptFile, OutOfMemory
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
 from mpic.kv.parts import Part, Piece, PieceReader, cut
+from mpic.memory import is_exhaustion
 
 FORMAT = "mpic-chunk-1"
 BLOCK = 4096
@@ -192,6 +193,7 @@ class ChunkFile:
         Raises:
             FileNotFoundError: there is no such file.
             CorruptFile: it is damaged, truncated, not a chunk file, or holds another key.
+            OSError, OutOfMemory: it cannot be read now; it may be intact.
         """
         self.path = path
         self._files = files or FileSystem()
@@ -227,6 +229,7 @@ class ChunkFile:
         Raises:
             CorruptFile: a layer's checksum does not match, or the file ended early. Only layers that were yielded
                 may be used of ``destination``.
+            OSError: the file cannot be read now; it may be intact.
             ValueError: the destination has another shape or type, or is not host memory.
         """
         wanted = self.shape.extent(self.slots)
@@ -276,19 +279,18 @@ class ChunkFile:
                 raise CorruptFile(f"layer {layer} of {self.path.name} is damaged")
 
     def _fill(self, view: memoryview, offset: int) -> None:
-        try:
-            done = read_all(self._files, self._fd, view, offset)
-        except OSError as error:
-            raise CorruptFile(f"{self.path.name} cannot be read: {error}") from error
+        done = read_all(self._files, self._fd, view, offset)
         if done < len(view):
             raise CorruptFile(f"{self.path.name} ends at byte {offset + done}")
 
     def _verify(self, key: KVKey | None, inputs: bool) -> None:
         try:
             self._parse(key, inputs)
-        except CorruptFile:
+        except (CorruptFile, OSError):
             raise
         except Exception as error:  # a header that another program wrote may raise almost any exception
+            if is_exhaustion(error):
+                raise OutOfMemory(f"there is not enough memory now to read {self.path.name}") from error
             message = f"{self.path.name} is not a chunk file that can be used: {error!r}"
             raise CorruptFile(message) from error
 

@@ -174,7 +174,11 @@ class _Rebuilding:
     def _chunks(self) -> list[Stored]:
         found = []
         for path in sorted(scan_chunks(self._root).sizes):
-            stored = read_stored(self._root, path, self._filesystem)
+            try:
+                stored = read_stored(self._root, path, self._filesystem)
+            except OSError as error:
+                self._trouble(path, f"cannot be read ({error}); the next start tries again")
+                continue
             if stored is None:
                 self._trouble(path, "is damaged; it is compiled again on next use")
             else:
