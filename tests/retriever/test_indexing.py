@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 
 import numpy as np
 import pytest
 from PIL import Image
-from retriever_tools import HashEmbedder, Held, picture, titles, wait
+from retriever_tools import HashEmbedder, Held, picture, titles, wait, wait_for_problem
 
 from mpic.errors import EmbedderMismatch, EmbedderUnavailable, EmbeddingFailed
 from mpic.library import Change
@@ -67,17 +66,17 @@ def test_another_embedder_is_refused_until_reindexed_and_reindexing_resumes(open
     with pytest.raises(EmbedderMismatch, match="reindex"):
         titles(shelf, "word3")
     assert shelf.retriever.status()["missing"] == 150
-    embed, done = other.texts, threading.Event()
+    embed = other.texts
 
     def break_after_one(texts):
         if other.batches:
-            done.set()
             raise RuntimeError("killed")
         return embed(texts)
 
     other.texts = break_after_one
     shelf.retriever.reindex()
-    assert done.wait(60) and wait(shelf) and shelf.retriever.status()["missing"] == 150 - 64
+    assert wait_for_problem(shelf) and shelf.retriever.status()["missing"] == 150 - 64
+    assert shelf.retriever.status()["reindexing"]
     with pytest.raises(EmbedderMismatch):
         titles(shelf, "word3")
     again = HashEmbedder("w2")
@@ -216,7 +215,7 @@ def test_an_embedder_that_fails_completely_is_reported_without_blaming_reference
     other.failure = RuntimeError("no memory")
     shelf = open_shelf(other)
     shelf.retriever.reindex()
-    assert wait(shelf)
+    assert wait_for_problem(shelf)
     state = shelf.retriever.status()
     assert (state["problem"], state["failed"], len(state["mismatch"])) == ("no memory", [], 1)
     shelf = open_shelf()
