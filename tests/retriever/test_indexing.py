@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -43,6 +44,50 @@ def test_a_restart_reads_the_index_file_and_a_damaged_or_stale_one_is_rebuilt_an
     path.write_bytes(good)
     shelf = open_shelf()
     assert titles(shelf, "one more", top_k=1) == ["more"] and "stale" in shelf.retriever.status()["index"]
+
+
+def test_an_index_file_that_cannot_be_read_is_only_a_cache_that_is_rebuilt(open_shelf, monkeypatch):
+    shelf = open_shelf()
+    shelf.add("a lamp", "lamp")
+    shelf.close()
+    monkeypatch.setattr(np, "fromfile", Mock(side_effect=PermissionError(13, "Permission denied")))
+    shelf = open_shelf()
+    assert titles(shelf, "a lamp") == ["lamp"]
+    assert "Permission denied" in shelf.retriever.status()["index"]
+    shelf.retriever.check()
+
+
+def test_an_index_file_without_a_vector_of_the_catalogue_is_rebuilt(open_shelf):
+    shelf = open_shelf()
+    shelf.add("a lamp", "lamp")
+    shelf.add("a boat", "boat")
+    opened = shelf.retriever._opened()
+    opened.index.remove(opened.rows.ids() - {min(opened.rows.ids())})
+    shelf.close()
+    shelf = open_shelf()
+    assert titles(shelf, "a boat", top_k=1) == ["boat"]
+    assert "does not have the vectors" in shelf.retriever.status()["index"]
+    shelf.retriever.check()
+
+
+@pytest.mark.parametrize("rebuilds", [True, False])
+def test_a_vector_that_did_not_reach_the_index_is_found_nevertheless(open_shelf, monkeypatch, rebuilds):
+    """Its row has been committed; without the rebuild, the index would be saved without it as up to date."""
+    shelf = open_shelf()
+    shelf.add("a boat", "boat", id="ref_a")
+    opened = shelf.retriever._opened()
+    monkeypatch.setattr(opened.index, "put", Mock(side_effect=MemoryError()))
+    if not rebuilds:
+        monkeypatch.setattr(opened.rows, "load", Mock(side_effect=MemoryError()))
+    asyncio.run(shelf.library.references.replace("ref_a", b"a lamp", title="lamp"))
+    assert shelf.retriever.flush() is rebuilds
+    if rebuilds:
+        assert titles(shelf, "a lamp") == ["lamp"]
+        shelf.retriever.check()
+    shelf.close()
+    shelf = open_shelf()
+    assert titles(shelf, "a lamp") == ["lamp"]
+    assert shelf.retriever.search(Query("a lamp"))[0].score > 0.99
 
 
 def test_references_added_before_a_crash_are_embedded_at_the_next_start(open_shelf):
