@@ -182,6 +182,20 @@ class Catalog:
             if rows not in ([], [("ok",)]):
                 raise IntegrityError(f"the catalogue fails {pragma}: {rows[:3]}")
 
+    def fold(self) -> None:
+        """Folds the log into the database, whose own file then holds everything. SQLite does so on closing as well, but
+        does not tell when it fails.
+
+        Raises:
+            DatabaseBusy: another connection reads or writes.
+            StorageFull, DatabaseFailed: see ``translated``.
+        """
+        with self._lock, translated(NAME, ADVICE):
+            self._writer.execute("PRAGMA busy_timeout = 0")
+            busy, left, folded = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if busy or left != folded:
+            raise DatabaseBusy(f"{NAME} is in use, and cannot be written to its file; try again")
+
     def close(self) -> None:
         """Closes the database; SQLite folds the log into it. No thread may be reading."""
         with self._lock:
