@@ -48,6 +48,13 @@ class FileSystem:
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
+    def names(self, path: Path, fd: int) -> bool:
+        """Returns whether this path is the name of an open file now; False also when that cannot be told."""
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(fd))
+        except OSError:
+            return False
+
     def read(self, fd: int, into: memoryview, offset: int) -> int:
         """Reads straight into ``into`` without moving the file position; returns the number of bytes, 0 at the end."""
         if hasattr(os, "preadv"):

@@ -193,7 +193,8 @@ class KeyStore:
                 )
                 self._writer.execute("COMMIT")
             except BaseException:
-                self._writer.execute("ROLLBACK")
+                if self._writer.in_transaction:  # SQLite ends it itself when the disk is full
+                    self._writer.execute("ROLLBACK")
                 raise
         return cookie
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mpic.errors import EmbeddingFailed, MPICError
+from mpic import memory
+from mpic.errors import EmbeddingFailed, MPICError, OutOfMemory
 from mpic.kv.chunk import Kind
 from mpic.retriever.embedder import Embedder
 
@@ -20,15 +21,16 @@ PROBES = {"image": Image.new("RGB", (64, 64), "gray"), "text": "a"}
 """Contents that every working embedder can embed."""
 
 
-def embed_each(embedder: Embedder, kind: Kind, contents: Sequence[Any]) -> list[np.ndarray | EmbeddingFailed]:
-    """Embeds images or texts, together if that works. Returns for each a vector ``[dimension]`` fp32 or an error.
+def embed_each(embedder: Embedder, kind: Kind, contents: Sequence[Any]) -> list[np.ndarray | MPICError]:
+    """Embeds images or texts, together if that works. Returns for each a vector ``[dimension]`` fp32 or an error:
+    EmbeddingFailed, or OutOfMemory if it may succeed later.
 
     Raises:
         Exception: any error of an embedder that does not work at all.
     """
     embed = embedder.images if kind == "image" else embedder.texts
     try:
-        found: list[np.ndarray | EmbeddingFailed] = list(embed(contents))
+        found: list[np.ndarray | MPICError] = list(embed(contents))
     except Exception:
         if not _works(embed, PROBES[kind]):
             raise
@@ -64,9 +66,12 @@ class Failures:
             ]
 
 
-def _one(embed: Callable[[Sequence[Any]], np.ndarray], content: Any) -> np.ndarray | EmbeddingFailed:
+def _one(embed: Callable[[Sequence[Any]], np.ndarray], content: Any) -> np.ndarray | MPICError:
     try:
-        return embed([content])[0]
+        with memory.as_errors():
+            return embed([content])[0]
+    except OutOfMemory as error:
+        return error
     except Exception as error:  # an image processor or tokenizer may raise almost any exception
         return EmbeddingFailed(f"{type(error).__name__}: {error}"[:300])
 
@@ -79,5 +84,5 @@ def _works(embed: Callable[[Sequence[Any]], np.ndarray], probe: Any) -> bool:
     return True
 
 
-def _usable(vector: np.ndarray | EmbeddingFailed) -> bool:
-    return isinstance(vector, EmbeddingFailed) or bool(np.isfinite(vector).all())
+def _usable(vector: np.ndarray | MPICError) -> bool:
+    return isinstance(vector, MPICError) or bool(np.isfinite(vector).all())

@@ -44,6 +44,7 @@ class IndexFile:
 
         Raises:
             FileNotFoundError: there is none.
+            OSError: it cannot be read.
             ValueError: it is damaged, stale or belongs to another embedder; the message says which.
         """
         raw = np.fromfile(self.path, np.uint8)

@@ -25,6 +25,7 @@ from mpic.imaging.budget import Budget
 from mpic.library.records import Change, Reference
 from mpic.retriever.batch import Failures, embed_each
 from mpic.retriever.embedder import Embedder
+from mpic.retriever.retries import Retries, passing, soonest
 from mpic.retriever.vectors import Vectors
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ BATCH = 64
 BATCH_PIXELS = 4 << 20
 """Images are embedded as soon as those that are decoded have this many pixels together."""
 SEARCHES_WAITING = 16
+CATCH_UP = "catching up"
 log = logging.getLogger(__name__)
 
 
@@ -76,6 +78,8 @@ class Retriever:
         self._opening = threading.Lock()
         self._pictures = Budget(places=1, most_waiting=SEARCHES_WAITING)
         self._changes: OrderedDict[str, Change] = OrderedDict()
+        self._retries = Retries()  # references that are tried again
+        self._rests = Retries()  # catching up, while it waits after a failure
         self._work = threading.Condition()
         self._busy = self._stopping = self._catching_up = False
         self._after = ""
@@ -187,16 +191,19 @@ class Retriever:
     # ---- keeping up
 
     def flush(self, timeout: float = 60.0) -> bool:
-        """Waits until every change so far is searchable; False if that takes longer than ``timeout`` seconds."""
+        """Waits until every change so far is searchable; False if that takes longer than ``timeout`` seconds, or if
+        some have to be tried again."""
         with self._work:
-            return self._work.wait_for(lambda: not self._changes and not self._busy, timeout)
+            idle = lambda: not self._changes and not self._busy
+            return self._work.wait_for(idle, timeout) and not self._retries
 
     def reindex(self) -> None:
         """Embeds every reference that has no vector of this embedder, in the background. It continues where an earlier
         run stopped; ``status`` tells the progress."""
         self._opened()
         with self._work:
-            self._catching_up, self._after = True, ""
+            self._catching_up, self._after, self.problem = True, "", None
+            self._rests.forget([CATCH_UP])
             self._work.notify_all()
 
     def status(self) -> dict[str, Any]:
@@ -258,38 +265,48 @@ class Retriever:
     # ---- the worker
 
     def _loop(self) -> None:
-        while True:
-            with self._work:
-                self._busy = False
-                self._work.notify_all()
-                self._work.wait_for(lambda: self._changes or self._stopping or self._catching_up)
-                if self._stopping:
-                    return
-                changes = [
-                    self._changes.popitem(last=False)[1] for _ in range(min(BATCH, len(self._changes)))
-                ]
-                self._busy = bool(changes)  # not while catching up, which flush does not wait for
+        while (ids := self._next()) is not None:
+            retries, names = (self._retries, ids) if ids else (self._rests, [CATCH_UP])
             try:
-                if changes:
-                    self._apply(changes)
+                if ids:
+                    self._apply(ids)
                 else:
                     self._catch_up()
-            except Exception as error:  # the catalogue still knows what is missing
+                self.problem = None
+            except Exception as error:
                 self.problem = str(error)
                 self.counters["failed_batches"] += 1
-                log.exception("references could not be indexed")
+                ours = isinstance(error, MPICError)
+                log.error("references could not be indexed, to be tried again: %s", error, exc_info=not ours)
                 with self._work:
-                    self._catching_up = False
+                    retries.failed(names)
 
-    def _apply(self, changes: Sequence[Change]) -> None:
+    def _next(self) -> list[str] | None:
+        """Waits for work. Returns the ids of references that have changed or are tried again; none to catch up; None to
+        stop."""
+        with self._work:
+            self._busy = False
+            self._work.notify_all()
+            while not self._stopping:
+                ids = [self._changes.popitem(last=False)[0] for _ in range(min(BATCH, len(self._changes)))]
+                ids = ids or self._retries.take(BATCH)
+                if ids:
+                    self._busy = True  # not while catching up, which flush does not wait for
+                    return ids
+                self._rests.take(1)
+                if self._catching_up and self._rests.pause() is None:
+                    return []
+                self._work.wait(soonest(self._retries, self._rests))
+            return None
+
+    def _apply(self, ids: Sequence[str]) -> None:
         """Brings the vectors of changed references up to date. Two threads that change one reference may report in
         either order, so its state now is used."""
-        ids = [change.reference.id for change in changes]
         current = self.library.references.many(ids)
         for id in set(ids) - {reference.id for reference in current}:
-            self._failed.forget([id])
             if self._vectors is not None:
                 self._vectors.remove(id)
+            self._settled([id])
         self._embed(current)
 
     def _catch_up(self) -> None:
@@ -299,14 +316,15 @@ class Retriever:
         if not ids:
             vectors.mismatch = vectors.rows.others()
             vectors.save()
+        self._embed(self.library.references.many(ids))
         with self._work:
+            self._rests.forget([CATCH_UP])
             if self._after != after:  # reindex was called meanwhile: from the start
                 return
             if ids:
                 self._after = ids[-1]
             else:
                 self._catching_up = False
-        self._embed(self.library.references.many(ids))
 
     def _embed(self, references: Sequence[Reference]) -> None:
         """Embeds references, commits the vectors, then shows them. A reference that cannot be read or embedded is left
@@ -321,7 +339,7 @@ class Retriever:
                 those = [reference for reference, _ in read]
                 read.clear()  # large images are dropped before the next are decoded
                 for reference, vector in zip(those, vectors, strict=True):
-                    if isinstance(vector, EmbeddingFailed):
+                    if isinstance(vector, MPICError):
                         self._fail(reference, vector)
                     else:
                         embedded.append((reference, vector))
@@ -329,8 +347,15 @@ class Retriever:
             vectors = np.stack([vector for _, vector in embedded])
             kept = [reference for reference, _ in embedded]
             self.counters["embedded"] += opened.put(kept, vectors)
-            self._failed.forget(reference.id for reference in kept)
-        self.problem = None
+            self._settled([reference.id for reference in kept])
+            if opened.mismatch:  # the last reference without a vector may have been tried again
+                opened.mismatch = opened.rows.others()
+
+    def _settled(self, ids: Sequence[str]) -> None:
+        """Forgets that references have failed."""
+        self._failed.forget(ids)
+        with self._work:
+            self._retries.forget(ids)
 
     def _read(self, references: Sequence[Reference]) -> Iterator[list[tuple[Reference, Any]]]:
         """Yields references with their contents, in batches of few large images or many small ones. The caller empties
@@ -360,12 +385,16 @@ class Retriever:
             return None
 
     def _fail(self, reference: Reference, error: MPICError | OSError) -> None:
-        """Records a reference that cannot be embedded. If its content is refused for good, its old vectors are removed,
-        because they would count as missing for ever."""
+        """Records a reference that cannot be embedded. It is tried again if that may succeed. If its content is refused
+        for good, its old vectors are removed, because they would count as missing for ever."""
         log.warning("%s cannot be embedded: %s", reference.id, error)
         self.counters["unembeddable" if isinstance(error, EmbeddingFailed) else "unreadable"] += 1
-        if isinstance(error, ReferenceNotFound):
-            return
-        if isinstance(error, MPICError):
+        if passing(error):
+            with self._work:
+                self._retries.failed([reference.id])
+        else:
+            self._settled([reference.id])
+            if isinstance(error, ReferenceNotFound):
+                return
             self._opened().remove(reference.id)
         self._failed.add(reference.id, error)

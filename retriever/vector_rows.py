@@ -177,13 +177,16 @@ def _tests(key: str, wanted: Any) -> tuple[str, list[Any]]:
                 "a filter compares with texts, finite numbers and booleans", param=f"filter.{key}"
             )
         if name == "in":
-            terms.append(f"{{0}} IN ({', '.join('?' * len(options))})")
+            terms.append(
+                "{0} IN (SELECT value FROM json_each(?))"
+            )  # SQLite bounds the number of placeholders
         elif name == "ne":
             terms.append("{0} != ?")
         else:  # SQLite orders every text after every number
             kinds = "('text')" if isinstance(value, str) else "('integer', 'real')"
             terms.append(f"{{0}} {COMPARISONS[name]} ? AND typeof({{0}}) IN {kinds}")
-        values += [float(o) if isinstance(o, int) and abs(o) >= 1 << 63 else o for o in options]
+        operands = [float(o) if isinstance(o, int) and abs(o) >= 1 << 63 else o for o in options]
+        values += [json.dumps(operands)] if name == "in" else operands
     return " AND ".join(terms), values
 
 

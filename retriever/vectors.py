@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,20 +36,20 @@ class Vectors:
         self.rows.sweep()
         self._file = IndexFile(library.root / "index" / f"{name.weights[:16]}.vectors", name)
         self._saved, self._guard = -1, library.folder.check
+        self._diverged = False  # the index is not what the rows say
         revision = self.rows.revision()
         self.damaged = False
         try:
             self.index = self._file.read(revision)
+            if self.index.ids() != self.rows.ids():
+                raise ValueError("damaged: it does not have the vectors of the catalogue")
             self.opened_from, self._saved = "file", revision
-        except (FileNotFoundError, ValueError) as error:
+        except (OSError, ValueError) as error:
             self.damaged = not isinstance(error, FileNotFoundError)
             if self.damaged:
                 log.warning("the vector index is rebuilt from the catalogue: %s", error)
             self.opened_from = f"rebuilt: {error if self.damaged else 'no file'}"
-            self.index = VectorIndex(name.dimension)
-            ids, vectors = self.rows.load()
-            if len(ids):
-                self.index.put(ids, vectors)
+            self._rebuild()
         self.mismatch = self.rows.others()
 
     def __len__(self) -> int:
@@ -63,17 +63,19 @@ class Vectors:
         """
         stored = self.rows.put(references, vectors)
         if stored:
-            self.index.put([id for _, id in stored], vectors[[at for at, _ in stored]])
+            self._show(lambda: self.index.put([id for _, id in stored], vectors[[at for at, _ in stored]]))
         return len(stored)
 
     def remove(self, reference: str) -> None:
         """Deletes the vectors that any embedder made of a reference."""
-        self.index.remove(self.rows.remove(reference))
+        gone = self.rows.remove(reference)
+        self._show(lambda: self.index.remove(gone))
 
     def save(self) -> None:
-        """Writes the index if its file is not up to date; without the file, the next start rebuilds it."""
+        """Writes the index if its file is not up to date; without the file, the next start rebuilds it. An index that
+        is not what the rows say is not written."""
         revision = self.rows.revision()
-        if revision == self._saved:
+        if revision == self._saved or self._diverged:
             return
         try:
             self._guard()  # a folder that was removed is not created again
@@ -87,3 +89,23 @@ class Vectors:
         self.index.check()
         if self.index.ids() != self.rows.ids():
             raise IntegrityError("the vector index and the catalogue disagree")
+
+    def _show(self, change: Callable[[], object]) -> None:
+        """Brings the index up to date with a change of the rows. If that fails, the index is made anew; if that fails
+        as well, the next change tries again."""
+        if not self._diverged:
+            try:
+                change()
+                return
+            except Exception as error:
+                log.warning("the vector index is made anew, because it could not be changed: %s", error)
+                self._diverged = True
+        self._rebuild()
+        self._diverged = False
+
+    def _rebuild(self) -> None:
+        index = VectorIndex(self.rows.name.dimension)
+        ids, vectors = self.rows.load()
+        if len(ids):
+            index.put(ids, vectors)
+        self.index = index

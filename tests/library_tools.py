@@ -14,7 +14,7 @@ from PIL import Image
 from mpic.durable import FileSystem
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, Recipe
 from mpic.kv.file import encode
-from mpic.library import Library
+from mpic.library import SHARED, Library
 from mpic.library.caches import Part
 from mpic.library.catalog import database
 
@@ -137,6 +137,19 @@ class FullDisk(FileSystem):
         return done
 
 
+class Unreadable(FileSystem):
+    """A disk whose chunk files cannot be read from byte ``begin`` on, while ``broken``."""
+
+    def __init__(self, begin=0):
+        super().__init__()
+        self.broken, self.begin = False, begin
+
+    def read(self, fd, into, offset):
+        if self.broken and offset >= self.begin:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(fd, into, offset)
+
+
 class Crash(BaseException):
     """The machine stops here."""
 
@@ -211,3 +224,15 @@ def fill(library):
         library.store.save(chunk)
     library.caches.create("ann", [Part("one", 0, 3), Part("two", 3, 6)], name="cache")
     asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_1"))
+
+
+def store_of_each(library):
+    """Stores two uploads, a reference and two chunks; returns the keys of the chunks."""
+    ann = library.files.add("ann", b"ann's text", "a.txt", handle="A", metadata={"n": 1})
+    library.files.add("bob", encoded(), "b.png", expires_after=10**6)
+    asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_r", metadata={"k": "v"}))
+    keys = [KVKey("ann", ann.key, "a1" * 32, Recipe("float32")), text_key("r", owner=SHARED)]
+    for key in keys:
+        library.store.save(make_chunk(key, image=True))
+    library.files.pin("ann", ann.id)
+    return keys

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -89,10 +90,23 @@ def titles(shelf, text="", **options):
 
 
 def wait(shelf) -> bool:
-    """Waits until reindexing has ended; False after a minute."""
+    """Waits until reindexing has ended and nothing has to be tried again; False after a minute."""
     retriever = shelf.retriever
+    ended = lambda: (
+        not (retriever._changes or retriever._catching_up or retriever._busy or retriever._retries)
+    )
     with retriever._work:
-        return retriever._work.wait_for(lambda: not retriever._catching_up and not retriever._busy, 60)
+        return retriever._work.wait_for(ended, 60)
+
+
+def wait_for_problem(shelf, failures: int = 1) -> bool:
+    """Waits until so many batches could not be embedded; False after a minute."""
+    end = time.monotonic() + 60
+    while shelf.retriever.counters["failed_batches"] < failures:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 class Held:

@@ -171,13 +171,14 @@ def reindex(
 ) -> None:
     """Embed everything that has no vector of the configured embedder: after changing it, or after an error.
 
-    The server works in the background and continues where an interrupted run stopped.
+    The server works in the background and continues where an interrupted run stopped. After an error, which ends the
+    command, it tries again by itself.
     """
     columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn())
     state = client.references.reindex()
     with Progress(*columns, console=err, transient=True, disable=as_json or not wait) as bar:
         task = bar.add_task("", total=state.references)
-        while wait and state.reindexing:
+        while wait and state.reindexing and state.problem is None:
             bar.update(task, completed=state.references - state.missing)
             time.sleep(0.2)
             state = client.references.index()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ import torch
 import xxhash
 
 from mpic.durable import FileSystem, read_all, write_durably
-from mpic.errors import CorruptFile
+from mpic.errors import CorruptFile, OutOfMemory
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
 from mpic.kv.parts import Part, Piece, PieceReader, cut
+from mpic.memory import is_exhaustion
 
 FORMAT = "mpic-chunk-1"
 BLOCK = 4096
@@ -175,30 +176,40 @@ class ChunkFile:
     bytes: int
 
     def __init__(
-        self, path: Path, key: KVKey | None = None, files: FileSystem | None = None, inputs: bool = True
+        self,
+        path: Path,
+        key: KVKey | None = None,
+        files: FileSystem | None = None,
+        inputs: bool = True,
+        damaged: Callable[[CorruptFile, ChunkFile], None] = lambda error, file: None,
     ) -> None:
         """Opens the file and verifies everything but the layers.
 
         Args:
             key: key of the chunk that the file must hold; None accepts any.
             inputs: False does not read the inputs, for a reader that has them already.
+            damaged: called with the CorruptFile that is about to be raised, while the file is still open (``named``).
 
         Raises:
             FileNotFoundError: there is no such file.
             CorruptFile: it is damaged, truncated, not a chunk file, or holds another key.
+            OSError, OutOfMemory: it cannot be read now; it may be intact.
         """
         self.path = path
         self._files = files or FileSystem()
         self._fd = self._files.open(path)
         self._close = weakref.finalize(self, self._files.close, self._fd)
         try:
-            self._parse(key, inputs)
-        except CorruptFile:
+            self._verify(key, inputs)
+        except BaseException as error:
+            if isinstance(error, CorruptFile):
+                damaged(error, self)
             self.close()
             raise
-        except Exception as error:  # a header that another program wrote may raise almost any exception
-            self.close()
-            raise CorruptFile(f"{path.name} is not a chunk file that can be used: {error!r}") from error
+
+    def named(self) -> bool:
+        """Returns whether its path is the name of this very file still, and not of one that has taken its place."""
+        return self._files.names(self.path, self._fd)
 
     def close(self) -> None:
         """Releases the file. Safe to call twice."""
@@ -218,6 +229,7 @@ class ChunkFile:
         Raises:
             CorruptFile: a layer's checksum does not match, or the file ended early. Only layers that were yielded
                 may be used of ``destination``.
+            OSError: the file cannot be read now; it may be intact.
             ValueError: the destination has another shape or type, or is not host memory.
         """
         wanted = self.shape.extent(self.slots)
@@ -267,12 +279,20 @@ class ChunkFile:
                 raise CorruptFile(f"layer {layer} of {self.path.name} is damaged")
 
     def _fill(self, view: memoryview, offset: int) -> None:
-        try:
-            done = read_all(self._files, self._fd, view, offset)
-        except OSError as error:
-            raise CorruptFile(f"{self.path.name} cannot be read: {error}") from error
+        done = read_all(self._files, self._fd, view, offset)
         if done < len(view):
             raise CorruptFile(f"{self.path.name} ends at byte {offset + done}")
+
+    def _verify(self, key: KVKey | None, inputs: bool) -> None:
+        try:
+            self._parse(key, inputs)
+        except (CorruptFile, OSError):
+            raise
+        except Exception as error:  # a header that another program wrote may raise almost any exception
+            if is_exhaustion(error):
+                raise OutOfMemory(f"there is not enough memory now to read {self.path.name}") from error
+            message = f"{self.path.name} is not a chunk file that can be used: {error!r}"
+            raise CorruptFile(message) from error
 
     def _parse(self, key: KVKey | None, inputs: bool) -> None:
         header = self._read_header()

@@ -15,7 +15,8 @@ import torch
 from mpic.kv.chunk import KVShape
 
 PieceReader = Callable[[torch.Tensor], None]
-"""Reads a piece into contiguous host memory of its shape. Raises CorruptFile when a layer that it completes is bad."""
+"""Reads a piece into contiguous host memory of its shape. Raises CorruptFile when a layer that it completes is bad,
+OSError when the file cannot be read now."""
 
 
 class Piece(NamedTuple):

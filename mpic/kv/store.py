@@ -34,6 +34,7 @@ class StoredChunk(Protocol):
         Raises:
             NotFound: the chunk has left the tier meanwhile.
             CorruptFile: it is damaged, and has been moved aside and counted.
+            OSError, OutOfMemory: it cannot be read now, which has been counted.
         """
         ...
 
@@ -47,7 +48,7 @@ class StoredChunk(Protocol):
             and they must not change any more.
 
         Raises:
-            NotFound, CorruptFile: see ``inputs``.
+            NotFound, CorruptFile, OSError: see ``inputs``.
         """
         ...
 

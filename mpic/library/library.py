@@ -90,7 +90,7 @@ class Library:
             nearer.append(HostTier(bounds, host == "pinned", self.store.pinned))
         if nearer or remote:
             self.store = TieredStore(self.store, nearer, remote)
-        self.sidecars = Sidecars(root, filesystem)
+        self.sidecars = Sidecars(root, filesystem, self.catalog.if_undone)
         originals = Originals(root, filesystem, guard)
         files = FileRows(self.catalog, root, limits, clock, self.sidecars)
         references = ReferenceRows(self.catalog, root, clock, self.sidecars)

@@ -6,6 +6,7 @@ import pytest
 from engine_kit import TOKENS, adapter, family, ids, prompt_of, request_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from library_tools import Unreadable
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.library import Library
@@ -56,5 +57,26 @@ def test_answers_over_files_with_any_flipped_bit_are_those_over_whole_files(poli
             assert [problem.path for problem in scrub(library)] == [str(path.relative_to(library.root))]
 
     check()
+    library.check()
+    library.close()
+
+
+@pytest.mark.parametrize("begin", [0, 4096], ids=["header", "layers"])
+def test_chunks_that_cannot_be_read_now_are_compiled_for_the_answer_and_stay_on_disk(begin, tmp_path):
+    disk = Unreadable(begin)
+    library = Library.open(tmp_path / "library", filesystem=disk)
+    library.files.tokenize = lambda text: tuple(10 + byte % 200 for byte in text.encode())
+    for handle, text in zip("AB", TEXTS, strict=True):
+        library.files.add("ann", text.encode(), f"{handle}.txt", handle)
+    expected_ids, expected, _ = answer(library, "reuse")
+    files = sorted((tmp_path / "library" / "kv").rglob("*.safetensors"))
+    disk.broken = True
+    got_ids, got, usage = answer(library, "reuse")
+    assert got_ids == expected_ids and got == pytest.approx(expected, abs=1e-4)
+    assert {use.tier for use in usage.chunks} == {"compiled"}
+    disk.broken = False
+    assert sorted((tmp_path / "library" / "kv").rglob("*.safetensors")) == files
+    assert library.store.stats()["corrupt"] == 0
+    assert {use.tier for use in answer(library, "reuse")[2].chunks} == {"disk"}
     library.check()
     library.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -32,13 +33,16 @@ sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size.slots}x{
 
 
 class Slow(FileSystem):
-    """Reads that take their time, one of ``delays`` in seconds."""
+    """Reads that take their time, one of ``delays`` in seconds. Layers of files whose inode is in ``broken`` cannot be
+    read."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.random, self.delays = random.Random(3), (0.0,)
+        self.random, self.delays, self.broken = random.Random(3), (0.0,), set()
 
     def read(self, fd, into, offset):
+        if self.broken and offset and os.fstat(fd).st_ino in self.broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         time.sleep(self.random.choice(self.delays))
         return super().read(fd, into, offset)
 
@@ -194,6 +198,20 @@ def test_a_damaged_layer_ends_its_load_alone_and_once_and_its_slot_comes_back(si
         else:
             assert run.ends[chunk.key] is None and torch.equal(run.targets[chunk.key], chunk.kv)
     assert library.store.stats()["corrupt"] == len(bad)
+
+
+@sizes
+def test_a_file_that_cannot_be_read_ends_its_load_once_and_its_slot_comes_back(size, library, loads, files):
+    chunks = save(library)
+    files.broken.add(library.store.path(chunks[1].key).stat().st_ino)
+    run = loads(library.store, size)
+    run.start(chunks)
+    run.wait()
+    assert not run.wrong and run.ring.held == 0
+    assert [isinstance(run.ends[chunk.key], OSError) for chunk in chunks] == [
+        i == 1 for i in range(len(chunks))
+    ]
+    assert library.store.stats()["unreadable"] == 1 and library.store.stats()["corrupt"] == 0
 
 
 def test_several_threads_read_one_chunk(library, loads, files):

@@ -5,17 +5,18 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import replace
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from library_tools import FullDisk, everything, make_chunk, read, same_inputs, text_key
+from library_tools import FullDisk, Unreadable, everything, make_chunk, read, same_inputs, text_key
 from safetensors.torch import load_file, save_file
 
 from mpic.durable import FileSystem
-from mpic.errors import CorruptFile, StorageFull
+from mpic.errors import CorruptFile, OutOfMemory, StorageFull
 from mpic.kv.chunk import LATENT, LATENT_ONCE, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
 from mpic.kv.file import BLOCK, IO_BYTES, PREFIX, ChunkFile, checksum, write
 
@@ -317,6 +318,28 @@ def test_no_descriptor_is_left_open(tmp_path):
         with pytest.raises(CorruptFile):
             ChunkFile(path, text_key("other"))
     assert psutil.Process().num_fds() <= before
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+def test_a_file_that_cannot_be_read_now_is_not_called_corrupt(tmp_path, begin):
+    chunk, disk = make_chunk(), Unreadable(begin)
+    path = written(tmp_path, chunk)
+    gc.collect()
+    before = psutil.Process().num_fds()
+    disk.broken = True
+    with pytest.raises(OSError, match="Input/output"):
+        read(ChunkFile(path, chunk.key, disk), chunk.kv)
+    gc.collect()
+    assert psutil.Process().num_fds() <= before
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_exhausted_memory_is_not_called_corrupt(tmp_path, monkeypatch, error):
+    chunk = make_chunk()
+    path = written(tmp_path, chunk)
+    monkeypatch.setattr(ChunkFile, "_read_inputs", Mock(side_effect=error))
+    with pytest.raises(OutOfMemory):
+        ChunkFile(path, chunk.key)
 
 
 def test_a_destination_that_does_not_fit_is_refused(tmp_path):

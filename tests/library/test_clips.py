@@ -21,6 +21,7 @@ from mpic.errors import (
 from mpic.kv.chunk import ChunkKey
 from mpic.library import Library
 from mpic.library.catalog import database
+from mpic.library.copies.archive import export, restore
 from mpic.library.copies.give import Given, give
 from mpic.library.intake.decode import NO_CLIPS
 
@@ -51,6 +52,16 @@ def test_a_clip_can_be_given_to_another_user(library):
     library.files.no_clips = NO_CLIPS  # as without an engine, which is how `mpic library give` opens it
     assert give(library, "ann", "bob") == [Given("WALK")]
     assert library.files.by_handle("bob", "WALK").kind == "video"
+
+
+def test_a_clip_survives_export_and_import(library, tmp_path, clock):
+    taking(library).files.add("ann", GIF, "walk.gif", handle="WALK")
+    library.files.add("ann", encoded(), "still.png", handle="STILL")
+    export(library, tmp_path / "e.tar")
+    with Library.open(tmp_path / "other", clock=clock) as other:  # as without an engine
+        assert [result.outcome for result in restore(other, tmp_path / "e.tar")] == ["added", "added"]
+        assert other.files.by_handle("ann", "WALK").kind == "video"
+        assert other.files.by_handle("ann", "STILL").kind == "image"
 
 
 def test_what_comes_inside_a_request_has_no_more_bytes_than_an_upload_may_have(open_library):

@@ -1,13 +1,16 @@
 """The disk tier when files are bad or gone, the disk is full or the process is killed: intact chunks are still
 found."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
-from library_tools import FullDisk, chunks, drop, everything, make_chunk, read, text_key
+from library_tools import FullDisk, Unreadable, chunks, drop, everything, make_chunk, read, text_key
 
 from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, IntegrityError, NotFound, StorageFull
 from mpic.kv.chunk import ChunkKV
+from mpic.kv.file import ChunkFile
 
 
 def flip(path, at):
@@ -109,6 +112,68 @@ def test_a_file_that_cannot_be_opened_now_stays_ready(open_library):
     assert library.store.stats()["unreadable"] == 1
     files.broken = False
     assert library.store.open(chunk.key)
+
+
+def read_in_parts(stored, like):
+    parts = stored.in_parts(1 << 20)
+    for part in parts.parts:
+        for piece, read_piece in parts.read_part(part):
+            read_piece(torch.empty_like(piece.of(like)).contiguous())
+
+
+@pytest.mark.parametrize("how", [read, read_in_parts])
+def test_a_file_that_cannot_be_read_now_stays_and_is_replaced_by_the_next_save(open_library, how):
+    disk = Unreadable(begin=4096)
+    library = open_library(filesystem=disk)
+    chunk = make_chunk()
+    library.store.save(chunk)
+    path = library.store.path(chunk.key)
+    before = path.stat().st_ino
+    stored = library.store.find([chunk.key])[chunk.key]
+    disk.broken = True
+    with pytest.raises(OSError, match="Input/output"):
+        how(stored, chunk.kv)
+    assert library.store.open(chunk.key) is None  # its inputs cannot be read either
+    stats = library.store.stats()
+    assert (stats["unreadable"], stats["corrupt"], stats["chunks"]) == (2, 0, 1)
+    assert path.stat().st_ino == before and len(everything(library.root)) == 1
+    disk.broken = False
+    held = path.open("rb")  # so that its number is not used again
+    library.store.save(chunk)
+    assert path.stat().st_ino != before and library.store.stats()["saved"] == 2
+    held.close()
+    assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
+    library.store.save(chunk)
+    assert library.store.stats()["saved"] == 2
+
+
+def test_exhausted_memory_leaves_a_file_as_it_is(library, monkeypatch):
+    chunk = make_chunk()
+    library.store.save(chunk)
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkFile, "_read_inputs", Mock(side_effect=MemoryError()))
+        assert library.store.open(chunk.key) is None
+    library.store.save(chunk)
+    stats = library.store.stats()
+    assert (stats["unreadable"], stats["corrupt"], stats["saved"]) == (1, 0, 1)
+    assert library.store.open(chunk.key)
+
+
+def test_a_chunk_without_a_row_that_cannot_be_read_at_the_start_is_adopted_by_a_later_one(open_library):
+    disk = Unreadable()
+    library = open_library(filesystem=disk)
+    chunk = make_chunk()
+    library.store.save(chunk)
+    with library.catalog.write() as db:
+        db.execute("DELETE FROM chunks")
+    library.close()
+    disk.broken = True
+    library = open_library(filesystem=disk)
+    assert not any(library.recovered.values()) and len(everything(library.root)) == 1
+    library.close()
+    disk.broken = False
+    library = open_library(filesystem=disk)
+    assert library.recovered["adopted_chunks"] == 1 and library.store.open(chunk.key)
 
 
 def test_starting_up_makes_files_and_rows_agree(open_library):

@@ -7,6 +7,7 @@ import torch
 from library_tools import chunks, drop, everything, in_threads, make_chunk, read, size_of, text_key
 
 from mpic.durable import FileSystem
+from mpic.errors import CorruptFile, NotFound
 from mpic.library.store.tombstones import Tombstones
 
 
@@ -92,6 +93,100 @@ def test_a_forgotten_deletion_refuses_only_saves_that_were_looked_up_too_long_ag
     assert not deleted.allows(a) and not deleted.allows(d) and not deleted.allows(text_key("x"))
     deleted.look_up([a])
     assert deleted.allows(a) and len(deleted) <= 4
+
+
+def damaged(library, chunk):
+    """Saves a chunk, opens it and then damages the last byte of its KV; returns the open chunk."""
+    library.store.save(chunk)
+    stored = library.store.open(chunk.key)
+    path = library.store.path(chunk.key)
+    raw = bytearray(path.read_bytes())
+    raw[4096] ^= 1
+    with path.open("r+b") as file:
+        file.write(raw)
+    return stored
+
+
+def read_layers(stored, like):
+    for _ in stored.read_layers(torch.empty_like(like)):
+        pass
+
+
+def read_in_parts(stored, like):
+    parts = stored.in_parts(1 << 20)
+    for part in parts.parts:
+        for piece, read_piece in parts.read_part(part):
+            read_piece(torch.empty_like(piece.of(like)).contiguous())
+
+
+@pytest.mark.parametrize("read_again", [read_layers, read_in_parts])
+def test_a_reader_of_a_bad_file_leaves_the_file_alone_that_has_taken_its_place(library, read_again):
+    chunk = make_chunk()
+    first = damaged(library, chunk)
+    with pytest.raises(CorruptFile):
+        read(library.store.find([chunk.key])[chunk.key], chunk.kv)  # quarantined
+    library.store.save(chunk)
+    with pytest.raises(CorruptFile):
+        read_again(first, chunk.kv)
+    assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
+    library.check()
+
+
+class Meanwhile(FileSystem):
+    """Does something once before a file of chunks is opened, or right after it was opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = self.after = None
+
+    def _do(self, name):
+        action = getattr(self, name)
+        setattr(self, name, None)
+        if action is not None:
+            action()
+
+    def open(self, path):
+        if path.suffix != ".safetensors":
+            return super().open(path)
+        try:
+            self._do("before")
+            return super().open(path)
+        finally:
+            self._do("after")
+
+
+def test_a_reader_that_finds_no_file_leaves_the_row_alone_that_was_saved_since(open_library):
+    chunk, other = chunks(2)
+    files = Meanwhile()
+    library = open_library(filesystem=files, disk_bytes=size_of(chunk))
+    library.store.save(chunk)
+    stored = library.store.find([chunk.key])[chunk.key]
+    files.before = lambda: library.store.save(other)  # evicts the chunk
+    files.after = lambda: library.store.save(chunk)
+    with pytest.raises(NotFound):
+        read(stored, chunk.kv)
+    assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
+    library.check()
+
+
+def test_a_bad_header_condemns_only_the_file_that_was_opened(open_library):
+    files = Meanwhile()
+    library = open_library(filesystem=files)
+    chunk = make_chunk()
+    library.store.save(chunk)
+    path = library.store.path(chunk.key)
+    path.write_bytes(b"damaged")
+    stored = library.store.find([chunk.key])[chunk.key]
+
+    def replaced():
+        assert library.store.open(chunk.key) is None  # another reader quarantines it
+        library.store.save(chunk)
+
+    files.after = replaced
+    with pytest.raises(CorruptFile):
+        read(stored, chunk.kv)
+    assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
+    library.check()
 
 
 def test_many_threads_on_a_small_budget(open_library):

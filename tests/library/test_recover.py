@@ -1,12 +1,13 @@
 """A lost catalogue is made again from the files, completely or as far as the files are intact."""
 
 import asyncio
+import sqlite3
 
 import pytest
 from library_tools import Crash, CrashingFiles, chunks, encoded, everything, make_chunk, text_key
 
 from mpic.durable import FileSystem
-from mpic.errors import BadRequest, FileNotFound, StorageFull, Unavailable
+from mpic.errors import BadRequest, DatabaseBusy, FileNotFound, StorageFull, Unavailable
 from mpic.keys import KeyStore
 from mpic.library import SHARED, Library
 from mpic.library.caches import Part
@@ -156,6 +157,32 @@ def test_a_full_disk_changes_nothing(root, before, clock):
     with pytest.raises(StorageFull):
         recover(root, filesystem=Full(), clock=clock)
     assert not list(root.glob("catalog.sqlite.new*"))
+
+
+def test_a_catalogue_that_cannot_be_written_to_its_file_is_not_installed(root, before, clock):
+    class Watched(FileSystem):
+        """Another connection reads, so that what is written stays in the log."""
+
+        other = None
+
+        def database(self, path, create=False):
+            made = super().database(path, create)
+            if self.other is None:
+                made.execute("PRAGMA journal_mode = WAL")
+                self.other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+                self.other.execute("BEGIN")
+                self.other.execute("SELECT * FROM sqlite_master").fetchall()
+            return made
+
+    files = Watched()
+    there = everything(root, sidecars=True)
+    with pytest.raises(DatabaseBusy):
+        recover(root, filesystem=files, clock=clock)
+    files.other.close()
+    assert everything(root, sidecars=True) == there and not list(root.glob("catalog.sqlite*"))
+    assert recover(root, clock=clock).counts["files"] == 3
+    with Library.open(root, clock=clock) as library:
+        assert facts(library) == before
 
 
 # Damaged and missing parts

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sqlite3
 from contextlib import suppress
 from threading import Lock
 
@@ -13,6 +14,7 @@ from mpic.errors import CorruptFile, HandleTaken, StorageFull, StorageQuotaExcee
 from mpic.library import Library
 from mpic.library.caches import Part
 from mpic.library.folder.sidecars import Sidecar
+from mpic.library.repair.recover import recover
 
 
 def sidecars(library):
@@ -173,6 +175,85 @@ def test_an_upload_that_is_refused_leaves_no_sidecar(open_library):
     with pytest.raises(StorageQuotaExceeded):
         library.files.add("ann", b"third", "s.txt")
     assert agree(library) == 2
+
+
+def test_a_replacement_that_is_refused_leaves_the_old_file_recoverable(tmp_path):
+    with Library.open(tmp_path) as library:
+        library.set_quota("ann", bytes=10)
+        old = library.files.add("ann", b"6bytes", "t.txt", "H")
+        with pytest.raises(StorageQuotaExceeded):
+            library.files.add("ann", b"x" * 20, "t.txt", "H", replace=True)
+        assert agree(library) == 2
+    (tmp_path / "catalog.sqlite").unlink()
+    recover(tmp_path)
+    with Library.open(tmp_path) as library:
+        library.files.collect_expired()
+        again = library.files.by_handle("ann", "H")
+        assert again.id == old.id and library.files.content("ann", again.id) == b"6bytes"
+
+
+class FailingCommit:
+    """The connection of a catalogue whose next commit fails."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def execute(self, sql, *values):
+        if sql == "COMMIT":
+            raise sqlite3.OperationalError("the disk does not answer")
+        return self._inner.execute(sql, *values)
+
+
+CHANGES = {
+    "extend": lambda lib, file, cache: lib.files.extend("ann", file.id, 60),
+    "pin": lambda lib, file, cache: lib.files.pin("ann", file.id),
+    "rename": lambda lib, file, cache: lib.files.rename("ann", file.id, "OTHER"),
+    "replace": lambda lib, file, cache: lib.files.add("ann", b"new", "t.txt", "H", replace=True),
+    "extend a cache": lambda lib, file, cache: lib.caches.extend("ann", cache.id, 60),
+    "delete a chunk": lambda lib, file, cache: lib.caches.delete("ann", cache.chunks[0].file.id),
+    "set a quota": lambda lib, file, cache: lib.set_quota("ann", files=9),
+    "set a first quota": lambda lib, file, cache: lib.set_quota("bob", files=9),
+    "pin a reference": lambda lib, file, cache: lib.references.pin("ref_1"),
+}
+
+
+def filled(library):
+    asyncio.run(library.references.add(b"r", "r.txt", title="R", id="ref_1"))
+    library.set_quota("ann", files=8)
+    file = library.files.add("ann", b"some text", "t.txt", "H")
+    return file, library.caches.create("ann", [Part("one", 0, 3), Part("two", 3, 6)])
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_sidecars_follow_a_transaction_that_fails_to_commit_back(library, change):
+    file, cache = filled(library)
+    before = dict(library.sidecars.expected(library.catalog.read))
+    writer = library.catalog._writer
+    library.catalog._writer = FailingCommit(writer)
+    with pytest.raises(sqlite3.OperationalError):
+        change(library, file, cache)
+    library.catalog._writer = writer
+    assert dict(library.sidecars.expected(library.catalog.read)) == before and agree(library) == 4
+
+
+def test_a_sidecar_that_cannot_be_put_back_is_removed_and_the_next_start_writes_it(open_library):
+    disk = FullDisk()
+    library = open_library(filesystem=disk)
+    file = library.files.add("ann", b"some text", "t.txt", "H")
+    with pytest.raises(KeyError), library.catalog.write() as db:
+        db.execute("UPDATE files SET handle = 'OTHER'")
+        library.sidecars.rewrite(db, "file", file.id)
+        disk.left = 0
+        raise KeyError
+    disk.left = None
+    assert not sidecars(library)
+    library.close()
+    library = open_library()
+    library.finish_sidecars()
+    assert agree(library) == 1
 
 
 @pytest.mark.parametrize(

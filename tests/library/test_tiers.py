@@ -93,6 +93,23 @@ def test_chunks_read_from_disk_are_copied_to_host_memory(tiered):
     assert torch.equal(second.inputs.token_ids, chunk.inputs.token_ids)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), MemoryError()])
+def test_host_memory_that_cannot_be_had_costs_neither_a_save_nor_a_read(tiered, monkeypatch, error):
+    remote, chunk = Remote(), make_chunk()
+    library = tiered(remote=[remote])
+
+    def unavailable(*arguments):
+        raise error
+
+    monkeypatch.setattr(host, "memory_for", unavailable)
+    library.store.save(chunk)
+    assert chunk.key in remote.chunks  # the tiers behind it have the chunk
+    tiers = library.stats()["tiers"]
+    assert (tiers["host"]["failed"], tiers["host"]["bytes"], tiers["remote"]["failed"]) == (1, 0, 0)
+    found = library.store.find([chunk.key])[chunk.key]
+    assert found.tier == "disk" and torch.equal(read(found, chunk.kv), chunk.kv)
+
+
 def test_an_abandoned_read_promotes_nothing(tiered):
     library, chunk = tiered(), make_chunk()
     library.store.disk.save(chunk)

@@ -1,39 +1,20 @@
-"""Upkeep of a library: check, garbage collection, export and import, bulk import of references."""
+"""Upkeep of a library: check, garbage collection, bulk import of references."""
 
 import asyncio
-import errno
-import io
 import json
 import os
-import tarfile
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from library_tools import drop, encoded, everything, make_chunk, picture, read, text_key
+from library_tools import drop, encoded, everything, make_chunk, picture, read, store_of_each
 
-from mpic.durable import FileSystem
 from mpic.errors import BadRequest, CorruptFile, StorageFull, Unavailable
-from mpic.kv.chunk import KVKey, Recipe
-from mpic.library import SHARED, Library, Limits
+from mpic.library import Library, Limits
 from mpic.library.caches import Part
-from mpic.library.copies.archive import export, restore
-from mpic.library.copies.archive import size_of as export_size
 from mpic.library.copies.bulk_import import LibraryTarget, import_references
 from mpic.library.upkeep import check, collect, garbage, size_of
-
-
-def fill(library):
-    """Fills a library with a bit of everything; returns the keys of the chunks."""
-    ann = library.files.add("ann", b"ann's text", "a.txt", handle="A", metadata={"n": 1})
-    library.files.add("bob", encoded(), "b.png", expires_after=10**6)
-    asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_r", metadata={"k": "v"}))
-    keys = [KVKey("ann", ann.key, "a1" * 32, Recipe("float32")), text_key("r", owner=SHARED)]
-    for key in keys:
-        library.store.save(make_chunk(key, image=True))
-    library.files.pin("ann", ann.id)
-    return keys
 
 
 def import_(library, source):
@@ -54,7 +35,7 @@ def test_progress_ends_at_the_total_while_a_retired_version_is_linked(library):
 
 
 def test_a_check_of_an_intact_library_reads_everything_and_finds_nothing(library):
-    fill(library)
+    store_of_each(library)
     done = []
     assert check(library, progress=done.append) == []
     stored = sum((library.root / name).stat().st_size for name in everything(library.root))
@@ -66,7 +47,7 @@ def test_a_check_of_an_intact_library_reads_everything_and_finds_nothing(library
 def test_any_flipped_bit_of_any_file_is_found_and_never_served(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("flip") / "library"
     with Library.open(root) as library:
-        keys = fill(library)
+        keys = store_of_each(library)
         name = data.draw(st.sampled_from(sorted(everything(root, sidecars=True))))
         content = bytearray((root / name).read_bytes())
         at = data.draw(st.integers(0, 10**6)) % (len(content) * 8)
@@ -90,7 +71,7 @@ def test_any_flipped_bit_of_any_file_is_found_and_never_served(tmp_path_factory,
 
 
 def test_a_file_that_is_gone_is_a_problem(library):
-    keys = fill(library)
+    keys = store_of_each(library)
     library.store.path(keys[0]).unlink()
     library.files.by_handle("ann", "A").path.unlink()
     problems = check(library)
@@ -105,7 +86,7 @@ def test_a_file_that_is_gone_is_a_problem(library):
 
 def test_a_dry_run_lists_garbage_and_removes_nothing(open_library, clock):
     library = open_library(tombstone_seconds=100)
-    keys = fill(library)
+    keys = store_of_each(library)
     library.files.add("ann", b"short", "s", expires_after=5)
     library.references.remove("ref_r")
     asyncio.run(library.references.add(encoded(picture(2)), "x", title="X", id="ref_x"))
@@ -133,7 +114,7 @@ def test_a_dry_run_lists_garbage_and_removes_nothing(open_library, clock):
 
 
 def test_a_library_can_be_opened_read_only_beside_a_server(library):
-    fill(library)
+    store_of_each(library)
     with pytest.raises(Unavailable, match="another process"):
         Library.open(library.root)
     other = Library.open_read_only(library.root)
@@ -144,123 +125,6 @@ def test_a_library_can_be_opened_read_only_beside_a_server(library):
     other.close()
     with pytest.raises(Unavailable, match="no library"):
         Library.open_read_only(library.root / "nowhere")
-
-
-# export and import
-
-
-def test_an_export_can_be_restored_into_another_library(library, tmp_path, clock):
-    fill(library)
-    library.files.add("bob", b"ann's text", "same content.txt")
-    done = []
-    assert export(library, tmp_path / "all.tar", progress=done.append) == 4
-    assert sum(done) == export_size(library)
-    with Library.open(tmp_path / "other", clock=clock) as other:
-        results = restore(other, tmp_path / "all.tar")
-        assert [r.outcome for r in results] == ["added"] * 4
-        file = other.files.by_handle("ann", "A")
-        assert file.metadata == {"n": 1} and file.pinned
-        assert other.files.content("ann", file.id) == b"ann's text"
-        assert [f.expires_at for f in other.files.page("bob", kinds=("image",)).files] == [clock.now + 10**6]
-        reference = other.references.get("ref_r")
-        assert (reference.title, reference.metadata) == ("R", {"k": "v"})
-        assert other.references.text(reference) == "a reference"
-        assert check(other) == []
-        assert [r.outcome for r in restore(other, tmp_path / "all.tar")] == ["unchanged"] * 4
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-@pytest.mark.parametrize("user", [None, "ann"])
-def test_progress_of_an_export_ends_at_the_total_of_what_is_exported(library, tmp_path, clock, user):
-    fill(library)
-    library.caches.create("ann", [Part("some text", 0, 9)])
-    library.files.add("ann", b"gone soon", "b.txt", expires_after=5)
-    clock.now += 10
-    done = []
-    export(library, tmp_path / "e.tar", user, done.append)
-    assert sum(done) == export_size(library, user)
-
-
-def test_one_users_export_holds_nothing_of_others(library, tmp_path):
-    fill(library)
-    assert export(library, tmp_path / "ann.tar", user="ann") == 1
-    with tarfile.open(tmp_path / "ann.tar") as tar:
-        everything = b"".join(tar.extractfile(m).read() for m in tar.getmembers())
-    assert b"ann's text" in everything and b"bob" not in everything and b"a reference" not in everything
-
-
-def test_a_broken_export_is_refused_and_a_damaged_library_is_not_exported(library, tmp_path, clock):
-    fill(library)
-    export(library, tmp_path / "all.tar")
-    with pytest.raises(BadRequest, match="exists"):
-        export(library, tmp_path / "all.tar")
-    (tmp_path / "no.tar").write_bytes(b"nonsense" * 100)
-    with pytest.raises(BadRequest, match="not an export"):
-        restore(library, tmp_path / "no.tar")
-    whole = bytearray((tmp_path / "all.tar").read_bytes())
-    at = whole.rindex(b"ann's text")
-    whole[at] ^= 1
-    (tmp_path / "flipped.tar").write_bytes(whole)
-    with Library.open(tmp_path / "other", clock=clock) as other:
-        results = restore(other, tmp_path / "flipped.tar")
-        assert sorted(r.outcome for r in results) == ["added", "added", "refused"]
-    library.files.by_handle("ann", "A").path.write_bytes(b"something else")
-    with pytest.raises(CorruptFile):
-        export(library, tmp_path / "again.tar")
-    assert not list(tmp_path.glob("again*"))
-    library.files.by_handle("ann", "A").path.write_bytes(b"ann's text")
-
-
-def test_a_file_with_other_content_is_not_taken_for_one_of_the_export(library, tmp_path, clock):
-    library.files.add("ann", b"some text", "a.txt")
-    export(library, tmp_path / "e.tar")
-    with Library.open(tmp_path / "other", clock=clock) as other:
-        other.caches.create("ann", [Part("some text", 0, 9)])
-        other.files.add("ann", b"some text", "expired.txt", expires_after=5)
-        clock.now += 10
-        assert [r.outcome for r in restore(other, tmp_path / "e.tar")] == ["added"]
-        assert [f.filename for f in other.files.page("ann").files] == ["a.txt"]
-
-
-def test_leftovers_of_an_export_are_overwritten_and_a_lost_original_is_named(library, tmp_path):
-    file = library.files.add("ann", b"some text", "a.txt")
-    (tmp_path / "e.tar.tmp").write_bytes(b"left")
-    assert export(library, tmp_path / "e.tar") == 1 and not list(tmp_path.glob("*.tmp"))
-    file.path.unlink()
-    with pytest.raises(CorruptFile, match=file.id):
-        export(library, tmp_path / "again.tar")
-    library.files.delete("ann", file.id)
-
-
-@pytest.mark.parametrize("manifest", [b"[]", b"1", b'{"format": 1}\n[1]', b'{"format": 1}\n"file"', b"\xff"])
-def test_a_manifest_of_another_program_is_refused(manifest, library, tmp_path):
-    with tarfile.open(tmp_path / "e.tar", "w") as tar:
-        info = tarfile.TarInfo("manifest.jsonl")
-        info.size = len(manifest)
-        tar.addfile(info, io.BytesIO(manifest))
-    with pytest.raises(BadRequest, match="not an export"):
-        restore(library, tmp_path / "e.tar")
-
-
-def test_an_export_is_durable_and_leaves_nothing_on_failure(open_library, tmp_path):
-    class Watching(FileSystem):
-        synced, failing = [], False
-
-        def sync_folder(self, folder):
-            if self.failing and folder == tmp_path:
-                raise OSError(errno.ENOSPC, "full")
-            self.synced.append((folder, sorted(path.name for path in tmp_path.glob("*.tar*"))))
-            super().sync_folder(folder)
-
-    files = Watching()
-    library = open_library(filesystem=files)
-    library.files.add("ann", b"some text", "a.txt")
-    export(library, tmp_path / "e.tar")
-    assert files.synced[-1] == (tmp_path, ["e.tar"])  # the folder, after the name was given
-    files.failing = True
-    with pytest.raises(StorageFull):
-        export(library, tmp_path / "again.tar")
-    assert [path.name for path in tmp_path.glob("*.tar*")] == ["e.tar"]
 
 
 def test_caches_that_have_expired_are_collected(library, clock):

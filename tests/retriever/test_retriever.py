@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+
 import pytest
 from PIL import Image
 from retriever_tools import picture, titles
@@ -90,6 +92,23 @@ def test_filters_know_keys_that_json_escapes_and_numbers_too_large_for_the_catal
         assert titles(shelf, "a b", filter={key: value + 1}) == []
     assert titles(shelf, "a b", filter={"größe": 2**70}) == []
     assert titles(shelf, "a b", filter={"größe": {"lt": 2**70}}) == ["x"]
+
+
+def test_a_filter_may_have_more_values_than_sqlite_takes_placeholders(open_shelf):
+    shelf = open_shelf()
+    shelf.add("a lamp", "lamp", metadata={"year": 1999, "size": 0.1, "on": True, "name": "ü\U0001f600"})
+    shelf.add("a boat", "boat", metadata={"year": 50_000})
+    titles(shelf, "x", filter={"year": 1})
+    for connection in shelf.library.catalog._idle:  # builds of SQLite differ in their bound
+        connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 999)
+    many = list(range(2_000))
+    assert titles(shelf, "x", filter={"year": many}) == ["lamp"]
+    assert titles(shelf, "x", filter={"title": ["lamp", *map(str, many)]}) == ["lamp"]
+    for key, value in (("size", 0.1), ("on", True), ("name", "ü\U0001f600")):
+        assert (
+            titles(shelf, "x", filter={key: [value]}) == titles(shelf, "x", filter={key: value}) == ["lamp"]
+        )
+    assert titles(shelf, "x", filter={"year": []}) == []
 
 
 def test_text_is_neither_less_nor_greater_than_a_number(open_shelf):

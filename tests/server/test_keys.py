@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from mpic.errors import BadRequest
+from mpic.errors import BadRequest, StorageFull
 from mpic.keys import LOGIN_SECONDS, KeyLimits, KeyNotFound, KeyStore
 
 
@@ -178,3 +178,30 @@ def test_mistakes_on_the_command_line(mpic, keys):
     assert isinstance(mpic("create", "alice", "--role", "king").exception, BadRequest)
     assert isinstance(mpic("revoke", "mpic_00000000").exception, KeyNotFound)
     assert json.loads(mpic("list", "--json").stdout) == []
+
+
+def test_a_login_on_a_full_disk_says_so_and_later_ones_work(keys):
+    class FullDisk:
+        """A connection whose transaction SQLite undoes itself when the disk is full."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def execute(self, sql, *values):
+            if sql == "COMMIT":
+                self.inner.execute("ROLLBACK")
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorcode = sqlite3.SQLITE_FULL
+                raise error
+            return self.inner.execute(sql, *values)
+
+    _, key = keys.create("ann")
+    writer = keys._writer
+    keys._writer = FullDisk(writer)
+    with pytest.raises(StorageFull):
+        keys.log_in(key)
+    keys._writer = writer
+    assert keys.logged_in(keys.log_in(key)) == key

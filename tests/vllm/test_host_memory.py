@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -117,6 +118,18 @@ def test_a_file_that_could_not_be_read_is_tried_again(make, wanted, tmp_path):
     finish(memory, load)
     assert [chunk.code for chunk in load.chunks] == ["corrupt", ""]
     (tmp_path / "0.kv").write_bytes(good)
+    again = memory.load(wanted[:1])
+    finish(memory, again)
+    assert again.chunks[0].state == "ready"
+
+
+def test_a_disk_that_does_not_answer_fails_a_load_and_not_the_readers(make, wanted, monkeypatch):
+    memory = make(3)
+    with monkeypatch.context() as patch:
+        patch.setattr("mpic.kv.file.read_all", Mock(side_effect=OSError(5, "Input/output error")))
+        load = memory.load(wanted[:1])
+        finish(memory, load)
+    assert (load.chunks[0].state, load.chunks[0].code) == ("failed", "corrupt")
     again = memory.load(wanted[:1])
     finish(memory, again)
     assert again.chunks[0].state == "ready"

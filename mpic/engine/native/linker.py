@@ -13,7 +13,7 @@ import torch
 from mpic import memory
 from mpic.engine.native.request import LinkedChunk
 from mpic.engine.tombstones import Tombstones
-from mpic.errors import CorruptFile, InvalidUpload, NotFound, UnsupportedModality
+from mpic.errors import CorruptFile, InvalidUpload, NotFound, OutOfMemory, UnsupportedModality
 from mpic.imaging.clips import Clip, Sample
 from mpic.imaging.image_header import LARGE_PIXELS
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, Kind, KVKey, Recipe
@@ -176,7 +176,7 @@ class ChunkLinker:
             return self._wrapped(self._make(chunk), key)
         try:
             return stored.inputs
-        except (NotFound, CorruptFile, OSError) as error:
+        except (NotFound, CorruptFile, OutOfMemory, OSError) as error:
             log.warning("chunk %s cannot be used as it is stored: %s", chunk.key, error)
             return None
 

@@ -59,6 +59,7 @@ class Catalog:
             raise Unavailable(f"there is no library in {path.parent}")
         self._lock = threading.RLock()
         self._idle: list[sqlite3.Connection] = []  # idle connections of readers
+        self._undone: list[Callable[[sqlite3.Connection], None]] = []  # see if_undone
         with translated(NAME, ADVICE):
             self._writer = self._connect(create=not read_only)
             if read_only:
@@ -119,10 +120,22 @@ class Catalog:
                 except BaseException:
                     if self._writer.in_transaction:
                         self._writer.execute("ROLLBACK")
+                    for action in self._undone:
+                        action(self._writer)
                     raise
             self._guard()
         finally:
+            self._undone.clear()
             self._lock.release()
+
+    def if_undone(self, action: Callable[[sqlite3.Connection], None]) -> None:
+        """Registers, within a transaction, what to do if it is undone, for what a rollback does not reach.
+
+        Args:
+            action: called once the transaction is undone, while no other can begin. It reads the rows as they are then,
+                and does not raise.
+        """
+        self._undone.append(action)
 
     def add_user(self, db: sqlite3.Connection, user: str, now: float) -> None:
         """Ensures, within a transaction, that a user has a row."""
@@ -168,6 +181,20 @@ class Catalog:
             rows = [tuple(row) for row in self.read(f"PRAGMA {pragma}")]
             if rows not in ([], [("ok",)]):
                 raise IntegrityError(f"the catalogue fails {pragma}: {rows[:3]}")
+
+    def fold(self) -> None:
+        """Folds the log into the database, whose own file then holds everything. SQLite does so on closing as well, but
+        does not tell when it fails.
+
+        Raises:
+            DatabaseBusy: another connection reads or writes.
+            StorageFull, DatabaseFailed: see ``translated``.
+        """
+        with self._lock, translated(NAME, ADVICE):
+            self._writer.execute("PRAGMA busy_timeout = 0")
+            busy, left, folded = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if busy or left != folded:
+            raise DatabaseBusy(f"{NAME} is in use, and cannot be written to its file; try again")
 
     def close(self) -> None:
         """Closes the database; SQLite folds the log into it. No thread may be reading."""

@@ -107,8 +107,9 @@ class FileRows:
                     raise handle_taken(file.handle or "")
                 sql = "UPDATE files SET handle = NULL, expires_at = ? WHERE id = ?"
                 db.execute(sql, (self._clock(), old.id))
-                self._sidecars.rewrite(db, "file", old.id)
             self.insert_in(db, file, key)
+            if old is not None:  # last, because a refusal above would have to undo it
+                self._sidecars.rewrite(db, "file", old.id)
             return old
 
     def insert_in(self, db: Connection, file: File, key: KeyLimits = NO_KEY) -> None:

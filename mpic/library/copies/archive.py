@@ -20,6 +20,7 @@ from typing import Any
 from mpic.durable import TEMPORARY, publish, storage_error
 from mpic.errors import BadRequest, CorruptFile, MPICError
 from mpic.library.copies.bulk_import import ImportItem, ImportResult, LibraryTarget, import_one
+from mpic.library.intake.decode import NO_CLIPS
 from mpic.library.library import Library
 
 FORMAT = 1
@@ -128,8 +129,17 @@ def _restore_file(library: Library, entry: dict[str, Any], data: bytes, where: s
     )
     if same is not None:
         return ImportResult(where, "unchanged", same["id"])
+    # no engine is here to tell whether it takes clips: what was one stays one
+    library.files.no_clips = None if entry.get("kind") == "video" else NO_CLIPS
     file = library.files.add(
-        entry["owner"], data, entry["filename"], entry["handle"], life, entry["metadata"]
+        entry["owner"],
+        data,
+        entry["filename"],
+        entry["handle"],
+        life,
+        entry["metadata"],
+        split=entry.get("split"),  # the exports of earlier versions say neither this nor the press
+        press=entry.get("press") or None,
     )
     if entry["pinned"]:
         library.files.pin(entry["owner"], file.id)
@@ -152,6 +162,7 @@ def _entries(library: Library, user: str | None) -> Iterator[tuple[dict[str, Any
             for file in library.files.page(row["owner"], order="asc", limit=1 << 40).files:
                 entry = {"what": "file", "id": file.id, "owner": file.owner, "handle": file.handle}
                 entry |= {"expires_at": file.expires_at, "metadata": file.metadata}
+                entry |= {"kind": file.kind, "split": file.split, "press": file.press}
                 yield entry | {name: getattr(file, name) for name in names}, file.path
     if user is None:
         for reference in library.references.listing(order="asc", limit=1 << 40).references:

@@ -2,9 +2,9 @@
 made again (``mpic library recover``) and an older one brought up to date.
 
 A sidecar is durable before the row it describes is committed, and is removed after that row is gone. It is rewritten
-inside the transaction that changes the row, so it may be ahead of the catalogue by a change that a crash undid. If the
-two disagree, the catalogue is right. The chunks of an explicit cache share one sidecar, ``group-<24>.json``; the quotas
-of a user are in ``owner.json``.
+inside the transaction that changes the row, and again when that transaction is undone; so it may be ahead of the
+catalogue only by a change that a crash undid. If the two disagree, the catalogue is right. The
+chunks of an explicit cache share one sidecar, ``group-<24>.json``; the quotas of a user are in ``owner.json``.
 
 ::
 
@@ -15,15 +15,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from sqlite3 import Connection, Row
 from typing import Any, Literal
 
 from mpic.durable import FileSystem, write_durably
-from mpic.errors import CorruptFile
+from mpic.errors import CorruptFile, MPICError
 from mpic.library.folder.layout import OWNER_SIDECAR, SIDECAR, owner_folder, sidecar_of
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 SidecarKind = Literal["file", "reference", "cache", "owner"]
@@ -69,6 +75,8 @@ MOST_BYTES = 16 << 20
 
 Read = Callable[..., list[Row]]
 """Runs a query on the catalogue and returns its rows (``Catalog.read``)."""
+Undone = Callable[[Connection], None]
+"""What to do when a transaction is undone (``Catalog.if_undone``)."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +150,15 @@ class Sidecars:
 
     Args:
         root: the library's folder.
+        if_undone: registers what to do if the present transaction is undone.
     """
 
-    def __init__(self, root: Path, filesystem: FileSystem) -> None:
+    def __init__(
+        self, root: Path, filesystem: FileSystem, if_undone: Callable[[Undone], None] = lambda action: None
+    ) -> None:
         self._root = root
         self._filesystem = filesystem
+        self._if_undone = if_undone
 
     def path(self, kind: SidecarKind, row: Mapping[str, Any]) -> Path:
         """Returns the path of a row's sidecar."""
@@ -167,14 +179,37 @@ class Sidecars:
 
     def rewrite(self, db: Connection, kind: SidecarKind, id: str) -> None:
         """Rewrites the sidecar of a row, within the transaction that changes the row. A row that is gone is left
-        out. A chunk of a cache is described by the sidecar of its cache."""
+        out. A chunk of a cache is described by the sidecar of its cache. If the transaction is undone, the sidecar is
+        written once more from the row as it is then."""
         if kind == "file":
             chunk = db.execute("SELECT cache FROM cache_chunks WHERE id = ?", (id,)).fetchone()
             kind, id = ("cache", chunk["cache"]) if chunk is not None else (kind, id)
         row = db.execute(f"SELECT * FROM {TABLES[kind]} WHERE id = ?", (id,)).fetchone()
         if row is not None:
-            chunks = db.execute(CHUNKS_OF_CACHE, (id,)).fetchall() if kind == "cache" else ()
-            self.write(self.path(kind, row), Sidecar.of(kind, row, chunks))
+            path = self.path(kind, row)
+            self._if_undone(partial(self._put_back, kind=kind, id=id, path=path))
+            self.write(path, self._of(db, kind, row))
+
+    def _put_back(self, db: Connection, kind: SidecarKind, id: str, path: Path) -> None:
+        """Makes a sidecar describe its row again after the transaction that has rewritten it was undone. One that
+        cannot be written is removed: the next start writes a missing sidecar, but does not look into a wrong one."""
+        try:
+            sql = f"SELECT * FROM {TABLES[kind]} WHERE id = ? AND ({DESCRIBED[kind]})"
+            row = db.execute(sql, (id,)).fetchone()
+            if row is not None:
+                wanted = self._of(db, kind, row)
+                if not _holds(path, wanted):
+                    self.write(path, wanted)
+                return
+        except (MPICError, OSError, sqlite3.Error) as error:
+            log.error("the sidecar %s is removed, the next start writes it again: %s", path.name, error)
+        with suppress(OSError):
+            self._filesystem.remove(path)
+            self._filesystem.sync_folder(path.parent)
+
+    def _of(self, db: Connection, kind: SidecarKind, row: Row) -> Sidecar:
+        chunks = db.execute(CHUNKS_OF_CACHE, (row["id"],)).fetchall() if kind == "cache" else ()
+        return Sidecar.of(kind, row, chunks)
 
     def described(self, read: Read) -> Iterator[tuple[SidecarKind, Row]]:
         """Yields every row that should have a sidecar."""
@@ -188,6 +223,14 @@ class Sidecars:
         for kind, row in self.described(read):
             chunks = read(CHUNKS_OF_CACHE, row["id"]) if kind == "cache" else ()
             yield self.path(kind, row), Sidecar.of(kind, row, chunks)
+
+
+def _holds(path: Path, sidecar: Sidecar) -> bool:
+    """Returns whether a file is this sidecar."""
+    try:
+        return Sidecar.read(path) == sidecar
+    except (CorruptFile, OSError):
+        return False
 
 
 def _plain(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def recover(
         Unavailable: another process has the library open, or there is no library.
         BadRequest: the catalogue is in order.
         StorageFull: the disk is full; nothing was changed.
+        DatabaseBusy, DatabaseFailed: the new catalogue could not be written; nothing was changed.
     """
     root, filesystem = Path(root).absolute(), filesystem or FileSystem()
     folder = FolderLock(root, filesystem).acquire_damaged(change=not dry_run)
@@ -92,6 +93,7 @@ def recover(
                 recovery = _Rebuilding(root, catalog, filesystem, clock, progress).run(without_sidecars)
                 catalog.identify(folder.id)
                 catalog.check()
+                catalog.fold()  # only the file itself gets the catalogue's name
             if not dry_run:
                 recovery.aside = _swap(root, path, filesystem, clock())
     finally:
@@ -174,7 +176,11 @@ class _Rebuilding:
     def _chunks(self) -> list[Stored]:
         found = []
         for path in sorted(scan_chunks(self._root).sizes):
-            stored = read_stored(self._root, path, self._filesystem)
+            try:
+                stored = read_stored(self._root, path, self._filesystem)
+            except OSError as error:
+                self._trouble(path, f"cannot be read ({error}); the next start tries again")
+                continue
             if stored is None:
                 self._trouble(path, "is damaged; it is compiled again on next use")
             else:

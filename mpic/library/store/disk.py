@@ -8,6 +8,7 @@ and recipe, so the folders only group. The state of a row goes ``ready`` -> ``ev
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ from sqlite3 import Connection
 import torch
 
 from mpic.durable import FileSystem, write_durably
-from mpic.errors import CorruptFile, IntegrityError, NotFound, Unavailable
+from mpic.errors import CorruptFile, IntegrityError, NotFound, OutOfMemory, Unavailable
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import ChunkFile, encode
 from mpic.library.catalog.database import Catalog
@@ -32,6 +33,7 @@ from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, Stored
 from mpic.library.store.disk_parts import DiskParts
 from mpic.library.store.reconcile import reconcile_chunks
 from mpic.library.store.tombstones import Tombstones
+from mpic.memory import is_exhaustion
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +71,8 @@ class DiskChunk:
         file = self._file or self._store._file(self._key, inputs=False)
         try:
             yield from file.read_layers(destination)
-        except CorruptFile as error:
-            self._store.set_aside(self._key, error)
+        except (CorruptFile, OSError) as error:
+            self._store.failed(self._key, file, error)
             raise
         finally:
             if file is not self._file:
@@ -81,8 +83,8 @@ class DiskChunk:
         """Opens the file to be read in pieces of at most ``most`` bytes; raises what ``read_layers`` does."""
         own = self._file is None
         file = self._file or self._store._file(self._key, inputs=False)
-        aside = partial(self._store.set_aside, self._key)
-        return DiskParts(file, own, most, aside, lambda size: self._store._count(bytes_read=size))
+        failed = partial(self._store.failed, self._key, file)
+        return DiskParts(file, own, most, failed, lambda size: self._store._count(bytes_read=size))
 
     def close(self) -> None:
         if self._file is not None:
@@ -117,6 +119,7 @@ class DiskStore:
         self._filesystem = filesystem or FileSystem()
         self._clock = clock
         self._saving: dict[KVKey, bool] = {}  # chunks being saved; False once the chunk was deleted
+        self._unread: set[KVKey] = set()  # stored chunks that could not be read
         self._deleted = Tombstones()
         self._reserved: Counter[str] = Counter()  # bytes of the chunks being saved, by owner
         self._quarantine = Quarantine(root / "quarantine", limits.quarantine_files, self._filesystem, clock)
@@ -141,7 +144,7 @@ class DiskStore:
             return None
         try:
             file = self._file(key)
-        except (NotFound, CorruptFile, OSError):
+        except (NotFound, CorruptFile, OutOfMemory, OSError):
             return None
         self._rows.touch([key])
         self._count(hits=1)
@@ -153,23 +156,18 @@ class DiskStore:
         Raises:
             NotFound: it is gone; its row is marked, unless the whole library is gone.
             CorruptFile: it is damaged; it has been put aside and counted.
-            OSError: it cannot be opened now (too many open files, no permission), but may be intact; this is counted.
+            OSError: it cannot be read now (too many open files, no permission, a disk that does not answer), but may be
+                intact; this is counted.
+            OutOfMemory: there is no memory for its inputs now; this is counted too.
         """
+        path = self.path(key)
         try:
-            return ChunkFile(self.path(key), key, self._filesystem, inputs)
+            return ChunkFile(path, key, self._filesystem, inputs, partial(self.set_aside, key))
         except FileNotFoundError:
-            self._count(missing=1)
-            try:
-                self._rows.mark([key.digest], "missing")
-            except Unavailable as error:  # the next reader tries again
-                log.warning("%s is gone, but its row cannot be changed: %s", self.path(key).name, error)
+            self._gone(key, path)
             raise NotFound(f"chunk {key.chunk} is not stored") from None
-        except CorruptFile as error:
-            self.set_aside(key, error)
-            raise
-        except OSError as error:
-            log.warning("%s cannot be opened: %s", self.path(key).name, error)
-            self._count(unreadable=1)
+        except (OSError, OutOfMemory) as error:
+            self._unreadable(key, error)
             raise
 
     def missing_reason(self, key: KVKey) -> str:
@@ -186,8 +184,9 @@ class DiskStore:
     # Writing
 
     def save(self, chunk: ChunkKV) -> None:
-        """Stores a compiled chunk durably, unless it is stored or being saved already. The chunk is not kept if its
-        content was deleted meanwhile, or after the last look-up (``Tombstones``).
+        """Stores a compiled chunk durably, unless it is stored or being saved already. A stored file that could not be
+        read is replaced. The chunk is not kept if its content was deleted meanwhile, or after the last look-up
+        (``Tombstones``).
 
         Raises:
             StorageFull: the disk is full, or no room can be made for the chunk (``shares``). Stored chunks stay
@@ -198,7 +197,9 @@ class DiskStore:
         self._guard()
         key, path = chunk.key, self.path(chunk.key)
         with self.lock:
-            if key in self._saving or not self._deleted.allows(key) or self._rows.present([key]):
+            if key in self._saving or not self._deleted.allows(key):
+                return
+            if key not in self._unread and self._rows.present([key]):
                 return
             self._saving[key] = True
         size = reserved = 0
@@ -213,6 +214,7 @@ class DiskStore:
                     if self._saving[key]:
                         name = str(path.relative_to(self.root))
                         self._rows.put_all([Stored(key, name, size, len(chunk.inputs))])
+                        self._unread.discard(key)
                     else:
                         self._remove(path)
                 except BaseException:
@@ -316,11 +318,42 @@ class DiskStore:
         for victim, why in victims:
             self._count(**{"evicted": 1, f"evicted_{why}": 1, "bytes_evicted": victim.bytes})
 
-    def set_aside(self, key: KVKey, error: CorruptFile) -> None:
-        """Moves a bad file to the quarantine and marks its chunk as corrupt."""
+    def _gone(self, key: KVKey, path: Path) -> None:
+        """Marks a chunk as missing whose file was not found, unless it has been saved again meanwhile."""
+        self._count(missing=1)
+        try:
+            with self.lock:  # a save publishes its row under it
+                if key not in self._saving and not os.path.lexists(path):
+                    self._rows.mark([key.digest], "missing")
+        except Unavailable as error:  # the next reader tries again
+            log.warning("%s is gone, but its row cannot be changed: %s", path.name, error)
+
+    def failed(self, key: KVKey, file: ChunkFile, error: CorruptFile | OSError) -> None:
+        """Is told why the layers of an open file could not be read."""
+        if isinstance(error, CorruptFile):
+            self.set_aside(key, error, file)
+        else:
+            self._unreadable(key, error)
+
+    def _unreadable(self, key: KVKey, error: OSError | OutOfMemory) -> None:
+        """Counts a file that cannot be read now. It stays where it is, since it may be intact; but if the chunk is
+        compiled again, the next save replaces it."""
+        log.warning("%s cannot be read: %s", self.path(key).name, error)
+        self._count(unreadable=1)
+        if not is_exhaustion(error) and not isinstance(error, OutOfMemory):
+            with self.lock:
+                self._unread.add(key)
+
+    def set_aside(self, key: KVKey, error: CorruptFile, file: ChunkFile | None = None) -> None:
+        """Moves a bad file to the quarantine and marks its chunk as corrupt.
+
+        Args:
+            file: the file that was read, still open; nothing is moved if its path names another one now. None: the
+                file at the path.
+        """
         self._count(corrupt=1)
         with self.lock:
-            if key in self._saving:  # the file is being replaced already
+            if key in self._saving or (file is not None and not file.named()):  # it was or is being replaced
                 return
             log.warning("%s; it is moved to quarantine/ and will be compiled again", error)
             try:

@@ -19,7 +19,7 @@ class DiskParts:
     Args:
         own: ``close`` closes the file.
         most: bytes of the largest piece.
-        set_aside: is told what is wrong with the file, once, by whichever thread finds it first.
+        failed: is told what is wrong with the file, once, by whichever thread finds it first.
         count: is told the bytes of every piece that was read.
     """
 
@@ -28,11 +28,11 @@ class DiskParts:
         file: ChunkFile,
         own: bool,
         most: int,
-        set_aside: Callable[[CorruptFile], None],
+        failed: Callable[[CorruptFile | OSError], None],
         count: Callable[[int], None],
     ) -> None:
-        self._file, self._own, self._set_aside, self._count = file, own, set_aside, count
-        self._aside = threading.Lock()  # taken for good with the first error
+        self._file, self._own, self._failed, self._count = file, own, failed, count
+        self._told = threading.Lock()  # taken for good with the first error
         self.shape = file.shape.extent(file.slots)
         self.dtype = file.dtype
         self.parts = file.parts(most)
@@ -44,9 +44,9 @@ class DiskParts:
     def _read(self, read: PieceReader, memory: torch.Tensor) -> None:
         try:
             read(memory)
-        except CorruptFile as error:
-            if self._aside.acquire(blocking=False):
-                self._set_aside(error)
+        except (CorruptFile, OSError) as error:
+            if self._told.acquire(blocking=False):
+                self._failed(error)
             raise
         self._count(memory.nbytes)
 

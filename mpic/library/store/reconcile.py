@@ -2,7 +2,7 @@
 
 A file that the catalogue knows to be gone (evicted, expired, deleted) was left by a crash and is removed. An intact
 file that it does not know is adopted: a crash came between the file and its row, or the catalogue is an older copy. Any
-other file goes to the orphans.
+other file goes to the orphans, unless it cannot be read now.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpic.durable import FileSystem
-from mpic.errors import CorruptFile
+from mpic.errors import CorruptFile, OutOfMemory
 from mpic.kv.file import ChunkFile
 from mpic.library.catalog.database import Catalog
 from mpic.library.folder.layout import chunk_path, scan_chunks
@@ -57,14 +57,30 @@ def reconcile_chunks(
     deleted = catalog.tombstones(found.sizes)
     gone += deleted
     unknown = [path for path in found.sizes if path not in deleted]
-    whole = [read_stored(root, path, filesystem) for path in unknown]
-    strange = [path for path, stored in zip(unknown, whole) if stored is None]
-    rows.put_all(stored for stored in whole if stored is not None)
+    adopted, strange = _judge(root, unknown, filesystem)
+    rows.put_all(adopted)
     orphans.take(strange)
     remove(filesystem, (root / path for path in gone))
     done.update(missing_chunks=len(lost), found_chunks=len(revived), leftovers=len(gone))
-    done.update(adopted_chunks=len(unknown) - len(strange), orphans=len(strange), unknown=len(found.unknown))
+    done.update(adopted_chunks=len(adopted), orphans=len(strange), unknown=len(found.unknown))
     return done
+
+
+def _judge(root: Path, paths: Iterable[str], filesystem: FileSystem) -> tuple[list[Stored], list[str]]:
+    """Returns the chunks among files that have no row, and the paths of the files that are none. A file that cannot be
+    read now is in neither: it stays, and the next start tries again."""
+    chunks, strange = [], []
+    for path in paths:
+        try:
+            stored = read_stored(root, path, filesystem)
+        except (OSError, OutOfMemory) as error:
+            log.warning("%s cannot be read and is left where it is: %s", path, error)
+            continue
+        if stored is None:
+            strange.append(path)
+        else:
+            chunks.append(stored)
+    return chunks, strange
 
 
 def read_stored(root: Path, path: str, filesystem: FileSystem) -> Stored | None:
@@ -73,10 +89,13 @@ def read_stored(root: Path, path: str, filesystem: FileSystem) -> Stored | None:
 
     Args:
         path: path of the file, relative to the root.
+
+    Raises:
+        OSError, OutOfMemory: it cannot be read now.
     """
     try:
         file = ChunkFile(root / path, files=filesystem)
-    except (CorruptFile, OSError) as error:
+    except CorruptFile as error:
         log.warning("%s is not adopted: %s", path, error)
         return None
     file.close()

@@ -96,7 +96,8 @@ class Promoted:
             chunk = ChunkKV(self._key, self._stored.inputs, destination)
             for tier in self._nearer:
                 tier.save(chunk)
-        except (MPICError, OSError) as error:  # the read itself has succeeded
+        # page-locked memory that cannot be had is a RuntimeError
+        except (MPICError, OSError, RuntimeError, MemoryError) as error:  # the read itself has succeeded
             log.warning("chunk %s was not copied to a nearer tier: %s", self._key.chunk, error)
 
 
@@ -113,6 +114,7 @@ class TieredStore:
         self.lock, self.root = disk.lock, disk.root
         self._tiers: list[Tier | DiskStore] = [*nearer, disk, *farther]
         self._others: list[Tier] = [*nearer, *farther]
+        self._failed: Counter[str] = Counter({tier.name: 0 for tier in self._others})
 
     # For the engine
 
@@ -139,10 +141,15 @@ class TieredStore:
         return stored
 
     def save(self, chunk: ChunkKV) -> None:
-        """Saves a chunk on the disk first, whose errors are raised, then in the other tiers if possible."""
+        """Saves a chunk on the disk first, whose errors are raised, then in the other tiers if possible: one that fails
+        is counted and does not undo what is durable."""
         self.disk.save(chunk)
         for tier in self._others:
-            tier.save(chunk)
+            try:
+                tier.save(chunk)
+            except Exception as error:  # any driver may raise anything
+                self._failed[tier.name] += 1
+                log.warning("chunk %s was not copied to tier %s: %s", chunk.key.chunk, tier.name, error)
 
     def missing_reason(self, key: KVKey) -> str:
         return self.disk.missing_reason(key)
@@ -179,5 +186,7 @@ class TieredStore:
             tier.check()
 
     def tiers(self) -> dict[str, dict[str, int]]:
-        """Returns the counters of every tier, nearest first."""
-        return {tier.name: tier.stats() for tier in self._tiers}
+        """Returns the counters of every tier, nearest first; ``failed`` counts the saves that a tier beside the disk
+        could not make."""
+        failed = {name: {"failed": count} for name, count in self._failed.items()}
+        return {tier.name: tier.stats() | failed.get(tier.name, {}) for tier in self._tiers}

@@ -23,7 +23,7 @@ from mpic.engine.vllm.frontend.client import VLLMClient, VLLMPrompt
 from mpic.engine.vllm.frontend.compiled import read_compiled
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.wire import CompileOrder
-from mpic.errors import CompileFailed, CorruptFile, MPICError, NotFound
+from mpic.errors import CompileFailed, CorruptFile, MPICError, NotFound, OutOfMemory
 from mpic.kv.chunk import Chunk, ChunkKV, KVKey
 from mpic.kv.file import write
 from mpic.kv.store import ChunkStore
@@ -160,7 +160,7 @@ class ChunkCompiler:
                 try:
                     inputs = stored.inputs
                     size = self._remember(key, len(inputs), inputs.rotary_length)
-                except (NotFound, CorruptFile, OSError) as error:
+                except (NotFound, CorruptFile, OutOfMemory, OSError) as error:
                     log.warning("chunk %s cannot be used as it is stored: %s", chunk.key, error)
                     stored = None
             if size is None:

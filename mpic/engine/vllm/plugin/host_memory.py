@@ -95,7 +95,7 @@ class CachedFile:
         """Returns its inputs, read from the file if need be.
 
         Raises:
-            CorruptFile, FileNotFoundError: in another process, when the file is gone.
+            CorruptFile, OSError: in another process, when the file is gone, or cannot be read.
         """
         if self.inputs is None:
             file = ChunkFile(Path(self.file))

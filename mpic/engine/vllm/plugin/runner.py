@@ -159,7 +159,9 @@ class LinkRunner:
         logger.exception("the link of request %s cannot be placed", request)
         self._links.pop(request, None)
         self.report.placed.pop(request, None)
-        code = {FileNotFoundError: "missing", CorruptFile: "corrupt"}.get(type(error), "internal_error")
+        code = "internal_error"
+        if isinstance(error, (CorruptFile, OSError)):
+            code = "missing" if isinstance(error, FileNotFoundError) else "corrupt"
         self.report.faults[request] = Fault(code, f"a chunk could not be placed: {error!r}")
 
     def plan_step(

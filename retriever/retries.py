@@ -1,0 +1,61 @@
+"""What has failed and may succeed later is tried again, after pauses that grow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from mpic.errors import RateLimited, Unavailable
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 120.0  # seconds
+
+
+def passing(error: Exception) -> bool:
+    """Returns whether an error says nothing about the content: memory, a lock or a disk that may be there later."""
+    return isinstance(error, (OSError, RateLimited, Unavailable))
+
+
+class Retries:
+    """Names of what has failed. After each failure a name waits twice as long as before. Not thread-safe.
+
+    Args:
+        clock: function that returns seconds, which never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures: dict[str, int] = {}
+        self._due: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._failures)
+
+    def failed(self, names: Iterable[str]) -> None:
+        """Has these wait for their next turn."""
+        for name in names:
+            before = self._failures.get(name, 0)
+            self._failures[name] = before + 1
+            self._due[name] = self._clock() + min(FIRST_PAUSE * 2.0 ** min(before, 30), LONGEST_PAUSE)
+
+    def take(self, most: int) -> list[str]:
+        """Returns names whose turn has come, which then wait for nothing until they fail again or are forgotten."""
+        now = self._clock()
+        taken = [name for name, due in self._due.items() if due <= now][:most]
+        for name in taken:
+            del self._due[name]
+        return taken
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drops what has succeeded, or is no longer wanted."""
+        for name in names:
+            self._failures.pop(name, None)
+            self._due.pop(name, None)
+
+    def pause(self) -> float | None:
+        """Returns the seconds until the next turn, or None if nothing waits."""
+        return max(0.0, min(self._due.values()) - self._clock()) if self._due else None
+
+
+def soonest(*waiting: Retries) -> float | None:
+    """Returns the seconds until the next turn of any, or None if nothing waits."""
+    return min((pause for one in waiting if (pause := one.pause()) is not None), default=None)
