@@ -218,6 +218,8 @@ class Admission:
         if not load.started and any(images):
             tracked.late = now + self._patience
             return False
+        if any(image and chunk.unopened for image, chunk in zip(images, load.chunks, strict=True)):
+            return False
         computed = np.zeros(order.length, bool)
         for lo, hi in order.rows:
             computed[lo:hi] = True
