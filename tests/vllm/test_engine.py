@@ -76,6 +76,18 @@ def test_an_engine_whose_links_differ_from_a_plain_prefill_is_refused(bench, mon
         link_test(bench.engine.model, bench.engine.submit)
 
 
+def test_an_engine_that_computes_a_chunk_instead_of_linking_it_is_refused(bench, monkeypatch):
+    """Its answer is that of a plain prefill, which says nothing about links."""
+
+    def cut_off(path, made, *args):
+        write(path, made, *args)
+        path.write_bytes(path.read_bytes()[:-1])
+
+    monkeypatch.setattr("mpic.engine.vllm.frontend.compiler.write", cut_off)
+    with pytest.raises(ModelRefused, match=r"0 of 45 tokens.*corrupt"):
+        link_test(bench.engine.model, bench.engine.submit)
+
+
 def test_the_chunk_of_the_self_test_is_kept_nowhere(bench):
     link_test(bench.engine.model, bench.engine.submit)
     idle(bench)
