@@ -234,6 +234,14 @@ def test_a_lost_document_is_computed_in_place_and_the_usage_says_so(bench, handl
     assert met.token_ids == bench.ask(prompt, "full").token_ids
 
 
+def test_an_answer_that_ends_by_a_stop_string_says_what_became_of_its_chunks(bench):
+    prompt, reason = lost(bench, "FILE#KARO Where is it?", damage)
+    free = bench.ask(prompt, "full", tokens=6, ignore_eos=True)
+    met = bench.ask(prompt, "legolink-0", tokens=6, ignore_eos=True, stop=(free.text[:1],))
+    [use] = met.usage.chunks
+    assert met.finish_reason == "stop" and (use.tier, use.reason, use.reused) == ("none", reason, 0)
+
+
 def test_a_full_store_costs_no_answer(bench, monkeypatch):
     chunk = bench.text("The postman walks up the hill with a bag. " * 6)
     prompt = of(bench, "Read", chunk, "who?")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,7 @@ class Stub:
     """Takes the place of ``VLLMClient``. A compile waits for ``go``."""
 
     context, processor, dead = 1024, None, False
+    answer = make_tokenizer("llama").encode("abcdefgh", add_special_tokens=False)
 
     def __init__(self, *_: object) -> None:
         self.loop = asyncio.new_event_loop()
@@ -44,6 +46,14 @@ class Stub:
 
     async def render(self, parts: list, salt: str) -> VLLMPrompt:
         return VLLMPrompt(range(5), (), None)
+
+    async def generate(self, prompt: VLLMPrompt, params: object) -> AsyncIterator[SimpleNamespace]:
+        """Answers a, b, c, ...; the first output has a report."""
+        fallback = {"mpic": {"error": None, "fallback": [(0, "corrupt")]}}
+        for i, token in enumerate(self.answer):
+            one = SimpleNamespace(token_ids=[token], finish_reason=None, logprobs=None)
+            rest = {"metrics": None, "num_cached_tokens": 0}
+            yield SimpleNamespace(outputs=[one], kv_transfer_params=None if i else fallback, **rest)
 
     async def execute(self, prompt: VLLMPrompt, order: object) -> None:
         self.compiles += 1
@@ -103,6 +113,16 @@ def test_a_request_that_comes_while_the_engine_closes_ends_with_an_error(engine)
     with pytest.raises(EngineStopped):
         stream.result()
     closing.join()
+
+
+@pytest.mark.timeout(30)
+def test_an_answer_that_ends_by_a_stop_string_says_which_chunks_were_computed_instead(engine):
+    engine.client.go.set()
+    prompt = prompt_of(ids(1, 9), CHUNK, ids(2, 3))
+    answer = engine.submit(request_of(prompt, "reuse", 8, stop=("cd",))).result()
+    assert (answer.text, answer.finish_reason) == ("ab", "stop")
+    [use] = answer.usage.chunks
+    assert (use.tier, use.reason, use.reused) == ("none", "corrupt", 0) and answer.usage.reused == 0
 
 
 def test_an_upload_after_a_deletion_does_not_join_an_earlier_compile(engine):

@@ -55,6 +55,7 @@ class TrackedRequest:
         fault: the reason why it ends, if it must.
         blocks: its blocks of the paged cache, in order.
         fallback: number and error code of each chunk that is computed instead of linked.
+        told: the report that its outputs carry, once its prompt is complete.
     """
 
     request: Request
@@ -70,6 +71,7 @@ class TrackedRequest:
     fallback: list[tuple[int, str]] = field(default_factory=list)
     load_seconds: float = 0.0
     place_seconds: float = 0.0
+    told: dict[str, Any] | None = None
 
     def report(self) -> dict[str, Any]:
         """Returns the report that the caller receives in ``kv_transfer_params``."""
@@ -325,6 +327,15 @@ class Admission:
         failed, self._failed = self._failed, {}
         return failed
 
+    def report(self, request: str) -> dict[str, Any] | None:
+        """Returns the report of a link that goes on; None for other requests. It is made once for all of its tokens."""
+        tracked = self._tracked.get(request)
+        if tracked is None or tracked.fault is not None or not isinstance(tracked.order, LinkOrder):
+            return None
+        if tracked.told is None:
+            tracked.told = tracked.report()
+        return tracked.told
+
     # the end
 
     def fail(self, tracked: TrackedRequest, code: str, message: str) -> None:
@@ -348,6 +359,7 @@ class Admission:
         tracked.blocks = []
         self._unpin(tracked)
         tracked.late, tracked.rows, tracked.hit, tracked.complete = None, None, None, False
+        tracked.told = None
 
     def _unpin(self, tracked: TrackedRequest) -> None:
         self._unfinished.pop(tracked.request.request_id, None)
