@@ -148,3 +148,60 @@ def test_a_chunk_is_counted_once_over_all_rounds_of_its_request(engine):
     engine.client.wait(engine.compiler.ensure([*linked, *later], time.monotonic()))
     counted = {name: n for name, n in engine.compiler.counters.items() if name.startswith("chunk")}
     assert counted == {"chunk_requests": 2, "chunk_hits": 1, "chunks_from_compiled": 1, "chunks_from_disk": 1}
+
+
+SLOTS = 2
+
+
+@pytest.fixture
+def queue(engine):
+    """Fills all slots of compiles; returns what asks for the compile of a chunk that is queued then."""
+    engine.compiler._slots = asyncio.Semaphore(SLOTS)
+    for i in range(SLOTS):
+        engine.compile(text_chunk(ids(100 + i, 5)))
+    until(lambda: engine.client.compiles == SLOTS)
+
+    def ask(chunk, waiting: int = 1):
+        future, key = engine.compile(chunk), engine.compiler.key(chunk, BARE)
+        until(lambda: (task := engine.compiler._tasks.get(key)) and task.waiting == waiting)
+        return future
+
+    yield ask
+    engine.client.go.set()
+
+
+def compiles_of_the_queue(engine, *waited) -> int:
+    """Lets everything go on to its end; returns how many compiles of the queue were run."""
+    engine.client.go.set()
+    for future in waited:
+        future.result(20)
+    until(lambda: not engine.compiler._tasks)
+    return engine.client.compiles - SLOTS
+
+
+@pytest.mark.timeout(60)
+def test_a_queued_compile_that_nobody_waits_for_any_more_leaves_the_queue(engine, queue):
+    for number in range(5):
+        queue(text_chunk(ids(number, 5))).cancel()
+    until(lambda: len(engine.compiler._tasks) == SLOTS)
+    assert compiles_of_the_queue(engine) == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_queued_compile_goes_on_while_somebody_waits_for_it(engine, queue):
+    one, other = queue(CHUNK), queue(CHUNK, 2)
+    one.cancel()
+    assert compiles_of_the_queue(engine, other) == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_chunk_asked_for_again_while_its_compile_leaves_the_queue_is_compiled(engine, queue, monkeypatch):
+    left, remove = threading.Event(), compiling.shutil.rmtree
+    monkeypatch.setattr(compiling.shutil, "rmtree", lambda *a, **b: left.wait(20) and remove(*a, **b))
+    key = engine.compiler.key(CHUNK, BARE)
+    queue(CHUNK).cancel()
+    until(lambda: engine.compiler._tasks[key].waiting == 0)
+    again = engine.client.submit(engine.compiler._compiled(CHUNK, key, None, time.monotonic()))
+    engine.client.wait(asyncio.sleep(0))  # it has found the compile
+    left.set()
+    assert compiles_of_the_queue(engine, again) == 1

@@ -71,11 +71,20 @@ class CompiledChunk(NamedTuple):
 
 @dataclass(eq=False)
 class CompileTask:
-    """A compile under way, the time at which the caller who began it arrived, and how many callers wait for it."""
+    """A compile under way or in the queue.
+
+    Attributes:
+        arrived: time at which the caller who began it arrived.
+        waiting: callers that wait for it.
+        started: True when it has left the queue.
+        cancelled: True when it was cancelled in the queue because nobody waited any more.
+    """
 
     task: asyncio.Task[CompiledChunk]
     arrived: float
     waiting: int = 0
+    started: bool = False
+    cancelled: bool = False
 
 
 @dataclass(eq=False)
@@ -272,8 +281,11 @@ class ChunkCompiler:
         self, chunk: Chunk, key: KVKey, prompt: VLLMPrompt | None, arrived: float
     ) -> CompiledChunk:
         """Waits for the compile of a chunk. A compile under way is joined, unless the chunk was deleted between its
-        start and this caller's arrival. Cancelling a caller does not cancel it. The caller is a user of ``spooled``."""
-        while (task := self._tasks.get(key)) is not None and self._overtaken(task, key, arrived):
+        start and this caller's arrival. Cancelling a caller does not cancel it, unless it is in the queue and nobody
+        else waits for it. The caller is a user of ``spooled``."""
+        while (task := self._tasks.get(key)) is not None and (
+            task.cancelled or self._overtaken(task, key, arrived)
+        ):
             await asyncio.wait([task.task])
         if task is None:
             work = asyncio.create_task(self._compile(chunk, key, prompt, arrived))
@@ -284,6 +296,8 @@ class ChunkCompiler:
             return await asyncio.shield(task.task)
         except asyncio.CancelledError:
             task.waiting -= 1
+            if not task.waiting and not task.started:
+                task.cancelled = task.task.cancel()
             if task.task.done() and not task.task.cancelled() and task.task.exception() is None:
                 spooled = task.task.result().spooled
                 if spooled is not None:
@@ -303,6 +317,7 @@ class ChunkCompiler:
         folder = self._spool / uuid.uuid4().hex
         try:
             async with self._slots:
+                self._tasks[key].started = True
                 prompt = prompt or await self._render(chunk, key)
                 length = len(prompt.ids)
                 if length >= self._client.context:
