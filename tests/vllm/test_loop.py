@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from engine_kit import ids, prompt_of, request_of, text_chunk, until
@@ -18,7 +19,7 @@ from mpic.engine.vllm.frontend import compiler as compiling
 from mpic.engine.vllm.frontend import engine as module
 from mpic.engine.vllm.frontend.client import VLLMClient, VLLMPrompt
 from mpic.engine.vllm.frontend.model import ModelDescription
-from mpic.errors import CompileFailed, EngineStopped
+from mpic.errors import CompileFailed, EngineStopped, StorageFull
 from mpic.kv.chunk import KVKey, KVShape
 from mpic.link import BARE, parse_policy
 
@@ -205,3 +206,35 @@ def test_a_chunk_asked_for_again_while_its_compile_leaves_the_queue_is_compiled(
     engine.client.wait(asyncio.sleep(0))  # it has found the compile
     left.set()
     assert compiles_of_the_queue(engine, again) == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kept", [True, False])
+def test_those_who_leave_and_join_while_a_compile_ends_are_counted_as_users_of_its_file(
+    engine, monkeypatch, kept
+):
+    """The last of a compile's work is to remove the folder that vLLM wrote to."""
+    ending, end, remove = threading.Event(), threading.Event(), compiling.shutil.rmtree
+
+    def slow(*args, **options):
+        ending.set()
+        assert end.wait(20)
+        remove(*args, **options)
+
+    monkeypatch.setattr(compiling.shutil, "rmtree", slow)
+    monkeypatch.setattr(engine._store, "save", Mock(side_effect=StorageFull("no room")))
+    engine.client.go.set()
+    compiler, key = engine.compiler, engine.compiler.key(CHUNK, BARE)
+    ask = lambda: engine.client.submit(compiler._compiled(CHUNK, key, None, time.monotonic()))
+    first = ask()
+    assert ending.wait(20)
+    joined = [ask() for _ in range(2 * kept)]
+    engine.client.wait(asyncio.sleep(0))
+    first.cancel()
+    until(lambda: compiler._tasks[key].waiting == 2 * kept)
+    end.set()
+    for future in joined:
+        spooled = future.result(20).spooled
+        assert spooled.path.exists()
+        engine.client.loop.call_soon_threadsafe(spooled.drop)
+    until(lambda: not compiler.check())

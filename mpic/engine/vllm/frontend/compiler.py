@@ -45,10 +45,11 @@ class ChunkSize(NamedTuple):
 
 
 class SpooledFile:
-    """A chunk file outside the store. It is removed when each of its ``users`` has dropped it once."""
+    """A chunk file outside the store. It is removed when each of its ``users`` has dropped it once; they are counted
+    when its compile has ended (``CompileTask.end``)."""
 
-    def __init__(self, path: Path, users: int) -> None:
-        self.path, self.users = path, users
+    def __init__(self, path: Path) -> None:
+        self.path, self.users = path, 0
 
     def drop(self) -> None:
         self.users -= 1
@@ -78,6 +79,7 @@ class CompileTask:
         waiting: callers that wait for it.
         started: True when it has left the queue.
         cancelled: True when it was cancelled in the queue because nobody waited any more.
+        spooled: the chunk's file outside the store, once the callers are counted as its users.
     """
 
     task: asyncio.Task[CompiledChunk]
@@ -85,6 +87,25 @@ class CompileTask:
     waiting: int = 0
     started: bool = False
     cancelled: bool = False
+    spooled: SpooledFile | None = None
+
+    def end(self) -> None:
+        """Makes those who wait for the compile, which has ended, the users of the file."""
+        if self.task.cancelled() or self.task.exception() is not None:
+            return
+        self.spooled = self.task.result().spooled
+        if self.spooled is not None:
+            self.spooled.users = self.waiting
+            if not self.waiting:
+                self.spooled.drop()
+
+    def leave(self) -> None:
+        """Lets a caller who was cancelled go."""
+        self.waiting -= 1
+        if not self.waiting and not self.started:
+            self.cancelled = self.task.cancel()
+        if self.spooled is not None:
+            self.spooled.drop()
 
 
 @dataclass(eq=False)
@@ -290,18 +311,12 @@ class ChunkCompiler:
         if task is None:
             work = asyncio.create_task(self._compile(chunk, key, prompt, arrived))
             task = self._tasks[key] = CompileTask(work, arrived)
-            work.add_done_callback(lambda done: self._tasks.pop(key))
+            work.add_done_callback(lambda done: self._tasks.pop(key).end())  # before any caller goes on
         task.waiting += 1
         try:
             return await asyncio.shield(task.task)
         except asyncio.CancelledError:
-            task.waiting -= 1
-            if not task.waiting and not task.started:
-                task.cancelled = task.task.cancel()
-            if task.task.done() and not task.task.cancelled() and task.task.exception() is None:
-                spooled = task.task.result().spooled
-                if spooled is not None:
-                    spooled.drop()
+            task.leave()
             raise
 
     def _overtaken(self, task: CompileTask, key: KVKey, arrived: float) -> bool:
@@ -330,9 +345,7 @@ class ChunkCompiler:
                     raise CompileFailed("an image of this model is more than one token repeated")
                 self.counters["tokens_compiled"] += len(inputs)
                 path, unkept = await asyncio.to_thread(self._keep, ChunkKV(key, inputs, kv), arrived)
-                spooled = SpooledFile(path, self._tasks[key].waiting) if path is not None else None
-                if spooled is not None and spooled.users == 0:
-                    spooled.drop()
+                spooled = SpooledFile(path) if path is not None else None
                 size = self._remember(key, len(inputs), inputs.rotary_length)
                 return CompiledChunk(size, spooled, unkept)
         except MPICError:
