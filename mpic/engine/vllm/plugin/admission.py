@@ -201,6 +201,8 @@ class Admission:
 
     @_contained
     def _claim(self, tracked: TrackedRequest, hit: int) -> int | None:
+        if hit >= tracked.order.length:  # preempted while it answered, and its whole prompt is still there
+            return 0
         if tracked.hit is not None:  # it was preempted: it starts again, before others
             self._withdraw(tracked)
             tracked.load = self._load(tracked.order, first=True)
