@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from engine_kit import until
 
 from mpic.engine.vllm.plugin.admission import Admission
 from mpic.engine.vllm.plugin.host_memory import Expected, HostMemory
+from mpic.engine.vllm.plugin.step_messages import StepReport
 from mpic.engine.vllm.wire import ChunkRef, LinkOrder
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
 from mpic.kv.file import ChunkFile, write
@@ -123,3 +125,66 @@ def test_a_text_that_could_not_be_opened_in_time_is_computed(make, disk):
     request = scheduler.link("b")
     assert scheduler.decided(request) == 0
     assert scheduler.tracked(request).fallback == [(0, "late")] and not scheduler.tracked(request).chunks
+
+
+def step(scheduler, request=None, before=0, tokens=0):
+    """Has a step's instructions made in which ``tokens`` of a request are computed."""
+    news = [SimpleNamespace(req_id=request.request_id, num_computed_tokens=before)] if request else []
+    return scheduler.admission.instructions(
+        SimpleNamespace(
+            preempted_req_ids=set(),
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            scheduled_new_reqs=news,
+            num_scheduled_tokens={request.request_id: tokens} if request else {},
+        )
+    )
+
+
+@pytest.fixture
+def answering(make):
+    """A link whose prompt has been placed and computed, as it answers."""
+    scheduler = make()
+    scheduler.admission.manager.cache_blocks = lambda request, tokens: None
+    request = scheduler.link("a")
+    external = scheduler.decided(request)
+    assert external == TOKENS
+    scheduler.admission.admitted(request, external)
+    assert step(scheduler, request, external, 2 * TEXT).links
+    scheduler.admission.executed(StepReport(placed={"a": 0.1}))
+    return scheduler, request
+
+
+def test_a_preempted_answer_whose_prompt_is_in_the_prefix_cache_reads_no_file_again(answering, monkeypatch):
+    scheduler, request = answering
+    report = scheduler.admission.report("a")["mpic"]
+    assert report["reused"] == TOKENS and report["fallback"] == []
+    (scheduler.folder / "a.kv").unlink()
+    monkeypatch.setattr(scheduler.host, "load", Mock(side_effect=AssertionError("a file is read")))
+    length = request.num_prompt_tokens
+    assert scheduler.admission.claim(request, length + 1) == 0
+    scheduler.admission.admitted(request, 0)
+    assert not step(scheduler, request, length + 1, 1).links
+    assert scheduler.admission.finished(request)["mpic"] == report
+    assert not scheduler.host._held
+
+
+def test_a_preempted_answer_whose_prompt_was_evicted_is_linked_again(answering):
+    scheduler, request = answering
+    until(lambda: scheduler.admission.claim(request, 0) == TOKENS)
+    scheduler.admission.admitted(request, TOKENS)
+    assert step(scheduler, request, TOKENS, 2 * TEXT).links
+
+
+def test_a_step_without_work_waits_for_files_and_for_nothing_else(answering, disk, monkeypatch):
+    scheduler, _ = answering
+    waits = Mock(wraps=scheduler.host.wait)
+    monkeypatch.setattr(scheduler.host, "wait", waits)
+    step(scheduler)
+    assert not waits.called, "only a link that answers is there"
+    request = scheduler.link("b")
+    step(scheduler)
+    assert waits.call_count == 1
+    disk.go.set()
+    scheduler.decided(request)
+    step(scheduler)
+    assert waits.call_count == 1

@@ -289,9 +289,15 @@ class Admission:
             for request in before.keys() & (self._admitted.keys() | self._unfinished.keys()):
                 frontier = before[request] + scheduled.num_scheduled_tokens[request]
                 self._step(self._tracked[request], made, before[request], frontier)
-        elif not scheduled.num_scheduled_tokens and not self._failed:
+        elif not scheduled.num_scheduled_tokens and not self._failed and self._reading():
             self._host.wait(IDLE_SECONDS)
         return made
+
+    def _reading(self) -> bool:
+        """Returns whether a link cannot start before files are read. With pipeline parallelism, links that answer may
+        have steps under way when nothing can be scheduled."""
+        links = (tracked for tracked in self._tracked.values() if tracked.rows is None)
+        return any(tracked.load is not None and not tracked.load.done for tracked in links)
 
     @_contained
     def _step(self, tracked: TrackedRequest, made: StepInstructions, before: int, frontier: int) -> None:
