@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(
-    config: EngineConfig, store: ChunkStore | None = None, host_bytes: int = 0
+    config: EngineConfig, store: ChunkStore | None = None, host_bytes: int | None = None
 ) -> tuple[Engine, Any]:
     """Loads the configured model and starts an engine on it.
 
     Args:
-        host_bytes: host memory that the vllm engine may use for chunk files; 0: its own choice. For the native
+        host_bytes: host memory that the vllm engine may use for chunk files; None: its own choice. For the native
             engine the store does that.
 
     Returns:
@@ -100,7 +100,7 @@ def _staging(config: EngineConfig, device: str) -> Staging | None:
     return None
 
 
-def _load_vllm(config: EngineConfig, store: ChunkStore | None, host_bytes: int) -> tuple[Engine, Any]:
+def _load_vllm(config: EngineConfig, store: ChunkStore | None, host_bytes: int | None) -> tuple[Engine, Any]:
     from mpic.engine.vllm.frontend.options import prepare_environment
 
     cpu = prepare_environment()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from mpic import memory, preflight
-from mpic.config import Config, ServerConfig, proxies
+from mpic.config import Config, ConfigError, ServerConfig, proxies
 from mpic.http.hosts import is_loopback, seen_from_here
 from mpic.http.listening import bind, url_of
 from mpic.keys import any_keys
@@ -102,7 +102,7 @@ def build(config: Config, told: Callable[[str], None] = lambda stage: None) -> F
 
     memory.few_arenas()
     transformers.utils.logging.disable_progress_bar()
-    host, host_bytes, limits = "none", 0, config.library.limits()
+    host, host_bytes, limits = "none", None, config.library.limits()
     if config.engine.engine == "native":
         device = choose_device(config.engine.device).type
         host = {"cpu": "none", "cuda": "pinned"}.get(device, "plain")
@@ -110,6 +110,11 @@ def build(config: Config, told: Callable[[str], None] = lambda stage: None) -> F
             config, limits = with_staging(config, limits)
     else:  # vLLM's scheduler holds what it has read, on whatever device
         host_bytes = config.library.host_bytes
+        if config.library.user_host_bytes:
+            raise ConfigError(
+                "user_host_bytes: the vllm engine has no shares of users in host memory; leave it 0",
+                param="user_host_bytes",
+            )
     told(f"opening the library in {config.library.data_dir}")
     with ExitStack() as undo:
         library = Library.open(Path(config.library.data_dir), limits, host=host)

@@ -76,6 +76,18 @@ def test_an_engine_whose_links_differ_from_a_plain_prefill_is_refused(bench, mon
         link_test(bench.engine.model, bench.engine.submit)
 
 
+def test_an_engine_that_computes_a_chunk_instead_of_linking_it_is_refused(bench, monkeypatch):
+    """Its answer is that of a plain prefill, which says nothing about links."""
+
+    def cut_off(path, made, *args):
+        write(path, made, *args)
+        path.write_bytes(path.read_bytes()[:-1])
+
+    monkeypatch.setattr("mpic.engine.vllm.frontend.compiler.write", cut_off)
+    with pytest.raises(ModelRefused, match=r"0 of 45 tokens.*corrupt"):
+        link_test(bench.engine.model, bench.engine.submit)
+
+
 def test_the_chunk_of_the_self_test_is_kept_nowhere(bench):
     link_test(bench.engine.model, bench.engine.submit)
     idle(bench)
@@ -220,6 +232,14 @@ def test_a_lost_document_is_computed_in_place_and_the_usage_says_so(bench, handl
     assert (use.reused, use.recomputed, met.usage.reused) == (0, use.tokens, 0) and whole(met.usage)
     assert {span.state for span in met.usage.trace} == {"new", "recomputed"}
     assert met.token_ids == bench.ask(prompt, "full").token_ids
+
+
+def test_an_answer_that_ends_by_a_stop_string_says_what_became_of_its_chunks(bench):
+    prompt, reason = lost(bench, "FILE#KARO Where is it?", damage)
+    free = bench.ask(prompt, "full", tokens=6, ignore_eos=True)
+    met = bench.ask(prompt, "legolink-0", tokens=6, ignore_eos=True, stop=(free.text[:1],))
+    [use] = met.usage.chunks
+    assert met.finish_reason == "stop" and (use.tier, use.reason, use.reused) == ("none", reason, 0)
 
 
 def test_a_full_store_costs_no_answer(bench, monkeypatch):

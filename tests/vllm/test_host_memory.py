@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from engine_kit import until
 
 from mpic.engine.vllm.plugin.host_memory import CachedFile, Expected, HostMemory
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
@@ -150,6 +151,42 @@ def test_one_chunk_is_read_once_for_all_that_wait_for_it(make, wanted, monkeypat
     for load in loads:
         finish(memory, load)
     assert reads == ["0.kv"] and loads[0].chunks[0] is loads[0].chunks[1] is loads[1].chunks[0]
+
+
+def test_the_inputs_of_all_chunks_are_read_before_the_kv_of_any(tmp_path, wanted, monkeypatch):
+    done, read, open_inputs = [], ChunkFile.read_layers, ChunkFile._read_inputs
+    noted = lambda what, method: (
+        lambda self, *rest: done.append((what, self.path.name)) or method(self, *rest)
+    )
+    monkeypatch.setattr(ChunkFile, "read_layers", noted("kv", read))
+    monkeypatch.setattr(ChunkFile, "_read_inputs", noted("inputs", open_inputs))
+    memory = HostMemory([tmp_path], 3 * BYTES, 1, Expected(SHAPE, torch.float32, 4, 0))
+    finish(memory, memory.load(wanted[:3]))
+    memory.close()
+    assert done == [(what, f"{i}.kv") for what in ("inputs", "kv") for i in range(3)]
+
+
+def test_a_chunk_that_nobody_waits_for_any_more_is_not_read(tmp_path, wanted, monkeypatch):
+    go, reads, read = threading.Event(), [], ChunkFile.read_layers
+
+    def slow(self, to):
+        reads.append(self.path.name)
+        assert go.wait(60)
+        return read(self, to)
+
+    monkeypatch.setattr(ChunkFile, "read_layers", slow)
+    memory = HostMemory([tmp_path], 5 * BYTES, 1, Expected(SHAPE, torch.float32, 4, 0))
+    held = memory.load(wanted[:1])
+    until(lambda: reads)
+    given_up, again, last = memory.load(wanted[1:3]), memory.load(wanted[2:3]), memory.load(wanted[3:4])
+    memory.release(given_up)
+    go.set()
+    for load in (held, again, last):
+        finish(memory, load)
+    assert reads == ["0.kv", "2.kv", "3.kv"]
+    finish(memory, back := memory.load(wanted[1:2]))
+    memory.close()
+    assert back.chunks[0].state == "ready" and reads[-1] == "1.kv"
 
 
 def test_another_process_reads_its_own_heads_and_layers(make, wanted, tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from engine_kit import ids, prompt_of, request_of, text_chunk, until
@@ -17,7 +19,7 @@ from mpic.engine.vllm.frontend import compiler as compiling
 from mpic.engine.vllm.frontend import engine as module
 from mpic.engine.vllm.frontend.client import VLLMClient, VLLMPrompt
 from mpic.engine.vllm.frontend.model import ModelDescription
-from mpic.errors import CompileFailed, EngineStopped
+from mpic.errors import CompileFailed, EngineStopped, StorageFull
 from mpic.kv.chunk import KVKey, KVShape
 from mpic.link import BARE, parse_policy
 
@@ -28,6 +30,7 @@ class Stub:
     """Takes the place of ``VLLMClient``. A compile waits for ``go``."""
 
     context, processor, dead = 1024, None, False
+    answer = make_tokenizer("llama").encode("abcdefgh", add_special_tokens=False)
 
     def __init__(self, *_: object) -> None:
         self.loop = asyncio.new_event_loop()
@@ -44,6 +47,14 @@ class Stub:
 
     async def render(self, parts: list, salt: str) -> VLLMPrompt:
         return VLLMPrompt(range(5), (), None)
+
+    async def generate(self, prompt: VLLMPrompt, params: object) -> AsyncIterator[SimpleNamespace]:
+        """Answers a, b, c, ...; the first output has a report."""
+        fallback = {"mpic": {"error": None, "fallback": [(0, "corrupt")]}}
+        for i, token in enumerate(self.answer):
+            one = SimpleNamespace(token_ids=[token], finish_reason=None, logprobs=None)
+            rest = {"metrics": None, "num_cached_tokens": 0}
+            yield SimpleNamespace(outputs=[one], kv_transfer_params=None if i else fallback, **rest)
 
     async def execute(self, prompt: VLLMPrompt, order: object) -> None:
         self.compiles += 1
@@ -105,6 +116,16 @@ def test_a_request_that_comes_while_the_engine_closes_ends_with_an_error(engine)
     closing.join()
 
 
+@pytest.mark.timeout(30)
+def test_an_answer_that_ends_by_a_stop_string_says_which_chunks_were_computed_instead(engine):
+    engine.client.go.set()
+    prompt = prompt_of(ids(1, 9), CHUNK, ids(2, 3))
+    answer = engine.submit(request_of(prompt, "reuse", 8, stop=("cd",))).result()
+    assert (answer.text, answer.finish_reason) == ("ab", "stop")
+    [use] = answer.usage.chunks
+    assert (use.tier, use.reason, use.reused) == ("none", "corrupt", 0) and answer.usage.reused == 0
+
+
 def test_an_upload_after_a_deletion_does_not_join_an_earlier_compile(engine):
     first = engine.compile(CHUNK)
     until(lambda: engine.client.compiles == 1)
@@ -128,3 +149,92 @@ def test_a_chunk_is_counted_once_over_all_rounds_of_its_request(engine):
     engine.client.wait(engine.compiler.ensure([*linked, *later], time.monotonic()))
     counted = {name: n for name, n in engine.compiler.counters.items() if name.startswith("chunk")}
     assert counted == {"chunk_requests": 2, "chunk_hits": 1, "chunks_from_compiled": 1, "chunks_from_disk": 1}
+
+
+SLOTS = 2
+
+
+@pytest.fixture
+def queue(engine):
+    """Fills all slots of compiles; returns what asks for the compile of a chunk that is queued then."""
+    engine.compiler._slots = asyncio.Semaphore(SLOTS)
+    for i in range(SLOTS):
+        engine.compile(text_chunk(ids(100 + i, 5)))
+    until(lambda: engine.client.compiles == SLOTS)
+
+    def ask(chunk, waiting: int = 1):
+        future, key = engine.compile(chunk), engine.compiler.key(chunk, BARE)
+        until(lambda: (task := engine.compiler._tasks.get(key)) and task.waiting == waiting)
+        return future
+
+    yield ask
+    engine.client.go.set()
+
+
+def compiles_of_the_queue(engine, *waited) -> int:
+    """Lets everything go on to its end; returns how many compiles of the queue were run."""
+    engine.client.go.set()
+    for future in waited:
+        future.result(20)
+    until(lambda: not engine.compiler._tasks)
+    return engine.client.compiles - SLOTS
+
+
+@pytest.mark.timeout(60)
+def test_a_queued_compile_that_nobody_waits_for_any_more_leaves_the_queue(engine, queue):
+    for number in range(5):
+        queue(text_chunk(ids(number, 5))).cancel()
+    until(lambda: len(engine.compiler._tasks) == SLOTS)
+    assert compiles_of_the_queue(engine) == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_queued_compile_goes_on_while_somebody_waits_for_it(engine, queue):
+    one, other = queue(CHUNK), queue(CHUNK, 2)
+    one.cancel()
+    assert compiles_of_the_queue(engine, other) == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_chunk_asked_for_again_while_its_compile_leaves_the_queue_is_compiled(engine, queue, monkeypatch):
+    left, remove = threading.Event(), compiling.shutil.rmtree
+    monkeypatch.setattr(compiling.shutil, "rmtree", lambda *a, **b: left.wait(20) and remove(*a, **b))
+    key = engine.compiler.key(CHUNK, BARE)
+    queue(CHUNK).cancel()
+    until(lambda: engine.compiler._tasks[key].waiting == 0)
+    again = engine.client.submit(engine.compiler._compiled(CHUNK, key, None, time.monotonic()))
+    engine.client.wait(asyncio.sleep(0))  # it has found the compile
+    left.set()
+    assert compiles_of_the_queue(engine, again) == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kept", [True, False])
+def test_those_who_leave_and_join_while_a_compile_ends_are_counted_as_users_of_its_file(
+    engine, monkeypatch, kept
+):
+    """The last of a compile's work is to remove the folder that vLLM wrote to."""
+    ending, end, remove = threading.Event(), threading.Event(), compiling.shutil.rmtree
+
+    def slow(*args, **options):
+        ending.set()
+        assert end.wait(20)
+        remove(*args, **options)
+
+    monkeypatch.setattr(compiling.shutil, "rmtree", slow)
+    monkeypatch.setattr(engine._store, "save", Mock(side_effect=StorageFull("no room")))
+    engine.client.go.set()
+    compiler, key = engine.compiler, engine.compiler.key(CHUNK, BARE)
+    ask = lambda: engine.client.submit(compiler._compiled(CHUNK, key, None, time.monotonic()))
+    first = ask()
+    assert ending.wait(20)
+    joined = [ask() for _ in range(2 * kept)]
+    engine.client.wait(asyncio.sleep(0))
+    first.cancel()
+    until(lambda: compiler._tasks[key].waiting == 2 * kept)
+    end.set()
+    for future in joined:
+        spooled = future.result(20).spooled
+        assert spooled.path.exists()
+        engine.client.loop.call_soon_threadsafe(spooled.drop)
+    until(lambda: not compiler.check())

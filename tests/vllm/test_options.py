@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import vllm_kit  # noqa: F401 - sets the environment before vLLM is imported
@@ -14,8 +15,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
-from mpic.config import ConfigError, EngineConfig
+from mpic.config import Config, ConfigError, EngineConfig
 from mpic.engine import load_engine
+from mpic.engine.native.loader import loaders_for
 from mpic.engine.vllm import wire
 from mpic.engine.vllm.frontend import model as models
 from mpic.engine.vllm.frontend.model import describe_model
@@ -29,6 +31,7 @@ from mpic.engine.vllm.frontend.options import (
 )
 from mpic.errors import ModelRefused
 from mpic.model.load import load_model
+from mpic.server.run import build
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def described():
     return describe_model(EngineConfig(model=str(SMALL)), cpu=True)
 
 
-def args(described, tmp_path, cpu=True, host_bytes=0, **config):
+def args(described, tmp_path, cpu=True, host_bytes=None, **config):
     return engine_args(
         EngineConfig(engine="vllm", **{"model": str(SMALL), **config}), described, cpu, tmp_path, host_bytes
     )
@@ -63,6 +66,28 @@ def test_keys_become_vllms_arguments(described, tmp_path):
     extra = connector["kv_connector_extra_config"]
     assert extra["folders"] == [str(tmp_path)] and extra["readers"] == 3 and extra["host_bytes"] == 5 << 20
     assert made.limit_mm_per_prompt["image"] >= 256
+
+
+def test_0_means_what_it_means_natively_and_what_is_not_given_is_left_to_the_connector(described, tmp_path):
+    def extra(**given):
+        connector = args(described, tmp_path, **given).kv_transfer_config
+        connector = connector if isinstance(connector, dict) else connector.__dict__
+        return connector["kv_connector_extra_config"]
+
+    assert extra(host_bytes=0)["host_bytes"] == 0 and "host_bytes" not in extra()
+    assert extra(loaders=0)["readers"] == loaders_for()
+
+
+def test_shares_of_users_in_host_memory_are_refused_by_name(tmp_path):
+    config = Config()
+    config = replace(
+        config,
+        engine=replace(config.engine, engine="vllm"),
+        library=replace(config.library, data_dir=str(tmp_path / "library"), user_host_bytes=1 << 20),
+    )
+    with pytest.raises(ConfigError, match="user_host_bytes"):
+        build(config)
+    assert not (tmp_path / "library").exists()
 
 
 def test_a_cpu_is_given_a_bounded_share_of_memory_and_a_gpu_what_vllm_chooses(described, tmp_path):

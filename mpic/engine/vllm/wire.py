@@ -168,10 +168,7 @@ def _link_order(body: Mapping[str, Any], tokens: int) -> LinkOrder:
         raise BadOrder(f"extent must be between 1 and {length}, not {extent!r}")
     chunks = _chunks(body.get("chunks"), length, extent)
     rows = _rows(body.get("rows"), length)
-    for lo, hi in _gaps(rows):
-        inside = sum(max(0, min(hi, c.start + c.length) - max(lo, c.start)) for c in chunks)
-        if inside != hi - lo:
-            raise BadOrder(f"tokens {lo} to {hi} are neither computed nor in a chunk")
+    _check_covered(rows, chunks)
     return LinkOrder(length, extent, rows, chunks)
 
 
@@ -196,6 +193,21 @@ def _gaps(rows: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
         if lo > at:
             yield at, lo
         at = hi
+
+
+def _check_covered(rows: Iterable[tuple[int, int]], chunks: Sequence[ChunkRef]) -> None:
+    """Raises BadOrder unless every token that is not computed is in a chunk. One pass over both: an order may have as
+    many ranges as tokens, and the scheduler, which checks it, has one thread."""
+    following = iter(chunks)
+    start = end = 0
+    for lo, hi in _gaps(rows):
+        at = lo
+        while at < hi:
+            while end <= at and (chunk := next(following, None)) is not None:
+                start, end = chunk.start, chunk.start + chunk.length
+            if not start <= at < end:
+                raise BadOrder(f"tokens {lo} to {hi} are neither computed nor in a chunk")
+            at = end
 
 
 def _chunks(value: Any, length: int, extent: int) -> tuple[ChunkRef, ...]:

@@ -271,7 +271,7 @@ def token_prompt(ids: Sequence[int], salt: str) -> VLLMPrompt:
 
 
 def report_of(output: RequestOutput | None) -> dict[str, Any]:
-    """Returns the connector's report about a request that has ended; empty if there is none."""
+    """Returns the connector's report that an output carries; empty if there is none."""
     params = (output.kv_transfer_params if output is not None else None) or {}
     return params.get(FIELD) or {}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from glob import glob
 from pathlib import Path
 
 import torch
@@ -20,7 +22,8 @@ def read_compiled(folder: Path, timeout: float = 30.0) -> tuple[ChunkInputs, tor
 
     Args:
         folder: the compile order's folder, absolute.
-        timeout: seconds to wait for the files once the request has ended.
+        timeout: seconds to wait, once the request has ended, while nothing is written. A worker writes one chunk after
+            the other, so that what it writes for others counts: anything in a folder beside this one.
 
     Returns:
         The chunk's inputs and its ``kv [layers, 2, kv_heads, n, head_dim]``, keys at chunk-local positions offset by
@@ -30,8 +33,7 @@ def read_compiled(folder: Path, timeout: float = 30.0) -> tuple[ChunkInputs, tor
         StorageFull: a worker found the disk full.
         CompileFailed: a part is missing or cannot be read.
     """
-    limit = time.monotonic() + timeout
-    first = _wait(folder, part_name(0, 0), limit)
+    first = _wait(folder, part_name(0, 0), timeout)
     try:
         with safe_open(first, "pt") as file:
             metadata = file.metadata()
@@ -40,7 +42,7 @@ def read_compiled(folder: Path, timeout: float = 30.0) -> tuple[ChunkInputs, tor
         tensor_ranks, pipeline_ranks = map(int, metadata["ranks"].split())
         for rank in range(1, tensor_ranks * pipeline_ranks):
             name = part_name(rank % tensor_ranks, rank // tensor_ranks)
-            with safe_open(_wait(folder, name, limit), "pt") as file:
+            with safe_open(_wait(folder, name, timeout), "pt") as file:
                 parts.append((file.metadata(), file.get_tensor("kv")))
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise CompileFailed(f"a compiled chunk cannot be read: {error!r}") from error
@@ -56,12 +58,27 @@ def read_compiled(folder: Path, timeout: float = 30.0) -> tuple[ChunkInputs, tor
     return inputs, kv
 
 
-def _wait(folder: Path, name: str, limit: float) -> Path:
+def _wait(folder: Path, name: str, timeout: float) -> Path:
     path = folder / f"{name}.safetensors"
+    written, limit = _written(folder.parent), time.monotonic() + timeout
     while not path.exists():
         if (folder / f"{name}{DISK_FULL}").exists():
             raise StorageFull("the disk is full: the chunk was not compiled")
-        if (folder / f"{name}{NOT_WRITTEN}").exists() or time.monotonic() > limit:
+        failed = (folder / f"{name}{NOT_WRITTEN}").exists()
+        if not failed and time.monotonic() > limit:
+            before, written = written, _written(folder.parent)
+            failed, limit = written == before, time.monotonic() + timeout
+        if failed and not path.exists():
             raise CompileFailed(f"{name} of the compiled chunk was not written")
         time.sleep(POLL_SECONDS)
     return path
+
+
+def _written(spool: Path) -> set[tuple[str, int, int, int]]:
+    """Returns everything in the folders of a spool, with what changes as it is written."""
+    found = set()
+    for name in glob("*/*", root_dir=spool):  # unlike Path.glob, it takes no notice of folders that vanish
+        with suppress(OSError):  # it is complete, or nobody waits any more
+            stat = (spool / name).stat()
+            found.add((name, stat.st_size, stat.st_blocks, stat.st_mtime_ns))
+    return found

@@ -45,10 +45,11 @@ class ChunkSize(NamedTuple):
 
 
 class SpooledFile:
-    """A chunk file outside the store. It is removed when each of its ``users`` has dropped it once."""
+    """A chunk file outside the store. It is removed when each of its ``users`` has dropped it once; they are counted
+    when its compile has ended (``CompileTask.end``)."""
 
-    def __init__(self, path: Path, users: int) -> None:
-        self.path, self.users = path, users
+    def __init__(self, path: Path) -> None:
+        self.path, self.users = path, 0
 
     def drop(self) -> None:
         self.users -= 1
@@ -71,11 +72,40 @@ class CompiledChunk(NamedTuple):
 
 @dataclass(eq=False)
 class CompileTask:
-    """A compile under way, the time at which the caller who began it arrived, and how many callers wait for it."""
+    """A compile under way or in the queue.
+
+    Attributes:
+        arrived: time at which the caller who began it arrived.
+        waiting: callers that wait for it.
+        started: True when it has left the queue.
+        cancelled: True when it was cancelled in the queue because nobody waited any more.
+        spooled: the chunk's file outside the store, once the callers are counted as its users.
+    """
 
     task: asyncio.Task[CompiledChunk]
     arrived: float
     waiting: int = 0
+    started: bool = False
+    cancelled: bool = False
+    spooled: SpooledFile | None = None
+
+    def end(self) -> None:
+        """Makes those who wait for the compile, which has ended, the users of the file."""
+        if self.task.cancelled() or self.task.exception() is not None:
+            return
+        self.spooled = self.task.result().spooled
+        if self.spooled is not None:
+            self.spooled.users = self.waiting
+            if not self.waiting:
+                self.spooled.drop()
+
+    def leave(self) -> None:
+        """Lets a caller who was cancelled go."""
+        self.waiting -= 1
+        if not self.waiting and not self.started:
+            self.cancelled = self.task.cancel()
+        if self.spooled is not None:
+            self.spooled.drop()
 
 
 @dataclass(eq=False)
@@ -272,22 +302,21 @@ class ChunkCompiler:
         self, chunk: Chunk, key: KVKey, prompt: VLLMPrompt | None, arrived: float
     ) -> CompiledChunk:
         """Waits for the compile of a chunk. A compile under way is joined, unless the chunk was deleted between its
-        start and this caller's arrival. Cancelling a caller does not cancel it. The caller is a user of ``spooled``."""
-        while (task := self._tasks.get(key)) is not None and self._overtaken(task, key, arrived):
+        start and this caller's arrival. Cancelling a caller does not cancel it, unless it is in the queue and nobody
+        else waits for it. The caller is a user of ``spooled``."""
+        while (task := self._tasks.get(key)) is not None and (
+            task.cancelled or self._overtaken(task, key, arrived)
+        ):
             await asyncio.wait([task.task])
         if task is None:
             work = asyncio.create_task(self._compile(chunk, key, prompt, arrived))
             task = self._tasks[key] = CompileTask(work, arrived)
-            work.add_done_callback(lambda done: self._tasks.pop(key))
+            work.add_done_callback(lambda done: self._tasks.pop(key).end())  # before any caller goes on
         task.waiting += 1
         try:
             return await asyncio.shield(task.task)
         except asyncio.CancelledError:
-            task.waiting -= 1
-            if task.task.done() and not task.task.cancelled() and task.task.exception() is None:
-                spooled = task.task.result().spooled
-                if spooled is not None:
-                    spooled.drop()
+            task.leave()
             raise
 
     def _overtaken(self, task: CompileTask, key: KVKey, arrived: float) -> bool:
@@ -303,6 +332,7 @@ class ChunkCompiler:
         folder = self._spool / uuid.uuid4().hex
         try:
             async with self._slots:
+                self._tasks[key].started = True
                 prompt = prompt or await self._render(chunk, key)
                 length = len(prompt.ids)
                 if length >= self._client.context:
@@ -315,9 +345,7 @@ class ChunkCompiler:
                     raise CompileFailed("an image of this model is more than one token repeated")
                 self.counters["tokens_compiled"] += len(inputs)
                 path, unkept = await asyncio.to_thread(self._keep, ChunkKV(key, inputs, kv), arrived)
-                spooled = SpooledFile(path, self._tasks[key].waiting) if path is not None else None
-                if spooled is not None and spooled.users == 0:
-                    spooled.drop()
+                spooled = SpooledFile(path) if path is not None else None
                 size = self._remember(key, len(inputs), inputs.rotary_length)
                 return CompiledChunk(size, spooled, unkept)
         except MPICError:

@@ -52,7 +52,7 @@ class VLLMEngine(Engine):
         config: a configuration whose ``engine`` is vllm.
         store: the store of compiled chunks; None for a temporary folder that is removed with the engine.
         cpu: True if vLLM's build is one for CPUs.
-        host_bytes: bytes of chunk files in host memory; 0 for the connector's own choice.
+        host_bytes: bytes of chunk files in host memory; None for the connector's own choice.
 
     Raises:
         ModelRefused: the model's answers would be wrong.
@@ -62,7 +62,7 @@ class VLLMEngine(Engine):
     provides = PROVIDES["vllm"]
 
     def __init__(
-        self, config: EngineConfig, store: ChunkStore | None, cpu: bool, host_bytes: int = 0
+        self, config: EngineConfig, store: ChunkStore | None, cpu: bool, host_bytes: int | None = None
     ) -> None:
         check_device(config, cpu)
         self._config = config

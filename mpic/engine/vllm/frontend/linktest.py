@@ -1,8 +1,8 @@
 """The engine's last test before it serves: a link must give the same result as a plain prefill.
 
-A chunk that starts the prompt is compiled exactly as a plain prefill computes it, so reusing all of it is exact. The
-test goes through everything that a request goes through: the compile, the chunk file, the scheduler, the paged cache,
-attention, and, with several workers, all of them.
+A chunk that is compiled behind start tokens and linked behind the same ones is compiled exactly as a plain prefill
+computes it, so reusing all of it is exact. The test goes through everything that a request goes through: the compile,
+the chunk file, the scheduler, the paged cache, attention, and, with several workers, all of them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from collections.abc import Callable
 
 import torch
 
-from mpic.engine.base import GenerationRequest, Sampling
+from mpic.engine.base import Delta, GenerationRequest, Sampling
 from mpic.engine.stream import DeltaStream
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.errors import ModelRefused, MPICError
 from mpic.kv.chunk import Chunk, ChunkKey
-from mpic.link import parse_policy
+from mpic.link import Policy, parse_policy
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 
 OWNER = "@self-test"
 CHUNK, TEXT = 45, 3
 """Tokens of the chunk and of the text behind it."""
+POLICY = parse_policy("legolink-0")
+"""Recomputes nothing, and compiles chunks behind start tokens, so that the chunk is not at the start of the prompt."""
 ALTERNATIVES = 20
 TOLERANCE = {"float32": 2e-3, "float16": 5e-2, "bfloat16": 3e-1}
 """Largest difference of a log-probability."""
@@ -36,21 +38,27 @@ def link_test(model: ModelDescription, submit: Submit) -> None:
         submit: submits a request with a chunk that is compiled for it and not kept.
 
     Raises:
-        ModelRefused: they differ, or one of them could not be computed.
+        ModelRefused: they differ, one of them could not be computed, or the chunk was not reused.
     """
     special = {*model.tokenizer.all_special_ids, model.image}
     usable = [i for i in range(len(model.tokenizer)) if i not in special]
     drawn = torch.randint(len(usable), (CHUNK + TEXT,), generator=torch.Generator().manual_seed(1)).tolist()
     ids = tuple(usable[i] for i in drawn)
     chunk = Chunk(ChunkKey.of_text(f"{OWNER} {ids}"), OWNER, ids[:CHUNK])
-    prompt = Prompt((ChunkSegment(chunk), TextSegment(ids[CHUNK:])))
+    start = TextSegment((model.bos,) * POLICY.wrapping.sink)
+    prompt = Prompt((start, ChunkSegment(chunk), TextSegment(ids[CHUNK:])))
     try:
-        plain, linked = (_first_token(submit, prompt, chunk, policy) for policy in ("full", "reuse"))
+        plain, linked = (_answer(submit, prompt, chunk, policy) for policy in (parse_policy("full"), POLICY))
     except MPICError as error:
         raise ModelRefused(f"linking in vLLM: the self-test could not run: {error.message}") from error
-    chosen, expected = max(plain.items(), key=lambda entry: entry[1])
+    if linked.usage.reused != CHUNK:
+        raise ModelRefused(
+            f"linking in vLLM: {linked.usage.reused} of {CHUNK} tokens of a chunk were reused, the others were "
+            f"computed instead ({linked.usage.chunks[0].reason})"
+        )
+    chosen, expected = max(plain.logprobs[0].top, key=lambda entry: entry[1])
     limit = TOLERANCE.get(model.dtype, TOLERANCE["float32"])
-    difference = abs(linked.get(chosen, float("inf")) - expected)
+    difference = abs(dict(linked.logprobs[0].top).get(chosen, float("inf")) - expected)
     if not difference <= limit:
         raise ModelRefused(
             "linking in vLLM: a reused chunk does not give what a plain prefill gives (log-probabilities differ by "
@@ -58,8 +66,8 @@ def link_test(model: ModelDescription, submit: Submit) -> None:
         )
 
 
-def _first_token(submit: Submit, prompt: Prompt, chunk: Chunk, policy: str) -> dict[int, float]:
-    """Returns the log-probabilities of the likeliest first tokens under a policy."""
+def _answer(submit: Submit, prompt: Prompt, chunk: Chunk, policy: Policy) -> Delta:
+    """Returns an answer of one token under a policy, with the log-probabilities of the likeliest tokens."""
     sampling = Sampling(max_tokens=1, logprobs=ALTERNATIVES, ignore_eos=True)
-    request = GenerationRequest(f"self-test-{policy}", prompt, parse_policy(policy), sampling, OWNER)
-    return dict(submit(request, chunk).result().logprobs[0].top)
+    request = GenerationRequest(f"self-test-{policy.name}", prompt, policy, sampling, OWNER)
+    return submit(request, chunk).result()

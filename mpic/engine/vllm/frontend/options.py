@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from mpic.config import ConfigError, EngineConfig
+from mpic.engine.native.loader import loaders_for
 from mpic.engine.vllm.wire import MAX_CHUNKS, unknown_version
 
 if TYPE_CHECKING:
@@ -134,13 +135,13 @@ def check_device(config: EngineConfig, cpu: bool) -> None:
 
 
 def engine_args(
-    config: EngineConfig, model: ModelDescription, cpu: bool, folder: Path, host_bytes: int
+    config: EngineConfig, model: ModelDescription, cpu: bool, folder: Path, host_bytes: int | None
 ) -> AsyncEngineArgs:
     """Returns vLLM's engine arguments.
 
     Args:
         folder: the folder that paths in orders are relative to.
-        host_bytes: bytes of chunk files in host memory; 0 for the connector's own choice.
+        host_bytes: bytes of chunk files in host memory; None for the connector's own choice.
 
     Raises:
         ConfigError: vLLM cannot follow an option.
@@ -186,10 +187,12 @@ def engine_args(
         raise ConfigError(f"vLLM refuses its arguments: {error}", param="vllm_args") from error
 
 
-def _connector(config: EngineConfig, folder: Path, host_bytes: int) -> dict[str, Any]:
-    """Returns vLLM's configuration of our KV connector; settings that are 0 are left to the connector."""
+def _connector(config: EngineConfig, folder: Path, host_bytes: int | None) -> dict[str, Any]:
+    """Returns vLLM's configuration of our KV connector."""
     extra: dict[str, Any] = {"folders": [str(folder)], "parent": os.getpid()}
-    extra |= {k: v for k, v in (("host_bytes", host_bytes), ("readers", config.loaders)) if v}
+    extra["readers"] = config.loaders or loaders_for()
+    if host_bytes is not None:
+        extra["host_bytes"] = host_bytes
     return {
         "kv_connector": "MPICConnector",
         "kv_connector_module_path": f"{PLUGIN}.connector",

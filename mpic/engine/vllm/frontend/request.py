@@ -142,9 +142,10 @@ class Request:
             prompt = token_prompt(prepared.ids(), self._salt)
         params = self._params(order.params() if order is not None else None)
         before, first_token = len(self._generated), 0.0
-        output, progress = None, Progress(Delta(""))
+        output, report, progress = None, {}, Progress(Delta(""))
         async with aclosing(runtime.client.generate(prompt, params)) as outputs:
             async for output in outputs:
+                report = report_of(output) or report
                 [completion] = output.outputs
                 if completion.token_ids and not first_token:
                     first_token = time.monotonic()
@@ -153,7 +154,6 @@ class Request:
                     break
                 if progress.delta.token_ids:
                     self.stream.put(progress.delta)
-        report = report_of(output)
         if report.get("error") in REPLACEABLE and not again and len(self._generated) == before:
             log.warning("a chunk's file could not be used and is compiled again: %s", report.get("message"))
             runtime.counters["load_failures"] += 1

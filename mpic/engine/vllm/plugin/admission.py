@@ -55,6 +55,7 @@ class TrackedRequest:
         fault: the reason why it ends, if it must.
         blocks: its blocks of the paged cache, in order.
         fallback: number and error code of each chunk that is computed instead of linked.
+        told: the report that its outputs carry, once its prompt is complete.
     """
 
     request: Request
@@ -70,6 +71,7 @@ class TrackedRequest:
     fallback: list[tuple[int, str]] = field(default_factory=list)
     load_seconds: float = 0.0
     place_seconds: float = 0.0
+    told: dict[str, Any] | None = None
 
     def report(self) -> dict[str, Any]:
         """Returns the report that the caller receives in ``kv_transfer_params``."""
@@ -199,6 +201,8 @@ class Admission:
 
     @_contained
     def _claim(self, tracked: TrackedRequest, hit: int) -> int | None:
+        if hit >= tracked.order.length:  # preempted while it answered, and its whole prompt is still there
+            return 0
         if tracked.hit is not None:  # it was preempted: it starts again, before others
             self._withdraw(tracked)
             tracked.load = self._load(tracked.order, first=True)
@@ -217,6 +221,8 @@ class Admission:
         # it cannot go on without its images, and memory will become free
         if not load.started and any(images):
             tracked.late = now + self._patience
+            return False
+        if any(image and chunk.unopened for image, chunk in zip(images, load.chunks, strict=True)):
             return False
         computed = np.zeros(order.length, bool)
         for lo, hi in order.rows:
@@ -283,9 +289,15 @@ class Admission:
             for request in before.keys() & (self._admitted.keys() | self._unfinished.keys()):
                 frontier = before[request] + scheduled.num_scheduled_tokens[request]
                 self._step(self._tracked[request], made, before[request], frontier)
-        elif not scheduled.num_scheduled_tokens and not self._failed:
+        elif not scheduled.num_scheduled_tokens and not self._failed and self._reading():
             self._host.wait(IDLE_SECONDS)
         return made
+
+    def _reading(self) -> bool:
+        """Returns whether a link cannot start before files are read. With pipeline parallelism, links that answer may
+        have steps under way when nothing can be scheduled."""
+        links = (tracked for tracked in self._tracked.values() if tracked.rows is None)
+        return any(tracked.load is not None and not tracked.load.done for tracked in links)
 
     @_contained
     def _step(self, tracked: TrackedRequest, made: StepInstructions, before: int, frontier: int) -> None:
@@ -323,6 +335,15 @@ class Admission:
         failed, self._failed = self._failed, {}
         return failed
 
+    def report(self, request: str) -> dict[str, Any] | None:
+        """Returns the report of a link that goes on; None for other requests. It is made once for all of its tokens."""
+        tracked = self._tracked.get(request)
+        if tracked is None or tracked.fault is not None or not isinstance(tracked.order, LinkOrder):
+            return None
+        if tracked.told is None:
+            tracked.told = tracked.report()
+        return tracked.told
+
     # the end
 
     def fail(self, tracked: TrackedRequest, code: str, message: str) -> None:
@@ -346,6 +367,7 @@ class Admission:
         tracked.blocks = []
         self._unpin(tracked)
         tracked.late, tracked.rows, tracked.hit, tracked.complete = None, None, None, False
+        tracked.told = None
 
     def _unpin(self, tracked: TrackedRequest) -> None:
         self._unfinished.pop(tracked.request.request_id, None)

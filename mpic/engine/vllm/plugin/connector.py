@@ -108,6 +108,10 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
         """Records that a step has run; returns the requests that end with it, by id."""
         return self._admission.executed(output.kv_connector_worker_meta if output is not None else None)
 
+    def report(self, request: str) -> dict[str, Any] | None:
+        """Returns the report of a link that goes on; None for other requests."""
+        return self._admission.report(request)
+
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +68,11 @@ class CachedFile:
 
     def __reduce__(self) -> tuple:
         return _in_another_process, (self.file, self.path, self.key, self.tokens, self.sink)
+
+    @property
+    def unopened(self) -> bool:
+        """True while it is not known whether its inputs can be used."""
+        return self.state == "reading" and self.inputs is None
 
     def slice_kv(self, layers: range, heads: range) -> Sequence[torch.Tensor]:
         """Returns ``[2, heads, n, head_dim]`` for each layer; in another process as a mapping of the file, which is
@@ -141,7 +147,9 @@ class HostMemory:
     """A cache of chunk files. The least recently used ones are evicted first; those of waiting links are pinned.
 
     Loads start in the order of arrival, each when its bytes fit beside the pinned ones. A load larger than the whole
-    budget starts when nothing else is pinned, so that every request gets its turn.
+    budget starts when nothing else is pinned, so that every request gets its turn. The inputs of all chunks that are
+    asked for are read before the KV of any, because a link can go on without KV, but not without its images. A chunk
+    that no load holds any more when its turn comes is not read.
 
     Args:
         folders: absolute; nothing outside of them is ever opened.
@@ -161,6 +169,8 @@ class HostMemory:
         self._chunks: OrderedDict[tuple[str, str], CachedFile] = OrderedDict()
         self._waiting: deque[FileLoad] = deque()
         self._held: set[FileLoad] = set()
+        self._inputs: deque[CachedFile] = deque()  # chunks whose inputs are to be read
+        self._kv: deque[CachedFile] = deque()  # chunks whose inputs are known and whose KV is to be read
         self._readers = ThreadPoolExecutor(readers, "mpic-read")
 
     def load(self, wanted: Sequence[tuple[str, str, int]], first: bool = False) -> FileLoad:
@@ -227,8 +237,10 @@ class HostMemory:
         name = (chunk.path, chunk.key)
         known = self._chunks.get(name)
         if known is None or known.tokens != chunk.tokens:
-            self._chunks[name] = known = chunk
-            self._readers.submit(self._read, chunk)
+            # a new one: an evicted one may still be with a reader
+            self._chunks[name] = known = CachedFile(*name, chunk.tokens)
+            self._inputs.append(known)
+            self._readers.submit(self._read_next)
         known.pins += 1
         return known
 
@@ -241,10 +253,16 @@ class HostMemory:
                 del self._chunks[name]
                 excess -= self._bytes(chunk)
 
-    def _read(self, chunk: CachedFile) -> None:
+    def _read_next(self) -> None:
+        """Reads one chunk's inputs, or, when no chunk lacks them, one chunk's KV."""
+        with self._changed:
+            queue = self._inputs or self._kv
+            chunk, read = queue.popleft(), self._read_inputs if queue is self._inputs else self._read_kv
+            if self._abandoned(chunk):
+                return
         code = reason = ""
         try:
-            self._fill(chunk)
+            read(chunk)
         except _Refused as error:
             code, reason = error.code, str(error)
         except FileNotFoundError:
@@ -257,15 +275,38 @@ class HostMemory:
             logger.exception("chunk file %s could not be read", chunk.path)
             code, reason = "internal_error", f"{chunk.path} could not be read: {error!r}"
         with self._changed:
-            chunk.code, chunk.reason, chunk.state = code, reason, "failed" if code else "ready"
-            if code and self._chunks.get((chunk.path, chunk.key)) is chunk:
-                del self._chunks[chunk.path, chunk.key]  # the file may be repaired by the next request
+            if code:
+                chunk.code, chunk.reason, chunk.state = code, reason, "failed"
+                self._forget(chunk)  # the file may be repaired by the next request
+            elif queue is self._inputs:
+                self._kv.append(chunk)
+                self._submit()
+            else:
+                chunk.state = "ready"
             self._changed.notify_all()
 
-    def _fill(self, chunk: CachedFile) -> None:
+    def _submit(self) -> None:
+        with suppress(RuntimeError):  # closed meanwhile
+            self._readers.submit(self._read_next)
+
+    def _abandoned(self, chunk: CachedFile) -> bool:
+        """Returns whether nobody waits for a chunk any more; a load that comes later reads it anew."""
+        if not chunk.pins:
+            self._forget(chunk)
+        return self._chunks.get((chunk.path, chunk.key)) is not chunk
+
+    def _forget(self, chunk: CachedFile) -> None:
+        if self._chunks.get((chunk.path, chunk.key)) is chunk:
+            del self._chunks[chunk.path, chunk.key]
+
+    def _read_inputs(self, chunk: CachedFile) -> None:
         file = self._open(chunk)
         chunk.file, chunk.sink = str(file.path), file.key.recipe.sink
         chunk.inputs = file.inputs
+        file.close()
+
+    def _read_kv(self, chunk: CachedFile) -> None:
+        file = self._open(chunk, inputs=False)  # it was not kept open: many chunks may wait at once
         shape = self._expected.shape.extent(chunk.tokens)
         kv = torch.empty(shape, dtype=self._expected.dtype, pin_memory=self._pinned_memory)
         for _ in file.read_layers(kv):
@@ -273,8 +314,8 @@ class HostMemory:
         file.close()
         chunk.kv = kv if self._keep_kv else None
 
-    def _open(self, chunk: CachedFile) -> ChunkFile:
-        file = ChunkFile(self._resolve(chunk.path))
+    def _open(self, chunk: CachedFile, inputs: bool = True) -> ChunkFile:
+        file = ChunkFile(self._resolve(chunk.path), inputs=inputs)
         try:
             if file.key.digest != chunk.key:
                 raise _Refused("mismatch", f"{chunk.path} holds another chunk than the order names")
@@ -282,7 +323,8 @@ class HostMemory:
                 raise _Refused("mismatch", f"{chunk.path} is of another model: {file.shape}, {file.dtype}")
             if file.tokens != chunk.tokens:
                 raise _Refused("mismatch", f"{chunk.path} has {file.tokens} tokens, not {chunk.tokens}")
-            self._check_embeddings(file)
+            if inputs:
+                self._check_embeddings(file)
         except _Refused:
             file.close()
             raise

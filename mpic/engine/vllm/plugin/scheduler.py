@@ -1,7 +1,10 @@
-"""vLLM's scheduler with one addition: a request that the connector gives up ends with an error that states the reason.
+"""vLLM's scheduler with two additions: a request that the connector gives up ends with an error that states the reason,
+and every output of a link carries the connector's report.
 
 A KV connector can end requests only through failed blocks, after a step that computed them, and vLLM's output then
-carries no reason. Everything else is vLLM's.
+carries no reason. A report that came with the last output alone would be lost to a caller who has seen enough and
+aborts; one that came once would be lost when vLLM merges outputs, of which it keeps the last one's. Everything else is
+vLLM's.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ class LinkScheduler(Scheduler):
         failed = self.connector.executed(model_runner_output.kv_connector_output)
         ended = self.finish_requests(failed, RequestStatus.FINISHED_ERROR) if failed else []
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for output in (one for client in outputs.values() for one in client.outputs):
+            if output.kv_transfer_params is None:
+                output.kv_transfer_params = self.connector.report(output.request_id)
         for request in ended:
             one = EngineCoreOutput(
                 request_id=request.request_id,
