@@ -14,7 +14,7 @@ FUZZ  ?= 300
 SOAK_SECONDS ?= 600
 ARGS  ?=
 # How the suite is spread over processes (pytest-xdist): one for each core, at most four. PROCESSES= runs it in one.
-PROCESSES ?= -n logical --maxprocesses 4 --dist loadgroup
+PROCESSES ?= -n logical --maxprocesses 4
 
 # ENGINE=vllm on serve, demo and bench sets vLLM up first; results of its benches lie beside the native ones.
 override ENGINE_SETUP := $(if $(filter vllm,$(ENGINE)),setup-vllm)

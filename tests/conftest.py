@@ -49,15 +49,22 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("fuzz")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Has pytest-xdist keep the tests of a file in one process, and so those that start vLLM and those that drive a
+    browser."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((heavy for heavy in ("vllm", "tests/webui") if heavy in file), file)
+
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``parity`` run in ``make parity`` only: each starts an engine of its own. With several processes
-    (pytest-xdist), a file's tests stay together, and so do those that start vLLM and those that drive a browser."""
-    for item in items:
-        folder, _, _ = item.nodeid.partition("::")[0].removeprefix("tests/").rpartition("/")
-        file = item.nodeid.partition("::")[0]
-        group = "vllm" if "vllm" in file else folder if folder == "webui" else file
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Tests marked ``parity`` run in ``make parity`` only: each starts an engine of its own."""
     if config.getoption("--parity"):
         return
     left_out = [item for item in items if item.get_closest_marker("parity")]

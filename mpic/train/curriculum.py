@@ -48,7 +48,7 @@ class CurriculumStep(NamedTuple):
 _FULL_COUNTS = (0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8, 10)
 _FULL = Mix(
     ("image", "image", "image", "card", "biography", "needle"),
-    search=0.08, compare=0.15, both=0.06, order=0.4, alike=0.4, apart=0.75,
+    named=0.5, search=0.08, compare=0.25, both=0.06, order=0.4, alike=0.4, apart=0.75,
 )  # fmt: skip
 _KINDS = ("image", "image", "card", "biography", "needle")
 
