@@ -82,7 +82,10 @@ def train_mllm(settings: Settings) -> Path:
     world = settings.workers or (1 if cuda else max(1, min(4, os.cpu_count() or 1)))
     checkpoint.check(settings.out, _stored(settings), world, settings.resume)
     if world == 1:
-        _run(0, 1, settings, "", cuda, os.getppid())
+        try:
+            _run(0, 1, settings, "", cuda, os.getppid())
+        finally:
+            torch.set_flush_denormal(False)  # as the caller had it
     else:
         with tempfile.TemporaryDirectory() as folder:
             args = (world, settings, f"file://{folder}/rendezvous", cuda, os.getpid())
@@ -93,8 +96,9 @@ def train_mllm(settings: Settings) -> Path:
 def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool, parent: int) -> None:
     torch.manual_seed(settings.seed)
     if world > 1:
-        # torch interrupts workers whose parent dies: those of a run in the background have inherited not to hear it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Torch interrupts workers whose parent dies; those of a run in the background have inherited not to hear it.
+        # The signal ends them at once: one that waits for another in C++ would not come to a handler in Python.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         if os.getppid() != parent:  # it died before anybody could hear of it
             raise KeyboardInterrupt
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))

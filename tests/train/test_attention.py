@@ -6,7 +6,7 @@ import torch
 
 from mpic.train.attention import attend, make_block
 from mpic.train.batch import Example
-from mpic.train.curriculum import fill
+from mpic.train.curriculum import Group, fill
 from mpic.train.optim import _orthogonalize
 
 
@@ -52,8 +52,8 @@ def test_orthogonalized_matrices_have_singular_values_near_one(shape):
     assert values.min() > 0.4 and values.max() < 1.4
 
 
-def test_groups_keep_every_example_and_the_budget():
-    examples = [Example(ids=[0] * n) for n in (900, 300, 300, 200, 800, 1000, 100)]
-    groups = fill(examples, 1000)
-    assert sorted(len(e.ids) for g in groups for e in g) == sorted(len(e.ids) for e in examples)
-    assert all(sum(len(e.ids) for e in g) <= 1000 for g in groups) and len(groups) == 4
+def test_batches_keep_every_group_and_the_budget():
+    groups = [Group([Example(ids=[0] * n)], n) for n in (900, 300, 300, 200, 800, 1000, 100)]
+    batches = fill(groups, 1000)
+    assert sorted(g.rows for batch in batches for g in batch) == sorted(g.rows for g in groups)
+    assert all(sum(g.rows for g in batch) <= 1000 for batch in batches) and len(batches) == 4

@@ -154,3 +154,8 @@ def test_a_run_from_before_there_were_generations_resumes_as_the_first(tmp_path)
     checkpoint.check(tmp_path, {**older, "generation": 1}, 1, resume=True)
     with pytest.raises(ConfigError, match="generation"):
         checkpoint.check(tmp_path, {**older, "generation": 2}, 1, resume=True)
+
+
+def test_a_run_in_this_process_leaves_its_arithmetic_as_it_was(settings):
+    train_mllm(dataclasses.replace(settings, steps=2))
+    assert torch.tensor([1e-40]).mul(1.0).item() != 0.0, "subnormal numbers are kept again"
