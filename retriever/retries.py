@@ -1,4 +1,4 @@
-"""What has failed and may succeed later is tried again, after pauses that grow."""
+"""Failures that may pass are tried again, after pauses that grow."""
 
 from __future__ import annotations
 

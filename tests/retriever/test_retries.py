@@ -1,4 +1,4 @@
-"""What fails for a while is indexed later, and until then nothing that was searchable is lost."""
+"""A reference that fails for a while is indexed later, and until then nothing that was searchable is lost."""
 
 from __future__ import annotations
 

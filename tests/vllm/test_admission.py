@@ -25,7 +25,7 @@ TOKENS, TEXT = 8, 3
 
 
 class Scheduler:
-    """What vLLM's scheduler asks of links, with one reader of files."""
+    """The questions of vLLM's scheduler about links, with one reader of files."""
 
     def __init__(self, folder, patience: float) -> None:
         self.folder = folder

@@ -76,7 +76,7 @@ MOST_BYTES = 16 << 20
 Read = Callable[..., list[Row]]
 """Runs a query on the catalogue and returns its rows (``Catalog.read``)."""
 Undone = Callable[[Connection], None]
-"""What to do when a transaction is undone (``Catalog.if_undone``)."""
+"""The actions that follow a transaction that is undone (``Catalog.if_undone``)."""
 
 
 @dataclass(frozen=True)
