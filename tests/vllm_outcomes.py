@@ -1,4 +1,4 @@
-"""What the tests of ``make parity`` say of whole families, for the column of ``docs/models.md``."""
+"""The verdicts of the tests of ``make parity`` on whole families, for the column of ``docs/models.md``."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ Chunks (`Segment.kind` image or document) are tokenized alone, and so is each pi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,3 +175,15 @@ def messages(conversation: Conversation) -> list[dict[str, Any]]:
         answer += _content([*turn.references])
         out.append({"role": "assistant", "content": [*answer, {"type": "text", "text": turn.answer}]})
     return out
+
+
+def fill_in(wording: str, slots: dict[str, Part]) -> list[Part]:
+    """Returns the parts of a turn: the wording with its words filled in, cut where its chunks stand."""
+    pieces: list[Part] = []
+    for piece in re.split(r"\{(\w)\}", wording):
+        part = slots.get(piece, piece)
+        if isinstance(part, str) and pieces and isinstance(pieces[-1], str):
+            pieces[-1] += part
+        else:
+            pieces.append(part)
+    return [p.strip() if isinstance(p, str) else p for p in pieces]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from mpic.data.generator import documents, questions
-from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn, number_word
+from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn, fill_in, number_word
 from mpic.data.generator.documents import Fact
 from mpic.data.generator.images import Scene, draw_scene, render, render_large
 from mpic.data.generator.mix import Mix
@@ -220,10 +219,8 @@ class Generator:
             return [self.few_shot(max(3, count))]
         items, _ = self._training_context(count, mix)
         system, parts = self.rng.choice(SYSTEMS), [item.part for item in items]
-        return [
-            Conversation([replace(turn, user=[*parts, *turn.user])], system, "training")
-            for turn in self._questions(items, turns, mix)
-        ]
+        asked = self._questions(items, turns, mix)
+        return [Conversation([replace(t, user=[*parts, *t.user])], system, "training") for t in asked]
 
     def _training_context(self, count: int, mix: Mix) -> tuple[list[Labelled], bool]:
         """Draws `count` chunks, and whether they are a pair of images for a comparison with both inside the
@@ -297,7 +294,7 @@ class Generator:
             return None
         slots: dict[str, Part] = {"A": a.part, "B": b.part, "x": question.shape}
         wording = draw(rng, self.asking, f"word {question.kind}")
-        return Turn(_fill(wording, slots), question.answer, kind=f"word {question.kind}")
+        return Turn(fill_in(wording, slots), question.answer, kind=f"word {question.kind}")
 
     def few_shot(self, count: int) -> Conversation:
         """Returns images each followed by its colour (or its shape); the last one is left to the model."""
@@ -361,18 +358,6 @@ class Generator:
         """Draws one comparison with both images inside the sentence, or none."""
         turn = self._word_level(self.context_of(["image", "image"], Mix(), self.rng.random() < 0.35))
         return [Conversation([turn])] if turn else []
-
-
-def _fill(wording: str, slots: dict[str, Part]) -> list[Part]:
-    """Returns the parts of a turn: the wording with its words filled in, cut where its chunks stand."""
-    pieces: list[Part] = []
-    for piece in re.split(r"\{(\w)\}", wording):
-        part = slots.get(piece, piece)
-        if isinstance(part, str) and pieces and isinstance(pieces[-1], str):
-            pieces[-1] += part
-        else:
-            pieces.append(part)
-    return [p.strip() if isinstance(p, str) else p for p in pieces]
 
 
 def _one(kind: str | None, question: str | None = None, named: bool = False):

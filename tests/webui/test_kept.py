@@ -1,4 +1,4 @@
-"""What the browser keeps, with two tabs open, little room, or none at all."""
+"""The browser keeps chats, drafts and settings with two tabs open, little room, or none at all."""
 
 from page_kit import BOX, ask, more, until
 
