@@ -1,4 +1,4 @@
-/* Matrix products of few rows on the CPU: a weight that is read serves four rows, or all of them from the cache.
+/* Matrix products of few rows on the CPU: a weight that is read serves three or four rows, or all of them from the cache.
  *
  * A task is OUTPUTS rows of the weight matrix. Each pair of an output and a row has a sum of its own, so that a row's
  * result depends neither on the rows beside it nor on the number of threads. Sums are fp32.
@@ -12,12 +12,13 @@
 #include <immintrin.h>
 #endif
 
-#define LANES 16
 #define OUTPUTS 4
 #ifdef __AVX512F__
+#define LANES 16
 #define ROWS 4 /* 16 sums in 32 registers */
 #else
-#define ROWS 1 /* a sum takes two registers of 16, or four of 32 */
+#define LANES 8 /* AVX2 and NEON; wider vectors would be two or four registers each */
+#define ROWS 3  /* 12 sums in 16 registers */
 #endif
 #define SMALL (1 << 15) /* numbers of a matrix that one thread multiplies sooner than two could be told to */
 #define INLINE static inline __attribute__((always_inline))
@@ -115,15 +116,17 @@ INLINE void block(const int outputs, const int rows, const number *weights, cons
 INLINE void all_rows(const int count, int64_t o, const number *weights, const number *bias, const number *x,
                      int64_t x_row, number *out, int64_t out_row, int64_t rows, int64_t inputs) {
   const number *w = weights + o * inputs, *b = bias ? bias + o : 0;
-  for (int64_t r = 0; r < rows; r += ROWS) {
+  for (int64_t r = 0, taken; r < rows; r += taken) {
+    const int64_t blocks = (rows - r + ROWS - 1) / ROWS;
     const number *from = x + r * x_row;
     number *to = out + r * out_row + o;
-    switch (rows - r < ROWS ? rows - r : ROWS) {
-#if ROWS > 1
-      case 2: block(count, 2, w, from, x_row, inputs, b, to, out_row); break;
-      case 3: block(count, 3, w, from, x_row, inputs, b, to, out_row); break;
+    taken = (rows - r + blocks - 1) / blocks; /* blocks of about one size: four rows are two and two, not three and one */
+    switch (taken) {
+#if ROWS == 4
       case 4: block(count, 4, w, from, x_row, inputs, b, to, out_row); break;
 #endif
+      case 3: block(count, 3, w, from, x_row, inputs, b, to, out_row); break;
+      case 2: block(count, 2, w, from, x_row, inputs, b, to, out_row); break;
       default: block(count, 1, w, from, x_row, inputs, b, to, out_row);
     }
   }

@@ -13,11 +13,16 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __AVX512F__
 #define LANES 16
+#define ACCUMULATORS 16 /* of 32 registers */
+#else
+#define LANES 8 /* AVX2 and NEON: wider vectors would be two or four registers each, and the sums would not fit */
+#define ACCUMULATORS 12 /* of 16 registers */
+#endif
 #define PARTS ((DIM + LANES - 1) / LANES)
 #define TILE 4                   /* most queries that go over a section together */
 #define SLOT (DIM + 2)           /* floats of a partial: values, maximum (base 2), sum */
-#define ACCUMULATORS 16
 #define AHEAD (3072 / (DIM * (int)sizeof(number)) + 1) /* tokens between what is asked for and what is used */
 #define LOG2E 1.44269504f
 #define INFINITE __builtin_inff()
@@ -99,7 +104,18 @@ INLINE vec power(vec x) {
 
 #define FOLD(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
-/* The sum over lanes of each of 16 vectors, as one vector. Halves are added in four rounds. */
+/* The sum over lanes of each of LANES vectors, as one vector. Halves are added in four rounds, or three. */
+#if LANES == 8
+INLINE vec sums(vec *a) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    a[i] = FOLD(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) + FOLD(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    a[i] = FOLD(a[i], a[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) + FOLD(a[i], a[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+  return FOLD(a[0], a[1], 0, 8, 2, 10, 4, 12, 6, 14) + FOLD(a[0], a[1], 1, 9, 3, 11, 5, 13, 7, 15);
+}
+#else
 INLINE vec sums(vec *a) {
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++)
@@ -116,6 +132,7 @@ INLINE vec sums(vec *a) {
   return FOLD(a[0], a[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
          FOLD(a[0], a[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
+#endif
 
 /* Scores of LANES / rows tokens for `rows` queries, [token, row]. Tokens behind `last` repeat it. */
 INLINE vec products(const int rows, const number *keys, int64_t stride, int last, const number *soon,

@@ -49,7 +49,7 @@ def test_few_rows_are_the_kernels_and_many_are_torchs(loaded, monkeypatch):
     monkeypatch.setattr(
         linear.LinearKernel, "__call__", lambda self, x, *rest: (taken.append(len(x)), x @ layer.weight.T)[1]
     )
-    for rows in (1, kernel.most_rows, kernel.most_rows + 1, 100):
+    for rows in (1, kernel.most_rows, kernel.most_rows + 1, kernel.most_rows + 100):
         layer(torch.randn(rows, 64))
     assert taken == [1, kernel.most_rows]
 
