@@ -51,6 +51,10 @@ def refuse_on_vllm(config: Any, text_config: Any) -> None:
     other = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
         raise ModelRefused(f"{config.model_type}: layers of kind {sorted(other)} are not supported in vLLM")
+    for name in ("head_dim", "num_key_value_heads"):
+        layers = text_config.per_layer_config if getattr(text_config, "is_heterogeneous", False) else ()
+        if len({getattr(layer, name, None) for layer in layers}) > 1:
+            raise ModelRefused(f"{config.model_type}: layers with different {name} are not supported in vLLM")
     for name in ("attn_logit_softcapping", "kv_lora_rank"):
         if getattr(text_config, name, None):
             raise ModelRefused(f"{config.model_type}: attention with {name} is not supported")

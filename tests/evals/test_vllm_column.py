@@ -24,7 +24,7 @@ from mpic.evals.models.vllm_results import VLLMResult, read, record
 from mpic.model.load import load_model
 
 TEXT, IMAGES = "causal-lm", "image-text-to-text"
-RESULTS = ("verified", "refused", "not in vLLM", "not built", "not started", "failed")
+RESULTS = ("verified", "refused", "not in vLLM", "not built", "not started", "differs", "failed")
 KINDS = {"llava": IMAGES, "llava_next": IMAGES, "llama": TEXT}
 
 
@@ -112,7 +112,12 @@ def test_a_family_has_failed_when_one_of_its_tests_has():
 @pytest.fixture
 def registry(monkeypatch):
     """The names of classes that vLLM has, in place of vLLM."""
-    supported = {"LlamaForCausalLM", "Gemma2ForCausalLM", "LlavaForConditionalGeneration"}
+    supported = {
+        "LlamaForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma4ForCausalLM",
+        "LlavaForConditionalGeneration",
+    }
     module = types.ModuleType("vllm.model_executor.models")
     module.ModelRegistry = types.SimpleNamespace(get_supported_archs=lambda: supported)
     for name in ("vllm", "vllm.model_executor"):
@@ -135,7 +140,16 @@ def native(config):
     [
         ("bert", TEXT, "not in vLLM", ""),
         ("gemma2", TEXT, "refused", "gemma2: attention with attn_logit_softcapping is not supported"),
-        ("llava", IMAGES, "not run", "no processor is made for its images here"),
+        (
+            "gemma4_text",
+            TEXT,
+            "refused",
+            "gemma4_text: layers with different head_dim are not supported in vLLM",
+        ),
+        (
+            *("llava", IMAGES, "not built"),
+            "a tiny checkpoint with a processor is made for LLaVA's and Qwen-VL's families only",
+        ),
     ],
 )
 def test_what_is_known_before_anything_is_served(
@@ -164,6 +178,18 @@ def test_an_engine_that_links_nothing_has_failed(registry, monkeypatch, tmp_path
     served_by(monkeypatch, computes)
     row = on_vllm.check_on_vllm("llama", TEXT, tmp_path / "log")
     assert row.result == "failed" and "differs from the oracle" in row.reason
+
+
+def test_a_model_that_vllm_computes_otherwise_without_any_link_is_told_apart(registry, monkeypatch, tmp_path):
+    def other(config):
+        model = load_model(config.model, device="cpu")
+        with torch.no_grad():
+            model.model.lm_head.weight.mul_(1.1)
+        return NativeEngine(model, MemoryStore(), pages=64, page_size=8), None
+
+    served_by(monkeypatch, other)
+    row = on_vllm.check_on_vllm("llama", TEXT, tmp_path / "log")
+    assert row.result == "differs" and "without a link" in row.reason
 
 
 @pytest.mark.parametrize(

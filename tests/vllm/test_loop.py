@@ -15,6 +15,7 @@ from library_tools import make_chunk
 from vllm_kit import make_tokenizer
 
 from mpic.config import EngineConfig
+from mpic.engine.vllm.frontend import compiled as exported
 from mpic.engine.vllm.frontend import compiler as compiling
 from mpic.engine.vllm.frontend import engine as module
 from mpic.engine.vllm.frontend.client import VLLMClient, VLLMPrompt
@@ -69,10 +70,11 @@ def engine(monkeypatch):
     monkeypatch.setattr(module, "engine_args", lambda *_: None)
     monkeypatch.setattr(module, "VLLMClient", Stub)
     monkeypatch.setattr(module, "_info", lambda *_: SimpleNamespace())
-    monkeypatch.setattr(module, "link_test", lambda *_: None)  # a stub has no model to test
+    for test in ("link_test", "shift_test"):  # a stub has no model to test
+        monkeypatch.setattr(module, test, lambda *_: None)
     key = KVKey.of(CHUNK.owner, CHUNK.key, model.digest, model.recipe(BARE))
     made = make_chunk(key)
-    monkeypatch.setattr(compiling, "read_compiled", lambda folder: (made.inputs, made.kv))
+    monkeypatch.setattr(exported, "read_compiled", lambda folder: (made.inputs, made.kv))
     engine = module.VLLMEngine(EngineConfig(engine="vllm"), None, cpu=True)
     yield engine
     engine.client.go.set()

@@ -21,7 +21,6 @@ from mpic.errors import ModelRefused, MPICError
 from mpic.evals.models.check import LIMIT, POLICIES, Row, linked, text_prompt
 from mpic.evals.models.instances import build, class_names, one_line, shortened
 from mpic.evals.models.oracle import StockOracle
-from mpic.evals.models.vllm_results import NOT_RUN
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.refusals import refuse_on_vllm
 
@@ -78,16 +77,21 @@ def _checked(family: str, kind: str) -> tuple[str, str]:
         return "not built", error.message
     refuse_on_vllm(model.config, model.config.get_text_config())
     if kind == "image-text-to-text":
-        return NOT_RUN, "no processor is made for its images here"
+        return (
+            "not built",
+            "a tiny checkpoint with a processor is made for LLaVA's and Qwen-VL's families only",
+        )
     with tempfile.TemporaryDirectory(prefix="mpic-family-") as folder:
         save(model, Path(folder))
         engine, _ = load_engine(EngineConfig(engine="vllm", model=folder, dtype="float32", **_OPTIONS))
         try:
-            worst = compare(engine, model)
+            plain, worst = compare(engine, model)
         except MPICError as error:
             return "failed", f"it is served, then {one_line(error)}"
         finally:
             engine.close()
+    if plain > LIMIT:
+        return "differs", f"without a link, vLLM's log-probabilities differ from transformers' by {plain:.1e}"
     return (
         ("verified", f"{worst:.0e}")
         if worst <= LIMIT
@@ -106,8 +110,9 @@ def save(model: nn.Module, folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
-def compare(engine: Engine, model: nn.Module) -> float:
-    """Returns the largest difference between the engine's log-probabilities and the oracle's over ``POLICIES``."""
+def compare(engine: Engine, model: nn.Module) -> tuple[float, float]:
+    """Returns the largest difference between the engine's log-probabilities and the oracle's under ``full``, which
+    links nothing, and that over ``POLICIES``."""
     prompt, chunks = text_prompt(model.config)
     inputs = [
         ChunkInputs(
@@ -116,7 +121,8 @@ def compare(engine: Engine, model: nn.Module) -> float:
         for chunk in chunks
     ]
     oracle = StockOracle(copy.deepcopy(model), 1, None, {})
-    return max(linked(engine, oracle, prompt, inputs, policy)[0] for policy in POLICIES)
+    differences = {policy: linked(engine, oracle, prompt, inputs, policy)[0] for policy in POLICIES}
+    return differences["full"], max(differences.values())
 
 
 def _last(log: Path, pattern: str) -> str:

@@ -20,7 +20,8 @@ class VLLMResult(NamedTuple):
     """The result for a family inside vLLM.
 
     Args:
-        result: ``verified``, ``refused``, ``not in vLLM``, ``not built``, ``not started`` or ``failed``.
+        result: ``verified``, ``refused``, ``not in vLLM``, ``not built``, ``not started``, ``differs`` (without
+            any link) or ``failed``.
         reason: empty where the result says all.
         version: of vLLM.
         date: ``2026-11-23``, when it was found.

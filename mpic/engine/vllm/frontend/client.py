@@ -158,6 +158,10 @@ class VLLMClient:
         processor = self._llm.renderer.mm_processor
         return getattr(processor.info.get_hf_processor(), "image_processor", None) if processor else None
 
+    def ask_workers(self, method: str) -> list[Any]:
+        """Calls a method of ``LinkWorker`` without arguments, and returns the answer of each worker."""
+        return self.wait(self._llm.collective_rpc(method))
+
     def close(self) -> None:
         """Ends vLLM's processes and the loop."""
         self.wait(self._shutdown())

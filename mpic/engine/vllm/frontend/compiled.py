@@ -1,7 +1,8 @@
-"""Reads compiled chunks from the files that vLLM's workers write, one file per worker."""
+"""Has vLLM compute a chunk, and reads it from the files that its workers write, one file per worker."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import suppress
 from glob import glob
@@ -10,11 +11,33 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, part_name
+from mpic.engine.vllm.frontend.client import VLLMClient, VLLMPrompt
+from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, CompileOrder, part_name
 from mpic.errors import CompileFailed, StorageFull
 from mpic.kv.chunk import ChunkInputs
 
 POLL_SECONDS = 0.002
+SPOOL = "spool"
+"""The folder below the store's root that workers write to."""
+
+
+async def compute(
+    client: VLLMClient, root: Path, folder: str, prompt: VLLMPrompt, sink: int
+) -> tuple[ChunkInputs, torch.Tensor]:
+    """Computes a prompt that is one chunk behind start tokens, and returns what its workers exported.
+
+    Args:
+        root: folder of the chunk store, which the spool is in.
+        folder: name of a new folder in the spool, which the caller removes afterwards.
+        sink: number of the start tokens, which are left out.
+
+    Raises:
+        StorageFull, CompileFailed, OSError: see ``VLLMClient.execute`` and ``read_compiled``.
+    """
+    path = root / SPOOL / folder
+    await asyncio.to_thread(path.mkdir)
+    await client.execute(prompt, CompileOrder(str(path.relative_to(root)), sink))
+    return await asyncio.to_thread(read_compiled, path)
 
 
 def read_compiled(folder: Path, timeout: float = 30.0) -> tuple[ChunkInputs, torch.Tensor]:

@@ -20,9 +20,8 @@ import torch
 from mpic.engine.accounting import oversized_chunk
 from mpic.engine.tombstones import Tombstones
 from mpic.engine.vllm.frontend.client import VLLMClient, VLLMPrompt
-from mpic.engine.vllm.frontend.compiled import read_compiled
+from mpic.engine.vllm.frontend.compiled import SPOOL, compute
 from mpic.engine.vllm.frontend.model import ModelDescription
-from mpic.engine.vllm.wire import CompileOrder
 from mpic.errors import CompileFailed, CorruptFile, MPICError, NotFound, OutOfMemory
 from mpic.kv.chunk import Chunk, ChunkKV, KVKey
 from mpic.kv.file import write
@@ -159,7 +158,7 @@ class ChunkCompiler:
         self._sizes: OrderedDict[KVKey, ChunkSize] = OrderedDict()
         self._tasks: dict[KVKey, CompileTask] = {}
         self._slots = asyncio.Semaphore(CONCURRENT_COMPILES)
-        self._spool = store.root / "spool"
+        self._spool = store.root / SPOOL
         self._spool.mkdir(parents=True, exist_ok=True)
         self._clear_spool()  # a crash may have left files
         self.counters: Counter[str] = Counter()
@@ -329,7 +328,7 @@ class ChunkCompiler:
     ) -> CompiledChunk:
         sink = key.recipe.sink
         self._tombstones.begin()
-        folder = self._spool / uuid.uuid4().hex
+        folder = uuid.uuid4().hex
         try:
             async with self._slots:
                 self._tasks[key].started = True
@@ -337,10 +336,7 @@ class ChunkCompiler:
                 length = len(prompt.ids)
                 if length >= self._client.context:
                     raise oversized_chunk(length - sink, sink, self._client.context, length)
-                await asyncio.to_thread(folder.mkdir)
-                order = CompileOrder(str(folder.relative_to(self._store.root)), sink)
-                await self._client.execute(prompt, order)
-                inputs, kv = await asyncio.to_thread(read_compiled, folder)
+                inputs, kv = await compute(self._client, self._store.root, folder, prompt, sink)
                 if chunk.token_ids is None and (inputs.token_ids != self._model.image).any():
                     raise CompileFailed("an image of this model is more than one token repeated")
                 self.counters["tokens_compiled"] += len(inputs)
@@ -354,7 +350,7 @@ class ChunkCompiler:
             raise CompileFailed(f"a compiled chunk could not be handed over: {error}") from error
         finally:
             self._tombstones.end()
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._spool / folder, ignore_errors=True)
 
     def _keep(self, made: ChunkKV, arrived: float) -> tuple[Path | None, MPICError | None]:
         """Stores a chunk. Returns None; for a chunk that the store does not keep, returns its file in the spool and the

@@ -30,6 +30,7 @@ from mpic.engine.vllm.frontend.model import VERIFIED, ModelDescription, describe
 from mpic.engine.vllm.frontend.options import check_device, engine_args
 from mpic.engine.vllm.frontend.prepare import PromptPreparer
 from mpic.engine.vllm.frontend.request import Request, Runtime, Status
+from mpic.engine.vllm.frontend.shifttest import shift_test
 from mpic.errors import EngineStopped, IntegrityError, ModelRefused
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.kv.store import ChunkStore
@@ -100,6 +101,7 @@ class VLLMEngine(Engine):
         self.info = _info(config, self.model, self.client, cpu)
         try:
             link_test(self.model, self.submit)
+            shift_test(self.model, self.client, store.root)
         except BaseException:
             self.close()
             raise

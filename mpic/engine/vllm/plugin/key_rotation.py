@@ -14,6 +14,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 
+from mpic.engine.vllm.plugin import transformers_rotary
 from mpic.errors import ModelRefused
 from mpic.kernels.attention import QueryRotation
 
@@ -28,7 +29,11 @@ class KeyRotation:
     """Rotations of a model's keys.
 
     Args:
-        model: vLLM's module of the language model.
+        model: vLLM's module of the language model, which may hold transformers' modules (``transformers_rotary.py``).
+
+    Attributes:
+        frequencies: ``[half]`` fp64.
+        interleaved: True where dimensions (2i, 2i+1) turn together, otherwise (i, i + half).
 
     Raises:
         ModelRefused: it has no rotary embedding, several different ones, or one whose frequencies may change.
@@ -36,20 +41,21 @@ class KeyRotation:
 
     def __init__(self, model: nn.Module) -> None:
         rotaries = [m for m in model.modules() if isinstance(m, RotaryEmbeddingBase)]
-        if not rotaries:
+        found = [(_frequencies(rotary), not rotary.is_neox_style) for rotary in rotaries]
+        found += transformers_rotary.find(model)
+        if not found:
             raise ModelRefused("the model has no rotary embedding: keys cannot be moved")
-        found = [_frequencies(rotary) for rotary in rotaries]
-        self._frequencies, self._interleaved = found[0], not rotaries[0].is_neox_style
-        for other, rotary in zip(found, rotaries, strict=True):
-            if rotary.is_neox_style == self._interleaved or not torch.equal(other, self._frequencies):
+        self.frequencies, self.interleaved = found[0]
+        for frequencies, interleaved in found:
+            if interleaved != self.interleaved or not torch.equal(frequencies, self.frequencies):
                 raise ModelRefused("the model's layers have different rotary embeddings")
 
     def by(self, delta: int) -> QueryRotation | None:
         """Returns the rotation by ``delta`` positions for ``mpic.kernels.attention.rotate``; None for no rotation."""
         if not delta:
             return None
-        angle = delta * self._frequencies
-        return QueryRotation(angle.cos().float(), angle.sin().float(), self._interleaved)
+        angle = delta * self.frequencies
+        return QueryRotation(angle.cos().float(), angle.sin().float(), self.interleaved)
 
 
 def _frequencies(rotary: RotaryEmbeddingBase) -> torch.Tensor:

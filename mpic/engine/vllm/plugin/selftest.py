@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
+from mpic.engine.vllm.plugin import transformers_rotary
 from mpic.engine.vllm.plugin.kv_import import PagedWrite, place_on_cpu
 from mpic.engine.vllm.plugin.placement import Placement
 from mpic.errors import ModelRefused
@@ -68,8 +69,13 @@ def self_test(runner: LinkRunner) -> None:
 
 def _rotated(runner: LinkRunner, keys: torch.Tensor, first: int) -> torch.Tensor:
     """Rotates ``keys [layers, heads, n, width]`` to positions from ``first`` on, by the model's own rotary module."""
-    rotary = next(m for m in runner.language_model.modules() if isinstance(m, RotaryEmbeddingBase))
+    modules = runner.language_model.modules()
+    rotary = next((m for m in modules if isinstance(m, RotaryEmbeddingBase)), None)
     layers, heads, n, width = keys.shape
+    if rotary is None:
+        theirs = transformers_rotary.modules(runner.language_model)[0]
+        flat = keys.reshape(-1, n, width).to(runner.device)
+        return transformers_rotary.rotated(theirs, flat, first).float().cpu().view(keys.shape)
     rows = keys.permute(2, 0, 1, 3).reshape(n, -1).to(runner.device)
     positions = torch.arange(first, first + n, device=runner.device)
     rotated, _ = rotary.forward_native(positions, rows, rows.clone())

@@ -73,6 +73,11 @@ class LinkWorker(PlatformWorker):
         self_test(runner)
         connector.attach(runner)
 
+    def key_rotation(self) -> tuple[list[float], bool]:
+        """Returns the rotary frequencies that keys move with, and whether neighbouring dimensions turn together."""
+        rotation = self.model_runner.rotation
+        return rotation.frequencies.tolist(), rotation.interleaved
+
 
 def refuse(config: VllmConfig) -> None:
     """Raises ModelRefused for settings, and versions of vLLM, that links cannot be combined with."""
