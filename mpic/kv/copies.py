@@ -13,11 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from mpic.kv.barrier import LoadProgress, LoadSignal
-
-
-def page_locked_bytes(size: int) -> int:
-    """Returns how many bytes so many take in page-locked memory: torch rounds them up to a power of two."""
-    return 1 << (size - 1).bit_length()
+from mpic.kv.page_locked import PAGE_LOCKED
 
 
 class Copies(Protocol):
@@ -57,7 +53,7 @@ class CudaCopies:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return PAGE_LOCKED.empty(shape, dtype)
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
         with torch.cuda.stream(self._stream):
