@@ -28,7 +28,11 @@ class Copies(Protocol):
         """Returns host memory to copy from; it may be dropped while its copies run."""
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Starts a copy from a ``buffer`` to the device behind all earlier copies and returns its mark."""
+        """Starts a copy from a ``buffer``, or a contiguous part of one, to the device behind all earlier copies and
+        returns its mark."""
+
+    def start_all(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """Starts several copies, each ``(target, source)`` as for ``start``, and returns the mark of all."""
 
     def follow(self, mark: Any) -> None:
         """Makes work that is queued on the device from now on wait for the copy."""
@@ -56,8 +60,12 @@ class CudaCopies:
         return PAGE_LOCKED.empty(shape, dtype)
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        return self.start_all([(target, source)])
+
+    def start_all(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
             mark = torch.cuda.Event(blocking=True)  # who waits for it leaves its core
             mark.record(self._stream)
         return mark

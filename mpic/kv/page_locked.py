@@ -37,9 +37,8 @@ def _give_back() -> None:
 class PageLocked:
     """The large page-locked memory of a process. Thread-safe.
 
-    A block counts as used until no tensor has it any more. Torch keeps it from others for a moment longer, as long as a
-    copy reads it; such blocks are counted when they are asked for again, and freed when blocks are given back the next
-    time.
+    A block counts as used until no tensor has it any more. Torch keeps it from others for a moment longer, while a copy
+    reads it; where such a block is wanted in that moment, or given back, the bound is exceeded by it.
 
     Args:
         allocate: returns page-locked memory of a shape and a type.
