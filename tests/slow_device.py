@@ -38,11 +38,12 @@ class SlowDevice:
     @torch.inference_mode()  # in which vLLM's steps run
     def _copy(self) -> None:
         while (item := self._work.get()) is not None:
-            target, source, mark = item
+            copies, mark = item
             assert self.go.wait(WAIT)
             time.sleep(self._random.choice(self._delays))
-            target.copy_(source)
-            self.done += 1
+            for target, source in copies:
+                target.copy_(source)
+                self.done += 1
             mark.set()
 
     def order(self) -> None:
@@ -55,8 +56,11 @@ class SlowDevice:
         return made
 
     def start(self, target, source):
+        return self.start_all([(target, source)])
+
+    def start_all(self, copies):
         mark = threading.Event()
-        self._work.put((target, source, mark))
+        self._work.put((list(copies), mark))
         return mark
 
     def follow(self, mark) -> None:

@@ -13,11 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from mpic.kv.barrier import LoadProgress, LoadSignal
-
-
-def page_locked_bytes(size: int) -> int:
-    """Returns how many bytes so many take in page-locked memory: torch rounds them up to a power of two."""
-    return 1 << (size - 1).bit_length()
+from mpic.kv.page_locked import PAGE_LOCKED
 
 
 class Copies(Protocol):
@@ -32,7 +28,11 @@ class Copies(Protocol):
         """Returns host memory to copy from; it may be dropped while its copies run."""
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Starts a copy from a ``buffer`` to the device behind all earlier copies and returns its mark."""
+        """Starts a copy from a ``buffer``, or a contiguous part of one, to the device behind all earlier copies and
+        returns its mark."""
+
+    def start_all(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """Starts several copies, each ``(target, source)`` as for ``start``, and returns the mark of all."""
 
     def follow(self, mark: Any) -> None:
         """Makes work that is queued on the device from now on wait for the copy."""
@@ -57,11 +57,15 @@ class CudaCopies:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return PAGE_LOCKED.empty(shape, dtype)
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        return self.start_all([(target, source)])
+
+    def start_all(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
             mark = torch.cuda.Event(blocking=True)  # who waits for it leaves its core
             mark.record(self._stream)
         return mark

@@ -19,6 +19,7 @@ import torch
 
 from mpic import memory
 from mpic.errors import EngineStopped
+from mpic.kv.page_locked import PAGE_LOCKED
 
 if TYPE_CHECKING:
     from mpic.kv.copies import Copies
@@ -92,6 +93,7 @@ class StagingRing:
         self.size, self._copies = size, copies
         self._changed = threading.Condition()
         self._closed = False
+        PAGE_LOCKED.allow(self, size.bytes)
         # those that can be taken, with the mark of the copy that still reads them or None, in the order of the copies
         self._free: deque[tuple[torch.Tensor, Any]] = deque(
             (copies.buffer((size.slot_bytes,), torch.uint8), None) for _ in range(size.slots)

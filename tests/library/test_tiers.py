@@ -1,11 +1,13 @@
 """Host memory before the disk and a remote tier behind it: look-ups, copies and deletions."""
 
+import random
 from contextlib import closing
 
 import pytest
 import torch
 from engine_kit import family, ids, prompt_of, request_of, text_chunk
 from library_tools import drop, in_threads, make_chunk, read, text_key
+from page_locking import page_locked
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, IntegrityError
@@ -267,3 +269,19 @@ def test_a_page_locked_tier_counts_what_is_allocated_and_lends_it(monkeypatch):
     plain = HostTier(TierBounds(kv_bytes(chunk)))
     plain.save(chunk)
     assert plain.find([chunk.key])[chunk.key].lend() is None and plain.stats()["bytes"] == kv_bytes(chunk)
+
+
+def test_a_page_locked_tier_stays_within_its_budget_whatever_sizes_come_and_go(monkeypatch):
+    """Torch's allocator keeps what was evicted, by size."""
+    locked, allocator = page_locked()
+    monkeypatch.setattr(host, "PAGE_LOCKED", locked)
+    chunks = [make_chunk(text_key(f"{i}"), n) for i, n in enumerate((4, 9, 20, 40, 80) * 4)]
+    budget = 3 * host.allocated(chunks[4].kv.nbytes, page_locked=True)
+    tier = HostTier(TierBounds(budget), page_locked=True)
+    for chunk in random.Random(2).choices(chunks, k=100):
+        tier.save(chunk)
+        (stored,) = tier.find([chunk.key]).values()
+        assert torch.equal(stored.lend(), chunk.kv)
+        del stored  # it could be read after its eviction
+        tier.check()
+    assert allocator.most <= budget and allocator.emptied > 5

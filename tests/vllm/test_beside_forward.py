@@ -13,6 +13,7 @@ from vllm_faults import BOTH, TEXT
 
 from mpic.engine.vllm.plugin.placement import Placement, Staging
 from mpic.engine.vllm.plugin.runner import LinkRunner
+from mpic.engine.vllm.plugin.transfers import Sizes
 
 SIZE = 1 << 12
 """Bytes of a buffer: less than a layer of these chunks."""
@@ -23,7 +24,7 @@ def beside(linker, monkeypatch, next_is_served):
     """The connector of an engine that places chunks so, with the ``placed`` layers as they were asked for."""
     connector, device = get_kv_transfer_group(), SlowDevice()
     runner, placed = connector._runner, []
-    staging = Staging(torch.device("cpu"), device, SIZE)
+    staging = Staging(torch.device("cpu"), device, Sizes(SIZE))
 
     def start(self, writes, requests):
         self._placing = requests

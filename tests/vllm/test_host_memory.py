@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 import threading
 import time
 from unittest.mock import Mock
@@ -10,7 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from engine_kit import until
+from page_locking import page_locked
 
+from mpic.engine.vllm.plugin import host_memory
 from mpic.engine.vllm.plugin.host_memory import CachedFile, Expected, HostMemory
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
 from mpic.kv.file import ChunkFile, write
@@ -24,13 +27,15 @@ BYTES = TOKENS * SHAPE.per_token * 4
 @pytest.fixture
 def wanted(tmp_path):
     """Five chunks on disk, in the form that ``HostMemory.load`` takes."""
-    found = []
-    for i in range(5):
-        key = KVKey("local", ChunkKey.of_text(str(i)), "model", Recipe("float32"))
-        inputs = ChunkInputs(torch.arange(TOKENS), torch.arange(TOKENS)[None], TOKENS)
-        write(tmp_path / f"{i}.kv", ChunkKV(key, inputs, torch.full((2, 2, 1, TOKENS, 4), float(i))))
-        found.append((f"{i}.kv", key.digest, TOKENS))
-    return found
+    return [saved(tmp_path, i, TOKENS) for i in range(5)]
+
+
+def saved(folder, i: int, tokens: int) -> tuple[str, str, int]:
+    """Writes chunk number ``i``, whose KV is that number, and returns what loads it."""
+    key = KVKey("local", ChunkKey.of_text(str(i)), "model", Recipe("float32"))
+    inputs = ChunkInputs(torch.arange(tokens), torch.arange(tokens)[None], tokens)
+    write(folder / f"{i}.kv", ChunkKV(key, inputs, torch.full((2, 2, 1, tokens, 4), float(i))))
+    return f"{i}.kv", key.digest, tokens
 
 
 @pytest.fixture
@@ -72,6 +77,24 @@ def test_page_locked_chunks_count_what_is_allocated(make):
     assert memory._bytes(chunk) == 5 * SHAPE.per_token * 4
     memory._pinned_memory = True
     assert memory._bytes(chunk) == 512, "torch rounds up to a power of two"
+
+
+def test_page_locked_chunks_of_changing_sizes_stay_within_the_budget(make, tmp_path, monkeypatch):
+    """Also with what torch's allocator keeps of those that were evicted."""
+    chosen = random.Random(4)
+    chunks = [saved(tmp_path, i, chosen.choice((2, 3, 5, 11, 20, 40))) for i in range(40)]
+    locked, allocator = page_locked()
+    monkeypatch.setattr(host_memory, "PAGE_LOCKED", locked)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    memory = make(16)
+    for _ in range(60):
+        loads = [memory.load(chosen.sample(chunks, chosen.randint(1, 2))) for _ in range(2)]
+        for load in loads:
+            finish(memory, load)
+            assert all((chunk.kv == int(chunk.path.split(".")[0])).all() for chunk in load.chunks)
+            memory.release(load)
+        del loads, load
+    assert allocator.most <= 16 * BYTES and allocator.emptied > 5
 
 
 def test_loads_wait_for_memory_in_order_and_pinned_chunks_stay(make, wanted):

@@ -20,8 +20,9 @@ from mpic.engine.tombstones import Tombstones
 from mpic.errors import EngineStopped, NotFound
 from mpic.kv.barrier import LayerBarrier, LoadProgress, LoadSignal
 from mpic.kv.chunk import ChunkKV
-from mpic.kv.copies import CopiedProgress, Copies, copies_for, page_locked_bytes
+from mpic.kv.copies import CopiedProgress, Copies, copies_for
 from mpic.kv.device import DeviceCache, Resident
+from mpic.kv.page_locked import page_locked_bytes
 from mpic.kv.staging import Staging, StagingRing, staging_for
 from mpic.kv.store import ChunkStore
 

@@ -26,6 +26,7 @@ def copies(run: SectionRun) -> None:
     for name, work in {
         "layers arrive before the step that follows them": _arrive,
         "a load does not overwrite what is being read": _order,
+        "ranges of a buffer arrive with the mark of the last": _ranges,
         "a buffer may be dropped while it is being copied": _dropped,
         "a slot of the staging ring is not filled again before it is copied": _ring,
     }.items():
@@ -73,6 +74,19 @@ def _order(context: Context, found: Copies) -> float:
     found.order()
     found.follow(found.start(target, buffer))
     return float((old - 1).abs().max() + (target - 5).abs().max())
+
+
+def _ranges(context: Context, found: Copies) -> float:
+    """Copies the last tokens of every head behind other work, as a part of a chunk inside vLLM."""
+    heads, tokens, last = 64, 2048, slice(1500, 2048)
+    buffer = found.buffer((heads, tokens, 128), torch.float32)
+    buffer.copy_(torch.arange(1.0, tokens + 1)[None, :, None])
+    target = torch.zeros(heads, 548, 128, device=context.placement.device)
+    _busy(context)
+    found.order()
+    found.follow(found.start_all(zip(target, (head[last] for head in buffer), strict=True)))
+    wanted = torch.arange(1501.0, 2049, device=target.device)[None, :, None]
+    return float((target - wanted).abs().max())
 
 
 def _dropped(context: Context, found: Copies) -> float:

@@ -14,7 +14,7 @@ import torch
 
 from mpic.errors import IntegrityError, StorageFull, StorageQuotaExceeded
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
-from mpic.kv.copies import page_locked_bytes
+from mpic.kv.page_locked import PAGE_LOCKED, page_locked_bytes
 from mpic.library.store.shares import Held, TierBounds, make_room
 from mpic.library.store.tombstones import Tombstones
 
@@ -31,7 +31,7 @@ def allocated(size: int, page_locked: bool) -> int:
 
 def memory_for(shape: Sequence[int], dtype: torch.dtype, page_locked: bool) -> torch.Tensor:
     """Returns host memory for a chunk's KV."""
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=page_locked)
+    return PAGE_LOCKED.empty(shape, dtype) if page_locked else torch.empty(tuple(shape), dtype=dtype)
 
 
 class HostChunk:
@@ -97,6 +97,8 @@ class HostTier:
         self._dropped = Tombstones()
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._lock = threading.Lock()
+        if page_locked:
+            PAGE_LOCKED.allow(self, bounds.budget)
 
     def find(self, keys: Sequence[KVKey]) -> dict[KVKey, HostChunk]:
         """Returns the chunks that are in this tier."""

@@ -22,8 +22,8 @@ from vllm.logger import init_logger
 
 from mpic.errors import CorruptFile
 from mpic.kv.chunk import ChunkInputs, KVShape
-from mpic.kv.copies import page_locked_bytes
 from mpic.kv.file import ChunkFile
+from mpic.kv.page_locked import PAGE_LOCKED, page_locked_bytes
 
 logger = init_logger(__name__)
 
@@ -165,6 +165,8 @@ class HostMemory:
         self._folders = [folder.resolve() for folder in folders]
         self._budget, self._expected, self._keep_kv = budget, expected, keep_kv
         self._pinned_memory = keep_kv and torch.cuda.is_available()
+        if self._pinned_memory:
+            PAGE_LOCKED.allow(self, budget)
         self._changed = threading.Condition()
         self._chunks: OrderedDict[tuple[str, str], CachedFile] = OrderedDict()
         self._waiting: deque[FileLoad] = deque()
@@ -283,6 +285,7 @@ class HostMemory:
                 self._submit()
             else:
                 chunk.state = "ready"
+            del chunk  # evicted from now on, its memory is free at once
             self._changed.notify_all()
 
     def _submit(self) -> None:
@@ -308,7 +311,8 @@ class HostMemory:
     def _read_kv(self, chunk: CachedFile) -> None:
         file = self._open(chunk, inputs=False)  # it was not kept open: many chunks may wait at once
         shape = self._expected.shape.extent(chunk.tokens)
-        kv = torch.empty(shape, dtype=self._expected.dtype, pin_memory=self._pinned_memory)
+        allocate = PAGE_LOCKED.empty if self._pinned_memory else torch.empty
+        kv = allocate(shape, dtype=self._expected.dtype)
         for _ in file.read_layers(kv):
             pass
         file.close()

@@ -16,8 +16,9 @@ class PagedWrite(NamedTuple):
     """Tokens of a chunk that go into the paged cache.
 
     Args:
-        kv: ``[2, heads, n, head_dim]`` for each of this worker's layers and for its heads, in host memory.
-        tokens: the tokens to write, as a slice or ``[count]`` indices.
+        kv: ``[2, heads, n, head_dim]`` for each of this worker's layers and for its heads, in host memory: for a GPU
+            one tensor in page-locked memory, or those that a file is mapped to.
+        tokens: the tokens to write, as a slice or ``[count]`` ascending indices.
         count: number of tokens.
         delta: positions by which their keys move.
         slots: ``[count]`` slots that they go to.
@@ -28,6 +29,11 @@ class PagedWrite(NamedTuple):
     count: int
     delta: int
     slots: torch.Tensor
+
+    @property
+    def whole(self) -> bool:
+        """True where all of the chunk lies in one contiguous tensor."""
+        return isinstance(self.kv, torch.Tensor) and self.kv.is_contiguous()
 
     @property
     def token_bytes(self) -> int:

@@ -18,6 +18,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from mpic.errors import ModelRefused
 from mpic.kv.chunk import KVShape
+from mpic.kv.page_locked import PAGE_LOCKED
 
 CPU_LAYOUTS = ("vec", "vec16")
 GPU_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
@@ -127,7 +128,8 @@ class PagedCache:
         blocks = blocks[first:last].to(self.device)
         cache = self.attention[0].kv_cache
         shape = (len(self.layers), 2, len(self.heads), hi - lo, cache.shape[-1] // 2)
-        kv = torch.empty(shape, dtype=cache.dtype, pin_memory=self.device.type == "cuda")
+        allocate = PAGE_LOCKED.empty if self.device.type == "cuda" else torch.empty
+        kv = allocate(shape, dtype=cache.dtype)
         for i, attention in enumerate(self.attention):
             for half, part in enumerate(self._halves(attention.kv_cache[blocks])):
                 kv[i, half].copy_(part[:, within], non_blocking=True)

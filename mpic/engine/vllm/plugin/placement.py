@@ -1,9 +1,13 @@
 """Chunks into a GPU's paged cache while the forward computes, layer by layer.
 
-Keys and values cross the bus on a stream of their own, in transfers of some layers each, into two buffers by turns.
-Before a layer attends, vLLM asks for it (``MPICConnector.wait_for_layer_load``): the computing stream then waits for
-the transfers of this layer, rotates their keys and writes them into the cache, and the next transfer begins when that
-is done. So layers compute while later ones cross. The host waits for nothing.
+Keys and values cross the bus on a stream of their own, in transfers of some layers each (``transfers.py``), into two
+buffers by turns. Before a layer attends, vLLM asks for it (``MPICConnector.wait_for_layer_load``): the computing stream
+then waits for the transfers of this layer, picks the linked tokens out of what has crossed, rotates their keys and
+writes them into the cache, and the next transfer begins when that is done. So layers compute while later ones cross.
+
+Chunks in page-locked memory, which are all where scheduler and worker share a process, cross from where they lie: the
+host touches none of their bytes and waits for nothing. A worker in another process maps a chunk from its file, and
+there the host reads what is to cross into page-locked memory first.
 
 The cache itself is written on the computing stream only: its blocks were another request's until a moment ago, and
 that order is what keeps the two apart.
@@ -12,7 +16,7 @@ that order is what keeps the two apart.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,45 +25,10 @@ import torch
 from mpic.engine.vllm.plugin.key_rotation import KeyRotation
 from mpic.engine.vllm.plugin.kv_import import PagedWrite
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
+from mpic.engine.vllm.plugin.transfers import Sizes, Transfer, transfers
 from mpic.kernels.attention import QueryRotation, rotate
 from mpic.kernels.upload import send
 from mpic.kv.copies import Copies, copies_for
-
-MOST, LEAST = 64 << 20, 16 << 20
-"""Bytes of a transfer: at most, and at least where the chunk has them. Smaller ones would begin earlier and cost more
-launches."""
-
-
-class Transfer(NamedTuple):
-    """A part of a write: some of this worker's layers and some of its tokens, by number."""
-
-    write: PagedWrite
-    layers: range
-    tokens: range
-
-
-def transfers(writes: Sequence[PagedWrite], most: int, least: int) -> list[Transfer]:
-    """Cuts writes into transfers, those of the first layers first.
-
-    Args:
-        most: bytes of the largest.
-        least: bytes that one has at least, where that is not above ``most``.
-
-    Raises:
-        ValueError: one token in one layer is larger than ``most``.
-    """
-    found = []
-    for write in writes:
-        if write.token_bytes > most:
-            raise ValueError(f"a token takes {write.token_bytes} bytes, a transfer has {most} at most")
-        layer = write.count * write.token_bytes
-        group = max(1, min(most // layer, -(-least // layer)))
-        step = write.count if layer <= most else most // write.token_bytes
-        for first in range(0, len(write.kv), group):
-            layers = range(first, min(first + group, len(write.kv)))
-            for token in range(0, write.count, step):
-                found.append(Transfer(write, layers, range(token, min(token + step, write.count))))
-    return sorted(found, key=lambda transfer: transfer.layers.start)
 
 
 class CopiesAtOnce:
@@ -75,29 +44,95 @@ class CopiesAtOnce:
     def start(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
+    def start_all(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for target, source in copies:
+            target.copy_(source)
+
     def follow(self, mark: Any) -> None:
         pass
 
+    def wait(self, mark: Any) -> None:
+        pass
+
+
+class Sent(NamedTuple):
+    """A transfer under way: the buffer that it fills, what crosses as a tensor there, and the mark of its copies."""
+
+    transfer: Transfer
+    buffer: Buffer
+    memory: torch.Tensor
+    mark: Any
+
+
+class Buffer:
+    """Device memory that transfers go through one after the other, and as much page-locked memory, which is allocated
+    when the first chunk comes that lies in none."""
+
+    def __init__(self, device: torch.device, copies: Copies | CopiesAtOnce, size: int) -> None:
+        self._copies = copies
+        self._mark: Any = None  # of the latest copy from the page-locked memory, which may still read it
+        with torch.inference_mode(False):  # else only inference mode could write it
+            self._device = torch.empty(size, dtype=torch.uint8, device=device)
+
+    @cached_property
+    def _host(self) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return self._copies.buffer(self._device.shape, self._device.dtype)
+
+    def fill(self, transfer: Transfer) -> Sent:
+        """Starts a transfer into the buffer. What reads the buffer must be on the computing stream, and the copies
+        ordered behind it, by now."""
+        kv = transfer.write.kv[transfer.layers.start : transfer.layers.stop]
+        memory = _shaped(self._device, transfer)
+        tokens = slice(transfer.crossing.start, transfer.crossing.stop)
+        if not isinstance(kv, torch.Tensor):
+            mark = self._mark = self._copies.start(memory, self._read(kv, tokens, transfer))
+        elif memory.shape == kv.shape and kv.is_contiguous():
+            mark = self._copies.start(memory, kv)
+        else:
+            heads = (head[tokens] for layer in kv for half in layer for head in half)
+            mark = self._copies.start_all(zip(memory.flatten(0, 2), heads, strict=True))
+        return Sent(transfer, self, memory, mark)
+
+    def _read(self, kv: Sequence[torch.Tensor], tokens: slice, transfer: Transfer) -> torch.Tensor:
+        """Reads what is to cross from a mapped file into the page-locked memory. It waits for the copy of two transfers
+        ago, which was the last from there, while the one after that still crosses."""
+        if self._mark is not None:
+            self._copies.wait(self._mark)
+        memory = _shaped(self._host, transfer)
+        for to, layer in zip(memory, kv, strict=True):
+            to.copy_(layer[:, :, tokens])
+        return memory
+
+
+def _shaped(memory: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+    """Returns the beginning of some memory as the tensor that crosses."""
+    layers, *_ = shape = transfer.shape
+    size = layers * len(transfer.crossing) * transfer.write.token_bytes
+    return memory[:size].view(transfer.write.kv[0].dtype).view(shape)
+
 
 class Staging:
-    """The stream of transfers and the device memory that they go through, kept for the life of the engine.
+    """The stream of transfers and the memory that they go through, kept for the life of the engine.
 
     Args:
         copies: None chooses.
-        size: bytes of each of the two buffers, which are allocated on first use: in the self-test, before anybody is
-            served.
+        sizes: of transfers. There are two buffers of the largest, allocated on first use: in the self-test, before
+            anybody is served.
     """
 
     def __init__(
-        self, device: torch.device, copies: Copies | CopiesAtOnce | None = None, size: int = MOST
+        self,
+        device: torch.device,
+        copies: Copies | CopiesAtOnce | None = None,
+        sizes: Sizes = Sizes(),  # noqa: B008 (a tuple)
     ) -> None:
         self.copies = copies or copies_for(device) or CopiesAtOnce()
-        self.device, self.size = device, size
+        self.device, self.sizes = device, sizes
 
     @cached_property
-    def buffers(self) -> list[torch.Tensor]:
-        with torch.inference_mode(False):  # else only inference mode could write them
-            return [torch.empty(self.size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+    def buffers(self) -> list[Buffer]:
+        return [Buffer(self.device, self.copies, self.sizes.most) for _ in range(2)]
 
 
 class Placement:
@@ -111,9 +146,11 @@ class Placement:
         self, paged: PagedCache, rotation: KeyRotation, writes: Sequence[PagedWrite], staging: Staging
     ) -> None:
         self._paged, self._copies = paged, staging.copies
-        self._waiting = deque(transfers(writes, staging.size, min(LEAST, staging.size)))
-        self._sent: deque[tuple[Transfer, torch.Tensor, torch.Tensor, Any]] = deque()
+        self._waiting = deque(transfers(writes, staging.sizes))
+        self._sent: deque[Sent] = deque()
         self._slots = {id(write): send(write.slots, paged.device) for write in writes}
+        scattered = [write for write in writes if not isinstance(write.tokens, slice)]
+        self._tokens = {id(write): send(write.tokens, paged.device) for write in scattered}
         turns = {write.delta: rotation.by(write.delta) for write in writes}
         self._turns = {delta: self._sent_turn(turn) for delta, turn in turns.items()}
         self._free = list(staging.buffers)
@@ -123,8 +160,8 @@ class Placement:
     def layer(self, number: int) -> None:
         """Gives the device what it must do before decoder layer ``number`` attends."""
         index = number - self._paged.layers.start
-        while self._sent and self._sent[0][0].layers.start <= index:
-            self._write(*self._sent.popleft())
+        while self._sent and self._sent[0].transfer.layers.start <= index:
+            self._write(self._sent.popleft())
             self._send()
 
     @property
@@ -142,45 +179,25 @@ class Placement:
         return turn._replace(cos=cos, sin=sin)
 
     def _send(self) -> None:
-        """Starts transfers as long as there is a buffer for them. What reads a buffer must be on the computing stream,
-        and the copies ordered behind it, by now."""
+        """Starts transfers as long as there is a buffer for them."""
         while self._free and self._waiting:
-            transfer, buffer = self._waiting.popleft(), self._free.pop()
-            source = self._source(transfer)
-            memory = buffer[: source.nbytes].view(source.dtype).view(source.shape)
-            self._sent.append((transfer, buffer, memory, self._copies.start(memory, source)))
+            self._sent.append(self._free.pop().fill(self._waiting.popleft()))
 
-    def _source(self, transfer: Transfer) -> torch.Tensor:
-        """Returns ``[layers, 2, heads, tokens, head_dim]`` in contiguous host memory.
-
-        A whole chunk lies so in page-locked memory already and is copied from there. A part of one, or a chunk that
-        this process maps from its file, is gathered first: a strided transfer would go through pageable memory.
-        """
-        write, layers, tokens = transfer
-        kv = write.kv[layers.start : layers.stop]
-        two, heads, n, width = kv[0].shape
-        if isinstance(kv, torch.Tensor) and kv.is_contiguous() and len(tokens) == n:
-            return kv
-        if isinstance(write.tokens, slice):
-            first = write.tokens.start
-            picked: slice | torch.Tensor = slice(first + tokens.start, first + tokens.stop)
-        else:
-            picked = write.tokens[tokens.start : tokens.stop]
-        gathered = self._copies.buffer((len(kv), two, heads, len(tokens), width), kv[0].dtype)
-        for i, layer in enumerate(kv):
-            gathered[i] = layer[:, :, picked]
-        return gathered
-
-    def _write(self, transfer: Transfer, buffer: torch.Tensor, memory: torch.Tensor, mark: Any) -> None:
+    def _write(self, sent: Sent) -> None:
         """Has the device rotate and write what a transfer brings, and then fill its buffer again."""
-        write, layers, tokens = transfer
-        self._copies.follow(mark)
-        keys, values = memory.unbind(1)
+        write, layers, picks, span, crossing = sent.transfer
+        self._copies.follow(sent.mark)
+        inside = slice(span.start - crossing.start, span.stop - crossing.start)
+        keys, values = (half[:, :, inside] for half in sent.memory.unbind(1))
         if (turn := self._turns[write.delta]) is not None:
             keys = rotate(keys, turn)
-        slots = self._slots[id(write)][tokens.start : tokens.stop]
+        here = slice(picks.start, picks.stop)
+        slots = self._slots[id(write)][here]
+        index = None if len(picks) == len(span) else self._tokens[id(write)][here] - span.start
         for i, layer in enumerate(layers):
-            number = self._paged.layers[layer]
-            self._paged.write(number, keys[i].transpose(0, 1), values[i].transpose(0, 1), slots)
+            both = (half[i].transpose(0, 1) for half in (keys, values))
+            if index is not None:
+                both = (half.index_select(0, index) for half in both)
+            self._paged.write(self._paged.layers[layer], *both, slots)
         self._copies.order()
-        self._free.append(buffer)
+        self._free.append(sent.buffer)

@@ -47,12 +47,11 @@ def self_test(runner: LinkRunner) -> None:
     compiled[:, 0] = _rotated(runner, raw[:, 0], 0)
     moved[:, 0] = _rotated(runner, raw[:, 0], MOVE)
     try:
-        slots = paged.slots(blocks, torch.arange(tokens))
-        write = PagedWrite(compiled.to(dtype), slice(0, tokens), tokens, MOVE, slots)
+        writes = _writes(runner, compiled.to(dtype), blocks)
         if paged.on_cpu:
-            place_on_cpu(paged, runner.rotation, [write])
+            place_on_cpu(paged, runner.rotation, writes)
         else:
-            Placement(paged, runner.rotation, [write], runner.staging).finish()
+            Placement(paged, runner.rotation, writes, runner.staging).finish()
         found = paged.read(blocks, 0, tokens).float()
         _compare(found[:, 1], moved[:, 1], dtype, "values come back from the paged cache changed")
         _compare(
@@ -65,6 +64,20 @@ def self_test(runner: LinkRunner) -> None:
     finally:
         for layer in runner.paged.attention:
             layer.kv_cache.zero_()
+
+
+def _writes(runner: LinkRunner, kv: torch.Tensor, blocks: torch.Tensor) -> list[PagedWrite]:
+    """Returns writes of all tokens of ``kv [layers, 2, heads, n, width]``: the first block, then every other token of
+    the rest, then those between."""
+    paged, tokens = runner.paged, kv.shape[3]
+    if not paged.on_cpu:
+        kv = runner.staging.copies.buffer(kv.shape, kv.dtype).copy_(kv)  # page-locked, as chunks are
+    first = slice(0, paged.block)
+    writes = [PagedWrite(kv, first, paged.block, MOVE, paged.slots(blocks, torch.arange(paged.block)))]
+    for start in (paged.block, paged.block + 1):
+        picked = torch.arange(start, tokens, 2)
+        writes.append(PagedWrite(kv, picked, len(picked), MOVE, paged.slots(blocks, picked)))
+    return writes
 
 
 def _rotated(runner: LinkRunner, keys: torch.Tensor, first: int) -> torch.Tensor:

@@ -1,0 +1,111 @@
+"""Page-locked host memory, and a bound on what is kept of it.
+
+Torch's allocator rounds page-locked memory up to a power of two. Whatever is freed it keeps, for later tensors of the
+same rounded size and for no others. Where sizes change, each size would come to hold as much as it ever has at once:
+several times the budget of those who use it. So everything as large as a chunk is allocated here, where blocks are
+counted by size, and freed ones are given back to the system before the sum grows beyond the budgets.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+
+SPARE = 256 << 20
+"""Bytes beyond the budgets up to which freed blocks are kept: compiled chunks on their way to the disk, which belong to
+no budget, come back to the same blocks."""
+
+
+def page_locked_bytes(size: int) -> int:
+    """Returns how many bytes so many take in page-locked memory: torch rounds them up to a power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def _allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+
+def _give_back() -> None:
+    torch._C._host_emptyCache()  # its public name, torch.accelerator.empty_host_cache, is newer than torch 2.11
+
+
+class PageLocked:
+    """The large page-locked memory of a process. Thread-safe.
+
+    A block counts as used until no tensor has it any more. Torch keeps it from others for a moment longer, while a copy
+    reads it; where such a block is wanted in that moment, or given back, the bound is exceeded by it.
+
+    Args:
+        allocate: returns page-locked memory of a shape and a type.
+        give_back: has the allocator return all freed blocks to the system. It takes about as long as page-locking the
+            same bytes did, so it is done only when the budgets would be exceeded.
+        spare: bytes beyond all budgets up to which freed blocks are kept.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor] = _allocate,
+        give_back: Callable[[], None] = _give_back,
+        spare: int = SPARE,
+    ) -> None:
+        self._allocate, self._give_back, self._spare = allocate, give_back, spare
+        self._lock = threading.Lock()
+        self._budgets: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self._used: Counter[int] = Counter()  # blocks that tensors have, by their bytes
+        self._held: Counter[int] = Counter()  # blocks that the allocator has: those, and freed ones
+        self._freed: deque[int] = deque()  # a tensor may end at any moment, also under the lock
+
+    def allow(self, owner: object, size: int) -> None:
+        """Sets how many bytes an owner may use, for as long as it lives."""
+        with self._lock:
+            self._budgets[owner] = size
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns uninitialised page-locked memory.
+
+        Raises:
+            RuntimeError: there is not so much.
+        """
+        size = page_locked_bytes(math.prod(shape) * dtype.itemsize)
+        with self._lock:
+            self._take(size)
+        try:
+            memory = self._allocate(shape, dtype)
+        except BaseException:
+            self._freed.append(size)
+            raise
+        # the storage, not the tensor: a view of the memory may live longer
+        finalize(memory.untyped_storage(), self._freed.append, size).atexit = False
+        return memory
+
+    @property
+    def held(self) -> int:
+        """Bytes that the allocator holds for what was allocated here, freed blocks included."""
+        with self._lock:
+            return _sum(self._held)
+
+    def _take(self, size: int) -> None:
+        """Counts a block as used, after freed ones were given back where it would be one too many. Call it with the
+        lock: nobody may take a freed block while they are given back."""
+        while self._freed:
+            self._used[self._freed.popleft()] -= 1
+        if self._used[size] == self._held[size]:  # no freed block has this size
+            limit = sum(self._budgets.values()) + self._spare
+            if _sum(self._held) > _sum(self._used) and _sum(self._held) + size > limit:
+                self._give_back()
+                self._held = Counter(self._used)
+            self._held[size] += 1
+        self._used[size] += 1
+
+
+def _sum(blocks: Counter[int]) -> int:
+    return sum(size * count for size, count in blocks.items())
+
+
+PAGE_LOCKED = PageLocked()
+"""That of this process; there is one allocator."""
