@@ -11,7 +11,7 @@ from mpic.engine.native.batch import CompileJob
 from mpic.errors import UnsupportedParameter
 from mpic.kernels.attention import rotate
 from mpic.kv.chunk import ChunkKV
-from mpic.kv.device import DeviceCache
+from mpic.kv.device import DeviceCache, Resident
 from mpic.model.hooks import Observed
 from mpic.model.loaded import LoadedModel
 from mpic.press import LayerKV, Press, parse_press, refuse_stored
@@ -133,13 +133,20 @@ class Presser:
     def press(self, job: CompileJob) -> None:
         """Compresses a chunk whose last row has run to the tokens that its press keeps, and frees the pages after
         them."""
-        resident, pool = job.resident, self._device.pool
-        press = parse_press(resident.key.recipe.press)
+        self._press(job.resident, job.observed)
+
+    @torch.inference_mode()
+    def press_read(self, resident: Resident) -> None:
+        """Compresses a chunk whose uncompressed form has been read, by a press that needs no queries."""
+        self._press(resident)
+
+    def _press(self, resident: Resident, observed: Observed | None = None) -> None:
+        pool, press = self._device.pool, parse_press(resident.key.recipe.press)
         if press is None or not resident.is_pressed:
             return
         compiled = pool.view(resident.extent)[:, :, :, resident.first :]
-        positions = job.positions[0, resident.first :].tolist()
-        kept = compress(self._model, press, compiled, positions, job.observed)
+        positions = (resident.inputs.positions[0] + resident.first).tolist()
+        kept = compress(self._model, press, compiled, positions, observed)
         self._device.shape(resident, pressed=True)
         pool.view(resident.extent)[:, :, :, resident.first :] = kept
         pool.trim(resident.extent)
