@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from mpic.cli import library_backup, library_give
+from mpic.cli import library_backup, library_give, library_press
 from mpic.cli.common import Json, command_app, out, print_json, print_result, print_table, progress
 from mpic.cli.folder import ConfigFile, DataDir, inspect_library, open_library, open_or_inspect
 from mpic.errors import NotFound
@@ -33,6 +33,7 @@ app.command("backup")(library_backup.backup)
 app.command("restore")(library_backup.restore)
 app.command("recover")(library_backup.recover)
 app.command("give")(library_give.give)
+app.command("press")(library_press.press)
 
 
 @app.command("ls")

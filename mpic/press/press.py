@@ -48,15 +48,17 @@ class Press(Method):
 
     Policies compute the first tokens again in a prompt (``mpic-K``). Because every head keeps all of those, the part
     that a prompt maps after them is one range of slots in every head. A subclass overrides ``score``, and ``observed``
-    if it looks at queries.
+    if it ``needs_queries``.
 
     Class attributes:
         needs_positions: True if it undoes rotations, which works where positions have one axis (not M-RoPE).
+        needs_queries: True if it looks at queries, which exist only while a chunk is compiled.
     """
 
     unknown = UnknownPress
     param = "mpic.press"
     needs_positions: ClassVar[bool] = False
+    needs_queries: ClassVar[bool] = False
     r: int = percent(99)
     p: int = tokens(default=PROTECTED)
 

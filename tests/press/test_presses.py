@@ -106,6 +106,7 @@ def test_what_is_observed_is_a_packets_trailer_or_the_end_of_a_chunk():
     assert parse_press("snapkv-50").observed(100, 8) == 8
     assert parse_press("tova-50").observed(100, 8) == 1
     assert {cls.syntax for cls in PRESSES if cls(50).observed(100, 0)} == {"tova-R", "snapkv-R"}
+    assert all(cls.needs_queries == (cls(50).observed(100, 0) > 0) for cls in PRESSES)
 
 
 @pytest.mark.parametrize("cls", PRESSES)

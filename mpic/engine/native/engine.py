@@ -97,14 +97,12 @@ class NativeEngine(Engine):
         # checked before any thread runs
         self.runner.static = static_decode_for(self.runner, max_running, cuda_graphs)
         self.device = DeviceCache(self.pool)
-        self.tombstones = Tombstones()
+        tombstones = self.tombstones = Tombstones()
         post, ended, threads = self._post, self._load_ended, loaders or loaders_for()
-        self.transfers = Transfers(self.device, store, self.tombstones, post, ended, threads, staging)
         presser = Presser(model, self.device, 0 if adapter is None else len(adapter.trailer))
+        self.transfers = Transfers(self.device, store, tombstones, post, ended, threads, presser, staging)
         load, save = self.transfers.load, self.transfers.save
-        self.memory = DeviceMemory(
-            self.device, model.bos_id, load, save, self.tombstones, presser, model.scope
-        )
+        self.memory = DeviceMemory(self.device, model.bos_id, load, save, tombstones, presser, model.scope)
         self.scheduler = Scheduler(self.memory, budget, max_running)
         self.decider = Decider(self.runner)
         self.linker = ChunkLinker(model, adapter, store, self.device, self.tombstones)

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -130,6 +131,7 @@ class ChunkLinker:
             if resident is None and (inputs is None or policy.uses_chunks)
         ]
         found = self._store.find(asked) if self._store is not None and asked else {}
+        whole = self._uncompressed([key for key in asked if key not in found])
         linked = []
         for chunk, key, resident, inputs in zip(chunks, keys, ready, known, strict=True):
             if resident is not None:
@@ -138,14 +140,32 @@ class ChunkLinker:
             elif inputs is not None and not policy.uses_chunks:
                 linked.append(LinkedChunk(chunk, key, inputs, None, None))
             else:
-                linked.append(self._link_stored(chunk, key, inputs, found.get(key), arrived))
+                stored = found.get(key) or whole.get(key)
+                linked.append(self._link_stored(chunk, key, inputs, stored, arrived, key in whole))
         if policy.wrapping.packet:
             for one in linked:
                 one.packet = len(self._adapter)
         return linked
 
+    def _uncompressed(self, keys: Sequence[KVKey]) -> dict[KVKey, StoredChunk]:
+        """Returns, for chunks that are to be compressed by a press that can do it afterwards, the uncompressed forms
+        that are stored."""
+        wanted = {}
+        for key in keys:
+            press = parse_press(key.recipe.press)
+            if press is not None and not press.needs_queries:
+                wanted[key] = KVKey.of(key.owner, key.chunk, key.model, replace(key.recipe, press=""))
+        found = self._store.find(list(wanted.values())) if self._store is not None and wanted else {}
+        return {key: found[whole] for key, whole in wanted.items() if whole in found}
+
     def _link_stored(
-        self, chunk: Chunk, key: KVKey, inputs: ChunkInputs | None, stored: StoredChunk | None, arrived: float
+        self,
+        chunk: Chunk,
+        key: KVKey,
+        inputs: ChunkInputs | None,
+        stored: StoredChunk | None,
+        arrived: float,
+        uncompressed: bool,
     ) -> LinkedChunk:
         if inputs is None:
             # the chunk is linked twice, and its inputs were made a moment ago
@@ -159,7 +179,9 @@ class ChunkLinker:
         reason = None
         if stored is None:
             reason = self._store.missing_reason(key) if self._store is not None else "new"
-        return LinkedChunk(chunk, key, inputs, stored, reason)
+        return LinkedChunk(
+            chunk, key, inputs, stored, reason, uncompressed=uncompressed and stored is not None
+        )
 
     def stored(self, chunk: Chunk, key: KVKey) -> LinkedChunk | None:
         """Returns a chunk as the tier below the device has it, or None."""

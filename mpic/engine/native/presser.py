@@ -1,19 +1,20 @@
-"""Compresses chunks that have just been compiled (``mpic.press``), and refuses models whose chunks cannot be
-compressed."""
+"""Compresses chunks (``mpic.press``) that have just been compiled, or that are stored, and refuses models whose chunks
+cannot be compressed."""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 
 import torch
 
 from mpic.engine.native.batch import CompileJob
 from mpic.errors import UnsupportedParameter
 from mpic.kernels.attention import rotate
-from mpic.kv.device import DeviceCache
+from mpic.kv.chunk import ChunkKV
+from mpic.kv.device import DeviceCache, Resident
 from mpic.model.hooks import Observed
 from mpic.model.loaded import LoadedModel
-from mpic.press import LayerKV, Press, parse_press
+from mpic.press import LayerKV, Press, parse_press, refuse_stored
 
 
 def refusal(model: LoadedModel, press: Press | type[Press]) -> str | None:
@@ -43,6 +44,70 @@ def check_press(model: LoadedModel, name: str) -> None:
         )
 
 
+@torch.inference_mode()
+def press_stored(model: LoadedModel, press: Press, chunk: ChunkKV) -> ChunkKV:
+    """Returns a chunk that is stored uncompressed as compiling it under a press would have stored it: equal in every
+    bit where the press runs on the same device. The model itself does not run.
+
+    Raises:
+        UnsupportedParameter: the press cannot do this, or not for this model.
+    """
+    refuse_stored(press)
+    check_press(model, press.name)
+    recipe = chunk.key.recipe
+    if recipe.press:
+        raise ValueError(f"the chunk is compressed already, by {recipe.press}")
+    kv, n = chunk.kv, len(chunk.inputs)
+    if press.slots(n) < n:
+        positions = (chunk.inputs.positions[0] + recipe.sink).tolist()
+        kv = compress(model, press, kv.to(model.device), positions).cpu()
+    return ChunkKV(replace(chunk.key, recipe=replace(recipe, press=press.name)), chunk.inputs, kv)
+
+
+def compress(
+    model: LoadedModel,
+    press: Press,
+    compiled: torch.Tensor,
+    positions: list[int],
+    observed: Observed | None = None,
+) -> torch.Tensor:
+    """Returns the KV that a press leaves, ``[layers, 2, kv_heads, slots, head_dim]``.
+
+    Args:
+        compiled: ``[layers, 2, kv_heads, n, head_dim]``, keys rotated at ``positions``.
+        positions: of the n tokens, on the first axis.
+        observed: the queries that the press needs; None if it needs none.
+    """
+    slots = press.slots(compiled.shape[3])
+    kept = compiled.new_empty((*compiled.shape[:3], slots, compiled.shape[4]))
+    for layer in range(len(compiled)):
+        index = press.kept(_layer(model, layer, compiled[layer], positions, observed))
+        rest = index[:1].expand(compiled.shape[2] - len(index), -1)  # heads that the layer lacks
+        index = torch.cat([index, rest])[None, :, :, None].expand(kept.shape[1:])
+        torch.gather(compiled[layer], 2, index, out=kept[layer])
+    return kept
+
+
+def _layer(
+    model: LoadedModel, layer: int, compiled: torch.Tensor, positions: list[int], observed: Observed | None
+) -> LayerKV:
+    """Returns a layer as the press sees it, from ``compiled [2, kv_heads, n, head_dim]``, with the layer's own heads.
+    It is always copied: sums over memory that lies differently may be rounded differently, and a chunk is compressed in
+    the same way in the pool and from its file."""
+    kind = model.kinds[model.kind_of[layer]]
+    own = compiled[:, : kind.kv_heads, :, : kind.dim]
+    keys, values = own.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    queries, scale = keys.new_empty((kind.heads, 0, kind.dim)), 1.0
+    if observed is not None:
+        queries, scale = torch.cat(observed.queries[layer], 1).float(), observed.scales[layer]
+
+    def unrotated() -> torch.Tensor:
+        rotation = kind.rotary.rotations(positions)
+        return keys if rotation is None else rotate(keys, rotation)
+
+    return LayerKV(layer, keys, values, unrotated, queries, scale)
+
+
 class Presser:
     """Presses chunks in place. All methods run on the engine's thread.
 
@@ -68,33 +133,20 @@ class Presser:
     def press(self, job: CompileJob) -> None:
         """Compresses a chunk whose last row has run to the tokens that its press keeps, and frees the pages after
         them."""
-        resident, pool = job.resident, self._device.pool
-        press = parse_press(resident.key.recipe.press)
+        self._press(job.resident, job.observed)
+
+    @torch.inference_mode()
+    def press_read(self, resident: Resident) -> None:
+        """Compresses a chunk whose uncompressed form has been read, by a press that needs no queries."""
+        self._press(resident)
+
+    def _press(self, resident: Resident, observed: Observed | None = None) -> None:
+        pool, press = self._device.pool, parse_press(resident.key.recipe.press)
         if press is None or not resident.is_pressed:
             return
         compiled = pool.view(resident.extent)[:, :, :, resident.first :]
-        kept = compiled.new_empty((*compiled.shape[:3], resident.slots, compiled.shape[4]))
-        for layer in range(len(compiled)):
-            index = press.kept(self._layer(job, layer, compiled[layer]))
-            rest = index[:1].expand(compiled.shape[2] - len(index), -1)  # heads that the layer lacks
-            index = torch.cat([index, rest])[None, :, :, None].expand(kept.shape[1:])
-            torch.gather(compiled[layer], 2, index, out=kept[layer])
+        positions = (resident.inputs.positions[0] + resident.first).tolist()
+        kept = compress(self._model, press, compiled, positions, observed)
         self._device.shape(resident, pressed=True)
         pool.view(resident.extent)[:, :, :, resident.first :] = kept
         pool.trim(resident.extent)
-
-    def _layer(self, job: CompileJob, layer: int, compiled: torch.Tensor) -> LayerKV:
-        """Returns a layer as the press sees it, from ``compiled [2, kv_heads, n, head_dim]``, with the layer's own
-        heads."""
-        kind = self._model.kinds[self._model.kind_of[layer]]
-        keys, values = compiled[:, : kind.kv_heads, :, : kind.dim].float()
-        queries, scale = keys.new_empty((kind.heads, 0, kind.dim)), 1.0
-        if job.observed is not None:
-            queries = torch.cat(job.observed.queries[layer], 1).float()
-            scale = job.observed.scales[layer]
-        positions = job.positions[0, job.resident.first :].tolist()
-        return LayerKV(layer, keys, values, partial(self._unrotated, keys, layer, positions), queries, scale)
-
-    def _unrotated(self, keys: torch.Tensor, layer: int, positions: list[int]) -> torch.Tensor:
-        rotation = self._model.kinds[self._model.kind_of[layer]].rotary.rotations(positions)
-        return keys if rotation is None else rotate(keys, rotation)

@@ -60,7 +60,8 @@ _NEXT: dict[Status, tuple[Status, ...]] = {
 @dataclass(eq=False)
 class LinkedChunk:
     """A chunk of a request and the place of its KV; see ``ChunkUse`` for ``tier`` and ``reason``. ``packet`` counts the
-    tokens that an adapter adds to it."""
+    tokens that an adapter adds to it. ``uncompressed``: a press is to compress it, and ``stored`` is its uncompressed
+    form, which is pressed when it has been read."""
 
     chunk: Chunk
     key: KVKey
@@ -71,6 +72,7 @@ class LinkedChunk:
     tier: str = "none"
     ms: float = 0.0
     packet: int = 0
+    uncompressed: bool = False
 
     @property
     def tokens(self) -> int:

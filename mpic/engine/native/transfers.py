@@ -15,6 +15,7 @@ import torch
 
 from mpic.engine.native.device_load import DeviceLoad
 from mpic.engine.native.loader import ChunkLoad, LoadQueue
+from mpic.engine.native.presser import Presser
 from mpic.engine.native.request import LinkedChunk, Request
 from mpic.engine.tombstones import Tombstones
 from mpic.errors import EngineStopped, NotFound
@@ -55,6 +56,7 @@ class Transfers:
         post: hands a message to the engine's thread.
         emit: called on the engine's thread when a load has ended, while it still holds the resident.
         loaders: reading threads.
+        presser: compresses a chunk whose uncompressed form has been read.
         staging: size of the ring that chunks are read through to a CUDA device; None chooses.
 
     Attributes:
@@ -77,8 +79,10 @@ class Transfers:
         post: Callable[..., None],
         emit: Callable[[LoadEnded], None],
         loaders: int,
+        presser: Presser,
         staging: Staging | None = None,
     ) -> None:
+        self._presser = presser
         self.device, self._store, self._tombstones = device, store, tombstones
         self._post, self._emit = post, emit
         self._ring: StagingRing | None = None
@@ -131,13 +135,14 @@ class Transfers:
 
         Host memory is filled straight from the store. For CUDA it is copied from page-locked memory on a stream of its
         own (``DeviceLoad``). Links may follow either load layer by layer. For another device the whole chunk is read
-        into a buffer, which the engine's thread copies at the end.
+        into a buffer, which the engine's thread copies at the end. An uncompressed form is pressed then, and what is
+        left is saved; links wait for that.
 
         Args:
             order: loads of a lower order are read first.
         """
         resident, began = linked.resident, time.monotonic()
-        self.device.shape(resident, pressed=True)
+        self.device.shape(resident, pressed=not linked.uncompressed)
         resident.extent.fixed += 1
         self.loading += 1
         self.device.acquire(resident)
@@ -182,7 +187,7 @@ class Transfers:
             load.layers = beside.read()
         elif target.device.type == "cpu":
             progress = LoadProgress(self._signal, target.shape[0])
-        resident.progress = progress
+        resident.progress = None if linked.uncompressed else progress
         self._loaders.add(load)
 
     def _read_beside(
@@ -198,6 +203,11 @@ class Transfers:
         resident.extent.fixed -= 1
         resident.progress = None
         self.loading -= 1
+        if error is None and linked.uncompressed:
+            try:
+                self._presser.press_read(resident)
+            except Exception as failed:  # as if it could not be read: the chunk is compiled
+                error = failed
         linked.ms = (time.monotonic() - began) * 1e3
         if error is None:
             self.device.pool.trim(resident.extent)
@@ -208,6 +218,8 @@ class Transfers:
             linked.tier = "compiled"
             linked.reason = reason = self._reason(linked, error)
         self._emit(LoadEnded(resident, linked.tier, reason))
+        if resident.ready and linked.uncompressed:
+            self.save(resident, [])
         self.device.release(resident)
 
     def _reason(self, linked: LinkedChunk, error: BaseException) -> str:

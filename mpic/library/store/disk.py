@@ -29,7 +29,7 @@ from mpic.library.folder.layout import chunk_path
 from mpic.library.folder.orphans import Orphans
 from mpic.library.folder.quarantine import Quarantine
 from mpic.library.limits import Limits
-from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, Stored
+from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, Source, Stored
 from mpic.library.store.disk_parts import DiskParts
 from mpic.library.store.reconcile import reconcile_chunks
 from mpic.library.store.tombstones import Tombstones
@@ -183,10 +183,14 @@ class DiskStore:
 
     # Writing
 
-    def save(self, chunk: ChunkKV) -> None:
+    def save(self, chunk: ChunkKV, source: Source | None = None) -> None:
         """Stores a compiled chunk durably, unless it is stored or being saved already. A stored file that could not be
         read is replaced. The chunk is not kept if its content was deleted meanwhile, or after the last look-up
         (``Tombstones``).
+
+        Args:
+            source: the stored chunk that this form was made of. No chunk is evicted for another form. If the source is
+                replaced, its bytes count as free, and it goes in the transaction that makes the new form visible.
 
         Raises:
             StorageFull: the disk is full, or no room can be made for the chunk (``shares``). Stored chunks stay
@@ -206,25 +210,33 @@ class DiskStore:
         try:
             parts = encode(chunk)
             size = sum(map(len, parts))
-            self._make_room(key.owner, size)
-            reserved = size
+            reserved = self._make_room(key.owner, size, source)
             write_durably(self._filesystem, path, parts)
             with self.lock:
                 try:
                     if self._saving[key]:
                         name = str(path.relative_to(self.root))
-                        self._rows.put_all([Stored(key, name, size, len(chunk.inputs))])
+                        self._rows.put_all([Stored(key, name, size, len(chunk.inputs))], source)
                         self._unread.discard(key)
                     else:
                         self._remove(path)
                 except BaseException:
                     self._remove(path)
                     raise
+                if source is not None and source.replaced and self._saving[key]:
+                    self._remove(self.root / source.row.path)
         finally:
             with self.lock:
                 del self._saving[key]
                 self._reserved[key.owner] -= reserved
         self._count(saved=1, bytes_written=size)
+
+    def remove(self, row: ChunkRow) -> None:
+        """Removes one form of a content; its other forms stay."""
+        self._guard()
+        with self.lock:
+            self._rows.forget(row)
+            self._remove(self.root / row.path)
 
     def drop(self, db: Connection, owner: str, chunk: ChunkKey, state: str | None = None) -> list[ChunkRow]:
         """Makes all compiled forms of a content invisible, within a transaction and the store's lock. Pass the result
@@ -308,15 +320,20 @@ class DiskStore:
             return "recipe"
         return "model_changed" if models else "new"
 
-    def _make_room(self, owner: str, size: int) -> None:
-        """Reserves bytes within budget and quota, and evicts chunks for them (``shares``)."""
+    def _make_room(self, owner: str, size: int, source: Source | None) -> int:
+        """Reserves bytes within budget and quota, and evicts chunks for them (``shares``), but not for another form of
+        a stored chunk; returns the bytes that were reserved."""
+        most = None if source is None else 0
+        if source is not None and source.replaced:
+            size = max(0, size - source.row.bytes)
         with self.lock:
-            victims = self._rows.evict(owner, size, self._reserved, self._limits)
+            victims = self._rows.evict(owner, size, self._reserved, self._limits, most) if size else []
             self._reserved[owner] += size
             for victim, _ in victims:
                 self._remove(self.root / victim.path)
         for victim, why in victims:
             self._count(**{"evicted": 1, f"evicted_{why}": 1, "bytes_evicted": victim.bytes})
+        return size
 
     def _gone(self, key: KVKey, path: Path) -> None:
         """Marks a chunk as missing whose file was not found, unless it has been saved again meanwhile."""

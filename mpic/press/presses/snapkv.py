@@ -27,6 +27,7 @@ class SnapKV(Press):
     syntax = "snapkv-R"
     summary = "Removes the R percent of tokens that the last ones attend to least."
     paper = papers.SNAPKV
+    needs_queries = True
     window: ClassVar[int] = 16
     kernel: ClassVar[int] = 5
 

@@ -21,6 +21,7 @@ class TOVA(Press):
     syntax = "tova-R"
     summary = "Removes the R percent of tokens that the last one attends to least."
     paper = papers.TOVA
+    needs_queries = True
 
     def observed(self, n: int, trailer: int) -> int:
         return 1
