@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -254,6 +255,28 @@ class ChunkFile:
                 if not direct:
                     destination[layer].copy_(buffer[i])
                 yield layer
+
+    def map_layers(self, layers: range) -> list[torch.Tensor]:
+        """Returns ``[parts, kv_heads, slots, head_dim]`` of each layer as a mapping of the file, which outlives it and
+        takes no memory of its own. The whole of each layer is read once and verified, through the same mapping.
+
+        Raises:
+            CorruptFile: a layer's checksum does not match, or the file ended early.
+            OSError: the file cannot be mapped now; it may be intact.
+        """
+        shape = self.shape.extent(self.slots)[1:]
+        count = math.prod(shape)
+        step = count * self.dtype.itemsize
+        if self._data + step * layers.stop > self._files.size(self._fd):
+            raise CorruptFile(f"{self.path.name} ends before layer {layers.stop - 1}")
+        mapped = mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
+        found = []
+        for layer in layers:
+            first = self._data + layer * step
+            if checksum(memoryview(mapped)[first : first + step]) != self._sums[layer]:
+                raise CorruptFile(f"layer {layer} of {self.path.name} is damaged")
+            found.append(torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=first).view(shape))
+        return found
 
     def parts(self, most: int) -> list[Part]:
         """Returns the KV in parts that can be read at the same time, in pieces of at most ``most`` bytes."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,8 @@ from transformers.utils import cached_file
 
 from mpic.model.identity import fingerprint_of
 
+log = logging.getLogger(__name__)
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -25,44 +28,47 @@ class NotStreamable(Exception):
     """The weights of the model can only be known by loading the checkpoint; the message says why."""
 
 
-def streamed_fingerprint(path: str, model: PreTrainedModel, dtype: torch.dtype) -> str:
+def streamed_fingerprint(
+    path: str, model: PreTrainedModel, dtype: torch.dtype, cache: str | None = None
+) -> str:
     """Returns ``identity.fingerprint`` of the model that the checkpoint makes in a dtype.
 
     Args:
         path: local folder or hub id.
         model: made from the checkpoint's configuration in this dtype, on the meta device.
+        cache: folder of fetched models; None for the hub's own.
 
     Raises:
-        NotStreamable: the weights are in no safetensors files here that can be read, or are converted while they are
-            loaded.
+        NotStreamable: there are no safetensors files of the weights that can be read, or the weights are converted
+            while they are loaded.
     """
     try:
-        return _streamed(path, model, dtype)
+        return _streamed(_shards(path, cache), model, dtype)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise NotStreamable(f"its files cannot be read: {error!r}") from error
 
 
-def stored_fingerprint(path: str, config: PretrainedConfig) -> str:
+def stored_fingerprint(path: str, config: PretrainedConfig, cache: str | None = None) -> str:
     """Returns a digest of a configuration and of the tensors as they are in the files. It is meant for quantised
     checkpoints, whose weights only the program that runs them unpacks.
 
     Raises:
-        NotStreamable: the weights are in no safetensors files here that can be read.
+        NotStreamable: there are no safetensors files of the weights that can be read.
     """
     try:
         with ExitStack() as files:
-            opened = [files.enter_context(safe_open(shard, framework="pt")) for shard in _shards(path)]
+            opened = [files.enter_context(safe_open(shard, framework="pt")) for shard in _shards(path, cache)]
             where = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 - not a dictionary
             return fingerprint_of(config, ((key, where[key].get_tensor(key)) for key in sorted(where)))
     except (OSError, ValueError, SafetensorError) as error:
         raise NotStreamable(f"its files cannot be read: {error!r}") from error
 
 
-def _streamed(path: str, model: PreTrainedModel, dtype: torch.dtype) -> str:
+def _streamed(shards: list[Path], model: PreTrainedModel, dtype: torch.dtype) -> str:
     if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
         raise NotStreamable("some of its weights stay in float32")
     wanted = model.state_dict()
-    places = _places(_shards(path), model, wanted)
+    places = _places(shards, model, wanted)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     missing = sorted(name for name in wanted if tied.get(name, name) not in places)
     if missing:
@@ -84,25 +90,44 @@ def _streamed(path: str, model: PreTrainedModel, dtype: torch.dtype) -> str:
         return fingerprint_of(model.config, tensors())
 
 
-def _shards(path: str) -> list[Path]:
-    """Returns the safetensors files of a checkpoint that are on this machine."""
-
-    def find(name: str) -> Path | None:
-        if Path(path).is_dir():
-            found = Path(path) / name
-            return found if found.is_file() else None
-        found = cached_file(
-            path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
-        return Path(found) if found else None
-
-    index = find(INDEX)
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index is not None else {SINGLE}
-    found = [find(name) for name in sorted(names)]
-    if None in found:
-        raise NotStreamable("its weights are in no safetensors files on this machine")
+def _shards(path: str, cache: str | None) -> list[Path]:
+    """Returns the safetensors files of a checkpoint. Those of a hub id that are not on this machine yet are fetched
+    into the cache, where the program that loads the model finds them."""
+    found = _listed(path, cache, here=True)
+    if found is None and not Path(path).is_dir():
+        log.info("the weights of %s are not all on this machine; they are fetched first", path)
+        found = _listed(path, cache, here=False)
+    if found is None:
+        raise NotStreamable("its weights are in no safetensors files that can be had")
     return found
+
+
+def _listed(path: str, cache: str | None, here: bool) -> list[Path] | None:
+    """Returns the files that a checkpoint's index names, or its only file; None if one of them cannot be had.
+
+    Args:
+        here: look on this machine only.
+    """
+    index = _find(path, INDEX, cache, here)
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index is not None else {SINGLE}
+    files = []
+    for name in sorted(names):
+        file = _find(path, name, cache, here)
+        if file is None:  # the others need not be fetched
+            return None
+        files.append(file)
+    return files
+
+
+def _find(path: str, name: str, cache: str | None, here: bool) -> Path | None:
+    if Path(path).is_dir():
+        found = Path(path) / name
+        return found if found.is_file() else None
+    cached = cached_file(
+        path, name, cache_dir=cache, local_files_only=here, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    return Path(cached) if cached else None
 
 
 def _places(

@@ -54,5 +54,5 @@ def test_another_weight_gives_another_fingerprint_and_a_missing_one_none(tmp_pat
     assert both(str(tmp_path), torch.float32)[0] != first
     (tmp_path / "model.safetensors").unlink()
     config = load_config(str(tmp_path), "auto", False)
-    with pytest.raises(NotStreamable, match="no safetensors files"):
+    with pytest.raises(NotStreamable, match="in no safetensors files"):
         streamed_fingerprint(str(tmp_path), empty_model(config, torch.float32, False), torch.float32)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import logging
 import shutil
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import vllm_kit  # noqa: F401 - sets the environment before vLLM is imported
@@ -30,6 +33,7 @@ from mpic.engine.vllm.frontend.options import (
     prepare_environment,
 )
 from mpic.errors import ModelRefused
+from mpic.model import checkpoint
 from mpic.model.load import load_model
 from mpic.server.run import build
 
@@ -208,6 +212,70 @@ def test_weights_are_not_loaded_for_their_fingerprint_where_their_files_tell_it(
     weights.write_bytes(weights.read_bytes()[:-10])
     with pytest.raises(AssertionError, match="were loaded"):  # which says what is wrong with them
         describe_model(EngineConfig(model=str(folder)), True)
+
+
+HUB_ID, COMMIT = "org/small", "0" * 40
+
+
+def hub_cache(folder, without: str = "") -> Path:
+    """Makes the hub's cache of the small model, in its real layout: ``main`` is a commit, its files are links."""
+    repository = folder / "models--org--small"
+    snapshot, blobs = repository / "snapshots" / COMMIT, repository / "blobs"
+    for made in (snapshot, blobs, repository / "refs"):
+        made.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for file in SMALL.iterdir():
+        if file.is_file() and file.suffix != without:
+            shutil.copyfile(file, blobs / file.name)
+            (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    return snapshot
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The hub's cache folder, empty, and no weights that may be loaded."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(models, "load_weights", Mock(side_effect=AssertionError("the weights were loaded")))
+    return tmp_path / "hub"
+
+
+def test_the_weights_of_a_hub_id_are_streamed_from_its_snapshot(hub, described):
+    hub_cache(hub)
+    found = describe_model(EngineConfig(model=HUB_ID), True)
+    assert found.digest == described.digest and found.name == HUB_ID
+
+
+def test_the_weights_of_a_hub_id_are_streamed_from_where_vllm_fetches_them(hub, tmp_path, described):
+    hub_cache(hub, without=".safetensors")
+    hub_cache(tmp_path / "elsewhere")
+    config = EngineConfig(model=HUB_ID, vllm_args=json.dumps({"download_dir": str(tmp_path / "elsewhere")}))
+    assert describe_model(config, True).digest == described.digest
+
+
+def test_the_weights_of_a_hub_id_that_are_not_here_are_fetched_and_then_streamed(
+    hub, monkeypatch, caplog, described
+):
+    snapshot = hub_cache(hub, without=".safetensors")
+    plain = checkpoint.cached_file
+
+    def fetched(path, name, *, local_files_only, **rest):
+        if not local_files_only and name == checkpoint.SINGLE:
+            shutil.copyfile(SMALL / name, snapshot / name)
+        return plain(path, name, local_files_only=True, **rest)
+
+    monkeypatch.setattr(checkpoint, "cached_file", fetched)
+    with caplog.at_level(logging.INFO):
+        assert describe_model(EngineConfig(model=HUB_ID), True).digest == described.digest
+    assert "fetched first" in caplog.text
+
+
+def test_without_the_hub_weights_that_are_not_here_are_left_to_what_loads_them(hub):
+    hub_cache(hub, without=".safetensors")
+    with pytest.raises(AssertionError, match="were loaded"):
+        describe_model(EngineConfig(model=HUB_ID), True)
 
 
 def test_a_model_that_cannot_be_loaded_is_refused(tmp_path):

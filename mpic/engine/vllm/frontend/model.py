@@ -135,13 +135,23 @@ def _fingerprint(config: EngineConfig, found: PretrainedConfig, dtype: torch.dty
     """Reads the weights from their files, or loads all of them into host memory where they cannot be read file by
     file."""
     path, trust = config.model, config.trust_remote_code
+    cache = _download_dir(config.vllm_args)
     try:
         if quantization_of(found) is not None:  # vLLM unpacks weights that transformers may not be able to
-            return stored_fingerprint(path, found)
-        return streamed_fingerprint(path, empty_model(found, dtype, trust), dtype)
+            return stored_fingerprint(path, found, cache)
+        return streamed_fingerprint(path, empty_model(found, dtype, trust), dtype, cache)
     except NotStreamable as why:
         log.info("the weights of %s are loaded for that: %s", path, why)
         return fingerprint(load_weights(path, found, dtype, trust))
+
+
+def _download_dir(vllm_args: str) -> str | None:
+    """Returns the folder that vLLM keeps the weights in that it fetches; None for the hub's own cache."""
+    try:
+        given = json.loads(vllm_args or "{}")
+    except ValueError:  # ``options.engine_args`` refuses it with the reason
+        return None
+    return given.get("download_dir") if isinstance(given, dict) else None
 
 
 def _files_digest(path: str, dtype: str) -> str:

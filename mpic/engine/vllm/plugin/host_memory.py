@@ -1,7 +1,8 @@
 """Reads chunk files into host memory while the requests that link them wait in vLLM's queue.
 
 The scheduler's process reads and verifies every file, on threads. A worker in the same process uses the memory as it
-is; a worker in another one gets the chunk's path and reads its own heads and layers, which the page cache still holds.
+is; a worker in another one gets the chunk's path and maps its own heads and layers, which the page cache still holds.
+It verifies these layers itself before anything of them is used: what another process has read need not be what it maps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from vllm.logger import init_logger
 
 from mpic.errors import CorruptFile
@@ -75,16 +75,21 @@ class CachedFile:
         return self.state == "reading" and self.inputs is None
 
     def slice_kv(self, layers: range, heads: range) -> Sequence[torch.Tensor]:
-        """Returns ``[2, heads, n, head_dim]`` for each layer; in another process as a mapping of the file, which is
-        read when it is used.
+        """Returns ``[2, heads, n, head_dim]`` for each layer; in another process as a mapping of the file, of which
+        every layer has been verified by this process.
 
         Raises:
-            OSError, safetensors.SafetensorError: in another process, when the file is gone.
+            CorruptFile, OSError: in another process, when the file is gone, damaged, or another chunk's.
         """
         if self.kv is not None:
             return self.kv[layers.start : layers.stop, :, heads.start : heads.stop]
-        with safe_open(self.file, "pt") as file:
-            return [file.get_tensor(f"kv.{i:03d}")[:, heads.start : heads.stop] for i in layers]
+        file = ChunkFile(Path(self.file), inputs=False)
+        try:
+            if file.key.digest != self.key:
+                raise CorruptFile(f"{self.path} holds another chunk by now")
+            return [layer[:, heads.start : heads.stop] for layer in file.map_layers(layers)]
+        finally:
+            file.close()
 
     def outcome(self, token_ids: np.ndarray) -> tuple[str, str, ChunkInputs | None]:
         """Returns whether the chunk can be linked into a prompt that has ``token_ids [n]`` in its place: a code (empty
