@@ -15,8 +15,8 @@ from vllm_outcomes import Outcomes
 from mpic.cli.models import app
 from mpic.config import ConfigError
 from mpic.engine.native.engine import NativeEngine
-from mpic.errors import ModelRefused
-from mpic.evals.models import on_vllm, sweep, vllm_results
+from mpic.errors import CompileFailed, ModelRefused
+from mpic.evals.models import on_vllm, on_vllm_images, sweep, vllm_results
 from mpic.evals.models.check import LIMIT, Row
 from mpic.evals.models.instances import build
 from mpic.evals.models.table import markdown
@@ -146,10 +146,6 @@ def native(config):
             "refused",
             "gemma4_text: layers with different head_dim are not supported in vLLM",
         ),
-        (
-            *("llava", IMAGES, "not built"),
-            "a tiny checkpoint with a processor is made for LLaVA's and Qwen-VL's families only",
-        ),
     ],
 )
 def test_what_is_known_before_anything_is_served(
@@ -163,6 +159,46 @@ def test_links_of_a_served_checkpoint_are_compared_with_the_oracle(registry, mon
     served_by(monkeypatch, native)
     row = on_vllm.check_on_vllm("llama", TEXT, tmp_path / "log")
     assert row.result == "verified" and float(row.reason) < LIMIT
+
+
+def test_links_of_images_are_compared_too(registry, monkeypatch, tmp_path):
+    served_by(monkeypatch, native)
+    row = on_vllm.check_on_vllm("llava", IMAGES, tmp_path / "log")
+    assert row.result == "verified" and float(row.reason) < LIMIT, row
+
+
+@pytest.mark.parametrize(
+    ("texts", "images", "expected"),
+    [
+        ((0.0, 1e-5), (0.0, 1e-4), ("verified", "1e-04")),
+        ((0.1, 0.1), None, ("differs", "without a link")),
+        ((0.0, 0.1), None, ("failed", "differs from the oracle by 1.0e-01")),
+        ((0.0, 0.0), (0.1, 0.2), ("differs", "with images, without a link")),
+        ((0.0, 0.0), (0.0, 0.2), ("failed", "with images, differs from the oracle by 2.0e-01")),
+        ((0.0, 0.0), CompileFailed("an image is more than one token repeated"), ("refused", "an image is")),
+        ((0.0, 0.0), CompileFailed("it fell"), ("failed", "it is served, then CompileFailed: it fell")),
+    ],
+)
+def test_a_family_with_images_is_right_when_texts_and_images_are(
+    texts, images, expected, registry, monkeypatch, tmp_path
+):
+    def compare_images(*given):
+        if isinstance(images, Exception):
+            raise images
+        return images
+
+    served_by(monkeypatch, lambda config: (types.SimpleNamespace(close=lambda: None), None))
+    monkeypatch.setattr(on_vllm, "compare", lambda engine, model: texts)
+    monkeypatch.setattr(on_vllm, "compare_images", compare_images)
+    row = on_vllm.check_on_vllm("llava", IMAGES, tmp_path / "log")
+    assert row.result == expected[0] and row.reason.startswith(expected[1])
+
+
+def test_a_processor_that_cannot_be_made_is_the_reason(registry, monkeypatch, tmp_path):
+    served_by(monkeypatch, lambda config: pytest.fail("it was served"))
+    monkeypatch.setitem(on_vllm_images.PROCESSOR_MAPPING_NAMES, "llava", "NoProcessor")
+    row = on_vllm.check_on_vllm("llava", IMAGES, tmp_path / "log")
+    assert row.result == "not built" and row.reason.startswith("its processor could not be made: ")
 
 
 def test_an_engine_that_links_nothing_has_failed(registry, monkeypatch, tmp_path):
@@ -198,7 +234,9 @@ def test_a_model_that_vllm_computes_otherwise_without_any_link_is_told_apart(reg
         (ModelRefused("its keys"), "", ("refused", "its keys")),
         (ConfigError("vLLM did not start"), "x\n y.ModelRefused: a  window\nEnd\n", ("refused", "a window")),
         (ConfigError("did not start"), "ValueError: a\n(x) KeyError: b\n", ("not started", "KeyError: b")),
+        (ConfigError("did not start"), "(x) AssertionError\n", ("not started", "AssertionError")),
         (ConfigError("did not start"), "", ("not started", "did not start")),
+        (ConfigError("no '/tmp/mpic-families-a/mpic-family-b/x'"), "", ("not started", "no 'FOLDER/x'")),
         (RuntimeError("it fell"), "", ("failed", "RuntimeError: it fell")),
     ],
 )

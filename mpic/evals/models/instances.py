@@ -108,6 +108,7 @@ _VISION: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_heads": 4,
     "image_size": 32,
+    "deepstack_visual_indexes": [0],
     "patch_size": 8,
     "out_hidden_size": 64,
     "intermediate_size": 256,
@@ -228,7 +229,8 @@ def small(
         kind = type(present) if isinstance(present, PretrainedConfig) else part
         if kind is not PretrainedConfig and isinstance(kind, type) and kind.__name__ != "AutoConfig":
             text = "text" in name or "decoder" in name
-            changes[name] = small(kind, *((text_sizes, extra) if text else (_VISION, {})), text_sizes)
+            vision = {**_VISION, "out_hidden_size": text_sizes["hidden_size"]}  # what the text model is given
+            changes[name] = small(kind, *((text_sizes, extra) if text else (vision, {})), text_sizes)
     layers = next(
         (changes[k] for k in ("num_hidden_layers", "n_layer", "num_layers") if k in changes), LAYERS
     )

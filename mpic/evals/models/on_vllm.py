@@ -1,5 +1,5 @@
 """One family inside vLLM: a tiny checkpoint, served as ``mpic serve --engine vllm`` serves it, and links of one prompt
-with two chunks against the oracle."""
+with two chunks (texts, then images) against the oracle."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoProcessor, PreTrainedTokenizerFast
 
 from mpic.config import ConfigError, EngineConfig
 from mpic.engine import load_engine
@@ -20,9 +21,19 @@ from mpic.engine.vllm.frontend.options import prepare_environment
 from mpic.errors import ModelRefused, MPICError
 from mpic.evals.models.check import LIMIT, POLICIES, Row, linked, text_prompt
 from mpic.evals.models.instances import build, class_names, one_line, shortened
+from mpic.evals.models.on_vllm_images import (
+    NOT_LINKED,
+    TRANSPOSED,
+    Images,
+    ProcessorError,
+    compare_images,
+    complete,
+    images_of,
+)
 from mpic.evals.models.oracle import StockOracle
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.refusals import refuse_on_vllm
+from mpic.train.model import published_name
 
 SIZES = {
     "hidden_size": 128,
@@ -36,6 +47,8 @@ SIZES = {
 VOCABULARY = 300
 _OUTER = "Engine core initialization failed"
 """The words with which vLLM reports any error in its processes."""
+_FOLDER = re.compile(r"[^\s'\"]*/mpic-famil[\w-]*(/mpic-family-\w*)?")
+"""A checkpoint's folder, of which nothing is left."""
 _OPTIONS = {"pool_bytes": 1 << 26, "max_running": 8, "vllm_args": '{"block_size": 32}'}
 
 
@@ -53,11 +66,11 @@ def check_on_vllm(family: str, kind: str, log: Path) -> Row:
         result, reason = "refused", refusal.message
     except ConfigError as error:  # vLLM did not start; a refusal of our parts in its processes is in its log
         refused = _last(log, r"ModelRefused: (.+)")
-        said = refused or _last(log, r"(\w+(?:Error|Exception): .+)") or error.message
+        said = refused or _last(log, r"(\w+(?:Error|Exception): .+|\w+Error$)") or error.message
         result, reason = ("refused" if refused else "not started"), said
     except Exception as error:
         result, reason = "failed", one_line(error)
-    return Row(family, kind, result, shortened(reason))
+    return Row(family, kind, result, shortened(_FOLDER.sub("FOLDER", reason)))
 
 
 def _checked(family: str, kind: str) -> tuple[str, str]:
@@ -76,34 +89,68 @@ def _checked(family: str, kind: str) -> tuple[str, str]:
     except ModelRefused as error:
         return "not built", error.message
     refuse_on_vllm(model.config, model.config.get_text_config())
+    images = None
     if kind == "image-text-to-text":
-        return (
-            "not built",
-            "a tiny checkpoint with a processor is made for LLaVA's and Qwen-VL's families only",
-        )
+        complete(family, model.config)
+        try:
+            images = images_of(family, model, VOCABULARY)
+        except ProcessorError as error:
+            return "not built", str(error)
     with tempfile.TemporaryDirectory(prefix="mpic-family-") as folder:
-        save(model, Path(folder))
+        save(model, Path(folder), images)
+        if images is not None:  # the oracle prepares images as vLLM will: by what is on the disk
+            images.loaded.processor = AutoProcessor.from_pretrained(folder)
         engine, _ = load_engine(EngineConfig(engine="vllm", model=folder, dtype="float32", **_OPTIONS))
         try:
-            plain, worst = compare(engine, model)
+            return _compared(engine, model, images)
         except MPICError as error:
+            if any(words in error.message for words in NOT_LINKED):
+                return "refused", error.message
             return "failed", f"it is served, then {one_line(error)}"
         finally:
             engine.close()
+
+
+def _compared(engine: Engine, model: nn.Module, images: Images | None) -> tuple[str, str]:
+    """Returns result and reason of a served model: links of texts, and of images if it has any."""
+    plain, worst = compare(engine, model)
+    shown = ""
+    if images is not None and worst <= LIMIT:
+        plain, worst = (
+            max(pair) for pair in zip((plain, worst), compare_images(engine, model, images), strict=True)
+        )
+        shown = "with images, "
     if plain > LIMIT:
-        return "differs", f"without a link, vLLM's log-probabilities differ from transformers' by {plain:.1e}"
-    return (
-        ("verified", f"{worst:.0e}")
-        if worst <= LIMIT
-        else ("failed", f"differs from the oracle by {worst:.1e}")
-    )
+        said = f"without a link, vLLM's log-probabilities differ from transformers' by {plain:.1e}"
+        return "differs", shown + said
+    if worst > LIMIT:
+        return "failed", f"{shown}differs from the oracle by {worst:.1e}"
+    return "verified", f"{worst:.0e}"
 
 
-def save(model: nn.Module, folder: Path) -> None:
-    """Writes a model as a folder that transformers and vLLM both load, with a tokenizer of one word a token."""
+def save(model: nn.Module, folder: Path, images: Images | None = None) -> None:
+    """Writes a model as a folder that transformers and vLLM both load, with the processor for its images, else a
+    tokenizer of one word a token."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = torch.float32
-    model.save_pretrained(folder)
+    if "Llava" in type(model).__name__:
+        # transformers writes CLIP's weights under names that vLLM does not know; both know the published names
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        state = {published_name(name): value.clone() for name, value in model.state_dict().items()}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        model.save_pretrained(folder)
+    if model.config.model_type in TRANSPOSED:
+        path = folder / "model.safetensors"
+        state = {
+            name: value.transpose(1, 2).contiguous() if ".experts." in name else value
+            for name, value in load_file(path).items()
+        }
+        save_file(state, path, metadata={"format": "pt"})
+    if images is not None:
+        images.processor.save_pretrained(folder)
+        return
     words = {f"<{i}>": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<3>"))
     special = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), words, strict=False))

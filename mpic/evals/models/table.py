@@ -27,9 +27,10 @@ with the same selection, its own masks and its own eager attention.
 
 **Inside vLLM.** The last column says what `make parity` found, with vLLM's version and the date: a tiny checkpoint of
 the family is served by `--engine vllm` on a CPU, which tests itself when it starts, and links the same prompt with text
-chunks; families with images are those of `tests/vllm`. *Not in vLLM*: it has no model of that name. *Not built* and
-*not started*: there is no such checkpoint, or vLLM does not start on it, for this reason. *Differs*: plain prompts,
-without any link, have other log-probabilities there than in transformers. *Not run*: nothing is known.
+chunks, then, of an image-text class, with two images (`tests/vllm` checks some families instead). *Not in vLLM*: it has
+no model of that name. *Not built* and *not started*: there is no such checkpoint, or vLLM does not start on it, for the
+reason told. *Differs*: plain prompts, without any link, have other log-probabilities there than in transformers. *Not
+run*: nothing is known.
 """
 
 
