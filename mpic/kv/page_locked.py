@@ -108,4 +108,4 @@ def _sum(blocks: Counter[int]) -> int:
 
 
 PAGE_LOCKED = PageLocked()
-"""That of this process; there is one allocator."""
+"""The page-locked memory of this process, whose allocator is one."""
