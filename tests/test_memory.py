@@ -1,6 +1,7 @@
 """Exhausted memory ends requests, not the process."""
 
 import errno
+import gc
 import subprocess
 import sys
 import textwrap
@@ -123,3 +124,42 @@ def test_threads_do_not_reserve_a_limited_address_space():
     if not sys.platform.startswith("linux") or taken["many"] < 300:
         pytest.skip("this C library reserves nothing for threads")
     assert taken["few"] < taken["many"] / 2
+
+
+def test_the_cycle_collector_is_paused_inside_a_block_and_what_exists_at_its_end_is_exempt():
+    before = gc.get_freeze_count()
+    try:
+        with memory.collector_paused():
+            assert not gc.isenabled()
+            with memory.collector_paused():
+                assert not gc.isenabled()
+            assert not gc.isenabled(), "the inner block has resumed it"
+        assert gc.isenabled() and gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
+
+
+def test_a_block_that_fails_resumes_the_collector_and_exempts_nothing():
+    before = gc.get_freeze_count()
+    with pytest.raises(ValueError), memory.collector_paused():
+        raise ValueError
+    assert gc.isenabled() and gc.get_freeze_count() == before
+
+
+def test_a_process_forked_while_the_collector_is_paused_collects():
+    script = (
+        "import gc, os\nfrom mpic import memory\nwith memory.collector_paused():\n    child = os.fork()\n"
+        "    if child == 0:\n        os._exit(0 if gc.isenabled() else 1)\n"
+        "    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_a_collector_that_was_off_stays_off():
+    gc.disable()
+    try:
+        with memory.collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

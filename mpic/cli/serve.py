@@ -16,6 +16,7 @@ from mpic.cli import completion
 from mpic.cli.common import command_app, option, take_parameters
 from mpic.config import SECTIONS, default_data_dir, load_config
 from mpic.link import policy_names
+from mpic.memory import collector_paused
 
 app = command_app()
 
@@ -82,6 +83,7 @@ def serve(
     """
     settings = load_config(config, flags)
     preflight.check(settings)  # checked before torch is imported, which takes seconds
-    from mpic.server.run import serve as run
+    with collector_paused():
+        from mpic.server.run import serve as run
 
     run(settings, as_json)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import socket
@@ -85,6 +84,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections)
     )
 
 
+@memory.collector_paused()
 def build(config: Config, told: Callable[[str], None] = lambda stage: None) -> FastAPI:
     """Returns the application with a loaded engine. It is slow; its imports are here so that the CLI starts at once.
 
@@ -123,8 +123,6 @@ def build(config: Config, told: Callable[[str], None] = lambda stage: None) -> F
         engine, processor = load_engine(config.engine, library.store, host_bytes)
         undo.callback(engine.close)
         app = create_app(engine, library, ChatTemplate(processor), config)
-        gc.collect()
-        gc.freeze()  # otherwise every full collection stops all threads for a fifth of a second
         undo.pop_all()  # the application closes both
         return app
 
