@@ -28,12 +28,14 @@ class TimedAnswer(NamedTuple):
         prompt, cached: tokens of the prompt, and those of them found in the prefix cache.
         began: time of the request (``time.perf_counter``).
         times: time of each token.
+        token_ids: the tokens.
     """
 
     prompt: int
     cached: int
     began: float
     times: tuple[float, ...]
+    token_ids: tuple[int, ...] = ()
 
     @property
     def first_ms(self) -> float:
@@ -84,11 +86,12 @@ class PlainVLLM:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = await self._client.render(parts, SALT)
-        cached = 0
+        cached, ids = 0, list[int]()
         async for output in self._client.generate(prompt, params):
             times += [time.perf_counter()] * len(output.outputs[0].token_ids)
+            ids += output.outputs[0].token_ids
             cached = output.num_cached_tokens or 0
-        return TimedAnswer(len(prompt.ids), cached, began, tuple(times))
+        return TimedAnswer(len(prompt.ids), cached, began, tuple(times), tuple(ids))
 
     def close(self) -> None:
         self._client.close()

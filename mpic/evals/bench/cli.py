@@ -30,6 +30,7 @@ from mpic.evals.bench import (  # noqa: F401 - each registers itself
     ttft_vllm,
 )
 from mpic.evals.bench.harness import BENCHES, Bench, Placement, Ticker
+from mpic.evals.bench.peers import peers  # noqa: F401
 from mpic.evals.bench.results import as_json, machine, print_report, save_plot, write
 from mpic.model.load import DTYPES, choose_device
 
