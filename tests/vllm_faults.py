@@ -32,17 +32,17 @@ def serves_the_next(linker: Linker) -> None:
     (answer,) = linker.run(*zip(linker.link(BOTH, "mpic-4")))
     expected, logprobs = linker.expected(BOTH, "mpic-4")
     assert answer.ids == expected and (answer.logprobs - logprobs).abs().max() < 1e-4
-    scheduler = linker.llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = kit.settle(linker.llm)
     admission, host = scheduler.connector._admission, scheduler.connector._host
     assert not admission._tracked and not host._held and not scheduler.requests
 
 
-def answer_to(linker, prompt, params):
-    (answer,) = linker.reported([prompt], [params])
+def answer_to(linker, prompt, params, **settings):
+    (answer,) = linker.reported([prompt], [params], **settings)
     return answer
 
 
-def refused(linker, prompt, params, word: str, code: str = "bad_link_order") -> None:
-    answer = answer_to(linker, prompt, params)
+def refused(linker, prompt, params, word: str, code: str = "bad_link_order", **settings) -> None:
+    answer = answer_to(linker, prompt, params, **settings)
     assert answer.reason == "error" and not answer.ids
     assert answer.report["error"] == code and word in answer.report["message"], answer.report

@@ -273,6 +273,15 @@ def generate(
     return [_answer(output) for output in done]
 
 
+def settle(llm: LLM) -> Any:
+    """Lets an engine in this process step until it holds nothing more for requests that have ended, such as the blocks
+    of chunks that are still read; returns its scheduler."""
+    core = llm.llm_engine.engine_core.engine_core
+    while core.scheduler.has_requests():
+        core.step()
+    return core.scheduler
+
+
 def _answer(output: Any) -> GreedyAnswer:
     first = output.outputs[0]
     row = torch.full((SIZES["vocab_size"],), float("-inf"))

@@ -164,7 +164,7 @@ def test_a_preempted_answer_whose_prompt_is_in_the_prefix_cache_reads_no_file_ag
     assert scheduler.admission.claim(request, length + 1) == 0
     scheduler.admission.admitted(request, 0)
     assert not step(scheduler, request, length + 1, 1).links
-    assert scheduler.admission.finished(request)["mpic"] == report
+    assert scheduler.admission.finished(request) == (False, {"mpic": report})
     assert not scheduler.host._held
 
 

@@ -103,15 +103,23 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_starts(linker):
 @pytest.mark.parametrize("folder", ["nowhere", "a-file", "x" * 4000])
 def test_compiling_into_no_folder_is_refused(linker, folder):
     (linker.files / "a-file").touch()
-    refused(linker, {"prompt_token_ids": ids(1, 9)}, CompileOrder(folder).params(), "no folder")
+    refused(linker, {"prompt_token_ids": ids(1, 9)}, CompileOrder(folder).params(), "no folder", tokens=1)
 
 
 def test_compiling_outside_of_the_folders_is_refused(linker):
-    refused(linker, {"prompt_token_ids": ids(1, 9)}, CompileOrder("../outside").params(), "relative")
+    refused(
+        linker, {"prompt_token_ids": ids(1, 9)}, CompileOrder("../outside").params(), "relative", tokens=1
+    )
 
 
 def test_compiling_without_a_token_is_refused(linker):
-    refused(linker, {"prompt_token_ids": ids(1, 9)}, CompileOrder("nowhere", 9).params(), "skip")
+    refused(linker, {"prompt_token_ids": ids(1, 9)}, CompileOrder("nowhere", 9).params(), "skip", tokens=1)
+
+
+def test_a_compile_that_goes_on_answering_is_refused(linker):
+    (linker.files / "answering").mkdir()
+    order = CompileOrder("answering").params()
+    refused(linker, {"prompt_token_ids": ids(1, 9)}, order, "max_tokens must be 1", tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +134,7 @@ def test_a_compile_that_cannot_be_written_is_reported(linker, monkeypatch, folde
 
     (linker.files / folder).mkdir()
     monkeypatch.setattr("mpic.engine.vllm.plugin.kv_export.save_file", Mock(side_effect=error))
-    answer = answer_to(linker, {"prompt_token_ids": ids(1, 9)}, CompileOrder(folder).params())
+    answer = answer_to(linker, {"prompt_token_ids": ids(1, 9)}, CompileOrder(folder).params(), tokens=1)
     assert answer.report["error"] is None
     with pytest.raises(raised, match=says):
         read_compiled(linker.files / folder)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
+from contextlib import contextmanager
 
 import pytest
+import torch
 import vllm_kit as kit
 from engine_kit import ids, image_chunk, prompt_of, text_chunk
 from families import random_image
 from vllm_links import Linker, engine
+
+from mpic.engine.vllm.wire import CompileOrder
 
 TOKENS = 30
 SMALL_STEP = 48
@@ -49,7 +54,7 @@ def core(linker):
 
 def idle(linker) -> None:
     """Returns whether nothing is held: no block, no chunk, no order."""
-    scheduler = core(linker).scheduler
+    scheduler = kit.settle(linker.llm)
     admission, host = scheduler.connector._admission, scheduler.connector._host
     assert not admission._tracked and not admission._unfinished and not admission._admitted
     assert not host._held and not host._waiting and not any(chunk.pins for chunk in host._chunks.values())
@@ -199,3 +204,75 @@ def test_links_with_one_salt_are_computed_in_the_same_steps_and_found_afterwards
     again = linker.reported(*zip(linker.link(asked[0], "mpic-2", salt="three")))[0]
     assert again.ids == alone[0] and again.report["prefix_hit"] > 0
     idle(linker)
+
+
+class Held:
+    """A readback that reads nothing before it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def mark(self) -> None:
+        pass
+
+    @contextmanager
+    def behind(self, mark):
+        assert self.go.wait(60)
+        yield
+
+    def to_host(self, source):
+        return source.clone()
+
+
+def compile_request(linker, vllm, name: str) -> list[int]:
+    """Asks to compile a text of two steps; returns its tokens."""
+    from vllm import SamplingParams
+
+    (linker.files / name).mkdir()
+    tokens = ids(77, SMALL_STEP + 9)
+    extra = {"kv_transfer_params": CompileOrder(name).params()}
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, extra_args=extra)
+    vllm.add_request(name, {"prompt_token_ids": tokens, "cache_salt": name}, params)
+    return tokens
+
+
+def test_blocks_of_a_compiled_chunk_are_kept_until_they_are_read_while_others_are_answered(linker):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from mpic.engine.vllm.frontend.compiled import read_compiled
+
+    prompt, policy = next(prompts(linker))
+    request, params = linker.link(prompt, policy)
+    idle(linker)
+    exporter, vllm = get_kv_transfer_group()._exporter, linker.llm.llm_engine
+    usual, held = exporter._readback, Held()
+    exporter._readback = held
+    try:
+        tokens = compile_request(linker, vllm, "kept")
+        while vllm.has_unfinished_requests():
+            vllm.step()
+        (answer,) = linker.run([request], [params])
+        assert answer.ids == linker.expected(prompt, policy)[0], "answered beside the export"
+        scheduler = core(linker).scheduler
+        for _ in range(3):
+            core(linker).step()
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert list(scheduler.requests) and free == BLOCKS - 1 - -(-len(tokens) // kit.BLOCK)
+    finally:
+        held.go.set()
+        exporter._readback = usual
+    idle(linker)
+    inputs, kv = read_compiled(linker.files / "kept")
+    assert inputs.token_ids.tolist() == tokens
+    _, again = linker.compiled(text_chunk(tokens))
+    assert torch.equal(kv, again)
+
+
+def test_a_compile_that_is_aborted_before_its_last_step_holds_no_blocks(linker):
+    vllm = linker.llm.llm_engine
+    compile_request(linker, vllm, "aborted")
+    vllm.step()
+    vllm.abort_request(["aborted"])
+    vllm.step()
+    idle(linker)
+    assert not any((linker.files / "aborted").iterdir())

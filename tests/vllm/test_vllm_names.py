@@ -61,6 +61,12 @@ METHODS = {
     "vllm.v1.core.sched.scheduler:Scheduler": {
         "update_from_output": ["scheduler_output", "model_runner_output"],
         "finish_requests": ["request_ids", "finished_status"],
+        "has_finished_requests": [],
+    },
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": {
+        "get_finished": ["finished_req_ids"],
+        "update_connector_output": ["connector_output"],
+        "wait_for_save": [],
     },
     "vllm.v1.core.kv_cache_manager:KVCacheManager": {"cache_blocks": ["request"], "get_block_ids": []},
     "vllm.v1.worker.gpu_worker:Worker": {"init_device": [], "initialize_from_config": ["kv_cache_config"]},
@@ -88,6 +94,7 @@ FIELDS = {
     "vllm.v1.worker.gpu.input_batch:InputBatch": "req_ids num_tokens num_scheduled_tokens num_computed_tokens_np "
     "idx_mapping_np positions input_ids",
     "vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens num_reqs",
+    "vllm.v1.outputs:KVConnectorOutput": "finished_sending kv_connector_worker_meta",
     "vllm.v1.core.sched.output:SchedulerOutput": "finished_req_ids preempted_req_ids kv_connector_metadata "
     "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens",
     "vllm.v1.core.sched.output:NewRequestData": "req_id block_ids prefill_token_ids num_computed_tokens",

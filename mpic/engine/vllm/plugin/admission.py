@@ -8,7 +8,7 @@ with a code and a sentence.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -129,6 +129,7 @@ class Admission:
         self._admitted: dict[str, int] = {}  # claimed tokens, between allocation and the step's instructions
         self._unfinished: dict[str, TrackedRequest] = {}  # admitted, prompt not computed to its end
         self._failed: dict[str, TrackedRequest] = {}  # to end with the scheduler's next update
+        self._exports: set[str] = set()  # whose blocks are kept until the workers have read them
         self.manager: KVCacheManager
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -164,6 +165,8 @@ class Admission:
         if request.lora_request is not None or request.resumable:
             raise BadOrder("orders cannot be combined with LoRA adapters or streamed prompts")
         if isinstance(order, CompileOrder):
+            if request.max_tokens != 1:
+                raise BadOrder("a request to compile ends with its prompt: max_tokens must be 1")
             self._folder(order)
             return
         if not request.cache_salt:
@@ -278,7 +281,7 @@ class Admission:
     def instructions(self, scheduled: SchedulerOutput) -> StepInstructions:
         """Returns the workers' instructions for a step."""
         made = StepInstructions()
-        if not self._tracked:
+        if not self._tracked and not self._exports:
             return made
         for request in scheduled.preempted_req_ids & self._unfinished.keys():
             self._tracked[request].blocks = []
@@ -289,8 +292,8 @@ class Admission:
             for request in before.keys() & (self._admitted.keys() | self._unfinished.keys()):
                 frontier = before[request] + scheduled.num_scheduled_tokens[request]
                 self._step(self._tracked[request], made, before[request], frontier)
-        elif not scheduled.num_scheduled_tokens and not self._failed and self._reading():
-            self._host.wait(IDLE_SECONDS)
+        elif not scheduled.num_scheduled_tokens and not self._failed and (self._exports or self._reading()):
+            self._host.wait(IDLE_SECONDS)  # vLLM steps on, without a pause, until they are done
         return made
 
     def _reading(self) -> bool:
@@ -317,7 +320,9 @@ class Admission:
         tracked.blocks = self.manager.get_block_ids(request)[0]
         if isinstance(tracked.order, CompileOrder) and frontier >= length:
             folder = self._folder(tracked.order)
-            made.exports[request] = ChunkExport(folder, tracked.order.skip, tuple(tracked.blocks))
+            ids = tracked.request.prompt_token_ids
+            made.exports[request] = ChunkExport(folder, tracked.order.skip, ids, tuple(tracked.blocks))
+            self._exports.add(request)
             self._unfinished.pop(request)
 
     def executed(self, report: StepReport | None) -> dict[str, TrackedRequest]:
@@ -352,15 +357,20 @@ class Admission:
         tracked.fault = Fault(code, message)
         self._failed[tracked.request.request_id] = tracked
 
-    def finished(self, request: Request) -> dict[str, Any] | None:
-        """Forgets a request that ends, before its blocks are freed; returns the report for its caller."""
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Forgets a request that ends. Returns whether its blocks must be kept until workers have read them
+        (``released``), and the report for its caller."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
-            return None
+            return False, None
         self._failed.pop(request.request_id, None)
         report = tracked.report()
         self._withdraw(tracked)
-        return report
+        return request.request_id in self._exports, report
+
+    def released(self, requests: Iterable[str]) -> None:
+        """Records that all workers have read the blocks of requests that had ended; vLLM frees them now."""
+        self._exports.difference_update(requests)
 
     def _withdraw(self, tracked: TrackedRequest) -> None:
         """Undoes an admission: the chunks are unpinned."""

@@ -115,7 +115,10 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._admission.finished(request)
+        return self._admission.finished(request)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._admission.released(connector_output.finished_sending or ())
 
     # the worker's side
 
@@ -135,12 +138,15 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
             self._place_layer(extract_layer_index(layer_name))
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Does nothing: a compiled chunk is read after its last step (``wait_for_save``)."""
+        """Does nothing: a compiled chunk is read behind its last step (``wait_for_save``)."""
 
     def wait_for_save(self) -> None:
         self._runner.end_placing()
         for request, export in self._get_connector_metadata().exports.items():
             self._exporter.export(self._runner, request, export)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._exporter.released(finished_req_ids), None
 
     def build_connector_worker_meta(self) -> StepReport | None:
         report = self._runner.report

@@ -1,5 +1,8 @@
-"""Exports compiled chunks from vLLM: their KV is read from the paged cache in the last step of the prompt, and written
-by a thread.
+"""Exports compiled chunks from vLLM: a thread reads their KV from the paged cache and writes it, and no step waits.
+
+The step that computes a prompt's last tokens marks what the device has been given (``readback.py``) and takes what
+other requests would change (``prompt_snapshot.py``). The scheduler keeps the prompt's blocks after the request has
+ended, until every worker has said that it has read its part (``released``).
 
 Every worker writes one file with its layers and heads (``wire.part_name``); the first worker adds the inputs that the
 model's first layer saw. ``frontend.compiled`` puts the files together.
@@ -7,107 +10,144 @@ model's first layer saw. ``frontend.compiled`` puts the files together.
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
 from mpic.durable import FULL, TEMPORARY
+from mpic.engine.vllm.plugin.paged_cache import PagedCache
+from mpic.engine.vllm.plugin.prompt_snapshot import PromptSnapshot, snapshot
+from mpic.engine.vllm.plugin.readback import Readback, readback_for
 from mpic.engine.vllm.plugin.step_messages import ChunkExport, Fault
 from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, part_name
-from mpic.kv.chunk import ChunkInputs
 
 if TYPE_CHECKING:
-    from mpic.engine.vllm.plugin.runner import LinkRunner, PromptInputs
+    from vllm.config import ParallelConfig
+
+    from mpic.engine.vllm.plugin.runner import LinkRunner
+
+logger = logging.getLogger(__name__)
+
+
+class _Job(NamedTuple):
+    """An export under way.
+
+    Args:
+        prompt: the first layer's inputs; None for workers that do not export them.
+        mark: what the device must have computed before it is read.
+        read: set once the blocks are read, or will not be.
+    """
+
+    export: ChunkExport
+    prompt: PromptSnapshot | None
+    mark: Any
+    read: threading.Event
 
 
 class KVExporter:
-    """Exports a worker's part of compiled chunks."""
+    """Exports a worker's part of compiled chunks. All methods are called by the thread that runs steps.
 
-    def __init__(self) -> None:
-        self._writer = ThreadPoolExecutor(1, "mpic-write")
+    Args:
+        readback: None chooses by the device.
+    """
+
+    def __init__(self, readback: Readback | None = None) -> None:
+        self._readback = readback
+        self._thread = ThreadPoolExecutor(1, "mpic-export")
+        self._held: dict[str, threading.Event] = {}  # requests whose blocks the scheduler keeps
+        self._ended: set[str] = set()  # those of them that have ended
 
     def export(self, runner: LinkRunner, request: str, export: ChunkExport) -> None:
-        """Copies a prompt's KV and inputs, to be written later. An error ends the request and is not raised."""
+        """Begins to export a prompt that the current step computes to its end. An error ends the request and is not
+        raised."""
+        read = self._held[request] = threading.Event()
+        paged, parallel = runner.paged, runner.vllm_config.parallel_config
+        readback = self._readback = self._readback or readback_for(paged.device)
         try:
-            tensors, metadata = _copy(runner, request, export)
+            prompt = snapshot(runner, request, export) if paged.rank == (0, 0) else None
+            job = _Job(export, prompt, readback.mark(), read)
         except Exception as error:  # an exception here would end the engine
+            read.set()
             runner.report.faults[request] = Fault(
                 "compile_failed", f"the chunk's KV could not be read: {error!r}"
             )
             return
-        path = Path(export.folder) / f"{part_name(*runner.paged.rank)}.safetensors"
-        self._writer.submit(_write, path, tensors, metadata)
+        self._thread.submit(_run, job, paged, readback, parallel)
+        if parallel.pipeline_parallel_size > 1:
+            # a step that is already under way may preempt the request, which would give its blocks to another one
+            read.wait()
+
+    def released(self, finished: Set[str]) -> set[str]:
+        """Returns the requests whose blocks this worker does not need any more; each of them once.
+
+        Args:
+            finished: requests that have ended since the last call. The scheduler may not be told of others.
+        """
+        self._ended |= finished & self._held.keys()
+        released = {request for request in self._ended if self._held[request].is_set()}
+        for request in released:
+            del self._held[request]
+        self._ended -= released
+        return released
 
     def close(self) -> None:
         """Waits until everything is written."""
-        self._writer.shutdown()
+        self._thread.shutdown()
 
 
-def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    temporary = path.with_suffix(TEMPORARY)
+def _run(job: _Job, paged: PagedCache, readback: Readback, parallel: ParallelConfig) -> None:
+    """Reads and writes an export, on the exporter's thread. The frontend is told of errors by an empty file."""
+    path = Path(job.export.folder) / f"{part_name(*paged.rank)}.safetensors"
     try:
-        save_file(tensors, temporary, metadata)
-        os.replace(temporary, path)
-    except Exception as error:  # an empty file, which needs no space, tells the frontend
+        try:
+            with torch.inference_mode(), readback.behind(job.mark):
+                tensors, metadata = _read(job, paged, readback)
+        finally:
+            job.read.set()
+        metadata["ranks"] = f"{parallel.tensor_parallel_size} {parallel.pipeline_parallel_size}"
+        _write(path, tensors, metadata)
+    except Exception as error:
+        logger.warning("a compiled chunk is not exported: %r", error)
         full = (isinstance(error, OSError) and error.errno in FULL) or "No space left" in str(error)
         with suppress(
             OSError
         ):  # the folder is gone because nobody waits any more, or the frontend will time out
-            temporary.unlink(missing_ok=True)
+            path.with_suffix(TEMPORARY).unlink(missing_ok=True)
             path.with_name(path.stem + (DISK_FULL if full else NOT_WRITTEN)).touch()
 
 
-def _copy(
-    runner: LinkRunner, request: str, export: ChunkExport
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    prompt, paged = runner.prompt_inputs(request), runner.paged
-    length = len(prompt.token_ids)
-    kv = paged.read(torch.tensor(export.blocks), export.skip, length)
-    parallel = runner.vllm_config.parallel_config
+def _read(job: _Job, paged: PagedCache, readback: Readback) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Reads KV layer by layer, so that the device never holds a second copy of the whole, and the prompt's inputs."""
+    skip, length = job.export.skip, len(job.export.token_ids)
+    blocks = torch.tensor(job.export.blocks).to(paged.device)
+    kv: torch.Tensor | None = None
+    for number in range(len(paged.layers)):
+        layer = readback.to_host(paged.read_layer(number, blocks, skip, length))
+        kv = layer.new_empty(len(paged.layers), *layer.shape) if kv is None else kv
+        kv[number] = layer
+    assert kv is not None, "a worker has at least one layer"
+    tensors = {"kv": kv}
     metadata = {
         "layers": f"{paged.layers.start} {paged.layers.stop}",
         "heads": f"{paged.heads.start} {paged.heads.stop}",
-        "ranks": f"{parallel.tensor_parallel_size} {parallel.pipeline_parallel_size}",
     }
-    tensors = {"kv": kv}
-    if paged.rank == (0, 0):
-        inputs = _inputs(runner, prompt, export.skip, length)
+    if job.prompt is not None:
+        inputs = job.prompt.inputs(readback.to_host)
         metadata["extent"] = str(inputs.rotary_length)
         given = {name: getattr(inputs, name) for name in ("token_ids", "positions", "embeds", "deepstack")}
         tensors |= {name: tensor.contiguous() for name, tensor in given.items() if tensor is not None}
     return tensors, metadata
 
 
-def _inputs(runner: LinkRunner, prompt: PromptInputs, skip: int, length: int) -> ChunkInputs:
-    ids = torch.tensor(prompt.token_ids[skip:], dtype=torch.int64)
-    positions, rotary_length = torch.arange(length - skip)[None], length - skip
-    if prompt.positions is not None:
-        positions = prompt.positions[:, skip:length].to(torch.int64) - skip
-        rotary_length = int(positions.max()) + 1
-    embeds = deepstack = None
-    if prompt.features:
-        width = runner.vllm_config.model_config.hf_text_config.hidden_size
-        widths = (prompt.encoded[feature.identifier].shape[-1] for feature in prompt.features)
-        rows = torch.zeros(length - skip, max(width, *widths), dtype=runner.dtype)
-        words = torch.ones(length - skip, dtype=torch.bool)
-        for feature in prompt.features:
-            place, encoded = feature.mm_position, prompt.encoded[feature.identifier]
-            index = torch.arange(place.offset, place.offset + place.length)
-            index = (index if place.is_embed is None else index[place.is_embed]) - skip
-            rows[index], words[index] = encoded.cpu(), False
-        if words.any():
-            if runner.vllm_config.parallel_config.tensor_parallel_size > 1:
-                raise ValueError(
-                    "the embedding table is divided among ranks and cannot be read from one of them"
-                )
-            table = runner.language_model.embed_input_ids
-            rows[words, :width] = table(ids[words].to(runner.device)).cpu()
-        embeds = rows[:, :width]
-        if rows.shape[1] > width:
-            deepstack = rows[:, width:].view(length - skip, -1, width).transpose(0, 1)
-    return ChunkInputs(ids, positions, rotary_length, embeds, deepstack)
+def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    temporary = path.with_suffix(TEMPORARY)
+    save_file(tensors, temporary, metadata)
+    os.replace(temporary, path)

@@ -18,7 +18,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from mpic.errors import ModelRefused
 from mpic.kv.chunk import KVShape
-from mpic.kv.page_locked import PAGE_LOCKED
 
 CPU_LAYOUTS = ("vec", "vec16")
 GPU_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
@@ -121,21 +120,22 @@ class PagedCache:
     def read(self, blocks: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
         """Returns KV ``[layers, 2, heads, hi - lo, head_dim]`` of a request's sequence indices from ``lo`` to ``hi``.
 
-        It is copied to host memory layer by layer, so that the device never holds a second copy of the whole.
+        It lies in host memory: the call waits for the device.
+        """
+        blocks = blocks.to(self.device)
+        return torch.stack([self.read_layer(i, blocks, lo, hi).cpu() for i in range(len(self.layers))])
+
+    def read_layer(self, number: int, blocks: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+        """Returns KV ``[2, heads, hi - lo, head_dim]`` of one of its layers, on the device.
+
+        Args:
+            number: of the layer among those of this worker.
+            blocks: the request's blocks, on the device.
         """
         first, last = lo // self.block, -(-hi // self.block)
         within = slice(lo - first * self.block, hi - first * self.block)
-        blocks = blocks[first:last].to(self.device)
-        cache = self.attention[0].kv_cache
-        shape = (len(self.layers), 2, len(self.heads), hi - lo, cache.shape[-1] // 2)
-        allocate = PAGE_LOCKED.empty if self.device.type == "cuda" else torch.empty
-        kv = allocate(shape, dtype=cache.dtype)
-        for i, attention in enumerate(self.attention):
-            for half, part in enumerate(self._halves(attention.kv_cache[blocks])):
-                kv[i, half].copy_(part[:, within], non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return kv
+        pages = self.attention[number].kv_cache[blocks[first:last]]
+        return torch.stack([part[:, within] for part in self._halves(pages)])
 
     def _halves(self, pages: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yields keys, then values ``[heads, tokens, head_dim]`` of ``pages [blocks, heads, block, 2 * head_dim]``."""

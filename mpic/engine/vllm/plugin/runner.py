@@ -81,13 +81,12 @@ class PromptInputs(NamedTuple):
     """The inputs of a request's prompt that the runner knows.
 
     Args:
-        token_ids: its N tokens.
-        positions: its M-RoPE positions ``[3, N]``, or None where the model has one position a token.
+        positions: its M-RoPE positions ``[3, N]``, maybe on the device, or None where the model has one position a
+            token.
         features: its images, as vLLM describes them.
         encoded: outputs of the vision encoder for images, by their identifiers.
     """
 
-    token_ids: list[int]
     positions: torch.Tensor | None
     features: Sequence[Any]
     encoded: Mapping[str, torch.Tensor]
@@ -131,7 +130,8 @@ class LinkRunner:
 
     @abstractmethod
     def prompt_inputs(self, request: str) -> PromptInputs:
-        """Returns the inputs of the prompt of a request that the current step has computed."""
+        """Returns the inputs of the prompt of a request that the current step computes to its end. It does not wait for
+        the device."""
 
     @abstractmethod
     def block_ids(self, request: str) -> list[int]:

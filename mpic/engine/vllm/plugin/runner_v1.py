@@ -40,7 +40,7 @@ class LinkRunnerV1(LinkRunner):
     def prompt_inputs(self, request: str) -> PromptInputs:
         state = self.requests[request]
         positions = state.mrope_positions if self.uses_mrope else None
-        return PromptInputs(state.prompt_token_ids, positions, state.mm_features, self.encoder_cache)
+        return PromptInputs(positions, state.mm_features, self.encoder_cache)
 
     def block_ids(self, request: str) -> list[int]:
         return self.requests[request].block_ids[0]

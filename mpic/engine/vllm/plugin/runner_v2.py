@@ -121,11 +121,10 @@ class LinkRunnerV2(LinkRunner):
     def prompt_inputs(self, request: str) -> PromptInputs:
         number = self.req_states.req_id_to_index[request]
         length = int(self.req_states.prompt_len.np[number])
-        ids = self.req_states.all_token_ids.gpu[number, :length].tolist()
         rope, cache = self.model_state.rope_state, self.encoder_cache
-        positions = rope.read_prefill_positions(number, length).cpu() if rope is not None else None
+        positions = rope.read_prefill_positions(number, length) if rope is not None else None
         features = cache.mm_features[request] if cache is not None else ()
-        return PromptInputs(ids, positions, features, cache.encoder_outputs if cache is not None else {})
+        return PromptInputs(positions, features, cache.encoder_outputs if cache is not None else {})
 
     def block_ids(self, request: str) -> list[int]:
         return self._blocks[request]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,11 +52,13 @@ class ChunkExport:
     Args:
         folder: absolute; it exists.
         skip: sink tokens in front, which are not exported.
-        blocks: the prompt's blocks in the paged cache, in order.
+        token_ids: the whole prompt.
+        blocks: the prompt's blocks in the paged cache, in order. They are kept until every worker has read them.
     """
 
     folder: str
     skip: int
+    token_ids: Sequence[int]
     blocks: tuple[int, ...]
 
 

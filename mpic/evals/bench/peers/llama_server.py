@@ -61,7 +61,13 @@ class LlamaServer:
             self._process = subprocess.Popen(
                 [found, "--model", str(path), *options], stdout=log, stderr=subprocess.STDOUT
             )
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_SECONDS)
+        self._http = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}",
+            timeout=REQUEST_SECONDS,
+            limits=httpx.Limits(
+                max_keepalive_connections=0
+            ),  # it closes idle connections while others take turns
+        )
         try:
             self._wait(folder / "llama-server.log")
         except BaseException:

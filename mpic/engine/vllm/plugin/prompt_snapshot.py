@@ -1,0 +1,97 @@
+"""The inputs of a compiled chunk's first layer, taken in the step that computes its last tokens and read later.
+
+A step may not wait for the device, and afterwards other requests take over what it knows of this one. So the step holds
+on to tensors that nobody changes any more, and gives the device what it still has to compute; ``inputs`` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from mpic.kernels.upload import send
+from mpic.kv.chunk import ChunkInputs
+
+if TYPE_CHECKING:
+    from mpic.engine.vllm.plugin.runner import LinkRunner
+    from mpic.engine.vllm.plugin.step_messages import ChunkExport
+
+
+class _Embedded(NamedTuple):
+    """The embeddings of a prompt with images, on the device.
+
+    Args:
+        parts: numbers of tokens ``[m]``, on the host, and their rows ``[m, width]``.
+        width: of a row of the first layer's input; a wider one carries DeepStack features behind it.
+    """
+
+    parts: list[tuple[torch.Tensor, torch.Tensor]]
+    width: int
+
+
+class PromptSnapshot(NamedTuple):
+    """See the module.
+
+    Args:
+        token_ids: ``[n]``, without the tokens in front that are not exported.
+        positions: M-RoPE positions ``[3, n]`` from 0 on, maybe on the device; None where they are 0 to n - 1.
+        embedded: None for a prompt without images.
+        dtype: of embeddings.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor | None
+    embedded: _Embedded | None
+    dtype: torch.dtype
+
+    def inputs(self, to_host: Callable[[torch.Tensor], torch.Tensor]) -> ChunkInputs:
+        """Returns the inputs. It waits for the device."""
+        n = len(self.token_ids)
+        positions, rotary_length = torch.arange(n)[None], n
+        if self.positions is not None:
+            positions = to_host(self.positions).to(torch.int64)
+            rotary_length = int(positions.max()) + 1
+        embeds = deepstack = None
+        if self.embedded is not None:
+            width = self.embedded.width
+            widest = max(part.shape[-1] for _, part in self.embedded.parts)
+            rows = torch.zeros(n, max(width, widest), dtype=self.dtype)
+            for index, part in self.embedded.parts:
+                rows[index, : part.shape[-1]] = to_host(part)
+            embeds = rows[:, :width]
+            if rows.shape[1] > width:
+                deepstack = rows[:, width:].view(n, -1, width).transpose(0, 1)
+        return ChunkInputs(self.token_ids, positions, rotary_length, embeds, deepstack)
+
+
+def snapshot(runner: LinkRunner, request: str, export: ChunkExport) -> PromptSnapshot:
+    """Takes the inputs of a prompt that the current step computes to its end.
+
+    Raises:
+        ValueError: this worker has not all of the embedding table, which the prompt needs.
+    """
+    prompt, skip, length = runner.prompt_inputs(request), export.skip, len(export.token_ids)
+    ids = torch.tensor(export.token_ids[skip:], dtype=torch.int64)
+    positions = None
+    if prompt.positions is not None:
+        positions = (
+            prompt.positions[:, skip:length] - skip
+        )  # a new tensor: another request gets the old one's place
+    if not prompt.features:
+        return PromptSnapshot(ids, positions, None, runner.dtype)
+    words, parts = torch.ones(length - skip, dtype=torch.bool), []
+    for feature in prompt.features:
+        place = feature.mm_position
+        index = torch.arange(place.offset, place.offset + place.length)
+        index = (index if place.is_embed is None else index[place.is_embed]) - skip
+        parts.append((index, prompt.encoded[feature.identifier]))
+        words[index] = False
+    if words.any():
+        if runner.vllm_config.parallel_config.tensor_parallel_size > 1:
+            raise ValueError("the embedding table is divided among ranks and cannot be read from one of them")
+        table = runner.language_model.embed_input_ids
+        parts.append((torch.nonzero(words)[:, 0], table(send(ids[words], runner.device))))
+    width = runner.vllm_config.model_config.hf_text_config.hidden_size
+    return PromptSnapshot(ids, positions, _Embedded(parts, width), runner.dtype)

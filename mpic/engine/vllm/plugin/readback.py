@@ -1,0 +1,117 @@
+"""From a device to host memory, beside what the device computes and without a step that waits for it.
+
+A step marks what the device has been given so far. A thread then reads, on a stream of its own, behind that mark. What
+is read crosses through two fixed pieces of page-locked memory by turns: while one fills, the thread empties the other
+into ordinary memory. So however much is read, no more than these two pieces are ever locked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from mpic.kv.page_locked import PAGE_LOCKED
+
+SLOT_BYTES = 16 << 20
+
+
+class Readback(Protocol):
+    """Reads a device's tensors. ``mark`` is called by the thread that gives the device its work, the rest by one
+    other."""
+
+    def mark(self) -> Any:
+        """Marks what the device has been given to compute so far. It does not wait."""
+
+    @contextmanager
+    def behind(self, mark: Any) -> Iterator[None]:
+        """What the calling thread gives the device inside the block is done behind the mark, beside everything that was
+        given after it."""
+
+    def to_host(self, source: torch.Tensor) -> torch.Tensor:
+        """Returns a copy in ordinary host memory, and waits for it. Call it inside ``behind``."""
+
+
+class ReadbackAtOnce:
+    """For a device that has computed what it was given when the call returns: a CPU."""
+
+    def mark(self) -> None:
+        pass
+
+    @contextmanager
+    def behind(self, mark: Any) -> Iterator[None]:
+        yield
+
+    def to_host(self, source: torch.Tensor) -> torch.Tensor:
+        return source.cpu()
+
+
+class CudaReadback:
+    """A CUDA stream of its own, and two slots of page-locked memory, which are allocated when the first tensor is
+    read."""
+
+    def __init__(self, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
+        self._device, self._slot_bytes = device, slot_bytes
+        self._stream = torch.cuda.Stream(device)
+        PAGE_LOCKED.allow(self, 2 * slot_bytes)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def behind(self, mark: torch.cuda.Event) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            yield
+
+    def to_host(self, source: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(source.shape, dtype=source.dtype)
+        if source.device.type != "cuda":
+            return host.copy_(source)
+        cross(source.contiguous(), host, self._slots, self._copied)
+        return host
+
+    @cached_property
+    def _slots(self) -> list[torch.Tensor]:
+        with torch.inference_mode(False):
+            return [PAGE_LOCKED.empty((self._slot_bytes,), torch.uint8) for _ in range(2)]
+
+    def _copied(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # who waits for it leaves its core
+        event.record(self._stream)
+        return event
+
+
+def cross(source: torch.Tensor, target: torch.Tensor, slots: list[torch.Tensor], copied: Any) -> None:
+    """Copies a contiguous device tensor to host memory through slots by turns.
+
+    Args:
+        slots: two tensors of bytes in page-locked memory.
+        copied: returns a mark of the copies started so far, whose ``synchronize`` waits for them.
+    """
+    source, target = (tensor.view(-1).view(torch.uint8) for tensor in (source, target))
+    under_way: tuple[slice, torch.Tensor, Any] | None = None
+    for turn, first in enumerate(range(0, len(source), len(slots[0]))):
+        piece = slice(first, min(first + len(slots[0]), len(source)))
+        slot = slots[turn % 2][: piece.stop - piece.start]
+        slot.copy_(source[piece], non_blocking=True)
+        mark = copied()
+        if under_way is not None:
+            _empty(target, *under_way)
+        under_way = piece, slot, mark
+    if under_way is not None:
+        _empty(target, *under_way)
+
+
+def _empty(target: torch.Tensor, piece: slice, slot: torch.Tensor, mark: Any) -> None:
+    mark.synchronize()
+    target[piece].copy_(slot)
+
+
+def readback_for(device: torch.device) -> Readback:
+    return CudaReadback(device) if device.type == "cuda" else ReadbackAtOnce()
