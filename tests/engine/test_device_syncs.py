@@ -154,6 +154,19 @@ def test_a_step_that_continues_the_last_one_copies_its_tokens_and_nothing_else(d
     assert (runner.tables.made, runner.tables.advanced) == (1, 3)
 
 
+def test_a_step_whose_tokens_only_the_device_knows_waits_for_nothing(device):
+    """The tokens of the step before it are drawn, sent for and used, and nobody reads them."""
+    runner, pool = make(device)
+    decoding = [row(pool, 5), row(pool, 7)]
+    logits = run(device, runner, [grown(r) for r in decoding])
+    device.copies = 0
+    with watched():
+        drawing = sampling.Drawing(logits, [sampling.Sampler(Sampling())] * 2)
+        following = runner.run([grown(r) for r in decoding], ids=drawing.tokens.clamp_min(0))
+    assert following.shape == logits.shape and following.device == DEVICE
+    assert device.copies == 1  # positions, and the rows whose logits are wanted
+
+
 class Nothing:
     """A kernel whose launches do nothing."""
 
@@ -203,7 +216,9 @@ def test_the_host_waits_once_for_a_step_that_takes_no_token_so_that_none_queue_u
     waits, steps = [], []
     run = engine.runner.run
     monkeypatch.setattr(engine.runner, "wait", lambda: waits.append(1))
-    monkeypatch.setattr(engine.runner, "run", lambda *args: steps.append(1) or run(*args))
+    monkeypatch.setattr(
+        engine.runner, "run", lambda *args, **options: steps.append(1) or run(*args, **options)
+    )
     engine.compile(text_chunk(ids(5, 40))).result(60)
     engine.check()  # is answered between steps
     assert len(waits) == len(steps) == 3

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import ChainMap, Counter
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from mpic.engine.accounting import Arrivals
 from mpic.engine.base import Engine, GenerationRequest
 from mpic.engine.checks import as_failure
+from mpic.engine.native.ahead import Ahead
 from mpic.engine.native.batch import BatchSlice, CompileJob, CompileRequest
 from mpic.engine.native.builder import RequestBuilder
 from mpic.engine.native.cuda_graphs import static_decode_for
@@ -30,11 +31,12 @@ from mpic.engine.native.loader import loaders_for
 from mpic.engine.native.outputs import Outputs
 from mpic.engine.native.preparation import Preparation
 from mpic.engine.native.presser import Presser, refusal
-from mpic.engine.native.request import LinkedChunk, Request, Status
+from mpic.engine.native.request import LinkedChunk, Request
 from mpic.engine.native.runner import Runner
-from mpic.engine.native.sampling import choose
+from mpic.engine.native.sampling import Drawing
 from mpic.engine.native.scheduler import Scheduler
-from mpic.engine.native.transfers import LoadEnded, Transfers
+from mpic.engine.native.stats import stats
+from mpic.engine.native.transfers import LoadEnded, Transfers, chunks_arrived
 from mpic.engine.stream import DeltaStream
 from mpic.engine.tombstones import Tombstones
 from mpic.errors import CompileFailed, EngineStopped, MPICError
@@ -68,6 +70,7 @@ class NativeEngine(Engine):
         staging: size of the page-locked ring that chunks are read through to a CUDA device; None chooses.
         check_when_idle: verify all invariants whenever nothing runs.
         cuda_graphs: ``on``, ``off``, or ``auto``; see ``cuda_graphs.py``.
+        ahead: launch decoding steps before the last one's tokens are known (``ahead.py``); None: on a CUDA device.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class NativeEngine(Engine):
         staging: Staging | None = None,
         check_when_idle: bool = True,
         cuda_graphs: str = "off",
+        ahead: bool | None = None,
     ) -> None:
         self.model, self.info = model, model.info
         self.provides = PROVIDES["native"] - (
@@ -104,6 +108,9 @@ class NativeEngine(Engine):
         load, save = self.transfers.load, self.transfers.save
         self.memory = DeviceMemory(self.device, model.bos_id, load, save, tombstones, presser, model.scope)
         self.scheduler = Scheduler(self.memory, budget, max_running)
+        self.ahead = Ahead(
+            self.runner, self.scheduler, model.device.type == "cuda" if ahead is None else ahead
+        )
         self.decider = Decider(self.runner)
         self.linker = ChunkLinker(model, adapter, store, self.device, self.tombstones)
         self.builder = RequestBuilder(model, store, self.linker, self.pool)
@@ -198,32 +205,19 @@ class NativeEngine(Engine):
         self._post(lambda: self._prefetch(linked, arrived), quiet=True)
 
     def stats(self) -> dict[str, Any]:
-        scheduler = self.scheduler
-        requests = list(scheduler.running)
-        chunks = sum(resident.extent.pages for resident in list(self.device.chunks.values()))
-        extents = [request.extent for request in requests]
-        running = sum(extent.pages for extent in extents if extent is not None)
-        free = self.pool.free_pages
-        counters = dict(self._counters)
-        for owner in (self.device, self.memory, scheduler, self.transfers, self.decider, self.outputs):
-            counters |= owner.counters
-        if self.runner.static is not None:
-            counters |= self.runner.static.counters
+        owners = (
+            self.device,
+            self.memory,
+            self.scheduler,
+            self.transfers,
+            self.decider,
+            self.outputs,
+            self.ahead,
+        )
+        counted = [dict(owner.counters) for owner in (*owners, self.runner.static) if owner is not None]
         return {
-            "waiting": len(scheduler.waiting),
-            "running": len(requests),
-            "searching": sum(r.status is Status.SEARCHING for r in requests) + len(scheduler.preempted),
-            "pages": {
-                "total": self.pool.pages,
-                "free": free,
-                "chunks": chunks,
-                "running": running,
-                "prefix": max(0, self.pool.pages - free - chunks - running),
-                "page_size": self.pool.page_size,
-                "page_bytes": self.pool.page_bytes,
-            },
-            "chunks_resident": len(self.device.chunks),
-            "counters": counters,
+            **stats(self.scheduler, self.pool),
+            "counters": dict(ChainMap(*counted, dict(self._counters))),
         }
 
     def ready(self) -> None:
@@ -299,22 +293,33 @@ class NativeEngine(Engine):
     # ---- the engine's thread: steps
 
     def step(self) -> None:
-        """Takes one turn: schedule -> run -> commit."""
+        """Takes one turn: schedule -> run -> commit, or commits the step that was launched ahead."""
+        launched = self.ahead.take()
+        if launched is not None:
+            self._commit(*launched, self.transfers.barrier(()))
+        elif not self._run_next():
+            return
+        if self.scheduler.idle:
+            self.ahead.forget()
+            if self._check_when_idle:
+                self._check()
+
+    def _run_next(self) -> bool:
+        """Schedules, runs and commits a step; returns whether there was one."""
         slices = self.scheduler.schedule()
         decided = self._decide()
         self._more_to_do = bool(slices or decided)
         if not slices:
             if not self._more_to_do:
                 self._refuse_stuck()
-            return
+            return False
         barrier = self.transfers.barrier(s.rows for s in slices if isinstance(s.rows, Request))
         began = time.monotonic()
         logits = self.runner.run(slices, barrier if barrier else None)
         self._commit(slices, logits, barrier)
         if not barrier:  # such a step's time would be that of the loads
             self.scheduler.pace.measure(sum(s.hi - s.lo for s in slices), time.monotonic() - began)
-        if self._check_when_idle and self.scheduler.idle:
-            self._check()
+        return True
 
     def _decide(self) -> bool:
         """Lets dynamic policies look at their prompts. The rows they choose join the next step."""
@@ -340,7 +345,7 @@ class NativeEngine(Engine):
                     self.memory.compiled(rows)
                 continue
             wants_logits = part.wants_logits  # taking a token changes that
-            if barrier and not self._chunks_arrived(rows, barrier):
+            if barrier and not chunks_arrived(rows, barrier):
                 self._counters["rows_thrown_away"] += part.hi - part.lo
             else:
                 rows.computed = part.hi
@@ -353,22 +358,19 @@ class NativeEngine(Engine):
             return
         if len(taken) < row:
             logits = logits[list(taken.values())]
-        choices = choose(logits, [request.sampler for request in taken])
+        drawing = Drawing(logits, [request.sampler for request in taken])
+        if len(taken) == len(slices) and not barrier and not self._inbox:
+            self.ahead.launch(slices, drawing)
+        choices = drawing.choices()
         now = time.monotonic()
         for request, choice in zip(taken, choices, strict=True):
             self.outputs.take(request, choice, now)
-
-    @staticmethod
-    def _chunks_arrived(request: Request, barrier: LayerBarrier) -> bool:
-        """Returns whether every layer that the request's rows attended to was loaded in time."""
-        loads = {linked.resident.progress for linked in request.prompt.needed} - {None}
-        request.times.ready = max((request.times.ready, *(load.ended for load in loads)))
-        return not loads & barrier.missed
 
     def _fail_running(self, error: Exception) -> None:
         """Fails every request and job on the device: nothing that a failed step half wrote may be used again."""
         failure = as_failure(error)
         scheduler = self.scheduler
+        self.ahead.forget()
         if not scheduler.running and not scheduler.jobs and scheduler.waiting:
             self._refuse(scheduler.waiting[0], failure)  # it could not even be admitted
         for request in list(scheduler.running):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -234,15 +235,29 @@ class Request(Rows):
 
     def append(self, token: int) -> None:
         """Appends a generated token."""
+        self._place_next()
+        self.ids.append(token)
+        self.items.append(token)
+        self.usage.completion_tokens += 1
+
+    @contextmanager
+    def with_next(self) -> Iterator[None]:
+        """Inside the block its rows have one more token, which only the device knows yet; its id here means nothing."""
+        self._place_next()
+        self.ids.append(0)
+        try:
+            yield
+        finally:
+            self.ids.pop()
+
+    def _place_next(self) -> None:
+        """Sets the position of the token that follows its rows."""
         n, plan = len(self.ids), self.prompt.plan
         if (
             n == self.positions.shape[1]
         ):  # doubled, so that a long answer does not copy all positions for each token
             self.positions = torch.cat([self.positions, torch.empty_like(self.positions)], 1)
         self.positions[:, n] = plan.rotary_length + self.since_plan
-        self.ids.append(token)
-        self.items.append(token)
-        self.usage.completion_tokens += 1
 
     def decide(self, prompt: LinkedPrompt, own: OwnTokens) -> None:
         """Replaces the provisional tokens by those that a dynamic policy has chosen."""

@@ -31,7 +31,12 @@ class Runner:
         self.tables = StepTables(model, pool) if pool is not None else None
         self.static: StaticDecode | None = None
 
-    def run(self, slices: list[BatchSlice], barrier: LayerBarrier | None = None) -> torch.Tensor:
+    def run(
+        self,
+        slices: list[BatchSlice],
+        barrier: LayerBarrier | None = None,
+        ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Runs one forward of all slices.
 
         Every layer writes the rows' keys and values before any row attends, so a link row may see chunks that are
@@ -40,12 +45,14 @@ class Runner:
         Args:
             barrier: loads that the step follows: every layer waits for the same layer of each load before any row
                 attends.
+            ids: the rows' tokens ``[rows]`` int64 on the device, where the host does not know them yet; they are
+                tokens of text.
 
         Returns:
             ``[w, vocabulary]`` fp32 on the device, one row for each slice that wants logits, in order.
         """
         if self.static is not None and barrier is None:
-            logits = self.static.run(slices)
+            logits = self.static.run(slices, ids)
             if logits is not None:
                 return logits
         wanted, starts, total = [], [], 0
@@ -56,7 +63,7 @@ class Runner:
                 wanted.append(total - 1)
         positions = np.concatenate([s.rows.positions.numpy()[:, s.lo : s.hi] for s in slices], 1)
         table = upload({"positions": positions, "wanted": np.array(wanted, np.int64)}, self.model.device)
-        inputs = self.inputs(slices, starts)
+        inputs = self.inputs(slices, starts) if ids is None else RowInputs(ids, self.model.embed(ids))
         step = self.tables.step(slices, starts)
         step.barrier, step.observed = barrier, observed_rows(slices, starts)
         return self.model.forward(inputs, table["positions"], step, table["wanted"])

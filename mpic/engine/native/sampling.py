@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -65,7 +66,6 @@ class Sampler:
         return min(float(torch.rand((), dtype=torch.float64, generator=self._generator)), _BELOW_ONE)
 
 
-@torch.inference_mode()
 def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exception]:
     """Chooses a token for every row.
 
@@ -76,27 +76,81 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice | E
     Returns:
         The choice of each row, or an error that concerns this row alone.
     """
-    numbers = [0.0 if s.sampling.temperature == 0 else s.next() for s in samplers]
-    try:
-        return _choose(logits, samplers, numbers)
-    except Exception:  # the options of one request must not fail the others
-        log.exception("the tokens of a step could not be drawn together, and are drawn one by one")
-    choices: list[Choice | Exception] = []
-    for row, (sampler, number) in enumerate(zip(samplers, numbers, strict=True)):
+    return Drawing(logits, samplers).choices()
+
+
+class Drawing:
+    """The tokens of a step, which the device may still be drawing. The arguments are those of ``choose``.
+
+    Attributes:
+        tokens: ``[rows]`` int64 on the device: a token of each row, or a negative code where the host has to take part.
+            None when it has to from the start.
+        found: the same numbers on the host, as soon as ``choices`` has returned; empty when there are none.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
+        self._logits, self._samplers = logits, samplers
+        self._numbers = [0.0 if s.sampling.temperature == 0 else s.next() for s in samplers]
+        self.tokens: torch.Tensor | None = None
+        self.found: list[int] = []
+        if any(sampler.wide for sampler in samplers):
+            return
+        with suppress(Exception):  # which `choices` meets again, reports and keeps to one row
+            tokens = _draw(logits, [sampler.sampling for sampler in samplers], self._numbers)
+            self._read = _fetch(tokens)
+            self.tokens = tokens
+
+    def keep_logits(self) -> None:
+        """Copies the logits, whose memory the next step overwrites."""
+        self._logits = self._logits.clone()
+
+    @torch.inference_mode()
+    def choices(self) -> list[Choice | Exception]:
+        """Waits for the tokens, and returns the choice of each row, or an error that concerns this row alone."""
+        logits, samplers, numbers = self._logits, self._samplers, self._numbers
         try:
-            choices += _choose(logits[row : row + 1], [sampler], [number])
-        except Exception as error:
-            choices.append(error)
-    return choices
+            if self.tokens is not None:
+                self.found = self._read()
+            return _choose(logits, samplers, numbers, list(self.found))
+        except Exception:  # the options of one request must not fail the others
+            log.exception("the tokens of a step could not be drawn together, and are drawn one by one")
+        choices: list[Choice | Exception] = []
+        for row, (sampler, number) in enumerate(zip(samplers, numbers, strict=True)):
+            try:
+                choices += _choose(logits[row : row + 1], [sampler], [number])
+            except Exception as error:
+                choices.append(error)
+        return choices
+
+
+def _fetch(tokens: torch.Tensor) -> Callable[[], list[int]]:
+    """Starts to copy tokens to the host, in front of whatever the device is given next; returns what waits for them."""
+    if tokens.device.type != "cuda":
+        return tokens.tolist
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def _choose(
-    logits: torch.Tensor, samplers: Sequence[Sampler], numbers: Sequence[float]
+    logits: torch.Tensor,
+    samplers: Sequence[Sampler],
+    numbers: Sequence[float],
+    tokens: list[int] | None = None,
 ) -> list[Choice | Exception]:
-    """Does the work of ``choose``, with the numbers that the samplers have drawn."""
+    """Does the work of ``choose``, with the numbers that the samplers have drawn, and the rows' tokens where they are
+    known."""
     options = [sampler.sampling for sampler in samplers]
-    tried = [row for row, sampler in enumerate(samplers) if not sampler.wide]
-    tokens = [_AGAIN] * len(samplers)
+    tried = [row for row, sampler in enumerate(samplers) if not sampler.wide and not tokens]
+    tokens = tokens or [_AGAIN] * len(samplers)
     if len(tried) == len(tokens):
         tokens = _draw(logits, options, numbers).tolist()
     elif tried:

@@ -121,8 +121,11 @@ class StaticDecode:
         self._tables.forget()
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[BatchSlice]) -> torch.Tensor | None:
+    def run(self, slices: Sequence[BatchSlice], ids: torch.Tensor | None = None) -> torch.Tensor | None:
         """Runs a step if it is one of decoding rows alone, and fits.
+
+        Args:
+            ids: the rows' tokens on the device, where the host does not know them yet (``Runner.run``).
 
         Returns:
             ``[rows, vocabulary]`` fp32, valid until the next step; None when the step has to be run in another way.
@@ -139,7 +142,7 @@ class StaticDecode:
                 )
             self.counters["static_too_large"] += 1
             return None
-        self._fill(slices, bucket)
+        self._fill(slices, bucket, ids)
         self.counters["static_steps"] += 1
         return self._running()[: len(slices)]
 
@@ -156,13 +159,13 @@ class StaticDecode:
                 return work
         return None
 
-    def _fill(self, slices: Sequence[BatchSlice], bucket: Bucket) -> None:
+    def _fill(self, slices: Sequence[BatchSlice], bucket: Bucket, known: torch.Tensor | None) -> None:
         """Copies the rows' tokens and positions into the bucket's buffers; the rows beyond them keep an earlier
         token's."""
         ids = np.array([part.rows.ids[part.lo] for part in slices], np.int64)
         positions = np.concatenate([s.rows.positions.numpy()[:, s.lo : s.hi] for s in slices], 1)
         there = upload({"ids": ids, "positions": positions}, self._model.device)
-        bucket.ids[: len(slices)].copy_(there["ids"])
+        bucket.ids[: len(slices)].copy_(there["ids"] if known is None else known)
         bucket.positions[:, : len(slices)].copy_(there["positions"])
 
 

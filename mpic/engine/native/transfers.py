@@ -330,3 +330,10 @@ class Transfers:
         while self._unsaved:  # one copy at a time
             self._hand_over(self._unsaved.popleft()).result()
         self._writer.shutdown(wait=True)
+
+
+def chunks_arrived(request: Request, barrier: LayerBarrier) -> bool:
+    """Returns whether every layer that the request's rows attended to was loaded in time."""
+    loads = {linked.resident.progress for linked in request.prompt.needed} - {None}
+    request.times.ready = max((request.times.ready, *(load.ended for load in loads)))
+    return not loads & barrier.missed

@@ -41,8 +41,9 @@ def program() -> str | None:
 
 
 class LlamaServer:
-    """A ``llama-server`` with its defaults, but for sizes and threads. Answers have slots of their own, so that the
-    prompts of the first tokens do not push their documents out."""
+    """A ``llama-server`` with its defaults, but for sizes and threads, and without copies of earlier prompts in host
+    memory, which take gigabytes. Answers have slots of their own, so that the prompts of the first tokens do not push
+    their documents out."""
 
     name = "llama.cpp"
 
@@ -52,7 +53,7 @@ class LlamaServer:
         self._slots = max(settings.answers)
         slot_tokens = settings.length + settings.tokens + 64
         port = _free_port()
-        options = ("--host", "127.0.0.1", "--port", str(port), "--no-webui")
+        options = ("--host", "127.0.0.1", "--port", str(port), "--no-webui", "--cache-ram", "0")
         options += ("--parallel", str(self._slots + 1), "--ctx-size", str((self._slots + 1) * slot_tokens))
         options += ("--threads", str(threads), "--threads-batch", str(threads))
         found = program()

@@ -1,0 +1,35 @@
+"""Gauges of an engine: its queue, what runs, and its pages by state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpic.engine.native.request import Status
+from mpic.engine.native.scheduler import Scheduler
+from mpic.kv.pool import Pool
+
+
+def stats(scheduler: Scheduler, pool: Pool) -> dict[str, Any]:
+    """Returns what ``Engine.stats`` promises but for the counters. It may be called from any thread; the engine may
+    change something meanwhile."""
+    requests = list(scheduler.running)
+    residents = list(scheduler.device.chunks.values())
+    chunks = sum(resident.extent.pages for resident in residents)
+    extents = [request.extent for request in requests]
+    running = sum(extent.pages for extent in extents if extent is not None)
+    free = pool.free_pages
+    return {
+        "waiting": len(scheduler.waiting),
+        "running": len(requests),
+        "searching": sum(r.status is Status.SEARCHING for r in requests) + len(scheduler.preempted),
+        "pages": {
+            "total": pool.pages,
+            "free": free,
+            "chunks": chunks,
+            "running": running,
+            "prefix": max(0, pool.pages - free - chunks - running),
+            "page_size": pool.page_size,
+            "page_bytes": pool.page_bytes,
+        },
+        "chunks_resident": len(residents),
+    }
