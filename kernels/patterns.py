@@ -36,7 +36,7 @@ class Pattern(NamedTuple):
     blocks: Blocks | None = None
 
 
-class Piece(NamedTuple):
+class PatternRows(NamedTuple):
     """Rows ``[lo, hi)`` of a slice that attend to each other causally, or are (the rest of) one block."""
 
     lo: int
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
     is_block: bool
 
 
-def pieces(rows: int, blocks: Sequence[tuple[int, int]]) -> Iterator[Piece]:
+def pieces(rows: int, blocks: Sequence[tuple[int, int]]) -> Iterator[PatternRows]:
     """Yields a slice of rows cut at its blocks, which ascend and may reach beyond it."""
     at = 0
     for lo, hi in blocks:
@@ -52,11 +52,11 @@ def pieces(rows: int, blocks: Sequence[tuple[int, int]]) -> Iterator[Piece]:
         if lo >= hi:
             continue
         if at < lo:
-            yield Piece(at, lo, False)
-        yield Piece(lo, hi, True)
+            yield PatternRows(at, lo, False)
+        yield PatternRows(lo, hi, True)
         at = hi
     if at < rows:
-        yield Piece(at, rows, False)
+        yield PatternRows(at, rows, False)
 
 
 def fresh_calls(

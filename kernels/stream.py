@@ -37,7 +37,7 @@ _COUNT = 5
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
-class _Step(ctypes.Structure):
+class _StepStruct(ctypes.Structure):
     """``Step`` of stream.c."""
 
     _fields_ = [
@@ -100,7 +100,7 @@ class StreamRows:
         self._ends = tables[0].reshape(len(sections), -1)[:, _COUNT]
         self._growing = np.array(growing, dtype=np.int64)
         addresses = [t.ctypes.data for t in tables]
-        self._step = _Step(
+        self._step = _StepStruct(
             *(heads, kv_heads or shared[0].view.data.shape[2], cosine.shape[1], interleaved, turned),
             *(torch.get_num_threads(), len(rows), len(sections)),
             *(*addresses[:3], cosine.data_ptr(), sine.data_ptr(), *addresses[3:]),
@@ -136,7 +136,7 @@ class StreamKernel:
         self.head_dim, self.dtype = head_dim, dtype
         self.function = library.attend
         i64, address = ctypes.c_int64, ctypes.c_void_p
-        step = ctypes.POINTER(_Step)
+        step = ctypes.POINTER(_StepStruct)
         f32 = ctypes.c_float
         self.function.argtypes = [step, i64, address, i64, i64, f32, f32, address, address]
         self.function.restype = None

@@ -8,7 +8,7 @@ from library_tools import Clock, encoded, make_chunk, read, text_key
 
 from mpic.durable import FileSystem
 from mpic.library import SHARED, Library, Limits
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 
 LIMITS = Limits(disk_bytes=22_000)
 SMALL, LARGE = make_chunk(n=30), make_chunk(text_key("large"), n=40)
@@ -58,7 +58,7 @@ def live(life):
         lambda: asyncio.run(library.references.add(b"old reference", "r", title="R", id="ref_1")),
     )
     life.step({"I": (encoded(), None)}, lambda: library.files.extend("ann", image.id, None))
-    parts = [Part(f"part {i}", i, i + 1) for i in range(3)]
+    parts = [CachedText(f"part {i}", i, i + 1) for i in range(3)]
     texts = tuple(part.text.encode() for part in parts)
     create = lambda: library.caches.create("ann", parts, name="C", ttl=60)
     cache = life.step({"C": (texts, clock.now + 60)}, create)

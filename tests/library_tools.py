@@ -15,7 +15,7 @@ from mpic.durable import FileSystem
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, Recipe
 from mpic.kv.file import encode
 from mpic.library import SHARED, Library
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 from mpic.library.catalog import database
 
 MODEL = "a1" * 32
@@ -222,7 +222,7 @@ def fill(library):
     for number, chunk in enumerate(chunks(3)):
         library.files.add("ann", f"text {number}".encode(), f"{number}.txt", handle=f"H{number}")
         library.store.save(chunk)
-    library.caches.create("ann", [Part("one", 0, 3), Part("two", 3, 6)], name="cache")
+    library.caches.create("ann", [CachedText("one", 0, 3), CachedText("two", 3, 6)], name="cache")
     asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_1"))
 
 

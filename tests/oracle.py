@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpic.evals.models.oracle import Cache, StockOracle, kinds_of
+from mpic.evals.models.oracle import DenseCache, StockOracle, kinds_of
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.structure import RowInputs
 from mpic.prompt.segments import Prompt, TextSegment
@@ -41,7 +41,7 @@ class Oracle(StockOracle):
         """Returns for every chunk, ``[tokens]``, the attention of the text after the last chunk to its tokens at a
         layer of a full prefill: softmax over chunk tokens, summed over heads and queries."""
         ids, embeds, positions, marks, deepstack, places, _ = self._layout(prompt, inputs)
-        whole = Cache(torch.arange(len(embeds)), len(embeds))
+        whole = DenseCache(torch.arange(len(embeds)), len(embeds))
         deep = None if deepstack is None else (marks, deepstack)
         self._run(whole, RowInputs(ids, embeds, deep), positions, kinds_of(prompt, inputs))
         rows = [range(start, start + len(chunk)) for start, _, chunk in places]

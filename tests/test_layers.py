@@ -35,6 +35,19 @@ LAYERS = [
 ]
 """Packages from the bottom to the top. One may import what stands below it, not what stands beside or above it."""
 
+SHARED_NAMES = {
+    "Settings": "the settings of a bench or of a trainer, one for each command",
+    "Targets": "the words that a vision stage is trained on, one for each generation of the demo model",
+    **dict.fromkeys(("Request", "Status", "LinkedChunk"), "a request in each of the two engines"),
+    **dict.fromkeys(
+        ("RetrievalRound", "TokenLogprob", "TraceSpan"), "an engine's record, and the same on the wire"
+    ),
+    "WithoutFullGraphs": "the same for each of vLLM's two model runners",
+    "MPIC": "the policy, and the client",
+    "Random": "the policy that selects at random, and the press that does",
+}
+"""Classes of one name that are one idea in several places, or that users know by this name."""
+
 
 def sources() -> dict[str, Path]:
     """Every module of the package by its dotted name."""
@@ -126,3 +139,15 @@ def test_a_package_imports_only_packages_below_it(package):
 
 def test_every_package_has_its_layer():
     assert {package_of(m) for m in sources()} - {""} == set().union(*LAYERS)
+
+
+def test_one_class_name_stands_for_one_idea():
+    """The synchronous client is made from the asynchronous one, so the two share all their names."""
+    places = defaultdict(set)
+    for name, path in sources().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].add(name.replace("._async.", "._sync.").replace("._sync.", "."))
+    several = {name: sorted(found) for name, found in places.items() if len(found) > 1}
+    assert {name: found for name, found in several.items() if name not in SHARED_NAMES} == {}
+    assert set(SHARED_NAMES) <= set(several), "a name that is listed is not shared any more"

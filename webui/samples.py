@@ -29,7 +29,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Sample:
+class PageQuestion:
     """A question; ``files`` are the handles in it with the names of their files."""
 
     id: str
@@ -83,7 +83,7 @@ def sample_files(model: str) -> dict[str, Path]:
 
 
 @cache
-def samples(model: str) -> tuple[Sample, ...]:
+def samples(model: str) -> tuple[PageQuestion, ...]:
     """Returns the sample questions for a model whose files are there."""
     found = []
     for id, title, text in QUESTIONS:
@@ -93,5 +93,5 @@ def samples(model: str) -> tuple[Sample, ...]:
             if "#" in word
         }
         if used.keys() <= sample_files(model).keys():
-            found.append(Sample(id, title, text, used))
+            found.append(PageQuestion(id, title, text, used))
     return tuple(found)

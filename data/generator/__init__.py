@@ -4,16 +4,24 @@ Everything is drawn from a seed; nothing is downloaded. `Generator(seed, split)`
 `split="eval"` uses sprites, names, handles, filler sentences and question wordings that training never sees.
 """
 
-from mpic.data.generator.conversation import Conversation, Document, Image, Segment, Turn, messages, segments
+from mpic.data.generator.conversation import (
+    Conversation,
+    ConversationSegment,
+    Document,
+    Image,
+    Turn,
+    messages,
+    segments,
+)
 from mpic.data.generator.tasks import EVAL_TASKS, Generator
 
 __all__ = [
     "EVAL_TASKS",
     "Conversation",
+    "ConversationSegment",
     "Document",
     "Generator",
     "Image",
-    "Segment",
     "Turn",
     "messages",
     "segments",

@@ -8,7 +8,7 @@ LABEL)` and `document:TEXT [document LABEL]`, so that no token of a chunk stands
 name or, without one, its number in words, counted per kind over the conversation. A search is
 `ASSISTANT:<search> query</search> reference one:CHUNK end of reference one. answer</s>`. The chat templates
 state the same for `apply_chat_template`; a test holds them together.
-Chunks (`Segment.kind` image or document) are tokenized alone, and so is each piece of text between them.
+Chunks (`ConversationSegment.kind` image or document) are tokenized alone, and so is each piece of text between them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Conversation:
     task: str = ""
 
 
-class Segment(NamedTuple):
+class ConversationSegment(NamedTuple):
     """A piece that is tokenized alone: text, an image's pixels, or a document's text."""
 
     kind: str  # "text", "image" or "document"
@@ -103,45 +103,53 @@ class _Labels:
         return f"{kind} {name or number_word(self.count[kind])}"
 
 
-def _chunk(part: Image | Document, label: str, place: Labels = "around") -> Iterator[Segment]:
+def _chunk(part: Image | Document, label: str, place: Labels = "around") -> Iterator[ConversationSegment]:
     noun = label.split()[0]
     brackets = "()" if noun == "image" else "[]"
-    yield Segment("text", f" {label}:" if place == "around" else f" {noun}:")
-    yield Segment("image", part.pixels) if isinstance(part, Image) else Segment("document", part.text)
-    yield Segment("text", f" end of {label}." if place == "around" else f" {brackets[0]}{label}{brackets[1]}")
+    yield ConversationSegment("text", f" {label}:" if place == "around" else f" {noun}:")
+    yield (
+        ConversationSegment("image", part.pixels)
+        if isinstance(part, Image)
+        else ConversationSegment("document", part.text)
+    )
+    yield ConversationSegment(
+        "text", f" end of {label}." if place == "around" else f" {brackets[0]}{label}{brackets[1]}"
+    )
 
 
-def _pieces(conversation: Conversation, place: Labels) -> Iterator[Segment]:
+def _pieces(conversation: Conversation, place: Labels) -> Iterator[ConversationSegment]:
     labels = _Labels()
-    yield Segment("text", SPECIAL["bos"] + (f" {conversation.system}" if conversation.system else ""))
+    yield ConversationSegment(
+        "text", SPECIAL["bos"] + (f" {conversation.system}" if conversation.system else "")
+    )
     for turn in conversation.turns:
-        yield Segment("text", " USER:")
+        yield ConversationSegment("text", " USER:")
         for part in turn.user:
             if isinstance(part, str):
-                yield Segment("text", f" {part}")
+                yield ConversationSegment("text", f" {part}")
             else:
                 kind = "image" if isinstance(part, Image) else "document"
                 yield from _chunk(part, labels.next(kind, part.name), place)
-        yield Segment("text", " ASSISTANT:")
+        yield ConversationSegment("text", " ASSISTANT:")
         if turn.query is not None:
-            yield Segment("text", f"{SPECIAL['search']} {turn.query}{SPECIAL['end']}", True)
+            yield ConversationSegment("text", f"{SPECIAL['search']} {turn.query}{SPECIAL['end']}", True)
             for reference in turn.references:
                 yield from _chunk(reference, labels.next("reference", None))
         if turn.query is None or turn.references:
-            yield Segment("text", f" {turn.answer}{SPECIAL['eos']}", True)
+            yield ConversationSegment("text", f" {turn.answer}{SPECIAL['eos']}", True)
 
 
-def segments(conversation: Conversation, place: Labels = "around") -> list[Segment]:
+def segments(conversation: Conversation, place: Labels = "around") -> list[ConversationSegment]:
     """Returns the conversation cut where chunks and answers begin and end, neighbouring texts joined.
 
     Args:
         place: place of the labels of images and documents; labels of references stand around them.
     """
-    out: list[Segment] = []
+    out: list[ConversationSegment] = []
     for piece in _pieces(conversation, place):
         last = out[-1] if out else None
         if last and last.kind == "text" == piece.kind and last.target == piece.target:
-            out[-1] = Segment("text", last.content + piece.content, last.target)
+            out[-1] = ConversationSegment("text", last.content + piece.content, last.target)
         else:
             out.append(piece)
     return out

@@ -36,7 +36,7 @@ KEYED, PLAIN, DESCRIBED, PEOPLE, THINGS = 30, 60, 40, 20, 10
 COMMON = 3  # colours of each shape that any picture may have; the others are kept for keys
 
 
-class References:
+class ReferenceSet:
     """Entries and queries, drawn from a seed."""
 
     def __init__(self, seed: int = SEED) -> None:
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder (default: data/references)")
     parser.add_argument("--seed", type=int, default=SEED, help="another seed gives another library")
     args = parser.parse_args()
-    references = References(args.seed)
+    references = ReferenceSet(args.seed)
     references.write(args.out)
     print(f"{len(references.entries)} entries and {len(references.queries)} queries in {args.out}")
 

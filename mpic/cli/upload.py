@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 app = command_app()
 
 
-class Upload(NamedTuple):
+class FileOutcome(NamedTuple):
     """The outcome for one file of a batch."""
 
     path: Path
@@ -99,7 +99,9 @@ Show = Callable[[str, int, int], None]
 """Shows what is done with a file, the bytes that are sent, and all of them."""
 
 
-def _upload(client: MPIC, path: Path, handle: str, options: dict[str, Any], wait: bool, show: Show) -> Upload:
+def _upload(
+    client: MPIC, path: Path, handle: str, options: dict[str, Any], wait: bool, show: Show
+) -> FileOutcome:
     """Uploads one file. A failure becomes its result, unless every other file would fail the same way."""
     from mpic.client import BadResponse, Unreachable
     from mpic.errors import Forbidden, StorageQuotaExceeded, Unauthorized
@@ -113,13 +115,13 @@ def _upload(client: MPIC, path: Path, handle: str, options: dict[str, Any], wait
             outcome = file.outcome
             file = client.files.wait(file.id).model_copy(update={"outcome": outcome})
     except OSError as error:
-        return Upload(path, handle, error=BadRequest(error.strerror or str(error)))
+        return FileOutcome(path, handle, error=BadRequest(error.strerror or str(error)))
     except MPICError as error:
         denied = isinstance(error, Forbidden) and not isinstance(error, StorageQuotaExceeded)
         if denied or isinstance(error, (Unreachable, BadResponse, Unauthorized)):
             raise
-        return Upload(path, handle, error=error)
-    return Upload(path, handle, file)
+        return FileOutcome(path, handle, error=error)
+    return FileOutcome(path, handle, file)
 
 
 @contextmanager
@@ -137,7 +139,7 @@ def _progress(quiet: bool) -> Iterator[Show]:
         yield show
 
 
-def _show(done: list[Upload]) -> None:
+def _show(done: list[FileOutcome]) -> None:
     """Prints the files as a table, failures with their reasons, and the sums if there are several."""
     files = [one.file for one in done if one.file]
     if files:
@@ -162,7 +164,7 @@ def _show(done: list[Upload]) -> None:
         err.print(f"{len(done)} files: {line}", style="dim", highlight=False)
 
 
-def _plain(one: Upload) -> dict[str, object]:
+def _plain(one: FileOutcome) -> dict[str, object]:
     """Returns a result as JSON: the file, or the error with the path."""
     if one.file is not None:
         return one.file.model_dump(mode="json")

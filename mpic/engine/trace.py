@@ -44,7 +44,7 @@ def chunk_uses(plan: LinkPlan, linked: Sequence[TracedChunk], token_bytes: int) 
     return tuple(uses)
 
 
-class _Part(NamedTuple):
+class _PromptRange(NamedTuple):
     """Tokens ``[start, end)`` of the prompt, the number of the chunk that they belong to or None, and their state."""
 
     start: int
@@ -62,7 +62,7 @@ def trace(
     the state of the tier they came from.
     """
     spans: list[TraceSpan] = []
-    last: _Part | None = None
+    last: _PromptRange | None = None
     for part in _parts(segments, plan, linked, hit):
         if last is not None and (part.chunk, part.state) == (last.chunk, last.state):
             spans[-1] = spans[-1]._replace(end=part.end)
@@ -74,30 +74,30 @@ def trace(
 
 def _parts(
     segments: Sequence[Segment], plan: LinkPlan, linked: Sequence[TracedChunk], hit: int
-) -> list[_Part]:
+) -> list[_PromptRange]:
     chunk_of: dict[int, int] = {}
     for i, segment in enumerate(segments):
         if isinstance(segment, ChunkSegment):
             chunk_of[i] = len(chunk_of)
     own = 0
-    parts: list[_Part] = []
+    parts: list[_PromptRange] = []
     for run in plan.runs:
         chunk = chunk_of.get(run.segment)
         computed = "new" if chunk is None else "recomputed"
         n = run.hi - run.lo
         found = min(max(hit - own, 0), n)
         if found:
-            parts.append(_Part(run.start, run.start + found, chunk, "prefix"))
+            parts.append(_PromptRange(run.start, run.start + found, chunk, "prefix"))
         if n > found:
-            parts.append(_Part(run.start + found, run.start + n, chunk, computed))
+            parts.append(_PromptRange(run.start + found, run.start + n, chunk, computed))
         own += n
     for span in plan.spans:
         start, tier = plan.places[span.source].start, linked[span.source].tier
-        parts.append(_Part(start + span.lo, start + span.hi, span.source, tier))
+        parts.append(_PromptRange(start + span.lo, start + span.hi, span.source, tier))
     return sorted(parts, key=lambda part: part.start)
 
 
-def _show(linked: Sequence[TracedChunk], part: _Part) -> TraceSpan:
+def _show(linked: Sequence[TracedChunk], part: _PromptRange) -> TraceSpan:
     if part.chunk is None:
         return TraceSpan(part.start, part.end, part.state, "text", None, None)
     chunk = linked[part.chunk].chunk

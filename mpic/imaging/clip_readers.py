@@ -48,7 +48,7 @@ class Shown(NamedTuple):
     image: Callable[[], Image.Image]
 
 
-class Reader(NamedTuple):
+class ClipReader(NamedTuple):
     """An opened clip.
 
     Args:
@@ -68,7 +68,7 @@ class Reader(NamedTuple):
 
 
 @contextmanager
-def reader(data: bytes) -> Iterator[Reader]:
+def reader(data: bytes) -> Iterator[ClipReader]:
     """Opens a clip.
 
     Raises:
@@ -85,7 +85,7 @@ def reader(data: bytes) -> Iterator[Reader]:
                 param="file",
             )
         with Image.open(io.BytesIO(data), formats=("GIF", "WEBP", "PNG")) as image:
-            yield Reader(*image.size, 0.0, 0, 0.0, _animation(image))
+            yield ClipReader(*image.size, 0.0, 0, 0.0, _animation(image))
         return
     if not installed():
         raise NoVideoDecoder(f"{kind} needs a decoder that is not installed here: {INSTALL}", param="file")
@@ -109,8 +109,8 @@ def load() -> None:
 
 
 def _account(kind: str, data: bytes) -> dict[str, Any]:
-    """Returns those fields of a ``Reader`` that OpenCV cannot tell right: Matroska has no number of frames, nor has a
-    fragmented MP4, so that OpenCV estimates it."""
+    """Returns those fields of a ``ClipReader`` that OpenCV cannot tell right: Matroska has no number of frames, nor has
+    a fragmented MP4, so that OpenCV estimates it."""
     if kind == "AVI video":
         return {}
     if kind != "MP4 or QuickTime" or is_fragmented(data):
@@ -133,7 +133,7 @@ def _animation(image: Image.Image) -> Iterator[Shown]:
 
 
 @contextmanager
-def _opencv(data: bytes) -> Iterator[Reader]:
+def _opencv(data: bytes) -> Iterator[ClipReader]:
     load()
     try:
         import cv2
@@ -157,7 +157,7 @@ def _opencv(data: bytes) -> Iterator[Reader]:
                 cv2.CAP_PROP_FRAME_COUNT,
             )
         )
-        yield Reader(int(width), int(height), rate, max(0, int(frames)), 0.0, _captured(opened))
+        yield ClipReader(int(width), int(height), rate, max(0, int(frames)), 0.0, _captured(opened))
     finally:
         opened.release()
         source.close()

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from mpic.errors import InvalidUpload, InvalidVideo, OutOfMemory, TooLarge, VideoTooLarge
-from mpic.imaging.clip_readers import Reader, reader
+from mpic.imaging.clip_readers import ClipReader, reader
 
 FRAME_PIXELS = 4096 * 2304
 """Most pixels of one frame; a decoder may hold more than a dozen of them at a time."""
@@ -79,7 +79,7 @@ class Clip(NamedTuple):
 
 
 @contextmanager
-def _opened(data: bytes, rules: ClipRules) -> Iterator[Reader]:
+def _opened(data: bytes, rules: ClipRules) -> Iterator[ClipReader]:
     """Opens a clip within the rules.
 
     Raises:
@@ -133,7 +133,7 @@ def facts(data: bytes, rules: ClipRules) -> ClipFacts:
         return ClipFacts(*size, count, rate)
 
 
-def _is_damaged(found: Reader, count: int, seconds: float) -> bool:
+def _is_damaged(found: ClipReader, count: int, seconds: float) -> bool:
     """Tells whether frames are missing. Those that an edit leaves out are not: then the frames last as long as the file
     says."""
     if found.claimed - count <= max(2, LOST * found.claimed):

@@ -42,14 +42,14 @@ class Piece(NamedTuple):
         return planes[self.planes.start : self.planes.stop, self.slots.start : self.slots.stop]
 
 
-class Part(NamedTuple):
+class LayerRun(NamedTuple):
     """Layers that one reader takes, and their pieces in the order in which they must be read."""
 
     layers: range
     pieces: tuple[Piece, ...]
 
 
-def cut(shape: KVShape, slots: int, itemsize: int, most: int, least: int) -> list[Part]:
+def cut(shape: KVShape, slots: int, itemsize: int, most: int, least: int) -> list[LayerRun]:
     """Cuts a chunk's KV into parts, in the order of its layers.
 
     Args:
@@ -72,11 +72,11 @@ def cut(shape: KVShape, slots: int, itemsize: int, most: int, least: int) -> lis
     for first in range(0, shape.layers, group):
         layers = range(first, min(first + group, shape.layers))
         whole = Piece(layers, range(len(layers) * planes), range(slots), first * layer, True)
-        parts.append(Part(layers, (whole,)))
+        parts.append(LayerRun(layers, (whole,)))
     return parts
 
 
-def _layer(number: int, layer: int, plane: int, row: int, boxes: list[tuple[range, range]]) -> Part:
+def _layer(number: int, layer: int, plane: int, row: int, boxes: list[tuple[range, range]]) -> LayerRun:
     """Returns a layer as a part of its own, cut into boxes of planes and slots."""
     layers = range(number, number + 1)
     pieces = tuple(
@@ -89,7 +89,7 @@ def _layer(number: int, layer: int, plane: int, row: int, boxes: list[tuple[rang
         )
         for i, (planes, slots) in enumerate(boxes)
     )
-    return Part(layers, pieces)
+    return LayerRun(layers, pieces)
 
 
 def _boxes(slots: int, planes: int, row: int, most: int) -> list[tuple[range, range]]:

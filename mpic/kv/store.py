@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from mpic.kv.chunk import ChunkInputs, ChunkKV, KVKey
-from mpic.kv.parts import Part, Piece, PieceReader
+from mpic.kv.parts import LayerRun, Piece, PieceReader
 
 
 class StoredChunk(Protocol):
@@ -69,9 +69,9 @@ class PartedChunk(Protocol):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: Sequence[Part]
+    parts: Sequence[LayerRun]
 
-    def read_part(self, part: Part) -> Iterator[tuple[Piece, PieceReader]]:
+    def read_part(self, part: LayerRun) -> Iterator[tuple[Piece, PieceReader]]:
         """Yields every piece of a part, in order, with what reads and verifies it; see ``ChunkFile.read_part``."""
         ...
 

@@ -36,7 +36,7 @@ AT_ONCE = 32
 """Chunks that are made durable together."""
 
 
-class Part(NamedTuple):
+class CachedText(NamedTuple):
     """A text to cache, and its characters ``[start, end)`` in the text that the client sent."""
 
     text: str
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheChunk:
-    """A chunk of a cache; see ``Part``."""
+    """A chunk of a cache; see ``CachedText``."""
 
     file: File
     start: int
@@ -116,7 +116,7 @@ class CacheLibrary:
     def create(
         self,
         user: str,
-        parts: Sequence[Part],
+        parts: Sequence[CachedText],
         *,
         name: str = "",
         split: dict[str, Any] | None = None,

@@ -25,7 +25,7 @@ Outcome = Literal["created", "unchanged", "replaced"]
 Remove = Callable[[list[File], str | None], list[Removed]]
 
 
-class Stored(NamedTuple):
+class UploadOutcome(NamedTuple):
     """The outcome of an upload.
 
     Args:
@@ -112,19 +112,19 @@ class UploadIntake:
         cut = dict(split) if split else None
         return Wanted(user, name, handle, expires_after, checked, replace, cut, split_asked, press, key)
 
-    def take(self, wanted: Wanted, source: bytes | Path | BinaryIO | Iterable[bytes]) -> Stored:
+    def take(self, wanted: Wanted, source: bytes | Path | BinaryIO | Iterable[bytes]) -> UploadOutcome:
         """Reads an upload and commits it. Raises the errors of ``UploadLibrary.add``."""
         with self._originals.incoming(self._limits.upload_bytes) as incoming:
             for piece in _pieces(source):
                 incoming.write(piece)
             return self._accept(wanted, incoming)
 
-    async def receive(self, wanted: Wanted, source: AsyncReader) -> Stored:
+    async def receive(self, wanted: Wanted, source: AsyncReader) -> UploadOutcome:
         """Does the same as ``take`` on an event loop."""
         accept = partial(self._accept, wanted)
         return await receive(self._originals, self._limits.upload_bytes, source, accept)
 
-    def _accept(self, wanted: Wanted, incoming: Incoming) -> Stored:
+    def _accept(self, wanted: Wanted, incoming: Incoming) -> UploadOutcome:
         """Checks the content, makes the original durable, then commits its row."""
         now = self._clock()
         expires_at = None if wanted.expires_after is None else now + wanted.expires_after
@@ -143,10 +143,12 @@ class UploadIntake:
                 return kept
             raise
         if old is None:
-            return Stored(file, "created")
-        return Stored(file, "replaced", tuple(self._remove([old], "expired")))
+            return UploadOutcome(file, "created")
+        return UploadOutcome(file, "replaced", tuple(self._remove([old], "expired")))
 
-    def _unchanged(self, wanted: Wanted, incoming: Incoming, expires_at: float | None) -> Stored | None:
+    def _unchanged(
+        self, wanted: Wanted, incoming: Incoming, expires_at: float | None
+    ) -> UploadOutcome | None:
         """Sets the new lifetime of the user's file of this handle, if it has these bytes and they can still be read.
 
         Raises:
@@ -171,7 +173,7 @@ class UploadIntake:
             self._rows.set_split(old, wanted.split if old.kind == "text" else None)
             self._rows.set_state(old.owner, old.id, "compiling", None, None)
         kept = self._rows.by_id(old.owner, old.id)  # None: it was deleted meanwhile
-        return kept and Stored(kept, "unchanged", compile=failed)
+        return kept and UploadOutcome(kept, "unchanged", compile=failed)
 
     def _intact(self, file: File) -> bool:
         try:

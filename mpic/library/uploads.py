@@ -14,7 +14,7 @@ from mpic.errors import CorruptFile, FileNotFound, UnknownHandle
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog.database import Catalog
-from mpic.library.catalog.file_rows import FileRows, Piece
+from mpic.library.catalog.file_rows import DocumentPiece, FileRows
 from mpic.library.catalog.quotas import NO_KEY
 from mpic.library.folder.originals import Originals
 from mpic.library.inline import InlineChunks
@@ -24,7 +24,7 @@ from mpic.library.intake.tokens import TokenCache
 from mpic.library.limits import Limits
 from mpic.library.records import AsyncReader, File, FilePage, Removed, Scalar, State, Tokenize
 from mpic.library.store import DiskStore, TieredStore
-from mpic.library.upload_intake import Stored, UploadIntake
+from mpic.library.upload_intake import UploadIntake, UploadOutcome
 
 Cut = Callable[[str, Mapping[str, Any]], Iterable[tuple[int, int]]]
 
@@ -112,7 +112,7 @@ class UploadLibrary(InlineChunks):
         split_asked: bool = False,
         press: str | None = None,
         key: KeyLimits = NO_KEY,
-    ) -> Stored:
+    ) -> UploadOutcome:
         """Does the same as ``add`` on an event loop, which it never blocks (see ``receive``), and returns the outcome.
         It is idempotent: uploading the same bytes under the same handle again only restarts the lifetime."""
         arguments = (user, filename, handle, expires_after, metadata, replace, split, split_asked, press, key)
@@ -234,7 +234,7 @@ class UploadLibrary(InlineChunks):
         """Returns the number of chunks of the user's documents that are cut, by the file's id."""
         return self._rows.counts(user, file_id)
 
-    def borders(self, user: str, file_id: str) -> list[Piece]:
+    def borders(self, user: str, file_id: str) -> list[DocumentPiece]:
         """Returns where the chunks of a document begin and end; none while it is not cut.
 
         Raises:
@@ -242,12 +242,12 @@ class UploadLibrary(InlineChunks):
         """
         return self._rows.pieces(self.get(user, file_id).id)
 
-    def _cut(self, file: File) -> list[Piece]:
+    def _cut(self, file: File) -> list[DocumentPiece]:
         if self.cut is None:
             raise RuntimeError("the library cannot cut texts; set UploadLibrary.cut")
         text = decode_text(self._read(file), self._limits)
         spans = self.cut(text, file.split or {})
-        return [Piece(start, end, ChunkKey.of_text(text[start:end]).digest) for start, end in spans]
+        return [DocumentPiece(start, end, ChunkKey.of_text(text[start:end]).digest) for start, end in spans]
 
     # Changing
 

@@ -15,7 +15,7 @@ from mpic.model.bidirectional import Mask, Scope, find_blocks, types_name
 from mpic.model.hooks import running
 from mpic.model.latent import LatentLayer, keep_latents
 from mpic.model.structure import RowInputs, plain_ids, stand_ins_of
-from mpic.model.trace import ROWS, LayerFacts, LayerKind, Trace, seen_by, trace, with_blocks
+from mpic.model.trace import ROWS, ForwardTrace, LayerFacts, LayerKind, seen_by, trace, with_blocks
 
 
 class Runnable(Protocol):
@@ -36,7 +36,7 @@ class Runnable(Protocol):
         self,
         inputs: RowInputs,
         positions: torch.Tensor,
-        step: Trace,
+        step: ForwardTrace,
         wanted: torch.Tensor,
         given: dict[str, torch.Tensor] | None = None,
     ) -> Any: ...
@@ -63,7 +63,7 @@ def find_facts(model: Runnable) -> ModelFacts:
     family = model.config.model_type
     tokens = plain_ids(model.config, ROWS + 1)
 
-    def run(ids: torch.Tensor, start: int, watch: Trace) -> torch.Tensor:
+    def run(ids: torch.Tensor, start: int, watch: ForwardTrace) -> torch.Tensor:
         positions = torch.arange(start, start + len(ids), device=model.device).expand(model.mrope, -1)
         wanted = torch.arange(len(ids), device=model.device)
         return model.call(model.rows(ids), positions, watch, wanted).logits[0].float()
@@ -72,7 +72,7 @@ def find_facts(model: Runnable) -> ModelFacts:
         kinds, layers = trace(model.text_model, run, tokens, model.text_config.num_hidden_layers, model.dtype)
         scope, blocks = _blocks(model, [kinds[facts.kind].window for facts in layers])
         kinds, layers = with_blocks(kinds, layers, blocks)
-        with running(Trace()):
+        with running(ForwardTrace()):
             stand_ins = stand_ins_of(model.model, model.text_model, model.image_token_id)
         kept = keep_latents(
             model.text_model, kinds, layers, lambda watch: run(torch.tensor(tokens), 0, watch)
@@ -96,7 +96,7 @@ def _blocks(model: Runnable, windows: Sequence) -> tuple[Scope | None, list[Bloc
     none = torch.zeros(0, dtype=torch.int64, device=model.device)
 
     def masks(types: torch.Tensor) -> list[Mask]:
-        watch = Trace(read=seen_by)
+        watch = ForwardTrace(read=seen_by)
         model.call(rows, positions, watch, none, {name: types[None].to(model.device)})
         return [watch.layers[number].window for number in sorted(watch.layers)]
 

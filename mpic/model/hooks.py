@@ -35,7 +35,7 @@ from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
 from mpic.kv.barrier import LayerBarrier
 from mpic.model.latent import ATTRIBUTE as LATENT
-from mpic.model.trace import Trace
+from mpic.model.trace import ForwardTrace
 
 NAME = "mpic"
 TRACED = "mpic-traced"
@@ -160,11 +160,11 @@ class Probe:
         return out[None].to(query.dtype)
 
 
-_step: ContextVar[Step | Probe | Trace | None] = ContextVar("mpic_step", default=None)
+_step: ContextVar[Step | Probe | ForwardTrace | None] = ContextVar("mpic_step", default=None)
 
 
 @contextmanager
-def running(step: Step | Probe | Trace) -> Iterator[None]:
+def running(step: Step | Probe | ForwardTrace) -> Iterator[None]:
     """Makes attention layers on this thread serve a step inside the block."""
     token = _step.set(step)
     try:
@@ -190,7 +190,7 @@ def _attention(
     step = _step.get()
     if step is None:
         raise RuntimeError("a model hooked by MPIC was called outside of a step")
-    if isinstance(step, Trace):
+    if isinstance(step, ForwardTrace):
         given = {**given, "softcap": softcap, "s_aux": s_aux}
         return step.attend(module, query, key, value, attention_mask, given), None
     if attention_mask is not None or dropout:
@@ -261,7 +261,7 @@ def _mask(
     """Implements transformers' mask interface. There are no masks in a step, because a layer's kind determines what its
     rows see."""
     step = _step.get()
-    return step.mask(mask_function, q_length, kv_length, dtype) if isinstance(step, Trace) else None
+    return step.mask(mask_function, q_length, kv_length, dtype) if isinstance(step, ForwardTrace) else None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)

@@ -24,7 +24,7 @@ from torch import nn
 from mpic.kv.chunk import LATENT, LATENT_ONCE
 from mpic.model.few_rows import FewRowsLinear
 from mpic.model.rotary import Rotary
-from mpic.model.trace import LayerFacts, LayerKind, Seen, Trace, alike, limit_of
+from mpic.model.trace import ForwardTrace, LayerFacts, LayerKind, Seen, alike, limit_of
 
 ATTRIBUTE = "_mpic_latent"
 """Of an attention module: its ``LatentLayer``."""
@@ -88,7 +88,7 @@ def keep_latents(
     text_model: nn.Module,
     kinds: Sequence[LayerKind],
     layers: Sequence[LayerFacts],
-    run: Callable[[Trace], Any],
+    run: Callable[[ForwardTrace], Any],
 ) -> Kept:
     """Makes every layer keep latents that has smaller ones than its keys and values.
 
@@ -99,7 +99,7 @@ def keep_latents(
     if not any(wanted):
         return Kept(list(kinds), list(layers), {})
     inputs: dict[nn.Module, torch.Tensor] = {}
-    watch = Trace()
+    watch = ForwardTrace()
     with ExitStack() as stack:
         for module in text_model.modules():
             if isinstance(module, nn.Linear):

@@ -36,7 +36,7 @@ from mpic.model.structure import (
     inner_of,
     per_layer_inputs,
 )
-from mpic.model.trace import Trace
+from mpic.model.trace import ForwardTrace
 
 if TYPE_CHECKING:
     from mpic.kernels.stream import StreamKernel
@@ -327,7 +327,7 @@ class LoadedModel:
         self,
         inputs: RowInputs,
         positions: torch.Tensor,
-        step: hooks.Step | hooks.Probe | Trace,
+        step: hooks.Step | hooks.Probe | ForwardTrace,
         wanted: torch.Tensor,
         given: dict[str, torch.Tensor] | None = None,
     ) -> Any:

@@ -88,7 +88,7 @@ class Seen:
 
 
 @dataclass
-class Trace:
+class ForwardTrace:
     """Records a run of the model. ``mpic.model.hooks`` passes it every layer and every mask.
 
     Args:
@@ -226,7 +226,7 @@ def _is_right(window: Window | None, sees: Callable[[int, int], bool]) -> bool:
 
 def trace(
     text_model: nn.Module,
-    run: Callable[[torch.Tensor, int, Trace], torch.Tensor],
+    run: Callable[[torch.Tensor, int, ForwardTrace], torch.Tensor],
     tokens: Sequence[int],
     layers: int,
     dtype: torch.dtype,
@@ -244,7 +244,7 @@ def trace(
     refuse_changing(text_model)
     limit = _LIMITS.get(dtype, 1e-3)
     ids = torch.tensor(tokens[:ROWS])
-    here, other = Trace(), Trace()
+    here, other = ForwardTrace(), ForwardTrace()
     logits = run(ids, 0, here)
     if sorted(here.layers) != list(range(layers)):
         missing = sorted(set(range(layers)) - set(here.layers))
@@ -259,7 +259,7 @@ def trace(
         raise ModelRefused(_STATE)
     moved = []
     for shift in SHIFTS:
-        there = Trace()
+        there = ForwardTrace()
         run(ids, shift, there)
         moved.append(there)
     return _facts(text_model, here, moved, limit)
@@ -269,7 +269,7 @@ _STATE = "tokens meet outside of attention: layers keep a state (convolution, re
 
 
 def _facts(
-    text_model: nn.Module, here: Trace, moved: Sequence[Trace], limit: float
+    text_model: nn.Module, here: ForwardTrace, moved: Sequence[ForwardTrace], limit: float
 ) -> tuple[list[LayerKind], list[LayerFacts]]:
     device = next(text_model.parameters()).device
     rotaries: list[Rotary | Unrotated] = [Unrotated()]

@@ -40,7 +40,7 @@ class Lesson:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class LessonRows:
     """The rows of a forward.
 
     Args:
@@ -69,7 +69,7 @@ def rows_of(
     header: torch.Tensor,
     trailer: torch.Tensor,
     more: torch.Tensor,
-) -> Rows:
+) -> LessonRows:
     """Lays out a prompt whose chunks are packets.
 
     Args:
@@ -90,7 +90,7 @@ def rows_of(
     n = len(more)
     positions.append(torch.arange(n).expand(positions[0].shape[0], n) + base)
     mask = torch.tensor(marks + [False] * n)
-    return Rows(
+    return LessonRows(
         torch.cat([*embeds, more.to(embeds[0])]),
         torch.cat(positions, 1),
         torch.tensor(chunks + [OWN] * n),

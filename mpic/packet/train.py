@@ -96,7 +96,7 @@ def loss_of(lesson: Lesson, student: torch.Tensor, objective: str) -> torch.Tens
     return torch.nn.functional.kl_div(student, teacher, reduction="none", log_target=True).sum(-1).mean()
 
 
-class Trainer:
+class PacketTrainer:
     """A training run.
 
     Raises:

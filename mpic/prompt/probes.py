@@ -81,10 +81,10 @@ def probe(render: Render, image_token: str | None, video_token: str | None = Non
     Raises:
         ModelRefused: it does not render even a plain user message.
     """
-    return _Probe(render, image_token, video_token).abilities()
+    return _TemplateProbe(render, image_token, video_token).abilities()
 
 
-class _Probe:
+class _TemplateProbe:
     """Renders small conversations with one template."""
 
     def __init__(self, render: Render, image_token: str | None, video_token: str | None) -> None:

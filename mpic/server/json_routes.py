@@ -28,7 +28,7 @@ EXTRA_TEXT_BYTES = 1 << 20
 """Bytes of text in a chat that the model does not read: names, ids, annotations of earlier answers."""
 
 
-class _Request(Request):
+class _JsonRequest(Request):
     route: JSONRoute
 
     async def body(self) -> bytearray:  # type: ignore[override]
@@ -58,7 +58,7 @@ class JSONRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
-            reading = _Request(request.scope, request.receive)
+            reading = _JsonRequest(request.scope, request.receive)
             reading.route = self
             return await handle(reading)
 

@@ -64,7 +64,7 @@ def serve(config: Config, as_json: bool = False) -> None:
         app.state.mpic.metrics.registry.register(connections)
         settings = uvicorn_config(app, config.server, connections)
         with suppress(KeyboardInterrupt):  # Ctrl-C has stopped it, and no traceback is needed
-            _Server(settings, connections, url_of(sock), as_json).run(sockets=[sock])
+            _UvicornServer(settings, connections, url_of(sock), as_json).run(sockets=[sock])
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections) -> uvicorn.Config:
@@ -127,7 +127,7 @@ def build(config: Config, told: Callable[[str], None] = lambda stage: None) -> F
         return app
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """Announces its address once it listens, and ends in time even if a thread is blocked."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections, url: str, as_json: bool) -> None:

@@ -126,7 +126,7 @@ def packet(
     """
     from mpic.config import ConfigError, bundled_model
     from mpic.model.load import load_model
-    from mpic.packet.train import Settings, Trainer
+    from mpic.packet.train import PacketTrainer, Settings
 
     folder = model or bundled_model()
     if out is None and not Path(folder).is_dir():
@@ -135,7 +135,7 @@ def packet(
         out or Path(folder) / "packet", data, samples, epochs, batch, tokens, lr, objective, 48, minutes, seed
     )
     loaded = load_model(folder, device=device, dtype=dtype)
-    adapter = Trainer(loaded, settings, resume, typer.echo).run()
+    adapter = PacketTrainer(loaded, settings, resume, typer.echo).run()
     typer.echo(f"{settings.out / 'adapter.safetensors'} is ready: {adapter.digest[:12]}")
 
 

@@ -107,7 +107,7 @@ def answered(pairs: Sequence[Pair]) -> torch.Tensor:
     return torch.tensor(also)
 
 
-class Trainer:
+class ClipTrainer:
     """A training run: model, optimizer, data and log.
 
     Raises:
@@ -225,7 +225,7 @@ def _decisive(settings: Settings) -> dict[str, Any]:
 
 def train_clip(settings: Settings) -> dict[str, Any]:
     """Trains, saves the model into `settings.out`, scores it, and returns the content of `training.json`."""
-    trainer = Trainer(settings)
+    trainer = ClipTrainer(settings)
     trainer.run()
     clip_model.save(trainer.model, settings.out)
     summary = {

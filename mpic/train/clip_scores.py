@@ -85,7 +85,7 @@ def search_recall(
     """
     found = []
     for number in range(libraries):
-        library = references.References(1000 * seed + number)
+        library = references.ReferenceSet(1000 * seed + number)
         shown = [e for e in library.entries if e["kind"] == "image"]
         texts = [e for e in library.entries if e["kind"] == "text"]
         entries = torch.cat(

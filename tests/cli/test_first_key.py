@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from mpic import cli
 from mpic.keys import KeyStore
 from mpic.library import Library
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 
 
 @pytest.fixture
@@ -51,7 +51,9 @@ def test_what_was_uploaded_without_keys_can_be_given_to_a_user(mpic, tmp_path):
         library.files.add("local", b"two", "two.txt")
         library.files.add("local", b"mine", "three.txt", handle="THREE")
         library.files.add("alice", b"hers", "three.txt", handle="three")
-        library.caches.create("local", [Part("some text", 0, 9), Part("more", 9, 13)], name="manual", ttl=500)
+        library.caches.create(
+            "local", [CachedText("some text", 0, 9), CachedText("more", 9, 13)], name="manual", ttl=500
+        )
     done = mpic("library", "give", "local", "alice", "--json")
     left = [one for one in json.loads(done.stdout) if one["why"]]
     assert done.exit_code == 1 and [one["name"] for one in left] == ["THREE"] and "handle" in left[0]["why"]

@@ -8,11 +8,11 @@ from PIL import Image as PILImage
 
 from mpic.data.generator.images import draw_scene
 from mpic.data.generator.pairs import Pairs, twin
-from mpic.data.generator.references import FOLDER, References, load
+from mpic.data.generator.references import FOLDER, ReferenceSet, load
 
 
 def test_the_same_seed_gives_the_bundled_files(tmp_path):
-    References().write(tmp_path)
+    ReferenceSet().write(tmp_path)
     made, bundled = ({p.relative_to(f): p for p in f.rglob("*.*")} for f in (tmp_path, FOLDER))
     assert made.keys() == bundled.keys()
     for name, path in made.items():
@@ -88,7 +88,7 @@ def test_a_twin_has_the_same_colours_and_shapes_and_is_another_picture():
 
 def test_every_seed_gives_a_library():
     for seed in range(1000, 1040):  # for some seeds the remaining names never fit together
-        assert len(References(seed).entries) == 200
+        assert len(ReferenceSet(seed).entries) == 200
 
 
 def test_held_out_pairs_share_no_text_with_training():

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mpic.evals.bench.harness import Placement
+from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def models():
     """The same weights in bf16 and, converted, in fp32; a gain makes attention sharp."""
-    model = random_model(SHAPE, Placement(CPU, torch.bfloat16), gain=3.0)
+    model = random_model(SHAPE, BenchDevice(CPU, torch.bfloat16), gain=3.0)
     exact = copy.deepcopy(model).float()
     found = LoadedModel(model, None, "bf16"), LoadedModel(exact, None, "fp32")
     for loaded in found:

@@ -28,7 +28,7 @@ from mpic.evals.bench import (
     ttft,
 )
 from mpic.evals.bench.baseline import StockGenerator, floors
-from mpic.evals.bench.harness import BENCHES, BenchFailed, Placement, Series, Ticker, interleave, paired
+from mpic.evals.bench.harness import BENCHES, BenchDevice, BenchFailed, Series, Ticker, interleave, paired
 from mpic.evals.bench.workload import DecoderShape, Ids, TowerShape, make_pair
 
 TINY = DecoderShape(layers=2, hidden=64, heads=2, intermediate=64, vocabulary=300, context=2048)
@@ -77,7 +77,7 @@ HEADLINES = {
     },
     "decode": {"batch1_over_transformers", "batch3_over_transformers"},
 }
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = BenchDevice(torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -169,7 +169,7 @@ def test_memory_fails_when_an_answer_depends_on_its_company(monkeypatch):
 
 
 def test_the_peak_of_a_backlog_counts_from_its_first_request(monkeypatch):
-    sender = serving._Sender(serving.Settings(pool=4, chunk_tokens=4), None)
+    sender = serving._PoolSender(serving.Settings(pool=4, chunk_tokens=4), None)
     served = arrivals.Served(5.0, 1.0, 5.0, GenerationUsage())
     monkeypatch.setattr(serving, "first_token", lambda *_: (1000.0, GenerationUsage()))
     monkeypatch.setattr(serving, "send", lambda engine, requests, times: [served for _ in requests])
@@ -243,7 +243,7 @@ def test_ttft_fails_when_a_policy_recomputes_another_number_of_tokens_than_its_c
 
 
 def test_load_fails_when_what_was_read_is_not_what_was_stored(monkeypatch):
-    monkeypatch.setattr(load, "Reader", lambda store, threads: Mock(return_value=(1.0, 1.0)))
+    monkeypatch.setattr(load, "LoaderAlone", lambda store, threads: Mock(return_value=(1.0, 1.0)))
     with pytest.raises(BenchFailed, match="not what was stored"):
         BENCHES["load"].run(SETTINGS["load"], CPU, Ticker())
 

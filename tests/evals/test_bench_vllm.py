@@ -10,10 +10,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from typer.testing import CliRunner
 
 from mpic.evals.bench import checkpoint, cli, frames_vllm, serving_http, ttft_vllm
-from mpic.evals.bench.harness import BENCHES, BenchFailed, Placement
+from mpic.evals.bench.harness import BENCHES, BenchDevice, BenchFailed
 from mpic.evals.bench.workload import DecoderShape, TowerShape, random_image, random_model
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = BenchDevice(torch.device("cpu"), torch.float32)
 TINY = DecoderShape(layers=2, hidden=128, heads=4, intermediate=64, vocabulary=300, context=2048)
 TOWER = TowerShape(layers=1, hidden=32, heads=2, size=56, patch=8)
 PROMPT = {"images": 3, "system": 8, "text": 24, "answers": 2, "tokens": 12, "arrivals": 2, "gap": 0.02}
@@ -99,7 +99,7 @@ def test_tokens_a_second_are_counted_over_the_time_that_all_answers_share():
 
 def test_serving_prompts_name_linked_images_and_have_the_text_they_promise(tmp_path):
     settings = SETTINGS["serving"]
-    load = serving_http._Load(settings, "http://nowhere", tmp_path, tmp_path)
+    load = serving_http._PoolLoad(settings, "http://nowhere", tmp_path, tmp_path)
     prompts = [load.prompt().split() for _ in range(20)]
     for prompt in prompts:
         handles = [word for word in prompt if word.startswith("IMAGE#")]
@@ -111,7 +111,7 @@ def test_serving_prompts_name_linked_images_and_have_the_text_they_promise(tmp_p
 
 
 def test_a_request_that_the_generator_could_not_finish_fails_the_bench(tmp_path, monkeypatch):
-    load = serving_http._Load(SETTINGS["serving"], "http://127.0.0.1:9", tmp_path, tmp_path)
+    load = serving_http._PoolLoad(SETTINGS["serving"], "http://127.0.0.1:9", tmp_path, tmp_path)
     failed = {"failed": 1, "completed": 1, "errors": ["", "Bad Request"]}
     monkeypatch.setattr(serving_http, "generate", lambda *_: failed)
     with pytest.raises(BenchFailed, match="1 of 2 requests failed: Bad Request"):

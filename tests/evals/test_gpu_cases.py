@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from mpic.errors import ModelRefused
-from mpic.evals.bench.harness import Placement
+from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.gpu import attention_cases, comparators, context, first_tokens, kernel_times, machine, record
 from mpic.evals.gpu.sizes import QUICK
 from mpic.evals.gpu.supervise import SectionRun
@@ -23,7 +23,7 @@ from mpic.kernels.attention import KVView, QueryRotation, SpanCall
 from mpic.kernels.span import Span
 from mpic.kernels.triton.tuning import look_up, read_table
 
-HERE = Placement(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.float32)
+HERE = BenchDevice(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.float32)
 CASES = (
     attention_cases.Case("prefill, A", 4, 2, 32, 5, 1, 2, 16),
     attention_cases.Case("decode, A", 4, 2, 32, 1, 2, 2, 16),

@@ -11,7 +11,7 @@ import torch
 from bench_kit import run_bench
 from transformers import AutoModelForCausalLM
 
-from mpic.evals.bench.harness import BENCHES, BenchFailed, Placement, Series
+from mpic.evals.bench.harness import BENCHES, BenchDevice, BenchFailed, Series
 from mpic.evals.bench.peers import llama_server, peers, plain_vllm
 from mpic.evals.bench.peers.gguf_file import write_gguf
 from mpic.evals.bench.peers.prompts import Questions, Settings, flat
@@ -44,7 +44,7 @@ def alone(monkeypatch):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_a_gguf_file_holds_the_same_model(dtype, tolerance, tmp_path):
-    model = random_model(TINY, Placement(CPU, dtype))
+    model = random_model(TINY, BenchDevice(CPU, dtype))
     write_gguf(model, tmp_path / "bench.gguf")
     read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="bench.gguf", dtype=dtype)
     with torch.inference_mode():
@@ -86,7 +86,7 @@ def test_peers_that_are_not_installed_are_named_with_the_reason(alone, tmp_path,
 def test_a_peer_that_computes_another_model_ends_the_bench(alone, monkeypatch):
     monkeypatch.setattr(peers.Stock, "next_token", lambda self, ids: 7)
     with pytest.raises(BenchFailed, match="transformers generates another token than MPIC"):
-        peers.run(SETTINGS, Placement(CPU, torch.float32), peers.Ticker())
+        peers.run(SETTINGS, BenchDevice(CPU, torch.float32), peers.Ticker())
 
 
 def test_every_headline_has_a_goal():
@@ -153,7 +153,7 @@ def fake_server(folder: Path, fails: bool = False) -> str:
 def test_llama_cpp_is_asked_over_http_with_the_same_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(plain_vllm, "why_not", lambda: "left out")
     monkeypatch.setenv("LLAMA_SERVER", fake_server(tmp_path))
-    report = peers.run(SETTINGS, Placement(CPU, torch.float32), peers.Ticker())
+    report = peers.run(SETTINGS, BenchDevice(CPU, torch.float32), peers.Ticker())
     assert report.notes["peers"]["llama.cpp"].startswith("llama.cpp 7 (fake), 16-bit KV")
     assert report.notes["same next token as MPIC"]["llama.cpp"] == "4 of 4"
     assert {"again_llama_over_mpic", "decode1_mpic_over_llama", "decode3_mpic_over_llama"} < set(
@@ -163,6 +163,6 @@ def test_llama_cpp_is_asked_over_http_with_the_same_weights(tmp_path, monkeypatc
 
 def test_a_llama_server_that_does_not_start_ends_the_bench_with_its_words(tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_SERVER", fake_server(tmp_path, fails=True))
-    model = random_model(TINY, Placement(CPU, torch.float32))
+    model = random_model(TINY, BenchDevice(CPU, torch.float32))
     with pytest.raises(BenchFailed, match="llama-server did not start:\nerror: unsupported model"):
         llama_server.LlamaServer(SETTINGS, model, tmp_path, 1)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from mpic.engine.base import GenerationUsage
-from mpic.evals.bench.harness import Placement
+from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.bench.workload import DecoderShape, random_model
 from mpic.evals.gpu.profile import busy
 from mpic.evals.gpu.roofline import Ceilings, Cost, Costs, against
 from mpic.model.loaded import LoadedModel
 
-WHERE = Placement(torch.device("cpu"), torch.float32)
+WHERE = BenchDevice(torch.device("cpu"), torch.float32)
 DECODER = DecoderShape(layers=2, hidden=64, heads=4, intermediate=96, kv_heads=2, vocabulary=300)
 TOP = Ceilings(copy=100.0, matmul=1000.0, to_device=10.0)
 

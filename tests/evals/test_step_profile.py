@@ -9,7 +9,7 @@ import torch
 
 from mpic.config import ConfigError
 from mpic.evals.bench import profile, step_profile
-from mpic.evals.bench.harness import Placement, Ticker
+from mpic.evals.bench.harness import BenchDevice, Ticker
 from mpic.evals.bench.step_profile import (
     ATTENTION,
     LOOP,
@@ -33,7 +33,7 @@ from mpic.evals.bench.workload import (
 )
 from mpic.model import hooks
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = BenchDevice(torch.device("cpu"), torch.float32)
 TINY = DecoderShape(layers=2, hidden=64, heads=2, intermediate=96, vocabulary=300, context=2048)
 
 
@@ -104,7 +104,7 @@ def test_products_are_counted_whichever_kernel_multiplies(tokens):
 
 def test_a_gpu_is_referred_to_the_bench_that_profiles_gpus():
     with pytest.raises(ConfigError, match="bench-gpu"):
-        profile.run(profile.Settings(), Placement(torch.device("cuda"), torch.float32), Ticker())
+        profile.run(profile.Settings(), BenchDevice(torch.device("cuda"), torch.float32), Ticker())
 
 
 def test_the_parts_are_listed_once_each():

@@ -82,7 +82,7 @@ def test_a_stream_without_end_is_given_up_by_its_length(monkeypatch):
         from contextlib import nullcontext
 
         shown = clip_readers.Shown(0.0, None, lambda: FRAMES[0])
-        return nullcontext(clip_readers.Reader(40, 32, 25.0, 3, 0.0, iter(lambda: shown, None)))
+        return nullcontext(clip_readers.ClipReader(40, 32, 25.0, 3, 0.0, iter(lambda: shown, None)))
 
     monkeypatch.setattr(clips, "reader", endless)
     with pytest.raises(VideoTooLarge, match="longer than 1 seconds"):

@@ -10,7 +10,7 @@ from library_tools import store_of_each
 from mpic.durable import FileSystem
 from mpic.errors import BadRequest, CorruptFile, StorageFull
 from mpic.library import Library
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 from mpic.library.copies import archive
 from mpic.library.copies.archive import export, restore
 from mpic.library.copies.archive import size_of as export_size
@@ -41,7 +41,7 @@ def test_an_export_can_be_restored_into_another_library(library, tmp_path, clock
 @pytest.mark.parametrize("user", [None, "ann"])
 def test_progress_of_an_export_ends_at_the_total_of_what_is_exported(library, tmp_path, clock, user):
     store_of_each(library)
-    library.caches.create("ann", [Part("some text", 0, 9)])
+    library.caches.create("ann", [CachedText("some text", 0, 9)])
     library.files.add("ann", b"gone soon", "b.txt", expires_after=5)
     clock.now += 10
     done = []
@@ -111,7 +111,7 @@ def test_a_file_with_other_content_is_not_taken_for_one_of_the_export(library, t
     library.files.add("ann", b"some text", "a.txt")
     export(library, tmp_path / "e.tar")
     with Library.open(tmp_path / "other", clock=clock) as other:
-        other.caches.create("ann", [Part("some text", 0, 9)])
+        other.caches.create("ann", [CachedText("some text", 0, 9)])
         other.files.add("ann", b"some text", "expired.txt", expires_after=5)
         clock.now += 10
         assert [r.outcome for r in restore(other, tmp_path / "e.tar")] == ["added"]

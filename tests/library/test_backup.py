@@ -13,7 +13,7 @@ from library_tools import chunks, encoded, everything, make_chunk, text_key
 from mpic.errors import BadRequest, ForeignFolder, IntegrityError, StorageFull, Unavailable
 from mpic.keys import KeyStore
 from mpic.library import SHARED, Library
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 from mpic.library.copies import backup as copies
 from mpic.library.copies.backup import backup
 from mpic.library.copies.restore import restore
@@ -24,7 +24,7 @@ from mpic.library.upkeep import check
 def fill(library):
     library.files.add("ann", b"some text", "t.txt", "T", None, {"a": 1})
     library.files.add("bob", encoded(), "b.png", "B", 10**6)
-    library.caches.create("ann", [Part("one", 0, 3), Part("two", 3, 6)], name="C")
+    library.caches.create("ann", [CachedText("one", 0, 3), CachedText("two", 3, 6)], name="C")
     asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_1"))
     for chunk in (*chunks(3), make_chunk(text_key("r", owner=SHARED))):
         library.store.save(chunk)

@@ -10,7 +10,7 @@ from library_tools import everything, in_threads
 from mpic.database import translation
 from mpic.errors import DatabaseBusy, DatabaseDamaged, DatabaseFailed, StorageFull
 from mpic.keys import KeyStore, any_keys
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 
 CODES = {
     sqlite3.SQLITE_BUSY: DatabaseBusy,
@@ -90,7 +90,7 @@ def test_a_locked_catalogue_refuses_changes_and_nothing_is_stored(library, locke
     file = library.files.page("ann").files[0]  # reading goes on
     for change in (
         lambda: library.files.add("ann", b"some text", "t.txt"),
-        lambda: library.caches.create("ann", [Part("some text", 0, 9)]),
+        lambda: library.caches.create("ann", [CachedText("some text", 0, 9)]),
         lambda: library.files.delete("ann", file.id),
         lambda: library.files.set_state("ann", file.id, "ready", 3),
     ):

@@ -8,7 +8,7 @@ from library_tools import chunks, drop, everything, in_threads, make_chunk, read
 
 from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, NotFound
-from mpic.library.store.tombstones import Tombstones
+from mpic.library.store.tombstones import DeletedContents
 
 
 class Gate(FileSystem):
@@ -64,7 +64,7 @@ def test_a_chunk_deleted_before_it_is_saved_does_not_come_back(library):
 
 
 def test_a_bounded_number_of_deletions_is_remembered_and_nothing_deleted_comes_back(library):
-    deleted = library.store._deleted = Tombstones(capacity=4)
+    deleted = library.store._deleted = DeletedContents(capacity=4)
     late = [make_chunk(text_key(f"text {i}")) for i in range(12)]
     files = [library.files.add("ann", f"text {i}".encode(), "t.txt") for i in range(12)]
     assert not library.store.find([chunk.key for chunk in late])
@@ -81,7 +81,7 @@ def test_a_bounded_number_of_deletions_is_remembered_and_nothing_deleted_comes_b
 
 
 def test_a_forgotten_deletion_refuses_only_saves_that_were_looked_up_too_long_ago():
-    deleted = Tombstones(capacity=2)
+    deleted = DeletedContents(capacity=2)
     a, b, c, d = (text_key(name) for name in "abcd")
     assert deleted.allows(a)  # nothing was ever deleted
     deleted.add("ann", b.chunk)

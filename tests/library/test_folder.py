@@ -8,7 +8,7 @@ from library_tools import downgrade, everything, fill, make_chunk, text_key
 
 from mpic.errors import ForeignFolder, LibraryGone, Unavailable
 from mpic.library import Library
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 from mpic.library.catalog import database
 from mpic.library.folder.inspection import MARKER
 from mpic.library.upkeep import check
@@ -113,7 +113,7 @@ def test_a_library_whose_folder_is_gone_stores_and_creates_nothing(open_library,
         lambda: library.files.delete("ann", file.id),
         lambda: library.files.extend("ann", file.id, 10),
         lambda: library.files.pin("ann", file.id),
-        lambda: library.caches.create("ann", [Part("late", 0, 4)]),
+        lambda: library.caches.create("ann", [CachedText("late", 0, 4)]),
         lambda: asyncio.run(library.references.add(b"late", "l.txt", title="L")),
         lambda: library.references.remove("ref_1"),
         lambda: library.store.save(make_chunk(text_key("late"))),

@@ -10,7 +10,7 @@ from mpic.durable import FileSystem
 from mpic.errors import BadRequest, DatabaseBusy, FileNotFound, StorageFull, Unavailable
 from mpic.keys import KeyStore
 from mpic.library import SHARED, Library
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 from mpic.library.folder.inspection import MARKER
 from mpic.library.repair.recover import recover
 from mpic.library.upkeep import check
@@ -47,7 +47,9 @@ def fill(library, clock):
     library.files.pin("bob", image.id)
     library.files.add("ann", b"another", "a.txt", "A", split={"mode": "fixed", "tokens": 3, "overlap": 0})
     split = {"mode": "none"}
-    library.caches.create("ann", [Part("one", 0, 3), Part("two", 3, 6)], name="C", split=split, ttl=60)
+    library.caches.create(
+        "ann", [CachedText("one", 0, 3), CachedText("two", 3, 6)], name="C", split=split, ttl=60
+    )
     clock.now += 1
     asyncio.run(library.references.add(b"old", "r.txt", title="R", metadata={"k": "v"}, id="ref_1"))
     library.references.pin("ref_1")

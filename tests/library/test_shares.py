@@ -9,7 +9,7 @@ from mpic.errors import BadRequest, FileNotFound, StorageFull, StorageQuotaExcee
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import KVKey, Recipe
 from mpic.library import SHARED, StorageUsage
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 from mpic.library.store.shares import Held, TierBounds, make_room
 
 
@@ -265,9 +265,11 @@ def test_the_tightest_of_a_users_and_a_keys_quota_decides_and_the_error_says_whi
         with pytest.raises(StorageQuotaExceeded, match=whose):
             library.files.add("ann", b"y", "t", key=key)
         with pytest.raises(StorageQuotaExceeded, match=whose):
-            library.caches.create("ann", [Part("y", 0, 1)], key=key)
+            library.caches.create("ann", [CachedText("y", 0, 1)], key=key)
     with pytest.raises(StorageQuotaExceeded, match="your quota is 3 files"):
-        library.caches.create("ann", [Part(c, i, i + 1) for i, c in enumerate("abc")], key=KeyLimits(files=9))
+        library.caches.create(
+            "ann", [CachedText(c, i, i + 1) for i, c in enumerate("abc")], key=KeyLimits(files=9)
+        )
     assert len(library.files.page("ann").files) == 1 and library.caches.page("ann").caches == []
 
 

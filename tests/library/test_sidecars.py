@@ -12,7 +12,7 @@ from library_tools import CrashingFiles, FullDisk, encoded, everything, picture,
 from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, HandleTaken, StorageFull, StorageQuotaExceeded
 from mpic.library import Library
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 from mpic.library.folder.sidecars import Sidecar
 from mpic.library.repair.recover import recover
 
@@ -40,7 +40,9 @@ def test_every_change_reaches_the_sidecar(library, clock):
     library.files.extend("ann", ann.id, None)
     library.files.pin("ann", ann.id)
     assert agree(library) == 1
-    cache = library.caches.create("ann", [Part(f"part {i}", i, i + 1) for i in range(40)], name="C", ttl=60)
+    cache = library.caches.create(
+        "ann", [CachedText(f"part {i}", i, i + 1) for i in range(40)], name="C", ttl=60
+    )
     library.caches.extend("ann", cache.id, 600)
     library.files.pin("ann", cache.chunks[1].file.id)
     assert agree(library) == 2
@@ -110,7 +112,7 @@ def test_a_sidecar_costs_one_more_sync_and_a_cache_one_for_all_chunks(open_libra
     add = lambda: library.files.add("ann", b"some text", "t.txt")
     add()  # makes the folders
     assert files.taken(add) == (2, 1)
-    parts = [Part(f"part {i}", i, i + 1) for i in range(50)]
+    parts = [CachedText(f"part {i}", i, i + 1) for i in range(50)]
     assert files.taken(lambda: library.caches.create("ann", parts)) == (51, 2)
     asyncio.run(library.references.add(b"0", "r.txt", title="R"))
     assert files.taken(lambda: asyncio.run(library.references.add(b"1", "r.txt", title="R"))) == (2, 1)
@@ -129,7 +131,7 @@ def test_a_disk_that_is_full_anywhere_on_the_way_leaves_neither_original_nor_sid
     refused = 0
     for store in (
         lambda: library.files.add("ann", b"x" * 300, "x.txt"),
-        lambda: library.caches.create("ann", [Part("y" * 200, 0, 1), Part("z" * 200, 1, 2)]),
+        lambda: library.caches.create("ann", [CachedText("y" * 200, 0, 1), CachedText("z" * 200, 1, 2)]),
     ):
         try:
             store()
@@ -224,7 +226,7 @@ def filled(library):
     asyncio.run(library.references.add(b"r", "r.txt", title="R", id="ref_1"))
     library.set_quota("ann", files=8)
     file = library.files.add("ann", b"some text", "t.txt", "H")
-    return file, library.caches.create("ann", [Part("one", 0, 3), Part("two", 3, 6)])
+    return file, library.caches.create("ann", [CachedText("one", 0, 3), CachedText("two", 3, 6)])
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)

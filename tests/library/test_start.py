@@ -10,7 +10,7 @@ from library_tools import Clock, everything, kill, make_chunk, text_key
 
 from mpic.errors import DatabaseDamaged, IntegrityError, ReferenceNotFound
 from mpic.library import Library, Limits
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 from mpic.library.folder.inspection import MARKER
 from mpic.library.upkeep import check, collect
 
@@ -101,7 +101,7 @@ def test_a_start_with_an_older_catalogue_adopts_newer_files_and_no_deleted_ones(
         new = library.files.add("bob", b"newer", "n.txt", handle="N", metadata={"a": 1})
         library.files.pin("bob", new.id)
         new = library.files.extend("bob", new.id, 1000)
-        late = library.caches.create("ann", [Part("late", 0, 4)], name="late")
+        late = library.caches.create("ann", [CachedText("late", 0, 4)], name="late")
         asyncio.run(library.references.replace("ref_1", b"replaced", title="R 2"))
         asyncio.run(library.references.add(b"another", "x.txt", title="X", id="ref_2"))
         library.store.save(make_chunk(text_key("newer", owner="bob")))

@@ -15,7 +15,7 @@ from mpic.kv.chunk import KVKey, Recipe
 from mpic.library import HostTier, Library, Limits
 from mpic.library.store import host
 from mpic.library.store.shares import TierBounds
-from mpic.library.store.tombstones import Tombstones
+from mpic.library.store.tombstones import DeletedContents
 
 
 class Remote:
@@ -196,7 +196,7 @@ def test_a_pinned_file_stays_in_host_memory(tiered):
 
 def test_host_memory_remembers_a_bounded_number_of_deletions_and_keeps_nothing_deleted():
     tier = HostTier(TierBounds(1 << 20))
-    tier._dropped = Tombstones(capacity=4)
+    tier._dropped = DeletedContents(capacity=4)
     late = [make_chunk(text_key(f"text {i}")) for i in range(12)]
     tier.find([chunk.key for chunk in late])
     for chunk in late:

@@ -12,7 +12,7 @@ from library_tools import drop, encoded, everything, make_chunk, picture, read, 
 
 from mpic.errors import BadRequest, CorruptFile, StorageFull, Unavailable
 from mpic.library import Library, Limits
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 from mpic.library.copies.bulk_import import LibraryTarget, import_references
 from mpic.library.upkeep import check, collect, garbage, size_of
 
@@ -128,7 +128,7 @@ def test_a_library_can_be_opened_read_only_beside_a_server(library):
 
 
 def test_caches_that_have_expired_are_collected(library, clock):
-    library.caches.create("ann", [Part("some text", 0, 9)], ttl=5)
+    library.caches.create("ann", [CachedText("some text", 0, 9)], ttl=5)
     clock.now += 10
     collect(library)
     assert library.catalog.one("SELECT COUNT(*) FROM caches")[0] == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpic.evals.bench.harness import Placement
+from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.bench.workload import DecoderShape, random_model
 from mpic.kernels import c_kernel, linear
 from mpic.model import few_rows
@@ -29,7 +29,7 @@ needs_kernel = pytest.mark.skipif(
 
 @pytest.fixture
 def loaded():
-    return LoadedModel(random_model(SHAPE, Placement(CPU, torch.float32)), None, "tiny")
+    return LoadedModel(random_model(SHAPE, BenchDevice(CPU, torch.float32)), None, "tiny")
 
 
 def _layers(loaded):
@@ -100,7 +100,7 @@ def test_without_a_compiler_layers_stay_torchs_and_the_reason_is_told(monkeypatc
     linear.load.cache_clear()
     monkeypatch.setattr(c_kernel.shutil, "which", lambda name: None)
     try:
-        loaded = LoadedModel(random_model(SHAPE, Placement(CPU, torch.float32)), None, "tiny")
+        loaded = LoadedModel(random_model(SHAPE, BenchDevice(CPU, torch.float32)), None, "tiny")
     finally:
         linear.load.cache_clear()
     assert {type(m) for m in _layers(loaded)} == {nn.Linear}
@@ -108,6 +108,6 @@ def test_without_a_compiler_layers_stay_torchs_and_the_reason_is_told(monkeypatc
 
 
 def test_other_devices_keep_their_own():
-    model = random_model(SHAPE, Placement(CPU, torch.float32)).to("meta")
+    model = random_model(SHAPE, BenchDevice(CPU, torch.float32)).to("meta")
     assert "not on meta" in few_rows.use_few_rows(model, model.model)
     assert not any(isinstance(m, FewRowsLinear) for m in model.modules())

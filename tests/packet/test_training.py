@@ -17,7 +17,7 @@ from mpic.model.load import load_model
 from mpic.packet.adapter import load_adapter
 from mpic.packet.data import TrainingDataError, prompts, read
 from mpic.packet.lesson import Classroom, Lesson
-from mpic.packet.train import ADAPTER, CHECKPOINT, RECORD, Settings, Trainer, TrainingRefused, loss_of
+from mpic.packet.train import ADAPTER, CHECKPOINT, RECORD, PacketTrainer, Settings, TrainingRefused, loss_of
 from mpic.prompt import ChatTemplate
 
 SAID = 6
@@ -99,24 +99,24 @@ def settings(out, data, **changes):
 
 def test_a_run_that_is_resumed_ends_as_one_that_was_never_interrupted(tiny, data, tmp_path, monkeypatch):
     before = fingerprint(tiny.model)
-    whole = Trainer(tiny, settings(tmp_path / "whole", data), False, lambda line: None).run()
+    whole = PacketTrainer(tiny, settings(tmp_path / "whole", data), False, lambda line: None).run()
     assert fingerprint(tiny.model) == before == tiny.digest
-    saved = Trainer._save
+    saved = PacketTrainer._save
 
     def interrupted(self):
         saved(self)
         if self.curve[-1]["epoch"] == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Trainer, "_save", interrupted)
+    monkeypatch.setattr(PacketTrainer, "_save", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Trainer(tiny, settings(tmp_path / "cut", data), False, lambda line: None).run()
-    monkeypatch.setattr(Trainer, "_save", saved)
+        PacketTrainer(tiny, settings(tmp_path / "cut", data), False, lambda line: None).run()
+    monkeypatch.setattr(PacketTrainer, "_save", saved)
     with pytest.raises(TrainingRefused, match="other settings: tokens"):
-        Trainer(tiny, settings(tmp_path / "cut", data, tokens=3), True)
+        PacketTrainer(tiny, settings(tmp_path / "cut", data, tokens=3), True)
     with pytest.raises(TrainingRefused, match="--resume"):
-        Trainer(tiny, settings(tmp_path / "cut", data), False)
-    resumed = Trainer(tiny, settings(tmp_path / "cut", data), True, lambda line: None).run()
+        PacketTrainer(tiny, settings(tmp_path / "cut", data), False)
+    resumed = PacketTrainer(tiny, settings(tmp_path / "cut", data), True, lambda line: None).run()
     assert resumed.digest == whole.digest
     found = load_adapter(tmp_path / "cut" / ADAPTER, whole.model, tiny.text_config.hidden_size)
     assert found.digest == whole.digest
@@ -125,7 +125,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_never_interrupted(tiny, data
     assert len(losses) == 3 and record["valid"] == min(losses)
     assert not (tmp_path / "cut" / CHECKPOINT).exists()
     with pytest.raises(TrainingRefused, match=r"adapter\.safetensors of an earlier run"):
-        Trainer(tiny, settings(tmp_path / "cut", data), False)
+        PacketTrainer(tiny, settings(tmp_path / "cut", data), False)
 
 
 @pytest.mark.parametrize("fitting", [16, 24])
@@ -140,7 +140,7 @@ def test_prompts_that_fit_are_divided_when_most_do_not(tiny, data, tmp_path, mon
         return found if len(answered) <= fitting else replace(found, parts=too_long)
 
     monkeypatch.setattr(Classroom, "lesson", lesson)
-    Trainer(tiny, settings(tmp_path / "out", data, samples=256, epochs=1), False, said.append).run()
+    PacketTrainer(tiny, settings(tmp_path / "out", data, samples=256, epochs=1), False, said.append).run()
     assert f"{fitting - 8} prompts to train on, 8 held out, {(fitting - 8) // 8} steps an epoch" in said
     assert (tmp_path / "out" / ADAPTER).exists()
 

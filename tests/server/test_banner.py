@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from mpic.config import Config
-from mpic.server.run import _Server
+from mpic.server.run import _UvicornServer
 
 
 def test_the_first_lines_name_the_page_and_the_documentation():
@@ -11,7 +11,7 @@ def test_the_first_lines_name_the_page_and_the_documentation():
     state = SimpleNamespace(
         engine=SimpleNamespace(info=info), config=Config(), keys=SimpleNamespace(exist=lambda: False)
     )
-    server = object.__new__(_Server)
+    server = object.__new__(_UvicornServer)
     server.config = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(mpic=state)))
     server.connections, server.url = SimpleNamespace(most=10), "http://127.0.0.1:8000"
     first, page, docs, *_ = server._welcome().splitlines()

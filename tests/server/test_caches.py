@@ -164,7 +164,7 @@ async def test_far_too_many_chunks_are_refused_before_the_text_is_cut(server, mo
 async def test_overlapping_chunks_are_counted_before_they_are_copied(server, monkeypatch):
     pieces = [SplitPiece(i, 1_000 + i) for i in range(1_500)]
     monkeypatch.setattr("mpic.prompt.split._semantic", lambda *_: pieces)
-    monkeypatch.setattr("mpic.server.routers.caches.Part", None)
+    monkeypatch.setattr("mpic.server.routers.caches.CachedText", None)
     split = {"mode": "section", "tokens": 1_000, "overlap": 500}
     answer = await create(server, text="x" * 3_000, split=split)
     assert answer.status_code == 400 and "1025 or more" in answer.json()["error"]["message"]

@@ -17,7 +17,7 @@ import mpic.data
 from mpic.config import ConfigError
 from mpic.data.generator.pairs import Pair, Pairs
 from mpic.train import clip_model
-from mpic.train.clip import PairLoss, Settings, Trainer, answered, encode_text, pixels, train_clip
+from mpic.train.clip import ClipTrainer, PairLoss, Settings, answered, encode_text, pixels, train_clip
 from mpic.train.clip_scores import (
     image_features,
     recall,
@@ -139,7 +139,7 @@ def test_an_entry_that_answers_a_query_as_well_is_not_pushed_away_from_it():
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return Trainer(Settings(tmp_path_factory.mktemp("clip"), steps=25, **TINY))
+    return ClipTrainer(Settings(tmp_path_factory.mktemp("clip"), steps=25, **TINY))
 
 
 def test_text_without_padding_gives_the_same_embedding(tiny):
@@ -154,19 +154,19 @@ def test_a_tiny_run_learns(tiny):
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, monkeypatch):
-    class Interrupted(Trainer):
+    class Interrupted(ClipTrainer):
         def train_step(self) -> float:
             if self.step == 4:
                 raise KeyboardInterrupt
             return super().train_step()
 
-    monkeypatch.setattr(Trainer, "evaluate", lambda self: {})
+    monkeypatch.setattr(ClipTrainer, "evaluate", lambda self: {})
     whole, halved = (Settings(tmp_path / n, steps=6, evaluate_every=3, **TINY) for n in ("whole", "halved"))
-    reference = Trainer(whole)
+    reference = ClipTrainer(whole)
     reference.run()
     with pytest.raises(KeyboardInterrupt):
         Interrupted(halved).run()
-    resumed = Trainer(dataclasses.replace(halved, resume=True))
+    resumed = ClipTrainer(dataclasses.replace(halved, resume=True))
     assert resumed.step == 3
     resumed.run()
     for a, b in zip(reference.model.parameters(), resumed.model.parameters(), strict=True):
@@ -174,22 +174,22 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, monk
 
 
 def test_a_clip_run_is_not_resumed_as_another_one_nor_overwritten(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(Trainer, "evaluate", lambda self: {})
+    monkeypatch.setattr(ClipTrainer, "evaluate", lambda self: {})
     settings = Settings(tmp_path, steps=2, evaluate_every=1, **TINY)
     with pytest.raises(ConfigError, match="nothing to resume"):
-        Trainer(dataclasses.replace(settings, resume=True))
+        ClipTrainer(dataclasses.replace(settings, resume=True))
     assert list(tmp_path.iterdir()) == []
-    Trainer(settings).run()
+    ClipTrainer(settings).run()
     with pytest.raises(ConfigError, match="earlier run"):
-        Trainer(settings)
+        ClipTrainer(settings)
     other = dataclasses.replace(settings, resume=True, seed=1, adam_lr=1e-3, start=tmp_path / "start")
     with pytest.raises(ConfigError, match="other settings than these: adam_lr, seed, start"):
-        Trainer(other)
-    assert Trainer(dataclasses.replace(settings, resume=True, threads=1)).step == 2
+        ClipTrainer(other)
+    assert ClipTrainer(dataclasses.replace(settings, resume=True, threads=1)).step == 2
 
 
 def test_training_leaves_a_folder_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Trainer, "evaluate", lambda self: {"text to image": 0.0})
+    monkeypatch.setattr(ClipTrainer, "evaluate", lambda self: {"text to image": 0.0})
     summary = train_clip(Settings(tmp_path, steps=2, evaluate_every=1, **TINY))
     assert len(summary["log"]) == 2 and (tmp_path / "training.png").exists()
     assert not (tmp_path / "run").exists() and str(tmp_path) not in (tmp_path / "training.json").read_text()

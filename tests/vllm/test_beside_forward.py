@@ -11,9 +11,9 @@ from slow_device import SlowDevice
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_faults import BOTH, TEXT
 
-from mpic.engine.vllm.plugin.placement import Placement, Staging
+from mpic.engine.vllm.plugin.placement import Placement, TransferBuffers
 from mpic.engine.vllm.plugin.runner import LinkRunner
-from mpic.engine.vllm.plugin.transfers import Sizes
+from mpic.engine.vllm.plugin.transfers import TransferSizes
 
 SIZE = 1 << 12
 """Bytes of a buffer: less than a layer of these chunks."""
@@ -24,7 +24,7 @@ def beside(linker, monkeypatch, next_is_served):
     """The connector of an engine that places chunks so, with the ``placed`` layers as they were asked for."""
     connector, device = get_kv_transfer_group(), SlowDevice()
     runner, placed = connector._runner, []
-    staging = Staging(torch.device("cpu"), device, Sizes(SIZE))
+    staging = TransferBuffers(torch.device("cpu"), device, TransferSizes(SIZE))
 
     def start(self, writes, requests):
         self._placing = requests

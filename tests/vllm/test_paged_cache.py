@@ -12,15 +12,15 @@ from torch import nn
 from mpic.engine.vllm.plugin.key_rotation import KeyRotation
 from mpic.engine.vllm.plugin.kv_import import PagedWrite
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
-from mpic.engine.vllm.plugin.placement import Placement, Staging
+from mpic.engine.vllm.plugin.placement import Placement, TransferBuffers
 from mpic.engine.vllm.plugin.selftest import self_test
-from mpic.engine.vllm.plugin.transfers import Sizes
+from mpic.engine.vllm.plugin.transfers import TransferSizes
 from mpic.errors import ModelRefused
 from mpic.kernels.attention import rotate
 
 
 def place(cache: PagedCache, rotation: KeyRotation, writes: list[PagedWrite], size: int = 1 << 20) -> None:
-    Placement(cache, rotation, writes, Staging(cache.device, sizes=Sizes(size))).finish()
+    Placement(cache, rotation, writes, TransferBuffers(cache.device, sizes=TransferSizes(size))).finish()
 
 
 def rotated(rotary, keys: torch.Tensor, first: int) -> torch.Tensor:
@@ -95,7 +95,11 @@ def runner(rotation, rotary):
     parts = {"language_model": nn.ModuleList([rotary]), "attention_metadata": metadata}
     cpu = torch.device("cpu")
     return SimpleNamespace(
-        paged=paged(), rotation=rotation, device=cpu, staging=Staging(cpu, sizes=Sizes(1 << 20)), **parts
+        paged=paged(),
+        rotation=rotation,
+        device=cpu,
+        staging=TransferBuffers(cpu, sizes=TransferSizes(1 << 20)),
+        **parts,
     )
 
 

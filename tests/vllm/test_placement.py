@@ -13,10 +13,10 @@ from slow_device import SlowDevice
 
 from mpic.engine.vllm.plugin.connector import MPICConnector
 from mpic.engine.vllm.plugin.kv_import import PagedWrite
-from mpic.engine.vllm.plugin.placement import Placement, Staging
+from mpic.engine.vllm.plugin.placement import Placement, TransferBuffers
 from mpic.engine.vllm.plugin.runner import LinkRunner
 from mpic.engine.vllm.plugin.step_messages import StepReport
-from mpic.engine.vllm.plugin.transfers import Sizes, transfers
+from mpic.engine.vllm.plugin.transfers import TransferSizes, transfers
 from mpic.kernels.attention import rotate
 
 TOKEN = 2 * HEADS * WIDTH * 4  # bytes in a layer
@@ -101,8 +101,8 @@ def found_in(cache, layer) -> list[torch.Tensor]:
     return [whole[0], whole[1][:, :, SOME]]
 
 
-def staging_of(device, size: int, **sizes) -> Staging:
-    return Staging(torch.device("cpu"), device, Sizes(size, **sizes))
+def staging_of(device, size: int, **sizes) -> TransferBuffers:
+    return TransferBuffers(torch.device("cpu"), device, TransferSizes(size, **sizes))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size / TOKEN:g} tokens")
@@ -267,24 +267,24 @@ def test_transfers_are_bounded_and_those_of_the_first_layers_come_first(device):
     cache = paged()
     writes, _ = writes_of(cache, device)
     layer = TOKENS * TOKEN
-    found = transfers(writes, Sizes(2 * layer, layer))
+    found = transfers(writes, TransferSizes(2 * layer, layer))
     assert [(len(t.layers), t.layers.start) for t in found if t.write is writes[0]] == [
         (1, 0),
         (1, 1),
         (1, 2),
     ]
     assert [t.layers for t in found if t.write is writes[1]] == [range(0, 1), range(1, 2), range(2, 3)]
-    found = transfers(writes, Sizes(2 * layer, 2 * layer))
+    found = transfers(writes, TransferSizes(2 * layer, 2 * layer))
     assert [t.layers for t in found if t.write is writes[0]] == [range(0, 2), range(2, 3)]
     assert [t.layers.start for t in found] == sorted(t.layers.start for t in found)
     parts = [
         t.picks
-        for t in transfers(writes, Sizes(20 * TOKEN, 1))
+        for t in transfers(writes, TransferSizes(20 * TOKEN, 1))
         if t.write is writes[0] and t.layers.start == 1
     ]
     assert parts == [range(0, 20), range(20, 40), range(40, 41)]
     with pytest.raises(ValueError, match="a token takes"):
-        transfers(writes, Sizes(TOKEN - 1, 1))
+        transfers(writes, TransferSizes(TOKEN - 1, 1))
 
 
 def test_no_transfer_is_larger_than_its_buffer_and_none_is_empty(device):
@@ -292,7 +292,7 @@ def test_no_transfer_is_larger_than_its_buffer_and_none_is_empty(device):
     for tokens in SELECTIONS.values():
         for size in (1, 2, 7, TOKENS, 3 * TOKENS):
             for gap in (0, 3, TOKENS):
-                found = transfers([one(cache, kv, tokens)], Sizes(size * TOKEN, TOKEN, gap * HEAD))
+                found = transfers([one(cache, kv, tokens)], TransferSizes(size * TOKEN, TOKEN, gap * HEAD))
                 assert all(0 < math.prod(t.shape) * 4 <= size * TOKEN for t in found)
                 placed = [(layer, pick) for t in found for layer in t.layers for pick in t.picks]
                 count = len(torch.arange(TOKENS)[tokens])

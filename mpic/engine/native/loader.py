@@ -44,7 +44,7 @@ class ChunkLoad:
     error: BaseException | None = field(default=None, init=False)
 
 
-class _Turn(NamedTuple):
+class _ReadOrder(NamedTuple):
     """The order in which threads take work: the lowest comes first."""
 
     order: float
@@ -63,7 +63,7 @@ class LoadQueue:
     """
 
     def __init__(self, threads: int) -> None:
-        self._waiting: list[_Turn] = []
+        self._waiting: list[_ReadOrder] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._stopping = False
@@ -89,7 +89,7 @@ class LoadQueue:
             self._push(load, layers, first)
 
     def _push(self, load: ChunkLoad, layers: Iterator[int | None], first: int = 0) -> None:
-        heapq.heappush(self._waiting, _Turn(load.order, first, next(self._numbers), load, layers))
+        heapq.heappush(self._waiting, _ReadOrder(load.order, first, next(self._numbers), load, layers))
         self._changed.notify()
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class LoadQueue:
             self._end(turn, EngineStopped("the engine was stopped"))
         self._waiting.clear()
 
-    def _end(self, turn: _Turn, error: BaseException | None) -> None:
+    def _end(self, turn: _ReadOrder, error: BaseException | None) -> None:
         """Ends one iterator of a load, and the load with its last one."""
         load = turn.load
         close = getattr(turn.layers, "close", None)
@@ -117,7 +117,7 @@ class LoadQueue:
             load.ended(load.error)
 
     def _work(self) -> None:
-        again: _Turn | None = None
+        again: _ReadOrder | None = None
         while True:
             with self._changed:
                 if again is not None:  # no other thread is woken, since this one takes a load itself
@@ -129,7 +129,7 @@ class LoadQueue:
                 turn = heapq.heappop(self._waiting)
             again = self._advance(turn)
 
-    def _advance(self, turn: _Turn) -> _Turn | None:
+    def _advance(self, turn: _ReadOrder) -> _ReadOrder | None:
         """Takes one turn; returns the next one of the same iterator, or None when it has ended."""
         if turn.load.error is not None:  # another thread has found it bad
             self._end(turn, None)

@@ -24,7 +24,7 @@ from mpic.model.hooks import KindCalls, Step, StepKernel
 from mpic.model.loaded import LoadedModel
 
 
-class _Alone(NamedTuple):
+class _SingleRow(NamedTuple):
     """A row that stands alone in a step. As long as only ``at`` changes, and by one, tables can be advanced."""
 
     rows: Rows
@@ -35,12 +35,12 @@ class _Alone(NamedTuple):
     start: int  # the row of the step
     at: int  # its own token
 
-    def continues(self, before: _Alone) -> bool:
+    def continues(self, before: _SingleRow) -> bool:
         same = (self.rows is before.rows, self.extent is before.extent, self.spans is before.spans)
         return all(same) and self[3:6] == before[3:6] and self.at == before.at + 1
 
 
-class Part(NamedTuple):
+class PlacedSlice(NamedTuple):
     """A batch slice and the place of its keys: the step's rows from ``start`` on are tokens ``[lo, hi)`` of ``rows``.
 
     Args:
@@ -138,7 +138,7 @@ class StepTables:
 
     def __init__(self, model: LoadedModel, pool: Pool) -> None:
         self._model, self._pool = model, pool
-        self._last: list[_Alone] = []
+        self._last: list[_SingleRow] = []
         self._state: tuple[object, ...] = ()  # everything else that the last tables depend on
         self._writes: RowWrites | None = None
         self._singles: list[SingleRows] = []  # by kind of layer
@@ -191,7 +191,7 @@ class StepTables:
     def _continues(self, alone: Sequence[tuple[BatchSlice, int]]) -> bool:
         """Returns whether these rows are the last step's, one token further, and remembers them."""
         rows = [
-            _Alone(r, r.extent, r.spans, r.mapped, len(r.spans), start, lo) for (r, lo, _), start in alone
+            _SingleRow(r, r.extent, r.spans, r.mapped, len(r.spans), start, lo) for (r, lo, _), start in alone
         ]
         state = (self._pool.moves, self._model.partial, self._model.streams, self._model.triton)
         before, self._last = self._last, rows
@@ -241,13 +241,13 @@ class StepTables:
         self._kernel = advanced
         return advanced
 
-    def _part(self, part: BatchSlice, start: int) -> Part:
+    def _part(self, part: BatchSlice, start: int) -> PlacedSlice:
         rows, lo, hi = part
         own, before = self._pool.kv(rows.extent), lo - rows.mapped
         spans = [span._replace(source=self._pool.kv(span.source)) for span in rows.spans]
-        return Part(rows, lo, hi, start, Span(own, before, before + hi - lo), spans)
+        return PlacedSlice(rows, lo, hi, start, Span(own, before, before + hi - lo), spans)
 
-    def _calls(self, parts: Sequence[Part]) -> dict[Pattern, list[SpanCall]]:
+    def _calls(self, parts: Sequence[PlacedSlice]) -> dict[Pattern, list[SpanCall]]:
         """Returns the calls of the rows for each kind of layer. Kinds with the same pattern share them."""
         patterns = {kind.pattern for kind in self._model.kinds}
         return {pattern: [call for part in parts for call in part.calls(pattern)] for pattern in patterns}

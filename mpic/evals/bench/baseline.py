@@ -122,7 +122,7 @@ def floors(
     }
 
 
-class _Clock:
+class _TokenTimes:
     """A streamer that records when ``generate`` returned each token."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class StockGenerator:
                 DynamicCache(config=self._stock.config), self._shape, self._batch, self._length, self._stock
             )
         prompt = torch.full((self._batch, self._length + 1), 11, device=self._stock.device)
-        clock = _Clock()
+        clock = _TokenTimes()
         with torch.inference_mode():
             self._stock.generate(
                 prompt,

@@ -29,7 +29,7 @@ from mpic.evals.bench import (  # noqa: F401 - each registers itself
     ttft,
     ttft_vllm,
 )
-from mpic.evals.bench.harness import BENCHES, Bench, Placement, Ticker
+from mpic.evals.bench.harness import BENCHES, Bench, BenchDevice, Ticker
 from mpic.evals.bench.peers import peers  # noqa: F401
 from mpic.evals.bench.results import as_json, machine, print_report, save_plot, write
 from mpic.model.load import DTYPES, choose_device
@@ -113,7 +113,7 @@ def _command(native: Bench) -> None:
             device = "cpu"
         if threads:
             torch.set_num_threads(threads)
-        placement = Placement(choose_device(device), DTYPES.get(dtype, torch.float32))
+        placement = BenchDevice(choose_device(device), DTYPES.get(dtype, torch.float32))
         settings = entry.configured(quick, **({"repeats": repeats} if repeats else {}))
         # raised as an exception, so that started processes end, too
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

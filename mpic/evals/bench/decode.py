@@ -10,7 +10,16 @@ from typing import Any
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.baseline import StockGenerator
-from mpic.evals.bench.harness import BenchFailed, Placement, Report, Series, Ticker, bench, interleave, paired
+from mpic.evals.bench.harness import (
+    BenchDevice,
+    BenchFailed,
+    Report,
+    Series,
+    Ticker,
+    bench,
+    interleave,
+    paired,
+)
 from mpic.evals.bench.workload import (
     BENCH_DECODER,
     DecoderShape,
@@ -60,7 +69,7 @@ class Settings:
     },
     wants={"batch1_over_transformers": ">= 1.0", "batch8_over_transformers": ">= 1.0"},
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures each batch size in several columns: different linked chunks for each request, the same chunks for all,
     and transformers' caches."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)

@@ -57,7 +57,7 @@ def drop_from_cache(paths: Sequence[Path]) -> None:
             os.close(fd)
 
 
-class Reader:
+class LoaderAlone:
     """The engine's loader without an engine, with the same queue, threads, look-up, files and checksums."""
 
     def __init__(self, store: ChunkStore, threads: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpic.engine.native.engine import NativeEngine
-from mpic.evals.bench.harness import Placement, Report, Ticker, bench, interleave, paired
+from mpic.evals.bench.harness import BenchDevice, Report, Ticker, bench, interleave, paired
 from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
@@ -54,7 +54,7 @@ class Settings:
     },
     wants={"full_growth": "> 16", "legolink16_growth": "< 3.5"},
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures two curves: a fixed number of growing documents, and a growing number of fixed ones."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     ids = Ids(settings.decoder.vocabulary, settings.seed)

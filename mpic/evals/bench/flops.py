@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mpic.evals.bench.harness import Placement, Report, Row, Ticker, bench
+from mpic.evals.bench.harness import BenchDevice, Report, Row, Ticker, bench
 from mpic.evals.bench.workload import (
     BENCH_DECODER,
     DecoderShape,
@@ -54,7 +54,7 @@ class Settings:
     },
     wants={"full_over_mpic32": "> 8", "cacheblend15_over_legolink16": "> 1"},
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Makes one table with a row for each policy and number of chunks."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     ids = Ids(settings.decoder.vocabulary, settings.seed)

@@ -15,7 +15,7 @@ from typing import Any
 
 from mpic.engine.base import GenerationUsage
 from mpic.engine.native.engine import NativeEngine
-from mpic.evals.bench.harness import BenchFailed, Placement, Report, Row, Ticker, bench
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench
 from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
@@ -72,7 +72,7 @@ QUICK = {
 }
 
 
-class Conversation:
+class AgentPrompts:
     """The prompts of an agent, step by step, for several columns that share nothing.
 
     Args:
@@ -110,7 +110,7 @@ class Conversation:
     quick=QUICK,
     wants={"prefix_over_mpic16": ">= 3", "mpic16_growth": "<= 1.2"},
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures every step with both policies."""
     pair = make_pair(settings.decoder, placement, settings.tower, seed=settings.seed)
     with engine_for(pair.loaded, 4 * settings.length) as engine:
@@ -129,7 +129,7 @@ def measure(settings: Settings, ways: Mapping[str, Measure], ticker: Ticker) -> 
     samples: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     ticker.expect(settings.frames * len(names))
-    for number, prompts in enumerate(Conversation(settings, names).steps()):
+    for number, prompts in enumerate(AgentPrompts(settings, names).steps()):
         first = number % len(names)
         for name in (*names[first:], *names[:first]):
             with ticker.step(name):

@@ -11,7 +11,7 @@ from mpic.evals.bench import checkpoint, frames, vllm_pair
 from mpic.evals.bench.baseline_vllm import PlainVLLM
 from mpic.evals.bench.disk import fresh_library
 from mpic.evals.bench.frames import LINK, Measure, check_compiled
-from mpic.evals.bench.harness import BenchFailed, Placement, Report, Ticker, bench
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Ticker, bench
 from mpic.evals.bench.workload import first_token, in_words, random_model, request_of
 from mpic.prompt.segments import Prompt
 
@@ -53,7 +53,7 @@ class Settings(frames.Settings):
     engine="vllm",
     in_process=False,
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures every step with both engines, each of which runs in separate processes."""
     started = settings.of_engines()
     model = random_model(started.decoder, placement, settings.tower, seed=settings.seed)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-BenchFunction = Callable[[Any, "Placement", "Ticker"], "Report"]
+BenchFunction = Callable[[Any, "BenchDevice", "Ticker"], "Report"]
 """A bench's function of its settings."""
 Row = dict[str, Any]
 """One line of a result. ``table`` names the table it is printed in; the other keys are its columns."""
@@ -37,7 +37,7 @@ class BenchFailed(MPICError):
 
 
 @dataclass(frozen=True)
-class Placement:
+class BenchDevice:
     """Device and dtype that a bench runs with."""
 
     device: torch.device
@@ -171,7 +171,7 @@ def interleave(
 
 
 def median_seconds(
-    work: Callable[[], Any], placement: Placement, repeats: int, before: Callable[[], Any] = lambda: None
+    work: Callable[[], Any], placement: BenchDevice, repeats: int, before: Callable[[], Any] = lambda: None
 ) -> float:
     """Returns the median seconds of ``repeats`` runs. On CUDA two warm-up runs do not count, and time is taken by
     events, with a cold cache when ``before`` clears it."""

@@ -17,10 +17,10 @@ import torch
 from mpic.engine.native.engine import NativeEngine
 from mpic.engine.native.loader import loaders_for
 from mpic.engine.stream import DeltaStream
-from mpic.evals.bench.disk import Reader, drop_from_cache, file_system, fresh_library
+from mpic.evals.bench.disk import LoaderAlone, drop_from_cache, file_system, fresh_library
 from mpic.evals.bench.harness import (
+    BenchDevice,
     BenchFailed,
-    Placement,
     Report,
     Row,
     Series,
@@ -80,7 +80,7 @@ class Settings:
     },
     on_cpu=True,
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Reads the same files in five ways in the same rounds, then looks up chunks in a large catalogue."""
     with fresh_library() as library:
         rows, samples, notes = _reading(settings, library, ticker)
@@ -120,7 +120,7 @@ def _reading(
     views = [pool.view(pool.alloc(settings.tokens)) for _ in keys]
     paths = [library.store.path(key) for key in keys]
     threads = settings.loaders or loaders_for()
-    with closing(Reader(library.store, threads)) as reader:
+    with closing(LoaderAlone(library.store, threads)) as reader:
         columns, worked = _ways(reader, keys, paths, views, kv)
         samples = interleave(columns, settings.repeats, ticker)
     size = settings.chunks * kv.nbytes
@@ -141,7 +141,7 @@ def _reading(
 
 
 def _ways(
-    reader: Reader, keys: list[KVKey], paths: list[Path], views: list[torch.Tensor], kv: torch.Tensor
+    reader: LoaderAlone, keys: list[KVKey], paths: list[Path], views: list[torch.Tensor], kv: torch.Tensor
 ) -> tuple[dict[str, Callable[[], float]], dict[str, list[float]]]:
     """Returns five ways to bring the same bytes into memory, and the processor time of the loader's by name."""
     scratch = torch.zeros(max(path.stat().st_size for path in paths), dtype=torch.uint8)
@@ -215,7 +215,7 @@ def _text_inputs(n: int) -> ChunkInputs:
 def _lookups(settings: Settings, library: Library, ticker: Ticker) -> list[Row]:
     """Measures look-ups of images used before and of images used for the first time."""
     decoder = DecoderShape(layers=2, hidden=64, heads=2, intermediate=64, context=1 << 16)
-    pair = make_pair(decoder, Placement(torch.device("cpu"), torch.float32), seed=settings.seed)
+    pair = make_pair(decoder, BenchDevice(torch.device("cpu"), torch.float32), seed=settings.seed)
     pages = settings.linked * (-(-settings.image_tokens // PAGE) + 40) + 256
     engine = NativeEngine(pair.loaded, library.store, pages=pages, page_size=PAGE)
     ids = Ids(decoder.vocabulary, settings.seed)

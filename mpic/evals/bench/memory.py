@@ -10,7 +10,7 @@ from typing import Any
 from mpic.engine.base import Delta, GenerationRequest
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.arrivals import poisson, send
-from mpic.evals.bench.harness import BenchFailed, Placement, Report, Row, Ticker, bench
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench
 from mpic.evals.bench.workload import (
     PAGE,
     DecoderShape,
@@ -122,10 +122,10 @@ class _Meter:
         "copies_over_shared_at_highest_rate": "> 1, grows",
     },
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures three tables; every row has a fresh engine, so that nothing cached earlier counts."""
     pair = make_pair(settings.decoder, placement, gain=4.0, seed=settings.seed)
-    prompts = _Prompts(settings)
+    prompts = _ShuffledPrompts(settings)
     ticker.expect(settings.same.requests + 1 + len(settings.counts) + len(settings.rates))
     rows = [_same_answers(settings, pair, prompts, ticker)]
     grown, longest = settings.grown, max(*settings.counts, settings.grown.chunks)
@@ -165,7 +165,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
     return Report(rows, headline, notes, lambda figure: _plot(figure, rows))
 
 
-class _Prompts:
+class _ShuffledPrompts:
     """Makes requests that each link the chunks in a different order, after a text of a different length."""
 
     def __init__(self, settings: Settings) -> None:
@@ -184,7 +184,7 @@ class _Prompts:
         return request_of(prompt, self._settings.policy, answer)
 
 
-def _same_answers(settings: Settings, pair: ModelPair, prompts: _Prompts, ticker: Ticker) -> Row:
+def _same_answers(settings: Settings, pair: ModelPair, prompts: _ShuffledPrompts, ticker: Ticker) -> Row:
     """Runs every request alone, then all at once.
 
     Raises:

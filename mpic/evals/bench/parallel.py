@@ -12,8 +12,8 @@ from typing import Any
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.engine.native.loader import loaders_for
-from mpic.evals.bench.disk import Reader, drop_from_cache, file_system, fresh_library
-from mpic.evals.bench.harness import BenchFailed, Placement, Report, Row, Series, Ticker, bench, interleave
+from mpic.evals.bench.disk import LoaderAlone, drop_from_cache, file_system, fresh_library
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Series, Ticker, bench, interleave
 from mpic.evals.bench.workload import (
     PAGE,
     DecoderShape,
@@ -61,7 +61,7 @@ class Settings:
     },
     wants={"worst_over_limit": "<= 1.2"},
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures every number of missing chunks, in four ways in the same rounds."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     with fresh_library() as library, _Subject(settings, pair.loaded, library) as subject:
@@ -135,7 +135,7 @@ class _Subject:
         self._shelf = _Shelf(library)
         self._engine = NativeEngine(model, self._shelf, pages=pages, page_size=PAGE)
         self._engine.pool.arena.zero_()  # a server's pages have been touched before
-        self._reader = Reader(self._shelf, loaders_for())
+        self._reader = LoaderAlone(self._shelf, loaders_for())
         scratch = Pool(model.shape, settings.chunks * -(-settings.tokens // PAGE), PAGE, model.dtype)
         scratch.arena.zero_()
         self._views = [scratch.view(scratch.alloc(settings.tokens)) for _ in self.chunks]

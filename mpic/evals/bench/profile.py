@@ -20,7 +20,7 @@ import torch
 
 from mpic.config import ConfigError
 from mpic.engine.native.engine import NativeEngine
-from mpic.evals.bench.harness import BenchFailed, Placement, Report, Row, Ticker, bench, median_seconds
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench, median_seconds
 from mpic.evals.bench.step_profile import ATTENTION, MATRIX, OTHER, PARTS, StepProfile, profile_steps
 from mpic.evals.bench.workload import (
     BENCH_DECODER,
@@ -87,7 +87,7 @@ class Settings:
         "link_products_of_peak": "near 1",
     },
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Profiles each kind of step.
 
     Raises:
@@ -131,7 +131,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
     return Report(rows, headline, notes, lambda figure: _plot(figure, profiles))
 
 
-def _peaks(settings: Settings, placement: Placement) -> dict[str, float]:
+def _peaks(settings: Settings, placement: BenchDevice) -> dict[str, float]:
     """Returns rates a second: operations of a matrix product and of attention, bytes of a product with one row and of a
     copy."""
     side, dtype = settings.peak, placement.dtype

@@ -15,7 +15,7 @@ import psutil
 import torch
 import transformers
 
-from mpic.evals.bench.harness import Bench, Placement, Report, Row
+from mpic.evals.bench.harness import Bench, BenchDevice, Report, Row
 from mpic.evals.processor import processor
 from mpic.figure import save_png
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def machine(placement: Placement) -> str:
+def machine(placement: BenchDevice) -> str:
     """Returns a description of the machine, without names or paths."""
     memory = psutil.virtual_memory().total / 2**30
     parts = [
@@ -38,7 +38,7 @@ def machine(placement: Placement) -> str:
     return "; ".join(parts)
 
 
-def as_json(entry: Bench, settings: Any, placement: Placement, report: Report) -> dict[str, Any]:
+def as_json(entry: Bench, settings: Any, placement: BenchDevice, report: Report) -> dict[str, Any]:
     """Returns the result in the form of its file: bench, machine, settings, rows, headline."""
     return {
         "bench": entry.name,

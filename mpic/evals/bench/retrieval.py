@@ -14,7 +14,7 @@ import numpy as np
 
 from mpic.engine.base import GenerationRequest, Hit, Retrieval, SearchResult
 from mpic.engine.native.engine import NativeEngine
-from mpic.evals.bench.harness import BenchFailed, Placement, Report, Row, Ticker, bench, interleave, paired
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench, interleave, paired
 from mpic.evals.bench.workload import (
     BENCH_DECODER,
     BENCH_TOWER,
@@ -75,7 +75,7 @@ class Settings:
     },
     wants={"ann_recall": "1.000", "reprefill_over_midlink": ">= 3"},
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures the index first, then the engine, with a search of that index in every measured column."""
     index, rows, share = _index(settings, ticker)
     linked, samples, notes = _linking(settings, placement, ticker, index)
@@ -201,7 +201,7 @@ def _restart(settings: Settings, index: VectorIndex, vectors: np.ndarray, ticker
 # ---- linking while decoding
 
 
-class _Ids:
+class _CallTokenizer:
     """A tokenizer that gives all tokens the same text: the first token of an answer opens a call, the second closes
     it."""
 
@@ -232,10 +232,10 @@ class _Search(Retrieval):
 
 
 def _linking(
-    settings: Settings, placement: Placement, ticker: Ticker, index: VectorIndex
+    settings: Settings, placement: BenchDevice, ticker: Ticker, index: VectorIndex
 ) -> tuple[list[Row], dict[str, Any], dict[str, Any]]:
     pair = make_pair(settings.decoder, placement, settings.tower, seed=settings.seed)
-    pair.loaded.tokenizer = _Ids()
+    pair.loaded.tokenizer = _CallTokenizer()
     ids = Ids(settings.decoder.vocabulary, settings.seed)
     random = np.random.default_rng(settings.seed + 1)
     side = settings.tower.size

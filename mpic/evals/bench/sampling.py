@@ -17,7 +17,7 @@ import torch
 from mpic.engine.base import Sampling
 from mpic.engine.native.sampling import Sampler, choose
 from mpic.engine.native.sampling_reference import SequentialSampler
-from mpic.evals.bench.harness import BenchFailed, Placement, Report, Row, Ticker, bench, interleave, paired
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench, interleave, paired
 
 OPTIONS = {
     "top-p": {"temperature": 0.8, "top_p": 0.9},
@@ -45,7 +45,7 @@ class Settings:
     quick={"repeats": 2},
     wants={"top_p_peaked_sequential_over_batch": "> 10", "top_p_flat_sequential_over_batch": "> 10"},
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures every kind of sampling over every kind of logits."""
     generator = torch.Generator().manual_seed(settings.seed)
     rows: list[Row] = []
@@ -68,7 +68,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
 
 
 def _columns(
-    logits: torch.Tensor, options: dict[str, float], placement: Placement
+    logits: torch.Tensor, options: dict[str, float], placement: BenchDevice
 ) -> dict[str, Callable[[], float]]:
     """Returns measurements of one step in milliseconds. The result of the sampler that draws second in a round is
     compared with the first."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.arrivals import poisson, quantile, send
-from mpic.evals.bench.harness import Placement, Report, Row, Ticker, bench
+from mpic.evals.bench.harness import BenchDevice, Report, Row, Ticker, bench
 from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
@@ -80,14 +80,14 @@ class Settings:
         "p99_prefix_over_mpic32": "> 1",
     },
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures three tables: backlog, random arrivals, and arrivals with chunks that are not compiled."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     tokens = 6 * settings.pool * settings.chunk_tokens + 64 * (settings.linked * settings.chunk_tokens + 512)
     peaks: dict[str, float] = {}
     ticker.expect(len(settings.policies) * (1 + len(settings.shares)) + 1 + len(settings.ratios))
     with engine_for(pair.loaded, min(tokens, 120_000)) as engine:
-        sender = _Sender(settings, engine)
+        sender = _PoolSender(settings, engine)
         compile_all(engine, sender.pool)
         rows: list[Row] = []
         for policy in settings.policies:
@@ -121,7 +121,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
     return Report(rows, headline, notes, lambda figure: plot(figure, rows, "requests/s", "p50"))
 
 
-class _Sender:
+class _PoolSender:
     """Sends requests over a pool of chunks, as a backlog or at random times."""
 
     def __init__(self, settings: Settings, engine: NativeEngine) -> None:

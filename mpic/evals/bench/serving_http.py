@@ -22,7 +22,7 @@ from typing import Any
 from mpic.client import MPIC
 from mpic.engine.vllm.frontend.options import prepare_environment
 from mpic.evals.bench import checkpoint
-from mpic.evals.bench.harness import BenchFailed, Placement, Report, Row, Ticker, bench
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench
 from mpic.evals.bench.serving import ARRIVALS, BACKLOG, backlog_size, plot
 from mpic.evals.bench.workload import (
     BENCH_DECODER,
@@ -79,7 +79,7 @@ WANTS = {"mpic32_over_prefix": "> 1", "p99_prefix_over_mpic32": "> 1"}
 
 def _on(name: str, engine: str) -> None:
     @bench("serving", SUMMARY, Settings, QUICK, WANTS, engine=name, in_process=False)
-    def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+    def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         return _run(engine, settings, placement, ticker)
 
 
@@ -87,7 +87,7 @@ _on("native-http", "native")
 _on("vllm", "vllm")
 
 
-def _run(engine: str, settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def _run(engine: str, settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     prepare_environment()  # the generator is vLLM's, whichever engine runs
     rows: list[Row] = []
     ticker.expect(1 + len(POLICIES) + 3)
@@ -104,7 +104,7 @@ def _run(engine: str, settings: Settings, placement: Placement, ticker: Ticker) 
         with server as (url, seconds), MPIC(url) as client:
             with ticker.step("uploading"):
                 _upload(client, settings, Path(folder))
-            load = _Load(settings, url, model, Path(folder))
+            load = _PoolLoad(settings, url, model, Path(folder))
             peaks = {}
             for policy in POLICIES:
                 with ticker.step(f"{policy}: backlog"):
@@ -135,7 +135,7 @@ def _run(engine: str, settings: Settings, placement: Placement, ticker: Ticker) 
     return Report(rows, headline, notes, lambda figure: plot(figure, rows, f"requests/s, {engine}", "p99"))
 
 
-def _flags(engine: str, settings: Settings, placement: Placement) -> list[str]:
+def _flags(engine: str, settings: Settings, placement: BenchDevice) -> list[str]:
     length = settings.linked * settings.tower.tokens + 2 * settings.text + settings.answer + 256
     tokens = max(
         settings.room * length + settings.pool * settings.tower.tokens, settings.decoder.context + 256
@@ -161,7 +161,7 @@ def _handle(number: int) -> str:
     return f"BENCH{number}"
 
 
-class _Load:
+class _PoolLoad:
     """Makes prompts over the pool, and sends them with vLLM's generator."""
 
     def __init__(self, settings: Settings, url: str, model: Path, folder: Path) -> None:

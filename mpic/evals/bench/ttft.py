@@ -10,7 +10,7 @@ from typing import Any
 from mpic.engine.base import GenerationUsage
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.baseline import floors
-from mpic.evals.bench.harness import Placement, Report, Series, Ticker, bench, interleave, paired
+from mpic.evals.bench.harness import BenchDevice, Report, Series, Ticker, bench, interleave, paired
 from mpic.evals.bench.workload import (
     BENCH_DECODER,
     BENCH_TOWER,
@@ -97,7 +97,7 @@ class Prompts:
     quick=QUICK,
     wants={"prefix_over_mpic32": ">= 6", "mpic32_over_floor": "<= 1.25"},
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures every policy and the floor in the same rounds."""
     pair = make_pair(settings.decoder, placement, settings.tower, seed=settings.seed)
     prompts = Prompts(settings)

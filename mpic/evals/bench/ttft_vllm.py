@@ -18,8 +18,8 @@ from mpic.engine.base import GenerationUsage
 from mpic.evals.bench import checkpoint, ttft
 from mpic.evals.bench.disk import fresh_library
 from mpic.evals.bench.harness import (
+    BenchDevice,
     BenchFailed,
-    Placement,
     Report,
     Row,
     Series,
@@ -35,9 +35,9 @@ from mpic.evals.bench.vllm_pair import (
     HOST,
     LINK,
     PAGES,
-    Alone,
     Ours,
     Settings,
+    VllmAlone,
     both_engines,
 )
 from mpic.evals.bench.workload import in_words, random_model
@@ -66,7 +66,7 @@ ONE_BY_ONE, AT_ONCE = "one after the other", "at once"
     engine="vllm",
     in_process=False,
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures first tokens, then decoding; the two engines take turns."""
     model = random_model(settings.decoder, placement, settings.tower, seed=settings.seed)
     described = in_words(model, settings.decoder)
@@ -77,7 +77,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
         del model
         with both_engines(settings, placement, str(Path(folder, "bench")), library) as (plain, ours):
             linked = Ours(settings, ours, prompts, library)
-            alone = Alone(settings, plain, prompts)
+            alone = VllmAlone(settings, plain, prompts)
             first, vision = _first_tokens(settings, alone, linked, ticker)
             questions = _questions(settings, linked, ticker)
             decoding = _decoding(settings, alone, linked, ticker)
@@ -131,7 +131,7 @@ def _notes(settings: Settings) -> dict[str, Any]:
 
 
 def _first_tokens(
-    settings: Settings, alone: Alone, linked: Ours, ticker: Ticker
+    settings: Settings, alone: VllmAlone, linked: Ours, ticker: Ticker
 ) -> tuple[dict[str, Series], dict[str, Series]]:
     """Returns the times to the first token without and with the vision encoder."""
     columns = {
@@ -156,7 +156,7 @@ def _questions(settings: Settings, linked: Ours, ticker: Ticker) -> dict[str, Se
 
 
 def _decoding(
-    settings: Settings, alone: Alone, linked: Ours, ticker: Ticker
+    settings: Settings, alone: VllmAlone, linked: Ours, ticker: Ticker
 ) -> dict[tuple[str, str], Series]:
     """Returns the rates of running answers by engine and by the prompts that arrive meanwhile."""
 

@@ -17,7 +17,7 @@ from mpic.engine.vllm.frontend.options import prepare_environment
 from mpic.evals.bench import ttft
 from mpic.evals.bench.baseline_vllm import PlainVLLM, TimedAnswer
 from mpic.evals.bench.disk import drop_from_cache
-from mpic.evals.bench.harness import BenchFailed, Placement
+from mpic.evals.bench.harness import BenchDevice, BenchFailed
 from mpic.evals.bench.workload import (
     compile_all,
     first_token,
@@ -69,7 +69,7 @@ class Settings(ttft.Settings):
 
 @contextmanager
 def both_engines(
-    settings: Settings, placement: Placement, model: str, library: Library
+    settings: Settings, placement: BenchDevice, model: str, library: Library
 ) -> Iterator[tuple[PlainVLLM, Any]]:
     """Starts both engines side by side."""
     cpu = prepare_environment()
@@ -89,7 +89,7 @@ def both_engines(
         yield starting.result(), ours
 
 
-def _config(settings: Settings, placement: Placement, model: str) -> EngineConfig:
+def _config(settings: Settings, placement: BenchDevice, model: str) -> EngineConfig:
     """Returns the configuration of both engines. The pool has room for what runs at once, for the floor's prefix and,
     as vLLM wants it, for one prompt as long as the model's context."""
     prompts = max(settings.arrivals + 1, settings.questions)
@@ -106,7 +106,7 @@ def _config(settings: Settings, placement: Placement, model: str) -> EngineConfi
     )
 
 
-class Alone:
+class VllmAlone:
     """Asks vLLM alone. Where no vision encoder is to run, a prompt is text of the same length."""
 
     def __init__(self, settings: Settings, engine: PlainVLLM, prompts: ttft.Prompts) -> None:

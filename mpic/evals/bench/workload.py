@@ -18,7 +18,7 @@ from torch import nn
 
 from mpic.engine.base import Engine, GenerationRequest, GenerationUsage, Sampling
 from mpic.engine.native.engine import NativeEngine
-from mpic.evals.bench.harness import BenchFailed, Placement
+from mpic.evals.bench.harness import BenchDevice, BenchFailed
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.kv.store import ChunkStore
 from mpic.link import BARE, Wrapping, parse_policy
@@ -111,7 +111,7 @@ class ModelPair:
 
 def random_model(
     decoder: DecoderShape,
-    placement: Placement,
+    placement: BenchDevice,
     tower: TowerShape | None = None,
     gain: float = 1.0,
     seed: int = 0,
@@ -142,7 +142,7 @@ def random_model(
 
 def make_pair(
     decoder: DecoderShape,
-    placement: Placement,
+    placement: BenchDevice,
     tower: TowerShape | None = None,
     gain: float = 1.0,
     seed: int = 0,

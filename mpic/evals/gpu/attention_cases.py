@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from mpic.evals.bench.harness import Placement
+from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.gpu.roofline import Cost
 from mpic.kernels.attention import QueryRotation, SpanCall
 from mpic.kernels.span import Span
@@ -70,7 +70,7 @@ class Case:
         return 4 * self.heads * self.dim * pairs / self.cost(dtype).flops if self.rows > 1 else 1.0
 
 
-def build(case: Case, placement: Placement, tiles: Tiles | None = None) -> tuple[TritonStep, torch.Tensor]:
+def build(case: Case, placement: BenchDevice, tiles: Tiles | None = None) -> tuple[TritonStep, torch.Tensor]:
     """Returns a step of the case: extents side by side in one arena, as the pool lays them, every chunk at another
     base."""
     from mpic.kernels.triton.launch import Geometry
@@ -107,13 +107,13 @@ def build(case: Case, placement: Placement, tiles: Tiles | None = None) -> tuple
     return TritonStep(calls, count, g, arena, rotation, tiles=tiles), q
 
 
-def segment_attention(case: Case, placement: Placement, tiles: Tiles | None = None) -> Callable[[], object]:
+def segment_attention(case: Case, placement: BenchDevice, tiles: Tiles | None = None) -> Callable[[], object]:
     """Returns the kernels' launches for one layer of the case."""
     prepared, q = build(case, placement, tiles)
     return lambda: prepared.attend(0, q, case.dim**-0.5)
 
 
-def torch_attention(case: Case, placement: Placement) -> Callable[[], torch.Tensor]:
+def torch_attention(case: Case, placement: BenchDevice) -> Callable[[], torch.Tensor]:
     """Returns a call of SDPA on the same number of contiguous queries and keys, rotated beforehand and without a mask.
     It computes more pairs than the case has; ``Case.masked`` is the ratio."""
     options = {"dtype": placement.dtype, "device": placement.device}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from mpic.evals.bench.harness import Placement
+from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.gpu.attention_cases import Case
 
 PAGE = 16
@@ -40,7 +40,7 @@ Attention = Callable[[], torch.Tensor]
 """Returns ``[requests * rows, heads, head_dim]``, or the same with its first axis in two."""
 
 
-def random_inputs(case: Case, placement: Placement) -> Inputs:
+def random_inputs(case: Case, placement: BenchDevice) -> Inputs:
     options = {"dtype": placement.dtype, "device": placement.device}
     q = torch.randn(case.requests, case.rows, case.heads, case.dim, **options)
     shape = (case.requests, case.linked + case.rows, case.kv_heads, case.dim)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mpic.evals.bench.harness import Placement
+from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.gpu import record
 from mpic.evals.gpu.models import ModelShape
 from mpic.evals.gpu.roofline import Ceilings, Cost, Costs, against
@@ -27,7 +27,7 @@ class Context:
     run: SectionRun
 
     @cached_property
-    def placement(self) -> Placement:
+    def placement(self) -> BenchDevice:
         """The device, and the dtype, which is bf16 on CUDA.
 
         Raises:
@@ -39,7 +39,7 @@ class Context:
         if device.type == "cuda":
             torch.cuda.init()
             torch.cuda.set_device(device.index or 0)
-        return Placement(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        return BenchDevice(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
     @property
     def sizes(self) -> Sizes:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from mpic.errors import MPICError
-from mpic.evals.bench.harness import BenchFailed, Placement, median_seconds
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, median_seconds
 from mpic.evals.gpu.attention_cases import Case, segment_attention, torch_attention
 from mpic.evals.gpu.comparators import COMPARATORS, Comparator, error_of, random_inputs
 from mpic.evals.gpu.context import Context
@@ -128,7 +128,7 @@ def tuning(run: SectionRun) -> None:
 def tune(
     path: Path,
     gpu: str,
-    placement: Placement,
+    placement: BenchDevice,
     dim: int,
     group: int,
     blocks: Iterable[TileSizes],
@@ -192,7 +192,7 @@ def main() -> None:
     gpu = torch.cuda.get_device_name(device)
     for dtype in (torch.bfloat16, torch.float16):
         for dim, group in itertools.product(DIMS, GROUPS):
-            tune(path, gpu, Placement(device, dtype), dim, group, BLOCKS, SINGLES, PREFILL, DECODE, 10)
+            tune(path, gpu, BenchDevice(device, dtype), dim, group, BLOCKS, SINGLES, PREFILL, DECODE, 10)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def loads(run: SectionRun) -> None:
     """Measures the first token of a link whose chunks are resident, in host memory, in the page cache, on the disk; the
     load alone; and the share of the shorter of load and link that is hidden behind the other."""
     context = Context(run)
-    subject = _Stored(context)
+    subject = _StoredChunks(context)
     with tempfile.TemporaryDirectory(prefix="mpic-report-") as folder:
         root = Path(folder, "library")
         with Library.open(root, subject.limits) as library:
@@ -55,7 +55,7 @@ def loads(run: SectionRun) -> None:
             subject.measure(library, f"host memory, {host}")
 
 
-class _Stored:
+class _StoredChunks:
     """Stores chunks of a model once, then reads them into one empty engine after another."""
 
     def __init__(self, context: Context) -> None:

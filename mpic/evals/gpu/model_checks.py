@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mpic.engine.native.engine import NativeEngine
-from mpic.evals.bench.harness import Placement
+from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.bench.workload import (
     PAGE,
     DecoderShape,
@@ -64,7 +64,7 @@ def _self_test(loaded: LoadedModel, attention: str) -> float:
 def _reuses(context: Context, attention: str) -> float:
     """Returns how many tokens differ between ``full`` and ``reuse`` of a chunk that begins the prompt, which is exact:
     from the device, then in a new engine that reads the chunk's file."""
-    placement = Placement(context.placement.device, torch.float32)
+    placement = BenchDevice(context.placement.device, torch.float32)
     decoder = DecoderShape(
         layers=2, hidden=256, heads=4, intermediate=256, kv_heads=2, vocabulary=1000, context=2048
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import transformers as tf
 
-from mpic.evals.bench.harness import Placement
+from mpic.evals.bench.harness import BenchDevice
 from mpic.model.loaded import LoadedModel
 
 
@@ -53,7 +53,7 @@ class ModelShape:
         vision |= {"out_hidden_size": self.hidden, "fullatt_block_indexes": [0]}
         return tf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
 
-    def build(self, placement: Placement) -> LoadedModel:
+    def build(self, placement: BenchDevice) -> LoadedModel:
         """Returns a model with random weights, made on the device."""
         kind = tf.Qwen2_5_VLForConditionalGeneration if self.side else tf.LlamaForCausalLM
         torch.manual_seed(0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mpic.engine.base import GenerationUsage
-from mpic.evals.bench.harness import Placement, Row, median_seconds
+from mpic.evals.bench.harness import BenchDevice, Row, median_seconds
 from mpic.evals.flops import Flops
 from mpic.model.loaded import LoadedModel
 
@@ -109,7 +109,7 @@ class Costs:
         return Cost(flops, self.weights + self.token * (unique + batch))
 
 
-def ceilings(placement: Placement, megabytes: int, side: int, repeats: int, bus: bool = False) -> Ceilings:
+def ceilings(placement: BenchDevice, megabytes: int, side: int, repeats: int, bus: bool = False) -> Ceilings:
     """Measures the device.
 
     Args:

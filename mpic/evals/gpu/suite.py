@@ -13,7 +13,7 @@ FOLDER = "tests/kernels"
 FILES = ("test_spans.py", "test_singles.py", "test_triton_scatter.py", "test_triton_attention.py")
 
 
-class _Rows:
+class _TestRows:
     """A pytest plugin that writes one row per test."""
 
     def __init__(self, run: SectionRun) -> None:
@@ -39,7 +39,7 @@ def tests(run: SectionRun) -> None:
     os.chdir(ROOT)
     chosen = ["-k", "log_sum_exp"] if run.quick else []
     arguments = [*(f"{FOLDER}/{name}" for name in FILES), "-q", "-p", "no:cacheprovider", *chosen]
-    status = pytest.main(arguments, plugins=[_Rows(run)])
+    status = pytest.main(arguments, plugins=[_TestRows(run)])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {status!r}")
 

@@ -31,7 +31,7 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
-class Cache:
+class DenseCache:
     """Dense cache: ``keys/values[layer] [kv_heads, length, head_dim]``; rows at ``index`` are written, then attend.
     ``removed[layer] [kv_heads, length]`` is true where no row sees a token, since a press has removed it."""
 
@@ -58,7 +58,7 @@ class Cache:
         removed.scatter_(1, kept + start, False)
 
 
-_cache: Cache | None = None
+_cache: DenseCache | None = None
 
 
 def _mask(*, mask_function: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float32, **unread: Any):
@@ -132,7 +132,7 @@ class StockOracle:
         self.model, self.mrope, self.types, self.stand_ins = stock, mrope, types, stand_ins
         self.text = text_model_of(stock)
         self.text_config = stock.config.get_text_config()
-        self.cache: Cache | None = None
+        self.cache: DenseCache | None = None
 
     # ---- pieces
 
@@ -149,7 +149,7 @@ class StockOracle:
 
     def _run(
         self,
-        cache: Cache,
+        cache: DenseCache,
         rows: RowInputs,
         positions: torch.Tensor,
         kinds: Sequence[int] = (),
@@ -198,7 +198,7 @@ class StockOracle:
         if inputs.deepstack is not None:
             marks = torch.cat([torch.zeros(sink, dtype=torch.bool), torch.ones(n, dtype=torch.bool)])
             deep = marks, inputs.deepstack
-        cache = Cache(torch.arange(sink + n), sink + n)
+        cache = DenseCache(torch.arange(sink + n), sink + n)
         kinds = [0] * sink + [int(inputs.embeds is not None)] * n
         self._run(cache, RowInputs(ids, embeds, deep), torch.cat([heads, inputs.positions + base], 1), kinds)
         return [(cache.keys[i][:, sink:], cache.values[i][:, sink:]) for i in sorted(cache.keys)]
@@ -266,7 +266,7 @@ class StockOracle:
         logits = []
         for step in range(tokens):
             length = len(embeds)
-            cache = Cache(index, length)
+            cache = DenseCache(index, length)
             for i, (start, layers) in enumerate(compiled):
                 for layer, (k, v) in enumerate(layers):
                     cache.place(layer, slice(start, start + k.shape[1]), k, v)
@@ -294,7 +294,7 @@ class StockOracle:
         those in its chunk, compiled alone at its place, at one layer."""
         ids, embeds, positions, marks, deepstack, places, _ = self._layout(prompt, inputs)
         compiled = [self.compile(chunk, 0, 0, base)[layer] for _, base, chunk in places]
-        whole = Cache(torch.arange(len(embeds)), len(embeds))
+        whole = DenseCache(torch.arange(len(embeds)), len(embeds))
         deep = None if deepstack is None else (marks, deepstack)
         self._run(whole, RowInputs(ids, embeds, deep), positions, kinds_of(prompt, inputs))
         found = []

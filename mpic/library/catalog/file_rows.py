@@ -22,7 +22,7 @@ ALIVE = "owner = :owner AND (expires_at IS NULL OR expires_at > :now)"
 """The condition that every lookup of a user carries: the row is the user's own and has not expired."""
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Characters ``[start, end)`` of a document, and the digest of this text (``ChunkKey.digest``)."""
 
     start: int
@@ -235,10 +235,10 @@ class FileRows:
         sql = "SELECT 1 FROM contents WHERE owner = ? AND digest = ? AND kind = ?"
         return db.execute(sql, (owner, key.digest, key.kind)).fetchone() is not None
 
-    def pieces(self, file_id: str) -> list[Piece]:
+    def pieces(self, file_id: str) -> list[DocumentPiece]:
         """Returns the pieces of a document in order; none while it is not cut."""
         sql = 'SELECT start, "end", digest FROM pieces WHERE file = ? ORDER BY position'
-        return [Piece(*row) for row in self._catalog.read(sql, file_id)]
+        return [DocumentPiece(*row) for row in self._catalog.read(sql, file_id)]
 
     def counts(self, user: str, file_id: str | None = None) -> dict[str, int]:
         """Returns the number of pieces of the user's documents that are cut (or of one of them), by the file's id."""
@@ -248,7 +248,7 @@ class FileRows:
         rows = self._catalog.read(sql if file_id is None else f"{sql} AND id = ?", *values)
         return {row["id"]: row["pieces"] for row in rows if row["pieces"]}
 
-    def set_pieces(self, file_id: str, pieces: Iterable[Piece]) -> list[Piece]:
+    def set_pieces(self, file_id: str, pieces: Iterable[DocumentPiece]) -> list[DocumentPiece]:
         """Records the pieces of a document, unless they have been recorded already, and returns the recorded ones."""
         with self._catalog.write() as db:
             there = db.execute("SELECT 1 FROM files WHERE id = ?", (file_id,)).fetchone()

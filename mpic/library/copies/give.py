@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mpic.errors import BadRequest, MPICError
-from mpic.library.caches import Part
+from mpic.library.caches import CachedText
 from mpic.library.intake.decode import NO_CLIPS
 from mpic.library.library import Library
 
@@ -77,7 +77,7 @@ def _cache(library: Library, source: str, target: str, id: str) -> Given:
     cache = library.caches.get(source, id)
     try:
         texts = [library.files.content(source, chunk.file.id).decode() for chunk in cache.chunks]
-        parts = [Part(text, chunk.start, chunk.end) for text, chunk in zip(texts, cache.chunks)]
+        parts = [CachedText(text, chunk.start, chunk.end) for text, chunk in zip(texts, cache.chunks)]
         library.caches.create(
             target, parts, name=cache.name, split=cache.split, ttl=_left(library, cache.expires_at)
         )

@@ -29,7 +29,7 @@ from mpic.library.folder.sidecars import Sidecar
 from mpic.library.limits import Limits
 from mpic.library.repair.adopt import DAMAGED, LOST, Adoption, Record, check_original, read_sidecars
 from mpic.library.repair.salvage import salvage
-from mpic.library.store.chunk_rows import ChunkRows, Stored
+from mpic.library.store.chunk_rows import ChunkRows, DurableChunk
 from mpic.library.store.reconcile import read_stored
 
 NEW = f"{CATALOG}.new"
@@ -173,7 +173,7 @@ class _Rebuilding:
             self._progress(record["bytes"])
         return None
 
-    def _chunks(self) -> list[Stored]:
+    def _chunks(self) -> list[DurableChunk]:
         found = []
         for path in sorted(scan_chunks(self._root).sizes):
             try:

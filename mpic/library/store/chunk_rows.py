@@ -26,7 +26,7 @@ class ChunkRow(NamedTuple):
     bytes: int
 
 
-class Stored(NamedTuple):
+class DurableChunk(NamedTuple):
     """A chunk whose file is durable: path relative to the root, bytes of the file, and number of tokens."""
 
     key: KVKey
@@ -89,7 +89,7 @@ class ChunkRows:
         sql = "SELECT model FROM chunks WHERE owner = ? AND kind = ? AND digest = ?"
         return {row["model"] for row in self._catalog.read(sql, owner, chunk.kind, chunk.digest)}
 
-    def put_all(self, chunks: Iterable[Stored], source: Source | None = None) -> None:
+    def put_all(self, chunks: Iterable[DurableChunk], source: Source | None = None) -> None:
         """Commits chunks whose files are durable.
 
         Args:
@@ -115,7 +115,7 @@ class ChunkRows:
         db.execute("DELETE FROM chunks WHERE key = ?", (row.key,))
         self._catalog.add_tombstones(db, [row.path], self._clock())
 
-    def _put(self, db: Connection, chunk: Stored, last_used: float | None = None) -> None:
+    def _put(self, db: Connection, chunk: DurableChunk, last_used: float | None = None) -> None:
         now, key = self._clock(), chunk.key
         values = {
             "key": key.digest,

@@ -29,10 +29,10 @@ from mpic.library.folder.layout import chunk_path
 from mpic.library.folder.orphans import Orphans
 from mpic.library.folder.quarantine import Quarantine
 from mpic.library.limits import Limits
-from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, Source, Stored
+from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, DurableChunk, Source
 from mpic.library.store.disk_parts import DiskParts
 from mpic.library.store.reconcile import reconcile_chunks
-from mpic.library.store.tombstones import Tombstones
+from mpic.library.store.tombstones import DeletedContents
 from mpic.memory import is_exhaustion
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class DiskStore:
         self._clock = clock
         self._saving: dict[KVKey, bool] = {}  # chunks being saved; False once the chunk was deleted
         self._unread: set[KVKey] = set()  # stored chunks that could not be read
-        self._deleted = Tombstones()
+        self._deleted = DeletedContents()
         self._reserved: Counter[str] = Counter()  # bytes of the chunks being saved, by owner
         self._quarantine = Quarantine(root / "quarantine", limits.quarantine_files, self._filesystem, clock)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -186,14 +186,14 @@ class DiskStore:
     def save(self, chunk: ChunkKV, source: Source | None = None) -> None:
         """Stores a compiled chunk durably, unless it is stored or being saved already. A stored file that could not be
         read is replaced. The chunk is not kept if its content was deleted meanwhile, or after the last look-up
-        (``Tombstones``).
+        (``DeletedContents``).
 
         Args:
             source: the stored chunk that this form was made of. No chunk is evicted for another form. If the source is
                 replaced, its bytes count as free, and it goes in the transaction that makes the new form visible.
 
         Raises:
-            StorageFull: the disk is full, or no room can be made for the chunk (``shares``). Stored chunks stay
+            StorageFull: the disk is full, or no room can be made for the chunk (``shares``). DurableChunk chunks stay
                 readable.
             StorageQuotaExceeded: the chunk does not fit the user's quota.
             LibraryGone: the library's folder is not there any more.
@@ -216,7 +216,7 @@ class DiskStore:
                 try:
                     if self._saving[key]:
                         name = str(path.relative_to(self.root))
-                        self._rows.put_all([Stored(key, name, size, len(chunk.inputs))], source)
+                        self._rows.put_all([DurableChunk(key, name, size, len(chunk.inputs))], source)
                         self._unread.discard(key)
                     else:
                         self._remove(path)

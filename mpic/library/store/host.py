@@ -16,7 +16,7 @@ from mpic.errors import IntegrityError, StorageFull, StorageQuotaExceeded
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.page_locked import PAGE_LOCKED, page_locked_bytes
 from mpic.library.store.shares import Held, TierBounds, make_room
-from mpic.library.store.tombstones import Tombstones
+from mpic.library.store.tombstones import DeletedContents
 
 COUNTERS = (
     *("requested", "hits", "saved", "refused", "evicted"),
@@ -94,7 +94,7 @@ class HostTier:
         self._chunks: OrderedDict[KVKey, HostChunk] = OrderedDict()  # least recently used first
         self._used: Counter[str] = Counter()  # bytes by owner, those being copied included
         self._copying: dict[KVKey, bool] = {}  # False once the content was dropped
-        self._dropped = Tombstones()
+        self._dropped = DeletedContents()
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._lock = threading.Lock()
         if page_locked:

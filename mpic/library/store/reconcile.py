@@ -20,7 +20,7 @@ from mpic.library.catalog.database import Catalog
 from mpic.library.folder.layout import chunk_path, scan_chunks
 from mpic.library.folder.orphans import Orphans
 from mpic.library.folder.quarantine import Quarantine
-from mpic.library.store.chunk_rows import ChunkRows, Stored
+from mpic.library.store.chunk_rows import ChunkRows, DurableChunk
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def reconcile_chunks(
     return done
 
 
-def _judge(root: Path, paths: Iterable[str], filesystem: FileSystem) -> tuple[list[Stored], list[str]]:
+def _judge(root: Path, paths: Iterable[str], filesystem: FileSystem) -> tuple[list[DurableChunk], list[str]]:
     """Returns the chunks among files that have no row, and the paths of the files that are none. A file that cannot be
     read now is in neither: it stays, and the next start tries again."""
     chunks, strange = [], []
@@ -83,7 +83,7 @@ def _judge(root: Path, paths: Iterable[str], filesystem: FileSystem) -> tuple[li
     return chunks, strange
 
 
-def read_stored(root: Path, path: str, filesystem: FileSystem) -> Stored | None:
+def read_stored(root: Path, path: str, filesystem: FileSystem) -> DurableChunk | None:
     """Reads the header of a chunk file that has no row; None if it is damaged or its name belongs to another chunk. Its
     layers are verified when they are read, as those of every chunk.
 
@@ -102,7 +102,7 @@ def read_stored(root: Path, path: str, filesystem: FileSystem) -> Stored | None:
     if str(chunk_path(file.key)) != path:
         log.warning("%s is not adopted: it holds another chunk than its name says", path)
         return None
-    return Stored(file.key, path, file.bytes, file.tokens)
+    return DurableChunk(file.key, path, file.bytes, file.tokens)
 
 
 def remove(filesystem: FileSystem, paths: Iterable[Path]) -> None:

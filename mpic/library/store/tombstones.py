@@ -15,7 +15,7 @@ Content = tuple[str, ChunkKey]
 """Owner and content."""
 
 
-class Tombstones:
+class DeletedContents:
     """The contents that were deleted and not looked up since. A save of one of them was requested before the deletion.
 
     A tier does not know when such a request ends, so a deletion would have to be remembered for ever. Instead the

@@ -12,7 +12,7 @@ from mpic.api.requests import CacheChange, CacheRequest
 from mpic.api.resources import CacheChunkObject, CacheDeleted, CacheList, CacheObject
 from mpic.errors import BadRequest
 from mpic.library import Cache, CacheChunk
-from mpic.library.caches import CHUNK, MOST_CHUNKS, Part
+from mpic.library.caches import CHUNK, MOST_CHUNKS, CachedText
 from mpic.prompt.split import Split, TooManyPieces
 from mpic.prompt.split_process import split_in_process
 from mpic.server.auth import CurrentUser
@@ -83,7 +83,7 @@ def delete_cache(cache_id: str, state: StateDep, user: CurrentUser) -> CacheDele
     return CacheDeleted(id=cache_id)
 
 
-def _parts(body: CacheRequest, split: Split, state: State) -> list[Part]:
+def _parts(body: CacheRequest, split: Split, state: State) -> list[CachedText]:
     """Returns the texts to cache. It may tokenize a whole book, so it runs on a thread."""
     if body.text is not None:
         text = body.text.removeprefix("\ufeff")
@@ -97,10 +97,10 @@ def _parts(body: CacheRequest, split: Split, state: State) -> list[Part]:
                 chunks=MOST_CHUNKS + 1,
                 limit=MOST_CHUNKS,
             ) from None
-        return [Part(text[p.start : p.end], p.start, p.end) for p in pieces]
+        return [CachedText(text[p.start : p.end], p.start, p.end) for p in pieces]
     parts, at = [], 0
     for text in body.chunks or ():
-        parts.append(Part(text, at, at + len(text)))
+        parts.append(CachedText(text, at, at + len(text)))
         at += len(text)
     return parts
 

@@ -25,7 +25,7 @@ import torch
 from mpic.engine.vllm.plugin.key_rotation import KeyRotation
 from mpic.engine.vllm.plugin.kv_import import PagedWrite
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
-from mpic.engine.vllm.plugin.transfers import Sizes, Transfer, transfers
+from mpic.engine.vllm.plugin.transfers import Transfer, TransferSizes, transfers
 from mpic.kernels.attention import QueryRotation, rotate
 from mpic.kernels.upload import send
 from mpic.kv.copies import Copies, copies_for
@@ -112,7 +112,7 @@ def _shaped(memory: torch.Tensor, transfer: Transfer) -> torch.Tensor:
     return memory[:size].view(transfer.write.kv[0].dtype).view(shape)
 
 
-class Staging:
+class TransferBuffers:
     """The stream of transfers and the memory that they go through, kept for the life of the engine.
 
     Args:
@@ -125,7 +125,7 @@ class Staging:
         self,
         device: torch.device,
         copies: Copies | CopiesAtOnce | None = None,
-        sizes: Sizes = Sizes(),  # noqa: B008 (a tuple)
+        sizes: TransferSizes = TransferSizes(),  # noqa: B008 (a tuple)
     ) -> None:
         self.copies = copies or copies_for(device) or CopiesAtOnce()
         self.device, self.sizes = device, sizes
@@ -143,7 +143,7 @@ class Placement:
     """
 
     def __init__(
-        self, paged: PagedCache, rotation: KeyRotation, writes: Sequence[PagedWrite], staging: Staging
+        self, paged: PagedCache, rotation: KeyRotation, writes: Sequence[PagedWrite], staging: TransferBuffers
     ) -> None:
         self._paged, self._copies = paged, staging.copies
         self._waiting = deque(transfers(writes, staging.sizes))

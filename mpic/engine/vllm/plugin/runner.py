@@ -35,7 +35,7 @@ from mpic.engine.vllm.plugin.active_link import ActiveLink
 from mpic.engine.vllm.plugin.key_rotation import KeyRotation
 from mpic.engine.vllm.plugin.kv_import import PagedWrite, place_on_cpu
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
-from mpic.engine.vllm.plugin.placement import Placement, Staging
+from mpic.engine.vllm.plugin.placement import Placement, TransferBuffers
 from mpic.engine.vllm.plugin.step_messages import Fault, StepReport
 from mpic.errors import CorruptFile
 
@@ -121,7 +121,7 @@ class LinkRunner:
         """
         self.rotation = KeyRotation(self.language_model)
         self.paged, self._links, self.report = paged, {}, StepReport()
-        self.staging = Staging(paged.device)
+        self.staging = TransferBuffers(paged.device)
 
     @property
     def language_model(self) -> nn.Module:

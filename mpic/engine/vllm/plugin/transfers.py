@@ -22,7 +22,7 @@ import torch
 from mpic.engine.vllm.plugin.kv_import import PagedWrite
 
 
-class Sizes(NamedTuple):
+class TransferSizes(NamedTuple):
     """Bounds of transfers.
 
     Args:
@@ -60,7 +60,7 @@ class Transfer(NamedTuple):
         return len(self.layers), two, heads, len(self.crossing), width
 
 
-def transfers(writes: Sequence[PagedWrite], sizes: Sizes) -> list[Transfer]:
+def transfers(writes: Sequence[PagedWrite], sizes: TransferSizes) -> list[Transfer]:
     """Cuts writes into transfers, those of the first layers first.
 
     Raises:
@@ -79,7 +79,7 @@ def transfers(writes: Sequence[PagedWrite], sizes: Sizes) -> list[Transfer]:
     return sorted(found, key=lambda transfer: transfer.layers.start)
 
 
-def _pieces(write: PagedWrite, sizes: Sizes) -> Iterator[tuple[range, range, range]]:
+def _pieces(write: PagedWrite, sizes: TransferSizes) -> Iterator[tuple[range, range, range]]:
     """Yields picks, span and crossing (``Transfer``) of the parts that a write has in every layer: as few as possible
     without crossing large gaps, and none larger than a transfer."""
     _, heads, n, _ = write.kv[0].shape

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpic.evals.bench import checkpoint
-from mpic.evals.bench.harness import BenchFailed, Placement, Report, Row, Series, Ticker, bench, paired
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Series, Ticker, bench, paired
 from mpic.evals.bench.peers import llama_server, plain_vllm
 from mpic.evals.bench.peers.native import Native
 from mpic.evals.bench.peers.prompts import Peer, Questions, Settings
@@ -55,7 +55,7 @@ QUICK = {
         "decode8_mpic_over_llama": ">= 1.0",
     },
 )
-def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Starts every peer that is installed on the same weights, checks that they agree, and lets them take turns."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     with ExitStack() as stack:
@@ -83,7 +83,7 @@ def run(settings: Settings, placement: Placement, ticker: Ticker) -> Report:
 
 @contextmanager
 def _started(
-    settings: Settings, placement: Placement, pair: ModelPair, folder: Path, ticker: Ticker
+    settings: Settings, placement: BenchDevice, pair: ModelPair, folder: Path, ticker: Ticker
 ) -> Iterator[tuple[list[Peer], dict[str, str]]]:
     """Starts the peers; yields them, and the reasons why others are missing."""
     threads, missing = torch.get_num_threads(), {}

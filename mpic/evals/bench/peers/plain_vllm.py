@@ -10,7 +10,7 @@ from pathlib import Path
 from mpic.config import EngineConfig
 from mpic.engine.vllm.frontend.options import prepare_environment
 from mpic.evals.bench.baseline_vllm import PlainVLLM
-from mpic.evals.bench.harness import BenchFailed, Placement
+from mpic.evals.bench.harness import BenchDevice, BenchFailed
 from mpic.evals.bench.peers.prompts import Settings, flat
 from mpic.evals.bench.ttft_vllm import rate
 from mpic.prompt.segments import Prompt
@@ -29,7 +29,7 @@ class VLLM:
 
     name = "vLLM"
 
-    def __init__(self, settings: Settings, placement: Placement, model: Path, threads: int) -> None:
+    def __init__(self, settings: Settings, placement: BenchDevice, model: Path, threads: int) -> None:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
         if placement.device.type == "cpu":
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)

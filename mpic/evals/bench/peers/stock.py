@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from mpic.evals.bench.baseline import StockGenerator
-from mpic.evals.bench.harness import Placement
+from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.bench.peers.prompts import flat
 from mpic.kv.chunk import KVShape
 from mpic.prompt.segments import Prompt
@@ -21,7 +21,7 @@ class Stock:
 
     name = "transformers"
 
-    def __init__(self, stock: nn.Module, shape: KVShape, placement: Placement) -> None:
+    def __init__(self, stock: nn.Module, shape: KVShape, placement: BenchDevice) -> None:
         self._stock, self._shape, self._placement = stock, shape, placement
         self.detail = (
             f"transformers {transformers.__version__}, sdpa; nothing kept between prompts; answers by generate over a "
