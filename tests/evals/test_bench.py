@@ -51,7 +51,9 @@ SETTINGS = {
     "sampling": sampling.Settings(vocabulary=2000, batch=3, repeats=1),
     "serving": serving.Settings(TINY, **SERVED, text=8, shares=(0.5,)),
     "load": load.Settings(**CHUNKS, repeats=1, catalogue=300, linked=4, images=4, image_tokens=8, lookups=3),
-    "parallel": parallel.Settings(decoder=TINY, chunks=2, tokens=24, missing=(0, 1, 2), text=8, repeats=1),
+    "parallel": parallel.Settings(
+        TINY, chunks=2, tokens=24, missing=(0, 1, 2), text=8, many=3, many_text=6, repeats=1
+    ),
     "decode": decode.Settings(
         decoder=TINY, batches=(1, 3), chunks=2, chunk_tokens=24, text=8, tokens=6, repeats=1
     ),
@@ -69,7 +71,7 @@ HEADLINES = {
     "memory": {f"copies_over_shared{at}" for at in ("", "_at_most_chunks", "_at_highest_rate")},
     "serving": {"legolink16_over_cacheblend15", "mpic32_over_prefix", "p99_prefix_over_mpic32"},
     "load": {"cold_over_raw", "warm_over_memcpy", "lookup_p50_ms", "lookup_p99_ms"},
-    "parallel": {"worst_over_limit"},
+    "parallel": {"worst_over_limit", "many_serial_over_parallel"},
     "sampling": {"top_p_peaked_sequential_over_batch", "top_p_flat_sequential_over_batch"},
     "profile": {
         *(f"{case}_{kind}_of_peak" for case in ("link", "fresh") for kind in ("products", "attention")),
