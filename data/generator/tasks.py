@@ -12,12 +12,13 @@ from mpic.data.generator.documents import Fact
 from mpic.data.generator.images import Scene, draw_scene, render, render_large
 from mpic.data.generator.mix import Mix
 from mpic.data.generator.wordings import Asking, draw
-from mpic.data.generator.words import OBJECTS, Split, draw_handles, draw_people
+from mpic.data.generator.words import NUMBERS, OBJECTS, Split, draw_handles, draw_people
 from mpic.data.generator.worlds import FIRST, World
 
 _TRIES = 4  # at a question that differs from those asked, for each that is wanted
 _OTHERS = (0, 0, 0, 0, 1, 2, 3, 4)  # references that a search of a training conversation finds besides
 _THINGS = 12  # whose codes are in a prompt, at most, so that some are left to search for
+_COUNTED = 10  # chunks in a prompt, at most: training counts up to here
 SYSTEMS = (None, None, "You answer questions about images and documents.", "Please answer in a few words.")
 
 
@@ -65,7 +66,7 @@ class Generator:
     def context_of(self, kinds: list[str], mix: Mix, named: bool) -> list[Labelled]:
         """Returns labelled chunks of exactly these kinds; half of the people have a friend among the others."""
         rng, split, items = self.rng, self.split, list[Labelled]()
-        handles = draw_handles(rng, len(kinds), split) if named else [None] * len(kinds)
+        handles = self._handles(len(kinds), named)
         people = draw_people(rng, kinds.count("biography"), split)
         needles = kinds.count("needle")
         each = rng.randint(1, max(1, min(3, _THINGS // max(1, needles)))) if self.world.scattered else 1
@@ -82,7 +83,7 @@ class Generator:
                 items.append(Labelled(label, self.image(about, handle), about))
                 continue
             if kind == "card":
-                title = (handle or draw_handles(rng, 1, split)[0]) if scattered else ""
+                title = (handle if named and handle else draw_handles(rng, 1, split)[0]) if scattered else ""
                 about = documents.card(rng, split, words, title)
             elif kind == "needle":
                 about = documents.needle(rng, split, [things.pop() for _ in range(each)], words)
@@ -93,6 +94,18 @@ class Generator:
                 about = documents.biography(rng, split, name, friend, words, scattered)
             items.append(Labelled(label, Document(about.text, handle), about))
         return items
+
+    def _handles(self, count: int, named: bool) -> list[str] | list[None]:
+        """Returns what chunks are called besides their kind; none: they are counted.
+
+        Where labels stand after chunks, training counts in any order: a chunk that always comes after `one` could be
+        told by what its tokens have seen of the label before it, which is lost when it is compiled alone.
+        """
+        if named:
+            return draw_handles(self.rng, count, self.split)
+        if self.split == "train" and self.world.labels == "after":
+            return self.rng.sample(NUMBERS[: max(count, _COUNTED)], count)
+        return [None] * count
 
     # questions
 
@@ -261,7 +274,7 @@ class Generator:
 
     def _bare(self, turn: Turn, items: list[Labelled]) -> Turn:
         """Sometimes calls chunks with a handle by the handle alone, as when `IMAGE#NAME` comes a second time."""
-        if not items or items[0].part.name is None or self.rng.random() < 0.7:
+        if not items or items[0].part.name in (None, *NUMBERS) or self.rng.random() < 0.7:
             return turn
         (text,) = turn.user
         for item in items:
