@@ -75,6 +75,9 @@ def run(
     model: Annotated[
         str | None, typer.Option(help="a folder or hub id in place of the configuration's model")
     ] = None,
+    packet: Annotated[
+        Path | None, typer.Option(help="an adapter's file in place of the configuration's", dir_okay=False)
+    ] = None,
     table: Annotated[
         Path | None, typer.Option(help="also write the table of methods, as JSON: see `mpic eval table`")
     ] = None,
@@ -88,7 +91,7 @@ def run(
     from mpic.evals.judge import Grader, judge_run
     from mpic.evals.run import Evaluator
 
-    settings = load_eval_config(config, model, questions=questions)
+    settings = load_eval_config(config, model, questions=questions, packet=packet)
     evaluator = Evaluator(settings, out)
     columns = (
         TextColumn("{task.description:28}"),

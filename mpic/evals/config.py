@@ -151,12 +151,15 @@ class EvalConfig:
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load_eval_config(path: Path, model: str | None = None, *, questions: int | None = None) -> EvalConfig:
+def load_eval_config(
+    path: Path, model: str | None = None, *, questions: int | None = None, packet: Path | None = None
+) -> EvalConfig:
     """Reads a configuration.
 
     Args:
         model: a folder or hub id in place of the file's.
         questions: number of questions in every cell; overrides the file.
+        packet: an adapter's file in place of the file's.
 
     Raises:
         ConfigError: a value cannot be used.
@@ -185,10 +188,12 @@ def load_eval_config(path: Path, model: str | None = None, *, questions: int | N
     model = config.model if model is None else str(model)
     if model == config.model and (path.parent / model).is_dir():
         model = str((path.parent / model).absolute())
-    packet = str((path.parent / config.packet).absolute()) if config.packet else ""
+    adapter = packet or (path.parent / config.packet if config.packet else None)
     if config.generation is not None and config.generation not in WORLDS:
         raise ConfigError(f"{path}: generation is 1 or 2, not {config.generation}")
-    config = dataclasses.replace(config, policies=policies, model=model, packet=packet)
+    config = dataclasses.replace(
+        config, policies=policies, model=model, packet=str(adapter.absolute()) if adapter else ""
+    )
     if questions is not None:
         tasks = tuple(dataclasses.replace(entry, questions=None) for entry in tasks)
         config = dataclasses.replace(config, tasks=tasks, questions=questions)

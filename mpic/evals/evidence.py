@@ -5,8 +5,8 @@ A Markdown file marks where a table belongs::
     <!-- made: losses demo mpic-16 legolink-16 -->
     <!-- end -->
 
-and the text between the two lines is replaced. A run is a folder, by its path from the file; ``RUN:TASK`` is one
-task of it.
+and the text between the two lines is replaced. A run is a folder, by its path from the file; ``RUN:TASK,TASK`` are
+some tasks of it.
 
 ===================================================  ====================================================
 ``summary RUN [POLICIES]``                           a row a policy
@@ -74,10 +74,11 @@ def fill(path: Path) -> int:
 
 
 def _answers(folder: Path, run: str) -> list[PolicyAnswer]:
-    name, _, task = run.partition(":")
-    answers = [answer for answer in read_answers(folder / name) if not task or answer.task == task]
+    name, _, tasks = run.partition(":")
+    wanted = tasks.split(",")
+    answers = [answer for answer in read_answers(folder / name) if not tasks or answer.task in wanted]
     if not answers:
-        raise BadRequest(f"{folder / name} holds no answers" + (f" to {task}" if task else ""))
+        raise BadRequest(f"{folder / name} holds no answers" + (f" to {tasks}" if tasks else ""))
     return answers
 
 
@@ -114,7 +115,9 @@ def _runs(folder: Path, *words: str) -> str:
         full = [answer for cell in cells.values() for answer in cell["full"]]
         pieces = sum(answer.pieces for answer in full) / len(full)
         points = [str(found[policy].lost) for policy in policies]
-        rows.append([Path(run).name, str(len(full)), f"{pieces:.1f}", f"{score(full):.1f}", *points])
+        rows.append(
+            [Path(run.partition(":")[0]).name, str(len(full)), f"{pieces:.1f}", f"{score(full):.1f}", *points]
+        )
     return markdown_table(rows)
 
 

@@ -43,13 +43,13 @@ class TrainingDataError(BadRequest):
     code = "training_data_error"
 
 
-def generated(seed: int, context: int) -> Iterator[list[dict[str, Any]]]:
+def generated(seed: int, context: int, tasks: tuple[str, ...] = TASKS) -> Iterator[list[dict[str, Any]]]:
     """Yields an endless stream of conversations from the demo models' world, with names, sprites and wordings of its
     training split. ``context`` tokens decide which generation of images and documents suits the model."""
     world = WORLDS[generation_for(context)]
     generator, rng = Generator(seed, "train", world=world), random.Random(f"packet-{seed}")
     while True:
-        yield messages_of(generator.task(rng.choice(TASKS), rng.choice(CHUNKS)))
+        yield messages_of(generator.task(rng.choice(tasks), rng.choice(CHUNKS)))
 
 
 def read(path: Path) -> Iterator[list[dict[str, Any]]]:
@@ -82,16 +82,23 @@ def _messages(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": str(entry["question"])}]}]
 
 
-def prompts(path: Path | None, template: ChatTemplate, count: int, seed: int, context: int) -> list[Prompt]:
-    """Returns ``count`` prompts that link at least one chunk: those of a file, shuffled, or generated ones that fit the
-    model's context.
+def prompts(
+    path: Path | None,
+    template: ChatTemplate,
+    count: int,
+    seed: int,
+    context: int,
+    tasks: tuple[str, ...] = TASKS,
+) -> list[Prompt]:
+    """Returns ``count`` prompts that link at least one chunk: those of a file, shuffled, or generated ones of these
+    tasks, from the world that suits a context of this length.
 
     Raises:
         TrainingDataError: the file has fewer.
     """
     resolver = InlineResolver(template, lambda data: decode_image(data, Limits()), OWNER)
     if path is None:
-        conversations: Iterator[list[dict[str, Any]]] = generated(seed, context)
+        conversations: Iterator[list[dict[str, Any]]] = generated(seed, context, tasks)
     else:
         shuffled = list(read(path))
         random.Random(seed).shuffle(shuffled)

@@ -21,7 +21,7 @@ from mpic.figure import save_png
 from mpic.model.identity import fingerprint, weights_digest
 from mpic.model.loaded import LoadedModel
 from mpic.packet.adapter import Adapter
-from mpic.packet.data import TrainingDataError, prompts
+from mpic.packet.data import TASKS, TrainingDataError, prompts
 from mpic.packet.lesson import Classroom, Lesson
 from mpic.prompt import ChatTemplate
 
@@ -54,6 +54,7 @@ class Settings:
         answer: maximum number of tokens of an answer.
         minutes: time limit that shortens the run and its learning rate schedule; 0: no limit.
         seed: seed for the adapter, the prompts and their order.
+        tasks: tasks of the demo models' world that prompts are drawn from, without ``data``.
     """
 
     out: Path
@@ -67,13 +68,12 @@ class Settings:
     answer: int = 48
     minutes: float = 0.0
     seed: int = 0
+    tasks: tuple[str, ...] = TASKS
 
     def recorded(self) -> dict[str, Any]:
         """Returns the options that a resumed run must share with the original one."""
-        fields = asdict(self)
-        return {k: fields[k] for k in fields if k not in ("out", "minutes", "data")} | {
-            "data": str(self.data)
-        }
+        fields = asdict(self) | {"data": str(self.data), "tasks": list(self.tasks)}
+        return {k: v for k, v in fields.items() if k not in ("out", "minutes")}
 
 
 def initial(model: LoadedModel, tokens: int, seed: int) -> Adapter:
@@ -176,7 +176,9 @@ class PacketTrainer:
         options, began = self.settings, time.monotonic() - self.seconds
         template = ChatTemplate(self.model.processor)
         wanted = options.samples + max(FEWEST // 2, options.samples // 8)
-        found = prompts(options.data, template, wanted, options.seed, self.model.context_length)
+        found = prompts(
+            options.data, template, wanted, options.seed, self.model.context_length, options.tasks
+        )
         room = Classroom(self.model)
         lessons = self._lessons(room, found)
         held = max(FEWEST // 2, len(lessons) // 9)  # an eighth of the others

@@ -116,6 +116,9 @@ def packet(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
     dtype: Annotated[str, typer.Option(help="of the model: auto, float32, bfloat16 or float16")] = "auto",
     seed: Seed = 0,
+    tasks: Annotated[
+        str, typer.Option(help="only these tasks of the demo models' world, comma-separated; without --data")
+    ] = "",
     resume: Annotated[bool, typer.Option("--resume", help="go on from the last epoch in --out")] = False,
 ) -> None:
     """Train the adapter that the policies packet and packet-K compile chunks in (KV Packet).
@@ -126,13 +129,32 @@ def packet(
     """
     from mpic.config import ConfigError, bundled_model
     from mpic.model.load import load_model
+    from mpic.packet.data import TASKS
     from mpic.packet.train import PacketTrainer, Settings
 
+    chosen = tuple(name.strip() for name in tasks.split(",")) if tasks else TASKS
+    if unknown := sorted({*chosen} - {*TASKS}):
+        raise ConfigError(f"no tasks {', '.join(unknown)}; there are {', '.join(TASKS)}", param="tasks")
+    if tasks and data is not None:
+        raise ConfigError(
+            "--tasks chooses among generated prompts; --data has prompts of its own", param="tasks"
+        )
     folder = model or bundled_model()
     if out is None and not Path(folder).is_dir():
         raise ConfigError("a model from the hub has no folder to write beside: give --out", param="out")
     settings = Settings(
-        out or Path(folder) / "packet", data, samples, epochs, batch, tokens, lr, objective, 48, minutes, seed
+        out or Path(folder) / "packet",
+        data,
+        samples,
+        epochs,
+        batch,
+        tokens,
+        lr,
+        objective,
+        48,
+        minutes,
+        seed,
+        chosen,
     )
     loaded = load_model(folder, device=device, dtype=dtype)
     adapter = PacketTrainer(loaded, settings, resume, typer.echo).run()

@@ -97,7 +97,13 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
     bench["rows"] = [{"table": "t", "x": 1}, {"table": "u", "y": 2}]
     (tmp_path / "b.json").write_text(json.dumps(bench))
     (tmp_path / "b.png").touch()
-    marks = ["losses run", "losses run:world-card", "summary run mpic-16", "cells run", "counts score run"]
+    marks = [
+        "losses run",
+        "losses run:world-image,world-card",
+        "summary run mpic-16",
+        "cells run",
+        "counts score run",
+    ]
     grid = [PolicyAnswer("niah", 0, f"600@{d}#0", "full", scores={"contains": d / 50}) for d in (0, 50)]
     (tmp_path / "grid").mkdir()
     (tmp_path / "grid" / "answers.jsonl").write_text(lines_of(grid))

@@ -8,6 +8,7 @@ import re
 import shutil
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from small_models import SMALL
@@ -316,6 +317,15 @@ def test_a_policy_counts_as_near_only_if_no_task_loses_more_than_five_points():
     found = {result.policy: result for result in compare_policies([*full, *close, *uneven])}
     assert found["mpic-16"].within_two_points and found["mpic-16"].lost.points == pytest.approx(1)
     assert found["mpic-8"].lost.points == pytest.approx(0) and not found["mpic-8"].within_two_points
+
+
+def test_an_adapter_of_the_command_line_replaces_the_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    path = tmp_path / "runs" / "e.toml"
+    path.write_text('packet = "a.safetensors"\n[[task]]\nname = "world-image"')
+    assert load_eval_config(path).packet == str(tmp_path / "runs" / "a.safetensors")
+    assert load_eval_config(path, packet=Path("b.safetensors")).packet == str(tmp_path / "b.safetensors")
 
 
 @pytest.mark.parametrize(

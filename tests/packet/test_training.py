@@ -150,6 +150,8 @@ def test_prompts_come_from_a_file_or_the_generator_and_a_bad_file_is_named(tiny,
     for path in (data, None):
         found = prompts(path, template, 5, 0, tiny.context_length)
         assert len(found) == 5 and all(prompt.chunks for prompt in found)
+    found = prompts(None, template, 5, 0, tiny.context_length, ("card", "needle"))
+    assert all(chunk.token_ids is not None for prompt in found for chunk in prompt.chunks)  # no images
     with pytest.raises(TrainingDataError, match="has 40 prompts with documents or images; 41 are needed"):
         prompts(data, template, 41, 0, tiny.context_length)
     bad = tmp_path / "bad.jsonl"
@@ -158,6 +160,18 @@ def test_prompts_come_from_a_file_or_the_generator_and_a_bad_file_is_named(tiny,
         list(read(bad))
     with pytest.raises(TrainingDataError, match="cannot read"):
         list(read(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tasks", "card, poems"], "no tasks poems; there are image, "),
+        (["--tasks", "card", "--data", "prompts.jsonl"], "--data has prompts of its own"),
+    ],
+)
+def test_tasks_that_do_not_exist_or_do_not_apply_are_refused_before_the_model_is_loaded(mpic, options, said):
+    status, _, err = mpic("train", "packet", "--model", "none", "--out", "never", *options)
+    assert status and said in err
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
