@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mpic.data import DEFAULT
 from mpic.data.generator.worlds import FIRST, SECOND
 
 HERE = Path(__file__).parent
-DEFAULT = "demo"
-"""The model that is served when none is named."""
 _LARGE = HERE / "samples-large"
 SAMPLES = {"demo": HERE / "samples", "demo-plain": HERE / "samples", "large": _LARGE, "large-plain": _LARGE}
 """Demo model -> the folder of its samples. `demo` is of the first generation; `large`, of the second, is what

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import platformdirs
 
+from mpic.data import DEFAULT
 from mpic.errors import BadRequest, UnknownPress, UnsupportedParameter
 from mpic.limits import MiB, StorageLimits
 from mpic.link import parse_policy
@@ -47,7 +48,7 @@ class ConfigError(BadRequest):
 
 def bundled_model() -> str:
     """Returns the folder of the demo model that comes with the package (``mpic.data``)."""
-    return str(files("mpic.data") / "models" / "demo")
+    return str(files("mpic.data") / "models" / DEFAULT)
 
 
 def default_data_dir() -> str:

@@ -19,12 +19,13 @@ from pathlib import Path
 
 from PIL import Image
 
+from mpic.data.bundled import DEFAULT, samples_folder
 from mpic.evals.demo import running_server
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "screenshots"
 REFERENCES = Path(str(files("mpic.data"))) / "references" / "images"
-SAMPLES = Path(str(files("mpic.data"))) / "samples"
+SAMPLES = samples_folder(DEFAULT)
 COMMON = 144  # how many of the picture's 256 colours are its most frequent ones
 DESKTOP = {"viewport": {"width": 1280, "height": 1000}}
 PHONE = {

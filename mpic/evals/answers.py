@@ -24,8 +24,9 @@ class PolicyAnswer:
     """An answer under one policy. ``chunks`` is the number that the cell asked for, ``pieces`` the number that the
     prompt links, and ``skipped`` the reason if there is no answer. ``answer_tokens`` is the answer's length (EPIC,
     "Discussion of lengthy outputs": a policy may lose because it says too much), and ``kv_bytes`` the bytes of the
-    compiled chunks that the prompt maps, each counted once; both are None in runs of earlier versions. Times are in
-    milliseconds, None where several questions were asked at once."""
+    compiled chunks that the prompt maps, each counted once; both are None in runs of earlier versions. ``metric`` is
+    the metric that the configuration asked for, None: the task's own. Times are in milliseconds, None where several
+    questions were asked at once."""
 
     task: str
     chunks: int
@@ -47,6 +48,7 @@ class PolicyAnswer:
     kl: float | None = None
     top1: bool | None = None
     skipped: str | None = None
+    metric: str | None = None
 
     @property
     def key(self) -> tuple[str, int, str, str]:

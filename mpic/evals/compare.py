@@ -190,7 +190,12 @@ def ttft(answers: Sequence[PolicyAnswer]) -> float | None:
 
 def points(answer: PolicyAnswer) -> float:
     """Returns an answer's score by its task's metric, in points of 100."""
-    return 100 * answer.scores[find(answer.task).metric]
+    return 100 * answer.scores[metric_of(answer)]
+
+
+def metric_of(answer: PolicyAnswer) -> str:
+    """Returns the name of the metric that an answer is scored by."""
+    return answer.metric or find(answer.task).metric
 
 
 def median_of(values: Iterable[float | None]) -> float | None:

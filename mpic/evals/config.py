@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from mpic.config import ConfigError, bundled_model
 from mpic.data.bundled import WORLDS, generation_for
 from mpic.evals.linking import parse_linking
+from mpic.evals.metrics import METRICS
 from mpic.evals.tasks import Options, find
 
 DEFAULT_POLICIES = (
@@ -31,7 +34,8 @@ DEFAULT_POLICIES = (
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """A ``[[task]]``: one cell for every number of chunks. ``source`` is the place where its file is published."""
+    """A ``[[task]]``: one cell for every number of chunks. ``source`` is the place where its file is published,
+    ``metric`` the metric that the task is scored by instead of its own."""
 
     name: str
     path: str | None = None
@@ -42,17 +46,20 @@ class TaskEntry:
     tokens: int = 512
     max_length: int | None = None
     source: str | None = None
+    metric: str | None = None
     lengths: tuple[int, ...] = Options.lengths
     depths: tuple[int, ...] = Options.depths
 
 
 @dataclass(frozen=True)
 class Judge:
-    """An OpenAI-compatible endpoint that grades answers; the key comes from the environment, never from the file."""
+    """An OpenAI-compatible endpoint that grades answers; the key comes from the environment, never from the file.
+    ``images`` says whether it is shown the images; left out: as the rubric has it."""
 
     base_url: str
     model: str
     rubric: str | None = None
+    images: bool | None = None
     key_variable: str = "JUDGE_API_KEY"
 
 
@@ -95,6 +102,7 @@ class EvalConfig:
                     split=entry.split,
                     tokens=entry.tokens,
                     max_length=entry.max_length,
+                    metric=entry.metric,
                     lengths=entry.lengths,
                     depths=entry.depths,
                     generation=generation,
@@ -103,8 +111,13 @@ class EvalConfig:
         return found
 
     def missing(self) -> list[str]:
-        """Returns a line for each local file or folder that a task reads and that does not exist, with its source."""
+        """Returns a line for each local file or folder that a task reads and that does not exist, with its source, and
+        for the adapter of packets."""
         lines = []
+        if self.packet and not Path(self.packet).is_file():
+            lines.append(
+                f"packet {self.packet} does not exist; `mpic train packet --model {self.model}` makes it"
+            )
         for entry in self.tasks:
             if not find(entry.name).reads_file:
                 continue
@@ -116,6 +129,20 @@ class EvalConfig:
                 if path is not None and not (self.folder / path).exists():
                     lines.append(f"{entry.name}: {key} {self.folder / path} does not exist{source}")
         return lines
+
+    def missing_model(self) -> str | None:
+        """Returns a line if the model is not on this disk, with the place where it is published: a first run fetches
+        it."""
+        if Path(self.model).is_dir():
+            return None
+        try:
+            found = try_to_load_from_cache(self.model, "config.json")
+        except ValueError:  # no id of the hub
+            return f"model {self.model} does not exist"
+        there = isinstance(found, str)
+        return (
+            None if there else f"model {self.model} is not here yet; published at huggingface.co/{self.model}"
+        )
 
     def data(self) -> dict[str, list[Any]]:
         """Returns the data that the samples of each cell come from, to tell runs apart. Answers are kept by task and
@@ -135,6 +162,8 @@ class EvalConfig:
             found[cell] = [file, options.split, options.tokens]
             if options.max_length is not None:
                 found[cell].append(options.max_length)
+            if options.metric is not None:
+                found[cell].append(options.metric)
             if name.startswith("world-") and options.generation != 1:
                 found[cell].append(f"generation {options.generation}")
         return found
@@ -176,8 +205,12 @@ def load_eval_config(
     if not isinstance(entries, list):
         raise ConfigError(f"{path}: task is a list of tables: write [[task]]")
     tasks = tuple(_build(TaskEntry, entry, f"[[task]] {n}") for n, entry in enumerate(entries, 1))
-    for entry in tasks:
+    for number, entry in enumerate(tasks, 1):
         find(entry.name)
+        if entry.metric is not None and entry.metric not in METRICS:
+            raise ConfigError(
+                f"[[task]] {number}: metric is one of {', '.join(METRICS)}, not {entry.metric!r}"
+            )
     judge = _build(Judge, body.pop("judge"), "[judge]") if "judge" in body else None
     config = _build(EvalConfig, {**body, "tasks": tasks, "judge": judge, "folder": path.parent}, str(path))
     asked = [

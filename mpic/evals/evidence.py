@@ -13,6 +13,7 @@ some tasks of it.
 ``losses RUN [POLICIES]``                            a row a task: points lost, with 95 % intervals
 ``cells RUN [POLICIES]``                             a row a task and number of chunks: scores and times
 ``counts score|ttft|gflop|computed RUN [POLICIES]``  a row a number of chunks
+``lengths RUN [POLICIES]``                           a row a range of prompt lengths: scores
 ``runs POLICIES: RUN ...``                           a row a run: score of ``full``, points lost
 ``needles RUN POLICIES``                             scores by length (column) and depth (row), a table a policy
 ``same RUN A B``                                     to how many questions two policies gave the same answer
@@ -34,6 +35,7 @@ from typing import Any
 from mpic.errors import BadRequest
 from mpic.evals.answers import PolicyAnswer, read_answers
 from mpic.evals.compare import cells_of, compare_policies, score
+from mpic.evals.lengths import length_table
 from mpic.evals.methods import read_table
 from mpic.evals.report import (
     cell_table,
@@ -101,6 +103,10 @@ def _cells(folder: Path, run: str, *policies: str) -> str:
 
 def _counts(folder: Path, what: str, run: str, *policies: str) -> str:
     return markdown_table(count_table(_answers(folder, run), what, policies))
+
+
+def _lengths(folder: Path, run: str, *policies: str) -> str:
+    return markdown_table(length_table(_answers(folder, run), policies))
 
 
 def _runs(folder: Path, *words: str) -> str:
@@ -180,6 +186,7 @@ _MAKERS: dict[str, Callable[..., str]] = {
     "losses": _losses,
     "cells": _cells,
     "counts": _counts,
+    "lengths": _lengths,
     "runs": _runs,
     "needles": _needles,
     "same": _same,

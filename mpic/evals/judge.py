@@ -24,6 +24,7 @@ from mpic.evals.tasks import Sample, find
 NAME = "grades.jsonl"
 _TRIES = 3
 _OBJECT = re.compile(r"\{[^{}]*\}")
+_FORM = "Question:\n{question}\n\nReference answer:\n{reference}\n\nAnswer:\n{answer}"
 OVERALL = "Overall Score"
 """The grade of an answer as a whole. Grades of dimensions are shown beside it and not averaged, unless the rubric's own
 score is their mean."""
@@ -49,6 +50,9 @@ class Grader:
         rubric = read_rubric(judge.rubric, folder)
         self.dimensions = tuple(rubric["dimensions"])
         self._mean = rubric.get("overall") == "mean"
+        self._sees = rubric.get("sees", "") if judge.images is None else "images" if judge.images else ""
+        self._last = rubric.get("question") == "last"
+        self._form = rubric.get("form", _FORM).strip()
         self._system = rubric["instruction"].strip()
         if isinstance(rubric["dimensions"], dict):
             lines = (f"- {name}: {meaning}" for name, meaning in rubric["dimensions"].items())
@@ -62,9 +66,10 @@ class Grader:
 
     def grade(self, sample: Sample, answer: str) -> dict[str, float]:
         """Returns a grade of 1 to 10 by dimension, ``OVERALL`` among them. Raises JudgeFailed."""
-        question = "\n".join(_text(message) for message in sample.messages)
-        user = f"Question:\n{question}\n\nReference answer:\n{sample.expected[0]}\n\nAnswer:\n{answer}"
-        messages = [{"role": "system", "content": self._system}, {"role": "user", "content": user}]
+        messages = [
+            {"role": "system", "content": self._system},
+            {"role": "user", "content": self._shown(sample, answer)},
+        ]
         reason = ""
         for _ in range(_TRIES):
             try:
@@ -76,6 +81,22 @@ class Grader:
             except (httpx.HTTPError, ValueError, LookupError, TypeError, SyntaxError) as error:
                 reason = f"{type(error).__name__}: {error}"
         raise JudgeFailed(f"the judge gave no grades in {_TRIES} tries; the last failed with {reason}")
+
+    def _shown(self, sample: Sample, answer: str) -> str | list[dict[str, Any]]:
+        """Returns what the judge sees of an answer: question, reference and answer in the rubric's form, with the
+        images of the dialogue or what they show, where the rubric has it so."""
+        messages = sample.messages[-1:] if self._last else sample.messages
+        question = "\n".join(_text(message) for message in messages)
+        text = self._form.format(question=question, reference=sample.expected[0], answer=answer)
+        if self._sees == "captions" and sample.captions:
+            text = "Images:\n" + "\n".join(sample.captions) + f"\n\n{text}"
+        images = [part["image"] for message in sample.messages for part in _images(message)]
+        if self._sees != "images" or not images:
+            return text
+        return [
+            {"type": "text", "text": text},
+            *({"type": "image_url", "image_url": {"url": url}} for url in images),
+        ]
 
     def _grades(self, text: str) -> dict[str, float]:
         """Returns the grades in the last dictionary of a reply, which is JSON or, as MMDU's prompt asks for, Python."""
@@ -118,6 +139,11 @@ def _dictionary(text: str) -> dict[str, Any]:
     except ValueError:
         found = ast.literal_eval(text)
     return found if isinstance(found, dict) else {}
+
+
+def _images(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
 
 
 def _text(message: dict[str, Any]) -> str:

@@ -9,22 +9,25 @@ from typing import Any
 from mpic.evals.answers import PolicyAnswer
 from mpic.evals.compare import (
     MEAN_LIMIT,
+    Grades,
     PolicyResult,
     at_count,
     at_every_count,
     cells_of,
+    mean_of,
     policies_of,
     score,
     ttft,
 )
+from mpic.evals.judge import OVERALL
 
 _MARKERS = "osD^vPX*<>hdp"
 
 
 def tradeoff(figure: Any, found: list[PolicyResult]) -> None:
     """Draws scores over the cost of the first token, as measured and as counted (EPIC, figure 6); bars are the
-    intervals of the points lost. Both axes are shares of ``full``, and times are compared within a question, so that
-    other load on the machine has little effect."""
+    intervals of the points lost, and a line joins the policies that no other one beats in both. Both axes are shares of
+    ``full``, and times are compared within a question, so that other load on the machine has little effect."""
     panels: list[tuple[Callable[[PolicyResult], float | None], str]] = [
         (lambda result: result.ttft_ratio, "time to first token, share of full's"),
         (lambda result: result.flops_ratio, "operations of the prefill, share of full's"),
@@ -49,6 +52,8 @@ def tradeoff(figure: Any, found: list[PolicyResult]) -> None:
                 axes.axhspan(
                     full - MEAN_LIMIT, full, alpha=0.12, label=f"within {MEAN_LIMIT:.0f} points of full"
                 )
+        front = pareto([(1 / (ratio(result) or 1.0), result.score) for result in found])
+        axes.plot(*zip(*front, strict=True), color="grey", linewidth=0.8, alpha=0.6, zorder=0)
         axes.set(xlabel=label, xlim=(0, None), ylim=(0, 102))
         axes.grid(alpha=0.3)
     columns[0].set_ylabel("score")
@@ -59,24 +64,44 @@ COLUMNS = 3
 """Panels in a row of ``by_task``."""
 
 
-def by_task(figure: Any, found: Mapping[str, list[PolicyResult]]) -> None:
+def by_task(figure: Any, found: Mapping[str, list[PolicyResult]], judged: bool = False) -> None:
     """Draws one panel per task: the score of each policy over its cost, as a share of ``full``'s (EPIC, figure 6; MPIC,
-    figure 9). The cost is the time to the first token where it was measured, else the operations of the prefill."""
+    figure 9). The cost is the time to the first token where it was measured, else the operations of the prefill. A line
+    joins the policies that no other one beats in both.
+
+    Args:
+        judged: draw the judge's overall grades instead of scores.
+    """
     timed = all(result.ttft_ratio is not None for results in found.values() for result in results)
     rows = -(-len(found) // COLUMNS)
     panels = figure.subplots(rows, COLUMNS, squeeze=False)
     for axes, (task, results) in zip(panels.flat, found.items()):
+        points = []
         for number, result in enumerate(results):
             ratio = result.ttft_ratio if timed else result.flops_ratio
             marker, colour = _MARKERS[number % len(_MARKERS)], f"C{number % 10}"
-            axes.plot(1 / (ratio or 1.0), result.score, marker, color=colour, label=result.policy)
+            value = result.judged if judged else result.score
+            if value is not None:
+                points.append((1 / (ratio or 1.0), value))
+                axes.plot(*points[-1], marker, color=colour, label=result.policy)
+        if front := pareto(points):
+            axes.plot(*zip(*front, strict=True), color="grey", linewidth=0.8, alpha=0.6, zorder=0)
         axes.set(title=task, xlim=(0, None))
         axes.grid(alpha=0.3)
     for axes in panels.flat[len(found) :]:
         axes.set_axis_off()
     figure.supxlabel("time to first token, share of full's" if timed else "operations, share of full's")
-    figure.supylabel("score")
+    figure.supylabel("judge's overall grade, of 10" if judged else "score")
     panels[0, min(len(found), COLUMNS) - 1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns the points (cost, score) that no other one beats in both, from the cheapest on."""
+    front: list[tuple[float, float]] = []
+    for cost, value in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not front or value > front[-1][1]:
+            front.append((cost, value))
+    return front
 
 
 def tasks_apart(cells: Mapping[tuple[str, int], Any]) -> list[tuple[list[str], list[int]]]:
@@ -87,16 +112,16 @@ def tasks_apart(cells: Mapping[tuple[str, int], Any]) -> list[tuple[list[str], l
     return [([task], sorted(mine)) for task, mine in counts.items()]
 
 
-def by_chunks(figure: Any, answers: list[PolicyAnswer]) -> None:
+def by_chunks(figure: Any, answers: list[PolicyAnswer], grades: Grades | None = None) -> None:
     """Draws score, time and operations over the number of chunks: means over the tasks that have every number, so that
     lines compare like with like (MPIC, figure 10). Where no task has all of them, every task has its own line or point.
-    A policy that lacks one of the numbers has no line."""
+    A policy that lacks one of the numbers has no line. With ``grades``, the judge's stand in place of the scores."""
     cells = cells_of(answers)
     counts, tasks = at_every_count(cells)
     lines = [(tasks, counts)] if tasks else tasks_apart(cells)
     panels = figure.subplots(1, 3)
     values: tuple[Callable[[Sequence[PolicyAnswer]], float | None], ...] = (
-        score,
+        (lambda one: mean_of((grades or {}).get(a.key, {}).get(OVERALL) for a in one)) if grades else score,
         ttft,
         lambda one: statistics.mean(a.flops for a in one) / 1e9,
     )
@@ -110,12 +135,14 @@ def by_chunks(figure: Any, answers: list[PolicyAnswer]) -> None:
                     axes.plot(over, means, label=None if drawn else policy, alpha=0.85, **style)
                     drawn = True
     for axes, label in zip(
-        panels, ("score", "time to first token (ms)", "GFLOP of the prefill"), strict=True
+        panels,
+        ("judge's overall grade" if grades else "score", "time to first token (ms)", "GFLOP of the prefill"),
+        strict=True,
     ):
         axes.set(xlabel="chunks", ylabel=label)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
-    panels[0].set_ylim(0, 102)
+    panels[0].set_ylim(0, 10.2 if grades else 102)
     names = "mean over tasks" if tasks else "each task at its own number of chunks"
     figure.suptitle(f"By number of chunks: {names}", fontsize=10)
     if panels[2].get_legend_handles_labels()[1]:

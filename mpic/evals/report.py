@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpic.errors import BadRequest
-from mpic.evals import plots
+from mpic.evals import lengths, plots
 from mpic.evals.answers import PolicyAnswer, read_answers
 from mpic.evals.compare import (
     MEAN_LIMIT,
@@ -25,12 +25,13 @@ from mpic.evals.compare import (
     losses,
     lost,
     mean_of,
+    metric_of,
     policies_of,
     score,
     ttft,
 )
 from mpic.evals.judge import read_grades
-from mpic.evals.tasks import GRIDS, find
+from mpic.evals.tasks import GRIDS
 from mpic.figure import save_png
 
 ENOUGH = 100
@@ -104,10 +105,10 @@ def needle_tables(answers: Iterable[PolicyAnswer]) -> dict[str, list[list[str]]]
     return tables
 
 
-def by_task(answers: Sequence[PolicyAnswer]) -> dict[str, list[PolicyResult]]:
+def by_task(answers: Sequence[PolicyAnswer], grades: Grades) -> dict[str, list[PolicyResult]]:
     """Returns the results of each task that ``full`` answered."""
     names = dict.fromkeys(task for task, _ in cells_of(answers))
-    return {name: compare_policies(a for a in answers if a.task == name) for name in names}
+    return {name: compare_policies((a for a in answers if a.task == name), grades) for name in names}
 
 
 def cell_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> list[list[str]]:
@@ -116,7 +117,7 @@ def cell_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> lis
     policies = only or policies_of(cells)
     rows = [["task", "chunks", "n", "metric", *policies]]
     for (task, chunks), cell in cells.items():
-        row = [task, str(chunks or ""), str(len(cell["full"])), find(task).metric]
+        row = [task, str(chunks or ""), str(len(cell["full"])), metric_of(cell["full"][0])]
         for policy in policies:
             mine = cell.get(policy)
             ms = ttft(mine) if mine else None
@@ -219,11 +220,15 @@ def write_report(out: Path) -> list[Path]:
     drawn: dict[str, Callable[[Any], None]] = {
         "score-ttft.png": lambda figure: plots.tradeoff(figure, found),
         "chunks.png": lambda figure: plots.by_chunks(figure, answers),
+        "lengths.png": lambda figure: lengths.draw(figure, answers),
     }
-    if len(tasks := by_task(answers)) > 1:
+    if len(tasks := by_task(answers, grades)) > 1:
         drawn["tasks.png"] = lambda figure: plots.by_task(figure, tasks)
+    if grades:
+        drawn["judge-tasks.png"] = lambda figure: plots.by_task(figure, tasks, judged=True)
+        drawn["judge-chunks.png"] = lambda figure: plots.by_chunks(figure, answers, grades)
     for name, draw in drawn.items():
-        rows = -(-len(tasks) // plots.COLUMNS) if name == "tasks.png" else 1
+        rows = -(-len(tasks) // plots.COLUMNS) if name.endswith("tasks.png") else 1
         save_png(out / name, draw, (10, 1.5 + 3 * rows), dpi=110)
     blocks: list[tuple[str, Any]] = [
         ("text", advice(found)),
@@ -238,11 +243,15 @@ def write_report(out: Path) -> list[Path]:
         ("table", cell_table(answers)),
         *([("plot", "tasks.png")] if "tasks.png" in drawn else []),
         ("plot", "chunks.png"),
+        ("text", "Lengths of prompts and answers, and scores by length of the prompt:"),
+        ("plot", "lengths.png"),
+        ("table", lengths.length_table(answers)),
         ("text", _notes(skipped)),
     ]
     if len(graded := grade_table(answers, grades)) > 1:
         blocks.insert(3, ("text", "Grades of the judge, of 10, by dimension:"))
         blocks.insert(4, ("table", graded))
+        blocks[5:5] = [("plot", "judge-tasks.png"), ("plot", "judge-chunks.png")]
     for policy, table in needle_tables(answers).items():
         blocks += [("text", f"Needles under `{policy}`, by depth and length in tokens:"), ("table", table)]
     (out / "report.md").write_text(_markdown(title, blocks), encoding="utf-8")

@@ -30,8 +30,9 @@ def counter_of(template: ChatTemplate) -> Callable[[str], int]:
 
 
 def fitter_of(template: ChatTemplate, context: int, most: int | None) -> Callable[[str, str, str, int], str]:
-    """Returns a function that shortens a context until it fits: its middle is left out, as LongBench does (Bai et al.
-    2023, section 4.1), and the same number of tokens is kept at its beginning and end.
+    """Returns a function that shortens a context until the prompt fits. Its middle is left out where LongBench cuts the
+    prompt (Bai et al. 2023, section 4.1): the first and second half of what is kept have the same number of tokens, the
+    instruction counted with the first and the question with the second.
 
     Args:
         context: the model's context in tokens.
@@ -43,11 +44,13 @@ def fitter_of(template: ChatTemplate, context: int, most: int | None) -> Callabl
 
     def fit(before: str, text: str, after: str, answer: int) -> str:
         room = context - answer - min(SPARE, context // 4) if most is None else most
-        half = max(0, room - count(before) - count(after)) // 2
-        spans = list(template.documents.spans(text))
-        if len(spans) <= 2 * half:
+        around, spans = count(before) + count(after), list(template.documents.spans(text))
+        if len(spans) + around <= room:
             return text
-        return text[: spans[half - 1][1]] + text[spans[-half][0] :] if half else ""
+        kept = max(0, room - around)
+        head = min(kept, max(0, room // 2 - count(before)))
+        tail = kept - head
+        return (text[: spans[head - 1][1]] if head else "") + (text[spans[-tail][0] :] if tail else "")
 
     return fit
 

@@ -27,6 +27,7 @@ from mpic.engine.base import Delta, Engine, GenerationRequest, GenerationUsage, 
 from mpic.errors import BadRequest, MPICError
 from mpic.evals import metrics
 from mpic.evals.answers import NAME, PolicyAnswer, lines_of, ready
+from mpic.evals.compare import metric_of
 from mpic.evals.config import EvalConfig
 from mpic.evals.flops import Flops
 from mpic.evals.linking import parse_linking
@@ -94,11 +95,12 @@ class Evaluator:
         """Answers the questions that have not been answered yet.
 
         Raises:
-            TaskError: local files of tasks do not exist; it names all of them.
+            TaskError: local files of tasks do not exist; it names all of them, and the model if that is not here
+                either.
         """
         cells = self.config.cells()
         if missing := self.config.missing():
-            raise TaskError("\n".join(missing))
+            raise TaskError("\n".join([*missing, *filter(None, [self.config.missing_model()])]))
         config = self.config
         settings = EngineConfig(
             model=config.model,
@@ -127,7 +129,7 @@ class Evaluator:
                 for name, options in cells:
                     if progress is not None:
                         progress.update(bar, description=f"{name} {options.chunks or ''}")
-                    ask = partial(session.ask, name, options.chunks, done=dict(self.done))
+                    ask = partial(session.ask, name, options, done=dict(self.done))
                     for answers in _map(ask, session.samples(name, options), self.config.at_once):
                         for answer in answers:
                             self.done[answer.key] = answer
@@ -178,15 +180,16 @@ class _Session:
         return find(name).load(replace(options, **tools))
 
     def ask(
-        self, name: str, chunks: int, sample: Sample, done: dict[Any, PolicyAnswer]
+        self, name: str, options: Options, sample: Sample, done: dict[Any, PolicyAnswer]
     ) -> list[PolicyAnswer]:
         """Returns the sample's missing answers. The answer of ``full`` comes first, because the others are compared
         with it."""
-        policies, chunks = self.config.policies, chunks or sample.chunks
+        policies, chunks = self.config.policies, options.chunks or sample.chunks
         missing = [p for p in policies if (name, chunks, sample.id, p) not in done]
         if not missing:
             return []
-        answers = {p: PolicyAnswer(name, chunks, sample.id, p, expected=sample.expected) for p in missing}
+        common = {"expected": sample.expected, "metric": options.metric}
+        answers = {p: PolicyAnswer(name, chunks, sample.id, p, **common) for p in missing}
         try:
             prompt = build_prompt(sample.messages, self.template, LocalResolver(self.template))
             self._compile(prompt, missing)
@@ -198,7 +201,7 @@ class _Session:
         # an order of its own for every sample: what one request leaves in the pool is no policy's alone to pay for
         random.Random(f"{name} {chunks} {sample.id}").shuffle(missing)
         for policy in missing:
-            self._answer(answers[policy], prompt, sample, find(name).metric, reference)
+            self._answer(answers[policy], prompt, sample, reference)
         self._prompts.append(prompt)
         if self.config.at_once == 1:
             self.forget()
@@ -241,7 +244,6 @@ class _Session:
         answer: PolicyAnswer,
         prompt: Prompt,
         sample: Sample,
-        metric: str,
         reference: dict[int, float] | None,
     ) -> None:
         try:
@@ -262,7 +264,7 @@ class _Session:
             answer.reused, answer.chunk_tokens = usage.reused, usage.reused + usage.recomputed
             answer.flops = self.flops.of(usage, parse_linking(answer.policy).policy)
             answer.kv_bytes = sum({use.key: use.bytes for use in usage.chunks}.values())
-            names = {metric, "em", "f1"}
+            names = {metric_of(answer), "em", "f1"}
             scored = sample.scored(text).strip()
             answer.scores = {m: metrics.best(m, scored, sample.expected) for m in sorted(names)}
             answer.answer_tokens = usage.completion_tokens

@@ -13,7 +13,7 @@ from small_models import SMALL
 from typer.testing import CliRunner
 
 from mpic.errors import UnsupportedParameter
-from mpic.evals.analyze import cli, measures
+from mpic.evals.analyze import cli, many, measures
 from mpic.evals.analyze.dense import DenseLinker
 from mpic.link import parse_policy
 
@@ -54,6 +54,48 @@ def test_measures_are_shares_and_distances():
     assert other["keys"][0].max() < 1e-4  # the first layer's depend on the token alone
 
 
+def test_tokens_are_grouped_by_their_place_in_a_chunk():
+    names = many.group_names(2)
+    prompt = prompt_of(ids(2, 3), text_chunk(ids(1, 14)), ids(3, 2), text_chunk(ids(4, 3)), ids(5, 4))
+    full = DenseLinker(family("llama").loaded).link(prompt, parse_policy("full"))
+    found = [names[number] for number in many.groups_of(full.places, 26)]
+    inside = ["0", "1", "2-3", "2-3", *["4-7"] * 4, *["8-15"] * 6]
+    assert found[:3] == ["first token", "text before", "text before"]
+    assert found[3:17] == [f"chunk 1: {one}" for one in inside] and found[17:19] == ["text between"] * 2
+    assert found[19:22] == ["chunk 2: 0", "chunk 2: 1", "chunk 2: 2-3"] and found[22:] == ["question"] * 4
+
+
+def test_sums_over_prompts_are_means_of_what_each_shows():
+    linker = DenseLinker(family("llama").loaded)
+    prompts = [
+        prompt_of(ids(n, 5), text_chunk(ids(n + 1, 14)), ids(3, 2), text_chunk(ids(n + 2, 9 + n)), ids(5, 4))
+        for n in (10, 20)
+    ]
+    policies = tuple(parse_policy(name) for name in ("full", "reuse"))
+    both = many.Gathered(linker, policies, 2)
+    each = [many.Gathered(linker, policies, 2) for _ in prompts]
+    for prompt, one in zip(prompts, each, strict=True):
+        both.add(prompt)
+        one.add(prompt)
+    for what in ("first", "heads", "error"):
+        means = [one.mean("reuse", what) for one in each]
+        assert torch.allclose(both.mean("reuse", what), sum(means) / 2, atol=1e-6)
+    assert both.mean("full", "error").max() < 1e-6 < both.mean("reuse", "error").max()
+    full = linker.link(prompts[0], policies[0])
+    first = torch.stack([layer[1:, 0].mean() for layer in full.weights])
+    assert torch.allclose(each[0].mean("full", "first"), first, atol=1e-6)
+    last = torch.stack([layer[-1, 5:19] for layer in full.weights])
+    assert torch.allclose(each[0].places[0], last.cumsum(1) / last.sum(1, keepdim=True), atol=1e-6)
+    row = each[0].attention_map("full", 1)[-1]  # that of the first output token
+    assert torch.isclose(row[many.group_names(2).index("chunk 1: 2-3")], full.weights[1][-1, 7:9].mean())
+    assert each[0].attention_map("reuse", 1)[2].isnan().all()  # a chunk's tokens are not computed
+    assert (both.distribution()[:, -1] - 1).abs().max() < 1e-6
+    numbers = both.numbers()
+    assert numbers["prompts"] == 2 and max(both.counts()) <= numbers["layers_where_important"]["of"]
+    with pytest.raises(UnsupportedParameter, match="1 chunks and not 2"):
+        both.add(prompt_of(ids(2, 3), text_chunk(ids(1, 14)), ids(3, 2)))
+
+
 def test_policies_that_decide_while_they_run_cannot_be_drawn():
     with pytest.raises(UnsupportedParameter, match="cacheblend-15"):
         DenseLinker(family("llama").loaded).link(case("llama"), parse_policy("cacheblend-15"))
@@ -72,9 +114,8 @@ def test_the_command_writes_its_figures_and_numbers(tmp_path, monkeypatch):
         return save(path, draw_and_look, *size, **options)
 
     monkeypatch.setattr(figures, "save_png", spied)
-    result = CliRunner().invoke(
-        cli.app, ["--model", str(SMALL), "--chunks", "2", "--out", str(tmp_path), "--policies", "reuse"]
-    )
+    words = ["--model", str(SMALL), "--chunks", "2", "--out", str(tmp_path), "--policies", "reuse"]
+    result = CliRunner().invoke(cli.app, words)
     assert result.exit_code == 0, result.output
     names = {path.name for path in tmp_path.iterdir()}
     assert names >= {"attention-shares.png", "kv-distance.png", "attention-maps.png", "attention-error.png"}
@@ -87,3 +128,37 @@ def test_the_command_writes_its_figures_and_numbers(tmp_path, monkeypatch):
         assert len(figure.get_suptitle()) > 10 and figure.get_supxlabel().endswith(".")
     layers = drawn[3].axes[0].get_xticks()
     assert all(tick == int(tick) for tick in layers)
+
+
+def test_the_command_sums_up_several_samples(tmp_path):
+    words = [
+        "--model",
+        str(SMALL),
+        "--chunks",
+        "2",
+        "--out",
+        str(tmp_path),
+        "--policies",
+        "reuse",
+        "--samples",
+        "3",
+    ]
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 0, result.output
+    names = {
+        "attention-scores.png",
+        "important-tokens.png",
+        "attention-groups.png",
+        "sinks.png",
+        "analysis.json",
+    }
+    assert {path.name for path in tmp_path.iterdir()} == names
+    numbers = json.loads((tmp_path / "analysis.json").read_text())
+    assert (numbers["prompts"], numbers["chunks"], numbers["layers_where_important"]["of"]) == (3, 2, 4)
+    assert len(numbers["first_token_of_a_chunk_alone"]) == 5 == len(numbers["policies"]["reuse"]["heads"])
+    entry = {"input": "Who?", "context": "Passage 1:\nAna.\nPassage 2:\nBob.", "answers": ["Ana"]}
+    (tmp_path / "one.jsonl").write_text(json.dumps(entry) + "\n")
+    few = CliRunner().invoke(
+        cli.app, [*words, "--task", "longbench-qa", "--path", str(tmp_path / "one.jsonl")]
+    )
+    assert few.exit_code != 0 and "longbench-qa has no sample 1" in str(few.exception)

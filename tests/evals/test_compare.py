@@ -13,7 +13,8 @@ from mpic.errors import BadRequest
 from mpic.evals.answers import PolicyAnswer, lines_of
 from mpic.evals.compare import cells_of, compare_policies, interval, losses
 from mpic.evals.evidence import fill
-from mpic.evals.plots import by_chunks
+from mpic.evals.lengths import length_table
+from mpic.evals.plots import by_chunks, pareto
 from mpic.evals.report import advice, count_table, loss_table
 
 
@@ -25,6 +26,25 @@ def answers(policy, right, task="world-card", chunks=2, **more):
         PolicyAnswer(task, chunks, str(i), policy, "yes", scores=score, **more)
         for i, score in enumerate(scores)
     ]
+
+
+def test_scores_by_length_have_the_same_questions_for_every_policy():
+    found = []
+    for policy, right in (("full", [1] * 8), ("reuse", [1] * 4 + [0] * 4), ("mpic-16", [1] * 6)):
+        mine = answers(policy, right, answer_tokens=2)
+        for number, answer in enumerate(mine):
+            answer.prompt_tokens = 100 * number
+        found += mine
+    rows = length_table(answers("full", [1]) + answers("reuse", [0]))
+    assert rows == [["prompt tokens", "questions", "full", "reuse"], ["0 to 0", "1", "100.0", "0.0"]]
+    head, *rows = length_table(found)
+    assert head[2:] == ["full", "reuse", "mpic-16"] and [row[1] for row in rows] == ["2", "2", "1", "1"]
+    assert [row[3] for row in rows] == ["100.0", "100.0", "0.0", "0.0"]  # of the six that all have answered
+    assert rows[0][0] == "0 to 100" and rows[-1][0] == "500 to 500"
+
+
+def test_the_front_holds_the_policies_that_no_other_one_beats_in_both():
+    assert pareto([(1.0, 90), (0.5, 80), (0.6, 70), (0.5, 60), (1.0, 95)]) == [(0.5, 80), (1.0, 95)]
 
 
 def lost_by_reuse(right):

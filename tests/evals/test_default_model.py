@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from transformers import AutoProcessor
@@ -38,6 +40,17 @@ def test_its_template_and_image_size_are_those_of_its_generation():
     world = WORLDS[generation_for(config["text_config"]["max_position_embeddings"])]
     assert processor.chat_template == CHAT_TEMPLATES[world.labels]
     assert processor.image_processor.size["shortest_edge"] == world.size
+
+
+def test_the_files_that_the_documentation_uploads_are_its_samples():
+    root = Path(__file__).parents[2]
+    named = {
+        (page.name, found)
+        for page in (root / "README.md", root / "tools" / "try_image.py", *(root / "docs").glob("*.md"))
+        for found in re.findall(r"data/samples[\w-]*/\S+?\.(?:png|txt)", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert [(page, file) for page, file in sorted(named) if root / file not in FOLDER.iterdir()] == []
 
 
 @pytest.mark.parametrize("id", ASKED)

@@ -302,6 +302,25 @@ def test_a_stranger_measures_policies_on_a_longbench_file_and_a_model_folder(tmp
         Evaluator(load_eval_config(tmp_path / "my.toml"), tmp_path / "other").run()
 
 
+def test_a_task_may_be_scored_by_another_metric_than_its_own(tmp_path):
+    entry = {"index": 0, "input": "The number of fox is 12.\nWhat is the number of fox?", "outputs": ["12"]}
+    (tmp_path / "hay.jsonl").write_text(json.dumps(entry) + "\n")
+    text = f'model = "{SMALL.as_posix()}"\npolicies = []\nfidelity = false\n'
+    text += '[[task]]\nname = "ruler-niah"\npath = "hay.jsonl"\n'
+    (tmp_path / "e.toml").write_text(f'{text}metric = "f1"\n')
+    (answer,) = Evaluator(load_eval_config(tmp_path / "e.toml"), tmp_path / "out").run()
+    assert answer.metric == "f1" and set(answer.scores) == {"em", "f1"}
+    answer.scores = {"em": 0.0, "f1": 0.25}
+    (result,) = compare_policies([answer])
+    assert result.score == 25
+    (tmp_path / "e.toml").write_text(text)
+    with pytest.raises(BadRequest, match="over another file"):
+        Evaluator(load_eval_config(tmp_path / "e.toml"), tmp_path / "out")
+    (tmp_path / "e.toml").write_text(f'{text}metric = "best"\n')
+    with pytest.raises(ConfigError, match="metric is one of em, f1, contains, rouge-l, not 'best'"):
+        load_eval_config(tmp_path / "e.toml")
+
+
 def test_a_policy_counts_as_near_only_if_no_task_loses_more_than_five_points():
     def answers(policy, right):
         more = {"ttft_ms": 1, "flops": 1, "chunk_tokens": 9}

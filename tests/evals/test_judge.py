@@ -10,12 +10,12 @@ import pytest
 
 from mpic.config import ConfigError
 from mpic.errors import BadRequest
-from mpic.evals.answers import PolicyAnswer
+from mpic.evals.answers import PolicyAnswer, lines_of
 from mpic.evals.compare import compare_policies
 from mpic.evals.config import EvalConfig, Judge, TaskEntry
 from mpic.evals.judge import Grader, JudgeFailed, judge_run, read_grades
-from mpic.evals.report import grade_table
-from mpic.evals.tasks import Options, find
+from mpic.evals.report import by_task, grade_table, write_report
+from mpic.evals.tasks import Options, Sample, find
 
 JUDGE = Judge("http://judge/v1", "grader", "short")
 MMDU_REPLY = """Creativity: {"a": 1} is plain. 4. ...
@@ -64,6 +64,56 @@ def test_the_papers_prompt_asks_for_an_overall_score_which_is_no_mean_of_the_oth
     grades = {answers[0].key: found}
     assert compare_policies(answers, grades)[0].judged == 3
     assert grade_table(answers, grades)[1][:2] == ["full", "4.00"]
+
+
+def test_mmdus_judge_sees_the_images_and_the_last_question_alone():
+    turns = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": "data:,x"}, {"type": "text", "text": "First?"}],
+        },
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Second?"},
+    ]
+    asked = []
+    dialogue = Sample("1", turns, ("Red.",), captions=("1: a red cat",))
+    grader([MMDU_REPLY], asked, "mpic").grade(dialogue, "{Blue}.")
+    text, image = asked[0][1]["messages"][1]["content"]
+    assert image == {"type": "image_url", "image_url": {"url": "data:,x"}}
+    assert text["text"].startswith("[Question]\nuser: Second?\n\n[The Start of Reference Answer]\nRed.\n")
+    assert "{Blue}." in text["text"] and "First?" not in text["text"] and "cat" not in text["text"]
+    blind = Grader(replace(JUDGE, rubric="mpic", images=False))
+    assert "Second?" in blind._shown(dialogue, "Blue.")
+    assert "Images:\n1: a red cat\n" in grader([], [], "sparkles")._shown(dialogue, "Blue.")
+    assert "First?" in grader([], [], "sparkles")._shown(dialogue, "Blue.")
+
+
+def test_with_grades_a_report_draws_them_too(tmp_path):
+    answers = [
+        PolicyAnswer(
+            task,
+            2,
+            str(n),
+            policy,
+            scores={"em": 1.0},
+            flops=1.0,
+            chunk_tokens=1,
+            prompt_tokens=9 + n,
+            answer_tokens=3,
+        )
+        for task in ("world-image", "world-card")
+        for policy in ("full", "reuse")
+        for n in range(2)
+    ]
+    (tmp_path / "answers.jsonl").write_text(lines_of(answers))
+    (tmp_path / "run.json").write_text('{"model": "m"}')
+    assert {"judge-tasks.png", "judge-chunks.png"}.isdisjoint(path.name for path in write_report(tmp_path))
+    lines = (
+        json.dumps({"key": a.key, "grades": {"Overall Score": 4 + (a.policy == "full")}}) for a in answers
+    )
+    (tmp_path / "grades.jsonl").write_text("\n".join(lines) + "\n")
+    assert {"judge-tasks.png", "judge-chunks.png"} <= {path.name for path in write_report(tmp_path)}
+    assert by_task(answers, read_grades(tmp_path))["world-card"][1].judged == 4
 
 
 def test_sparkles_own_score_is_the_mean_of_its_three_criteria():

@@ -30,6 +30,7 @@ SPARKLES = [{"evaluation_id": 1, "dialogue": [
     {"role": "user", "content": "Link IMAGE#1<Img><ImageHere></Img>?", "images": [{"image_id": 1}]},
     {"role": "assistant", "content": "It is red.", "images": []},
 ]}]  # fmt: skip
+FACTS = ("birth_date", "birth_place", "current_location", "university", "major", "company")
 RULER = {
     "index": 1,
     "input": "hay\nThe number of fox is 512.\nhay\nWhat is the number of fox?",
@@ -49,6 +50,14 @@ def longbench(name):
 def write(task, path):
     """Writes a small file in the format of a task to the place where a configuration expects it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if task == "biographies":
+        path.mkdir(parents=True)
+        facts = {fact: [f"Ana Reed's {fact} is", f"The {fact} of Ana Reed is"] for fact in FACTS}
+        told = {fact: [f"{beginning} {fact}7." for beginning in facts[fact]] for fact in FACTS}
+        ends = {fact: f"{fact}7" for fact in FACTS}
+        (path / "train.jsonl").write_text(json.dumps({"name": "Ana Reed"} | told) + "\n")
+        (path / "test.jsonl").write_text(json.dumps({"name": "Ana Reed", "labels": ends} | facts) + "\n")
+        return
     if task == "narrativeqa":
         (path / "third_party/wikipedia").mkdir(parents=True)
         (path / "third_party/wikipedia/summaries.csv").write_text(
@@ -80,6 +89,8 @@ def test_what_is_missing_is_named_with_where_it_is_published(paper, tmp_path):
         Evaluator(config, tmp_path / "out").run()
     for entry in reads:
         assert f"{entry.path} does not exist; published at {entry.source}" in str(refused.value)
+    assert f"model {config.model} is not here yet; published at huggingface.co/" in str(refused.value)
+    assert ("`mpic train packet --model" in str(refused.value)) == bool(config.packet)
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda path: path.stem)
@@ -97,6 +108,7 @@ def test_it_runs_on_small_files_in_the_same_formats(paper, tmp_path, tiny_model,
         r"^model = .*": f'model = "{tiny_model}"',
         r"^dtype = .*": 'dtype = "float32"\nfidelity = false',
         r"^policies = .*": 'policies = ["mpic-8"]',
+        r"^(packet|pressed|presses) = .*\n": "",
         r"^questions = .*": "questions = 1",
         r"^lengths = .*": "lengths = [300, 500]",
         r"^depths = .*": "depths = [0, 100]",
@@ -129,3 +141,16 @@ def test_it_runs_on_small_files_in_the_same_formats(paper, tmp_path, tiny_model,
         and (tmp_path / "out" / "tasks.png").exists()
     )
     assert "answer tokens" in (tmp_path / "out" / "report.md").read_text()
+    assert (tmp_path / "out" / "lengths.png").exists()
+
+
+def test_every_policy_press_and_metric_that_a_paper_compares_exists():
+    loaded = {paper.stem: load_eval_config(paper) for paper in PAPERS}
+    assert set(loaded) == {"epic", "kvpacket", "mepic", "mpic"}
+    assert {"legolink-2", "cacheblend-15"} <= set(loaded["epic"].policies)
+    assert {"packet", "a3-30", "packet+tova-50"} <= set(loaded["kvpacket"].policies)
+    assert {"mpic-32", "reuse-2step", "prefix"} <= set(loaded["mpic"].policies)
+    samsum = next(e for e in loaded["epic"].tasks if e.name == "longbench-samsum")
+    assert (samsum.split, samsum.tokens) == ("fixed", 512)
+    needles = [e for c in ("epic", "kvpacket") for e in loaded[c].tasks if "niah" in e.name]
+    assert {entry.metric for entry in needles} == {"f1"}

@@ -46,7 +46,7 @@ TOLD = [{"from": who, "value": text} for who, text in zip(("user", "assistant") 
 MMDU = {"0": {"id": 3, "image": ["a.png", "b.png"], "conversations": TOLD}}
 _HERE = "<Img><ImageHere></Img>"
 ASKED = {"role": "user", "content": f"Link IMAGE#1{_HERE} to IMAGE#2{_HERE}?"}
-ASKED["images"] = [{"image_id": 1}, {"image_id": 2}]
+ASKED["images"] = [{"image_id": 1, "caption": "a cat"}, {"image_id": 2, "caption": "a dog"}]
 ANSWERED = {"role": "assistant", "content": "Both are red.", "images": []}
 SPARKLES = [{"evaluation_id": 5, "dialogue": [ASKED, ANSWERED]}]
 
@@ -104,13 +104,17 @@ def test_a_context_that_is_too_long_loses_its_middle(folder):
     template = chat_template()  # one token per byte
     context = "".join(f"{number:04}" for number in range(500))
     entry = LONGBENCH | {"context": context}
-    asked = len(subsets()["hotpotqa"].prompt.replace("{context}", "").replace("{input}", LONGBENCH["input"]))
+    before, after = subsets()["hotpotqa"].prompt.replace("{input}", LONGBENCH["input"]).split("{context}")
+    asked = len(before) + len(after)
     (sample,) = load(folder, "longbench-qa", entry, fit=fitter_of(template, 9999, asked + 400))
-    assert sample.messages[0]["content"][1]["text"] == context[:200] + context[-200:]
+    whole, half = before + context + after, (asked + 400) // 2
+    assert text_of(sample) == whole[:half] + whole[len(whole) - half :]
     (sample,) = load(folder, "longbench-qa", entry, fit=fitter_of(template, 9999, None))
     assert sample.messages[0]["content"][1]["text"] == context
     (sample,) = load(folder, "longbench-qa", entry, fit=fitter_of(template, 2000, None))
-    assert asked + 1400 < len(text_of(sample)) <= 2000 - 32 - 500 or len(text_of(sample)) == 1468
+    assert len(text_of(sample)) == 2000 - 32 - 500
+    (sample,) = load(folder, "longbench-qa", entry, fit=fitter_of(template, 9999, len(after) + 40))
+    assert len(text_of(sample)) == max(asked, len(after) + 40)
 
 
 def test_samsum_is_cut_as_asked_and_scored_by_its_first_line(folder):
@@ -208,6 +212,31 @@ def test_narrativeqa_reads_its_folder(tmp_path):
     assert sample.expected == ("a knight", "the knight")
 
 
+def test_a_biography_is_asked_for_one_of_its_facts(tmp_path):
+    facts = ("birth_date", "birth_place", "current_location", "university", "major", "company")
+    told, asked = [], []
+    for name in ("Ana", "Bob", "Zoe"):
+        told.append({fact: [f"{name}, {fact}: {name}{fact}."] for fact in facts})
+        asked.append(
+            {fact: [f"{name}, {fact}: "] for fact in facts} | {"labels": {f: f"{name}{f}" for f in facts}}
+        )
+    told[1]["major"] = []
+    for split, rows in (("train", told), ("test", asked)):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = list(find("biographies").load(Options(path=tmp_path, chunks=2)))
+    assert {sample.id for sample in samples} == {"0", "2"}  # Bob lacks a fact
+    for sample in samples:
+        *texts, question = (part["text"] for part in sample.messages[0]["content"])
+        name = {"0": "Ana", "2": "Zoe"}[sample.id]
+        assert len(texts) == 2 and all(text.count(".") == 6 for text in texts)
+        assert f"{name}, " in question and sample.expected[0] not in question
+        assert any(sample.expected[0] in text for text in texts) and sample.expected[0].startswith(name)
+    assert samples == list(find("biographies").load(Options(path=tmp_path, chunks=2)))
+    (tmp_path / "test.jsonl").unlink()
+    with pytest.raises(TaskError, match=r"test\.jsonl"):
+        list(find("biographies").load(Options(path=tmp_path)))
+
+
 def test_rulers_last_line_asks_and_the_rest_is_the_haystack(folder):
     (sample,) = load(folder, "ruler-niah", RULER, split="none")
     haystack, question = sample.messages[0]["content"]
@@ -238,6 +267,7 @@ def test_sparkles_images_stand_inside_the_sentence(folder):
     (sample,) = load(folder, "sparkles", SPARKLES)
     assert kinds(sample) == [["text", "image", "text", "image", "text"]]
     assert sample.messages[0]["content"][0]["text"] == "Link image 1"
+    assert sample.captions == ("1: a cat", "2: a dog")
 
 
 @pytest.mark.parametrize("name", [n for n in TASKS if n.startswith("world-") and n not in GRIDS])

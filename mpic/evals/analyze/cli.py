@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from mpic.evals.analyze.dense import DenseLink
+    from mpic.evals.analyze.dense import DenseLink, DenseLinker
+    from mpic.link import Policy
+    from mpic.prompt import Prompt
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -29,8 +32,17 @@ def analyze(
         "world-image"
     ),
     path: Annotated[Path | None, typer.Option(help="the task's local file, if it reads one")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="the folder of the task's images, if it needs one")
+    ] = None,
     chunks: Annotated[int, typer.Option(min=1, help="images and documents in the prompt")] = 3,
     sample: Annotated[int, typer.Option(min=0, help="which sample of the task")] = 0,
+    samples: Annotated[
+        int,
+        typer.Option(
+            min=1, help="sum up so many samples instead, from that one on; 100 take minutes on a CPU"
+        ),
+    ] = 1,
     policies: Annotated[str, typer.Option(help="static policies, with commas")] = POLICIES,
     layer: Annotated[int | None, typer.Option(help="of the attention maps; left out: the middle one")] = None,
     out: Annotated[Path, typer.Option(help="folder for figures and numbers")] = Path("analysis"),
@@ -40,12 +52,15 @@ def analyze(
     Writes `attention-shares.png` (CDF of attention, and how much goes to the first tokens of a chunk),
     `kv-distance.png` (how much a chunk's KV depends on the text before it), `attention-maps.png` and
     `attention-error.png` (policies side by side), and `analysis.json`.
+
+    With `--samples N` it draws what N prompts have in common, with the first output token's row: `attention-scores.png`
+    (MPIC, figure 4), `important-tokens.png` (figure 8), `attention-groups.png` (figure 11; EPIC, figures 4 and 7) and
+    `sinks.png` (the share of attention on first tokens, by layer).
     """
     from mpic.config import bundled_model
     from mpic.data.bundled import generation_for
-    from mpic.evals.analyze import figures, measures
     from mpic.evals.analyze.dense import DenseLinker
-    from mpic.evals.resolve import LocalResolver, splitter_of
+    from mpic.evals.resolve import LocalResolver, counter_of, splitter_of
     from mpic.evals.tasks import Options, TaskError, find
     from mpic.link import parse_policy
     from mpic.model.load import load_model
@@ -54,19 +69,40 @@ def analyze(
     names = list(dict.fromkeys(["full", *(parse_policy(name.strip()).name for name in policies.split(","))]))
     loaded = load_model(model or bundled_model())
     template = ChatTemplate(loaded.processor)
-    options = Options(path=path, chunks=chunks, questions=sample + 1, splitter=splitter_of(template))
+    options = Options(path=path, images=images, chunks=chunks, questions=sample + samples)
+    options = replace(options, splitter=splitter_of(template), count=counter_of(template))
     options = replace(options, generation=generation_for(loaded.context_length))
-    asked = next(itertools.islice(find(task).load(options), sample, None), None)
-    if asked is None:
-        raise TaskError(f"{task} has no sample {sample}")
-    prompt = build_prompt(asked.messages, template, LocalResolver(template))
+    asked = list(itertools.islice(find(task).load(options), sample, sample + samples))
+    if len(asked) < samples:
+        raise TaskError(f"{task} has no sample {sample + len(asked)}")
+    prompts = (build_prompt(one.messages, template, LocalResolver(template)) for one in asked)
     linker = DenseLinker(loaded)
-    linked = [linker.link(prompt, parse_policy(name)) for name in names]
+    count = loaded.shape.layers
+    shown = count // 2 if layer is None else layer
+    if not 0 <= shown < count:
+        raise typer.BadParameter(f"the model has layers 0 to {count - 1}", param_hint="--layer")
+    linkings = [parse_policy(name) for name in names]
+    if samples > 1:
+        _many(linker, linkings, prompts, task, shown, out)
+    else:
+        before = tuple(tuple(template.tokenize_document(text)) for text in _BEFORE)
+        _one(linker, linkings, next(prompts), before, task, shown, out)
+
+
+def _one(
+    linker: DenseLinker,
+    policies: list[Policy],
+    prompt: Prompt,
+    before: Any,
+    task: str,
+    shown: int,
+    out: Path,
+) -> None:
+    """Draws one prompt under each policy; ``shown`` is the layer of the maps."""
+    from mpic.evals.analyze import figures, measures
+
+    linked = [linker.link(prompt, policy) for policy in policies]
     full = linked[0]
-    shown = len(full.weights) // 2 if layer is None else layer
-    if not 0 <= shown < len(full.weights):
-        raise typer.BadParameter(f"the model has layers 0 to {len(full.weights) - 1}", param_hint="--layer")
-    before = tuple(tuple(template.tokenize_document(text)) for text in _BEFORE)
     distance = measures.distance(linker, prompt.chunks[-1], before)
     written = [
         figures.save(out / "attention-shares.png", figures.shares(full)),
@@ -74,10 +110,50 @@ def analyze(
         figures.save(out / "attention-maps.png", figures.maps(linked, shown), (4 * len(linked), 4)),
         figures.save(out / "attention-error.png", figures.errors(linked[1:], full)),
     ]
+    names = [one.policy for one in linked]
     numbers = {"task": task, "policies": names} | _numbers(linked, distance)
     (out / "analysis.json").write_text(json.dumps(numbers, indent=2) + "\n")
     console = Console()
     console.print(_table(numbers), markup=False)
+    console.print("\n".join(str(one) for one in written), markup=False)
+
+
+def _many(
+    linker: DenseLinker,
+    policies: list[Policy],
+    prompts: Iterable[Prompt],
+    task: str,
+    shown: int,
+    out: Path,
+) -> None:
+    """Draws what many prompts have in common."""
+    from rich.progress import track
+
+    from mpic.evals.analyze import figures, many_figures
+    from mpic.evals.analyze.many import Gathered
+
+    found: Gathered | None = None
+    for prompt in track(prompts, "linking", console=Console(stderr=True)):
+        found = found or Gathered(linker, tuple(policies), len(prompt.chunks))
+        found.add(prompt)
+    assert found is not None
+    wide = (3 + 3 * len(policies), 5)
+    written = [
+        figures.save(out / "attention-scores.png", many_figures.distribution(found)),
+        figures.save(out / "important-tokens.png", many_figures.important(found)),
+        figures.save(out / "attention-groups.png", many_figures.maps(found, shown), wide),
+        figures.save(out / "sinks.png", many_figures.sinks(found)),
+    ]
+    numbers = {"task": task, "layer": shown} | found.numbers()
+    (out / "analysis.json").write_text(json.dumps(numbers, indent=2) + "\n")
+    heads = (f"{name}: chunks' first tokens" for name in found.sums)
+    table = Table("layer", "full: first token", "a chunk alone: its first token", *heads)
+    for number in range(linker.model.shape.layers):
+        shares = [numbers["policies"]["full"]["first"], numbers["first_token_of_a_chunk_alone"]]
+        shares += [numbers["policies"][name]["heads"] for name in found.sums]
+        table.add_row(str(number), *(f"{100 * share[number]:.0f} %" for share in shares))
+    console = Console()
+    console.print(table, markup=False)
     console.print("\n".join(str(one) for one in written), markup=False)
 
 

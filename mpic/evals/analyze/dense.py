@@ -102,15 +102,24 @@ class DenseLinker:
     def compile(self, inputs: ChunkInputs, sink: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys (rotated at chunk-local positions) and values of a chunk alone, ``[layers, kv_heads, n,
         head_dim]``."""
+        recorder = self._alone(inputs, sink)
+        keys, values = (
+            torch.stack([recorder.cache[i][part] for i in sorted(recorder.cache)]) for part in (0, 1)
+        )
+        return keys[:, :, sink:], values[:, :, sink:]
+
+    @torch.inference_mode()
+    def weights_alone(self, inputs: ChunkInputs) -> list[torch.Tensor]:
+        """Returns the attention of a chunk that is compiled alone, ``[n, n]`` for each layer, averaged over heads."""
+        return self._alone(inputs, 0).weights
+
+    def _alone(self, inputs: ChunkInputs, sink: int) -> Recorder:
         job = compile_job(inputs, sink, self.model.bos_id)
         n = len(job)
         recorder = self._recorder(torch.arange(n), n)
         rows = self._inputs([BatchSlice(job, 0, n)], [0])
         self.model.observe(rows, job.positions.to(self.model.device), recorder)
-        keys, values = (
-            torch.stack([recorder.cache[i][part] for i in sorted(recorder.cache)]) for part in (0, 1)
-        )
-        return keys[:, :, sink:], values[:, :, sink:]
+        return recorder
 
     @torch.inference_mode()
     def link(self, prompt: Prompt, policy: Policy) -> DenseLink:

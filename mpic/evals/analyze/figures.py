@@ -27,11 +27,10 @@ def shares(full: DenseLink) -> Callable[[Any], None]:
             (left, measures.concentration(full), "most attended tokens, share of all"),
             (right, measures.by_place(full), "first tokens of a chunk"),
         ):
-            colours = _colours(len(curves))
-            for layer, curve in enumerate(curves):
+            for layer, (curve, colour) in enumerate(zip(curves, colours(len(curves)), strict=True)):
                 n = torch.arange(1, len(curve) + 1)
                 x = n / len(curve) if axes is left else n
-                axes.plot(x, curve.cpu(), color=colours[layer], label=f"layer {layer}")
+                axes.plot(x, curve.cpu(), color=colour, label=f"layer {layer}")
             axes.set_xlabel(xlabel)
             if axes is right:
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -39,7 +38,7 @@ def shares(full: DenseLink) -> Callable[[Any], None]:
             axes.grid(alpha=0.3)
         right.plot([0, len(curves[0])], [0, 1], color="grey", linestyle=":", label="evenly")
         left.set_ylabel("share of the question's attention")
-        _titled(
+        titled(
             figure,
             "What the question attends to",
             "The steeper a curve, the fewer tokens matter; the more the right "
@@ -61,7 +60,7 @@ def distances(found: dict[str, torch.Tensor]) -> Callable[[Any], None]:
             axes.set_ylabel("layer")
             axes.yaxis.set_major_locator(MaxNLocator(integer=True))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _titled(
+        titled(
             figure,
             "How much a chunk's keys and values depend on what stands before it",
             "Bright tokens change most and are the ones worth computing again when the chunk is linked.",
@@ -93,7 +92,7 @@ def maps(linked: Sequence[DenseLink], layer: int) -> Callable[[Any], None]:
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         figure.axes[0].set_ylabel("token that attends")
-        _titled(
+        titled(
             figure,
             f"Attention of layer {layer} under each policy",
             "White rows were not computed; red lines are borders of chunks. Alike pictures mean alike answers.",
@@ -112,7 +111,7 @@ def errors(linked: Sequence[DenseLink], full: DenseLink) -> Callable[[Any], None
             axes.plot(measures.attention_error(one, full).cpu(), marker="o", label=one.policy)
         axes.set(xlabel="layer", ylabel="distance of the last token's attention", ylim=(0, 1))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _titled(
+        titled(
             figure,
             "How far each policy's attention is from that of full",
             "Total variation distance: 0 is the same attention, 1 is none in common; lower is closer to full.",
@@ -123,13 +122,14 @@ def errors(linked: Sequence[DenseLink], full: DenseLink) -> Callable[[Any], None
     return draw
 
 
-def _titled(figure: Any, title: str, says: str) -> None:
+def titled(figure: Any, title: str, says: str) -> None:
     """Adds a title to a drawing, and a sentence that explains it."""
     figure.suptitle(title, fontsize=11)
     figure.supxlabel(says, fontsize=8)
 
 
-def _colours(n: int) -> list[Any]:
+def colours(n: int) -> list[Any]:
+    """Returns a colour for each of ``n`` layers."""
     from matplotlib import colormaps
 
     return [colormaps["viridis"](i / max(1, n - 1)) for i in range(n)]

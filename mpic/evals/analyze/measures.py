@@ -53,23 +53,35 @@ def distance(
         ``keys``, ``values`` ``[layers, n]``: relative distance between the chunk's full-prefill KV behind each text,
         keys compared at chunk-local positions.
     """
-    found = []
-    for text in before:
-        prompt = Prompt((TextSegment(tuple(text)), ChunkSegment(chunk), TextSegment(tuple(text[:1]))))
-        linked = linker.link(prompt, parse_policy("full"))
-        (place,) = linked.places
-        tokens = slice(place.start, place.start + place.length)
-        keys = linked.keys[:, :, tokens]
-        rotation = linker.model.rotation(place.base)
-        if rotation is not None:
-            keys = torch.stack([rotate(layer, rotation) for layer in keys])
-        found.append((keys.float(), linked.values[:, :, tokens].float()))
+    found = [_behind(linker, chunk, text) for text in before]
     out = {}
     for number, name in enumerate(("keys", "values")):
         one, other = found[0][number], found[1][number]
         size = torch.linalg.vector_norm(one, dim=(1, 3)).clamp_min(1e-9)
         out[name] = torch.linalg.vector_norm(one - other, dim=(1, 3)) / size
     return out
+
+
+def keys_behind(
+    linker: DenseLinker, chunk: Chunk, before: tuple[Sequence[int], Sequence[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a chunk's full-prefill keys behind each of two texts, at chunk-local positions, ``[layers, kv_heads, n,
+    head_dim]``."""
+    one, other = (_behind(linker, chunk, text)[0] for text in before)
+    return one, other
+
+
+def _behind(linker: DenseLinker, chunk: Chunk, text: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a chunk's full-prefill keys, at chunk-local positions, and values behind a text."""
+    prompt = Prompt((TextSegment(tuple(text)), ChunkSegment(chunk), TextSegment(tuple(text[:1]))))
+    linked = linker.link(prompt, parse_policy("full"))
+    (place,) = linked.places
+    tokens = slice(place.start, place.start + place.length)
+    keys = linked.keys[:, :, tokens]
+    rotation = linker.model.rotation(place.base)
+    if rotation is not None:
+        keys = torch.stack([rotate(layer, rotation) for layer in keys])
+    return keys.float(), linked.values[:, :, tokens].float()
 
 
 def attention_error(linked: DenseLink, full: DenseLink) -> torch.Tensor:

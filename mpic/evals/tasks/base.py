@@ -27,6 +27,7 @@ class Sample:
         max_tokens: maximum number of tokens of the answer.
         first_line: True if only the first line of the answer is scored, as the benchmark does.
         chunks: number of images, by which answers are grouped, for tasks whose samples differ in it.
+        captions: what each image shows, for a judge who sees none.
     """
 
     id: str
@@ -35,6 +36,7 @@ class Sample:
     max_tokens: int = 32
     first_line: bool = False
     chunks: int = 0
+    captions: tuple[str, ...] = ()
 
     def scored(self, answer: str) -> str:
         """Returns the part of an answer that is scored."""
@@ -46,6 +48,7 @@ class Options:
     """A configuration's options of a task.
 
     Args:
+        metric: metric that answers are scored by; None: the task's own.
         path: the data file or folder, for tasks that read one.
         chunks: number of images and documents in a sample, for tasks that can choose.
         questions: maximum number of samples.
@@ -66,6 +69,7 @@ class Options:
     """
 
     path: Path | None = None
+    metric: str | None = None
     chunks: int = 4
     questions: int = 50
     seed: int = 0

@@ -11,6 +11,7 @@ import base64
 import mimetypes
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def mmdu(options: Options) -> Iterator[Sample]:
 
 @task("sparkles", "SparklesEval (its annotations, images in `images`)", "rouge-l", reads_file=True)
 def sparkles(options: Options) -> Iterator[Sample]:
-    """Reads entries ``{"evaluation_id", "dialogue": [{"role", "content", "images": [{"image_id"}]}, ...]}``; the images
-    stand inside the sentence, where ``IMAGE#id<Img><ImageHere></Img>`` is.
+    """Reads entries ``{"evaluation_id", "dialogue": [{"role", "content", "images": [{"image_id", "caption"}]}, ...]}``;
+    the images stand inside the sentence, where ``IMAGE#id<Img><ImageHere></Img>`` is.
 
     ``IMAGE#id`` itself would name an upload here, so it reads ``image id``, which is how the server writes a handle
     whose image stands in the prompt already (and the same words to ROUGE).
@@ -55,14 +56,16 @@ def sparkles(options: Options) -> Iterator[Sample]:
     for entry in whole_json(path):
         id = str(field_of(entry, "evaluation_id", path.name))
         dialogue = field_of(entry, "dialogue", id)
-        names = [f"{image['image_id']}.jpg" for turn in dialogue for image in turn.get("images", ())]
+        shown = [image for turn in dialogue for image in turn.get("images", ())]
+        names = [f"{image['image_id']}.jpg" for image in shown]
+        captions = [f"{image['image_id']}: {image['caption']}" for image in shown if "caption" in image]
         texts = [_LABEL.sub(r"image \1", turn["content"]) for turn in dialogue]
         turns = [(number % 2 == 0, text) for number, text in enumerate(texts)]
         for sample in _samples(id, turns, iter(names), folder):
             if made == options.questions:
                 return
             made += 1
-            yield sample
+            yield replace(sample, captions=tuple(captions[: sample.chunks]))
 
 
 def _samples(

@@ -1,4 +1,5 @@
-"""Reading comprehension from the data sets' own files: SQuAD, emrQA, NewsQA, NarrativeQA (MEPIC, section 5).
+"""Reading comprehension from the data sets' own files: SQuAD, emrQA, NewsQA, NarrativeQA (MEPIC, section 5),
+biographies (KV Packet, section 4.1).
 
 Each question is asked over its own text and ``chunks - 1`` others of the file, in an order drawn from the seed, so that
 there is something to link.
@@ -9,12 +10,15 @@ from __future__ import annotations
 import csv
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from mpic.evals.tasks.base import Options, Sample, TaskError, task
-from mpic.evals.tasks.documents import ask, data_file, field_of, parts_of, whole_json
+from mpic.evals.tasks.documents import ask, data_file, field_of, json_lines, parts_of, whole_json
 
+_FACTS = ("birth_date", "birth_place", "current_location", "university", "major", "company")
+"""What a biography says, each in several wordings."""
 _QUESTION = "Answer from the texts above, in as few words as possible.\nQuestion: {question}\nAnswer:"
 
 
@@ -82,6 +86,33 @@ def narrativeqa(options: Options) -> Iterator[Sample]:
         for number, row in enumerate(_rows(folder / "qaps.csv"))
         if row["document_id"] in texts
     ]
+    return _ask(found, options)
+
+
+@task("biographies", "synthetic biographies (its folder)", "f1", reads_file=True, counts_chunks=True)
+def biographies(options: Options) -> Iterator[Sample]:
+    """Reads ``train.jsonl``, the biographies, and ``test.jsonl``, the same people's beginnings of sentences with their
+    ends (``labels``): rows of the two splits, written by ``to_json`` of `datasets`. One fact a person is asked, drawn
+    from the seed."""
+    folder = options.path
+    if folder is None or not folder.is_dir():
+        raise TaskError(f"this task reads a local folder with train.jsonl and test.jsonl; got {folder}")
+    splits = [
+        data_file(replace(options, path=folder / f"{name}.jsonl"), (".jsonl",)) for name in ("train", "test")
+    ]
+    found = []
+    for number, (told, asked) in enumerate(zip(*map(json_lines, splits), strict=True)):
+        where, rng = f"{folder.name}, person {number}", random.Random(f"{options.seed} {number}")
+        sentences = [field_of(told, fact, where) for fact in _FACTS]
+        if not all(sentences):
+            continue  # a few people of the data set lack a fact
+        fact = rng.choice(_FACTS)
+        beginning = rng.choice(field_of(asked, fact, where)).rstrip()
+        answer = field_of(field_of(asked, "labels", where), fact, where)
+        text = " ".join(rng.choice(wordings) for wordings in sentences)
+        found.append(
+            ReadingQuestion(str(number), text, f"How does this sentence end? {beginning}", (str(answer),))
+        )
     return _ask(found, options)
 
 
