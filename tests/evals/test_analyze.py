@@ -12,10 +12,12 @@ from families import random_image
 from small_models import SMALL
 from typer.testing import CliRunner
 
-from mpic.errors import UnsupportedParameter
+from mpic.errors import NoAdapter, UnsupportedParameter
 from mpic.evals.analyze import cli, many, measures
 from mpic.evals.analyze.dense import DenseLinker
+from mpic.evals.analyze.packet_attention import FIRST, LAST, PacketAttention
 from mpic.link import parse_policy
+from mpic.packet.train import initial
 
 
 def case(name):
@@ -24,13 +26,18 @@ def case(name):
     return prompt_of(ids(2, 5), a, ids(3, 2), text_chunk(ids(4, 9)), ids(5, 4))
 
 
-@pytest.mark.parametrize("policy", ["full", "reuse", "mpic-3", "attnlink-4", "legolink-0"])
+POLICIES = ["full", "reuse", "mpic-3", "attnlink-4", "legolink-0", "packet", "packet-4"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl", "qwen3_vl"])
 def test_keys_and_values_of_a_link_are_the_oracles(name, policy):
     prompt, fam, policy = case(name), family(name), parse_policy(policy)
-    linker = DenseLinker(fam.loaded)
+    linker = DenseLinker(fam.loaded, initial(fam.loaded, 3, 0))
     linked = linker.link(prompt, policy)
     made = [linker.inputs(chunk) for chunk in prompt.chunks]
+    if policy.wrapping.packet:
+        made = [linker.adapter.wrap(one, fam.loaded.embed) for one in made]
     truth = oracle.Oracle(fam.stock, fam.loaded.mrope)
     truth.generate(prompt, made, policy, select(prompt, made, policy), 1, fam.loaded.bos_id)
     for layer in range(len(linked.keys)):
@@ -52,6 +59,28 @@ def test_measures_are_shares_and_distances():
     other = measures.distance(linker, text_chunk(ids(6, 8)), (ids(7, 3), ids(8, 6)))
     assert same["keys"].max() < 1e-5 < other["values"][1].max()
     assert other["keys"][0].max() < 1e-4  # the first layer's depend on the token alone
+
+
+def test_attention_to_packets_is_counted_beside_attention_to_bare_chunks_token_by_token():
+    fam = family("llama")
+    linker = DenseLinker(fam.loaded, initial(fam.loaded, 3, 0))
+    reuse, packet = (parse_policy(name) for name in ("reuse", "packet"))
+    prompt = prompt_of(ids(2, 5), text_chunk(ids(1, 40)), ids(3, 2), text_chunk(ids(4, 36)), ids(5, 4))
+    found = PacketAttention(linker, (reuse, packet), 2)
+    found.add(prompt)
+    found.add(prompt)
+    bare, wrapped = found.mean("reuse"), found.mean("packet")
+    assert found.columns == 3 + FIRST + LAST + 3 == bare.shape[1]
+    assert not bare[:, :3].any() and not bare[:, -3:].any() and (bare[:, 3:-3] > 0).all()
+    linked = linker.link(prompt, packet)
+    rows = torch.stack([layer[-4:].mean(0) for layer in linked.weights]).mean(0)
+    second = rows[linked.places[1].start :][: 3 + 36 + 3]
+    assert torch.allclose(wrapped[1], torch.cat([second[: 3 + FIRST], second[-LAST - 3 :]]))
+    assert found.numbers()["reuse"]["header"] == 0 < found.numbers()["packet"]["trailer"]
+    with pytest.raises(UnsupportedParameter, match="has 9 tokens"):
+        found.add(prompt_of(ids(2, 5), text_chunk(ids(1, 40)), text_chunk(ids(4, 9)), ids(5, 4)))
+    with pytest.raises(NoAdapter, match="mpic train packet"):
+        DenseLinker(fam.loaded).link(prompt, packet)
 
 
 def test_tokens_are_grouped_by_their_place_in_a_chunk():

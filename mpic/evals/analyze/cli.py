@@ -44,6 +44,9 @@ def analyze(
         ),
     ] = 1,
     policies: Annotated[str, typer.Option(help="static policies, with commas")] = POLICIES,
+    packet: Annotated[
+        Path | None, typer.Option(help="the adapter of packets; left out: the one beside the model")
+    ] = None,
     layer: Annotated[int | None, typer.Option(help="of the attention maps; left out: the middle one")] = None,
     out: Annotated[Path, typer.Option(help="folder for figures and numbers")] = Path("analysis"),
 ) -> None:
@@ -55,7 +58,8 @@ def analyze(
 
     With `--samples N` it draws what N prompts have in common, with the first output token's row: `attention-scores.png`
     (MPIC, figure 4), `important-tokens.png` (figure 8), `attention-groups.png` (figure 11; EPIC, figures 4 and 7) and
-    `sinks.png` (the share of attention on first tokens, by layer).
+    `sinks.png` (the share of attention on first tokens, by layer); with a policy of packets among them also
+    `packet-attention.png` (KV Packet, figure 5), where it is compared with `reuse`.
     """
     from mpic.config import bundled_model
     from mpic.data.bundled import generation_for
@@ -64,6 +68,7 @@ def analyze(
     from mpic.evals.tasks import Options, TaskError, find
     from mpic.link import parse_policy
     from mpic.model.load import load_model
+    from mpic.packet.adapter import find_adapter
     from mpic.prompt import ChatTemplate, build_prompt
 
     names = list(dict.fromkeys(["full", *(parse_policy(name.strip()).name for name in policies.split(","))]))
@@ -76,12 +81,17 @@ def analyze(
     if len(asked) < samples:
         raise TaskError(f"{task} has no sample {sample + len(asked)}")
     prompts = (build_prompt(one.messages, template, LocalResolver(template)) for one in asked)
-    linker = DenseLinker(loaded)
+    adapter = find_adapter(loaded, model or bundled_model(), str(packet) if packet else "")
+    linker = DenseLinker(loaded, adapter)
     count = loaded.shape.layers
     shown = count // 2 if layer is None else layer
     if not 0 <= shown < count:
         raise typer.BadParameter(f"the model has layers 0 to {count - 1}", param_hint="--layer")
     linkings = [parse_policy(name) for name in names]
+    if samples == 1 and any(policy.wrapping.packet for policy in linkings):
+        raise typer.BadParameter(
+            "packets are drawn over many samples only: give --samples", param_hint="--policies"
+        )
     if samples > 1:
         _many(linker, linkings, prompts, task, shown, out)
     else:
@@ -131,13 +141,20 @@ def _many(
 
     from mpic.evals.analyze import figures, many_figures
     from mpic.evals.analyze.many import Gathered
+    from mpic.evals.analyze.packet_attention import PacketAttention
+    from mpic.link import parse_policy
 
+    plain, packets = ([p for p in policies if p.wrapping.packet is wrapped] for wrapped in (False, True))
     found: Gathered | None = None
     for prompt in track(prompts, "linking", console=Console(stderr=True)):
-        found = found or Gathered(linker, tuple(policies), len(prompt.chunks))
+        if found is None:
+            found = Gathered(linker, tuple(plain), len(prompt.chunks))
+            compared = PacketAttention(linker, (parse_policy("reuse"), *packets), len(prompt.chunks))
         found.add(prompt)
+        if packets:
+            compared.add(prompt)
     assert found is not None
-    wide = (3 + 3 * len(policies), 5)
+    wide = (3 + 3 * len(plain), 5)
     written = [
         figures.save(out / "attention-scores.png", many_figures.distribution(found)),
         figures.save(out / "important-tokens.png", many_figures.important(found)),
@@ -145,6 +162,10 @@ def _many(
         figures.save(out / "sinks.png", many_figures.sinks(found)),
     ]
     numbers = {"task": task, "layer": shown} | found.numbers()
+    if packets:
+        tall = (10, 2 + 2 * len(compared.sums))
+        written.append(figures.save(out / "packet-attention.png", compared.draw, tall))
+        numbers["question_to_chunks"] = compared.numbers()
     (out / "analysis.json").write_text(json.dumps(numbers, indent=2) + "\n")
     heads = (f"{name}: chunks' first tokens" for name in found.sums)
     table = Table("layer", "full: first token", "a chunk alone: its first token", *heads)

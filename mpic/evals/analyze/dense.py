@@ -22,6 +22,7 @@ from mpic.link.policies.full import Full
 from mpic.model.hooks import Probe
 from mpic.model.loaded import LoadedModel
 from mpic.model.structure import RowInputs
+from mpic.packet.adapter import Adapter, require_adapter
 from mpic.prompt.segments import Prompt
 
 
@@ -80,16 +81,19 @@ class DenseLink:
 class DenseLinker:
     """Links prompts of one model densely.
 
+    Args:
+        adapter: the model's, for the policies ``packet`` and ``packet-K``.
+
     Raises:
         UnsupportedParameter: layers of the model have more than causal attention with one rotary embedding.
     """
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, adapter: Adapter | None = None) -> None:
         if not model.is_plain:
             raise UnsupportedParameter(
                 f"{model.info.name} has layers that cannot be drawn yet (windows, sinks, both directions)"
             )
-        self.model = model
+        self.model, self.adapter = model, adapter
         self._inputs = Runner(model, None).inputs  # only makes inputs of rows, which needs no pool
 
     def inputs(self, chunk: Chunk) -> ChunkInputs:
@@ -126,16 +130,15 @@ class DenseLinker:
         """Runs a prompt.
 
         Raises:
-            UnsupportedParameter: the policy is dynamic, runs in two steps, leaves the chunks out, or adds tokens to
-                them.
+            UnsupportedParameter: the policy is dynamic, runs in two steps, or leaves the chunks out.
+            NoAdapter: the policy links packets, and there is no adapter.
         """
-        if policy.wrapping.packet:
-            raise UnsupportedParameter(
-                f"{policy} cannot be drawn beside others: it adds tokens to the prompt"
-            )
         if isinstance(policy, DynamicPolicy) or policy.two_step or not policy.context:
             raise UnsupportedParameter(f"{policy} cannot be drawn: its tokens are not known beforehand")
         inputs = [self.inputs(chunk) for chunk in prompt.chunks]
+        if policy.wrapping.packet:
+            adapter = require_adapter(self.adapter, self.model)
+            inputs = [adapter.wrap(one, self.model.embed) for one in inputs]
         shapes = segment_shapes(prompt.segments, ((len(i), i.rotary_length) for i in inputs), policy)
         plan, everything = (make_plan(shapes, p) for p in (policy, Full()))
         recipe = Recipe(self.model.info.dtype, sink=policy.wrapping.sink)
