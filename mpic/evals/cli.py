@@ -148,7 +148,7 @@ def plot(
     runs: Annotated[list[Path], typer.Argument(help="folders of runs")],
     out: Annotated[Path, typer.Option(help="the PNG file to write")] = Path("runs.png"),
 ) -> None:
-    """Draw several runs side by side, such as KVSplit's modes: the score of each policy over its cost, one panel a run."""
+    """Draw several runs side by side, such as KVSplit's modes: scores over costs, one panel a run."""
     from mpic.evals import plots
     from mpic.evals.answers import read_answers
     from mpic.evals.compare import compare_policies

@@ -82,7 +82,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     columns: dict[str, Callable[[], float]] = {}
     with engine_for(pair.loaded, 2 * sum(settings.totals) + 3 * largest) as engine:
         engine.pool.arena.zero_()  # its pages are touched, so that they do not count as memory of a request
-        subject = _Subject(engine, ids, settings, placement)
+        subject = _FlatSubject(engine, ids, settings, placement)
         for kind, sizes in ((FIXED, added), (GROWING, grown)):
             for total, lengths in sizes.items():
                 chunks = [text_chunk(ids.fresh(n)) for n in lengths]
@@ -121,7 +121,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 _NAMES = {"full": "full", f"cacheblend{R}": BLENDED, f"legolink{K}": LINKED}
 
 
-class _Subject:
+class _FlatSubject:
     """An engine whose requests are timed, and whose memory is measured in the first round."""
 
     def __init__(self, engine: NativeEngine, ids: Ids, settings: Settings, placement: BenchDevice) -> None:

@@ -67,13 +67,13 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     ids = Ids(settings.decoder.vocabulary, settings.seed)
     chunks = [text_chunk(ids.fresh(settings.chunk_tokens)) for _ in range(max(settings.counts))]
     columns: dict[str, Callable[[], float]] = {}
-    watches: dict[str, _Watch] = {}
+    watches: dict[str, _DecidingTime] = {}
     with engine_for(pair.loaded, 4 * (len(chunks) * settings.chunk_tokens + settings.text + 64)) as engine:
         compile_all(engine, chunks)
         for count in settings.counts:
             for policy in (BLENDED, STATIC):
                 name = f"{count} {policy}"
-                watches[name] = _Watch(engine, placement)
+                watches[name] = _DecidingTime(engine, placement)
                 columns[name] = _column(engine, ids, settings.text, chunks[:count], policy, watches[name])
         ticker.expect((settings.repeats + 1) * len(columns))
         samples = interleave(columns, settings.repeats, ticker)
@@ -119,7 +119,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     return Report(rows, headline, notes, lambda figure: _plot(figure, rows))
 
 
-class _Watch:
+class _DecidingTime:
     """The milliseconds that a request's deciding pass takes, by round: (looking, choosing)."""
 
     def __init__(self, engine: NativeEngine, placement: BenchDevice) -> None:
@@ -150,7 +150,7 @@ class _Watch:
 
 
 def _column(
-    engine: NativeEngine, ids: Ids, text: int, chunks: list[Chunk], policy: str, watch: _Watch
+    engine: NativeEngine, ids: Ids, text: int, chunks: list[Chunk], policy: str, watch: _DecidingTime
 ) -> Callable[[], float]:
     def measure() -> float:
         request = request_of(framed(ids, chunks, text), policy, 2)
