@@ -1,10 +1,12 @@
 """Configuration: a TOML file, flags that override it, and errors that name the key."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from mpic.config import SECTIONS, Config, ConfigError, EngineConfig, load_config
+from mpic.data.bundled import DEFAULT
 from mpic.errors import UnknownPolicy
 
 
@@ -19,7 +21,7 @@ def test_defaults():
     assert config == Config()
     assert config.engine.policy == "mpic-16"
     assert config.server.host == "127.0.0.1"
-    assert config.engine.model.endswith("demo")
+    assert Path(config.engine.model).name == DEFAULT
 
 
 def test_file_then_flags(tmp_path):

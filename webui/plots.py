@@ -18,6 +18,14 @@ EXPLAINED = {
         "Growing documents",
         "Without reuse the first token waits longer with every token of the documents; linked documents hardly matter.",
     ),
+    "rates": (
+        "Users who return",
+        "First tokens and throughput while users ask about their files again, every policy at the same rates.",
+    ),
+    "overhead": (
+        "Choosing tokens",
+        "Where the time of a policy goes that looks at the whole prompt before it links.",
+    ),
     "memory": (
         "Memory",
         "Requests over the same files share one copy of their caches in memory, instead of holding one each.",

@@ -1,4 +1,4 @@
-"""``mpic eval tasks | run | report``."""
+"""``mpic eval``: tasks, runs, reports."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from mpic.errors import BadRequest
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -142,6 +144,25 @@ def write_methods(
 
     write_table(out, to)
     typer.echo(f"table: {to}")
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="folders of runs")],
+    out: Annotated[Path, typer.Option(help="the PNG file to write")] = Path("runs.png"),
+) -> None:
+    """Draw several runs side by side, such as KVSplit's modes: scores over costs, one panel a run."""
+    from mpic.evals import plots
+    from mpic.evals.answers import read_answers
+    from mpic.evals.compare import compare_policies
+    from mpic.figure import save_png
+
+    found = {run.name: compare_policies(read_answers(run)) for run in runs}
+    if empty := [str(run) for run in runs if not found[run.name]]:
+        raise BadRequest(f"{', '.join(empty)}: no answers of `full` to compare with")
+    rows = -(-len(found) // plots.COLUMNS)
+    save_png(out, lambda figure: plots.by_task(figure, found), (10, 1.5 + 3 * rows), dpi=110)
+    typer.echo(f"plot: {out}")
 
 
 @app.command()

@@ -9,7 +9,8 @@ import torch
 from bench_kit import run_bench
 from typer.testing import CliRunner
 
-from mpic.engine.base import GenerationUsage
+from mpic.engine.base import Delta, GenerationUsage
+from mpic.engine.stream import DeltaStream
 from mpic.evals.bench import (
     arrivals,
     cli,
@@ -20,8 +21,11 @@ from mpic.evals.bench import (
     frames,
     load,
     memory,
+    overhead,
     parallel,
+    peak,
     profile,
+    rates,
     retrieval,
     sampling,
     serving,
@@ -40,9 +44,14 @@ LOADS = {
 CHUNKS = {"chunks": 2, "tokens": 8, "layers": 2, "kv_heads": 1, "head_dim": 16, "hidden": 8}
 INDEX = {"vectors": 300, "dimension": 16, "queries": 10, "changes": 2, "batch": 4, "references": 2}
 SERVED = {"pool": 3, "linked": 2, "chunk_tokens": 24, "answer": 2, "backlog": 0.05, "seconds": 0.05}
+FEW = {"policies": ("full", "cacheblend-15", "legolink-16"), "text": 8, "answer": 2}
 SETTINGS = {
     "ttft": ttft.Settings(TINY, TOWER, images=2, system=8, text=24, repeats=1, vision_repeats=1),
     "flat": flat.Settings(decoder=TINY, documents=2, totals=(64, 128), fixed=32, text=8, repeats=1),
+    "overhead": overhead.Settings(TINY, counts=(1, 2), chunk_tokens=24, text=8, repeats=2),
+    "rates": rates.Settings(
+        TINY, 2048, (0.1,), 2, document_tokens=48, **FEW, rates=(10.0,), seconds=1.0, repeats=2
+    ),
     "flops": flops.Settings(decoder=TINY, counts=(1, 2), chunk_tokens=48, text=8),
     "frames": frames.Settings(TINY, TOWER, frames=8, window=3, system=8, text=4, question=8),
     "memory": memory.Settings(
@@ -65,7 +74,13 @@ SETTINGS = {
 HEADLINES = {
     "retrieval": {"ann_recall", "reprefill_over_midlink"},
     "ttft": {"prefix_over_mpic32", "mpic32_over_floor"},
-    "flat": {"full_growth", "legolink16_growth"},
+    "flat": {
+        *(f"{name}_growth" for name in ("full", "cacheblend15", "legolink16")),
+        "legolink16_growing_documents",
+        "tokens_in_memory_over_cacheblend15",
+    },
+    "overhead": {"least_share_of_deciding", "most_share_of_deciding", "cacheblend15_over_legolink16"},
+    "rates": {"throughput_legolink16_over_cacheblend15", "ttft_cacheblend15_over_legolink16"},
     "flops": {"full_over_mpic32", "cacheblend15_over_legolink16"},
     "frames": {"prefix_over_mpic16", "mpic16_growth"},
     "memory": {f"copies_over_shared{at}" for at in ("", "_at_most_chunks", "_at_highest_rate")},
@@ -177,6 +192,53 @@ def test_the_peak_of_a_backlog_counts_from_its_first_request(monkeypatch):
     monkeypatch.setattr(serving, "send", lambda engine, requests, times: [served for _ in requests])
     row = sender.backlog("reuse")
     assert row["requests_per_s"] == row["requests"] / 10
+
+
+def test_the_time_of_deciding_is_part_of_the_time_to_the_first_token_and_none_without_a_choice():
+    report = BENCHES["overhead"].run(SETTINGS["overhead"], CPU, Ticker())
+    parts = ("looking at the prompt, ms", "choosing tokens, ms", "computing them, ms")
+    for row in report.rows:
+        blended = row["policy"] == "cacheblend-15"
+        assert (row["deciding"] > 0) == blended == (row[parts[0]] > 0) and row["deciding"] < 1
+        assert all(row[part] >= 0 for part in parts) and row[parts[2]] > 0
+
+
+def test_requests_that_are_not_answered_in_time_are_ended_and_do_not_count():
+    aborted = []
+
+    class Engine:
+        def submit(self, number):
+            stream = DeltaStream(str(number))
+            stream.on_abort = lambda: (aborted.append(number), stream.put(Delta("", finish_reason="abort")))
+            if number < 3:
+                stream.put(Delta("x", (1,), finish_reason="length", usage=GenerationUsage(prompt_tokens=10)))
+            return stream
+
+    served = arrivals.send(Engine(), range(5), [0.0, 0.01, 0.02, 0.03, 0.04], until=0.06)
+    assert len(served) == 3 and {3, 4} <= set(aborted)
+    figures = rates._figures(served, 5, 2.0)
+    assert (figures["requests_per_s"], figures["tokens_per_s"], figures["ended"]) == (1.5, 15, 2)
+    nothing = rates._figures([], 5, 2.0)
+    assert rates._means([nothing, nothing]) | {"ttft_ms": "", "ended": 10} == rates._means([nothing, nothing])
+    assert rates._means([figures, {**figures, "tokens_per_s": 25}])["tokens_per_s_deviation"] == 5
+
+
+def test_the_memory_at_the_peak_of_some_work_is_seen_though_it_is_freed():
+    size = 64 << 20
+
+    def work():
+        return float(torch.ones(size // 4).sum())
+
+    result, found = peak.peak_of(work, CPU)
+    assert result == size // 4
+    if found is not None:  # Linux
+        assert 0.9 * size < found < 3 * size
+        assert peak.peak_of(lambda: 1, CPU)[1] < size / 2
+
+
+def test_the_reach_of_a_policy_lies_between_the_sizes_that_were_measured():
+    needs = [(100, 10.0), (200, 30.0), (400, 70.0)]
+    assert [flat.reach(needs, budget) for budget in (5.0, 20.0, 70.0, 99.0)] == [50, 150, 400, 400]
 
 
 def test_stock_and_hooked_model_share_their_weights_and_the_stock_one_is_untouched():

@@ -8,8 +8,10 @@ import random
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from typer.testing import CliRunner
 
 from mpic.errors import BadRequest
+from mpic.evals import cli
 from mpic.evals.answers import PolicyAnswer, lines_of
 from mpic.evals.compare import cells_of, compare_policies, interval, losses
 from mpic.evals.evidence import fill
@@ -41,6 +43,25 @@ def test_scores_by_length_have_the_same_questions_for_every_policy():
     assert head[2:] == ["full", "reuse", "mpic-16"] and [row[1] for row in rows] == ["2", "2", "1", "1"]
     assert [row[3] for row in rows] == ["100.0", "100.0", "0.0", "0.0"]  # of the six that all have answered
     assert rows[0][0] == "0 to 100" and rows[-1][0] == "500 to 500"
+
+
+def test_runs_are_drawn_side_by_side(tmp_path):
+    for name in ("fixed", "paragraph"):
+        (tmp_path / name).mkdir()
+        both = [*answers("full", [1, 1]), *answers("reuse", [1, 0])]
+        (tmp_path / name / "answers.jsonl").write_text(lines_of(both))
+    words = [
+        "plot",
+        str(tmp_path / "fixed"),
+        str(tmp_path / "paragraph"),
+        "--out",
+        str(tmp_path / "split.png"),
+    ]
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code == 0 and (tmp_path / "split.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "fixed" / "answers.jsonl").write_text("")
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code != 0 and "fixed: no answers" in str(done.exception)
 
 
 def test_the_front_holds_the_policies_that_no_other_one_beats_in_both():

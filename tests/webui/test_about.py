@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mpic.data.bundled import SAMPLES, model_folder
+from mpic.data.bundled import DEFAULT, SAMPLES, model_folder
 from mpic.link import POLICIES, policy_names
 from mpic.link.engines import PROVIDES
 from mpic.webui import live, policies
@@ -35,7 +35,7 @@ def test_only_policies_that_the_engine_supports_are_offered():
 
 def test_what_the_menu_says_was_measured_is_what_the_evidence_says():
     text = (ROOT / "docs" / "evidence" / "README.md").read_text(encoding="utf-8")
-    table = text.partition("made: summary demo -->")[2].partition("<!-- end")[0]
+    table = text.partition(f"made: summary {DEFAULT} -->")[2].partition("<!-- end")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line
     ]

@@ -32,8 +32,16 @@ def poisson(rng: random.Random, rate: float, seconds: float) -> list[float]:
     return times
 
 
-def send(engine: Engine, requests: Sequence[GenerationRequest], times: Sequence[float]) -> list[Served]:
+def send(
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    times: Sequence[float],
+    until: float | None = None,
+) -> list[Served]:
     """Submits each request at its time (seconds from now) and reads all answers to their ends.
+
+    Args:
+        until: seconds from now at which what still runs or waits is ended; it is not in the result.
 
     Raises:
         MPICError: the first error that any request met.
@@ -48,16 +56,23 @@ def send(engine: Engine, requests: Sequence[GenerationRequest], times: Sequence[
             for delta in stream:
                 first = first or time.perf_counter() - began - arrived
                 usage = delta.usage or usage
+                if delta.finish_reason == "abort":
+                    return
             served.append(Served(arrived, first, time.perf_counter() - began - arrived, usage))
         except BaseException as error:
             failed.append(error)
 
-    readers = []
+    readers, streams = [], []
     for request, moment in zip(requests, times, strict=True):
         time.sleep(max(0.0, began + moment - time.perf_counter()))
         arrived = moment or time.perf_counter() - began
-        readers.append(threading.Thread(target=read, args=(engine.submit(request), arrived)))
+        streams.append(engine.submit(request))
+        readers.append(threading.Thread(target=read, args=(streams[-1], arrived)))
         readers[-1].start()
+    if until is not None:
+        time.sleep(max(0.0, began + until - time.perf_counter()))
+        for stream in streams:
+            stream.abort()
     for reader in readers:
         reader.join()
     if failed:

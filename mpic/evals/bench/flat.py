@@ -1,4 +1,4 @@
-"""Measures how the time to the first token grows with the documents (EPIC, section 6, figures 8 and 9)."""
+"""Measures how time and memory to the first token grow with the context (EPIC, section 5.5 and figure 9)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpic.engine.native.engine import NativeEngine
-from mpic.evals.bench.harness import BenchDevice, Report, Ticker, bench, interleave, paired
+from mpic.evals.bench.harness import BenchDevice, Report, Row, Series, Ticker, bench, interleave, paired
+from mpic.evals.bench.peak import peak_of
 from mpic.evals.bench.workload import (
+    PAGE,
     DecoderShape,
     Ids,
     compile_all,
@@ -22,114 +24,195 @@ from mpic.evals.bench.workload import (
     text_chunk,
 )
 from mpic.kv.chunk import Chunk
+from mpic.memory import give_back
 
-K = 16
+K, R = 16, 15
+LINKED, BLENDED = f"legolink-{K}", f"cacheblend-{R}"
+FIXED, GROWING = "documents of one size", "growing documents"
 
 
-_DECODER = DecoderShape(layers=3, hidden=768, heads=12, intermediate=2048, vocabulary=8_000)
+_DECODER = DecoderShape(
+    layers=6, hidden=768, heads=12, kv_heads=2, intermediate=2048, vocabulary=8_000, context=65_536
+)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the ``flat`` bench."""
+    """Sizes of the ``flat`` bench.
+
+    Args:
+        totals: tokens of all documents.
+        fixed: tokens of a document of one size.
+        documents: number of growing documents.
+    """
 
     decoder: DecoderShape = _DECODER
     documents: int = 8
-    totals: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
+    totals: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 50176)
     fixed: int = 512
     text: int = 64
-    repeats: int = 3
+    repeats: int = 2
     seed: int = 0
 
 
 @bench(
     "flat",
-    "time to first token while the documents grow 16 times",
+    "time and memory to the first token while the context grows to 50k tokens",
     Settings,
     quick={
         "decoder": DecoderShape(layers=2, hidden=512, heads=8, intermediate=1024, vocabulary=2_000),
-        "totals": (512, 1024, 2048, 4096, 8192),
+        "totals": (512, 1024, 2048, 4096),
         "fixed": 256,
-        "repeats": 3,
     },
-    wants={"full_growth": "> 16", "legolink16_growth": "< 3.5"},
+    wants={
+        "full_growth": "> growth of the context",
+        "cacheblend15_growth": "> legolink16_growth",
+        "legolink16_growth": "about the growth of the context",
+        "legolink16_growing_documents": "< 3.5",
+        "tokens_in_memory_over_cacheblend15": "> 1 (EPIC: 50 over 35 thousand)",
+    },
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures two curves: a fixed number of growing documents, and a growing number of fixed ones."""
+    """Measures a growing number of documents of one size, and a fixed number of growing ones."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     ids = Ids(settings.decoder.vocabulary, settings.seed)
     grown = {n: [n // settings.documents] * settings.documents for n in settings.totals}
     added = {n: [settings.fixed] * (n // settings.fixed) for n in settings.totals if n >= settings.fixed}
-    policy = f"legolink-{K}"
     largest = max(settings.totals)
     columns: dict[str, Callable[[], float]] = {}
-    with engine_for(pair.loaded, 4 * sum(settings.totals) + 2 * largest) as engine:
-        for kind, sizes in (("growing", grown), ("fixed", added)):
+    with engine_for(pair.loaded, 2 * sum(settings.totals) + 3 * largest) as engine:
+        engine.pool.arena.zero_()  # its pages are touched, so that they do not count as memory of a request
+        subject = _FlatSubject(engine, ids, settings, placement)
+        for kind, sizes in ((FIXED, added), (GROWING, grown)):
             for total, lengths in sizes.items():
                 chunks = [text_chunk(ids.fresh(n)) for n in lengths]
                 ticker.say(f"compiling {len(lengths)} x {lengths[0]}")
                 compile_all(engine, chunks)
-                columns[f"{kind} {total} {policy}"] = _column(engine, ids, settings.text, chunks, policy)
-                if kind == "growing":
-                    columns[f"{kind} {total} full"] = _column(engine, ids, settings.text, chunks, "full")
+                for policy in ("full", BLENDED, LINKED) if kind == FIXED else (LINKED,):
+                    columns[f"{kind} {total} {policy}"] = subject.column(total, chunks, policy)
         ticker.expect((settings.repeats + 1) * len(columns))
         samples = interleave(columns, settings.repeats, ticker)
     rows = []
-    for kind, sizes in (("growing", grown), ("fixed", added)):
+    for kind, sizes in ((FIXED, added), (GROWING, grown)):
         for total, lengths in sizes.items():
-            for name in ("full", policy):
-                found = samples.get(f"{kind} {total} {name}", samples[f"growing {total} {name}"])
-                size = {"documents": len(lengths), "document_tokens": lengths[0], "tokens": total}
-                table = (
-                    f"{settings.documents} growing documents"
-                    if kind == "growing"
-                    else "documents of one size"
-                )
-                rows.append({"table": table, **size, "policy": name} | found.row())
-    low, high = min(settings.totals), largest
-
-    def growth(name: str) -> float:
-        return paired(samples[f"growing {high} {name}"], samples[f"growing {low} {name}"])
-
+            size = {"documents": len(lengths), "document_tokens": lengths[0], "tokens": total}
+            for policy in ("full", BLENDED, LINKED):
+                if (series := samples.get(f"{kind} {total} {policy}")) is not None:
+                    memory = subject.memory(total, policy) if kind == FIXED else {}
+                    rows.append({"table": kind, **size, "policy": policy} | series.row() | memory)
     notes = {
         "model": describe(pair, settings.decoder),
         "sizes": _words(settings.totals),
         "sharing": "every request has fresh text before and after the documents, so only chunks are shared",
-        "full": "depends on the number of tokens alone; both tables show the same measurements",
+        "full": "depends on the number of tokens alone, so growing documents are measured under linking only",
+        "kv_MiB": "pages of the prompt: its documents' and its own",
+        "work_MiB": "most memory that the request took beyond that, in its first round",
+        "tokens in memory": f"tokens that a policy reaches with what {LINKED} needs for the most (between measured "
+        "sizes: in proportion)",
     }
-    headline = {"full_growth": growth("full"), "legolink16_growth": growth(policy)}
-    return Report(rows, headline, notes, lambda figure: _plot(figure, rows, policy))
+    headline = {
+        **{f"{name}_growth": _growth(samples, FIXED, policy, added) for name, policy in _NAMES.items()},
+        f"legolink{K}_growing_documents": _growth(samples, GROWING, LINKED, grown),
+        **_reach(rows),
+    }
+    return Report(rows, headline, notes, lambda figure: _plot(figure, rows))
 
 
-def _column(
-    engine: NativeEngine, ids: Ids, text: int, chunks: list[Chunk], policy: str
-) -> Callable[[], float]:
-    linked = sum(len(c.token_ids or ()) for c in chunks)
-
-    def measure() -> float:
-        elapsed, usage = first_token(engine, request_of(framed(ids, chunks, text), policy, 2))
-        reused = 0 if policy == "full" else linked - sum(min(K, len(c.token_ids or ())) for c in chunks)
-        expect(usage, reused=reused, prefix_hit=0)
-        return elapsed
-
-    return measure
+_NAMES = {"full": "full", f"cacheblend{R}": BLENDED, f"legolink{K}": LINKED}
 
 
-def _plot(figure: Any, rows: list[dict[str, Any]], policy: str) -> None:
-    tables = list(dict.fromkeys(row["table"] for row in rows))
-    for axes, table in zip(figure.subplots(1, len(tables), sharey=True), tables, strict=True):
-        for name in ("full", policy):
+class _FlatSubject:
+    """An engine whose requests are timed, and whose memory is measured in the first round."""
+
+    def __init__(self, engine: NativeEngine, ids: Ids, settings: Settings, placement: BenchDevice) -> None:
+        self._engine, self._ids, self._settings, self._placement = engine, ids, settings, placement
+        self._work: dict[tuple[int, str], int | None] = {}
+
+    def column(self, total: int, chunks: list[Chunk], policy: str) -> Callable[[], float]:
+        linked = sum(len(c.token_ids or ()) for c in chunks)
+        heads = sum(min(K, len(c.token_ids or ())) for c in chunks)
+
+        def measure() -> float:
+            request = request_of(framed(self._ids, chunks, self._settings.text), policy, 2)
+            if (total, policy) in self._work:
+                elapsed, usage = first_token(self._engine, request)
+            else:
+                give_back()
+                (elapsed, usage), work = peak_of(lambda: first_token(self._engine, request), self._placement)
+                self._work[total, policy] = work
+            reused = {"full": 0, LINKED: linked - heads}.get(policy, usage.reused)
+            expect(usage, reused=reused, prefix_hit=0)
+            return elapsed
+
+        return measure
+
+    def memory(self, total: int, policy: str) -> Row:
+        """Returns the pages of a prompt and the other memory that a request took; no figure where it cannot be told."""
+        pages = -(-(total + self._settings.text + 2) // PAGE) * self._engine.pool.page_bytes
+        work = self._work[total, policy]
+        if work is None:
+            return {"kv_MiB": _mib(pages)}
+        return {"kv_MiB": _mib(pages), "work_MiB": _mib(work), "memory_MiB": _mib(pages + work)}
+
+
+def _mib(size: int) -> float:
+    return round(size / 2**20, 1)
+
+
+def _growth(samples: dict[str, Series], kind: str, policy: str, sizes: dict[int, Any]) -> float:
+    low, high = min(sizes), max(sizes)
+    return paired(samples[f"{kind} {high} {policy}"], samples[f"{kind} {low} {policy}"])
+
+
+def _reach(rows: Sequence[Row]) -> dict[str, float]:
+    """Returns how many times as many tokens ``legolink`` reaches as ``cacheblend`` in the same memory."""
+    needs = {
+        policy: [
+            (row["tokens"], row["memory_MiB"])
+            for row in rows
+            if row["policy"] == policy and "memory_MiB" in row
+        ]
+        for policy in (LINKED, BLENDED)
+    }
+    if not needs[LINKED]:
+        return {}
+    most, budget = needs[LINKED][-1]
+    return {f"tokens_in_memory_over_cacheblend{R}": most / reach(needs[BLENDED], budget)}
+
+
+def reach(needs: Sequence[tuple[int, float]], budget: float) -> float:
+    """Returns the number of tokens with which a need, measured at some numbers of tokens, comes up to a budget. Between
+    them it is taken to grow in proportion, and below the first."""
+    before, had = 0, 0.0
+    for tokens, need in needs:
+        if need > budget:
+            return before + (tokens - before) * (budget - had) / (need - had)
+        before, had = tokens, need
+    return float(before)
+
+
+def _plot(figure: Any, rows: list[Row]) -> None:
+    fixed, growing, memory = figure.subplots(1, 3)
+    panels = (
+        (fixed, FIXED, "median_ms", "time to first token (ms)"),
+        (growing, GROWING, "median_ms", "time to first token (ms)"),
+        (memory, FIXED, "memory_MiB", "memory: pages and work (MiB)"),
+    )
+    for axes, table, name, label in panels:
+        for policy in _NAMES.values():
             line = [
-                (r["tokens"], r["median_ms"]) for r in rows if r["table"] == table and r["policy"] == name
+                (r["tokens"], r[name])
+                for r in rows
+                if r["table"] == table and r["policy"] == policy and name in r
             ]
-            axes.plot(*zip(*line, strict=True), marker="o", label=name)
-        axes.set_title(table)
-        axes.set_xlabel("tokens in the documents")
+            if line:
+                axes.plot(*zip(*line, strict=True), marker="o", label=policy)
+        axes.set_title(table, fontsize=9)
+        axes.set(xlabel="tokens in the documents", ylabel=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.legend()
+        axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("time to first token (ms)")
 
 
 def _words(values: Sequence[int]) -> str:
