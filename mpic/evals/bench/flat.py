@@ -12,11 +12,9 @@ from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
     compile_all,
-    describe,
     engine_for,
     expect,
     first_token,
-    framed,
     make_pair,
     request_of,
     text_chunk,
@@ -92,7 +90,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         return paired(samples[f"growing {high} {name}"], samples[f"growing {low} {name}"])
 
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         "sizes": _words(settings.totals),
         "sharing": "every request has fresh text before and after the documents, so only chunks are shared",
         "full": "depends on the number of tokens alone; both tables show the same measurements",
@@ -107,7 +105,7 @@ def _column(
     linked = sum(len(c.token_ids or ()) for c in chunks)
 
     def measure() -> float:
-        elapsed, usage = first_token(engine, request_of(framed(ids, chunks, text), policy, 2))
+        elapsed, usage = first_token(engine, request_of(ids.framed(chunks, text), policy, 2))
         reused = 0 if policy == "full" else linked - sum(min(K, len(c.token_ids or ())) for c in chunks)
         expect(usage, reused=reused, prefix_hit=0)
         return elapsed

@@ -12,17 +12,7 @@ import torch
 from mpic.engine.base import GenerationRequest
 from mpic.evals.bench.disk import IN_MEMORY, drop_from_cache, file_system
 from mpic.evals.bench.harness import median_seconds
-from mpic.evals.bench.workload import (
-    PAGE,
-    Ids,
-    bring,
-    compile_all,
-    engine_for,
-    first_token,
-    request_of,
-    spaced,
-    text_chunk,
-)
+from mpic.evals.bench.workload import PAGE, Ids, bring, compile_all, engine_for, first_token, request_of
 from mpic.evals.gpu.context import Context
 from mpic.evals.gpu.roofline import Cost
 from mpic.evals.gpu.supervise import SectionRun
@@ -64,14 +54,14 @@ class _StoredChunks:
         self._loaded, self._costs = context.model(model)
         self._ids = Ids(model.vocabulary)
         count, tokens = sizes.stored
-        self._chunks = [text_chunk(self._ids.fresh(tokens)) for _ in range(count)]
+        self._chunks = self._ids.chunks(count, tokens)
         self._kv = count * tokens * self._costs.token
         self.limits = Limits(disk_bytes=4 * self._kv + (1 << 30), host_bytes=4 * self._kv + (1 << 20))
         self._tokens = count * (tokens + PAGE) + 4096
         self.shape = f"{count} chunks of {tokens} tokens, {self._kv / 2**20:,.0f} MiB"
 
     def _request(self) -> GenerationRequest:
-        return request_of(spaced(self._ids, self._chunks, self._context.sizes.text, 8), "mpic-32", 2)
+        return request_of(self._ids.spaced(self._chunks, self._context.sizes.text, 8), "mpic-32", 2)
 
     def compile(self, library: Library) -> None:
         """Stores the chunks, and measures a link over resident ones."""
