@@ -6,25 +6,23 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Unpack
 
 from PIL import Image
 
 from mpic.errors import CorruptFile, FileNotFound, UnknownHandle
-from mpic.keys import KeyLimits
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog.database import Catalog
 from mpic.library.catalog.file_rows import DocumentPiece, FileRows
-from mpic.library.catalog.quotas import NO_KEY
 from mpic.library.folder.originals import Originals
 from mpic.library.inline import InlineChunks
 from mpic.library.intake.checks import check_handle, check_life, check_page
 from mpic.library.intake.decode import decode_clip, decode_image, decode_text
 from mpic.library.intake.tokens import TokenCache
 from mpic.library.limits import Limits
-from mpic.library.records import AsyncReader, File, FilePage, Removed, Scalar, State, Tokenize
+from mpic.library.records import AsyncReader, File, FilePage, Removed, State, Tokenize
 from mpic.library.store import DiskStore, TieredStore
-from mpic.library.upload_intake import UploadIntake, UploadOutcome
+from mpic.library.upload_intake import UploadIntake, UploadOptions, UploadOutcome
 
 Cut = Callable[[str, Mapping[str, Any]], Iterable[tuple[int, int]]]
 
@@ -65,12 +63,7 @@ class UploadLibrary(InlineChunks):
         filename: str,
         handle: str | None = None,
         expires_after: int | None = None,
-        metadata: Mapping[str, Scalar] | None = None,
-        replace: bool = False,
-        split: Mapping[str, Any] | None = None,
-        split_asked: bool = False,
-        press: str | None = None,
-        key: KeyLimits = NO_KEY,
+        **options: Unpack[UploadOptions],
     ) -> File:
         """Stores an upload; when this returns, the upload survives a crash. Its state is ``compiling``, unless the user
         has this file under this handle already: then that one is returned, see ``upload``.
@@ -78,13 +71,7 @@ class UploadLibrary(InlineChunks):
         Args:
             handle: name for ``IMAGE#NAME`` and ``FILE#NAME``, unique per user ignoring case.
             expires_after: seconds until it expires; None: never.
-            metadata: scalars to attach to it, see ``check_metadata``.
-            replace: takes the handle from another file, which is deleted.
-            split: the settings by which a document is cut into chunks, for ``cut``; None: it is one chunk.
-            split_asked: True if the client has asked for ``split``, so that a file which is cut differently counts as
-                different; False for a default.
-            press: name of the press that compresses its chunks, or ``none``; None: the client did not say.
-            key: limits of the API key that is used.
+            **options: see ``UploadOptions``.
 
         Raises:
             InvalidUpload, InvalidImage, InvalidText, TooLarge: the content is not accepted.
@@ -94,9 +81,7 @@ class UploadLibrary(InlineChunks):
             StorageFull: the disk is full; nothing was stored.
             LibraryGone, DatabaseBusy: nothing was stored; see ``Catalog.write``.
         """
-        wanted = self._intake.admit(
-            user, filename, handle, expires_after, metadata, replace, split, split_asked, press, key
-        )
+        wanted = self._intake.admit(user, filename, handle, expires_after, **options)
         return self._intake.take(wanted, source).file
 
     async def upload(
@@ -106,17 +91,11 @@ class UploadLibrary(InlineChunks):
         filename: str,
         handle: str | None = None,
         expires_after: int | None = None,
-        metadata: Mapping[str, Scalar] | None = None,
-        replace: bool = False,
-        split: Mapping[str, Any] | None = None,
-        split_asked: bool = False,
-        press: str | None = None,
-        key: KeyLimits = NO_KEY,
+        **options: Unpack[UploadOptions],
     ) -> UploadOutcome:
         """Does the same as ``add`` on an event loop, which it never blocks (see ``receive``), and returns the outcome.
         It is idempotent: uploading the same bytes under the same handle again only restarts the lifetime."""
-        arguments = (user, filename, handle, expires_after, metadata, replace, split, split_asked, press, key)
-        wanted = await asyncio.to_thread(self._intake.admit, *arguments)
+        wanted = await asyncio.to_thread(self._intake.admit, user, filename, handle, expires_after, **options)
         return await self._intake.receive(wanted, source)
 
     # Finding

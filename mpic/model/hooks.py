@@ -113,7 +113,7 @@ class Step:
     layers_seen: set[int] = field(default_factory=set)
 
 
-class Decided(Exception):
+class ProbeFinished(Exception):
     """Ends a forward at a probe's layer."""
 
 
@@ -145,10 +145,10 @@ class Probe:
         scale: float,
         extras: Extras,
     ) -> torch.Tensor:
-        """Returns ``[1, T, heads, d]``. Raises Decided: this is the probe's layer."""
+        """Returns ``[1, T, heads, d]``. Raises ProbeFinished: this is the probe's layer."""
         if layer == self.layer:
             self.queries, self.keys, self.values, self.scale = query[0], key[0], value[0], scale
-            raise Decided
+            raise ProbeFinished
         fresh, pattern = KVView(torch.stack([key[0], value[0]])[None]), self.patterns[layer]
         calls: list[SpanCall] = []
         start = 0

@@ -75,7 +75,7 @@ class LayerFacts(NamedTuple):
 
 
 @dataclass
-class Seen:
+class LayerTrace:
     """The part of a run that one layer has seen: tensors ``[heads, rows, dim]``."""
 
     query: torch.Tensor
@@ -96,7 +96,7 @@ class ForwardTrace:
     """
 
     read: Callable[[Callable[..., Any]], Any] = field(default_factory=lambda: window_of)
-    layers: dict[int, Seen] = field(default_factory=dict)
+    layers: dict[int, LayerTrace] = field(default_factory=dict)
     _masks: dict[int, Any] = field(default_factory=dict)
     _kept: list[torch.Tensor] = field(default_factory=list)
 
@@ -136,7 +136,7 @@ class ForwardTrace:
             raise ModelRefused("attention in both directions depends on the whole prompt")
         if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
             raise ModelRefused("its attention is over other tokens than its own")
-        self.layers[layer] = Seen(
+        self.layers[layer] = LayerTrace(
             query[0].float(),
             key[0].float(),
             value[0].float(),
@@ -293,8 +293,8 @@ def _facts(
 def _rotary(
     text_model: nn.Module,
     known: Sequence[Rotary | Unrotated],
-    seen: Seen,
-    there: Sequence[Seen],
+    seen: LayerTrace,
+    there: Sequence[LayerTrace],
     limit: float,
     device: torch.device,
 ) -> Rotary | Unrotated:
