@@ -101,7 +101,7 @@ class AsyncLocal(httpx.AsyncBaseTransport):
 
     async def _stop(self, starting: asyncio.Task[_Started]) -> None:
         await asyncio.wait([starting])
-        if _failed(starting):  # its request was told why, and nothing is left to stop
+        if _failed(starting):  # its request has got the error, and nothing is left to stop
             return
         started = starting.result()
         try:

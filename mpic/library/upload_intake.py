@@ -7,12 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, TypedDict
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from mpic.errors import BadRequest, CorruptFile, HandleTaken
 from mpic.keys import KeyLimits
 from mpic.library.catalog.file_rows import FileRows, handle_taken
-from mpic.library.catalog.quotas import NO_KEY
 from mpic.library.folder.originals import Incoming, Originals
 from mpic.library.folder.sidecars import Sidecar
 from mpic.library.intake.checks import check_life, check_metadata, clean_name, identify, new_id
@@ -40,27 +39,6 @@ class UploadOutcome(NamedTuple):
     outcome: Outcome
     removed: tuple[Removed, ...] = ()
     compile: bool = True
-
-
-class UploadOptions(TypedDict, total=False):
-    """Options of an upload.
-
-    Args:
-        metadata: scalars to attach to it, see ``check_metadata``.
-        replace: takes the handle from another file, which is deleted.
-        split: the settings by which a document is cut into chunks, for ``UploadLibrary.cut``; None: it is one chunk.
-        split_asked: True if the client has asked for ``split``, so that a file which is cut differently counts as
-            different; False for a default.
-        press: name of the press that compresses its chunks, or ``none``; None: the client did not say.
-        key: limits of the API key that is used.
-    """
-
-    metadata: Mapping[str, Scalar] | None
-    replace: bool
-    split: Mapping[str, Any] | None
-    split_asked: bool
-    press: str | None
-    key: KeyLimits
 
 
 class Wanted(NamedTuple):
@@ -110,12 +88,12 @@ class UploadIntake:
         filename: str,
         handle: str | None,
         expires_after: int | None,
-        metadata: Mapping[str, Scalar] | None = None,
-        replace: bool = False,
-        split: Mapping[str, Any] | None = None,
-        split_asked: bool = False,
-        press: str | None = None,
-        key: KeyLimits = NO_KEY,
+        metadata: Mapping[str, Scalar] | None,
+        replace: bool,
+        split: Mapping[str, Any] | None,
+        split_asked: bool,
+        press: str | None,
+        key: KeyLimits,
     ) -> Wanted:
         """Makes the checks that are possible before a byte is read. Raises the errors of ``UploadLibrary.add``."""
         if not user or user == SHARED:

@@ -6,23 +6,25 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, Unpack
+from typing import Any, BinaryIO
 
 from PIL import Image
 
 from mpic.errors import CorruptFile, FileNotFound, UnknownHandle
+from mpic.keys import KeyLimits
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog.database import Catalog
 from mpic.library.catalog.file_rows import DocumentPiece, FileRows
+from mpic.library.catalog.quotas import NO_KEY
 from mpic.library.folder.originals import Originals
 from mpic.library.inline import InlineChunks
 from mpic.library.intake.checks import check_handle, check_life, check_page
 from mpic.library.intake.decode import decode_clip, decode_image, decode_text
 from mpic.library.intake.tokens import TokenCache
 from mpic.library.limits import Limits
-from mpic.library.records import AsyncReader, File, FilePage, Removed, State, Tokenize
+from mpic.library.records import AsyncReader, File, FilePage, Removed, Scalar, State, Tokenize
 from mpic.library.store import DiskStore, TieredStore
-from mpic.library.upload_intake import UploadIntake, UploadOptions, UploadOutcome
+from mpic.library.upload_intake import UploadIntake, UploadOutcome
 
 Cut = Callable[[str, Mapping[str, Any]], Iterable[tuple[int, int]]]
 
@@ -63,7 +65,12 @@ class UploadLibrary(InlineChunks):
         filename: str,
         handle: str | None = None,
         expires_after: int | None = None,
-        **options: Unpack[UploadOptions],
+        metadata: Mapping[str, Scalar] | None = None,
+        replace: bool = False,
+        split: Mapping[str, Any] | None = None,
+        split_asked: bool = False,
+        press: str | None = None,
+        key: KeyLimits = NO_KEY,
     ) -> File:
         """Stores an upload; when this returns, the upload survives a crash. Its state is ``compiling``, unless the user
         has this file under this handle already: then that one is returned, see ``upload``.
@@ -71,7 +78,13 @@ class UploadLibrary(InlineChunks):
         Args:
             handle: name for ``IMAGE#NAME`` and ``FILE#NAME``, unique per user ignoring case.
             expires_after: seconds until it expires; None: never.
-            **options: see ``UploadOptions``.
+            metadata: scalars to attach to it, see ``check_metadata``.
+            replace: takes the handle from another file, which is deleted.
+            split: the settings by which a document is cut into chunks, for ``cut``; None: it is one chunk.
+            split_asked: True if the client has asked for ``split``, so that a file which is cut differently counts as
+                different; False for a default.
+            press: name of the press that compresses its chunks, or ``none``; None: the client did not say.
+            key: limits of the API key that is used.
 
         Raises:
             InvalidUpload, InvalidImage, InvalidText, TooLarge: the content is not accepted.
@@ -81,7 +94,9 @@ class UploadLibrary(InlineChunks):
             StorageFull: the disk is full; nothing was stored.
             LibraryGone, DatabaseBusy: nothing was stored; see ``Catalog.write``.
         """
-        wanted = self._intake.admit(user, filename, handle, expires_after, **options)
+        wanted = self._intake.admit(
+            user, filename, handle, expires_after, metadata, replace, split, split_asked, press, key
+        )
         return self._intake.take(wanted, source).file
 
     async def upload(
@@ -91,11 +106,17 @@ class UploadLibrary(InlineChunks):
         filename: str,
         handle: str | None = None,
         expires_after: int | None = None,
-        **options: Unpack[UploadOptions],
+        metadata: Mapping[str, Scalar] | None = None,
+        replace: bool = False,
+        split: Mapping[str, Any] | None = None,
+        split_asked: bool = False,
+        press: str | None = None,
+        key: KeyLimits = NO_KEY,
     ) -> UploadOutcome:
         """Does the same as ``add`` on an event loop, which it never blocks (see ``receive``), and returns the outcome.
         It is idempotent: uploading the same bytes under the same handle again only restarts the lifetime."""
-        wanted = await asyncio.to_thread(self._intake.admit, user, filename, handle, expires_after, **options)
+        arguments = (user, filename, handle, expires_after, metadata, replace, split, split_asked, press, key)
+        wanted = await asyncio.to_thread(self._intake.admit, *arguments)
         return await self._intake.receive(wanted, source)
 
     # Finding

@@ -38,7 +38,7 @@ from mpic.evals.flops import Flops
 from mpic.kv.chunk import Chunk
 
 Work = Callable[[], int]
-"""Runs some steps; returns the pairs of row and key that a layer has attended to, 0 where nobody counts them."""
+"""Runs some steps; returns the pairs of row and key that a layer has attended to, 0 where they are not counted."""
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def _restore_file(library: Library, entry: dict[str, Any], data: bytes, where: s
         entry["filename"],
         entry["handle"],
         life,
-        metadata=entry["metadata"],
+        entry["metadata"],
         split=entry.get("split"),  # the exports of earlier versions say neither this nor the press
         press=entry.get("press") or None,
     )

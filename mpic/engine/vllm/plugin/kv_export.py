@@ -104,7 +104,7 @@ class KVExporter:
 
 
 def _run(job: _Job, paged: PagedCache, readback: Readback, parallel: ParallelConfig) -> None:
-    """Reads and writes an export, on the exporter's thread. The frontend is told of errors by an empty file."""
+    """Reads and writes an export, on the exporter's thread. An empty file reports an error to the frontend."""
     path = Path(job.export.folder) / f"{part_name(*paged.rank)}.safetensors"
     try:
         try:

@@ -1,7 +1,7 @@
 """Chunks into a GPU's paged cache while the forward computes, layer by layer.
 
 Keys and values cross the bus on a stream of their own, in transfers of some layers each (``transfers.py``), into two
-buffers by turns. Before a layer attends, vLLM asks for it (``MPICConnector.wait_for_layer_load``): the computing stream
+buffers in turn. Before a layer attends, vLLM asks for it (``MPICConnector.wait_for_layer_load``): the computing stream
 then waits for the transfers of this layer, picks the linked tokens out of what has crossed, rotates their keys and
 writes them into the cache, and the next transfer begins when that is done. So layers compute while later ones cross.
 
@@ -191,9 +191,9 @@ class Placement:
         keys, values = (half[:, :, inside] for half in sent.memory.unbind(1))
         if (turn := self._turns[write.delta]) is not None:
             keys = rotate(keys, turn)
-        here = slice(picks.start, picks.stop)
-        slots = self._slots[id(write)][here]
-        index = None if len(picks) == len(span) else self._tokens[id(write)][here] - span.start
+        chosen = slice(picks.start, picks.stop)
+        slots = self._slots[id(write)][chosen]
+        index = None if len(picks) == len(span) else self._tokens[id(write)][chosen] - span.start
         for i, layer in enumerate(layers):
             both = (half[i].transpose(0, 1) for half in (keys, values))
             if index is not None:
