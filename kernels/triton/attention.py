@@ -366,8 +366,7 @@ def attend(
     BLOCK_N: tl.constexpr,
 ):
     """Attends for one item and KV head. Grid ``(items, kv_heads)``; ``total`` is the number of rows."""
-    item = items + tl.program_id(0) * _ITEM_WIDTH
-    kv_head = tl.program_id(1)
+    item, kv_head = items + tl.program_id(0) * _ITEM_WIDTH, tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     i = m // GROUP
     live = i < tl.load(item + _ITEM_ROWS)
@@ -375,19 +374,14 @@ def attend(
     head = kv_head * GROUP + m % GROUP
     d = tl.arange(0, DIM_PAD)
     q_offset = row.to(tl.int64) * q_row + head.to(tl.int64) * q_head
-
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    norm = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    norm, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     for index in range(tl.load(item + _ITEM_SEGMENT_LO), tl.load(item + _ITEM_SEGMENT_HI)):
-        # fmt: off
         top, norm, acc = _over_segment(
             segments + index * _SEGMENT_WIDTH, q, anchor, cos, sin, rotation_of, first_rows, floors, q_offset, row, i,
             live, d, layer, kv_head, scale, softcap, top, norm, acc, DIM, HALF, INTERLEAVED, HOLES, FLOORED, SOFTCAP,
             PRECISION, WIDEN, BLOCK_N,
-        )
-        # fmt: on
-
+        )  # fmt: skip
     result, log_sum = _finished(top, norm, acc)
     partial = tl.load(item + _ITEM_PARTIAL)
     if partial >= 0:
