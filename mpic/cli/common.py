@@ -148,6 +148,16 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: st
     out.print(table if table.rows else empty, markup=False, highlight=False)
 
 
+def print_listing(
+    value: Any, as_json: bool, columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str
+) -> None:
+    """Prints a result as JSON, or as a table."""
+    if as_json:
+        print_json(value)
+    else:
+        print_table(columns, rows, empty)
+
+
 def number(value: Any) -> str:
     """Returns a cell of a table; numbers have separators."""
     if value is None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mpic.cli.common import Json, command_app, err, print_json, print_result, print_table
+from mpic.cli.common import Json, command_app, err, print_json, print_listing, print_result
 from mpic.config import load_config
 from mpic.keys import Key, KeyLimits, KeyStore
 
@@ -87,16 +87,13 @@ def listing(data_dir: DataDir = None, config: Config = None, as_json: Json = Fal
     """List all keys, newest first, revoked ones too, by their public prefix."""
     with _opened(data_dir, config) as store:
         keys = [_show(key) for key in reversed(store.listing())]
-    if as_json:
-        print_json(keys)
-        return
     rows = []
     for key in keys:
         limits = ", ".join(f"{name} {value:,}" for name, value in key["limits"].items() if value is not None)
         state = f"revoked {key['revoked_at']}" if key["revoked_at"] else "valid"
         rows.append((key["prefix"], key["user"], key["role"], key["created_at"], limits or "none", state))
     columns = ("prefix", "user", "role", "created", "limits", "state")
-    print_table(columns, rows, "no keys: the server answers this machine only")
+    print_listing(keys, as_json, columns, rows, "no keys: the server answers this machine only")
 
 
 @app.command("revoke")
