@@ -158,6 +158,15 @@ def print_listing(
         print_table(columns, rows, empty)
 
 
+def print_outcome(
+    value: Any, as_json: bool, columns: Sequence[str], troubles: Sequence[Sequence[Any]], line: str
+) -> None:
+    """Prints the outcome of work on many items as JSON, or as a table of those with troubles, if any, and a line."""
+    if troubles and not as_json:
+        print_table(columns, troubles, "")
+    print_result(value, line, as_json)
+
+
 def number(value: Any) -> str:
     """Returns a cell of a table; numbers have separators."""
     if value is None:
