@@ -106,8 +106,8 @@ def _function(dim: int) -> Any:
 
 
 def _prove(kernel: BlockKernel, dim: int) -> None:
-    """Compares the kernel with torch on small examples: a compiler that makes something else of it must be found here,
-    not in an answer. 130 keys are two whole tiles and a part of one, 7 rows of 6 heads are seven strips.
+    """Compares the kernel with torch on small examples: a wrong build must be found here, not in an
+    answer. 130 keys are two whole tiles and a part of one, 7 rows of 6 heads are seven strips.
 
     Raises:
         KernelUnavailable: the results differ.
@@ -124,4 +124,4 @@ def _prove(kernel: BlockKernel, dim: int) -> None:
         total = scores.logsumexp(-1)
         wrong = max(float((out - scores.softmax(-1) @ values).abs().max()), float((lse - total).abs().max()))
         if not wrong < 0.02:
-            raise KernelUnavailable(f"what the compiler made of it is wrong by {wrong:.1e}")
+            raise KernelUnavailable(f"the compiled kernel is wrong by {wrong:.1e}")

@@ -32,7 +32,7 @@ def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:
     """Loads what the compiler makes of a C file, which it does the first time only.
 
     Args:
-        name: tells variants of the source apart, for whoever looks into the cache folder.
+        name: tells variants of the source apart, for readers of the cache folder.
         options: of the compiler, beside those that every kernel has.
 
     Raises:

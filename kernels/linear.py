@@ -117,4 +117,4 @@ def _prove(kernel: LinearKernel) -> None:
     wanted = x.double() @ weight.double().T + bias.double()
     wrong = float(((kernel(x, weight, bias) - wanted).abs() / wanted.abs().clamp(min=1)).max())
     if not wrong < (1e-5 if kernel.dtype == torch.float32 else 2.0**-8):
-        raise KernelUnavailable(f"what the compiler made of it is wrong by {wrong:.1e}")
+        raise KernelUnavailable(f"the compiled kernel is wrong by {wrong:.1e}")

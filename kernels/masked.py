@@ -33,7 +33,7 @@ def partial(
     k32, v32 = k.float(), v.float()
     out = torch.empty(batch, heads, rows, v.shape[3], dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
-    at = torch.arange(slots, device=q.device)
+    slot = torch.arange(slots, device=q.device)
     block = max(1, _SCORES // (batch * heads * slots))
     for lo in range(0, rows, block):
         hi = min(lo + block, rows)
@@ -43,9 +43,9 @@ def partial(
             scores.div_(softcap).tanh_().mul_(softcap)
         scores = scores.view(batch, kv_heads, group, hi - lo, slots)
         if causal:
-            scores.masked_fill_(at > at[lo:hi, None], float("-inf"))
+            scores.masked_fill_(slot > slot[lo:hi, None], float("-inf"))
         if visible is not None:
-            scores.masked_fill_(at < visible[lo:hi, None], float("-inf"))
+            scores.masked_fill_(slot < visible[lo:hi, None], float("-inf"))
         total = torch.logsumexp(scores, -1, keepdim=True)
         weights = (scores - total).exp_().view(batch, kv_heads, group * (hi - lo), slots)
         out[:, :, lo:hi] = (weights @ v32).view(batch, heads, hi - lo, -1)

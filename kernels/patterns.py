@@ -46,17 +46,17 @@ class PatternRows(NamedTuple):
 
 def pieces(rows: int, blocks: Sequence[tuple[int, int]]) -> Iterator[PatternRows]:
     """Yields a slice of rows cut at its blocks, which ascend and may reach beyond it."""
-    at = 0
+    done = 0
     for lo, hi in blocks:
         lo, hi = max(lo, 0), min(hi, rows)
         if lo >= hi:
             continue
-        if at < lo:
-            yield PatternRows(at, lo, False)
+        if done < lo:
+            yield PatternRows(done, lo, False)
         yield PatternRows(lo, hi, True)
-        at = hi
-    if at < rows:
-        yield PatternRows(at, rows, False)
+        done = hi
+    if done < rows:
+        yield PatternRows(done, rows, False)
 
 
 def fresh_calls(
@@ -93,6 +93,6 @@ def fresh_calls(
         cut = pattern.blocks is Blocks.WINDOWED and skipped[-1] > 0
         visible = torch.from_numpy(skipped).to(own.source.data.device) if cut else None
         calls.append(SpanCall(rows, own, first=True, visible=visible))
-        found = (seen(stretch, start + lo, floors, own.source.data.device) for stretch in earlier)
-        calls += (call for call in found if call is not None)
+        device = own.source.data.device
+        calls += filter(None, (seen(stretch, start + lo, floors, device) for stretch in earlier))
     return calls

@@ -112,13 +112,13 @@ class Singles(NamedTuple):
         tables = {"rows": np.array(rows), "source": source, "of_row": table}
         if padding is not None:
             tables["padding"] = padding
-        there = upload(tables, stacks[0].device)
+        on_device = upload(tables, stacks[0].device)
         return cls(
-            there["rows"],
-            there["source"],
+            on_device["rows"],
+            on_device["source"],
             rotations([base for _, base in partials]),
-            there["of_row"],
-            there.get("padding"),
+            on_device["of_row"],
+            on_device.get("padding"),
             tuple(batches),
             tuple(stacks),
             partial,

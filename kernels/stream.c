@@ -185,13 +185,13 @@ INLINE void tile(const int rows, const number *keys, const number *values, int64
   const int step = LANES / rows; /* tokens whose scores fill a vector */
   const int padded = (tokens + step - 1) / step * step;
   float scores[(SECTION + LANES) * TILE] __attribute__((aligned(64))); /* [padded, rows] */
-  for (int at = 0; at < padded; at += step) {
-    const int ahead = at + AHEAD;
-    const number *key = keys + stride * at;
+  for (int slot = 0; slot < padded; slot += step) {
+    const int ahead = slot + AHEAD;
+    const number *key = keys + stride * slot;
     const number *soon = ahead < tokens ? keys + stride * ahead : values + stride * (ahead - tokens);
-    vec s = at + step <= tokens ? products(rows, key, stride, step, soon, query)
-                                : products(rows, key, stride, tokens - at - 1, soon, query);
-    memcpy(scores + at * rows, &s, sizeof s);
+    vec s = slot + step <= tokens ? products(rows, key, stride, step, soon, query)
+                                  : products(rows, key, stride, tokens - slot - 1, soon, query);
+    memcpy(scores + slot * rows, &s, sizeof s);
   }
   if (cap > 0) capped(scores, tokens * rows, cap);
   for (int i = tokens * rows; i < padded * rows; i++) scores[i] = -INFINITE;

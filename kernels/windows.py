@@ -86,19 +86,14 @@ def own_calls(
         visible = torch.from_numpy(skipped).to(device) if skipped[-1] else None
         calls.append(SpanCall(slice(start + lo, start + hi), square, True, True, visible))
         earlier = [*before, Stretch(fresh._replace(hi=fresh.lo + lo), places[:lo])] if lo else before
-        for stretch in earlier:
-            call = seen(stretch, start + lo, floors[lo:hi], device)
-            if call is not None:
-                calls.append(call)
+        calls += filter(None, (seen(stretch, start + lo, floors[lo:hi], device) for stretch in earlier))
     return calls
 
 
 def span_calls(window: Window, start: int, places: np.ndarray, stretch: Stretch) -> list[SpanCall]:
     """Returns the calls of rows ``start`` and on, at ``places``, over a mapped stretch that stands before them."""
     device = stretch.span.source.data.device
-    floors, calls = window.floor(places), []
-    for lo in range(0, len(places), window.tile):
-        call = seen(stretch, start + lo, floors[lo : lo + window.tile], device)
-        if call is not None:
-            calls.append(call)
-    return calls
+    floors = window.floor(places)
+    tiles = range(0, len(places), window.tile)
+    calls = (seen(stretch, start + lo, floors[lo : lo + window.tile], device) for lo in tiles)
+    return list(filter(None, calls))

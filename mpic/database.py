@@ -10,7 +10,7 @@ from mpic.errors import DatabaseBusy, DatabaseDamaged, DatabaseFailed, MPICError
 
 PATIENCE = 10.0
 """Seconds to wait for a database that another process has locked. Every waiting request holds a thread, so this is
-shorter than the half minute for which some tools hold a lock; the client is told and tries again."""
+shorter than the half minute for which some tools hold a lock; the client gets an error and tries again."""
 
 BUSY = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
 DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})

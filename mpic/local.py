@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from mpic.client.inprocess import AsyncInProcess, InProcess, Lifespan
-from mpic.client.loading import Told
+from mpic.client.loading import StageCallback
 from mpic.config import load_config
 from mpic.server.run import build
 
@@ -31,7 +31,9 @@ class Local:
         ModelRefused: the model cannot be run correctly.
     """
 
-    def __init__(self, model: str | None, data_dir: Folder, settings: Mapping[str, Any], told: Told) -> None:
+    def __init__(
+        self, model: str | None, data_dir: Folder, settings: Mapping[str, Any], on_stage: StageCallback
+    ) -> None:
         # It is also removed when the interpreter ends, because notebooks seldom close their clients.
         self._own = (
             tempfile.TemporaryDirectory(prefix="mpic-", ignore_cleanup_errors=True)
@@ -40,8 +42,8 @@ class Local:
         )
         flags = {**settings, "model": model, "data_dir": self._own.name if self._own else str(data_dir)}
         try:
-            self.app = build(load_config(None, flags), told)
-            told("ready")
+            self.app = build(load_config(None, flags), on_stage)
+            on_stage("ready")
         except BaseException:
             self.remove()
             raise
@@ -53,29 +55,25 @@ class Local:
 
 
 def local_transport(
-    model: str | None, data_dir: Folder, settings: Mapping[str, Any], told: Told
+    model: str | None, data_dir: Folder, settings: Mapping[str, Any], on_stage: StageCallback
 ) -> InProcess:
-    """Returns a transport to a server that runs in this process and ends with the transport; ``told`` is called with
-    each stage that begins."""
-    local = Local(model, data_dir, settings, told)
+    """Returns a transport to a server that runs in this process and ends with the transport; ``on_stage`` is called
+    with each stage that begins."""
+    local = Local(model, data_dir, settings, on_stage)
     return InProcess(local.app, local.remove)
 
 
-def async_local_transport(
-    model: str | None, data_dir: Folder, settings: Mapping[str, Any], told: Told
-) -> AsyncLocal:
-    """Returns a transport to a server in the running loop, which its first request starts."""
-    return AsyncLocal(model, data_dir, settings, told)
-
-
 class AsyncLocal(httpx.AsyncBaseTransport):
-    """Loads the model on a thread when the first request comes, so that the loop is not blocked.
+    """A transport to a server in the running loop, which its first request starts: the model is loaded on a thread, so
+    that the loop is not blocked.
 
     A request that is cancelled meanwhile does not end the start: the next request, or closing, waits for it.
     """
 
-    def __init__(self, model: str | None, data_dir: Folder, settings: Mapping[str, Any], told: Told) -> None:
-        self._arguments = (model, data_dir, settings, told)
+    def __init__(
+        self, model: str | None, data_dir: Folder, settings: Mapping[str, Any], on_stage: StageCallback
+    ) -> None:
+        self._arguments = (model, data_dir, settings, on_stage)
         self._starting: asyncio.Task[_Started] | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -103,13 +101,17 @@ class AsyncLocal(httpx.AsyncBaseTransport):
 
     async def _stop(self, starting: asyncio.Task[_Started]) -> None:
         await asyncio.wait([starting])
-        if _failed(starting):  # its request was told why, and nothing is left to stop
+        if _failed(starting):  # its request has got the error, and nothing is left to stop
             return
         started = starting.result()
         try:
             await started.lifespan.stop()
         finally:
             await asyncio.to_thread(started.local.remove)
+
+
+async_local_transport = AsyncLocal
+"""See ``local_transport``."""
 
 
 @dataclass(frozen=True)

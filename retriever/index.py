@@ -26,7 +26,7 @@ class Neighbour(NamedTuple):
     score: float
 
 
-class _Side:
+class _IndexCopy:
     def __init__(self, index: faiss.IndexIDMap2) -> None:
         self.index = index
         self.ids: set[int] = set(faiss.vector_to_array(index.id_map).tolist())
@@ -42,7 +42,7 @@ class VectorIndex:
 
     def __init__(self, dimension: int) -> None:
         self.dimension = dimension
-        self._shown, self._other = _Side(_new(dimension)), _Side(_new(dimension))
+        self._shown, self._other = _IndexCopy(_new(dimension)), _IndexCopy(_new(dimension))
         self._writing = threading.Lock()
         self._reading = threading.Condition()
 
@@ -90,7 +90,7 @@ class VectorIndex:
         if vectors.shape != (len(ids), self.dimension) or len(set(ids.tolist())) != len(ids):
             raise ValueError(f"{len(ids)} ids (distinct?) for vectors of shape {vectors.shape}")
 
-        def change(side: _Side) -> None:
+        def change(side: _IndexCopy) -> None:
             _remove(side, [i for i in ids.tolist() if i in side.ids])
             side.index.add_with_ids(vectors, ids)
             side.ids.update(ids.tolist())
@@ -125,7 +125,7 @@ class VectorIndex:
                 raise ValueError(f"faiss cannot read it: {error}") from error
             if not isinstance(read, faiss.IndexIDMap2) or read.d != dimension:
                 raise ValueError(f"it holds a {type(read).__name__} of {read.d} dimensions")
-            sides.append(_Side(read))
+            sides.append(_IndexCopy(read))
         index._shown, index._other = sides
         return index
 
@@ -143,7 +143,7 @@ class VectorIndex:
     # ---- left and right
 
     @contextmanager
-    def _reader(self) -> Iterator[_Side]:
+    def _reader(self) -> Iterator[_IndexCopy]:
         with self._reading:
             side = self._shown
             side.readers += 1
@@ -154,7 +154,7 @@ class VectorIndex:
                 side.readers -= 1
                 self._reading.notify_all()
 
-    def _change(self, change: Callable[[_Side], None]) -> None:
+    def _change(self, change: Callable[[_IndexCopy], None]) -> None:
         with self._writing, one_thread():
             change(self._other)
             with self._reading:
@@ -168,7 +168,7 @@ def _new(dimension: int) -> faiss.IndexIDMap2:
     return faiss.IndexIDMap2(faiss.IndexFlatIP(dimension))
 
 
-def _remove(side: _Side, ids: list[int]) -> None:
+def _remove(side: _IndexCopy, ids: list[int]) -> None:
     """Removes vectors from one side. faiss ignores an id that it does not find, so the number it removed is checked."""
     if not ids:
         return

@@ -21,7 +21,6 @@ _THINGS = 12  # whose codes are in a prompt, at most, so that some are left to s
 _COUNTED = 10  # chunks in a prompt, at most: training counts up to here
 SYSTEMS = (None, None, "You answer questions about images and documents.", "Please answer in a few words.")
 
-
 Library = dict[tuple[str, str], str]
 """Facts that searches have found: (attribute, subject) -> value."""
 
@@ -124,7 +123,7 @@ class Generator:
 
     def hop(self, items: list[Labelled]) -> questions.Question | None:
         """Returns a two-hop question, if someone's friend has a biography here too."""
-        people = {i.about.subject: i.about for i in items if isinstance(i.about, Fact) and i.about.subject}
+        people = {fact.subject: fact for fact in _people(items)}
         having = [p for p in people.values() if p.facts.get("friend") in people]
         if not having:
             return None
@@ -133,14 +132,12 @@ class Generator:
 
     def both(self, items: list[Labelled]) -> questions.Question | None:
         """Asks whether two people share a city or a job, if two have a biography here."""
-        people = [i.about for i in items if isinstance(i.about, Fact) and i.about.subject]
-        if len(people) < 2:
-            return None
-        return questions.both(self.rng, self.asking, *self.rng.sample(people, 2))
+        people = _people(items)
+        return questions.both(self.rng, self.asking, *self.rng.sample(people, 2)) if len(people) > 1 else None
 
     def last(self, items: list[Labelled]) -> questions.Question | None:
         """Returns a question about the person who comes last, told by order alone."""
-        people = [i.about for i in items if isinstance(i.about, Fact) and i.about.subject]
+        people = _people(items)
         if not people:
             return None
         key = self.rng.choice(("city", "job"))
@@ -184,17 +181,16 @@ class Generator:
         return Turn([text], values[0], f"{attribute} of {subject}", self._ranked(found), f"search {kind}")
 
     def _near(self, attribute: str, subject: str, present: set[str]) -> list[tuple[str, str]]:
-        """Returns facts like the wanted one that are not in the context: the same of others, of people also other
-        facts."""
+        """Returns similar facts that are not in the context: the same of others; of people, other facts, too."""
         rng = self.rng
         if attribute == "code":
-            near = [(attribute, o) for o in OBJECTS if o not in {*present, subject}]
+            similar = [(attribute, o) for o in OBJECTS if o not in {*present, subject}]
         else:
-            near = [(a, subject) for a in questions.ATTRIBUTES if a != attribute]
+            similar = [(a, subject) for a in questions.ATTRIBUTES if a != attribute]
             people = draw_people(rng, 4, self.split)
-            near += [(attribute, p) for p in people if p not in {*present, subject}]
-        rng.shuffle(near)
-        return near
+            similar += [(attribute, p) for p in people if p not in {*present, subject}]
+        rng.shuffle(similar)
+        return similar
 
     def _without(self, wanted: tuple[str, str], count: int) -> Iterator[Scene]:
         """Yields scenes without an object."""
@@ -236,8 +232,7 @@ class Generator:
         return [Conversation([replace(t, user=[*parts, *t.user])], system, "training") for t in asked]
 
     def _training_context(self, count: int, mix: Mix) -> tuple[list[Labelled], bool]:
-        """Draws `count` chunks, and whether they are a pair of images for a comparison with both inside the
-        sentence."""
+        """Draws `count` chunks; True if they are two images to be compared with both inside the sentence."""
         if count == 2 and self.rng.random() < 0.5:
             return self.context_of(["image"] * 2, mix, self.rng.random() < mix.named), True
         return self.context(count, mix), False
@@ -264,11 +259,9 @@ class Generator:
             elif roll < mix.search + mix.compare + mix.hop + mix.both:
                 question = self.both(items)
             if question is None:
-                captioned = rng.random() < 0.2
-                item = rng.choice(items)
-                question = self.about(
-                    item, "caption" if captioned and isinstance(item.about, Scene) else None
-                )
+                captioned, item = rng.random() < 0.2, rng.choice(items)
+                caption = captioned and isinstance(item.about, Scene)
+                question = self.about(item, "caption" if caption else None)
             asked.setdefault(question.key, Turn([question.text], question.answer, kind=question.kind))
         return [self._bare(turn, items) for turn in asked.values()]
 
@@ -282,8 +275,7 @@ class Generator:
         return replace(turn, user=[text])
 
     def _inside(self, turn: Turn, items: list[Labelled]) -> Turn:
-        """Puts the chunks before their question; sometimes a lone one stands inside the sentence, in place of its
-        name."""
+        """Puts the chunks before their question; sometimes a lone one takes the place of its name in the sentence."""
         (text,) = turn.user
         if len(items) == 1 and text.count(items[0].label) == 1 and self.rng.random() < 0.4:
             before, after = text.split(items[0].label)
@@ -296,10 +288,9 @@ class Generator:
             return None
         (a, b), rng = items, self.rng
         scenes = (a.label, a.about), (b.label, b.about)
+        # most pairs cannot be asked about one colour: training tries that harder, then the other
         kinds = [rng.choice(("more", "same"))]
-        if (
-            self.split == "train"
-        ):  # most pairs cannot be asked about one colour: try that harder, then the other
+        if self.split == "train":
             kinds = ["same"] * 4 + ["more"] if rng.random() < 0.7 else ["more"]
         tried = (questions.compare(rng, self.asking, *scenes, kind=kind) for kind in kinds)  # type: ignore[arg-type]
         question = next((q for q in tried if q), None)
@@ -344,8 +335,7 @@ class Generator:
         ask: Callable[[list[Labelled]], questions.Question | None],
         named: bool = False,
     ) -> list[Conversation]:
-        """Returns conversations of one question each over the same chunks of these kinds; none when none can be
-        asked."""
+        """Returns conversations of one question each over the same chunks of these kinds, none if none can be asked."""
         items = self.context_of(kinds, Mix(), named)
         asked: dict[str, Conversation] = {}
         for _ in range(1 if size == 1 else _TRIES * size):
@@ -371,6 +361,10 @@ class Generator:
         """Draws one comparison with both images inside the sentence, or none."""
         turn = self._word_level(self.context_of(["image", "image"], Mix(), self.rng.random() < 0.35))
         return [Conversation([turn])] if turn else []
+
+
+def _people(items: list[Labelled]) -> list[Fact]:
+    return [i.about for i in items if isinstance(i.about, Fact) and i.about.subject]
 
 
 def _one(kind: str | None, question: str | None = None, named: bool = False):

@@ -75,8 +75,8 @@ def _rotated(
     q_offset,  # [BLOCK_M] of each query
     d,
     live,
-    cos,  # [bases, HALF]
-    sin,  # [bases, HALF]
+    cos,  # [bases, HALF] fp32
+    sin,  # [bases, HALF] fp32
     angle,  # [BLOCK_M] row of cos and sin
     DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -139,6 +139,18 @@ def _scores(x, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _visible(n, row, floor, limit, present, first, HOLES: tl.constexpr, FLOORED: tl.constexpr):
+    """Returns ``[BLOCK_M, BLOCK_N]``, whether each row sees each of the slots ``n``. With ``HOLES``, ``first`` is the
+    first row that sees a slot, where it is ``present``."""
+    visible = n[None, :] < limit[:, None]
+    if FLOORED:
+        visible = visible & (n[None, :] >= floor[:, None])
+    if HOLES:
+        visible = visible & present[None, :] & (row[:, None] >= first[None, :])
+    return visible
+
+
+@triton.jit
 def _over_keys(
     query,
     row,
@@ -173,39 +185,58 @@ def _over_keys(
     inner = d < DIM
     for j in range(lo, hi, BLOCK_N):
         n = j + tl.arange(0, BLOCK_N)
-        if MASKED:
-            present = n < hi
+        present = n < hi
+        first = n
         if MASKED and HOLES:
             has_table = present & (n * 0 + first_row >= 0)
             first = tl.load(first_rows + first_row + (n - begin), mask=has_table, other=0)
             present = present & (first < _NEVER)
         key_offset = origin + n.to(tl.int64) * DIM
-        k_at = anchor + key_offset[None, :] + d[:, None]
-        v_at = anchor + value + key_offset[:, None] + d[None, :]
-        if MASKED:
-            k = tl.load(k_at, mask=present[None, :] & inner[:, None], other=0.0)
-        else:
-            k = tl.load(k_at, mask=inner[:, None], other=0.0)
+        k_slots = anchor + key_offset[None, :] + d[:, None]
+        v_slots = anchor + value + key_offset[:, None] + d[None, :]
+        k_mask = present[None, :] & inner[:, None] if MASKED else inner[:, None]
+        k = tl.load(k_slots, mask=k_mask, other=0.0)
         x = _scores(_product(query, k, PRECISION, WIDEN), scale, softcap, SOFTCAP)
         if MASKED:
-            visible = n[None, :] < limit[:, None]
-            if FLOORED:
-                visible = visible & (n[None, :] >= floor[:, None])
-            if HOLES:
-                visible = visible & present[None, :] & (row[:, None] >= first[None, :])
+            visible = _visible(n, row, floor, limit, present, first, HOLES, FLOORED)
             x = tl.where(visible, x, float("-inf"))
         new = tl.maximum(top, tl.max(x, 1))
         safe = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
         p = tl.exp2(x - safe[:, None])
         keep = tl.exp2(top - safe)
         norm = norm * keep + tl.sum(p, 1)
-        if MASKED:
-            v = tl.load(v_at, mask=present[:, None] & inner[None, :], other=0.0)
-        else:
-            v = tl.load(v_at, mask=inner[None, :], other=0.0)
+        v_mask = present[:, None] & inner[None, :] if MASKED else inner[None, :]
+        v = tl.load(v_slots, mask=v_mask, other=0.0)
         acc = acc * keep[:, None] + _product(p.to(v.dtype), v, PRECISION, WIDEN)
         top = new
     return top, norm, acc
+
+
+@triton.jit
+def _turned(
+    segment,  # [SegmentColumn] int64
+    q,  # [heads, rows, DIM] by the strides in q_offset
+    cos,  # [bases, HALF] fp32
+    sin,  # [bases, HALF] fp32
+    rotation_of,  # [rotations of all segments] int32
+    q_offset,
+    i,
+    live,
+    d,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Returns queries ``[BLOCK_M, DIM_PAD]``, turned back by the base of a segment."""
+    rotation = tl.load(segment + _ROTATION).to(tl.int32)
+    if rotation >= 0:
+        step = tl.load(segment + _ROTATION_STEP).to(tl.int32)
+        angle = tl.load(rotation_of + rotation + i * step, mask=live, other=0)
+        query = _rotated(q, q_offset, d, live, cos, sin, angle, DIM, HALF, INTERLEAVED)
+    else:
+        inner = live[:, None] & (d < DIM)[None, :]
+        query = tl.load(q + q_offset[:, None] + d[None, :], mask=inner, other=0.0)
+    return query
 
 
 @triton.jit
@@ -242,38 +273,28 @@ def _over_segment(
 ):
     """Takes one segment into the running softmax (``_over_keys``), with the queries turned back by its base."""
     origin, value, lo, hi = _located(segment, layer, kv_head)
-    rotation = tl.load(segment + _ROTATION).to(tl.int32)
-    if rotation >= 0:
-        step = tl.load(segment + _ROTATION_STEP).to(tl.int32)
-        angle = tl.load(rotation_of + rotation + i * step, mask=live, other=0)
-        query = _rotated(q, q_offset, d, live, cos, sin, angle, DIM, HALF, INTERLEAVED)
-    else:
-        query = tl.load(
-            q + q_offset[:, None] + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0
-        )
+    query = _turned(segment, q, cos, sin, rotation_of, q_offset, i, live, d, DIM, HALF, INTERLEAVED)
     limit = _limit(segment, row, live, lo, hi)
     first_row = tl.load(segment + _FIRST_ROW).to(tl.int32)
     floor = limit * 0
     if FLOORED:
-        floors_at = tl.load(segment + _FLOORS)
-        sees = live & (row * 0 + floors_at != _NO_FLOORS) & (limit > lo)
-        floor = tl.load(floors + floors_at + row, mask=sees, other=0)
+        first_floor = tl.load(segment + _FLOORS)
+        sees = live & (row * 0 + first_floor != _NO_FLOORS) & (limit > lo)
+        floor = tl.load(floors + first_floor + row, mask=sees, other=0)
+    # fmt: off
     whole = lo
     if DIM <= 128:  # two loops over larger heads would not fit the registers
         # slots that all rows see, in whole blocks; results of rows that are not live are never read
         seen = tl.min(tl.where(live, limit, hi), 0) - lo
         if FLOORED:
-            seen = tl.where(floors_at != _NO_FLOORS, 0, seen)
+            seen = tl.where(first_floor != _NO_FLOORS, 0, seen)
         if HOLES:
             seen = tl.where(first_row >= 0, 0, seen)
         whole = lo + tl.maximum(seen, 0) // BLOCK_N * BLOCK_N
-        # fmt: off
         top, norm, acc = _over_keys(
             query, row, floor, limit, d, anchor, first_rows, origin, value, lo, lo, whole, first_row,
             scale, softcap, top, norm, acc, DIM, False, HOLES, FLOORED, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
         )
-        # fmt: on
-    # fmt: off
     return _over_keys(
         query, row, floor, limit, d, anchor, first_rows, origin, value, lo, whole, hi, first_row,
         scale, softcap, top, norm, acc, DIM, True, HOLES, FLOORED, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
@@ -283,11 +304,29 @@ def _over_segment(
 
 @triton.jit
 def _finished(top, norm, acc):
-    """Returns result and log-sum-exp of a running softmax; zeros and minus infinity where nothing was seen."""
+    """Returns the result of a running softmax and its log-sum-exp; zeros and minus infinity where no row saw a key."""
     seen_any = norm > 0.0
     total_weight = tl.where(seen_any, norm, 1.0)
     log_sum = tl.where(seen_any, (top + tl.log2(total_weight)) * _LN2, float("-inf"))
     return acc / total_weight[:, None], log_sum
+
+
+@triton.jit
+def _write(
+    result,  # [BLOCK_M, DIM_PAD] fp32
+    log_sum,  # [BLOCK_M] fp32
+    out,  # [entries, DIM]
+    lse,  # [lse entries] fp32
+    entry,  # [BLOCK_M] int64, into out
+    lse_entry,  # [BLOCK_M] int64, into lse
+    live,
+    d,
+    DIM: tl.constexpr,
+):
+    """Writes the rows of a tile that are live."""
+    inner = live[:, None] & (d < DIM)[None, :]
+    tl.store(out + entry[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=inner)
+    tl.store(lse + lse_entry, log_sum, mask=live)
 
 
 @triton.jit(do_not_specialize=["layer", "total"])
@@ -327,36 +366,27 @@ def attend(
     BLOCK_N: tl.constexpr,
 ):
     """Attends for one item and KV head. Grid ``(items, kv_heads)``; ``total`` is the number of rows."""
-    item = items + tl.program_id(0) * _ITEM_WIDTH
-    kv_head = tl.program_id(1)
+    item, kv_head = items + tl.program_id(0) * _ITEM_WIDTH, tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     i = m // GROUP
     live = i < tl.load(item + _ITEM_ROWS)
     row = tl.load(rows + tl.load(item + _ITEM_ROW) + i, mask=live, other=0)
     head = kv_head * GROUP + m % GROUP
     d = tl.arange(0, DIM_PAD)
-    inner = live[:, None] & (d < DIM)[None, :]
     q_offset = row.to(tl.int64) * q_row + head.to(tl.int64) * q_head
-
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    norm = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    norm, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     for index in range(tl.load(item + _ITEM_SEGMENT_LO), tl.load(item + _ITEM_SEGMENT_HI)):
-        # fmt: off
         top, norm, acc = _over_segment(
             segments + index * _SEGMENT_WIDTH, q, anchor, cos, sin, rotation_of, first_rows, floors, q_offset, row, i,
             live, d, layer, kv_head, scale, softcap, top, norm, acc, DIM, HALF, INTERLEAVED, HOLES, FLOORED, SOFTCAP,
             PRECISION, WIDEN, BLOCK_N,
-        )
-        # fmt: on
-
+        )  # fmt: skip
     result, log_sum = _finished(top, norm, acc)
     partial = tl.load(item + _ITEM_PARTIAL)
     if partial >= 0:
         entry = (partial + i).to(tl.int64) * heads + head
-        tl.store(part + entry[:, None] * DIM + d[None, :], result, mask=inner)
-        tl.store(part_lse + entry, log_sum, mask=live)
+        _write(result, log_sum, part, part_lse, entry, entry, live, d, DIM)
     else:
         entry = row.to(tl.int64) * heads + head
-        tl.store(out + entry[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=inner)
-        tl.store(lse + head.to(tl.int64) * total + row, log_sum, mask=live)
+        _write(result, log_sum, out, lse, entry, head.to(tl.int64) * total + row, live, d, DIM)

@@ -43,7 +43,7 @@ def grids(rows: int, shape: Shape) -> tuple[Grid, Grid]:
     return Grid(0, shared, lone, rows), Grid(0, _WIDER * shared, _WIDER * lone, rows)
 
 
-class Room(NamedTuple):
+class TableCapacity(NamedTuple):
     """The capacity of the tables for steps with a limited number of rows."""
 
     rows: int
@@ -53,7 +53,7 @@ class Room(NamedTuple):
     partials: int
 
     @classmethod
-    def of(cls, rows: int, shape: Shape) -> Room:
+    def of(cls, rows: int, shape: Shape) -> TableCapacity:
         _, grid = grids(rows, shape)
         pieces = -(-shape.programs // shape.kv_heads)
         return cls(rows, grid.shared + grid.lone, _SEGMENTS * rows, _BASES * rows + 1, rows * (pieces + 8))
@@ -63,8 +63,8 @@ class Partials:
     """The partial results of cut tiles, one layer after the other: ``[partials, heads, head_dim]`` fp32, and their
     log-sum-exps ``[partials, heads]``. Layers of all kinds share them."""
 
-    def __init__(self, room: Room, geometry: Geometry, device: torch.device) -> None:
-        size = (room.partials, geometry.heads, geometry.dim)
+    def __init__(self, capacity: TableCapacity, geometry: Geometry, device: torch.device) -> None:
+        size = (capacity.partials, geometry.heads, geometry.dim)
         self.tensors = (
             torch.zeros(size, dtype=torch.float32, device=device),
             torch.zeros(size[:2], dtype=torch.float32, device=device),
@@ -84,24 +84,24 @@ class StaticTables:
         geometry: Geometry,
         tiles: Tiles,
         shape: Shape,
-        room: Room,
+        capacity: TableCapacity,
         partials: Partials,
         anchor: torch.Tensor,
     ) -> None:
-        self.geometry, self.tiles, self.shape, self.room = geometry, tiles, shape, room
+        self.geometry, self.tiles, self.shape, self.capacity = geometry, tiles, shape, capacity
         self.partials, self.anchor = partials.tensors, anchor
-        wide = (room.partials + room.rows,)
+        wide = (capacity.partials + capacity.rows,)
         sizes: dict[str, tuple[int, ...]] = {
-            "segments": (room.segments, len(SegmentColumn)),
-            "grows": (room.segments,),
-            "targets": (room.rows, len(TargetColumn)),
-            "items": (room.items, ITEM_WIDTH),
+            "segments": (capacity.segments, len(SegmentColumn)),
+            "grows": (capacity.segments,),
+            "targets": (capacity.rows, len(TargetColumn)),
+            "items": (capacity.items, ITEM_WIDTH),
             "rows": wide,
-            "rotation_of": (room.segments,),
+            "rotation_of": (capacity.segments,),
             "first_rows": (_SLOTS,),
             "floors": (1,),
-            "merged": (room.rows,),
-            "ends": (room.rows + 1,),
+            "merged": (capacity.rows,),
+            "ends": (capacity.rows + 1,),
             "partial_of": wide,
         }
         long = ("segments", "grows", "targets")
@@ -110,7 +110,7 @@ class StaticTables:
             for name, size in sizes.items()
         }
         self.rotations = tuple(
-            torch.zeros(room.bases, geometry.half, dtype=torch.float32, device=anchor.device)
+            torch.zeros(capacity.bases, geometry.half, dtype=torch.float32, device=anchor.device)
             for _ in range(2)
         )
 
@@ -152,18 +152,18 @@ class StaticStep(Launches):
     def fill(self, calls: Sequence[SpanCall], writes: Sequence[Write], rotation: Rotation) -> bool:
         """Fills the tables for a step of at most ``rows`` single rows; see ``TritonStep``. Returns False, and leaves
         them as they are, when the step does not fit."""
-        grid, room, work = self.grid, self._static.room, build(calls, self.rows, self._static.shape)
+        grid, capacity, work = self.grid, self._static.capacity, build(calls, self.rows, self._static.shape)
         _, shared, lone = work.counts
         fits = (
             work.blocks == 0
             and shared <= grid.shared
             and lone <= grid.lone
             and len(work.merged) <= grid.merged
-            and len(work.segments) <= room.segments
-            and len(work.rotation_of) <= room.segments
-            and len(work.bases) <= room.bases
+            and len(work.segments) <= capacity.segments
+            and len(work.rotation_of) <= capacity.segments
+            and len(work.bases) <= capacity.bases
             and len(work.first_rows) <= (_SLOTS if self.features.holes else 0)
-            and work.partials <= room.partials
+            and work.partials <= capacity.partials
         )
         if not fits:
             return False
@@ -192,4 +192,4 @@ def tables_for(
 ) -> StaticTables:
     """Returns tables for static steps with at most this number of rows."""
     shape = shape_of(geometry, tiles, programs, least)
-    return StaticTables(geometry, tiles, shape, Room.of(rows, shape), partials, anchor)
+    return StaticTables(geometry, tiles, shape, TableCapacity.of(rows, shape), partials, anchor)

@@ -91,8 +91,8 @@ def tiles_for(
     if device.type != "cuda":
         return defaults(dtype, dim)
     gpu, properties = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device)
-    found = look_up(table or read_table(), gpu, dtype, dim, group)
-    return found or defaults(dtype, dim, properties.shared_memory_per_multiprocessor)
+    tuned = look_up(table or read_table(), gpu, dtype, dim, group)
+    return tuned or defaults(dtype, dim, properties.shared_memory_per_multiprocessor)
 
 
 def look_up(table: dict[str, Any], gpu: str, dtype: torch.dtype, dim: int, group: int) -> Tiles | None:

@@ -65,7 +65,7 @@ def moment(seconds: int | None) -> datetime | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
 
 
-class Dated(ApiObject):
+class Created(ApiObject):
     """An object with a time of creation."""
 
     created_at: int
@@ -76,7 +76,7 @@ class Dated(ApiObject):
         return datetime.fromtimestamp(self.created_at, UTC)
 
 
-class Expiring(Dated):
+class Expiring(Created):
     """An object that may have an end."""
 
     expires_at: int | None = None

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, with_config
 from typing_extensions import TypedDict
 
 from mpic.api import html
-from mpic.api.base import OPEN, ApiObject, Dated, Deleted, Expiring, ItemList, ItemPage, ReadAsDict, one_of
+from mpic.api.base import OPEN, ApiObject, Created, Deleted, Expiring, ItemList, ItemPage, ReadAsDict, one_of
 
 Kind = Annotated[str, one_of("image", "text")]
 CompileState = Annotated[str, one_of("compiling", "ready", "failed")]
@@ -128,7 +128,7 @@ class CacheDeleted(Deleted):
 # ---- references
 
 
-class ReferenceObject(Dated):
+class ReferenceObject(Created):
     """An image or text of the reference library, its newest version."""
 
     id: str

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mpic.cli.common import (
-    Json,
-    client_command,
-    command_app,
-    print_json,
-    print_result,
-    print_table,
-    when,
-)
+from mpic.cli.common import Json, client_command, command_app, print_listing, print_result, when
 
 if TYPE_CHECKING:
     from mpic.client import MPIC
@@ -61,56 +53,36 @@ def create(
         text = _text(path, piped)
         called = name or (None if piped else path.name)
         made.append(client.caches.create(text, split=cut, name=called, ttl=ttl, wait=wait))
-    if as_json:
-        print_json(made)
-        return
     rows = []
     for cache in made:
         rows.append((cache.id, cache.state, cache.tokens, cache.bytes, cache.name))
         rows += [(f"  {c.id}", c.state, c.tokens, c.bytes, c.name) for c in cache.chunks]
-    print_table(("id", "state", "tokens", "bytes", "name"), rows, "")
+    print_listing(made, as_json, ("id", "state", "tokens", "bytes", "name"), rows, "")
 
 
 @client_command(app, "list")
 def list_(client: MPIC, as_json: Json = False) -> None:
     """List caches, newest first."""
     caches = list(client.caches.list(limit=1000))
-    if as_json:
-        print_json(caches)
-        return
-    print_table(
-        ("id", "chunks", "state", "tokens", "bytes", "expires", "name"),
-        (
-            (c.id, len(c.chunks), c.state, c.tokens, c.bytes, when(c.expires_at) or "never", c.name)
-            for c in caches
-        ),
-        "no caches yet: mpic caches create PATH",
-    )
+    columns = ("id", "chunks", "state", "tokens", "bytes", "expires", "name")
+    rows = [
+        (c.id, len(c.chunks), c.state, c.tokens, c.bytes, when(c.expires_at) or "never", c.name)
+        for c in caches
+    ]
+    print_listing(caches, as_json, columns, rows, "no caches yet: mpic caches create PATH")
 
 
 @client_command(app)
 def show(client: MPIC, id: Id, as_json: Json = False) -> None:
     """Show one cache and its chunks, or one chunk."""
     cache = client.caches.retrieve(id)
-    if as_json:
-        print_json(cache)
-        return
-    print_table(
-        ("id", "text", "state", "tokens", "bytes", "kept in", "expires"),
-        (
-            (
-                c.id,
-                f"{c.start}-{c.end}",
-                c.state if c.error is None else f"{c.state}: {c.error}",
-                c.tokens,
-                c.bytes,
-                ", ".join(c.tiers),
-                when(c.expires_at) or "never",
-            )
-            for c in getattr(cache, "chunks", (cache,))
-        ),
-        "it has no chunks left",
-    )
+    columns = ("id", "text", "state", "tokens", "bytes", "kept in", "expires")
+    rows = []
+    for c in getattr(cache, "chunks", (cache,)):
+        state = c.state if c.error is None else f"{c.state}: {c.error}"
+        kept = ", ".join(c.tiers), when(c.expires_at) or "never"
+        rows.append((c.id, f"{c.start}-{c.end}", state, c.tokens, c.bytes, *kept))
+    print_listing(cache, as_json, columns, rows, "it has no chunks left")
 
 
 @client_command(app)

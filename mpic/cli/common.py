@@ -148,6 +148,25 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: st
     out.print(table if table.rows else empty, markup=False, highlight=False)
 
 
+def print_listing(
+    value: Any, as_json: bool, columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str
+) -> None:
+    """Prints a result as JSON, or as a table."""
+    if as_json:
+        print_json(value)
+    else:
+        print_table(columns, rows, empty)
+
+
+def print_outcome(
+    value: Any, as_json: bool, columns: Sequence[str], troubles: Sequence[Sequence[Any]], line: str
+) -> None:
+    """Prints the outcome of work on many items as JSON, or as a table of those with troubles, if any, and a line."""
+    if troubles and not as_json:
+        print_table(columns, troubles, "")
+    print_result(value, line, as_json)
+
+
 def number(value: Any) -> str:
     """Returns a cell of a table; numbers have separators."""
     if value is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,8 +16,8 @@ from mpic.cli.common import (
     command_app,
     print_fields,
     print_json,
+    print_listing,
     print_result,
-    print_table,
     when,
 )
 from mpic.errors import FileNotFound
@@ -139,11 +139,8 @@ def find(client: MPIC, name: str) -> File:
     raise FileNotFound(f"no upload is called {name!r}; `mpic files list` shows them all")
 
 
-def show_files(files: Iterable[File], as_json: bool) -> None:
+def show_files(files: Sequence[File], as_json: bool) -> None:
     """Prints uploads as a table, or as JSON."""
-    if as_json:
-        print_json(list(files))
-        return
     columns = ("state", "tokens", "chunks", "in prompts", "id")  # the columns that fit into 80 characters
     rows = ((f.state, f.tokens, f.chunk_count, f.mention or f.filename, f.id) for f in files)
-    print_table(columns, rows, "no files yet: mpic upload PATH")
+    print_listing(files, as_json, columns, rows, "no files yet: mpic upload PATH")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,22 +29,16 @@ def open_library(
     return Library.open(root, limits, reconcile=reconcile, create=create)
 
 
-@contextmanager
-def inspect_library(data_dir: Path | None, config: Path | None) -> Iterator[Library]:
+def inspect_library(data_dir: Path | None, config: Path | None) -> Library:
     """Opens the library to read its catalogue, also while a server has it open."""
     from mpic.library import Library
 
-    library = Library.open_read_only(*library_location(data_dir, config))
-    try:
-        yield library
-    finally:
-        library.close()
+    return Library.open_read_only(*library_location(data_dir, config))
 
 
-@contextmanager
 def open_or_inspect(
     data_dir: Path | None, config: Path | None, quiet: bool, reconcile: bool = True
-) -> Iterator[Library]:
+) -> Library:
     """Opens the library for this process alone or, if a server has it open, only for reading, and prints a note about
     that."""
     from mpic.errors import LibraryInUse
@@ -56,11 +48,8 @@ def open_or_inspect(
     except LibraryInUse:
         if not quiet:
             err.print("a server has the library open: nothing is changed", style="dim", highlight=False)
-        with inspect_library(data_dir, config) as library:
-            yield library
-        return
-    with library:
-        yield library
+        library = inspect_library(data_dir, config)
+    return library
 
 
 def library_location(data_dir: Path | None, config: Path | None) -> tuple[Path, Limits]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mpic.cli.common import Json, command_app, err, print_json, print_result, print_table
+from mpic.cli.common import Json, command_app, err, print_json, print_listing, print_result
 from mpic.config import load_config
 from mpic.keys import Key, KeyLimits, KeyStore
 
@@ -39,9 +40,9 @@ def _in_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def _store(data_dir: Path | None, config: Path | None) -> KeyStore:
+def _opened(data_dir: Path | None, config: Path | None) -> closing[KeyStore]:
     settings = load_config(config, {"data_dir": str(data_dir) if data_dir else None})
-    return KeyStore(Path(settings.library.data_dir))
+    return closing(KeyStore(Path(settings.library.data_dir)))
 
 
 @app.command("create")
@@ -68,15 +69,12 @@ def create(
     The first key changes who may call the server, also while it runs: it says so and, in a terminal, asks first.
     """
     limits = KeyLimits(requests_per_minute, concurrent, bytes, files)
-    store = _store(data_dir, config)
-    try:
+    with _opened(data_dir, config) as store:
         if not store.exist():
             err.print(FIRST_KEY.format(user=user), highlight=False)
             if not yes and _in_terminal() and not typer.confirm("Make it?", err=True):
                 raise typer.Exit(1)
         secret, key = store.create(user, role, limits)  # type: ignore[arg-type]
-    finally:
-        store.close()
     if as_json:
         print_json({"key": secret, **_show(key)})
         return
@@ -87,21 +85,15 @@ def create(
 @app.command("list")
 def listing(data_dir: DataDir = None, config: Config = None, as_json: Json = False) -> None:
     """List all keys, newest first, revoked ones too, by their public prefix."""
-    store = _store(data_dir, config)
-    try:
+    with _opened(data_dir, config) as store:
         keys = [_show(key) for key in reversed(store.listing())]
-    finally:
-        store.close()
-    if as_json:
-        print_json(keys)
-        return
     rows = []
     for key in keys:
         limits = ", ".join(f"{name} {value:,}" for name, value in key["limits"].items() if value is not None)
         state = f"revoked {key['revoked_at']}" if key["revoked_at"] else "valid"
         rows.append((key["prefix"], key["user"], key["role"], key["created_at"], limits or "none", state))
     columns = ("prefix", "user", "role", "created", "limits", "state")
-    print_table(columns, rows, "no keys: the server answers this machine only")
+    print_listing(keys, as_json, columns, rows, "no keys: the server answers this machine only")
 
 
 @app.command("revoke")
@@ -115,11 +107,8 @@ def revoke(
 
     Revoking the last key does not open the server to everybody.
     """
-    store = _store(data_dir, config)
-    try:
+    with _opened(data_dir, config) as store:
         keys = [_show(store.revoke(prefix)) for prefix in prefixes]
-    finally:
-        store.close()
     print_result(keys, f"revoked {', '.join(key['prefix'] for key in keys)}", as_json)
 
 

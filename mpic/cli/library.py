@@ -13,7 +13,16 @@ import typer
 from rich.filesize import decimal
 
 from mpic.cli import library_backup, library_give, library_press
-from mpic.cli.common import Json, command_app, out, print_json, print_result, print_table, progress
+from mpic.cli.common import (
+    Json,
+    command_app,
+    out,
+    print_json,
+    print_outcome,
+    print_result,
+    print_table,
+    progress,
+)
 from mpic.cli.folder import ConfigFile, DataDir, inspect_library, open_library, open_or_inspect
 from mpic.errors import NotFound
 from mpic.keys import Key, KeyStore, any_keys
@@ -258,11 +267,8 @@ def library_quota(
     with open_library(data_dir, config) as library:
         library.set_quota(user, files=files, bytes=bytes, disk=disk)
     quotas = {"user": user, "files": files, "bytes": bytes, "disk": disk}
-    if as_json:
-        print_json(quotas)
-    else:
-        words = [f"{k} {'as configured' if v is None else v}" for k, v in quotas.items() if k != "user"]
-        out.print(f"{user}: {', '.join(words)}", markup=False, highlight=False)
+    words = [f"{k} {'as configured' if v is None else v}" for k, v in quotas.items() if k != "user"]
+    print_result(quotas, f"{user}: {', '.join(words)}", as_json)
 
 
 @app.command("pin")
@@ -291,13 +297,10 @@ def show_results(results: list[ImportResult], as_json: bool) -> None:
     """Shows the results of an import. Exit status 1 if anything was refused."""
     count = Counter(result.outcome for result in results)
     refused = [result for result in results if result.outcome == "refused" or result.why]
-    if as_json:
-        print_json({"counts": dict(count), "noted": [result._asdict() for result in refused]})
-    else:
-        if refused:
-            rows = [(result.where, result.outcome, result.why, result.code) for result in refused]
-            print_table(("where", "outcome", "why", "code"), rows, "")
-        out.print(", ".join(f"{n:,} {what}" for what, n in sorted(count.items())) or "nothing to import")
+    value = {"counts": dict(count), "noted": [result._asdict() for result in refused]}
+    rows = [(result.where, result.outcome, result.why, result.code) for result in refused]
+    line = ", ".join(f"{n:,} {what}" for what, n in sorted(count.items())) or "nothing to import"
+    print_outcome(value, as_json, ("where", "outcome", "why", "code"), rows, line)
     if count["refused"]:
         raise typer.Exit(1)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mpic.cli.common import Json, out, print_json, print_table, progress
+from mpic.cli.common import Json, print_outcome, progress
 from mpic.cli.folder import ConfigFile, DataDir, library_location
 
 if TYPE_CHECKING:
@@ -99,31 +99,22 @@ def recover(
     root, _ = library_location(data_dir, config)
     with progress("reading", size_of(root), as_json) as advance:
         done = recover(root, dry_run, force, without_sidecars, progress=advance)
-    if as_json:
-        aside = None if done.aside is None else str(done.aside)
-        troubles = [trouble._asdict() for trouble in done.troubles]
-        print_json({"counts": dict(done.counts), "troubles": troubles, "aside": aside})
-    else:
-        if done.troubles:
-            print_table(("file", "what"), done.troubles, "")
-        verb = "would be" if dry_run else "are"
-        out.print(f"{_counted(done.counts)} {verb} in the catalogue", highlight=False)
-        if done.aside is not None:
-            out.print(f"the old catalogue is {done.aside}", markup=False, highlight=False, soft_wrap=True)
+    aside = None if done.aside is None else str(done.aside)
+    troubles = [trouble._asdict() for trouble in done.troubles]
+    value = {"counts": dict(done.counts), "troubles": troubles, "aside": aside}
+    line = f"{_counted(done.counts)} {'would be' if dry_run else 'are'} in the catalogue"
+    line += f"\nthe old catalogue is {aside}" if aside else ""
+    print_outcome(value, as_json, ("file", "what"), done.troubles, line)
     if done.troubles:
         raise typer.Exit(1)
 
 
 def _show_copied(done: Copied, message: str, as_json: bool) -> None:
-    if as_json:
-        print_json({"counts": dict(done.counts), "lost": done.lost, "damaged": done.damaged})
-    else:
-        rows = [(path, "was lost before") for path in done.lost]
-        rows += [(path, "is not what was uploaded") for path in done.damaged]
-        if rows:
-            print_table(("file", "what"), rows, "")
-        out.print(f"{message}: {_counted(done.counts)}", markup=False, highlight=False, soft_wrap=True)
-    if done.lost or done.damaged:
+    value = {"counts": dict(done.counts), "lost": done.lost, "damaged": done.damaged}
+    rows = [(path, "was lost before") for path in done.lost]
+    rows += [(path, "is not what was uploaded") for path in done.damaged]
+    print_outcome(value, as_json, ("file", "what"), rows, f"{message}: {_counted(done.counts)}")
+    if rows:
         raise typer.Exit(1)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mpic.cli.common import Json, out, print_json, print_table, progress
+from mpic.cli.common import Json, print_outcome, progress
 from mpic.cli.folder import ConfigFile, DataDir, open_library
 
 
@@ -28,13 +28,7 @@ def give(
     with open_library(data_dir, config) as library, progress("giving", None, as_json) as advance:
         given = run(library, source, target, advance)
     left = [one for one in given if one.why]
-    if as_json:
-        print_json([one._asdict() for one in given])
-    else:
-        if left:
-            print_table(("name", "why"), left, "")
-        out.print(
-            f"{len(given) - len(left)} given to {target}, {len(left)} left with {source}", highlight=False
-        )
+    line = f"{len(given) - len(left)} given to {target}, {len(left)} left with {source}"
+    print_outcome([one._asdict() for one in given], as_json, ("name", "why"), left, line)
     if left:
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from mpic.cli.common import Json, out, print_json, print_table, progress
+from mpic.cli.common import Json, print_outcome, progress
 from mpic.cli.folder import ConfigFile, DataDir, open_library
 
 if TYPE_CHECKING:
@@ -110,26 +110,17 @@ def _show(done: list[Pressed], press: Press, model: str, as_json: bool) -> None:
     pressed = [one for one in done if one.outcome == "pressed"]
     before, after = sum(one.before for one in pressed), sum(one.after for one in pressed)
     left = [one for one in done if one.outcome == "left"]
-    if as_json:
-        counts = {outcome: count[outcome] for outcome in ("pressed", "already", "model", "left")}
-        print_json(
-            {
-                "press": press.name,
-                "model": model,
-                "counts": counts,
-                "bytes_before": before,
-                "bytes_after": after,
-                "left": [one._asdict() for one in left],
-            }
-        )
-    else:
-        if left:
-            print_table(("name", "file", "why"), [(one.name, one.path, one.why) for one in left], "")
-        words = f"{count['pressed']:,} chunks pressed by {press}: {decimal(before)} before, {decimal(after)} after"
-        if count["already"]:
-            words += f"; {count['already']:,} were there already"
-        if count["model"]:
-            words += f"; {count['model']:,} of other models than {model} were left alone"
-        out.print(words, markup=False, highlight=False, soft_wrap=True)
+    counts = {outcome: count[outcome] for outcome in ("pressed", "already", "model", "left")}
+    value = {"press": press.name, "model": model, "counts": counts}
+    value |= {"bytes_before": before, "bytes_after": after, "left": [one._asdict() for one in left]}
+    words = (
+        f"{count['pressed']:,} chunks pressed by {press}: {decimal(before)} before, {decimal(after)} after"
+    )
+    if count["already"]:
+        words += f"; {count['already']:,} were there already"
+    if count["model"]:
+        words += f"; {count['model']:,} of other models than {model} were left alone"
+    rows = [(one.name, one.path, one.why) for one in left]
+    print_outcome(value, as_json, ("name", "file", "why"), rows, words)
     if left:
         raise typer.Exit(1)

@@ -19,8 +19,8 @@ from mpic.cli.common import (
     plain,
     print_fields,
     print_json,
+    print_listing,
     print_result,
-    print_table,
     progress,
     read_json,
 )
@@ -127,11 +127,8 @@ def search(
     """Find references by text, by image, or by both."""
     wanted = None if filter is None else read_json(filter, "--filter")
     found = client.references.search(text, image=image, top_k=top_k, min_score=min_score, filter=wanted)
-    if as_json:
-        print_json(found)
-        return
     rows = [(f"{one.score:.3f}", one.kind, one.title, one.id) for one in found]
-    print_table(("score", "kind", "title", "id"), rows, "nothing found")
+    print_listing(found, as_json, ("score", "kind", "title", "id"), rows, "nothing found")
 
 
 @client_command(app, "import")
@@ -276,14 +273,10 @@ def _scalar(text: str) -> str | int | float | bool:
 
 
 def _show(found: Sequence[Reference], as_json: bool) -> None:
-    if as_json:
-        print_json(found)
-        return
     rows = [
         (r.kind, f"{r.state}: {r.error}" if r.error else r.state, r.version, r.tokens, r.bytes, r.title, r.id)
         for r in found
     ]
     columns = ("kind", "state", "version", "tokens", "bytes", "title", "id")
-    print_table(
-        columns, rows, "no references yet: mpic references add PATH, or mpic references import-samples"
-    )
+    empty = "no references yet: mpic references add PATH, or mpic references import-samples"
+    print_listing(found, as_json, columns, rows, empty)

@@ -14,8 +14,12 @@ def check_options(given: Iterable[str], known: Iterable[str]) -> None:
     names = list(known)
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "fields the SDK does not know go in extra_body"
+            similar = difflib.get_close_matches(name, names, 1)
+            hint = (
+                f"did you mean {similar[0]!r}?"
+                if similar
+                else "fields the SDK does not know go in extra_body"
+            )
             raise TypeError(f"unknown option {name!r}; {hint}")
 
 

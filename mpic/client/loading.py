@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-Told = Callable[[str], None]
+StageCallback = Callable[[str], None]
 """Called with what begins now, such as ``loading the model``; at the end with ``ready``."""
 
 
-def teller(progress: Told | bool | None) -> Told:
+def teller(progress: StageCallback | bool | None) -> StageCallback:
     """Returns the function that is called with every stage.
 
     Args:

@@ -44,8 +44,8 @@ class _EventReader:
                 raise from_body(event["error"], None)
             chunk = ChatCompletionChunk.model_validate(event)
         except (ValueError, KeyError, TypeError) as exc:
-            said = data[:200].decode(errors="replace")
-            raise BadResponse(f"not an event of a chat completion: {said}") from exc
+            shown = data[:200].decode(errors="replace")
+            raise BadResponse(f"not an event of a chat completion: {shown}") from exc
         self.usage = chunk.usage or self.usage
         return chunk if chunk.choices or self.keep_usage else None
 

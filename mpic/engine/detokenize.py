@@ -20,7 +20,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
-        self._watches = [_Watch(s) for s in stop if s]
+        self._watches = [_StopSearch(s) for s in stop if s]
         self._ids: list[int] = []
         # the window of tokens that is decoded again begins at ``_start``; the new ones in it begin at ``_read``
         self._start = self._read = 0
@@ -70,11 +70,11 @@ class Detokenizer:
     def _restart(self) -> None:
         """Forgets the text so far; the text that follows is decoded independently of it."""
         self._ids, self._start, self._read, self._held = [], 0, 0, ""
-        self._watches = [_Watch(watch.stop) for watch in self._watches]
+        self._watches = [_StopSearch(watch.stop) for watch in self._watches]
         self.stopped = False
 
 
-class _Watch:
+class _StopSearch:
     """Looks for a stop string in a text that grows, by the algorithm of Knuth, Morris and Pratt: the time that a token
     takes must not grow with the length of the string, because all answers wait for it.
 

@@ -173,8 +173,8 @@ def at_count(
 ) -> float | None:
     """Returns a policy's mean over the tasks for which ``full`` has a value; None if it lacks one of them, because its
     mean would be over other questions."""
-    there = [cell for task in tasks if value((cell := cells[task, count])["full"]) is not None]
-    found = [value(cell[policy]) if policy in cell else None for cell in there]
+    compared = [cell for task in tasks if value((cell := cells[task, count])["full"]) is not None]
+    found = [value(cell[policy]) if policy in cell else None for cell in compared]
     return None if None in found else mean_of(found)
 
 
@@ -200,11 +200,11 @@ def metric_of(answer: PolicyAnswer) -> str:
 
 def median_of(values: Iterable[float | None]) -> float | None:
     """Returns the median of the values that are not None."""
-    there = [value for value in values if value is not None]
-    return statistics.median(there) if there else None
+    present = [value for value in values if value is not None]
+    return statistics.median(present) if present else None
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
     """Returns the mean of the values that are not None."""
-    there = [value for value in values if value is not None]
-    return statistics.mean(there) if there else None
+    present = [value for value in values if value is not None]
+    return statistics.mean(present) if present else None

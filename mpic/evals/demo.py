@@ -10,7 +10,7 @@ Every policy has a user of its own, so that it meets an empty prefix cache and c
 the server is started once for the uploads and once more for the questions. Every question is asked, and then every
 question again.
 
-Questions of the kind ``eight-images`` are for the headline (``demo_answers.py``): the policies are asked them by turns,
+Questions of the kind ``eight-images`` are for the headline (``demo_answers.py``): the policies are asked them in turn,
 one request at a time.
 """
 
@@ -98,7 +98,7 @@ def run(
 def _ask_all(
     url: str, keys: Mapping[str, str], questions: Sequence[dict[str, Any]], console: Console
 ) -> list[DemoAnswer]:
-    """Asks the common questions twice, policy by policy, then those over eight images by turns."""
+    """Asks the common questions twice, policy by policy, then those over eight images in turn."""
     asked: list[DemoAnswer] = []
     common = [q for q in questions if q["kind"] != EIGHT_IMAGES]
     for policy, key in keys.items():

@@ -190,9 +190,9 @@ def _too_long(rules: ClipRules) -> VideoTooLarge:
     )
 
 
-def _rate(said: float, measured: float) -> float:
+def _rate(claimed: float, measured: float) -> float:
     """Returns frames a second, from what a file says (exact, or nonsense) and the times of its frames (rounded)."""
-    good = math.isfinite(said) and 0 < said <= MOST_RATE
+    good = math.isfinite(claimed) and 0 < claimed <= MOST_RATE
     if not math.isfinite(measured) or measured <= 0:
-        return said if good else USUAL_RATE
-    return said if good and abs(said - measured) <= AGREES * measured else measured
+        return claimed if good else USUAL_RATE
+    return claimed if good and abs(claimed - measured) <= AGREES * measured else measured

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpic.kv.copies import Copies
 
 SLOTS = 16
-LEAST_SLOT, MOST_SLOT = 64 << 10, 64 << 20  # bytes of a slot whose size nobody has set
+LEAST_SLOT, MOST_SLOT = 64 << 10, 64 << 20  # bytes of a slot whose size is not configured
 SHARE = 64  # of what is free, one part in so many goes to the ring
 HOST_SHARE = 8  # and one part in so many of the budget of host memory
 

@@ -86,11 +86,11 @@ def _press_one(library: Library, press: Press, row: Row, compress: Compress, rep
     source = ChunkRow(row["key"], row["path"], row["bytes"])
     pressed = replace(key, recipe=replace(key.recipe, press=press.name))
     sql = "SELECT bytes FROM chunks WHERE key = ? AND state = 'ready'"
-    there = library.catalog.one(sql, pressed.digest)
-    if there is not None:
+    existing = library.catalog.one(sql, pressed.digest)
+    if existing is not None:
         if replaced:
             store.remove(source)
-        return Pressed(row["path"], "already", row["bytes"], there["bytes"])
+        return Pressed(row["path"], "already", row["bytes"], existing["bytes"])
     left = partial(Pressed, row["path"], "left", row["bytes"], 0)
     if key.digest != row["key"]:
         return left("has a row that is not its own")

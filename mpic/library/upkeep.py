@@ -145,13 +145,13 @@ def collect(library: Library) -> list[Garbage]:
 
 def _leftovers(library: Library) -> list[str]:
     """Lists files whose removal a crash prevented, and files that never got their names."""
-    catalog, here, kv = library.catalog, scan(library.root), scan_chunks(library.root)
+    catalog, files, kv = library.catalog, scan(library.root), scan_chunks(library.root)
     gone = {
         row["path"] for row in catalog.read("SELECT path FROM chunks WHERE state NOT IN ('ready', 'missing')")
     }
-    gone |= catalog.tombstones({*here.originals, *here.caches, *kv.sizes})
-    there = [path for path in sorted({*here.originals, *here.caches, *kv.sizes}) if path in gone]
-    return [*here.leftovers, *kv.leftovers, *there]
+    gone |= catalog.tombstones({*files.originals, *files.caches, *kv.sizes})
+    deleted = [path for path in sorted({*files.originals, *files.caches, *kv.sizes}) if path in gone]
+    return [*files.leftovers, *kv.leftovers, *deleted]
 
 
 def _damaged(library: Library) -> list[str]:

@@ -93,38 +93,38 @@ def _streamed(shards: list[Path], model: PreTrainedModel, dtype: torch.dtype) ->
 def _shards(path: str, cache: str | None) -> list[Path]:
     """Returns the safetensors files of a checkpoint. Those of a hub id that are not on this machine yet are fetched
     into the cache, where the program that loads the model finds them."""
-    found = _listed(path, cache, here=True)
+    found = _listed(path, cache, offline=True)
     if found is None and not Path(path).is_dir():
         log.info("the weights of %s are not all on this machine; they are fetched first", path)
-        found = _listed(path, cache, here=False)
+        found = _listed(path, cache, offline=False)
     if found is None:
         raise NotStreamable("its weights are in no safetensors files that can be had")
     return found
 
 
-def _listed(path: str, cache: str | None, here: bool) -> list[Path] | None:
+def _listed(path: str, cache: str | None, offline: bool) -> list[Path] | None:
     """Returns the files that a checkpoint's index names, or its only file; None if one of them cannot be had.
 
     Args:
-        here: look on this machine only.
+        offline: look on this machine only.
     """
-    index = _find(path, INDEX, cache, here)
+    index = _find(path, INDEX, cache, offline)
     names = set(json.loads(index.read_text())["weight_map"].values()) if index is not None else {SINGLE}
     files = []
     for name in sorted(names):
-        file = _find(path, name, cache, here)
+        file = _find(path, name, cache, offline)
         if file is None:  # the others need not be fetched
             return None
         files.append(file)
     return files
 
 
-def _find(path: str, name: str, cache: str | None, here: bool) -> Path | None:
+def _find(path: str, name: str, cache: str | None, offline: bool) -> Path | None:
     if Path(path).is_dir():
         found = Path(path) / name
         return found if found.is_file() else None
     cached = cached_file(
-        path, name, cache_dir=cache, local_files_only=here, _raise_exceptions_for_missing_entries=False,
+        path, name, cache_dir=cache, local_files_only=offline, _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )  # fmt: skip
     return Path(cached) if cached else None

@@ -113,7 +113,19 @@ class Step:
     layers_seen: set[int] = field(default_factory=set)
 
 
-class Decided(Exception):
+class LayerCall(NamedTuple):
+    """A layer's attention: ``query [1, heads, T, d]`` over ``key, value [1, kv_heads, T, d]``, whose heads have one
+    size; scores are multiplied by ``scale``."""
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    extras: Extras
+
+
+class ProbeFinished(Exception):
     """Ends a forward at a probe's layer."""
 
 
@@ -136,19 +148,12 @@ class Probe:
     queries: torch.Tensor | None = None  # [heads, T, head_dim], as the keys
     scale: float = 1.0
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        extras: Extras,
-    ) -> torch.Tensor:
-        """Returns ``[1, T, heads, d]``. Raises Decided: this is the probe's layer."""
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """Returns ``[1, T, heads, d]``. Raises ProbeFinished: this is the probe's layer."""
+        layer, query, key, value, scale, extras = call
         if layer == self.layer:
             self.queries, self.keys, self.values, self.scale = query[0], key[0], value[0], scale
-            raise Decided
+            raise ProbeFinished
         fresh, pattern = KVView(torch.stack([key[0], value[0]])[None]), self.patterns[layer]
         calls: list[SpanCall] = []
         start = 0
@@ -202,27 +207,21 @@ def _attention(
     latent = getattr(module, LATENT, None)
     if latent is not None:
         query, key = latent.absorb(query, key)
-        return latent.expand(_layer(step, module.layer_idx, query, key, key, scale, extras)), None
+        return latent.expand(_layer(step, LayerCall(module.layer_idx, query, key, key, scale, extras))), None
     size, value_size = key.shape[-1], value.shape[-1]
     if size == value_size:
-        return _layer(step, module.layer_idx, query, key, value, scale, extras), None
+        return _layer(step, LayerCall(module.layer_idx, query, key, value, scale, extras)), None
     size = max(size, value_size)  # padding with zeros changes neither scores nor the kept part of the values
     query, key, value = (pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
-    return _layer(step, module.layer_idx, query, key, value, scale, extras)[..., :value_size], None
+    call = LayerCall(module.layer_idx, query, key, value, scale, extras)
+    return _layer(step, call)[..., :value_size], None
 
 
-def _layer(
-    step: Step | Probe,
-    layer: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    extras: Extras,
-) -> torch.Tensor:
-    """Computes a layer's attention; keys and values have heads of one size."""
+def _layer(step: Step | Probe, call: LayerCall) -> torch.Tensor:
+    """Computes a layer's attention; returns ``[1, T, heads, d]``."""
     if isinstance(step, Probe):
-        return step.attend(layer, query, key, value, scale, extras)
+        return step.attend(call)
+    layer, query, key, value, scale, extras = call
     k, v = key[0], value[0]
     step.layers_seen.add(layer)
     for rows, observed in step.observed:

@@ -7,7 +7,8 @@ must be those of a chunk: its image tokens and nothing between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from PIL import Image
@@ -16,7 +17,7 @@ from mpic.errors import ModelRefused
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.bidirectional import token_types, types_name
 from mpic.model.loaded import LoadedModel
-from mpic.model.selftest import TOLERANCE, Segments, as_step, stock_eager
+from mpic.model.selftest import Segments, as_step, compare, stock_eager
 from mpic.model.structure import RowInputs, plain_ids
 
 _TEXTS = (6, 3, 4)
@@ -32,26 +33,27 @@ def image_self_test(loaded: LoadedModel) -> float:
     """
     gradient = Image.linear_gradient("L")
     images = [gradient.resize(size).convert("RGB") for size in ((64, 48), (40, 64))]
-    try:
+
+    def logits() -> tuple[torch.Tensor, torch.Tensor]:
         _refuse_structure(loaded, images[0])
-        chunks = [loaded.image_inputs(image) for image in images]
-        rows, positions, segments = prompt_of(loaded, chunks)
-        got = as_step(loaded, rows, positions.to(loaded.device), segments, loaded.scope)
-        expected = _stock(loaded, rows.ids, images)
-    except ModelRefused:
-        raise
-    except Exception as error:
-        raise ModelRefused(
-            f"{loaded.config.model_type}: its images cannot be linked: {type(error).__name__}: {error}"
-        ) from error
-    difference = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-    limit = TOLERANCE.get(loaded.dtype, 2e-4)
-    if not difference <= limit:
-        raise ModelRefused(
-            f"{loaded.config.model_type}: logits behind linked images differ from the stock model's by "
-            f"{difference:.1e} (limit {limit:.0e}): it lays its images out, or attends to them, in another way"
+        return linked(
+            loaded, [loaded.image_inputs(image) for image in images], partial(_stock, images=images)
         )
-    return difference
+
+    failed = f"{loaded.config.model_type}: its images cannot be linked"
+    why = "it lays its images out, or attends to them, in another way"
+    return compare(loaded, logits, failed, "logits behind linked images", why)
+
+
+def linked(
+    loaded: LoadedModel,
+    chunks: Sequence[ChunkInputs],
+    stock: Callable[[LoadedModel, torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the logits of a prompt with two chunks, as a step and by the stock model, called with its ids."""
+    rows, positions, segments = prompt_of(loaded, chunks)
+    got = as_step(loaded, rows, positions.to(loaded.device), segments, loaded.scope)
+    return got, stock(loaded, rows.ids)
 
 
 def prompt_of(loaded: LoadedModel, chunks: Sequence[ChunkInputs]) -> tuple[RowInputs, torch.Tensor, Segments]:

@@ -24,7 +24,7 @@ from torch import nn
 from mpic.kv.chunk import LATENT, LATENT_ONCE
 from mpic.model.few_rows import FewRowsLinear
 from mpic.model.rotary import Rotary
-from mpic.model.trace import ForwardTrace, LayerFacts, LayerKind, Seen, alike, limit_of
+from mpic.model.trace import ForwardTrace, LayerFacts, LayerKind, LayerTrace, alike, limit_of
 
 ATTRIBUTE = "_mpic_latent"
 """Of an attention module: its ``LatentLayer``."""
@@ -136,7 +136,7 @@ def _note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
 
 
 def _as_kept(
-    kind: LayerKind, seen: Seen, layer: LatentLayer, rotaries: dict[tuple[int, int], Rotary]
+    kind: LayerKind, seen: LayerTrace, layer: LatentLayer, rotaries: dict[tuple[int, int], Rotary]
 ) -> LayerKind:
     rotary = kind.rotary
     assert isinstance(rotary, Rotary)
@@ -148,7 +148,7 @@ def _as_kept(
 
 
 def _projection(
-    seen: Seen, kind: LayerKind, inputs: dict[nn.Module, torch.Tensor]
+    seen: LayerTrace, kind: LayerKind, inputs: dict[nn.Module, torch.Tensor]
 ) -> tuple[nn.Linear, LatentLayer] | None:
     """Returns the projection from which a layer computes its keys and values, if it has one and latents are smaller."""
     heads, rows, size = seen.key.shape

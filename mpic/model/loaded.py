@@ -311,7 +311,7 @@ class LoadedModel:
         """
         probe = hooks.Probe(layer, self.partial, self.patterns, lengths, blocks)
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        with contextlib.suppress(hooks.Decided):
+        with contextlib.suppress(hooks.ProbeFinished):
             self.call(inputs, positions, probe, none)
         if probe.keys is None or probe.values is None:
             raise IntegrityError(f"layer {layer} did not attend through MPIC")

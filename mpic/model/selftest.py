@@ -7,7 +7,7 @@ so the logits must agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -49,22 +49,43 @@ def self_test(loaded: LoadedModel) -> float:
                 positions[1, start:end] = start + offset // 4
                 positions[2, start:end] = start + offset % 4
     positions = positions.to(loaded.device)
-    try:
+
+    def logits() -> tuple[torch.Tensor, torch.Tensor]:
         expected = _stock(loaded, ids, positions)
-        got = as_step(loaded, loaded.rows(ids), positions, _SEGMENTS)
+        return as_step(loaded, loaded.rows(ids), positions, _SEGMENTS), expected
+
+    why = "something in it depends on more than relative position"
+    return compare(loaded, logits, "the load-time self-test could not run", "linked logits", why)
+
+
+def compare(
+    loaded: LoadedModel,
+    logits: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    failed: str,
+    what: str,
+    why: str,
+) -> float:
+    """Returns the relative error of logits.
+
+    Args:
+        logits: computes them, and those of the stock model.
+        failed, what, why: words for the errors: what could not be done, what differs, and what that means.
+
+    Raises:
+        ModelRefused: the logits cannot be computed, or they differ.
+    """
+    try:
+        got, expected = logits()
     except ModelRefused:
         raise
     except Exception as error:
-        raise ModelRefused(
-            f"the load-time self-test could not run: {type(error).__name__}: {error}"
-        ) from error
-    scale = expected.abs().max().clamp_min(1e-6)
-    difference = float((got - expected).abs().max() / scale)
+        raise ModelRefused(f"{failed}: {type(error).__name__}: {error}") from error
+    difference = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
     limit = TOLERANCE.get(loaded.dtype, 2e-4)
     if not difference <= limit:
         raise ModelRefused(
-            f"{loaded.config.model_type}: linked logits differ from the stock model's by {difference:.1e} "
-            f"(limit {limit:.0e}): something in it depends on more than relative position"
+            f"{loaded.config.model_type}: {what} differ from the stock model's by {difference:.1e} "
+            f"(limit {limit:.0e}): {why}"
         )
     return difference
 

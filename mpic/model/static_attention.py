@@ -41,7 +41,7 @@ class StaticAttention:
         programs = attention.programs or 2 * launch.multiprocessors(attention.device)
         geometry = attention.geometries[0]
         shape = launch.shape_of(geometry, attention.tiles, programs, attention.least)
-        self._partials = static.Partials(static.Room.of(most, shape), geometry, arena.device)
+        self._partials = static.Partials(static.TableCapacity.of(most, shape), geometry, arena.device)
         self._tables = [
             static.tables_for(one, attention.tiles, most, programs, attention.least, arena, self._partials)
             for one in attention.geometries

@@ -75,7 +75,7 @@ class LayerFacts(NamedTuple):
 
 
 @dataclass
-class Seen:
+class LayerTrace:
     """The part of a run that one layer has seen: tensors ``[heads, rows, dim]``."""
 
     query: torch.Tensor
@@ -96,7 +96,7 @@ class ForwardTrace:
     """
 
     read: Callable[[Callable[..., Any]], Any] = field(default_factory=lambda: window_of)
-    layers: dict[int, Seen] = field(default_factory=dict)
+    layers: dict[int, LayerTrace] = field(default_factory=dict)
     _masks: dict[int, Any] = field(default_factory=dict)
     _kept: list[torch.Tensor] = field(default_factory=list)
 
@@ -136,7 +136,7 @@ class ForwardTrace:
             raise ModelRefused("attention in both directions depends on the whole prompt")
         if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
             raise ModelRefused("its attention is over other tokens than its own")
-        self.layers[layer] = Seen(
+        self.layers[layer] = LayerTrace(
             query[0].float(),
             key[0].float(),
             value[0].float(),
@@ -244,42 +244,42 @@ def trace(
     refuse_changing(text_model)
     limit = _LIMITS.get(dtype, 1e-3)
     ids = torch.tensor(tokens[:ROWS])
-    here, other = ForwardTrace(), ForwardTrace()
-    logits = run(ids, 0, here)
-    if sorted(here.layers) != list(range(layers)):
-        missing = sorted(set(range(layers)) - set(here.layers))
+    original, other = ForwardTrace(), ForwardTrace()
+    logits = run(ids, 0, original)
+    if sorted(original.layers) != list(range(layers)):
+        missing = sorted(set(range(layers)) - set(original.layers))
         raise ModelRefused(f"{_some(missing)} do not attend through transformers' attention interface")
     changed = ids.clone()
     changed[0] = tokens[ROWS]
     logits_changed = run(changed, 0, other)
-    for number, seen in here.layers.items():
+    for number, seen in original.layers.items():
         if not alike(seen.value[:, 1:], other.layers[number].value[:, 1:], limit):
             raise ModelRefused(_STATE)
     if not alike(logits[1:], logits_changed[1:], limit):
         raise ModelRefused(_STATE)
     moved = []
     for shift in SHIFTS:
-        there = ForwardTrace()
-        run(ids, shift, there)
-        moved.append(there)
-    return _facts(text_model, here, moved, limit)
+        shifted = ForwardTrace()
+        run(ids, shift, shifted)
+        moved.append(shifted)
+    return _facts(text_model, original, moved, limit)
 
 
 _STATE = "tokens meet outside of attention: layers keep a state (convolution, recurrence), not keys and values alone"
 
 
 def _facts(
-    text_model: nn.Module, here: ForwardTrace, moved: Sequence[ForwardTrace], limit: float
+    text_model: nn.Module, original: ForwardTrace, moved: Sequence[ForwardTrace], limit: float
 ) -> tuple[list[LayerKind], list[LayerFacts]]:
     device = next(text_model.parameters()).device
     rotaries: list[Rotary | Unrotated] = [Unrotated()]
     kinds: list[LayerKind] = []
     facts: list[LayerFacts] = []
-    for number in sorted(here.layers):
-        seen, there = here.layers[number], [trace.layers[number] for trace in moved]
-        if not all(alike(seen.value, one.value, limit) for one in there):
+    for number in sorted(original.layers):
+        seen, shifted = original.layers[number], [trace.layers[number] for trace in moved]
+        if not all(alike(seen.value, one.value, limit) for one in shifted):
             raise ModelRefused("what its layers keep depends on absolute positions")
-        rotary = _rotary(text_model, rotaries, seen, there, limit, device)
+        rotary = _rotary(text_model, rotaries, seen, shifted, limit, device)
         if rotary not in rotaries:
             rotaries.append(rotary)
         size = max(seen.key.shape[-1], seen.value.shape[-1])
@@ -293,14 +293,14 @@ def _facts(
 def _rotary(
     text_model: nn.Module,
     known: Sequence[Rotary | Unrotated],
-    seen: Seen,
-    there: Sequence[Seen],
+    seen: LayerTrace,
+    shifted: Sequence[LayerTrace],
     limit: float,
     device: torch.device,
 ) -> Rotary | Unrotated:
     """Returns the rotation that explains how a layer's queries and keys change with positions, preferably a known
     one."""
-    if all(alike(seen.key, one.key, limit) and alike(seen.query, one.query, limit) for one in there):
+    if all(alike(seen.key, one.key, limit) and alike(seen.query, one.query, limit) for one in shifted):
         return known[0]
     head_dim = seen.key.shape[-1]
     fitting = (r for r in known if isinstance(r, Rotary) and r.start + 2 * r.half <= head_dim)
@@ -308,7 +308,7 @@ def _rotary(
         if all(
             rotary.explains(seen.key, one.key, shift, limit)
             and rotary.explains(seen.query, one.query, shift, limit)
-            for one, shift in zip(there, SHIFTS, strict=True)
+            for one, shift in zip(shifted, SHIFTS, strict=True)
         ):
             return rotary
     raise ModelRefused("its keys change with positions in a way that no rotary embedding of it explains")

@@ -3,14 +3,15 @@ its processor makes of them, and once as a step in which each clip lies in an ex
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
-from mpic.errors import ModelRefused
 from mpic.imaging.clips import Clip, ClipFacts
-from mpic.model.image_selftest import prompt_of
+from mpic.model.image_selftest import linked
 from mpic.model.loaded import LoadedModel
-from mpic.model.selftest import TOLERANCE, as_step, stock_eager
+from mpic.model.selftest import compare, stock_eager
 from mpic.model.vision import CLIP_TYPE, processed
 
 
@@ -22,24 +23,13 @@ def video_self_test(loaded: LoadedModel) -> float:
         ModelRefused: the logits differ, or the model's clips cannot be linked.
     """
     clips = [_clip(4, 64, 48), _clip(6, 40, 64)]
-    family = loaded.config.model_type
-    try:
-        chunks = [loaded.clip_inputs(clip) for clip in clips]
-        rows, positions, segments = prompt_of(loaded, chunks)
-        got = as_step(loaded, rows, positions.to(loaded.device), segments, loaded.scope)
-        expected = _stock(loaded, rows.ids, clips)
-    except Exception as error:
-        raise ModelRefused(
-            f"{family}: its clips cannot be linked: {type(error).__name__}: {error}"
-        ) from error
-    difference = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-    limit = TOLERANCE.get(loaded.dtype, 2e-4)
-    if not difference <= limit:
-        raise ModelRefused(
-            f"{family}: logits behind linked clips differ from the stock model's by {difference:.1e} "
-            f"(limit {limit:.0e})"
-        )
-    return difference
+    failed = f"{loaded.config.model_type}: its clips cannot be linked"
+    why = "it lays its clips out, or attends to them, in another way"
+
+    def logits() -> tuple[torch.Tensor, torch.Tensor]:
+        return linked(loaded, [loaded.clip_inputs(clip) for clip in clips], partial(_stock, clips=clips))
+
+    return compare(loaded, logits, failed, "logits behind linked clips", why)
 
 
 def _clip(frames: int, width: int, height: int) -> Clip:

@@ -19,7 +19,7 @@ from mpic.model.info import ModelInfo
 from mpic.model.structure import inner_of
 
 
-class Seeing(Protocol):
+class VisionModel(Protocol):
     """The part of ``LoadedModel`` that vision needs."""
 
     model: nn.Module
@@ -37,7 +37,7 @@ class Seeing(Protocol):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor: ...
 
 
-def image_inputs(model: Seeing, image: Image.Image) -> ChunkInputs:
+def image_inputs(model: VisionModel, image: Image.Image) -> ChunkInputs:
     """Returns an image's own tokens (newline tokens included, start and end markers excluded), their embeddings,
     DeepStack features and local rotary positions.
 
@@ -69,7 +69,7 @@ def image_inputs(model: Seeing, image: Image.Image) -> ChunkInputs:
     )
 
 
-def clip_sampler(model: Seeing) -> Sample:
+def clip_sampler(model: VisionModel) -> Sample:
     """Returns what chooses the frames of a clip that a model sees.
 
     Raises:
@@ -80,7 +80,7 @@ def clip_sampler(model: Seeing) -> Sample:
     return sampler(model.processor.video_processor, model.context_length)
 
 
-def clip_inputs(model: Seeing, clip: Clip) -> ChunkInputs:
+def clip_inputs(model: VisionModel, clip: Clip) -> ChunkInputs:
     """Returns the tokens that the model's processor puts in place of a clip (of some families with timestamps and
     markers between those of its frames), their embeddings, DeepStack features and local rotary positions.
 
@@ -134,7 +134,7 @@ def processed(processor: Any, clips: list[Clip], text: list[str]) -> Mapping[str
 
 
 def _positions_and_next(
-    model: Seeing, inner: nn.Module, ids: torch.Tensor, kinds: torch.Tensor, made: Mapping[str, Any]
+    model: VisionModel, inner: nn.Module, ids: torch.Tensor, kinds: torch.Tensor, made: Mapping[str, Any]
 ) -> torch.Tensor:
     """Returns ``[3, n + 1]`` rotary positions of a clip's tokens and, last, of the token of text that follows it.
 
@@ -150,7 +150,9 @@ def _positions_and_next(
     return positions[:, 0].cpu().to(torch.int64)
 
 
-def _given(model: Seeing, encode: Callable[..., Any], made: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _given(
+    model: VisionModel, encode: Callable[..., Any], made: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
     """Returns those of a processor's tensors that the vision encoder takes, where and as the model is."""
     taken = inspect.signature(encode).parameters
     return {
@@ -160,7 +162,7 @@ def _given(model: Seeing, encode: Callable[..., Any], made: Mapping[str, Any]) -
     }
 
 
-def _features(model: Seeing, outputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _features(model: VisionModel, outputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the features ``[n, hidden]`` of a vision encoder's tokens, and DeepStack's ``[layers, n, hidden]``."""
     if getattr(outputs, "pooler_output", None) is None:
         raise UnsupportedModality(f"model {model.info.name} gives no features for an image's tokens")

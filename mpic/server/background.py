@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -68,13 +68,16 @@ class BackgroundJobs:
         """Compiles a file in the background; its state becomes ``ready`` or ``failed``."""
         files, user = self.library.files, file.owner
         chunks_of, set_state = partial(files.chunks, user, file), partial(files.set_state, user, file.id)
-        self._spawn(self._compile(user, file.id, chunks_of, set_state, clip=file.kind == "video"))
+        once = partial(self._compile_once, user, file.id, chunks_of, set_state, file.kind == "video")
+        self._spawn(self._compile(file.id, once, set_state))
 
     def compile_reference(self, reference: Reference) -> None:
         """Compiles a reference in the background, as ``compile`` does a file."""
         shelf = self.library.references
         set_state = partial(shelf.set_state, reference)
-        self._spawn(self._compile(SHARED, reference.id, lambda: [shelf.chunk(reference)], set_state))
+        chunks_of = lambda: [shelf.chunk(reference)]
+        once = partial(self._compile_once, SHARED, reference.id, chunks_of, set_state, False)
+        self._spawn(self._compile(reference.id, once, set_state))
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[arg-type]
@@ -82,21 +85,17 @@ class BackgroundJobs:
         task.add_done_callback(self._tasks.discard)
 
     async def _compile(
-        self,
-        user: str,
-        id: str,
-        chunks_of: Callable[[], list[Chunk]],
-        set_state: Callable[..., None],
-        clip: bool = False,
+        self, id: str, once: Callable[[], Awaitable[None]], set_state: Callable[..., None]
     ) -> None:
+        """Compiles until it does not fail for want of memory or time. ``once`` is ``_compile_once``."""
         for pause in PAUSES:
             try:
-                return await self._compile_once(user, id, chunks_of, set_state, clip)
+                return await once()
             except Unavailable as error:
                 log.warning("Compiling %s failed and is tried again in %g s: %s", id, pause, error)
             await asyncio.sleep(pause)  # while others may compile
         try:
-            await self._compile_once(user, id, chunks_of, set_state, clip)
+            await once()
         except Unavailable as error:
             log.error("Compiling %s failed: %s", id, error)
             await run_in_threadpool(set_state, "failed", None, error.message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, Protocol
 
 from mpic.engine.base import Delta, GenerationUsage, RetrievalRound, TokenLogprob
@@ -32,6 +32,7 @@ class TokenDecoder(Protocol):
     def convert_ids_to_tokens(self, ids: int) -> str: ...
 
 
+@dataclass
 class CompletionWriter:
     """Writes the objects of one completion.
 
@@ -42,27 +43,16 @@ class CompletionWriter:
         tools: finds calls of tools in the text.
     """
 
-    def __init__(
-        self,
-        id: str,
-        model: str,
-        created: int,
-        decoder: TokenDecoder,
-        *,
-        logprobs: bool = False,
-        trace: bool = False,
-        rounds: tuple[RetrievalRound, ...] | None = None,
-        tools: bool = False,
-    ) -> None:
-        self.id = id
-        self.model = model
-        self.created = created
-        self.decoder = decoder
-        self.logprobs = logprobs
-        self.trace = trace
-        self.rounds = rounds
-        self.tools = tools
-        self._parsers: dict[int, ToolCallParser] = {}
+    id: str
+    model: str
+    created: int
+    decoder: TokenDecoder
+    _: KW_ONLY
+    logprobs: bool = False
+    trace: bool = False
+    rounds: tuple[RetrievalRound, ...] | None = None
+    tools: bool = False
+    _parsers: dict[int, ToolCallParser] = field(init=False, default_factory=dict)
 
     def completion(self, answers: list[list[Delta]], usage: GenerationUsage) -> dict[str, Any]:
         """Returns the ``chat.completion`` of finished answers."""

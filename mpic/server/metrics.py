@@ -3,7 +3,7 @@ read on each request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -89,29 +89,30 @@ class _StateCollector:
         yield from _tiers(tiers)
 
 
+def _by(kind: type, name: str, description: str, label: str, values: Mapping[str, float]) -> Metric:
+    """Returns a metric with one value for each value of a label."""
+    metric = kind(name, description, labels=[label])
+    for label_value, value in values.items():
+        metric.add_metric([label_value], value)
+    return metric
+
+
 def _engine(stats: dict[str, Any]) -> Iterator[Metric]:
     counters, pages = stats.get("counters", {}), stats.get("pages", {})
     for name in ("running", "waiting"):
         yield GaugeMetricFamily(f"mpic_requests_{name}", f"Requests {name}", value=stats.get(name, 0))
-    ends = CounterMetricFamily("mpic_requests", "Requests by how they ended", labels=["end"])
-    for end in ("stop", "length", "abort"):
-        ends.add_metric([end], counters.get(f"finished_{end}", 0))
-    ends.add_metric(["error"], counters.get("failed", 0))
-    yield ends
-    tokens = CounterMetricFamily(
-        "mpic_prompt_tokens", "Tokens of prompts by where they came from", labels=["state"]
-    )
-    for state in TOKENS:
-        tokens.add_metric([state], counters.get(f"tokens_{state}", 0))
-    yield tokens
+    ends = {end: counters.get(f"finished_{end}", 0) for end in ("stop", "length", "abort")}
+    ends["error"] = counters.get("failed", 0)
+    yield _by(CounterMetricFamily, "mpic_requests", "Requests by how they ended", "end", ends)
+    tokens = {state: counters.get(f"tokens_{state}", 0) for state in TOKENS}
+    described = "Tokens of prompts by where they came from"
+    yield _by(CounterMetricFamily, "mpic_prompt_tokens", described, "state", tokens)
     yield CounterMetricFamily("mpic_generated_tokens", "Tokens generated", value=counters.get("generated", 0))
     yield CounterMetricFamily(
-        "mpic_preemptions", "Requests that made way", value=counters.get("preemptions", 0)
+        "mpic_preemptions", "Requests that were preempted", value=counters.get("preemptions", 0)
     )
-    held = GaugeMetricFamily("mpic_pages", "Pages of the pool by state", labels=["state"])
-    for state in ("free", "chunks", "prefix", "running"):
-        held.add_metric([state], pages.get(state, 0))
-    yield held
+    held = {state: pages.get(state, 0) for state in ("free", "chunks", "prefix", "running")}
+    yield _by(GaugeMetricFamily, "mpic_pages", "Pages of the pool by state", "state", held)
     yield GaugeMetricFamily("mpic_page_bytes", "Bytes of one page", value=pages.get("page_bytes", 0))
 
 
@@ -130,20 +131,15 @@ def _device(stats: dict[str, Any]) -> dict[str, int]:
 
 
 def _tiers(tiers: dict[str, dict[str, int]]) -> Iterator[Metric]:
-    for name, description in (
-        ("chunks", "Compiled chunks"),
-        ("bytes", "Bytes of compiled chunks"),
-        ("budget", "Most bytes"),
+    for kind, name, description in (
+        (GaugeMetricFamily, "chunks", "Compiled chunks of a tier"),
+        (GaugeMetricFamily, "bytes", "Bytes of compiled chunks of a tier"),
+        (GaugeMetricFamily, "budget", "Most bytes of a tier"),
+        (CounterMetricFamily, "requested", "Chunks looked for in a tier"),
+        (CounterMetricFamily, "hits", "Chunks found in a tier"),
     ):
-        metric = GaugeMetricFamily(f"mpic_tier_{name}", f"{description} of a tier", labels=["tier"])
-        for tier, counts in tiers.items():
-            metric.add_metric([tier], counts.get(name, 0))
-        yield metric
-    for name, description in (("requested", "Chunks looked for"), ("hits", "Chunks found")):
-        metric = CounterMetricFamily(f"mpic_tier_{name}", f"{description} in a tier", labels=["tier"])
-        for tier, counts in tiers.items():
-            metric.add_metric([tier], counts.get(name, 0))
-        yield metric
+        counted = {tier: counts.get(name, 0) for tier, counts in tiers.items()}
+        yield _by(kind, f"mpic_tier_{name}", description, "tier", counted)
     evictions = CounterMetricFamily(
         "mpic_evictions", "Evictions by tier and reason", labels=["tier", "reason"]
     )

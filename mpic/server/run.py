@@ -85,11 +85,11 @@ def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections)
 
 
 @memory.collector_paused()
-def build(config: Config, told: Callable[[str], None] = lambda stage: None) -> FastAPI:
+def build(config: Config, on_stage: Callable[[str], None] = lambda stage: None) -> FastAPI:
     """Returns the application with a loaded engine. It is slow; its imports are here so that the CLI starts at once.
 
     Args:
-        told: called with each stage that begins.
+        on_stage: called with each stage that begins.
     """
     import transformers
 
@@ -115,11 +115,11 @@ def build(config: Config, told: Callable[[str], None] = lambda stage: None) -> F
                 "user_host_bytes: the vllm engine has no shares of users in host memory; leave it 0",
                 param="user_host_bytes",
             )
-    told(f"opening the library in {config.library.data_dir}")
+    on_stage(f"opening the library in {config.library.data_dir}")
     with ExitStack() as undo:
         library = Library.open(Path(config.library.data_dir), limits, host=host)
         undo.callback(library.close)
-        told(f"loading and checking the model {Path(config.engine.model).name}")
+        on_stage(f"loading and checking the model {Path(config.engine.model).name}")
         engine, processor = load_engine(config.engine, library.store, host_bytes)
         undo.callback(engine.close)
         app = create_app(engine, library, ChatTemplate(processor), config)

@@ -46,7 +46,7 @@ SCHEMA = """
 """
 
 
-class Uses(NamedTuple):
+class ChunkReuse(NamedTuple):
     """The reuse of a chunk: how often it was reused, how many tokens that saved, and when it was last reused (Unix
     time)."""
 
@@ -55,7 +55,7 @@ class Uses(NamedTuple):
     last: float
 
 
-class Fit(NamedTuple):
+class TimeFit(NamedTuple):
     """Sums over answers for the fit: x is the number of tokens computed, y the milliseconds that it took."""
 
     n: float = 0.0
@@ -64,10 +64,10 @@ class Fit(NamedTuple):
     xx: float = 0.0
     xy: float = 0.0
 
-    def add(self, tokens: float, ms: float) -> Fit:
+    def add(self, tokens: float, ms: float) -> TimeFit:
         """Returns the sums with one more answer."""
         new = (1.0, tokens, ms, tokens * tokens, tokens * ms)
-        return Fit(*(MEMORY * old + value for old, value in zip(self, new, strict=True)))
+        return TimeFit(*(MEMORY * old + value for old, value in zip(self, new, strict=True)))
 
     @property
     def slope(self) -> float | None:
@@ -98,7 +98,7 @@ class SavingsLedger:
         self._counting = threading.Lock()
         self._writing = threading.Lock()
         self._days: Counter[tuple[str, str, str]] = Counter()
-        self._chunks: dict[tuple[str, str], Uses] = {}
+        self._chunks: dict[tuple[str, str], ChunkReuse] = {}
         self._answers: list[tuple[float, float]] = []
 
     def answered(self, user: str, usage: GenerationUsage) -> None:
@@ -113,8 +113,8 @@ class SavingsLedger:
             self._days[user, day, "saved"] += usage.reused + usage.prefix_hit
             for chunk in usage.chunks:
                 if chunk.reused and chunk.tier != "compiled":
-                    old = self._chunks.get((user, chunk.key), Uses(0, 0, now))
-                    self._chunks[user, chunk.key] = Uses(old.uses + 1, old.saved + chunk.reused, now)
+                    old = self._chunks.get((user, chunk.key), ChunkReuse(0, 0, now))
+                    self._chunks[user, chunk.key] = ChunkReuse(old.uses + 1, old.saved + chunk.reused, now)
             if usage.computed and usage.link_ms:
                 self._answers.append((float(usage.computed), usage.link_ms))
 
@@ -145,11 +145,11 @@ class SavingsLedger:
                  GROUP BY user ORDER BY 4 DESC, user"""
         return self._read(sql, since)
 
-    def uses(self, user: str | None) -> dict[str, Uses]:
+    def uses(self, user: str | None) -> dict[str, ChunkReuse]:
         """Returns the reuse of each chunk by its key, for one user or for all."""
         sql = """SELECT key, SUM(uses), SUM(saved), MAX(last) FROM chunks WHERE (?1 IS NULL OR user = ?1)
                  GROUP BY key"""
-        return {key: Uses(*values) for key, *values in self._read(sql, user)}
+        return {key: ChunkReuse(*values) for key, *values in self._read(sql, user)}
 
     def begun(self) -> float | None:
         """Returns the Unix time of the first answer that was counted."""
@@ -159,13 +159,13 @@ class SavingsLedger:
     def ms_per_token(self) -> float | None:
         """Returns the milliseconds that one more computed token takes; None if that is not known yet."""
         rows = self._read("SELECT n, x, y, xx, xy FROM fits WHERE model = ?", self._model)
-        return Fit(*rows[0]).slope if rows else None
+        return TimeFit(*rows[0]).slope if rows else None
 
     def _write(
         self,
         db: sqlite3.Connection,
         days: Counter[tuple[str, str, str]],
-        chunks: dict[tuple[str, str], Uses],
+        chunks: dict[tuple[str, str], ChunkReuse],
         answers: Iterable[tuple[float, float]],
     ) -> None:
         now = self._clock()
@@ -191,7 +191,7 @@ class SavingsLedger:
         oldest = time.strftime("%Y-%m-%d", time.gmtime(now - DAYS_KEPT * 86_400))
         db.execute("DELETE FROM days WHERE day < ?", (oldest,))
         row = db.execute("SELECT n, x, y, xx, xy FROM fits WHERE model = ?", (self._model,)).fetchone()
-        fit = Fit(*row) if row else Fit()
+        fit = TimeFit(*row) if row else TimeFit()
         for tokens, ms in answers:
             fit = fit.add(tokens, ms)
         db.execute("INSERT OR REPLACE INTO fits VALUES (?, ?, ?, ?, ?, ?)", (self._model, *fit))
@@ -199,14 +199,14 @@ class SavingsLedger:
     def _take_back(
         self,
         days: Counter[tuple[str, str, str]],
-        chunks: dict[tuple[str, str], Uses],
+        chunks: dict[tuple[str, str], ChunkReuse],
         answers: list[tuple[float, float]],
     ) -> None:
         with self._counting:
             self._days += days
             for key, old in chunks.items():
-                new = self._chunks.get(key, Uses(0, 0, old.last))
-                self._chunks[key] = Uses(old.uses + new.uses, old.saved + new.saved, new.last)
+                new = self._chunks.get(key, ChunkReuse(0, 0, old.last))
+                self._chunks[key] = ChunkReuse(old.uses + new.uses, old.saved + new.saved, new.last)
             self._answers = (answers + self._answers)[-1000:]
 
     def _read(self, sql: str, *values: object) -> list[tuple]:

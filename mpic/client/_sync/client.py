@@ -16,7 +16,7 @@ from mpic.client._sync.resources import Caches, Chat, Files, Models, References
 from mpic.client.endpoints import ApiRequest
 from mpic.client.errors import ClientClosed, from_response, from_transport
 from mpic.client.httpx_options import client_options, request_options
-from mpic.client.loading import Told, teller
+from mpic.client.loading import StageCallback, teller
 from mpic.client.retry import Retry
 from mpic.client.sources import Sources
 
@@ -68,7 +68,7 @@ class MPIC:
         model: str | None = None,
         data_dir: str | os.PathLike[str] | None = None,
         *,
-        progress: Told | bool | None = None,
+        progress: StageCallback | bool | None = None,
         **settings: Any,
     ) -> Self:
         """Starts a server inside this process, without a port; it ends with the client. For notebooks and tests.
@@ -81,10 +81,10 @@ class MPIC:
                 notebook.
             **settings: any other key of the configuration file, e.g. ``policy="reuse"``, ``pool_bytes=1 << 30``.
         """
-        told = teller(progress)
-        told("importing torch and the server")
+        on_stage = teller(progress)
+        on_stage("importing torch and the server")
         # imported by name, because the SDK does not depend on the server
-        transport = import_module("mpic.local").local_transport(model, data_dir, settings, told)
+        transport = import_module("mpic.local").local_transport(model, data_dir, settings, on_stage)
         client = cls("http://127.0.0.1", "", transport=transport, max_retries=0)
         client._local = True
         return client

@@ -154,8 +154,8 @@ def _choose(
     if len(tried) == len(tokens):
         tokens = _draw(logits, options, numbers).tolist()
     elif tried:
-        some = [options[row] for row in tried], [numbers[row] for row in tried]
-        for row, token in zip(tried, _draw(logits[tried], *some).tolist(), strict=True):
+        selected = [options[row] for row in tried], [numbers[row] for row in tried]
+        for row, token in zip(tried, _draw(logits[tried], *selected).tolist(), strict=True):
             tokens[row] = token
     again = [row for row, token in enumerate(tokens) if token == _AGAIN]
     for row in again:

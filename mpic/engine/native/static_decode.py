@@ -164,9 +164,9 @@ class StaticDecode:
         token's."""
         ids = np.array([part.rows.ids[part.lo] for part in slices], np.int64)
         positions = np.concatenate([s.rows.positions.numpy()[:, s.lo : s.hi] for s in slices], 1)
-        there = upload({"ids": ids, "positions": positions}, self._model.device)
-        bucket.ids[: len(slices)].copy_(there["ids"] if known is None else known)
-        bucket.positions[:, : len(slices)].copy_(there["positions"])
+        on_device = upload({"ids": ids, "positions": positions}, self._model.device)
+        bucket.ids[: len(slices)].copy_(on_device["ids"] if known is None else known)
+        bucket.positions[:, : len(slices)].copy_(on_device["positions"])
 
 
 def _is_decoding(part: BatchSlice) -> bool:

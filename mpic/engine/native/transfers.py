@@ -161,7 +161,7 @@ class Transfers:
             if beside is not None:
                 try:
                     beside.ended(error)
-                except Exception:  # the load itself has ended, and who waits for it must hear of it
+                except Exception:  # the load itself has ended, and those who wait for it must learn of that
                     log.exception("what a load held could not be given back")
             if progress is not None and error is not None:
                 progress.fail()

@@ -15,11 +15,11 @@ from mpic.engine.native.batch import BatchSlice, compile_job
 from mpic.engine.native.request import LinkedChunk, own_tokens
 from mpic.engine.native.runner import Runner
 from mpic.errors import UnsupportedParameter
-from mpic.kernels.attention import PLAIN, Extras, rotate
+from mpic.kernels.attention import rotate
 from mpic.kv.chunk import Chunk, ChunkInputs, KVKey, Recipe
 from mpic.link import ChunkPlace, DynamicPolicy, LinkPlan, Policy, make_plan
 from mpic.link.policies.full import Full
-from mpic.model.hooks import Probe
+from mpic.model.hooks import LayerCall, Probe
 from mpic.model.loaded import LoadedModel
 from mpic.model.structure import RowInputs
 from mpic.packet.adapter import Adapter, require_adapter
@@ -36,15 +36,8 @@ class Recorder(Probe):
     cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     weights: list[torch.Tensor] = field(default_factory=list)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        extras: Extras = PLAIN,
-    ) -> torch.Tensor:
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        layer, query, key, value, scale, _ = call
         if layer not in self.cache:
             shape = (key.shape[1], self.length, key.shape[3])
             self.cache[layer] = key.new_zeros(shape), value.new_zeros(shape)

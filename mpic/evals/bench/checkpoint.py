@@ -10,7 +10,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
-from mpic.evals.bench.workload import IMAGE_TOKEN, DecoderShape
+from mpic.evals.bench.harness import BenchDevice
+from mpic.evals.bench.workload import IMAGE_TOKEN, DecoderShape, TowerShape, describe, random_model
 from mpic.train.model import save_folder
 
 CONTROL = ("<pad>", "<s>", "</s>", "<unk>", "<|im_end|>", "<image>", "<|im_start|>", "user", "assistant", ":")
@@ -28,6 +29,15 @@ _TEMPLATE = (
 def save(model: LlavaForConditionalGeneration, decoder: DecoderShape, folder: Path) -> None:
     """Writes a model of ``workload.random_model`` with its processor."""
     save_folder(model, tokenizer(decoder.vocabulary), folder, _TEMPLATE, model.dtype)
+
+
+def save_random(
+    decoder: DecoderShape, placement: BenchDevice, tower: TowerShape, seed: int, folder: Path
+) -> str:
+    """Writes a random model, and returns its description."""
+    model = random_model(decoder, placement, tower, seed=seed)
+    save(model, decoder, folder)
+    return describe(model, decoder)
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

@@ -25,12 +25,9 @@ from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
     compile_all,
-    describe,
     engine_for,
-    framed,
     make_pair,
     request_of,
-    text_chunk,
 )
 from mpic.kv.chunk import Chunk
 
@@ -85,7 +82,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         sets = []
         for i in range(most):
             ticker.say(f"compiling the chunks of request {i + 1}")
-            sets.append([text_chunk(ids.fresh(settings.chunk_tokens)) for _ in range(settings.chunks)])
+            sets.append(ids.chunks(settings.chunks, settings.chunk_tokens))
             compile_all(engine, sets[-1])
         for batch in settings.batches:
             columns: dict[str, Callable[[], float]] = {
@@ -112,7 +109,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
             del columns, baselines, baseline
             gc.collect()
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         "kv_tokens": length,
         "distinct": "every request links chunks no other request has; the headline is about these",
         "shared": "all requests link the same chunks and read them together",
@@ -132,7 +129,7 @@ def decoded(
     def measure() -> float:
         streams = []
         for i, chunks in enumerate(sets):
-            prompt = framed(ids, chunks, settings.text)
+            prompt = ids.framed(chunks, settings.text)
             longer = 0 if i == len(sets) - 1 else 16
             streams.append(engine.submit(request_of(prompt, settings.policy, settings.tokens + longer)))
         timed = [(time.perf_counter(), delta) for delta in streams[-1]]

@@ -14,11 +14,9 @@ from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
     compile_all,
-    describe,
     engine_for,
     expect,
     first_token,
-    framed,
     make_pair,
     request_of,
     text_chunk,
@@ -101,7 +99,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
                     memory = subject.memory(total, policy) if kind == FIXED else {}
                     rows.append({"table": kind, **size, "policy": policy} | series.row() | memory)
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         "sizes": _words(settings.totals),
         "sharing": "every request has fresh text before and after the documents, so only chunks are shared",
         "full": "depends on the number of tokens alone, so growing documents are measured under linking only",
@@ -133,7 +131,7 @@ class _FlatSubject:
         heads = sum(min(K, len(c.token_ids or ())) for c in chunks)
 
         def measure() -> float:
-            request = request_of(framed(self._ids, chunks, self._settings.text), policy, 2)
+            request = request_of(self._ids.framed(chunks, self._settings.text), policy, 2)
             if (total, policy) in self._work:
                 elapsed, usage = first_token(self._engine, request)
             else:

@@ -16,13 +16,10 @@ from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
     compile_all,
-    describe,
     engine_for,
     first_token,
-    framed,
     make_pair,
     request_of,
-    text_chunk,
 )
 from mpic.evals.flops import Flops
 from mpic.link import parse_policy
@@ -59,7 +56,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     ids = Ids(settings.decoder.vocabulary, settings.seed)
     flops = Flops(pair.loaded)
-    chunks = [text_chunk(ids.fresh(settings.chunk_tokens)) for _ in range(max(settings.counts))]
+    chunks = ids.chunks(max(settings.counts), settings.chunk_tokens)
     wrappings = sorted({p.wrapping for p in map(parse_policy, settings.policies) if p.uses_chunks})
     room = (len(wrappings) + 2) * (len(chunks) * settings.chunk_tokens + settings.text + 64)
     counted: dict[tuple[int, str], float] = {}
@@ -71,7 +68,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         for count in settings.counts:
             for policy in settings.policies:
                 with ticker.step(f"{policy} over {count}"):
-                    prompt = framed(ids, chunks[:count], settings.text)
+                    prompt = ids.framed(chunks[:count], settings.text)
                     _, usage = first_token(engine, request_of(prompt, policy, 2))
                 counted[count, policy] = flops.of(usage, parse_policy(policy))
                 rows.append(
@@ -87,7 +84,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
                 )
     most = max(settings.counts)
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         "gflop": "2 a weight and computed token, 4 x head_dim a query, key and head; compiling chunks is not in it",
         "probed": "tokens that pass the first layer and the projections of the second, before cacheblend decides",
     }

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from mpic.engine.base import GenerationUsage
+from mpic.engine.base import Engine
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench
 from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
     TowerShape,
-    describe,
     engine_for,
     first_token,
     image_chunk,
@@ -114,13 +113,13 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures every step with both policies."""
     pair = make_pair(settings.decoder, placement, settings.tower, seed=settings.seed)
     with engine_for(pair.loaded, 4 * settings.length) as engine:
-        ways = {LINK: _linked(engine, settings), PREFIX: _prefix(engine, settings)}
+        ways = {LINK: linked(engine), PREFIX: _prefix(engine, settings)}
         samples = measure(settings, ways, ticker)
         frames = {
             "frames_compiled": engine.stats()["counters"]["tokens_compiled"] // settings.tower.tokens,
             "frames_resident_at_the_end": len(engine.device.chunks),
         }
-    notes = {"model": describe(pair, settings.decoder), **words(settings), **frames}
+    notes = {"model": pair.description, **words(settings), **frames}
     return report(settings, samples, PREFIX, notes)
 
 
@@ -137,21 +136,19 @@ def measure(settings: Settings, ways: Mapping[str, Measure], ticker: Ticker) -> 
     return samples
 
 
-def _linked(engine: NativeEngine, settings: Settings) -> Measure:
+def linked(engine: Engine) -> Measure:
+    """Returns the measurement of links. It raises BenchFailed unless the newest frame was compiled, and no other."""
+
     def once(prompt: Prompt) -> float:
         elapsed, usage = first_token(engine, request_of(prompt, LINK, 2))
-        check_compiled(usage)
+        tiers = [use.tier for use in usage.chunks]
+        if [tier == "compiled" for tier in tiers] != [False] * (len(tiers) - 1) + [True]:
+            raise BenchFailed(
+                f"{LINK}: only the newest frame should be compiled, but their KV came from {tiers}"
+            )
         return elapsed
 
     return once
-
-
-def check_compiled(usage: GenerationUsage) -> None:
-    """Raises BenchFailed unless the newest frame was compiled, and no other."""
-    compiled = [use.tier == "compiled" for use in usage.chunks]
-    if compiled != [False] * (len(compiled) - 1) + [True]:
-        tiers = [use.tier for use in usage.chunks]
-        raise BenchFailed(f"{LINK}: only the newest frame should be compiled, but their KV came from {tiers}")
 
 
 def _prefix(engine: NativeEngine, settings: Settings) -> Measure:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-from mpic.evals.bench import checkpoint, frames, vllm_pair
+from mpic.evals.bench import frames, vllm_pair
 from mpic.evals.bench.baseline_vllm import PlainVLLM
-from mpic.evals.bench.disk import fresh_library
-from mpic.evals.bench.frames import LINK, Measure, check_compiled
+from mpic.evals.bench.frames import LINK, Measure
 from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Ticker, bench
-from mpic.evals.bench.workload import first_token, in_words, random_model, request_of
 from mpic.prompt.segments import Prompt
 
 ALONE = vllm_pair.ALONE
@@ -41,6 +36,7 @@ class Settings(frames.Settings):
             answers=0,
             arrivals=1,
             block=self.block,
+            seed=self.seed,
         )
 
 
@@ -55,32 +51,14 @@ class Settings(frames.Settings):
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures every step with both engines, each of which runs in separate processes."""
-    started = settings.of_engines()
-    model = random_model(started.decoder, placement, settings.tower, seed=settings.seed)
-    described = in_words(model, settings.decoder)
-    with tempfile.TemporaryDirectory(prefix="mpic-bench-") as folder, fresh_library() as library:
-        ticker.say("starting vLLM, twice")
-        path = Path(folder, "bench")
-        checkpoint.save(model, started.decoder, path)
-        del model
-        with vllm_pair.both_engines(started, placement, str(path), library) as (plain, ours):
-            ways = {LINK: _linked(ours), ALONE: _alone(plain, settings)}
-            samples = frames.measure(settings, ways, ticker)
-            version = ours.info.details["vllm"]
-    notes = {"engine": "vllm", "vllm": version, "model": described, **frames.words(settings)}
+    with vllm_pair.both_engines(settings.of_engines(), placement, ticker) as engines:
+        ways = {LINK: frames.linked(engines.ours), ALONE: _alone(engines.plain, settings)}
+        samples = frames.measure(settings, ways, ticker)
+    notes = {**engines.notes, **frames.words(settings)}
     notes["files"] = (
         "a new frame's KV is written to its file on the disk before the step that links it goes on"
     )
     return frames.report(settings, samples, ALONE, notes)
-
-
-def _linked(engine: Any) -> Measure:
-    def once(prompt: Prompt) -> float:
-        elapsed, usage = first_token(engine, request_of(prompt, LINK, 2))
-        check_compiled(usage)
-        return elapsed
-
-    return once
 
 
 def _alone(engine: PlainVLLM, settings: Settings) -> Measure:

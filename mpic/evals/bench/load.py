@@ -29,7 +29,16 @@ from mpic.evals.bench.harness import (
     interleave,
     paired,
 )
-from mpic.evals.bench.workload import PAGE, DecoderShape, Ids, make_pair, prompt_of, request_of, text_chunk
+from mpic.evals.bench.workload import (
+    PAGE,
+    DecoderShape,
+    Ids,
+    engine_for,
+    make_pair,
+    prompt_of,
+    request_of,
+    text_chunk,
+)
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe, digest
 from mpic.kv.file import IO_BYTES
 from mpic.kv.pool import Pool
@@ -110,7 +119,7 @@ def _reading(
     shape = KVShape(settings.layers, settings.kv_heads, settings.head_dim)
     keys = [_key(ChunkKey.of_text(str(i))) for i in range(settings.chunks)]
     kv = torch.randn(settings.layers, 2, settings.kv_heads, settings.tokens, settings.head_dim)
-    inputs = _text_inputs(settings.tokens)
+    inputs = ChunkInputs(torch.arange(settings.tokens), torch.arange(settings.tokens)[None], settings.tokens)
     ticker.expect(5 * (settings.repeats + 1) + settings.chunks)
     for key in keys:
         with ticker.step("writing"):
@@ -205,10 +214,6 @@ def _key(chunk: ChunkKey, model: str = "0" * 64, recipe: Recipe | None = None) -
     return KVKey(OWNER, chunk, model, recipe or Recipe("float32"))
 
 
-def _text_inputs(n: int) -> ChunkInputs:
-    return ChunkInputs(torch.arange(n), torch.arange(n)[None], n)
-
-
 # ---- looking up
 
 
@@ -217,9 +222,8 @@ def _lookups(settings: Settings, library: Library, ticker: Ticker) -> list[Row]:
     decoder = DecoderShape(layers=2, hidden=64, heads=2, intermediate=64, context=1 << 16)
     pair = make_pair(decoder, BenchDevice(torch.device("cpu"), torch.float32), seed=settings.seed)
     pages = settings.linked * (-(-settings.image_tokens // PAGE) + 40) + 256
-    engine = NativeEngine(pair.loaded, library.store, pages=pages, page_size=PAGE)
     ids = Ids(decoder.vocabulary, settings.seed)
-    try:
+    with engine_for(pair.loaded, PAGE * pages, library.store) as engine:
         recipe = engine.linker.recipe(BARE)
         with ticker.step(f"a catalogue of {settings.catalogue} chunks"):
             images = _store_images(settings, library, pair.loaded.shape, pair.loaded.digest, recipe)
@@ -251,8 +255,6 @@ def _lookups(settings: Settings, library: Library, ticker: Ticker) -> list[Row]:
         rows.append({"table": title, "column": "inputs in memory"} | known)
         rows.append({"table": title, "column": "images for the first time"} | first)
         return rows
-    finally:
-        engine.close()
 
 
 def _plan(engine: NativeEngine, prompt: Prompt) -> float:

@@ -17,13 +17,11 @@ from mpic.evals.bench.workload import (
     Ids,
     ModelPair,
     compile_all,
-    describe,
     engine_for,
     first_token,
     make_pair,
     prompt_of,
     request_of,
-    text_chunk,
 )
 from mpic.kv.chunk import Chunk
 
@@ -149,7 +147,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
             send(engine, [prompts.request(linked, n, grown.answer) for n in range(len(times))], times)
             rows.append(meter.row(RATES, {"per_s": round(multiple / alone, 2)}))
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         "page_tokens": PAGE,
         "copies": "whole prompt and answer of every running request in pages of its own, as EPIC and CacheBlend do",
         "shared": "most pages of the pool in use at once: the chunks, every request's own tokens and its reserve, and "
@@ -171,9 +169,7 @@ class _ShuffledPrompts:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._ids = Ids(settings.decoder.vocabulary, settings.seed)
-
-    def chunks(self, count: int, tokens: int) -> list[Chunk]:
-        return [text_chunk(self._ids.fresh(tokens)) for _ in range(count)]
+        self.chunks = self._ids.chunks
 
     def request(self, chunks: list[Chunk], number: int, answer: int) -> GenerationRequest:
         order = chunks[number % len(chunks) :] + chunks[: number % len(chunks)]

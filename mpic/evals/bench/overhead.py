@@ -18,11 +18,9 @@ from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
     compile_all,
-    describe,
     engine_for,
     expect,
     first_token,
-    framed,
     make_pair,
     request_of,
     text_chunk,
@@ -98,7 +96,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
                 size | times | {"ttft_ms": round(samples[name].median, 1), "deciding": round(share, 3)}
             )
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         LOOK: "all tokens of the prompt pass the first layer and the projections of the second",
         CHOOSE: "their keys and values are compared with the compiled ones, and the prompt is planned again",
         LINK: "everything else, to the first token",
@@ -153,7 +151,7 @@ def _column(
     engine: NativeEngine, ids: Ids, text: int, chunks: list[Chunk], policy: str, watch: _DecidingTime
 ) -> Callable[[], float]:
     def measure() -> float:
-        request = request_of(framed(ids, chunks, text), policy, 2)
+        request = request_of(ids.framed(chunks, text), policy, 2)
         with watch.watch():
             elapsed, usage = first_token(engine, request)
         expect(usage, reused=usage.reused, prefix_hit=0)

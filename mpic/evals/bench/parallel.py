@@ -20,12 +20,10 @@ from mpic.evals.bench.workload import (
     Ids,
     bring,
     compile_all,
-    describe,
     first_token,
     make_pair,
     prompt_of,
     request_of,
-    text_chunk,
 )
 from mpic.kv.chunk import Chunk, ChunkKV, KVKey
 from mpic.kv.pool import Pool
@@ -81,7 +79,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     measured = [_measure(sizes, pair.loaded, shared, ticker) for sizes in (settings, large)]
     (rows, worst, fs, chunk_bytes), (many, *_) = measured
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         "chunk": f"{settings.tokens} tokens, {chunk_bytes / 2**20:.0f} MiB",
         "loads": "the stored chunks alone: files dropped from the page cache before, read and verified by the loader",
         "compute": "the same request with the stored chunks resident: compiles, link and first token",
@@ -144,7 +142,7 @@ class _Subject:
     def __init__(self, settings: Settings, model: LoadedModel, library: Library) -> None:
         self._settings, self._library = settings, library
         ids = Ids(settings.decoder.vocabulary, settings.seed)
-        self.chunks = [text_chunk(ids.fresh(settings.tokens)) for _ in range(settings.chunks)]
+        self.chunks = ids.chunks(settings.chunks, settings.tokens)
         parts: list[Any] = [ids.fresh(settings.text // 2)]
         for chunk in self.chunks:
             parts += [chunk, ids.fresh(max(1, settings.text // 2 // settings.chunks))]

@@ -27,20 +27,18 @@ from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
     compile_all,
-    describe,
+    decoding,
     engine_for,
     first_token,
-    framed,
     make_pair,
     prompt_of,
     request_of,
-    text_chunk,
 )
 from mpic.evals.flops import Flops
 from mpic.kv.chunk import Chunk
 
 Work = Callable[[], int]
-"""Runs some steps; returns the pairs of row and key that a layer has attended to, 0 where nobody counts them."""
+"""Runs some steps; returns the pairs of row and key that a layer has attended to, 0 where they are not counted."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     headline: dict[str, float] = {}
     profiles: dict[str, StepProfile] = {}
     with engine_for(pair.loaded, linked + 2 * settings.fresh + (most + 2) * own) as engine:
-        chunks = [text_chunk(ids.fresh(settings.chunk_tokens)) for _ in range(settings.chunks)]
+        chunks = ids.chunks(settings.chunks, settings.chunk_tokens)
         compile_all(engine, chunks)
         for name, case in _cases(engine, settings, ids, chunks).items():
             with ticker.step(name), case as work:
@@ -123,7 +121,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
             rows += _rows(name, found, unwatched, flops, peak)
             headline |= _headline(name.replace(" ", ""), found, unwatched, flops, peak)
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         "linked_tokens": linked,
         "shares": "of steps that a profiler watches, which are slower; step_ms says how long a step takes without one",
         "Python": "a step that is not watched, less the time of the operations in watched ones; attention counts whole",
@@ -159,14 +157,14 @@ def _cases(
     engine: NativeEngine, settings: Settings, ids: Ids, chunks: list[Chunk]
 ) -> dict[str, AbstractContextManager[Work]]:
     def link() -> int:
-        prompt = framed(ids, chunks, settings.text)
+        prompt = ids.framed(chunks, settings.text)
         return first_token(engine, request_of(prompt, settings.policy, 1))[1].attended
 
     def fresh() -> int:
         return first_token(engine, request_of(prompt_of(ids.fresh(settings.fresh)), "full", 1))[1].attended
 
-    decoding = {f"decode {n}": _decoding(engine, settings, ids, chunks, n) for n in settings.batches}
-    return {"link": nullcontext(link), "fresh": nullcontext(fresh), **decoding}
+    batches = {f"decode {n}": _decoding(engine, settings, ids, chunks, n) for n in settings.batches}
+    return {"link": nullcontext(link), "fresh": nullcontext(fresh), **batches}
 
 
 @contextmanager
@@ -175,26 +173,15 @@ def _decoding(
 ) -> Iterator[Work]:
     """Has a batch of answers over the same chunks decoded; the work is ``settings.steps`` more tokens of each."""
     tokens = settings.steps * (settings.repeats + 3)
-    streams = [
-        engine.submit(request_of(framed(ids, chunks, settings.text), settings.policy, tokens))
-        for _ in range(batch)
-    ]
-    reading = [iter(stream) for stream in streams]
-    for deltas in reading:
-        next(deltas)
+    requests = [request_of(ids.framed(chunks, settings.text), settings.policy, tokens) for _ in range(batch)]
+    with decoding(engine, requests) as deltas:
 
-    def decode() -> int:
-        if len(list(islice(reading[-1], settings.steps))) < settings.steps:
-            raise BenchFailed("an answer ended while it was watched")
-        return 0
+        def decode() -> int:
+            if len(list(islice(deltas, settings.steps))) < settings.steps:
+                raise BenchFailed("an answer ended while it was watched")
+            return 0
 
-    try:
         yield decode
-    finally:
-        for stream in streams:
-            stream.abort()
-        for stream in streams:
-            stream.result()
 
 
 def _step_seconds(engine: NativeEngine, work: Work, repeats: int) -> float:

@@ -19,10 +19,8 @@ from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
     compile_all,
-    describe,
     engine_for,
     first_token,
-    framed,
     make_pair,
     request_of,
     text_chunk,
@@ -109,7 +107,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         for ratio, rate, policy in cells
     ]
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         "arrivals": "Poisson, each request of a user drawn at random, the same for every policy; fresh text before and "
         "behind the documents, so that nothing is found in the prefix cache",
         "ended": "requests that were not answered when the time was over; they count in nothing else",
@@ -138,7 +136,7 @@ class _Users:
             first_token(self._engine, self._request(policy, 0))  # so that one-time set-up is not measured
 
     def _request(self, policy: str, user: int) -> Any:
-        prompt = framed(self._ids, self._documents[user], self._settings.text)
+        prompt = self._ids.framed(self._documents[user], self._settings.text)
         return request_of(prompt, policy, self._settings.answer)
 
     def ask(self, policy: str, rate: float, repeat: int) -> Row:

@@ -22,7 +22,6 @@ from mpic.evals.bench.workload import (
     Ids,
     TowerShape,
     compile_all,
-    describe,
     engine_for,
     image_chunk,
     make_pair,
@@ -273,7 +272,7 @@ def _linking(
         for name, sample in samples.items()
     ]
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         "references": f"{settings.references} of {settings.tower.tokens} image tokens, KV resident, {settings.policy}",
         "context": f"{settings.context} tokens of prompt and {CALL_TOKENS} of answer before the call",
         "re-prefill": "the same prompt, answer so far and references as a new request; images are not encoded again. "

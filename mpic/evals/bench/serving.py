@@ -23,15 +23,11 @@ from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
     compile_all,
-    describe,
     engine_for,
     first_token,
-    framed,
     make_pair,
     request_of,
-    text_chunk,
 )
-from mpic.kv.chunk import Chunk
 
 _DECODER = DecoderShape(layers=12, hidden=768, heads=12, intermediate=3072)
 BACKLOG, ARRIVALS, UNCACHED = "backlog", "arrivals at random", "chunks nobody has compiled"
@@ -106,7 +102,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
             with ticker.step(f"{policy}: {ratio:.0%} cached"):
                 rows.append(sender.arrivals(policy, settings.shares[0] * peaks["full"], ratio))
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         "peak": "requests finished a second while the queue is never empty",
         "arrivals": "Poisson, the same unit pattern for every policy, stretched to its rate",
         "p99_prefix_over_mpic32": "at the same rate; of few requests the 99th percentile is nearly the slowest",
@@ -127,16 +123,14 @@ class _PoolSender:
     def __init__(self, settings: Settings, engine: NativeEngine) -> None:
         self._settings, self._engine = settings, engine
         self._ids = Ids(settings.decoder.vocabulary, settings.seed)
-        self.pool = self._chunks(settings.pool)
-
-    def _chunks(self, count: int) -> list[Chunk]:
-        return [text_chunk(self._ids.fresh(self._settings.chunk_tokens)) for _ in range(count)]
+        self.pool = self._ids.chunks(settings.pool, settings.chunk_tokens)
 
     def request(self, policy: str, rng: random.Random, cached: bool = True) -> Any:
         """Returns a request of fresh text, chunks in random order, and fresh text."""
         settings = self._settings
-        chunks = rng.sample(self.pool, settings.linked) if cached else self._chunks(settings.linked)
-        return request_of(framed(self._ids, chunks, settings.text), policy, settings.answer)
+        fresh = lambda: self._ids.chunks(settings.linked, settings.chunk_tokens)
+        chunks = rng.sample(self.pool, settings.linked) if cached else fresh()
+        return request_of(self._ids.framed(chunks, settings.text), policy, settings.answer)
 
     def backlog(self, policy: str) -> Row:
         """Sends enough requests at once to keep the engine busy for a while."""

@@ -24,16 +24,7 @@ from mpic.engine.vllm.frontend.options import prepare_environment
 from mpic.evals.bench import checkpoint
 from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench
 from mpic.evals.bench.serving import ARRIVALS, BACKLOG, backlog_size, plot
-from mpic.evals.bench.workload import (
-    BENCH_DECODER,
-    BENCH_TOWER,
-    DecoderShape,
-    Ids,
-    TowerShape,
-    in_words,
-    random_image,
-    random_model,
-)
+from mpic.evals.bench.workload import BENCH_DECODER, BENCH_TOWER, DecoderShape, Ids, TowerShape, random_image
 from mpic.evals.demo import running_server
 
 BASE, LINK = "prefix", "mpic-32"
@@ -93,10 +84,7 @@ def _run(engine: str, settings: Settings, placement: BenchDevice, ticker: Ticker
     ticker.expect(1 + len(POLICIES) + 3)
     with tempfile.TemporaryDirectory(prefix="mpic-serving-") as folder:
         model = Path(folder, MODEL)
-        made = random_model(settings.decoder, placement, settings.tower, seed=settings.seed)
-        checkpoint.save(made, settings.decoder, model)
-        described = in_words(made, settings.decoder)
-        del made
+        described = checkpoint.save_random(settings.decoder, placement, settings.tower, settings.seed, model)
         data = Path(folder, "data")
         data.mkdir()
         ticker.say("starting the server")

@@ -18,7 +18,6 @@ from mpic.evals.bench.workload import (
     Ids,
     TowerShape,
     compile_all,
-    describe,
     engine_for,
     expect,
     first_token,
@@ -131,7 +130,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "mpic32_over_floor": paired(samples["mpic-32"], samples[floor]),
     }
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         "prompt_tokens": length,
         "image_tokens": settings.tower.tokens,
         "floor": f"{floor} was the fastest plain transformers forward of {new} tokens over {length - new} resident",

@@ -7,16 +7,13 @@ beside them and while prompts with images arrive.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from mpic.engine.base import GenerationUsage
-from mpic.evals.bench import checkpoint, ttft
-from mpic.evals.bench.disk import fresh_library
+from mpic.evals.bench import ttft
 from mpic.evals.bench.harness import (
     BenchDevice,
     BenchFailed,
@@ -40,7 +37,6 @@ from mpic.evals.bench.vllm_pair import (
     VllmAlone,
     both_engines,
 )
-from mpic.evals.bench.workload import in_words, random_model
 
 NOTHING, PREFILLED, CACHED, LINKS = (
     "nothing",
@@ -68,19 +64,13 @@ ONE_BY_ONE, AT_ONCE = "one after the other", "at once"
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures first tokens, then decoding; the two engines take turns."""
-    model = random_model(settings.decoder, placement, settings.tower, seed=settings.seed)
-    described = in_words(model, settings.decoder)
     prompts = ttft.Prompts(settings)
-    with tempfile.TemporaryDirectory(prefix="mpic-bench-") as folder, fresh_library() as library:
-        ticker.say("starting vLLM, twice")
-        checkpoint.save(model, settings.decoder, Path(folder, "bench"))
-        del model
-        with both_engines(settings, placement, str(Path(folder, "bench")), library) as (plain, ours):
-            linked = Ours(settings, ours, prompts, library)
-            alone = VllmAlone(settings, plain, prompts)
-            first, vision = _first_tokens(settings, alone, linked, ticker)
-            questions = _questions(settings, linked, ticker)
-            decoding = _decoding(settings, alone, linked, ticker)
+    with both_engines(settings, placement, ticker) as engines:
+        linked = Ours(settings, engines.ours, prompts, engines.library)
+        alone = VllmAlone(settings, engines.plain, prompts)
+        first, vision = _first_tokens(settings, alone, linked, ticker)
+        questions = _questions(settings, linked, ticker)
+        decoding = _decoding(settings, alone, linked, ticker)
     rows = _rows("vision encoding left out", first, settings, linked.usage)
     rows += _rows("vision encoding in the request", vision, settings, linked.usage)
     rows += [
@@ -100,9 +90,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "decode_while_linking_over_vllm": paired(while_linking, decoding[ALONE, PREFILLED]),
     }
     notes = {
-        "engine": "vllm",
-        "vllm": linked.version,
-        "model": described,
+        **engines.notes,
         "prefix_over_mpic32_from_page_cache": round(paired(first[ALONE], first[PAGES]), 3),
         "prefix_over_mpic32_from_disk": round(paired(first[ALONE], first[DISK]), 3),
         "decode_while_linking_over_all_cached": round(paired(while_linking, decoding[ALONE, CACHED]), 3),

@@ -8,16 +8,18 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mpic.config import EngineConfig
 from mpic.engine import load_engine
 from mpic.engine.base import GenerationUsage
 from mpic.engine.vllm.frontend.options import prepare_environment
-from mpic.evals.bench import ttft
+from mpic.evals.bench import checkpoint, ttft
 from mpic.evals.bench.baseline_vllm import PlainVLLM, TimedAnswer
-from mpic.evals.bench.disk import drop_from_cache
-from mpic.evals.bench.harness import BenchDevice, BenchFailed
+from mpic.evals.bench.disk import drop_from_cache, fresh_library
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, Ticker
 from mpic.evals.bench.workload import (
     compile_all,
     first_token,
@@ -67,26 +69,41 @@ class Settings(ttft.Settings):
         return -(-(self.length - self.computed) // self.block) * self.block
 
 
-@contextmanager
-def both_engines(
-    settings: Settings, placement: BenchDevice, model: str, library: Library
-) -> Iterator[tuple[PlainVLLM, Any]]:
-    """Starts both engines side by side."""
-    cpu = prepare_environment()
-    from mpic.engine.vllm.frontend.model import (
-        describe_model,
-    )  # imports vLLM, which reads its environment then
+@dataclass(frozen=True)
+class BothEngines:
+    """vLLM alone and our engine inside vLLM, the library of the latter, and a description for the settings."""
 
-    config = _config(settings, placement, model)
-    described = describe_model(config, cpu)
+    plain: PlainVLLM
+    ours: Any
+    library: Library
+    notes: dict[str, str]
+
+
+@contextmanager
+def both_engines(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Iterator[BothEngines]:
+    """Starts both engines side by side on a random model."""
+    cpu = prepare_environment()
+    # imports vLLM, which reads its environment then
+    from mpic.engine.vllm.frontend.model import describe_model
+
+    ticker.say("starting vLLM, twice")
     host = int(
         (settings.images + 0.5) * settings.tower.tokens * settings.decoder.token_bytes(placement.dtype)
     )
-    with ExitStack() as engines, ThreadPoolExecutor(1) as starter:
-        starting = starter.submit(PlainVLLM, config, described, cpu)
+    with (
+        TemporaryDirectory(prefix="mpic-bench-") as folder,
+        fresh_library() as library,
+        ExitStack() as engines,
+        ThreadPoolExecutor(1) as starter,
+    ):
+        path = Path(folder, "bench")
+        words = checkpoint.save_random(settings.decoder, placement, settings.tower, settings.seed, path)
+        config = _config(settings, placement, str(path))
+        starting = starter.submit(PlainVLLM, config, describe_model(config, cpu), cpu)
         starting.add_done_callback(lambda one: one.exception() or engines.callback(one.result().close))
         ours = engines.enter_context(closing(load_engine(config, library.store, host)[0]))
-        yield starting.result(), ours
+        notes = {"engine": "vllm", "vllm": ours.info.details["vllm"], "model": words}
+        yield BothEngines(starting.result(), ours, library, notes)
 
 
 def _config(settings: Settings, placement: BenchDevice, model: str) -> EngineConfig:
@@ -164,7 +181,6 @@ class Ours:
         readers = max(settings.answers + settings.arrivals, settings.questions)
         self._readers = ThreadPoolExecutor(readers, "bench-read")
         self.usage: dict[str, GenerationUsage] = {}
-        self.version: str = engine.info.details["vllm"]
 
     def first(self) -> float:
         self._link(self._prompts.chunks)

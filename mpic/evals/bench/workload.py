@@ -16,7 +16,7 @@ import transformers as tf
 from PIL import Image
 from torch import nn
 
-from mpic.engine.base import Engine, GenerationRequest, GenerationUsage, Sampling
+from mpic.engine.base import Delta, Engine, GenerationRequest, GenerationUsage, Sampling
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.harness import BenchDevice, BenchFailed
 from mpic.kv.chunk import Chunk, ChunkKey
@@ -103,10 +103,11 @@ BENCH_TOWER = TowerShape(layers=8, hidden=256, heads=4, size=336, patch=14)
 
 @dataclass
 class ModelPair:
-    """A model hooked by MPIC and the stock model; they share their weights."""
+    """A model hooked by MPIC and the stock model, which share their weights, and a description for the settings."""
 
     loaded: LoadedModel
     stock: nn.Module
+    description: str
 
 
 def random_model(
@@ -157,16 +158,11 @@ def make_pair(
     stock.set_attn_implementation("sdpa")
     loaded = LoadedModel(model, tower.processor() if tower else None, "random")
     self_test(loaded)
-    return ModelPair(loaded, stock)
+    return ModelPair(loaded, stock, describe(stock, decoder))
 
 
-def describe(pair: ModelPair, decoder: DecoderShape) -> str:
-    """Returns a description of the model, for the settings."""
-    return in_words(pair.stock, decoder)
-
-
-def in_words(model: nn.Module, decoder: DecoderShape) -> str:
-    """Returns the description of a model of ``random_model``; see ``describe``."""
+def describe(model: nn.Module, decoder: DecoderShape) -> str:
+    """Returns a description of a model of ``random_model``, for the settings."""
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     kind = "LLaVA" if isinstance(model, tf.LlavaForConditionalGeneration) else "Llama"
     shape = f"{decoder.layers} layers x {decoder.hidden}, {decoder.heads} heads"
@@ -185,6 +181,19 @@ class Ids:
 
     def fresh(self, n: int) -> tuple[int, ...]:
         return tuple(torch.randint(10, self._vocabulary, (n,), generator=self._generator).tolist())
+
+    def chunks(self, count: int, tokens: int) -> list[Chunk]:
+        """Returns texts of fresh tokens as chunks."""
+        return [text_chunk(self.fresh(tokens)) for _ in range(count)]
+
+    def framed(self, chunks: Sequence[Chunk], text: int) -> Prompt:
+        """Returns a prompt of chunks with ``text`` fresh tokens around them, half before and half behind."""
+        return prompt_of(self.fresh(text // 2), *chunks, self.fresh(text - text // 2))
+
+    def spaced(self, chunks: Sequence[Chunk], before: int, behind: int, between: int = 2) -> Prompt:
+        """Returns a prompt with so many fresh tokens before the chunks, after each of them, and after all."""
+        parts = [part for chunk in chunks for part in (chunk, self.fresh(between))]
+        return prompt_of(self.fresh(before), *parts, self.fresh(behind))
 
 
 def text_chunk(token_ids: Sequence[int], owner: str = "bench") -> Chunk:
@@ -213,17 +222,6 @@ def prompt_of(*parts: Chunk | Sequence[int]) -> Prompt:
         else:
             segments.append(TextSegment(tuple(part)))
     return Prompt(tuple(segments))
-
-
-def framed(ids: Ids, chunks: Sequence[Chunk], text: int) -> Prompt:
-    """Returns a prompt of chunks with ``text`` fresh tokens around them, half before and half behind."""
-    return prompt_of(ids.fresh(text // 2), *chunks, ids.fresh(text - text // 2))
-
-
-def spaced(ids: Ids, chunks: Sequence[Chunk], before: int, behind: int, between: int = 2) -> Prompt:
-    """Returns a prompt with the given numbers of fresh tokens before the chunks, after each of them, and after all."""
-    parts = [part for chunk in chunks for part in (chunk, ids.fresh(between))]
-    return prompt_of(ids.fresh(before), *parts, ids.fresh(behind))
 
 
 def request_of(
@@ -284,6 +282,23 @@ def first_token(engine: Engine, request: GenerationRequest) -> tuple[float, Gene
     elapsed = (time.perf_counter() - began) * 1e3
     last = [first, *stream][-1]  # the first delta, since a slow reader may receive all tokens at once
     return elapsed, last.usage
+
+
+@contextmanager
+def decoding(engine: Engine, requests: Sequence[GenerationRequest]) -> Iterator[Iterator[Delta]]:
+    """Has a batch of answers decoded: yields the deltas of the last one once all have their first tokens. The answers
+    are aborted at the end."""
+    streams = [engine.submit(request) for request in requests]
+    try:
+        reading = [iter(stream) for stream in streams]
+        for deltas in reading:
+            next(deltas)
+        yield reading[-1]
+    finally:
+        for stream in streams:
+            stream.abort()
+        for stream in streams:
+            stream.result()
 
 
 def expect(usage: GenerationUsage, *, reused: int, prefix_hit: int) -> None:

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 from mpic.evals.bench import decode as decoding
-from mpic.evals.bench.workload import Ids, compile_all, engine_for, text_chunk
+from mpic.evals.bench.workload import Ids, compile_all, engine_for
 from mpic.evals.gpu.context import Context
 from mpic.evals.gpu.roofline import Cost
 from mpic.evals.gpu.supervise import SectionRun
@@ -33,7 +33,7 @@ def decode(run: SectionRun) -> None:
     with engine_for(
         loaded, chunks * (sizes.chunk + 16) + max(sizes.batches) * own, cuda_graphs="auto"
     ) as engine:
-        sets = [[text_chunk(ids.fresh(sizes.chunk)) for _ in range(sizes.set_chunks)] for _ in range(count)]
+        sets = [ids.chunks(sizes.set_chunks, sizes.chunk) for _ in range(count)]
         began = time.perf_counter()
         compile_all(engine, [chunk for one in sets for chunk in one])
         cost = Cost(chunks * costs.compiled(sizes.chunk).flops, costs.weights)

@@ -7,9 +7,9 @@ from itertools import islice
 
 import torch
 
+from mpic.engine.base import GenerationRequest
 from mpic.engine.native.engine import NativeEngine
-from mpic.engine.stream import DeltaStream
-from mpic.evals.bench.workload import Ids, compile_all, engine_for, framed, request_of, text_chunk
+from mpic.evals.bench.workload import Ids, compile_all, decoding, engine_for, request_of
 from mpic.evals.gpu import profile
 from mpic.evals.gpu.context import Context
 from mpic.evals.gpu.roofline import Costs
@@ -28,8 +28,8 @@ def graphs(run: SectionRun) -> None:
     model = sizes.models[-1]
     loaded, costs = context.model(model)
     ids, most = Ids(model.vocabulary), max(sizes.batches)
-    chunks = [text_chunk(ids.fresh(sizes.chunk)) for _ in range(sizes.set_chunks)]
-    prompts = [framed(ids, chunks, sizes.text) for _ in range(most)]
+    chunks = ids.chunks(sizes.set_chunks, sizes.chunk)
+    prompts = [ids.framed(chunks, sizes.text) for _ in range(most)]
     room = sizes.set_chunks * (sizes.chunk + 16) + most * (sizes.text + sizes.tokens + SPARE)
     answers: dict[str, list[tuple[int, ...]]] = {}
     for choice in ("on", "off"):
@@ -59,20 +59,15 @@ def _decode(
     compile_all(engine, chunks)
     linked = len(chunks) * sizes.chunk
 
-    def ask(batch: int, tokens: int) -> list[DeltaStream]:
-        return [engine.submit(request_of(prompt, "reuse", tokens)) for prompt in prompts[:batch]]
+    def requests(batch: int, tokens: int) -> list[GenerationRequest]:
+        return [request_of(prompt, "reuse", tokens) for prompt in prompts[:batch]]
 
     for batch in sizes.batches:
-        for stream in ask(batch, 2):  # compiles the kernels that the batch needs
-            stream.result()
-        streams = ask(batch, 2 * sizes.tokens)
-        reading = [iter(stream) for stream in streams]
-        for tokens in reading:
-            next(tokens)
-        found = profile.steps_of(engine, lambda last=reading[-1]: list(islice(last, sizes.tokens)))
-        for stream in streams:
-            stream.abort()
-            stream.result()
+        with decoding(engine, requests(batch, 2)) as deltas:  # compiles the kernels that the batch needs
+            list(deltas)
+        with decoding(engine, requests(batch, 2 * sizes.tokens)) as deltas:
+            found = profile.steps_of(engine, lambda: list(islice(deltas, sizes.tokens)))
         cost = costs.step(batch, linked, linked + batch * sizes.text)
         profile.step_rows(context, f"decoding, batch {batch} over the same {linked} tokens", how, found, cost)
-    return [tuple(stream.result().token_ids) for stream in ask(len(prompts), sizes.tokens)]
+    streams = [engine.submit(request) for request in requests(len(prompts), sizes.tokens)]
+    return [tuple(stream.result().token_ids) for stream in streams]

@@ -12,17 +12,7 @@ import torch
 from mpic.engine.base import GenerationRequest
 from mpic.evals.bench.disk import IN_MEMORY, drop_from_cache, file_system
 from mpic.evals.bench.harness import median_seconds
-from mpic.evals.bench.workload import (
-    PAGE,
-    Ids,
-    bring,
-    compile_all,
-    engine_for,
-    first_token,
-    request_of,
-    spaced,
-    text_chunk,
-)
+from mpic.evals.bench.workload import PAGE, Ids, bring, compile_all, engine_for, first_token, request_of
 from mpic.evals.gpu.context import Context
 from mpic.evals.gpu.roofline import Cost
 from mpic.evals.gpu.supervise import SectionRun
@@ -64,14 +54,14 @@ class _StoredChunks:
         self._loaded, self._costs = context.model(model)
         self._ids = Ids(model.vocabulary)
         count, tokens = sizes.stored
-        self._chunks = [text_chunk(self._ids.fresh(tokens)) for _ in range(count)]
+        self._chunks = self._ids.chunks(count, tokens)
         self._kv = count * tokens * self._costs.token
         self.limits = Limits(disk_bytes=4 * self._kv + (1 << 30), host_bytes=4 * self._kv + (1 << 20))
         self._tokens = count * (tokens + PAGE) + 4096
         self.shape = f"{count} chunks of {tokens} tokens, {self._kv / 2**20:,.0f} MiB"
 
     def _request(self) -> GenerationRequest:
-        return request_of(spaced(self._ids, self._chunks, self._context.sizes.text, 8), "mpic-32", 2)
+        return request_of(self._ids.spaced(self._chunks, self._context.sizes.text, 8), "mpic-32", 2)
 
     def compile(self, library: Library) -> None:
         """Stores the chunks, and measures a link over resident ones."""
@@ -133,29 +123,29 @@ def dma(run: SectionRun) -> None:
     dim = model.hidden // model.heads
     shape = (model.layers, 2, model.kv_heads, tokens, dim)
     words = f"{tokens} tokens of {model.layers} layers"
-    there = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
+    on_device = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
     host = torch.empty(shape, dtype=placement.dtype, pin_memory=placement.device.type == "cuda")
     pageable = torch.zeros(shape, dtype=placement.dtype)
 
     def layers() -> None:
         for layer in range(shape[0]):
-            there[layer].copy_(host[layer], non_blocking=True)
+            on_device[layer].copy_(host[layer], non_blocking=True)
 
     def save() -> None:
-        there.to("cpu", copy=True)
+        on_device.to("cpu", copy=True)
 
     for measured, how, work in (
-        ("host to device", "copy, pageable", lambda: there.copy_(pageable)),
-        ("host to device", "copy, pinned", lambda: there.copy_(host, non_blocking=True)),
+        ("host to device", "copy, pageable", lambda: on_device.copy_(pageable)),
+        ("host to device", "copy, pinned", lambda: on_device.copy_(host, non_blocking=True)),
         ("host to device", "layer by layer, pinned", layers),
-        ("device to host", "one copy, pinned", lambda: host.copy_(there, non_blocking=True)),
-        ("device to host", "one copy, pageable", lambda: pageable.copy_(there)),
+        ("device to host", "one copy, pinned", lambda: host.copy_(on_device, non_blocking=True)),
+        ("device to host", "one copy, pageable", lambda: pageable.copy_(on_device)),
         ("device to host", "as a compiled chunk is saved", save),
     ):
         taken = median_seconds(work, placement, sizes.kernel_repeats)
-        context.rate(measured, words, how, there.nbytes / 1e9, taken, Cost(bus=there.nbytes), "GB/s")
+        context.rate(measured, words, how, on_device.nbytes / 1e9, taken, Cost(bus=on_device.nbytes), "GB/s")
     if placement.device.type == "cuda":
-        _pinning(context, there.nbytes, words)
+        _pinning(context, on_device.nbytes, words)
 
 
 def _pinning(context: Context, size: int, words: str) -> None:

@@ -13,15 +13,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
 from mpic.engine.native.engine import NativeEngine
-from mpic.evals.bench.workload import (
-    Ids,
-    compile_all,
-    engine_for,
-    first_token,
-    request_of,
-    spaced,
-    text_chunk,
-)
+from mpic.evals.bench.workload import Ids, compile_all, decoding, engine_for, first_token, request_of
 from mpic.evals.gpu.context import Context
 from mpic.evals.gpu.supervise import SectionRun
 
@@ -35,7 +27,7 @@ def profile(run: SectionRun) -> None:
     sizes = context.sizes
     model = sizes.models[-1]
     ids = Ids(model.vocabulary)
-    chunks = [text_chunk(ids.fresh(sizes.chunk)) for _ in range(sizes.set_chunks)]
+    chunks = ids.chunks(sizes.set_chunks, sizes.chunk)
     linked = sizes.chunk * sizes.set_chunks
     batch = 2 if run.quick else BATCH
     loaded, costs = context.model(model)
@@ -45,7 +37,7 @@ def profile(run: SectionRun) -> None:
             compile_all(engine, chunks)
 
             def request(tokens: int) -> Any:
-                return request_of(spaced(ids, chunks, sizes.text, 8), "mpic-32", tokens)
+                return request_of(ids.spaced(chunks, sizes.text, 8), "mpic-32", tokens)
 
             for _ in range(2):  # kernels are compiled, and libraries choose their algorithms
                 _, usage = first_token(engine, request(4))
@@ -53,14 +45,8 @@ def profile(run: SectionRun) -> None:
             found = steps_of(engine, lambda: first_token(engine, request(1)))
             cost = costs.prefill(usage)
             step_rows(context, f"link, {linked} linked tokens", attention, found, cost)
-            streams = [engine.submit(request(200 if not run.quick else 40)) for _ in range(batch)]
-            reading = [iter(stream) for stream in streams]
-            for tokens in reading:
-                next(tokens)
-            found = steps_of(engine, lambda last=reading[-1]: list(islice(last, 10)))
-            for stream in streams:
-                stream.abort()
-                stream.result()
+            with decoding(engine, [request(40 if run.quick else 200) for _ in range(batch)]) as deltas:
+                found = steps_of(engine, lambda: list(islice(deltas, 10)))
             cost = costs.step(batch, linked, linked + batch * 400)
             step_rows(
                 context, f"decoding, batch {batch} over the same {linked} tokens", attention, found, cost

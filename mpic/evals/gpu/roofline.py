@@ -126,11 +126,11 @@ def ceilings(placement: BenchDevice, megabytes: int, side: int, repeats: int, bu
     if bus:
         size = min(megabytes, 512) << 20
         host = torch.ones(size, dtype=torch.uint8, pin_memory=placement.device.type == "cuda")
-        there = halves[0][:size]
+        on_device = halves[0][:size]
         rates["to_device"] = size / median_seconds(
-            lambda: there.copy_(host, non_blocking=True), placement, repeats
+            lambda: on_device.copy_(host, non_blocking=True), placement, repeats
         )
         rates["to_host"] = size / median_seconds(
-            lambda: host.copy_(there, non_blocking=True), placement, repeats
+            lambda: host.copy_(on_device, non_blocking=True), placement, repeats
         )
     return Ceilings(2 * (megabytes << 20) / copied, 2 * side**3 / multiplied, **rates)

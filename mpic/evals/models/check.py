@@ -127,12 +127,12 @@ def linked(
     tokens on which they agree and the next, and the engine's, ``[TOKENS, vocabulary]``."""
     policy = parse_policy(name)
     selection = policy.select(_slots(prompt, inputs))
-    said, expected = oracle.generate(prompt, inputs, policy, selection, TOKENS, _BOS)
+    tokens, expected = oracle.generate(prompt, inputs, policy, selection, TOKENS, _BOS)
     expected = torch.log_softmax(expected.float(), -1)
     got, worst = _answer(engine, prompt, policy, expected.shape[1]), 0.0
     for step in range(TOKENS):
         worst = max(worst, _difference(got[step], expected[step]))
-        if int(got[step].argmax()) != said[step]:
+        if int(got[step].argmax()) != tokens[step]:
             break
     return worst, got
 

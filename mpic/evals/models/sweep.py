@@ -30,7 +30,7 @@ def sweep(
     Args:
         workers: processes at a time.
         seconds: a family may take.
-        tell: is told every row as it is known.
+        tell: called with every row as soon as it is known.
         engine: native or vllm.
     """
     rows: dict[tuple[str, str], Row] = {}

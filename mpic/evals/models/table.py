@@ -29,7 +29,7 @@ with the same selection, its own masks and its own eager attention.
 the family is served by `--engine vllm` on a CPU, which tests itself when it starts, and links the same prompt with text
 chunks, then, of an image-text class, with two images (`tests/vllm` checks some families instead). *Not in vLLM*: it has
 no model of that name. *Not built* and *not started*: there is no such checkpoint, or vLLM does not start on it, for the
-reason told. *Differs*: plain prompts, without any link, have other log-probabilities there than in transformers. *Not
+given reason. *Differs*: plain prompts, without any link, have other log-probabilities there than in transformers. *Not
 run*: nothing is known.
 """
 
@@ -53,7 +53,7 @@ def markdown(rows: Sequence[Row], on_vllm: VLLMResults) -> str:
         lines.append("| family | result | reason | inside vLLM |\n|---|---|---|---|")
         for row in chosen:
             reason = "" if row.result == "verified" else row.reason
-            there = str(on_vllm.get((row.family, kind), NOT_RUN))
-            cells = (row.family, row.result, reason, there)
+            inside = str(on_vllm.get((row.family, kind), NOT_RUN))
+            cells = (row.family, row.result, reason, inside)
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"

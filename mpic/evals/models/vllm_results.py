@@ -22,7 +22,7 @@ class VLLMResult(NamedTuple):
     Args:
         result: ``verified``, ``refused``, ``not in vLLM``, ``not built``, ``not started``, ``differs`` (without
             any link) or ``failed``.
-        reason: empty where the result says all.
+        reason: empty if the result needs no explanation.
         version: of vLLM.
         date: ``2026-11-23``, when it was found.
     """

@@ -251,8 +251,8 @@ class FileRows:
     def set_pieces(self, file_id: str, pieces: Iterable[DocumentPiece]) -> list[DocumentPiece]:
         """Records the pieces of a document, unless they have been recorded already, and returns the recorded ones."""
         with self._catalog.write() as db:
-            there = db.execute("SELECT 1 FROM files WHERE id = ?", (file_id,)).fetchone()
-            if there and not db.execute("SELECT 1 FROM pieces WHERE file = ?", (file_id,)).fetchone():
+            exists = db.execute("SELECT 1 FROM files WHERE id = ?", (file_id,)).fetchone()
+            if exists and not db.execute("SELECT 1 FROM pieces WHERE file = ?", (file_id,)).fetchone():
                 rows = [(file_id, position, *piece) for position, piece in enumerate(pieces)]
                 db.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", rows)
         return self.pieces(file_id)

@@ -151,10 +151,10 @@ class ReferenceRows:
         """Pins or unpins a reference; False when there is none of this id."""
         sql = "UPDATE refs SET pinned = ? WHERE id = ?"
         with self._catalog.write() as db:
-            there = db.execute(sql, (pinned, reference_id)).rowcount > 0
-            if there:
+            exists = db.execute(sql, (pinned, reference_id)).rowcount > 0
+            if exists:
                 self._sidecars.rewrite(db, "reference", reference_id)
-            return there
+            return exists
 
     def _name(self, reference: Reference) -> tuple[str, int, str]:
         """Returns the permanent identity of a version: its id and number may be used again, but its path may not."""

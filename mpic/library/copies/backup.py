@@ -143,20 +143,20 @@ class _Backup:
     def originals(self) -> None:
         """Makes a snapshot and copies every original that it lists. If one is deleted before it is copied, another
         snapshot is made; copied files stay, so each round has less to do."""
-        here: set[str] = set()
+        copied: set[str] = set()
         for _ in range(ROUNDS):
             snapshot(self._root / CATALOG, self._target / CATALOG)
             wanted = self._wanted()
             gone = [
-                path for path, row in wanted.items() if path not in here and not self._original(path, row)
+                path for path, row in wanted.items() if path not in copied and not self._original(path, row)
             ]
-            here |= wanted.keys() - set(gone)
+            copied |= wanted.keys() - set(gone)
             self.done.lost = [path for path in gone if self._still_listed(path)]
             if len(self.done.lost) == len(gone):
                 break
         else:
             raise DatabaseBusy("files are deleted faster than they can be copied; try again")
-        for path in sorted(here - wanted.keys()):  # it was deleted meanwhile
+        for path in sorted(copied - wanted.keys()):  # it was deleted meanwhile
             self._filesystem.remove(self._target / path)
             self._filesystem.remove(sidecar_of(self._target / path))
         self._sidecars()

@@ -76,6 +76,6 @@ def _restore(
 def _walk(source: Path) -> Iterator[str]:
     """Yields the files of a backup below ``files`` and ``kv``, relative to it."""
     for top in ("files", "kv"):
-        for here, _, names in os.walk(source / top):
+        for parent, _, names in os.walk(source / top):
             for name in names:
-                yield str(Path(here, name).relative_to(source))
+                yield str(Path(parent, name).relative_to(source))

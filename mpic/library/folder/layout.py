@@ -103,15 +103,15 @@ def scan(root: Path) -> FoundFiles:
     """Lists everything in ``files`` and ``tmp``."""
     found = FoundFiles()
     for folder in _entries(root / "files"):
-        here = f"files/{folder.name}"
+        parent = f"files/{folder.name}"
         if not (folder.is_dir() and HASH.fullmatch(folder.name)):
-            found.unknown.append(here)
+            found.unknown.append(parent)
             continue
         for entry in _entries(Path(folder.path)):
             if entry.is_file():
-                found.take(here, entry.name)
+                found.take(parent, entry.name)
             else:
-                found.unknown.append(f"{here}/{entry.name}")
+                found.unknown.append(f"{parent}/{entry.name}")
     for entry in _entries(root / "tmp"):
         ours = INCOMING.fullmatch(entry.name) and entry.is_file()
         (found.leftovers if ours else found.unknown).append(f"tmp/{entry.name}")
@@ -131,15 +131,15 @@ def scan_chunks(root: Path) -> FoundChunks:
     """Lists everything in ``kv``."""
     found = FoundChunks()
     for folder, folders, names in os.walk(root / "kv"):
-        here = os.path.relpath(folder, root)
-        parts = here.split(os.sep)[1:]
+        parent = os.path.relpath(folder, root)
+        parts = parent.split(os.sep)[1:]
         fits = [pattern.fullmatch(part) for pattern, part in zip((MODEL, HASH), parts)]
         if not all(fits) or len(parts) > 2:
-            found.unknown.append(here)
+            found.unknown.append(parent)
             folders.clear()
             continue
         for name in names:
-            path = f"{here}/{name}"
+            path = f"{parent}/{name}"
             if len(parts) == 2 and CHUNK.fullmatch(name):
                 found.sizes[path] = os.stat(f"{folder}/{name}").st_size
             elif len(parts) == 2 and _is_temporary(name):

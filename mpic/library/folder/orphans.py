@@ -75,9 +75,9 @@ class Orphans:
             with suppress(OSError):  # the next start tries again
                 self._filesystem.remove(orphan.path)
         for folder in {self._root / FOLDER / orphan.since for orphan in gone}:
-            for here, _, _ in os.walk(folder, topdown=False):
+            for parent, _, _ in os.walk(folder, topdown=False):
                 with suppress(OSError):  # something is left in it
-                    os.rmdir(here)
+                    os.rmdir(parent)
         return gone
 
     def _walk(self) -> Iterator[Orphan]:
@@ -86,9 +86,9 @@ class Orphans:
         except FileNotFoundError:
             return
         for date in dates:
-            for here, _, names in os.walk(self._root / FOLDER / date):
+            for parent, _, names in os.walk(self._root / FOLDER / date):
                 for name in names:
-                    path = Path(here, name)
+                    path = Path(parent, name)
                     yield Orphan(path, path.lstat().st_size, date)
 
 

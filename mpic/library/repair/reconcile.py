@@ -69,10 +69,10 @@ class Reconciliation:
         lacking = []
         for kind, row in self._sidecars.described(self._catalog.read):
             if kind == "owner":
-                there = True
+                has_original = True
             else:
-                there = row["id"] in caches if kind == "cache" else row["path"] in found.originals
-            if there and str(self._sidecars.path(kind, row).relative_to(self._root)) not in present:
+                has_original = row["id"] in caches if kind == "cache" else row["path"] in found.originals
+            if has_original and str(self._sidecars.path(kind, row).relative_to(self._root)) not in present:
                 lacking.append((kind, row["id"]))
         return lacking
 

@@ -168,7 +168,7 @@ class ChunkRows:
                 used[name] = used.get(name, 0) + coming
             read = lambda sql, *values: db.execute(sql, values).fetchall()
             bounds = TierBounds(limits.disk_bytes, quota(read, owner, "disk", limits), limits.shared_fraction)
-            gone = make_room(bounds, used, owner, size, lambda name: self._turns(db, name))
+            gone = make_room(bounds, used, owner, size, lambda name: self._candidates(db, name))
             if most is not None and len(gone) > most:
                 raise StorageFull(f"{size} bytes more do not fit without evicting stored chunks")
             sql = "UPDATE chunks SET state = 'evicted', why = ? WHERE key = ?"
@@ -181,7 +181,7 @@ class ChunkRows:
         sql = f"SELECT 1 FROM {table} WHERE {own} AND digest = :digest AND kind = :kind AND pinned"
         return bool(self._catalog.read(sql, owner=owner, digest=chunk.digest, kind=chunk.kind))
 
-    def _turns(self, db: Connection, owner: str) -> Iterator[Held]:
+    def _candidates(self, db: Connection, owner: str) -> Iterator[Held]:
         """Yields an owner's chunks, least recently used first. A chunk counts as pinned if a pinned file or reference
         holds it."""
         table = "refs" if owner == SHARED else "contents"

@@ -346,7 +346,7 @@ class DiskStore:
             log.warning("%s is gone, but its row cannot be changed: %s", path.name, error)
 
     def failed(self, key: KVKey, file: ChunkFile, error: CorruptFile | OSError) -> None:
-        """Is told why the layers of an open file could not be read."""
+        """Handles an error of reading the layers of an open file."""
         if isinstance(error, CorruptFile):
             self.set_aside(key, error, file)
         else:

@@ -19,8 +19,8 @@ class DiskParts:
     Args:
         own: ``close`` closes the file.
         most: bytes of the largest piece.
-        failed: is told what is wrong with the file, once, by whichever thread finds it first.
-        count: is told the bytes of every piece that was read.
+        failed: called with the error of the file, once, by the thread that finds it first.
+        count: called with the bytes of every piece that was read.
     """
 
     def __init__(

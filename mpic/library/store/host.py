@@ -132,7 +132,7 @@ class HostTier:
             if key in self._chunks or key in self._copying or not self._dropped.allows(key):
                 return None
             try:
-                gone = make_room(self._bounds, self._used, key.owner, size, self._turns)
+                gone = make_room(self._bounds, self._used, key.owner, size, self._candidates)
             except (StorageFull, StorageQuotaExceeded):
                 self._counters["refused"] += 1
                 return None
@@ -191,7 +191,7 @@ class HostTier:
             if used != +self._used or used.total() > self._bounds.budget:
                 raise IntegrityError(f"the host tier holds {dict(used)} and counted {dict(self._used)}")
 
-    def _turns(self, owner: str) -> Iterator[Held]:
+    def _candidates(self, owner: str) -> Iterator[Held]:
         for key, chunk in list(self._chunks.items()):
             if key.owner == owner:
                 yield Held(key, chunk.bytes, self._pinned(owner, key.chunk))

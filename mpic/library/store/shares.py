@@ -27,7 +27,7 @@ class Held(NamedTuple):
 
 
 H = TypeVar("H", bound=Held)
-Turns = Callable[[str], Iterable[H]]
+Candidates = Callable[[str], Iterable[H]]
 
 
 class TierBounds(NamedTuple):
@@ -53,30 +53,30 @@ class TierBounds(NamedTuple):
 
 
 def make_room(
-    bounds: TierBounds, used: Mapping[str, int], saver: str, size: int, turns: Turns
+    bounds: TierBounds, used: Mapping[str, int], saver: str, size: int, candidates: Candidates
 ) -> list[tuple[H, Why]]:
     """Chooses the chunks to evict so that ``saver`` can store ``size`` bytes.
 
     Args:
         used: bytes by owner, including those being written.
-        turns: function that returns an owner's chunks, least recently used first.
+        candidates: function that returns an owner's chunks, least recently used first.
 
     Raises:
         StorageQuotaExceeded: the user's quota is smaller than ``size``, or all its chunks are pinned.
         StorageFull: the budget is smaller than ``size``, or nothing may be evicted for this user.
     """
-    return _Eviction(bounds, used, saver, size, turns).make()
+    return _Eviction(bounds, used, saver, size, candidates).make()
 
 
 class _Eviction:
     def __init__(
-        self, bounds: TierBounds, used: Mapping[str, int], saver: str, size: int, turns: Turns
+        self, bounds: TierBounds, used: Mapping[str, int], saver: str, size: int, candidates: Candidates
     ) -> None:
-        self.bounds, self.saver, self.size, self.turns = bounds, saver, size, turns
+        self.bounds, self.saver, self.size, self.candidates = bounds, saver, size, candidates
         self.used = dict(used)
         self.used[saver] = self.used.get(saver, 0) + size
         self.gone: list[tuple[H, Why]] = []
-        self._turns: dict[str, Iterator[H]] = {}
+        self._remaining: dict[str, Iterator[H]] = {}
         self._passed: dict[str, list[H]] = {}  # chunks passed over, by owner, least recently used first
 
     def make(self) -> list[tuple[H, Why]]:
@@ -113,12 +113,12 @@ class _Eviction:
     def _take(self, owner: str, why: Why, at_most: float | None = None, pinned: bool = False) -> bool:
         """Evicts one chunk of this owner that has at most this many bytes; returns False if there is none."""
         passed = self._passed.setdefault(owner, [])
-        turn = self._turns.setdefault(owner, iter(self.turns(owner)))
+        remaining = self._remaining.setdefault(owner, iter(self.candidates(owner)))
         for chunk in list(passed):
             if self._fits(chunk, at_most, pinned):
                 passed.remove(chunk)
                 return self._evict(owner, chunk, why)
-        for chunk in turn:
+        for chunk in remaining:
             if self._fits(chunk, at_most, pinned):
                 return self._evict(owner, chunk, why)
             passed.append(chunk)

@@ -12,7 +12,7 @@ from mpic.api.savings import ReuseOfItem, Savings, SavingsDay, SavingsSum, Savin
 from mpic.errors import Forbidden
 from mpic.library import File, Reference
 from mpic.server.auth import CurrentUser
-from mpic.server.savings import DAYS_KEPT, Uses
+from mpic.server.savings import DAYS_KEPT, ChunkReuse
 from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/savings", tags=["savings"])
@@ -65,7 +65,7 @@ def _items(state: State, user: str | None) -> tuple[ReuseOfItem, ...]:
 
 
 def _counted(
-    found: Iterable[File] | Iterable[Reference], uses: dict[str, Uses], name: Callable[..., str]
+    found: Iterable[File] | Iterable[Reference], uses: dict[str, ChunkReuse], name: Callable[..., str]
 ) -> list[ReuseOfItem]:
     out = []
     for item in found:

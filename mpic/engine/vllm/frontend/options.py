@@ -229,8 +229,8 @@ def _given(text: str, known: set[str]) -> Mapping[str, Any]:
         if name in ALLOWED & known:
             continue
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            similar = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
             raise ConfigError(f"vllm_args: vLLM has no engine argument {name!r}{hint}", param="vllm_args")
         raise ConfigError(
             f"vllm_args: {name} is not verified with links; allowed: {', '.join(sorted(ALLOWED & known))}",

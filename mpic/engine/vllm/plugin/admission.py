@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from mpic.engine.vllm.plugin.host_memory import FileLoad, HostMemory
 from mpic.engine.vllm.plugin.step_messages import (
     ChunkExport,
-    Fault,
+    EndReason,
     LinkStart,
     PlacedChunk,
     StepInstructions,
@@ -55,7 +55,7 @@ class TrackedRequest:
         fault: the reason why it ends, if it must.
         blocks: its blocks of the paged cache, in order.
         fallback: number and error code of each chunk that is computed instead of linked.
-        told: the report that its outputs carry, once its prompt is complete.
+        final_report: the report that its outputs carry, once its prompt is complete.
     """
 
     request: Request
@@ -66,12 +66,12 @@ class TrackedRequest:
     chunks: tuple[PlacedChunk, ...] = ()
     hit: int | None = None
     complete: bool = False
-    fault: Fault | None = None
+    fault: EndReason | None = None
     blocks: list[int] = field(default_factory=list)
     fallback: list[tuple[int, str]] = field(default_factory=list)
     load_seconds: float = 0.0
     place_seconds: float = 0.0
-    told: dict[str, Any] | None = None
+    final_report: dict[str, Any] | None = None
 
     def report(self) -> dict[str, Any]:
         """Returns the report that the caller receives in ``kv_transfer_params``."""
@@ -345,16 +345,16 @@ class Admission:
         tracked = self._tracked.get(request)
         if tracked is None or tracked.fault is not None or not isinstance(tracked.order, LinkOrder):
             return None
-        if tracked.told is None:
-            tracked.told = tracked.report()
-        return tracked.told
+        if tracked.final_report is None:
+            tracked.final_report = tracked.report()
+        return tracked.final_report
 
     # the end
 
     def fail(self, tracked: TrackedRequest, code: str, message: str) -> None:
         """Marks a request to end with the scheduler's next update."""
         logger.warning("request %s ends: %s (%s)", tracked.request.request_id, message, code)
-        tracked.fault = Fault(code, message)
+        tracked.fault = EndReason(code, message)
         self._failed[tracked.request.request_id] = tracked
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -377,7 +377,7 @@ class Admission:
         tracked.blocks = []
         self._unpin(tracked)
         tracked.late, tracked.rows, tracked.hit, tracked.complete = None, None, None, False
-        tracked.told = None
+        tracked.final_report = None
 
     def _unpin(self, tracked: TrackedRequest) -> None:
         self._unfinished.pop(tracked.request.request_id, None)

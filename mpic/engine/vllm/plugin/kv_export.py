@@ -26,7 +26,7 @@ from mpic.durable import FULL, TEMPORARY
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
 from mpic.engine.vllm.plugin.prompt_snapshot import PromptSnapshot, snapshot
 from mpic.engine.vllm.plugin.readback import Readback, readback_for
-from mpic.engine.vllm.plugin.step_messages import ChunkExport, Fault
+from mpic.engine.vllm.plugin.step_messages import ChunkExport, EndReason
 from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, part_name
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class KVExporter:
             job = _Job(export, prompt, readback.mark(), read)
         except Exception as error:  # an exception here would end the engine
             read.set()
-            runner.report.faults[request] = Fault(
+            runner.report.faults[request] = EndReason(
                 "compile_failed", f"the chunk's KV could not be read: {error!r}"
             )
             return
@@ -104,7 +104,7 @@ class KVExporter:
 
 
 def _run(job: _Job, paged: PagedCache, readback: Readback, parallel: ParallelConfig) -> None:
-    """Reads and writes an export, on the exporter's thread. The frontend is told of errors by an empty file."""
+    """Reads and writes an export, on the exporter's thread. An empty file reports an error to the frontend."""
     path = Path(job.export.folder) / f"{part_name(*paged.rank)}.safetensors"
     try:
         try:

@@ -1,7 +1,7 @@
 """Chunks into a GPU's paged cache while the forward computes, layer by layer.
 
 Keys and values cross the bus on a stream of their own, in transfers of some layers each (``transfers.py``), into two
-buffers by turns. Before a layer attends, vLLM asks for it (``MPICConnector.wait_for_layer_load``): the computing stream
+buffers in turn. Before a layer attends, vLLM asks for it (``MPICConnector.wait_for_layer_load``): the computing stream
 then waits for the transfers of this layer, picks the linked tokens out of what has crossed, rotates their keys and
 writes them into the cache, and the next transfer begins when that is done. So layers compute while later ones cross.
 
@@ -55,7 +55,7 @@ class CopiesAtOnce:
         pass
 
 
-class Sent(NamedTuple):
+class PendingTransfer(NamedTuple):
     """A transfer under way: the buffer that it fills, what crosses as a tensor there, and the mark of its copies."""
 
     transfer: Transfer
@@ -79,7 +79,7 @@ class Buffer:
         with torch.inference_mode(False):
             return self._copies.buffer(self._device.shape, self._device.dtype)
 
-    def fill(self, transfer: Transfer) -> Sent:
+    def fill(self, transfer: Transfer) -> PendingTransfer:
         """Starts a transfer into the buffer. What reads the buffer must be on the computing stream, and the copies
         ordered behind it, by now."""
         kv = transfer.write.kv[transfer.layers.start : transfer.layers.stop]
@@ -92,7 +92,7 @@ class Buffer:
         else:
             heads = (head[tokens] for layer in kv for half in layer for head in half)
             mark = self._copies.start_all(zip(memory.flatten(0, 2), heads, strict=True))
-        return Sent(transfer, self, memory, mark)
+        return PendingTransfer(transfer, self, memory, mark)
 
     def _read(self, kv: Sequence[torch.Tensor], tokens: slice, transfer: Transfer) -> torch.Tensor:
         """Reads what is to cross from a mapped file into the page-locked memory. It waits for the copy of two transfers
@@ -147,7 +147,7 @@ class Placement:
     ) -> None:
         self._paged, self._copies = paged, staging.copies
         self._waiting = deque(transfers(writes, staging.sizes))
-        self._sent: deque[Sent] = deque()
+        self._sent: deque[PendingTransfer] = deque()
         self._slots = {id(write): send(write.slots, paged.device) for write in writes}
         scattered = [write for write in writes if not isinstance(write.tokens, slice)]
         self._tokens = {id(write): send(write.tokens, paged.device) for write in scattered}
@@ -183,7 +183,7 @@ class Placement:
         while self._free and self._waiting:
             self._sent.append(self._free.pop().fill(self._waiting.popleft()))
 
-    def _write(self, sent: Sent) -> None:
+    def _write(self, sent: PendingTransfer) -> None:
         """Has the device rotate and write what a transfer brings, and then fill its buffer again."""
         write, layers, picks, span, crossing = sent.transfer
         self._copies.follow(sent.mark)
@@ -191,9 +191,9 @@ class Placement:
         keys, values = (half[:, :, inside] for half in sent.memory.unbind(1))
         if (turn := self._turns[write.delta]) is not None:
             keys = rotate(keys, turn)
-        here = slice(picks.start, picks.stop)
-        slots = self._slots[id(write)][here]
-        index = None if len(picks) == len(span) else self._tokens[id(write)][here] - span.start
+        chosen = slice(picks.start, picks.stop)
+        slots = self._slots[id(write)][chosen]
+        index = None if len(picks) == len(span) else self._tokens[id(write)][chosen] - span.start
         for i, layer in enumerate(layers):
             both = (half[i].transpose(0, 1) for half in (keys, values))
             if index is not None:

@@ -1,7 +1,7 @@
 """From a device to host memory, beside what the device computes and without a step that waits for it.
 
 A step marks what the device has been given so far. A thread then reads, on a stream of its own, behind that mark. What
-is read crosses through two fixed pieces of page-locked memory by turns: while one fills, the thread empties the other
+is read crosses through two fixed pieces of page-locked memory in turn: while one fills, the thread empties the other
 into ordinary memory. So however much is read, no more than these two pieces are ever locked.
 """
 
@@ -88,7 +88,7 @@ class CudaReadback:
 
 
 def cross(source: torch.Tensor, target: torch.Tensor, slots: list[torch.Tensor], copied: Any) -> None:
-    """Copies a contiguous device tensor to host memory through slots by turns.
+    """Copies a contiguous device tensor to host memory through slots in turn.
 
     Args:
         slots: two tensors of bytes in page-locked memory.

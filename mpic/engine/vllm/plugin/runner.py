@@ -36,7 +36,7 @@ from mpic.engine.vllm.plugin.key_rotation import KeyRotation
 from mpic.engine.vllm.plugin.kv_import import PagedWrite, place_on_cpu
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
 from mpic.engine.vllm.plugin.placement import Placement, TransferBuffers
-from mpic.engine.vllm.plugin.step_messages import Fault, StepReport
+from mpic.engine.vllm.plugin.step_messages import EndReason, StepReport
 from mpic.errors import CorruptFile
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class LinkRunner:
         code = "internal_error"
         if isinstance(error, (CorruptFile, OSError)):
             code = "missing" if isinstance(error, FileNotFoundError) else "corrupt"
-        self.report.faults[request] = Fault(code, f"a chunk could not be placed: {error!r}")
+        self.report.faults[request] = EndReason(code, f"a chunk could not be placed: {error!r}")
 
     def plan_step(
         self, requests: Sequence[str], scheduled: np.ndarray, computed: np.ndarray

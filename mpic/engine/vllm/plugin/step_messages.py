@@ -12,7 +12,7 @@ from mpic.engine.vllm.plugin.host_memory import CachedFile
 from mpic.link import Ranges
 
 
-class Fault(NamedTuple):
+class EndReason(NamedTuple):
     """The reason why a request ends: a stable code and a sentence."""
 
     code: str
@@ -80,7 +80,7 @@ class StepReport(KVConnectorWorkerMetadata):
     """
 
     placed: dict[str, float] = field(default_factory=dict)
-    faults: dict[str, Fault] = field(default_factory=dict)
+    faults: dict[str, EndReason] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)

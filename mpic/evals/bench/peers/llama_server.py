@@ -148,8 +148,8 @@ class LlamaServer:
 
 
 def _version(found: str) -> str:
-    said = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30)
-    lines = (said.stdout + said.stderr).splitlines()
+    done = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30)
+    lines = (done.stdout + done.stderr).splitlines()
     return next((line.removeprefix("version: ") for line in lines if line.startswith("version:")), "?")
 
 

@@ -17,7 +17,7 @@ from mpic.evals.bench.peers import llama_server, plain_vllm
 from mpic.evals.bench.peers.native import Native
 from mpic.evals.bench.peers.prompts import Peer, Questions, Settings
 from mpic.evals.bench.peers.stock import Stock
-from mpic.evals.bench.workload import DecoderShape, ModelPair, compile_all, describe, engine_for, make_pair
+from mpic.evals.bench.workload import DecoderShape, ModelPair, compile_all, engine_for, make_pair
 
 MPIC, LINKS = "MPIC prefix", ("MPIC mpic-32", "MPIC legolink-16")
 VLLM, LLAMA, STOCK = plain_vllm.VLLM.name, llama_server.LlamaServer.name, Stock.name
@@ -69,7 +69,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         for (case, column), series in samples.items()
     ]
     notes = {
-        "model": describe(pair, settings.decoder),
+        "model": pair.description,
         "prompt_tokens": settings.length,
         "peers": {peer.name: peer.detail for peer in peers},
         "not measured": missing,

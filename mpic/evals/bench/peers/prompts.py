@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mpic.evals.bench.workload import BENCH_DECODER, DecoderShape, Ids, prompt_of, text_chunk
+from mpic.evals.bench.workload import BENCH_DECODER, DecoderShape, Ids, prompt_of
 from mpic.prompt.segments import Prompt, TextSegment
 
 DECODER = DecoderShape(**{**vars(BENCH_DECODER), "context": 8192})
@@ -77,9 +77,7 @@ class Questions:
         self._settings = settings
         self._ids = Ids(settings.decoder.vocabulary, settings.seed)
         self.system = self._ids.fresh(settings.system)
-        self.documents = [
-            text_chunk(self._ids.fresh(settings.document_tokens)) for _ in range(settings.documents)
-        ]
+        self.documents = self._ids.chunks(settings.documents, settings.document_tokens)
 
     def shuffled(self, turn: int) -> Prompt:
         """Returns the documents in an order that begins with another document every turn, so that a prefix cache finds
