@@ -113,5 +113,5 @@ def _empty(target: torch.Tensor, piece: slice, slot: torch.Tensor, mark: Any) ->
     target[piece].copy_(slot)
 
 
-def readback_for(device: torch.device) -> Readback:
-    return CudaReadback(device) if device.type == "cuda" else ReadbackAtOnce()
+def readback_for(device: torch.device, slot_bytes: int = SLOT_BYTES) -> Readback:
+    return CudaReadback(device, slot_bytes) if device.type == "cuda" else ReadbackAtOnce()

@@ -20,7 +20,6 @@ from mpic.engine.vllm.plugin.prompt_snapshot import snapshot
 from mpic.engine.vllm.plugin.runner import PromptInputs
 from mpic.engine.vllm.plugin.step_messages import ChunkExport, StepReport
 from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, part_name
-from mpic.kv.readback import cross
 
 WAIT = 60.0
 BLOCKS = (5, 2, 7)
@@ -272,23 +271,6 @@ def test_what_later_requests_overwrite_is_taken_in_the_step(order, deepstack):
         assert not inputs.deepstack[:, words].any()
     else:
         assert inputs.deepstack is None
-
-
-@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 128, 200])
-def test_a_slot_is_filled_again_only_when_what_it_held_has_been_taken_out(count):
-    """A copy into a slot happens when its mark is waited for, at the latest when the slot is filled again."""
-    source, target = torch.arange(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
-    slots = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
-    waited, started = [], 0
-
-    def copied():
-        nonlocal started
-        number, started = started, started + 1
-        assert number < 2 or number - 2 in waited, "the slot is still being read"
-        return SimpleNamespace(synchronize=lambda: waited.append(number))
-
-    cross(source, target, slots, copied)
-    assert torch.equal(target, source) and waited == list(range(-(-count // 64)))
 
 
 def test_kv_read_layer_by_layer_is_that_of_the_whole():
