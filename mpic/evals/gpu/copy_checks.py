@@ -36,7 +36,6 @@ def copies(run: SectionRun) -> None:
         "ranges of a buffer arrive with the mark of the last": _ranges,
         "a buffer may be dropped while it is being copied": _dropped,
         "a slot of the staging ring is not filled again before it is copied": _ring,
-        "copies to the host come behind what is computed": _back,
         "what a thread reads back is what had been computed at its mark": _readback,
     }.items():
         context.check(
@@ -125,16 +124,6 @@ def _ring(context: Context, found: Copies) -> float:
     ring.close()
     wanted = torch.arange(1, pieces + 1, device=target.device)
     return float((target.amax(1) - wanted).abs().max() + (target.amin(1) - wanted).abs().max())
-
-
-def _back(context: Context, found: Copies) -> float:
-    source = torch.zeros(64 << 18, device=context.placement.device)
-    _busy(context, 20)
-    source.add_(4)
-    memory, mark = found.back(source)
-    _busy(context)
-    found.wait(mark)
-    return float((memory - 4).abs().max())
 
 
 def _readback(context: Context, found: Copies) -> float:
