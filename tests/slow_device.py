@@ -66,10 +66,6 @@ class SlowDevice:
     def follow(self, mark) -> None:
         assert mark.wait(WAIT)
 
-    def back(self, source):
-        memory = self.buffer(source.shape, source.dtype)
-        return memory, self.start(memory, source)
-
     def wait(self, mark) -> None:
         if self.broken:
             raise RuntimeError("the device is lost")

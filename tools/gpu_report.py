@@ -4,7 +4,7 @@
     python3 tools/gpu_report.py --out gpu.jsonl            # everything, about 15 minutes on an H100
     python3 tools/gpu_report.py --out gpu.jsonl            # again: runs the sections that have not ended well
     python3 tools/gpu_report.py --sections kernels,decode --out gpu.jsonl
-    python3 tools/gpu_report.py --device cpu --quick       # tiny sizes, Triton's interpreter
+    python3 tools/gpu_report.py --device cpu               # tiny sizes, Triton's interpreter
 
 Every row is a line of JSON in the file as soon as it is measured. A section that fails, hangs or crashes does not
 affect the others. The exit status is 0 when the script has completed, whatever the sections found; see docs/gpu.md.
@@ -39,6 +39,11 @@ class Checkout(importlib.abc.MetaPathFinder):
         )
 
 
+# also in processes that a section's libraries start, as vLLM does, which import this file under the second name
+if __name__ in ("__main__", "__mp_main__"):
+    sys.meta_path.insert(0, Checkout())
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -64,8 +69,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def chosen(names: str, file: Path) -> list:
-    """Returns the sections to run: the named ones, or all that have not succeeded in the file.
+def chosen(names: str, file: Path, device: str = "cuda") -> list:
+    """Returns the sections to run: the named ones, or all that have not succeeded in the file and that run on a device
+    without being named.
 
     Raises:
         SystemExit: a name is unknown.
@@ -82,7 +88,8 @@ def chosen(names: str, file: Path) -> list:
     if wanted:
         return [section for section in SECTIONS if section.name in wanted]
     done = {name for name, end in record.ends(record.read(file)).items() if end["status"] == "ok"}
-    return [section for section in SECTIONS if section.name not in done]
+    unasked = [section for section in SECTIONS if device == "cuda" or not section.named]
+    return [section for section in unasked if section.name not in done]
 
 
 def start(options: argparse.Namespace) -> None:
@@ -128,7 +135,6 @@ def prepare(device: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    sys.meta_path.insert(0, Checkout())
     from mpic.evals.gpu import record, supervise
     from mpic.evals.gpu.sections import SECTIONS
 
@@ -154,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.out, options.device, options.quick, options.limit, fork, command, say
     )
     try:
-        supervisor.run(chosen(options.sections, options.out))
+        supervisor.run(chosen(options.sections, options.out, options.device))
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here")
         return 130

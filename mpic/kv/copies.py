@@ -2,7 +2,7 @@
 
 A load is read piece by piece into pinned memory; each piece is copied on a separate stream and leaves a mark. A step
 that is about to attend in layer l makes the *device* wait for the mark of layer l, and the host goes on at once. What
-has been compiled is copied back in the same way; the thread that writes it to disk is the one that waits.
+has been compiled goes the other way (``readback.py``).
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ class Copies(Protocol):
     def follow(self, mark: Any) -> None:
         """Makes work that is queued on the device from now on wait for the copy."""
 
-    def back(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Starts a copy to new host memory, behind everything the device has been given to compute so far; returns the
-        memory and the copy's mark. The source may not change before the copy is done."""
-
     def wait(self, mark: Any) -> None:
         """Makes the calling thread, which may be any, wait until a copy is done."""
 
@@ -50,8 +46,7 @@ class CudaCopies:
     read it are done."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream, self._returning = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._device, self._stream = device, torch.cuda.Stream(device)
 
     def order(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -72,15 +67,6 @@ class CudaCopies:
 
     def follow(self, mark: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(mark)
-
-    def back(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        memory = self.buffer(source.shape, source.dtype)
-        self._returning.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._returning):
-            memory.copy_(source, non_blocking=True)
-            mark = torch.cuda.Event(blocking=True)  # who waits for it leaves its core
-            mark.record(self._returning)
-        return memory, mark
 
     def wait(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 
 SPARE = 256 << 20
-"""Bytes beyond the budgets up to which freed blocks are kept: compiled chunks on their way to the disk, which belong to
-no budget, come back to the same blocks."""
+"""Bytes beyond the budgets up to which freed blocks are kept, so that not every chunk of another size has them given
+back."""
 
 
 def page_locked_bytes(size: int) -> int:

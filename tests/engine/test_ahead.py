@@ -14,6 +14,7 @@ from extend_kit import Lookup, Words
 from mpic.engine.base import GenerationRequest, GenerationUsage, Sampling
 from mpic.engine.native import cuda_graphs, sampling, static_decode
 from mpic.engine.native.sampling import Drawing
+from mpic.errors import EngineStopped
 from mpic.link import parse_policy
 
 SHARED, OTHER = text_chunk(ids(70, 40)), text_chunk(ids(71, 23))
@@ -244,6 +245,56 @@ def test_a_failed_step_is_not_gone_ahead_from(make_engine, monkeypatch):
         engine.submit(request_of(PROMPTS[2], "full", 6)).result()
     assert len(engine.submit(request_of(PROMPTS[2], "full", 6)).result().token_ids) == 6
     engine.check()
+
+
+def test_an_engine_that_is_closed_with_a_step_launched_ends_its_answers_with_the_reason(
+    make_engine, monkeypatch
+):
+    engine, choices, closing = make_engine(ahead=True), Drawing.choices, []
+
+    def read(self):
+        if engine.ahead._launched is not None and not closing:
+            closing.append(threading.Thread(target=engine.close))
+            closing[0].start()
+            until(lambda: engine._inbox.closed)
+        return choices(self)
+
+    monkeypatch.setattr(Drawing, "choices", read)
+    with held(engine):
+        streams = [engine.submit(request_of(prompt, "full", 900)) for prompt in PROMPTS[1:3]]
+    for stream in streams:
+        with pytest.raises(EngineStopped):
+            stream.result()
+    closing[0].join(60)
+    assert not closing[0].is_alive() and not engine._thread.is_alive()
+    engine.device.check()  # no extent is left to a request
+
+
+def test_a_step_whose_tokens_cannot_be_read_ends_its_answers_and_the_next_are_right(make_engine, monkeypatch):
+    """The device fails while the tokens of a step are on their way, behind which another one has been launched."""
+    (expected,) = run(make_engine(ahead=False), [request_of(PROMPTS[2], "full", 6)])
+    engine, draw, fetch, failing = make_engine(ahead=True), sampling._draw, sampling._fetch, []
+
+    def broken():
+        raise RuntimeError("the device is lost")
+
+    def fetched(tokens):
+        failing.append(engine.ahead._launched is None and len(failing) == 3)
+        return broken if failing[-1] else fetch(tokens)
+
+    def drawn(logits, *rest):
+        return broken() if failing and failing[-1] else draw(logits, *rest)
+
+    monkeypatch.setattr(sampling, "_fetch", fetched)
+    monkeypatch.setattr(sampling, "_draw", drawn)
+    with pytest.raises(Exception, match="the device is lost"):
+        engine.submit(request_of(PROMPTS[2], "full", 9)).result()
+    assert any(failing) and engine.stats()["counters"]["steps_ahead"] > 1
+    failing.clear()
+    monkeypatch.setattr(sampling, "_fetch", fetch)
+    monkeypatch.setattr(sampling, "_draw", draw)
+    assert run(engine, [request_of(PROMPTS[2], "full", 6)]) == [expected]
+    assert engine.ahead._launched is None
 
 
 def test_static_steps_go_ahead_too(both, monkeypatch):

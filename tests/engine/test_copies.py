@@ -4,6 +4,7 @@ no other. The device is simulated by copies that happen only when something is o
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from mpic.errors import CorruptFile, IntegrityError
 from mpic.kv.barrier import LayerBarrier, LoadProgress, LoadSignal
 from mpic.kv.copies import CopiedProgress, copies_for
 from mpic.kv.staging import Staging
+from mpic.link import Wrapping
 
 CHUNKS = [text_chunk(ids(80 + i, n)) for i, n in enumerate((23, 40))]
 PROMPT = prompt_of(ids(3, 5), CHUNKS[0], ids(4, 6), CHUNKS[1], ids(5, 4))
@@ -47,14 +49,6 @@ class Late:
     def start(self, target, source):
         self.started.append((target, source))
         return len(self.started)
-
-    def back(self, source):
-        memory = torch.full(source.shape, float("nan"), dtype=source.dtype)
-        return memory, (memory, source)
-
-    def wait(self, mark):
-        memory, source = mark
-        memory.copy_(source)
 
     def follow(self, mark):
         self.followed.append(mark)
@@ -218,7 +212,7 @@ def test_a_dynamic_policy_decides_over_copies_that_have_happened(late, monkeypat
     engine.check()
 
 
-# ---- what lies in page-locked memory, and what is copied back
+# ---- what lies in page-locked memory, and what is read back
 
 
 def test_a_chunk_that_lies_in_page_locked_memory_is_copied_from_there(late):
@@ -236,23 +230,41 @@ def test_a_chunk_that_lies_in_page_locked_memory_is_copied_from_there(late):
     engine.check()
 
 
-class SlowBack(Late):
-    """Makes copies to the host only when the test allows them, as late as the writer's waiting permits."""
+class SlowReadback:
+    """Reads a device's memory only when the test allows it, on the writer's thread."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.go = threading.Event()
+        self.error: Exception | None = None
 
-    def wait(self, mark):
+    def mark(self):
+        return threading.current_thread().name
+
+    @contextmanager
+    def behind(self, mark):
+        assert mark.startswith(("mpic-engine", "MainThread", "closing"))
         assert threading.current_thread().name.startswith("mpic-write")
         assert self.go.wait(60)
-        super().wait(mark)
+        yield
+
+    def to_host(self, source, target):
+        if self.error is not None:
+            raise self.error
+        return target.copy_(source)
 
 
-def test_compiled_chunks_are_copied_back_while_the_engine_goes_on_and_stay_where_they_are(make_engine):
+def read_slowly(engine) -> SlowReadback:
+    """Has an engine's compiled chunks read back slowly; nothing is allocated for them to be copied through."""
+    copies, readback = Late(), SlowReadback()
+    engine.transfers.copy_beside(copies, Staging(2, 4096), readback)
+    copies.buffer = None
+    return readback
+
+
+def test_compiled_chunks_are_read_back_while_the_engine_goes_on_and_stay_where_they_are(make_engine):
     chunk, store = text_chunk(ids(90, 40)), MemoryStore()
     engine = make_engine(store=store, pages=24, page_size=8)
-    engine.transfers.copy_beside(copies := SlowBack(), Staging(2, 4096))
+    readback = read_slowly(engine)
     future = engine.compile(chunk)
     try:
         for i in range(4):  # in the end they need the chunk's pages
@@ -262,7 +274,7 @@ def test_compiled_chunks_are_copied_back_while_the_engine_goes_on_and_stay_where
         [resident] = engine.device.chunks.values()
         assert resident.extent.fixed == 1 and resident.refs == 1
     finally:
-        copies.go.set()
+        readback.go.set()
     assert future.result(60) == 40
     until(lambda: not engine.transfers.busy)
     assert (resident.extent.fixed, resident.refs) == (0, 0)
@@ -273,15 +285,46 @@ def test_compiled_chunks_are_copied_back_while_the_engine_goes_on_and_stay_where
     engine.check()
 
 
-def test_closing_waits_for_what_is_copied_back(make_engine):
+@pytest.mark.parametrize("sink", [0, 4])
+def test_a_chunk_behind_start_tokens_is_read_back_without_them(make_engine, sink):
+    """Its part of the extent is strided."""
+    made = []
+    for slowly in (False, True):
+        store = MemoryStore()
+        engine = make_engine(store=store)
+        if slowly:
+            read_slowly(engine).go.set()
+        engine.compile(text_chunk(ids(90, 40)), Wrapping(sink)).result(60)
+        made += store.chunks.values()
+    assert torch.equal(made[0].kv, made[1].kv)
+
+
+def test_a_chunk_that_cannot_be_read_back_is_not_saved_and_can_still_be_linked(make_engine):
     store = MemoryStore()
     engine = make_engine(store=store)
-    engine.transfers.copy_beside(copies := SlowBack(), Staging(2, 4096))
+    readback = read_slowly(engine)
+    readback.error = RuntimeError("the copy failed")
+    readback.go.set()
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        engine.compile(CHUNKS[0]).result(60)
+    until(lambda: not engine.transfers.busy)
+    assert not store.chunks and engine.stats()["counters"]["save_failures"] == 1
+    [resident] = engine.device.chunks.values()
+    assert (resident.extent.fixed, resident.refs) == (0, 0) and resident.ready
+    prompt = prompt_of(ids(3, 5), CHUNKS[0], ids(4, 6))
+    assert_oracle("llama", prompt, "mpic-4", submit(engine, prompt))
+    engine.check()
+
+
+def test_closing_waits_for_what_is_read_back(make_engine):
+    store = MemoryStore()
+    engine = make_engine(store=store)
+    readback = read_slowly(engine)
     futures = [engine.compile(text_chunk(ids(95 + i, 40))) for i in range(3)]
     until(lambda: engine.transfers._returning == 3)
-    closing = threading.Thread(target=engine.close)
+    closing = threading.Thread(target=engine.close, name="closing")
     closing.start()
-    copies.go.set()
+    readback.go.set()
     closing.join(60)
     assert len(store.chunks) == 3 and all(future.result(1) == 40 for future in futures)
     assert not any(chunk.kv.isnan().any() for chunk in store.chunks.values())

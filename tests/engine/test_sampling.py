@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -154,3 +156,25 @@ def test_an_error_in_the_options_of_one_row_leaves_the_others_their_tokens():
     found = choose(logits, together)
     assert isinstance(found.pop(2), TypeError)
     assert [token for token, _ in found] == [expected[row] for row in (0, 1, 3)]
+
+
+def test_tokens_are_waited_for_on_their_own_device_which_need_not_be_the_current_one(monkeypatch):
+    """A fake of ``torch.cuda`` records its calls in order. An event of another device's stream would be over at once,
+    and the numbers that are read would be those of the step before."""
+    said = []
+
+    class Event:
+        def record(self, stream="the current device's stream"):
+            said.append(f"recorded on {stream}")
+
+        def synchronize(self):
+            said.append("waited")
+
+    host = SimpleNamespace(copy_=lambda source, non_blocking: said.append("copied"), tolist=lambda: [4, 2])
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: host)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the stream of {device}")
+    tokens = SimpleNamespace(device=torch.device("cuda:1"), shape=(2,), dtype=torch.int64)
+    read = sampling._fetch(tokens)
+    assert said == ["copied", "recorded on the stream of cuda:1"]
+    assert read() == [4, 2] and said[2:] == ["waited"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import vllm_kit
@@ -9,7 +11,7 @@ from bench_kit import run_bench
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from typer.testing import CliRunner
 
-from mpic.evals.bench import checkpoint, cli, frames_vllm, serving_http, ttft_vllm
+from mpic.evals.bench import checkpoint, cli, frames_vllm, serving_http, ttft_vllm, vllm_pair
 from mpic.evals.bench.harness import BENCHES, BenchDevice, BenchFailed
 from mpic.evals.bench.workload import DecoderShape, TowerShape, random_image, random_model
 
@@ -63,6 +65,15 @@ def test_the_list_and_the_help_name_both_engines(name):
     taught = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "200"}).output
     assert f"{name} --engine vllm" in listed and "With --engine vllm" in taught
     assert set(BENCHES[name].on("vllm").wants) == HEADLINES[name]
+
+
+def test_two_engines_on_one_gpu_ask_for_little_of_it_to_be_free():
+    """By default vLLM wants nine tenths, of which the first engine has taken a part when the second one starts."""
+    on_gpu = BenchDevice(torch.device("cuda"), torch.bfloat16)
+    for placement, share in ((on_gpu, vllm_pair.LEAST_FREE), (CPU, None)):
+        config = vllm_pair.engine_config(TINY, placement, "model", 100, 32)
+        assert json.loads(config.vllm_args).get("gpu_memory_utilization") == share
+        assert config.pool_bytes == (TINY.context + 32) * TINY.token_bytes(placement.dtype)
 
 
 def test_an_engine_that_a_bench_does_not_measure_is_refused_by_name():

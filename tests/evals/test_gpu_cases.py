@@ -12,10 +12,21 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from slow_device import SlowDevice
 
 from mpic.errors import ModelRefused
 from mpic.evals.bench.harness import BenchDevice
-from mpic.evals.gpu import attention_cases, comparators, context, first_tokens, kernel_times, machine, record
+from mpic.evals.gpu import (
+    attention_cases,
+    comparators,
+    context,
+    copy_checks,
+    first_tokens,
+    graphs,
+    kernel_times,
+    machine,
+    record,
+)
 from mpic.evals.gpu.sizes import QUICK
 from mpic.evals.gpu.supervise import SectionRun
 from mpic.kernels import reference
@@ -222,3 +233,45 @@ def test_what_is_not_installed_is_named_and_what_is_wrong_is_not_timed(measured,
     assert [row["ok"] for row in rows if row["measured"].startswith("is right")] == [False, False]
     left_out = [row["why"] for row in rows if row["with"] == "left out"]
     assert left_out == ["flashinfer-python is not installed"]
+
+
+# ---- copies and decoding
+
+
+@pytest.fixture
+def copying(measured, monkeypatch):
+    """Runs the checks of copies on a device that copies late; returns them by name."""
+    devices = []
+
+    def run(**options):
+        devices.append(SlowDevice(**options))
+        monkeypatch.setattr(copy_checks, "copies_for", lambda device: devices[-1])
+        rows = measured("copies", copy_checks.copies, QUICK)
+        assert any(row["with"] == "share that is hidden" for row in rows)
+        return {row["shape"]: row for row in rows if row["measured"] == "copy check"}
+
+    yield run
+    for device in devices:
+        device.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="real copies are checked there")
+def test_copies_that_are_late_and_in_order_pass_every_check(copying):
+    checks = copying()
+    assert len(checks) == 6 and all(row["ok"] for row in checks.values()), checks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="real copies are checked there")
+def test_copies_that_nobody_waits_for_are_found_by_every_check_that_has_some(copying, monkeypatch):
+    monkeypatch.setattr(SlowDevice, "follow", lambda self, mark: None)
+    monkeypatch.setattr(SlowDevice, "wait", lambda self, mark: None)
+    checks = copying(delays=(0.1,))
+    assert [row["ok"] for row in checks.values()] == [False] * 5 + [True], checks
+
+
+def test_decoding_is_the_same_with_graphs_and_without_and_ahead_or_not(measured):
+    rows = measured("graphs", graphs.graphs, replace(QUICK, batches=(1,), set_chunks=1, tokens=3))
+    same = [row for row in rows if row["measured"] == "answers that are the same"]
+    assert [(row["value"], row["ok"]) for row in same] == [(1, True)] * 2
+    ahead = [row for row in rows if row["measured"] == "steps launched ahead"]
+    assert [bool(row["value"]) for row in ahead] == [True, True, False] and all(row["ok"] for row in ahead)

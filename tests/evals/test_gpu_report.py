@@ -154,6 +154,14 @@ def test_what_ended_well_is_not_run_again_unless_it_is_named(tmp_path):
         script().chosen("machine,nothing", out)
 
 
+def test_sections_that_start_vllm_run_on_a_cpu_only_when_they_are_named(tmp_path):
+    out, vllm = tmp_path / "rows.jsonl", ["vllm", "vllm-decode", "vllm-bench"]
+    everywhere = [section.name for section in script().chosen("", out)]
+    assert everywhere[-3:] == vllm
+    assert [section.name for section in script().chosen("", out, "cpu")] == everywhere[:-3]
+    assert [section.name for section in script().chosen(",".join(vllm), out, "cpu")] == vllm
+
+
 def test_rows_of_another_device_are_not_mixed_into_a_file(tmp_path):
     out = tmp_path / "rows.jsonl"
     record.append(out, {"event": "run", "device": "cuda", "quick": False})
@@ -215,3 +223,28 @@ def test_a_bare_machine_imports_every_section_and_the_script_comes_to_its_end(tm
     assert all(set(record.COLUMNS) <= set(row) for row in rows)
     table = record.markdown(lines)
     assert table.startswith("| section | measured |") and table.count("\n") == len(rows) + 1
+
+
+SPAWNED = """
+import multiprocessing, runpy, sys
+if __name__ == "__main__":
+    sys.modules["__main__"].__file__ = sys.argv[1]
+    child = multiprocessing.get_context("spawn").Process(target=runpy.run_path, args=(sys.argv[2],))
+    child.start()
+    child.join()
+    raise SystemExit(child.exitcode)
+"""
+
+
+def test_a_process_that_a_section_starts_finds_the_checkout_on_a_bare_machine(tmp_path):
+    """vLLM starts its engine in such processes. They import the script under another name, and never call it."""
+    site, found = bare_site.make(tmp_path / "site"), tmp_path / "found.py"
+    found.write_text("import mpic.kernels, mpic.kv.readback\nprint(mpic.kernels.__file__)\n")
+    starter = tmp_path / "starter.py"
+    starter.write_text(SPAWNED)
+    environment = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "OMP_NUM_THREADS", "TMPDIR")}
+    command = [sys.executable, "-S", str(starter), str(SCRIPT), str(found)]
+    where = {"env": environment | {"PYTHONPATH": str(site)}, "cwd": site, "timeout": 200}
+    done = subprocess.run(command, **where, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() == str(ROOT / "kernels" / "__init__.py")

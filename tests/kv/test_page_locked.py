@@ -10,9 +10,8 @@ import pytest
 import torch
 from page_locking import HostAllocator, page_locked
 
-from mpic.engine.native.transfers import Transfers
-from mpic.kv import copies, staging
-from mpic.kv.page_locked import SPARE, PageLocked, page_locked_bytes
+from mpic.kv import copies, readback, staging
+from mpic.kv.page_locked import PageLocked, page_locked_bytes
 
 KIB = 1 << 10
 
@@ -144,18 +143,19 @@ def test_threads_share_one_budget():
     assert not failed and allocator.most <= 4 * 8 * KIB and owner
 
 
-def test_the_spare_bytes_are_those_of_compiled_chunks_on_their_way_to_the_disk():
-    assert Transfers.backlog <= SPARE
-
-
-def test_the_staging_ring_and_copies_to_the_host_are_counted_and_the_ring_has_a_budget(monkeypatch):
+def test_the_staging_ring_and_the_slots_of_a_readback_have_budgets_and_whole_chunks_are_counted(monkeypatch):
     memory, allocator = page_locked()
-    for module in (copies, staging):
+    for module in (copies, staging, readback):
         monkeypatch.setattr(module, "PAGE_LOCKED", memory)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    back = readback.CudaReadback(torch.device("cuda"), KIB)
+    assert memory.held == 0 and len(back._slots) == 2 and memory.held == 2 * KIB
+    assert memory._budgets[back] == 2 * KIB
+    del back
     on_device = copies.CudaCopies.__new__(copies.CudaCopies)
     ring = staging.StagingRing(on_device, staging.Staging(4, KIB))
     assert memory.held == allocator.held == 4 * KIB
-    for _ in range(2):  # of a compiled chunk
+    for _ in range(2):  # of a chunk that cannot be read in parts
         on_device.buffer((3, 100), torch.float32)
         on_device.buffer((7, 100), torch.float32)
     assert allocator.held == 4 * KIB + 4 * KIB and allocator.emptied == 3 and ring.size.slots == 4

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_kit import until
 from paged_kit import BLOCK, LAYERS, TOKENS, chunk, paged
 from safetensors.torch import load_file
 from torch import nn
 
+from mpic.engine.vllm.plugin import kv_export
 from mpic.engine.vllm.plugin.kv_export import KVExporter
 from mpic.engine.vllm.plugin.prompt_snapshot import snapshot
-from mpic.engine.vllm.plugin.readback import cross
 from mpic.engine.vllm.plugin.runner import PromptInputs
 from mpic.engine.vllm.plugin.step_messages import ChunkExport, StepReport
 from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, part_name
@@ -131,6 +132,29 @@ def test_an_export_that_cannot_begin_ends_its_request_and_releases_its_blocks(ex
     assert exporter.released({"a"}) == {"a"}
 
 
+def test_a_device_that_cannot_be_read_at_all_ends_the_request_and_not_the_engine(order, monkeypatch):
+    """The first export makes what reads the device."""
+
+    def lost(device):
+        raise RuntimeError("no stream is left")
+
+    monkeypatch.setattr(kv_export, "readback_for", lost)
+    exporter, runner = KVExporter(), runner_with(paged())
+    exporter.export(runner, "a", order)
+    assert "no stream is left" in runner.report.faults["a"].message
+    assert exporter.released({"a"}) == {"a"}
+    exporter.close()
+
+
+def test_an_export_without_a_thread_to_read_it_ends_its_request_and_releases_its_blocks(exporter, order):
+    """Its thread has been stopped, or the system gives no other one."""
+    exporter.close()
+    runner = runner_with(paged())
+    exporter.export(runner, "a", order)
+    assert runner.report.faults["a"].code == "compile_failed"
+    assert exporter.released({"a"}) == {"a"}
+
+
 @pytest.mark.parametrize(
     "error, name", [(RuntimeError("the device is lost"), NOT_WRITTEN), (OSError(28, "full"), DISK_FULL)]
 )
@@ -154,6 +178,59 @@ def test_with_several_pipeline_stages_a_step_waits_until_the_blocks_are_read(exp
     device.computed.set()
     exporting.join(WAIT)
     assert not exporting.is_alive() and exporter.released({"a"}) == {"a"}
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Files are written when the event is set."""
+    answers, save = threading.Event(), kv_export.save_file
+
+    def waiting(*told):
+        assert answers.wait(WAIT)
+        save(*told)
+
+    monkeypatch.setattr(kv_export, "save_file", waiting)
+    yield answers
+    answers.set()
+
+
+def order_in(folder) -> ChunkExport:
+    folder.mkdir()
+    return ChunkExport(str(folder), 0, list(range(10, 10 + TOKENS)), BLOCKS)
+
+
+def test_with_several_pipeline_stages_a_step_does_not_wait_for_the_disk(
+    exporter, device, slow_disk, tmp_path
+):
+    device.computed.set()
+    runner = runner_with(paged(), stages=2)
+    orders = {name: order_in(tmp_path / name) for name in "abc"}
+
+    def steps() -> None:
+        for name, order in orders.items():
+            exporter.export(runner, name, order)
+
+    stepping = threading.Thread(target=steps, daemon=True)
+    stepping.start()
+    stepping.join(WAIT / 10)
+    assert not stepping.is_alive(), "a step waits for a file of an earlier chunk"
+    assert exporter.released(set("abc")) == set("abc") and not any(tmp_path.glob("*/*.safetensors"))
+    slow_disk.set()
+    exporter.close()
+    assert all((tmp_path / name / f"{part_name(0, 0)}.safetensors").exists() for name in orders)
+
+
+def test_a_slow_disk_makes_the_next_prompt_keep_its_blocks_so_that_no_kv_piles_up(
+    exporter, device, slow_disk, tmp_path
+):
+    device.computed.set()
+    for name in "ab":
+        exporter.export(runner_with(paged()), name, order_in(tmp_path / name))
+    until(lambda: exporter.released({"a", "b"}) == {"a"})
+    assert exporter.released(set()) == set()
+    slow_disk.set()
+    exporter.close()
+    assert exporter.released(set()) == {"b"}
 
 
 def test_a_worker_that_is_not_the_first_exports_kv_alone(exporter, device, order, tmp_path):
@@ -194,23 +271,6 @@ def test_what_later_requests_overwrite_is_taken_in_the_step(order, deepstack):
         assert not inputs.deepstack[:, words].any()
     else:
         assert inputs.deepstack is None
-
-
-@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 128, 200])
-def test_a_slot_is_filled_again_only_when_what_it_held_has_been_taken_out(count):
-    """A copy into a slot happens when its mark is waited for, at the latest when the slot is filled again."""
-    source, target = torch.arange(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
-    slots = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
-    waited, started = [], 0
-
-    def copied():
-        nonlocal started
-        number, started = started, started + 1
-        assert number < 2 or number - 2 in waited, "the slot is still being read"
-        return SimpleNamespace(synchronize=lambda: waited.append(number))
-
-    cross(source, target, slots, copied)
-    assert torch.equal(target, source) and waited == list(range(-(-count // 64)))
 
 
 def test_kv_read_layer_by_layer_is_that_of_the_whole():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SOME = "cut_into_steps or preempted_while_it_answers or in_the_same_steps or before_it_serves"
+SOME = "cut_into_steps or preempted_while_it_answers or in_the_same_steps or before_it_serves or until_they_are_read"
 WHOLE = (
     "test_links.py",
     "test_link_pressure.py",

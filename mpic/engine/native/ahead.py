@@ -7,8 +7,9 @@ reads this one's tokens meanwhile.
 
 It may turn out then that a request has ended, searches, or has another token than the device drew at first. The row of
 such a request is discarded: nothing of it is visible, since a row writes nothing but the KV of its own token, into a
-slot that its request holds and that no other row reads before it is written again. The other rows are the next step,
-whatever has arrived meanwhile; what has arrived is scheduled after it.
+slot that its request held when it was launched and that is written again before it is read. Whoever is given that slot
+writes it later, too: on the same stream, or by copies that are ordered behind it (``Copies.order``). The other rows are
+the next step, whatever has arrived meanwhile; what has arrived is scheduled after it.
 """
 
 from __future__ import annotations

@@ -131,7 +131,9 @@ def _fetch(tokens: torch.Tensor) -> Callable[[], list[int]]:
     host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
     host.copy_(tokens, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record()
+    copied.record(
+        torch.cuda.current_stream(tokens.device)
+    )  # of its own: another device may be the current one
 
     def read() -> list[int]:
         copied.synchronize()

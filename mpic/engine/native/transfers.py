@@ -20,10 +20,10 @@ from mpic.engine.native.request import LinkedChunk, Request
 from mpic.engine.tombstones import Tombstones
 from mpic.errors import EngineStopped, NotFound
 from mpic.kv.barrier import LayerBarrier, LoadProgress, LoadSignal
-from mpic.kv.chunk import ChunkKV
+from mpic.kv.chunk import ChunkInputs, ChunkKV, KVKey
 from mpic.kv.copies import CopiedProgress, Copies, copies_for
 from mpic.kv.device import DeviceCache, Resident
-from mpic.kv.page_locked import page_locked_bytes
+from mpic.kv.readback import Readback, readback_for
 from mpic.kv.staging import Staging, StagingRing, staging_for
 from mpic.kv.store import ChunkStore
 
@@ -61,8 +61,8 @@ class Transfers:
 
     Attributes:
         patience: seconds that a step may wait for loads; see ``Scheduler``.
-        backlog: bytes that copies of compiled KV may take, waiting for the writer. What is compiled beyond that stays
-            pinned in the pool until it is its turn, so a slow disk makes admission wait and nothing is lost.
+        backlog: bytes of compiled KV that may wait at the writer. What is compiled beyond that stays pinned in the pool
+            until it is its turn, so a slow disk makes admission wait and nothing is lost.
         loading: loads under way.
 
     ``counters``: ``load_failures``, ``save_failures``.
@@ -96,16 +96,22 @@ class Transfers:
         self.loading = 0
         self.counters: Counter[str] = Counter()
 
-    def copy_beside(self, copies: Copies | None, staging: Staging | None = None) -> None:
+    def copy_beside(
+        self, copies: Copies | None, staging: Staging | None = None, readback: Readback | None = None
+    ) -> None:
         """Sets how chunks reach the device, before any is loaded or saved, and allocates the ring. None: host memory is
         filled directly, and other devices copy when a load is done.
+
+        Args:
+            readback: how chunks come back from there; None chooses by the device.
 
         Raises:
             ConfigError: there is not so much page-locked memory.
         """
-        self._copies = copies
+        self._copies, self._readback = copies, readback
         if copies is None:
             return
+        self._readback = readback or readback_for(self.device.pool.arena.device)
         size = staging or staging_for()
         try:
             self._ring = StagingRing(copies, size)
@@ -259,28 +265,42 @@ class Transfers:
 
     def _feed_writer(self) -> None:
         while self._unsaved:
-            size = self._bytes(self._kv(self._unsaved[0].resident))
+            size = self._kv(self._unsaved[0].resident).nbytes
             if self._unwritten and self._unwritten + size > self.backlog:
                 return
             self._hand_over(self._unsaved.popleft())
 
     def _hand_over(self, unsaved: Unsaved) -> Future[None]:
-        """Copies a chunk for the writer, which waits for the copy, and then releases the resident."""
+        """Gives a chunk to the writer. Host memory is copied at once. Elsewhere the writer reads the resident, which it
+        releases then: this thread allocates nothing and waits for nothing."""
         resident, futures, began = unsaved
-        if self._copies is None:
-            kv, mark = self._kv(resident).to("cpu", copy=True).contiguous(), None
+        view = self._kv(resident)
+        self._unwritten += view.nbytes
+        if self._readback is None:
+            kv = view.to("cpu", copy=True).contiguous()
             self.device.release(resident)
+            read: Callable[[], torch.Tensor] = lambda: kv
         else:
-            kv, mark = self._copies.back(self._kv(resident))
             resident.extent.fixed += 1
             self._returning += 1
-        self._unwritten += self._bytes(kv)
-        chunk = ChunkKV(resident.key, resident.inputs, kv)
-        return self._writer.submit(self._write, chunk, futures, began, mark, resident)
+            read = partial(self._read_back, resident, view, self._readback.mark())
+        about = (resident.key, resident.inputs, view.nbytes)
+        return self._writer.submit(self._write, *about, read, futures, began)
 
-    def _bytes(self, kv: torch.Tensor) -> int:
-        """Returns how much host memory a copy of KV takes."""
-        return kv.nbytes if self._copies is None else page_locked_bytes(kv.nbytes)
+    def _read_back(self, resident: Resident, view: torch.Tensor, mark: Any) -> torch.Tensor:
+        """Returns a resident's KV in host memory. Runs on the writer thread.
+
+        Args:
+            mark: of the work that has computed it.
+        """
+        try:
+            kv = torch.empty(view.shape, dtype=view.dtype)
+            with self._readback.behind(mark):
+                for layer, target in zip(view, kv, strict=True):  # a layer may be strided
+                    self._readback.to_host(layer, target)
+            return kv
+        finally:
+            self._post(lambda: self._returned(resident), quiet=True)
 
     def _returned(self, resident: Resident) -> None:
         self._returning -= 1
@@ -292,32 +312,34 @@ class Transfers:
         self._feed_writer()
 
     def _write(
-        self, chunk: ChunkKV, futures: list[Future[int]], began: float, mark: Any, resident: Resident
+        self,
+        key: KVKey,
+        inputs: ChunkInputs,
+        size: int,
+        read: Callable[[], torch.Tensor],
+        futures: list[Future[int]],
+        began: float,
     ) -> None:
-        """Saves a chunk. Runs on the writer thread.
+        """Saves a chunk of ``size`` bytes. Runs on the writer thread.
 
         Args:
-            mark: mark of the copy that brings the chunk's KV and holds the resident until it ends; None without a copy.
+            read: returns its KV in host memory.
         """
         try:
-            if mark is not None:
-                try:
-                    self._copies.wait(mark)
-                finally:
-                    self._post(lambda: self._returned(resident), quiet=True)
-            if not self._tombstones.key_since(began, chunk.key):
-                self._store.save(chunk)
+            kv = read()
+            if not self._tombstones.key_since(began, key):
+                self._store.save(ChunkKV(key, inputs, kv))
         except Exception as error:
-            log.warning("chunk %s could not be saved: %s", chunk.key.chunk, error)
+            log.warning("chunk %s could not be saved: %s", key.chunk, error)
             self.counters["save_failures"] += 1
             for future in futures:
                 future.set_exception(error)
         else:
             for future in futures:
-                future.set_result(len(chunk.inputs))
+                future.set_result(len(inputs))
         finally:
             self._tombstones.end()
-            self._post(lambda: self._written(self._bytes(chunk.kv)), quiet=True)
+            self._post(lambda: self._written(size), quiet=True)
 
     def close(self) -> None:
         """Stops reading and writes what is unsaved. Called when the engine's thread has ended."""

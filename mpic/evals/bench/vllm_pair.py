@@ -3,6 +3,7 @@ and worker, both in separate processes."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from mpic.evals.bench.baseline_vllm import PlainVLLM, TimedAnswer
 from mpic.evals.bench.disk import drop_from_cache, fresh_library
 from mpic.evals.bench.harness import BenchDevice, BenchFailed, Ticker
 from mpic.evals.bench.workload import (
+    DecoderShape,
     compile_all,
     first_token,
     image_chunk,
@@ -29,12 +31,15 @@ from mpic.evals.bench.workload import (
     request_of,
 )
 from mpic.kv.chunk import Chunk
+from mpic.kv.page_locked import page_locked_bytes
 from mpic.library import Library
 
 K = 32
 LINK = f"mpic-{K}"
 HOST, PAGES, DISK = (f"{LINK}: {tier}" for tier in ("host memory", "page cache", "disk"))
 ALONE, FLOOR = "vllm: prefix caching", "vllm: all in its prefix cache"
+LEAST_FREE = 0.05
+"""Share of a GPU's memory that has to be free when an engine starts."""
 
 
 @dataclass(frozen=True)
@@ -82,28 +87,33 @@ class BothEngines:
 @contextmanager
 def both_engines(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Iterator[BothEngines]:
     """Starts both engines side by side on a random model."""
+    ticker.say("starting vLLM, twice")
+    with TemporaryDirectory(prefix="mpic-bench-") as folder, fresh_library() as library:
+        path = Path(folder, "bench")
+        words = checkpoint.save_random(settings.decoder, placement, settings.tower, settings.seed, path)
+        with engines_of(settings, placement, str(path), library) as (plain, ours):
+            notes = {"engine": "vllm", "vllm": ours.info.details["vllm"], "model": words}
+            yield BothEngines(plain, ours, library, notes)
+
+
+@contextmanager
+def engines_of(
+    settings: Settings, placement: BenchDevice, model: str, library: Library
+) -> Iterator[tuple[PlainVLLM, Any]]:
+    """Starts vLLM alone and our engine inside vLLM side by side on a saved model."""
     cpu = prepare_environment()
     # imports vLLM, which reads its environment then
     from mpic.engine.vllm.frontend.model import describe_model
 
-    ticker.say("starting vLLM, twice")
-    host = int(
-        (settings.images + 0.5) * settings.tower.tokens * settings.decoder.token_bytes(placement.dtype)
-    )
-    with (
-        TemporaryDirectory(prefix="mpic-bench-") as folder,
-        fresh_library() as library,
-        ExitStack() as engines,
-        ThreadPoolExecutor(1) as starter,
-    ):
-        path = Path(folder, "bench")
-        words = checkpoint.save_random(settings.decoder, placement, settings.tower, settings.seed, path)
-        config = _config(settings, placement, str(path))
-        starting = starter.submit(PlainVLLM, config, describe_model(config, cpu), cpu)
+    config = _config(settings, placement, model)
+    described = describe_model(config, cpu)
+    chunk = settings.tower.tokens * settings.decoder.token_bytes(placement.dtype)
+    host = int((settings.images + 0.5) * (chunk if cpu else page_locked_bytes(chunk)))
+    with ExitStack() as engines, ThreadPoolExecutor(1) as starter:
+        starting = starter.submit(PlainVLLM, config, described, cpu)
         starting.add_done_callback(lambda one: one.exception() or engines.callback(one.result().close))
         ours = engines.enter_context(closing(load_engine(config, library.store, host)[0]))
-        notes = {"engine": "vllm", "vllm": ours.info.details["vllm"], "model": words}
-        yield BothEngines(starting.result(), ours, library, notes)
+        yield starting.result(), ours
 
 
 def _config(settings: Settings, placement: BenchDevice, model: str) -> EngineConfig:
@@ -112,14 +122,30 @@ def _config(settings: Settings, placement: BenchDevice, model: str) -> EngineCon
     prompts = max(settings.arrivals + 1, settings.questions)
     tokens = prompts * (settings.length + settings.block)
     tokens += settings.answers * (settings.system + settings.tokens + settings.block)
-    tokens = max(tokens, settings.decoder.context + settings.block)
+    return engine_config(settings.decoder, placement, model, tokens, settings.block)
+
+
+def engine_config(
+    decoder: DecoderShape, placement: BenchDevice, model: str, tokens: int, block: int, **more: Any
+) -> EngineConfig:
+    """Returns the configuration of an engine that has no more than it needs of a device.
+
+    Args:
+        tokens: that the KV cache holds at least.
+        more: of ``EngineConfig``.
+    """
+    arguments: dict[str, float] = {"block_size": block}
+    if placement.device.type == "cuda":
+        # by default vLLM does not start beside another process that has a part of the GPU
+        arguments["gpu_memory_utilization"] = LEAST_FREE
     return EngineConfig(
         engine="vllm",
         model=model,
         device=placement.device.type,
         dtype=str(placement.dtype).removeprefix("torch."),
-        pool_bytes=tokens * settings.decoder.token_bytes(placement.dtype),
-        vllm_args=f'{{"block_size": {settings.block}}}',
+        pool_bytes=max(tokens, decoder.context + block) * decoder.token_bytes(placement.dtype),
+        vllm_args=json.dumps(arguments),
+        **more,
     )
 
 

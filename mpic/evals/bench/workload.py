@@ -7,7 +7,7 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -110,6 +110,18 @@ class ModelPair:
     description: str
 
 
+@contextmanager
+def made_on(placement: BenchDevice) -> Iterator[None]:
+    """Has modules made on the device from the start, in its dtype: a large model would take minutes on the host."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(placement.dtype)
+    try:
+        with placement.device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def random_model(
     decoder: DecoderShape,
     placement: BenchDevice,
@@ -119,17 +131,18 @@ def random_model(
 ) -> nn.Module:
     """Returns a random Llama, or a random LLaVA when there is a tower; see ``make_pair``."""
     torch.manual_seed(seed)
-    if tower is None:
-        model: nn.Module = tf.LlamaForCausalLM(decoder.config())
-    else:
-        config = tf.LlavaConfig(
-            vision_config=tower.config(),
-            text_config=decoder.config(),
-            image_token_id=IMAGE_TOKEN,
-            vision_feature_layer=-1,
-            tie_word_embeddings=True,
-        )
-        model = tf.LlavaForConditionalGeneration(config)
+    with made_on(placement) if placement.device.type == "cuda" else nullcontext():
+        if tower is None:
+            model: nn.Module = tf.LlamaForCausalLM(decoder.config())
+        else:
+            config = tf.LlavaConfig(
+                vision_config=tower.config(),
+                text_config=decoder.config(),
+                image_token_id=IMAGE_TOKEN,
+                vision_feature_layer=-1,
+                tie_word_embeddings=True,
+            )
+            model = tf.LlavaForConditionalGeneration(config)
     if gain != 1.0:
         with torch.no_grad():
             for parameter in model.parameters():

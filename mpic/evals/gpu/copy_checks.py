@@ -1,6 +1,9 @@
-"""Checks copies to a device that computes meanwhile: ``mpic.kv.copies`` on real streams."""
+"""Checks copies to and from a device that computes meanwhile: ``mpic.kv.copies`` and ``mpic.kv.readback`` on real
+streams."""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -10,7 +13,11 @@ from mpic.evals.gpu.roofline import Cost
 from mpic.evals.gpu.supervise import SectionRun
 from mpic.kv.barrier import LayerBarrier, LoadSignal
 from mpic.kv.copies import CopiedProgress, Copies, copies_for
+from mpic.kv.readback import readback_for
 from mpic.kv.staging import Staging, StagingRing
+
+_PIECES = 5
+"""How many slots of the readback a tensor takes that is read in one go, which has two."""
 
 
 def copies(run: SectionRun) -> None:
@@ -29,6 +36,7 @@ def copies(run: SectionRun) -> None:
         "ranges of a buffer arrive with the mark of the last": _ranges,
         "a buffer may be dropped while it is being copied": _dropped,
         "a slot of the staging ring is not filled again before it is copied": _ring,
+        "what a thread reads back is what had been computed at its mark": _readback,
     }.items():
         context.check(
             "copy check", name, type(found).__name__, lambda work=work: work(context, found), 0.0, "error"
@@ -118,10 +126,34 @@ def _ring(context: Context, found: Copies) -> float:
     return float((target.amax(1) - wanted).abs().max() + (target.amin(1) - wanted).abs().max())
 
 
+def _readback(context: Context, found: Copies) -> float:
+    """Reads a tensor that is computed late, in more pieces than there are slots, on a thread as a compiled chunk inside
+    vLLM; other work is queued meanwhile."""
+    slot_bytes = 4 << 20
+    readback = readback_for(context.placement.device, slot_bytes)
+    wanted = torch.arange(_PIECES * slot_bytes // 4 + 1, dtype=torch.float32)
+    late = torch.zeros(wanted.shape, device=context.placement.device)
+    there = wanted.to(late.device)
+    _busy(context, 20)
+    late.copy_(there)
+    mark = readback.mark()
+    del there
+
+    def read() -> torch.Tensor:
+        with readback.behind(mark):
+            return readback.to_host(late)
+
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read)
+        _busy(context)
+        return float((reading.result() - wanted).abs().max())
+
+
 def _overlap(context: Context, found: Copies) -> None:
     """Measures the time of computing and copying together against that of each."""
-    source = found.buffer((256 << 20,), torch.uint8)
-    target = torch.empty(256 << 20, dtype=torch.uint8, device=context.placement.device)
+    size = 1 << 20 if context.run.quick else 256 << 20
+    source = found.buffer((size,), torch.uint8)
+    target = torch.empty(size, dtype=torch.uint8, device=context.placement.device)
 
     def copy() -> None:
         found.order()
@@ -137,10 +169,11 @@ def _overlap(context: Context, found: Copies) -> None:
         name: median_seconds(work, context.placement, 5)
         for name, work in (("copy", copy), ("compute", lambda: _busy(context)), ("both", both))
     }
-    context.timed("copy beside computing", "256 MiB", "copy alone", taken["copy"], Cost(bus=256 << 20))
+    shape = f"{size >> 20} MiB"
+    context.timed("copy beside computing", shape, "copy alone", taken["copy"], Cost(bus=size))
     for name, how in (("compute", "computing alone"), ("both", "both at once")):
-        context.run.row("copy beside computing", "256 MiB", how, round(taken[name] * 1e3, 3), "ms")
+        context.run.row("copy beside computing", shape, how, round(taken[name] * 1e3, 3), "ms")
     hidden = (taken["copy"] + taken["compute"] - taken["both"]) / min(taken["copy"], taken["compute"])
     context.run.row(
-        "copy beside computing", "256 MiB", "share that is hidden", round(hidden, 3), "of the shorter"
+        "copy beside computing", shape, "share that is hidden", round(hidden, 3), "of the shorter"
     )

@@ -68,7 +68,7 @@ def _batch(
     """Writes one row: a batch over contexts of ``width`` sets each."""
     sizes = context.sizes
     tokens = width * sizes.set_chunks * sizes.chunk
-    shape = f"batch {batch}, {tokens} tokens {'shared' if shared else 'of its own each'}"
+    shape = shape_of(batch, tokens, shared)
     if (1 if shared else batch) * width > len(sets):
         context.left_out(
             "decode", shape, f"{batch * width} sets of chunks do not fit; {len(sets)} are resident"
@@ -88,6 +88,11 @@ def _batch(
     context.rate(
         "decode", shape, context.attention, rate, 1.0, cost_of(cost, rate, batch), "tokens/s", **more
     )
+
+
+def shape_of(batch: int, tokens: int, shared: bool) -> str:
+    """Returns the column ``shape`` of a batch."""
+    return f"batch {batch}, {tokens} tokens {'shared' if shared else 'of its own each'}"
 
 
 def cost_of(step: Cost, rate: float, batch: int) -> Cost:

@@ -1,4 +1,4 @@
-"""Checks static decoding steps, and measures the cost of capturing them and their savings per step."""
+"""Checks static decoding steps and steps that are launched ahead, and measures what they cost and save."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ from mpic.prompt.segments import Prompt
 
 SPARE = 1024
 """Tokens of the pool beside a request's own text and answer."""
+WAYS = {
+    "graphs on": {"cuda_graphs": "on", "ahead": True},
+    "graphs off": {"cuda_graphs": "off", "ahead": True},
+    "graphs on, one step after the other": {"cuda_graphs": "on", "ahead": False},
+}
+"""Engines that are compared with the first, and their options."""
 
 
 def graphs(run: SectionRun) -> None:
-    """Decodes the same prompts with and without CUDA graphs: answers are the same, a step takes fewer launches."""
+    """Decodes the same prompts with and without CUDA graphs, and ahead or not: answers are the same, a step takes fewer
+    launches."""
     context = Context(run)
     sizes = context.sizes
     model = sizes.models[-1]
@@ -32,23 +39,25 @@ def graphs(run: SectionRun) -> None:
     prompts = [ids.framed(chunks, sizes.text) for _ in range(most)]
     room = sizes.set_chunks * (sizes.chunk + 16) + most * (sizes.text + sizes.tokens + SPARE)
     answers: dict[str, list[tuple[int, ...]]] = {}
-    for choice in ("on", "off"):
+    for way, options in WAYS.items():
         began = time.perf_counter()
-        with engine_for(loaded, room, max_running=most, cuda_graphs=choice) as engine:
-            shape, how = f"steps of {most} rows and fewer", f"{context.attention}, graphs {choice}"
+        with engine_for(loaded, room, max_running=most, **options) as engine:
+            shape, how = f"steps of {most} rows and fewer", f"{context.attention}, {way}"
             run.row("engine starts", shape, how, round(time.perf_counter() - began, 2), "s")
             # the engine has compared a static step with the usual one, or it would not have started
-            if choice == "on":
+            if options["cuda_graphs"] == "on":
                 run.row("compared", shape, loaded.info.details["cuda_graphs"], None, "", ok=True)
                 run.row("buffers", shape, how, engine.runner.static.nbytes >> 20, "MiB")
-            answers[choice] = _decode(context, costs, engine, how, chunks, prompts)
-    same = sum(a == b for a, b in zip(answers["on"], answers["off"], strict=True))
-    exact = (
-        {"ok": same == most} if context.placement.dtype == torch.float32 else {}
-    )  # bf16 may round to another token
-    run.row(
-        "answers that are the same", f"{most} prompts", "with graphs and without", same, "answers", **exact
-    )
+            answers[way] = _decode(context, costs, engine, how, chunks, prompts)
+            ahead = engine.stats()["counters"].get("steps_ahead", 0)
+            run.row("steps launched ahead", shape, how, ahead, "", ok=bool(ahead) == options["ahead"])
+    first, *others = WAYS
+    for other in others:
+        same = sum(a == b for a, b in zip(answers[first], answers[other], strict=True))
+        # bf16 may round to another token
+        exact = {"ok": same == most} if context.placement.dtype == torch.float32 else {}
+        shape, how = f"{most} prompts", f"{first}; {other}"
+        run.row("answers that are the same", shape, how, same, "answers", **exact)
 
 
 def _decode(

@@ -8,6 +8,7 @@ import torch
 import transformers as tf
 
 from mpic.evals.bench.harness import BenchDevice
+from mpic.evals.bench.workload import made_on
 from mpic.model.loaded import LoadedModel
 
 
@@ -57,13 +58,8 @@ class ModelShape:
         """Returns a model with random weights, made on the device."""
         kind = tf.Qwen2_5_VLForConditionalGeneration if self.side else tf.LlamaForCausalLM
         torch.manual_seed(0)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(placement.dtype)
-        try:
-            with placement.device:
-                model = kind(self.config())
-        finally:
-            torch.set_default_dtype(before)
+        with made_on(placement):
+            model = kind(self.config())
         model.generation_config.eos_token_id = None
         return LoadedModel(model.to(placement.device), None, self.name)
 

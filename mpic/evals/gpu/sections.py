@@ -11,6 +11,7 @@ from mpic.evals.gpu.supervise import Section
 BASE = ("torch", "numpy")
 KERNELS = (*BASE, "triton")
 MODELS = (*BASE, "transformers", "safetensors", "psutil", "PIL", "xxhash", "jinja2")
+VLLM = (*MODELS, "vllm", "platformdirs")
 HERE = "mpic.evals.gpu"
 
 SECTIONS: tuple[Section, ...] = (
@@ -35,5 +36,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "tests", f"{HERE}.suite:tests", 240, "the kernels' own test files", (*KERNELS, "pytest", "hypothesis")
     ),
-    Section("vllm", f"{HERE}.suite:vllm", 240, "the first token inside vLLM", (*MODELS, "vllm")),
+    Section("vllm", f"{HERE}.inside_vllm:first_tokens", 300, "1 to 10 images inside vLLM", VLLM, True),
+    Section("vllm-decode", f"{HERE}.inside_vllm:decode", 280, "vLLM's decoding beside ours", VLLM, True),
+    Section("vllm-bench", f"{HERE}.suite:vllm", 280, "links inside vLLM beside answers", VLLM, True),
 )

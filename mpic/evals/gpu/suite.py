@@ -1,4 +1,4 @@
-"""Sections that need more than the bare report: the kernels' test files, and vLLM."""
+"""Sections that need more than the bare report: the kernels' test files, and the bench of links inside vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def tests(run: SectionRun) -> None:
 
 
 def vllm(run: SectionRun) -> None:
-    """Runs the bench of the first token inside vLLM, which starts processes; its tiny form still takes minutes."""
+    """Runs ``mpic bench ttft --engine vllm``, of which the tiny form still takes minutes: links from each tier, several
+    questions at once, answers while prompts arrive."""
     from mpic.evals.bench import ttft, ttft_vllm  # noqa: F401 - each registers itself
     from mpic.evals.bench.harness import BENCHES, Ticker
     from mpic.evals.bench.workload import DecoderShape

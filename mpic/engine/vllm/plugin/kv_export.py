@@ -1,6 +1,6 @@
 """Exports compiled chunks from vLLM: a thread reads their KV from the paged cache and writes it, and no step waits.
 
-The step that computes a prompt's last tokens marks what the device has been given (``readback.py``) and takes what
+The step that computes a prompt's last tokens marks what the device has been given (``kv/readback.py``) and takes what
 other requests would change (``prompt_snapshot.py``). The scheduler keeps the prompt's blocks after the request has
 ended, until every worker has said that it has read its part (``released``).
 
@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 from mpic.durable import FULL, TEMPORARY
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
 from mpic.engine.vllm.plugin.prompt_snapshot import PromptSnapshot, snapshot
-from mpic.engine.vllm.plugin.readback import Readback, readback_for
 from mpic.engine.vllm.plugin.step_messages import ChunkExport, EndReason
 from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, part_name
+from mpic.kv.readback import Readback, readback_for
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -61,7 +61,8 @@ class KVExporter:
 
     def __init__(self, readback: Readback | None = None) -> None:
         self._readback = readback
-        self._thread = ThreadPoolExecutor(1, "mpic-export")
+        self._reader = ThreadPoolExecutor(1, "mpic-export")
+        self._writer = ThreadPoolExecutor(1, "mpic-export-write")
         self._held: dict[str, threading.Event] = {}  # requests whose blocks the scheduler keeps
         self._ended: set[str] = set()  # those of them that have ended
 
@@ -70,17 +71,17 @@ class KVExporter:
         raised."""
         read = self._held[request] = threading.Event()
         paged, parallel = runner.paged, runner.vllm_config.parallel_config
-        readback = self._readback = self._readback or readback_for(paged.device)
         try:
+            readback = self._readback = self._readback or readback_for(paged.device)
             prompt = snapshot(runner, request, export) if paged.rank == (0, 0) else None
             job = _Job(export, prompt, readback.mark(), read)
+            self._reader.submit(_run, job, paged, readback, parallel, self._writer)
         except Exception as error:  # an exception here would end the engine
             read.set()
             runner.report.faults[request] = EndReason(
                 "compile_failed", f"the chunk's KV could not be read: {error!r}"
             )
             return
-        self._thread.submit(_run, job, paged, readback, parallel)
         if parallel.pipeline_parallel_size > 1:
             # a step that is already under way may preempt the request, which would give its blocks to another one
             read.wait()
@@ -100,20 +101,34 @@ class KVExporter:
 
     def close(self) -> None:
         """Waits until everything is written."""
-        self._thread.shutdown()
+        self._reader.shutdown()
+        self._writer.shutdown()
 
 
-def _run(job: _Job, paged: PagedCache, readback: Readback, parallel: ParallelConfig) -> None:
-    """Reads and writes an export, on the exporter's thread. An empty file reports an error to the frontend."""
+def _run(
+    job: _Job, paged: PagedCache, readback: Readback, parallel: ParallelConfig, writer: ThreadPoolExecutor
+) -> None:
+    """Reads an export and has it written, on the thread that reads."""
     path = Path(job.export.folder) / f"{part_name(*paged.rank)}.safetensors"
-    try:
+    with _errors_told(path):
         try:
             with torch.inference_mode(), readback.behind(job.mark):
                 tensors, metadata = _read(job, paged, readback)
         finally:
             job.read.set()
         metadata["ranks"] = f"{parallel.tensor_parallel_size} {parallel.pipeline_parallel_size}"
-        _write(path, tensors, metadata)
+        written = writer.submit(_write, path, tensors, metadata)
+        if parallel.pipeline_parallel_size == 1:
+            # on a slow disk the next prompts keep their blocks meanwhile, and no KV piles up in host memory; steps of
+            # several stages wait for what is read, and so must not wait for the disk
+            written.result()
+
+
+@contextmanager
+def _errors_told(path: Path) -> Iterator[None]:
+    """Tells the frontend of an error inside the block by an empty file."""
+    try:
+        yield
     except Exception as error:
         logger.warning("a compiled chunk is not exported: %r", error)
         full = (isinstance(error, OSError) and error.errno in FULL) or "No space left" in str(error)
@@ -148,6 +163,8 @@ def _read(job: _Job, paged: PagedCache, readback: Readback) -> tuple[dict[str, t
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Writes an export, on the thread that writes."""
     temporary = path.with_suffix(TEMPORARY)
-    save_file(tensors, temporary, metadata)
-    os.replace(temporary, path)
+    with _errors_told(path):
+        save_file(tensors, temporary, metadata)
+        os.replace(temporary, path)

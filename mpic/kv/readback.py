@@ -31,8 +31,15 @@ class Readback(Protocol):
         """What the calling thread gives the device inside the block is done behind the mark, beside everything that was
         given after it."""
 
-    def to_host(self, source: torch.Tensor) -> torch.Tensor:
-        """Returns a copy in ordinary host memory, and waits for it. Call it inside ``behind``."""
+    def to_host(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies to ordinary host memory, and waits for that. Call it inside ``behind``.
+
+        Args:
+            target: contiguous; None makes new memory.
+
+        Returns:
+            The target.
+        """
 
 
 class ReadbackAtOnce:
@@ -45,8 +52,8 @@ class ReadbackAtOnce:
     def behind(self, mark: Any) -> Iterator[None]:
         yield
 
-    def to_host(self, source: torch.Tensor) -> torch.Tensor:
-        return source.cpu()
+    def to_host(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        return source.cpu() if target is None else target.copy_(source)
 
 
 class CudaReadback:
@@ -69,8 +76,8 @@ class CudaReadback:
             self._stream.wait_event(mark)
             yield
 
-    def to_host(self, source: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(source.shape, dtype=source.dtype)
+    def to_host(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        host = torch.empty(source.shape, dtype=source.dtype) if target is None else target
         if source.device.type != "cuda":
             return host.copy_(source)
         cross(source.contiguous(), host, self._slots, self._copied)
@@ -113,5 +120,5 @@ def _empty(target: torch.Tensor, piece: slice, slot: torch.Tensor, mark: Any) ->
     target[piece].copy_(slot)
 
 
-def readback_for(device: torch.device) -> Readback:
-    return CudaReadback(device) if device.type == "cuda" else ReadbackAtOnce()
+def readback_for(device: torch.device, slot_bytes: int = SLOT_BYTES) -> Readback:
+    return CudaReadback(device, slot_bytes) if device.type == "cuda" else ReadbackAtOnce()
