@@ -4,6 +4,7 @@ memory."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
@@ -15,6 +16,10 @@ import torch
 
 if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run in the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):  # macOS has none
+    from quick_interpreter import prepare_once
+
+    prepare_once()
 
 from hypothesis import settings
 

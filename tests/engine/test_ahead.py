@@ -71,7 +71,8 @@ def both(make_engine):
     """Answers of an engine that decodes step by step, of one that goes ahead, and the second one's counters."""
 
     def compare(requests, **options) -> dict:
-        expected = run(make_engine(ahead=False, **options), requests)
+        usual = options | {"cuda_graphs": "off"}  # static steps take long where Triton is interpreted
+        expected = run(make_engine(ahead=False, **usual), requests)
         engine = make_engine(ahead=True, **options)
         assert run(engine, requests) == expected
         return engine.stats()["counters"]

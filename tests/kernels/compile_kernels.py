@@ -1,7 +1,7 @@
 """Run by ``test_triton_compile.py`` in a process without the interpreter: compile the kernels to machine code for GPUs
 that need not be there, and print the resources of each as JSON, one kernel per line.
 
-    compile_kernels.py ARCH [all]
+    compile_kernels.py ARCH... [all]
 
 ``all`` compiles every group size and head size, with the tiles that the engine launches for them.
 """
@@ -96,16 +96,16 @@ def everything(half: torch.dtype, arch: int) -> Iterator[dict[str, object]]:
         yield attend(half, dim, arch, tile, group)
 
 
-def main(arch: int, more: str = "") -> None:
+def main(*arguments: str) -> None:
     half = torch.bfloat16
-    if more == "all":
-        for result in everything(half, arch):
+    for arch in (int(argument) for argument in arguments if argument != "all"):
+        if "all" in arguments:
+            results = everything(half, arch)
+        else:
+            first = [attend(half, 128, arch, "block", large=False), attend(half, 128, arch, "lone")]
+            results = iter(first + ([] if arch < 90 else the_others(half, arch)))
+        for result in results:
             print(json.dumps(result), flush=True)
-        return
-    results = [attend(half, 128, arch, "block", large=False), attend(half, 128, arch, "lone")]
-    results += [] if arch < 90 else the_others(half, arch)
-    for result in results:
-        print(json.dumps(result))
 
 
 def the_others(half: torch.dtype, arch: int) -> list[dict[str, object]]:
@@ -120,4 +120,4 @@ def the_others(half: torch.dtype, arch: int) -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    main(*sys.argv[1:])

@@ -7,9 +7,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mpic.train import curriculum
+
 
 @pytest.fixture(autouse=True)
 def subnormal_numbers() -> Iterator[None]:
     """Has subnormal numbers computed again, which training and its evaluation turn off; Hypothesis needs them."""
     yield
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture
+def few_conversations(monkeypatch) -> None:
+    """Has a step's batch chosen from few conversations, where one of many would be drawn for long."""
+    monkeypatch.setattr(curriculum, "_READY", 4)

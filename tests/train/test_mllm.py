@@ -129,8 +129,8 @@ def test_a_device_that_does_not_exist_is_refused_instead_of_using_the_cpu(comman
     assert done.exit_code == 2 and "gpu" in done.output
 
 
-def test_a_short_run_learns_resumes_and_leaves_both_checkpoints(tmp_path):
-    settings = Settings(tmp_path, steps=40, workers=1, tokens=512, quiet=True, device="cpu", watched=1)
+def test_a_short_run_learns_resumes_and_leaves_both_checkpoints(tmp_path, few_conversations):
+    settings = Settings(tmp_path, steps=20, workers=1, tokens=512, quiet=True, device="cpu", watched=1)
     train_mllm(settings)
     log = json.loads((tmp_path / "curves.json").read_text())
     losses = [e["loss"] for e in log if e["stage"] == "base" and "loss" in e]

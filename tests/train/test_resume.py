@@ -1,7 +1,6 @@
 """A training run that was killed continues from its last checkpoint, which is never incomplete."""
 
 import dataclasses
-import json
 import signal
 import subprocess
 import sys
@@ -22,9 +21,10 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture
-def settings(tmp_path, monkeypatch):
-    quick = dataclasses.replace(generations.FIRST, watched=(("image", 1, None),))
+def settings(tmp_path, monkeypatch, few_conversations):
+    quick = dataclasses.replace(generations.FIRST, watched=(("image", 1, None),), images=4)
     monkeypatch.setitem(generations.GENERATIONS, 1, quick)
+    monkeypatch.setattr(mllm, "plot_stages", Mock())
     return Settings(tmp_path, steps=6, workers=1, tokens=256, quiet=True, device="cpu", watched=1)
 
 
@@ -44,18 +44,23 @@ def killed_after(saves, settings, monkeypatch):
 
 
 @pytest.mark.parametrize("at", [1, 4])
-def test_a_killed_run_takes_every_step_once_and_leaves_both_models(settings, monkeypatch, at):
+def test_a_killed_run_takes_every_step_once_draws_as_for_where_it_was_and_leaves_both_models(
+    settings, monkeypatch, at
+):
     killed_after(at, settings, monkeypatch)
-    steps = []
-    stepping = mllm.Optimizers.step
-    monkeypatch.setattr(mllm.Optimizers, "step", lambda self, s: (steps.append(s), stepping(self, s)))
-    index = json.loads((settings.out / checkpoint.INDEX).read_text())
-    _, stage, step, _, _ = index["files"][0].replace(".", "-").split("-")[:5]
-    before = {"vision": 0, "base": 1, "pic": 5}[stage] + int(step)
+    saved = checkpoint.load(settings.out, 0, torch.device("cpu"))
+    taken, drawn, stepping, draw = [], [], mllm.Optimizers.step, curriculum.draw_group
+    monkeypatch.setattr(mllm.Optimizers, "step", lambda self, s: (taken.append(s), stepping(self, s)))
+    monkeypatch.setattr(curriculum, "draw_group", lambda *args: (drawn.append(args[2]), draw(*args))[1])
     train_mllm(dataclasses.replace(settings, resume=True))
-    assert before + len(steps) == 6
+    assert {"vision": 0, "base": 1}[saved["stage"]] + saved["step"] + len(taken) == 6
+    if at == 4:
+        assert saved["stage"] == "base" and saved["step"] > 0
+        assert drawn[0] == saved["step"] / 4
+    assert drawn[-1] == 1.0
     for name in ("plain", "pic"):
         assert (settings.out / name / "model.safetensors").exists()
+    assert torch.tensor([1e-40]).mul(1.0).item() != 0.0, "subnormal numbers are kept again"
 
 
 @pytest.mark.parametrize("computed", [0, 5], ids=["starting", "computing"])
@@ -87,17 +92,6 @@ def test_workers_of_a_run_in_the_background_end_when_it_is_killed(computed, tmp_
                 worker.kill()
                 left.append(worker)
     assert not left
-
-
-def test_a_resumed_run_draws_conversations_of_where_it_was(settings, monkeypatch):
-    killed_after(4, settings, monkeypatch)
-    saved = checkpoint.load(settings.out, 0, torch.device("cpu"))
-    assert saved["stage"] == "base" and saved["step"] > 0
-    drawn = []
-    draw = curriculum.draw_group
-    monkeypatch.setattr(curriculum, "draw_group", lambda *args: (drawn.append(args[2]), draw(*args))[1])
-    train_mllm(dataclasses.replace(settings, resume=True))
-    assert drawn[0] == saved["step"] / 4 and drawn[-1] == 1.0
 
 
 def test_a_checkpoint_that_was_not_finished_is_not_seen(tmp_path, monkeypatch):
@@ -154,8 +148,3 @@ def test_a_run_from_before_there_were_generations_resumes_as_the_first(tmp_path)
     checkpoint.check(tmp_path, {**older, "generation": 1}, 1, resume=True)
     with pytest.raises(ConfigError, match="generation"):
         checkpoint.check(tmp_path, {**older, "generation": 2}, 1, resume=True)
-
-
-def test_a_run_in_this_process_leaves_its_arithmetic_as_it_was(settings):
-    train_mllm(dataclasses.replace(settings, steps=2))
-    assert torch.tensor([1e-40]).mul(1.0).item() != 0.0, "subnormal numbers are kept again"
