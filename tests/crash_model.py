@@ -1,8 +1,8 @@
 """A disk that loses, tears and reorders what was not synced, in the manner of SQLite's own crash tests.
 
 ``Journal`` records every change that a library and its SQLite database make to the disk: the library's through a
-``FileSystem``, SQLite's through a VFS of apsw that hands out files recorded in the same order. ``Journal.image`` then
-says what a disk may hold when the power fails after the first n changes:
+``FileSystem``, SQLite's through a VFS of apsw that hands out files recorded in the same order. ``Journal.images`` then
+says what a disk may hold when the power fails after each number of changes:
 
 - for every file, its content at the last sync, and any part of the later writes, in any order and torn at sectors of
   512 bytes;
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,18 +66,18 @@ class Journal:
             if self._inodes.pop(self.name(path), None) is not None:
                 self.record("unlink", self.name(path))
 
-    def image(self, changes: int, mode: str, seed: int = 0) -> dict[str, bytes | None]:
-        """A disk after a crash: content by path relative to the root; None for a folder.
+    def images(self, mode: str, seed: int = 0) -> Iterator[dict[str, bytes | None]]:
+        """Yields a disk after a crash before the first change, and after each: content by path relative to the root;
+        None for a folder.
 
         Args:
-            changes: number of changes before the crash.
             mode: the unsynced changes that survive: none (``dropped``), all (``kept``), all but a part of the last
                 write to each file (``torn``), or any of them (``reordered``, by ``seed``).
         """
-        disk = _Disk(mode, random.Random(f"{changes} {seed}"))
-        for change in self.changes[:changes]:
+        disk = _Disk()
+        for number, change in enumerate([("nothing",), *self.changes]):
             disk.apply(change)
-        return disk.crash()
+            yield disk.crash(mode, random.Random(f"{number} {seed}"))
 
 
 @dataclass
@@ -84,23 +85,54 @@ class _Inode:
     content: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int, bytes | None]] = field(default_factory=list)  # None: cut off here
 
-    def put(self, at: int, data: bytes | None) -> None:
-        if data is None:
-            del self.content[at:]
-            self.content.extend(bytes(at - len(self.content)))
-            return
-        self.content.extend(bytes(max(0, at + len(data) - len(self.content))))
-        self.content[at : at + len(data)] = data
-
     def sync(self) -> None:
         for write in self.pending:
-            self.put(*write)
+            _put(self.content, *write)
         self.pending = []
+
+    def left(self, mode: str, rng: random.Random) -> bytes:
+        """Returns the content with the unsynced writes that survive a crash."""
+        if mode == "dropped" or not self.pending:
+            return bytes(self.content)
+        content, last = self.content.copy(), len(self.pending) - 1
+        for number, (at, data) in enumerate(self.pending):
+            whole = mode == "kept" or (mode == "torn" and number < last)
+            if whole or data is None:
+                if whole or rng.random() < 0.5:
+                    _put(content, at, data)
+                continue
+            first = at - at % SECTOR
+            for sector in range(first, at + len(data), SECTOR):
+                if rng.random() < 0.5:
+                    lo, hi = max(sector, at), min(sector + SECTOR, at + len(data))
+                    _put(content, lo, data[lo - at : hi - at])
+        return bytes(content)
+
+
+def _put(content: bytearray, at: int, data: bytes | None) -> None:
+    if data is None:
+        del content[at:]
+        content.extend(bytes(at - len(content)))
+        return
+    content.extend(bytes(max(0, at + len(data) - len(content))))
+    content[at : at + len(data)] = data
+
+
+def _rename(names: dict[str, int | None], change: tuple) -> None:
+    what, *values = change
+    if what == "mkdir":
+        names[values[0]] = None
+    elif what == "link":
+        names[values[0]] = values[1]
+    elif what == "unlink":
+        names.pop(values[0], None)
+    else:
+        names.pop(values[0], None)
+        names[values[1]] = values[2]
 
 
 class _Disk:
-    def __init__(self, mode: str, rng: random.Random) -> None:
-        self.mode, self.rng = mode, rng
+    def __init__(self) -> None:
         self.names: dict[str, int | None] = {}  # durable ones; None for a folder
         self.pending: dict[str, list[tuple]] = {}  # changes of names, by folder
         self.inodes: dict[int, _Inode] = {}
@@ -126,53 +158,26 @@ class _Disk:
             self.inodes[values[0]].sync()
         elif what == "sync_folder":
             for pending in self.pending.pop(values[0], ()):
-                self._rename(pending)
+                _rename(self.names, pending)
 
-    def crash(self) -> dict[str, bytes | None]:
+    def crash(self, mode: str, rng: random.Random) -> dict[str, bytes | None]:
+        names = dict(self.names)
         for folder in sorted(self.pending):
             for pending in self.pending[folder]:
-                if self.mode in ("kept", "torn") or (self.mode == "reordered" and self.rng.random() < 0.5):
-                    self._rename(pending)
-        for inode in self.inodes.values():
-            self._lose(inode)
+                if mode in ("kept", "torn") or (mode == "reordered" and rng.random() < 0.5):
+                    _rename(names, pending)
+        contents = {
+            inode: self.inodes[inode].left(mode, rng) for inode in names.values() if inode is not None
+        }
         here = {}
-        for name, inode in sorted(self.names.items()):
+        for name, inode in sorted(names.items()):
             parent = os.path.dirname(name)
             if parent == "" or parent in here:
-                here[name] = None if inode is None else bytes(self.inodes[inode].content)
+                here[name] = contents.get(inode)
         return here
 
     def _later(self, name: str, change: tuple) -> None:
         self.pending.setdefault(os.path.dirname(name) or ".", []).append(change)
-
-    def _rename(self, change: tuple) -> None:
-        what, *values = change
-        if what == "mkdir":
-            self.names[values[0]] = None
-        elif what == "link":
-            self.names[values[0]] = values[1]
-        elif what == "unlink":
-            self.names.pop(values[0], None)
-        else:
-            self.names.pop(values[0], None)
-            self.names[values[1]] = values[2]
-
-    def _lose(self, inode: _Inode) -> None:
-        """Applies the unsynced writes to a file that survive this crash."""
-        if self.mode == "dropped":
-            return
-        last = len(inode.pending) - 1
-        for number, (at, data) in enumerate(inode.pending):
-            whole = self.mode == "kept" or (self.mode == "torn" and number < last)
-            if whole or data is None:
-                if whole or self.rng.random() < 0.5:
-                    inode.put(at, data)
-                continue
-            first = at - at % SECTOR
-            for sector in range(first, at + len(data), SECTOR):
-                if self.rng.random() < 0.5:
-                    lo, hi = max(sector, at), min(sector + SECTOR, at + len(data))
-                    inode.put(lo, data[lo - at : hi - at])
 
 
 def write_image(image: dict[str, bytes | None], root: Path) -> None:

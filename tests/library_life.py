@@ -34,11 +34,15 @@ class Life:
             self.states.setdefault(thing, [(0, 0, None)]).append((begun, len(self.journal), value))
         return result
 
+    def possible(self, thing, changes):
+        """Returns where the states of a thing that may be found after a crash begin and end."""
+        states = self.states[thing]
+        return sum(state[1] <= changes for state in states) - 1, sum(state[0] <= changes for state in states)
+
     def allowed(self, thing, changes):
         """Returns the values that may be found when the power fails after this many changes."""
-        states = [state for state in self.states[thing] if state[0] <= changes]
-        certain = max(i for i, state in enumerate(states) if state[1] <= changes)
-        return [value for _, _, value in states[certain:]]
+        first, end = self.possible(thing, changes)
+        return [value for _, _, value in self.states[thing][first:end]]
 
 
 def live(life):
