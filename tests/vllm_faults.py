@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import vllm_kit as kit
@@ -18,13 +17,25 @@ TEXT = prompt_of([1, *ids(1, 26)], DOCUMENT, ids(2, 9))
 BOTH = prompt_of([1, *ids(1, 26)], IMAGE, ids(2, 3), DOCUMENT, ids(3, 9))
 
 
-@contextmanager
-def small_linker(files: Path) -> Iterator[Linker]:
-    """Yields an engine with host memory for one request's chunks at a time."""
-    with engine(kit.checkpoint("llava"), files, {"patience": 60.0, "host_bytes": 1}) as llm:
-        linker = Linker(llm, "llava", files)
-        linker.file(IMAGE), linker.file(DOCUMENT)
-        yield linker
+_linkers: list[Linker] = []  # the one that stays
+
+
+def small_linker(files: Path) -> Linker:
+    """Returns an engine with host memory for one request's chunks at a time. It stays for the next file that wants it.
+
+    Args:
+        files: the folder for chunk files, if it has to be started.
+    """
+    if not _linkers:
+        with ExitStack() as made:
+            settings = {"patience": 60.0, "host_bytes": 1}
+            llm = made.enter_context(engine(kit.checkpoint("llava"), files, settings))
+            linker = Linker(llm, "llava", files)
+            linker.file(IMAGE), linker.file(DOCUMENT)
+            kit.staying.push(made.pop_all())
+        _linkers.append(linker)
+        kit.staying.callback(_linkers.clear)
+    return _linkers[0]
 
 
 def serves_the_next(linker: Linker) -> None:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
-from families import IMAGE_TOKEN, TEXT_FAMILIES, TYPES, VISION_FAMILIES, make_model
+from engine_kit import ids
+from families import IMAGE_TOKEN, TEXT_FAMILIES, TYPES, VISION_FAMILIES, make_model, random_image
 from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -194,6 +196,9 @@ def _processor(name: str, image_processor: object, tokenizer: PreTrainedTokenize
 
 # engines
 
+staying = ExitStack()
+"""Drops the engine that stays for several files when another one starts, for a process has one at a time."""
+
 
 @contextmanager
 def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
@@ -204,6 +209,7 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
     """
     from vllm import LLM
 
+    staying.close()
     settings: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -217,13 +223,25 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
         "limit_mm_per_prompt": {"image": 8, "video": 0},
         **options,
     }
-    if "vision_config" not in (Path(folder) / "config.json").read_text(encoding="utf-8"):
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    if "vision_config" not in config:
         settings.pop("limit_mm_per_prompt")
+    look_at(*config["architectures"])
     llm = LLM(str(folder), **settings)
     try:
         yield llm
     finally:
         drop(llm)
+
+
+def look_at(architecture: str) -> None:
+    """Has vLLM look at a model's class in this process. vLLM keeps what it sees in its cache folder, and would
+    otherwise start a process for it that imports all of vLLM."""
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(registry, "_run_in_subprocess", lambda look: look())
+        registry.ModelRegistry.models[architecture].inspect_model_cls()
 
 
 def drop(llm: LLM) -> None:
@@ -330,3 +348,17 @@ def expected(
     done = model.generate(**inputs, **greedy, return_dict_in_generate=True, output_logits=True)
     ids = done.sequences[0, len(prompt) :].tolist()
     return GreedyAnswer(ids, done.logits[0][0].float().log_softmax(-1), list(prompt), 0)
+
+
+def assert_as_transformers(llm: LLM, name: str) -> None:
+    """Checks that an engine gives what plain transformers gives for a prompt, with images if the family has them."""
+    if name in VISION:
+        images, picture = [random_image(1), random_image(2, 72, 40)], image_ids(name)
+        prompt = [1, *ids(1, 9), *picture, *ids(2, 7), *picture, *ids(3, 12)]
+        request = {"prompt_token_ids": prompt, "multi_modal_data": {"image": images}}
+    else:
+        images, request = [], {"prompt_token_ids": [1, *ids(1, 90)]}
+    (answer,) = generate(llm, [request])
+    truth = expected(name, answer.prompt, images)
+    assert answer.ids == truth.ids
+    torch.testing.assert_close(answer.logprobs, truth.logprobs, atol=1e-4, rtol=0)

@@ -31,6 +31,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    vllm_kit.staying.close()
     is_worker = hasattr(
         session.config, "workerinput"
     )  # of pytest-xdist; the process that started it hears of all tests
@@ -62,8 +63,7 @@ def linker(tmp_path_factory):
     """vLLM with links, and little host memory."""
     from vllm_faults import small_linker  # imports vLLM
 
-    with small_linker(tmp_path_factory.mktemp("chunks")) as made:
-        yield made
+    return small_linker(tmp_path_factory.mktemp("chunks"))
 
 
 @pytest.fixture

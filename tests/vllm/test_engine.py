@@ -10,10 +10,16 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
+from PIL import Image as PILImage
+from small_models import SMALL
+from transformers import AutoProcessor, LlavaForConditionalGeneration
 from vllm_facade import MANIFEST, compile_the_same, idle, of, whole
 
 from mpic.api.requests import RetrievalOptions
 from mpic.config import RetrievalConfig
+from mpic.data.generator import EVAL_TASKS, Generator, Image, messages
+from mpic.data.generator.client import messages_of
 from mpic.engine.vllm.frontend.linktest import OWNER, link_test
 from mpic.errors import (
     ContextLengthExceeded,
@@ -63,6 +69,29 @@ def test_both_engines_give_the_same_greedy_answers_to_the_demos_questions(bench,
     if policy == "mpic-16":
         assert native.stats()["counters"].get("tokens_compiled", 0) == 0
         assert bench.counters()["tokens_compiled"] > 0
+
+
+def test_fifty_held_out_questions_get_the_greedy_answers_of_transformers(bench):
+    """With nothing linked."""
+    processor = AutoProcessor.from_pretrained(SMALL)
+    model = LlavaForConditionalGeneration.from_pretrained(SMALL, dtype=torch.float32).eval()
+    generator, tasks = Generator(1234, "eval"), sorted(EVAL_TASKS)
+    right = 0
+    for number in range(50):
+        conversation = generator.task(tasks[number % len(tasks)], 1 + number % 5)
+        asked = messages(conversation)[:-1]
+        text = processor.apply_chat_template(asked, add_generation_prompt=True)
+        parts = [part for turn in conversation.turns for part in turn.user]
+        images = [PILImage.fromarray(part.pixels) for part in parts if isinstance(part, Image)]
+        inputs = processor(text=text, images=images or None, return_tensors="pt", add_special_tokens=False)
+        with torch.no_grad():
+            generated = model.generate(**inputs, do_sample=False, max_new_tokens=24)
+        expected = tuple(generated[0, inputs.input_ids.shape[1] :].tolist())
+        answer = bench.ask(bench.prompt(messages_of(conversation)), "full", tokens=24)
+        assert answer.usage.prompt_tokens == inputs.input_ids.shape[1]
+        assert answer.token_ids == expected, (conversation.task, answer.text)
+        right += answer.text.strip() == conversation.turns[-1].answer
+    assert right > 50 / 2  # they are questions that it can answer, not noise that happens to agree
 
 
 def test_an_engine_whose_links_differ_from_a_plain_prefill_is_refused(bench, monkeypatch):

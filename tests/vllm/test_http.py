@@ -35,6 +35,7 @@ def documented_command() -> str:
 def server(tmp_path_factory):
     """``(url, folder of chunk files)``. The server binds its port long after it was found free, so that another process
     may have it by then: the server is then started with another."""
+    kit.look_at("LlamaForCausalLM")
     folder, log = tmp_path_factory.mktemp("chunks"), tmp_path_factory.mktemp("log") / "server.log"
     for left in reversed(range(PORTS)):
         port = free_port()

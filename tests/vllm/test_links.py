@@ -54,6 +54,10 @@ def test_a_link_equals_the_oracle(linker, policy):
     assert answer.cached > 0
 
 
+def test_a_plain_request_is_answered_as_transformers_does(linker):
+    kit.assert_as_transformers(linker.llm, linker.name)
+
+
 def plain(linker: Linker) -> dict:
     """Returns the same prompt as vLLM's own users send it, images included."""
     prompt = prompt_for(linker.name)
