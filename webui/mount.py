@@ -23,9 +23,7 @@ def mount(app: FastAPI, config: Config) -> None:
     """
     logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request, and a page makes many
     state = app.state.mpic
-    app.include_router(login.router(app))
-    app.include_router(pictures.router(app))
-    app.include_router(about.router(app))
-    app.include_router(pages.router())
+    for router in (login.router(app), pictures.router(app), about.router(app), pages.router()):
+        app.router.routes.extend(router.routes)  # as they are: including them would make each a second time
     always = not is_loopback(config.server.host)
     app.add_middleware(Proxy, keys=state.keys, always=always)

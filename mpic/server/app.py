@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, RedirectResponse
+from starlette.routing import BaseRoute
 
 from mpic import webui
 from mpic.api.resources import ErrorBody
@@ -51,6 +53,18 @@ ROUTERS = (
 )
 
 
+@cache
+def _routes() -> list[BaseRoute]:
+    """Returns the routes of the API. All applications of a process share them, because FastAPI takes longer to prepare
+    them than everything else takes together."""
+    shared = APIRouter(
+        responses={"4XX": {"model": ErrorBody, "description": "an error the caller can correct"}}
+    )
+    for router in ROUTERS:
+        shared.include_router(router)
+    return shared.routes
+
+
 def create_app(
     engine: Engine, library: Library, template: ChatTemplate, config: Config | None = None
 ) -> FastAPI:
@@ -69,7 +83,6 @@ def create_app(
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": {"model": ErrorBody, "description": "an error the caller can correct"}},
     )
     keys = KeyStore(library.root, patience=KEY_PATIENCE)
     collected = Metrics(engine, library)
@@ -80,8 +93,7 @@ def create_app(
     app.state.mpic = State(
         engine, library, template, config, int(time.time()), keys, collected, retriever, ledger
     )
-    for router in ROUTERS:
-        app.include_router(router)
+    app.router.routes.extend(_routes())
     app.add_api_route("/", _home, include_in_schema=False)
     app.add_api_route("/docs", _docs, include_in_schema=False)
     errors.install(app)
