@@ -63,6 +63,18 @@ class FileSystem:
         into[: len(data)] = data
         return len(data)
 
+    def read_ahead(self, path: Path) -> None:
+        """Asks the system to begin reading a whole file into its cache, and does not wait for it. A file that cannot be
+        opened is left alone: whoever reads it will be told why."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with suppress(OSError):
+            fd = self.open(path)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                self.close(fd)
+
     def close(self, fd: int) -> None:
         os.close(fd)
 

@@ -15,7 +15,8 @@ from mpic.kv.parts import LayerRun, Piece, PieceReader
 class StoredChunk(Protocol):
     """A ChunkKV on some tier below the device. It may be gone, or turn out to be damaged, when it is read.
 
-    What a device that copies from page-locked memory asks for beside this is optional:
+    ``read_ahead()`` is optional: it has the tier begin reading the chunk, without waiting for it and without an error.
+    What a device that copies from page-locked memory asks for beside this is optional too:
 
     - ``lend() -> Tensor | None``: the KV itself, in a tier of page-locked memory;
     - ``in_parts(most) -> PartedChunk | None``: for a tier that can be read in pieces of at most ``most`` bytes;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from engine_kit import (
@@ -351,6 +352,28 @@ def test_closing_does_not_wait_for_the_loads_that_a_step_waits_for(stored):
     store.allow(99)  # the read under way is the only thing left
     closing.join(30)
     assert not closing.is_alive()
+
+
+def test_files_are_read_ahead_before_a_missing_image_is_encoded_and_not_without_one(stored, monkeypatch):
+    engine, store = stored("qwen2_vl", [STORED, image_chunk(random_image(60))], allowed=99)
+    done: list[str] = []
+    monkeypatch.setattr(GatedChunk, "read_ahead", lambda self: done.append("file"), raising=False)
+
+    def missing(number: int):
+        chunk = image_chunk(random_image(number))
+        return replace(chunk, load_image=lambda: done.append("encoder") or chunk.load_image())
+
+    def ask(*chunks, policy="mpic-4"):
+        done.clear()
+        submit(engine, prompt_of(ids(1, 6), *chunks, ids(4, 5)), policy).result()
+        return done
+
+    picture = image_chunk(random_image(60))
+    assert ask(STORED, missing(61), picture) == ["file", "file", "encoder"]
+    assert ask(STORED, MISSING, picture) == []  # all is on the device, or text
+    engine, _ = stored("qwen2_vl", [STORED], allowed=99)
+    assert ask(STORED, MISSING) == []  # compiled text needs no encoder
+    assert ask(missing(62), STORED, policy="full") == ["encoder"]  # no KV is read
 
 
 def test_requests_that_preempt_each_other_while_loads_run_keep_their_answers(stored):

@@ -1,5 +1,7 @@
 """The disk tier: it finds chunks again, stays within its budget, and tells why a chunk is gone."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -56,6 +58,23 @@ def test_a_prompts_chunks_are_found_by_one_query_and_no_file_is_opened_before_it
     assert set(found) == {kept[0].key, kept[1].key} and len(queries) == 1 and Watching.opened == 0
     assert torch.equal(read(found[kept[0].key], kept[0].kv), kept[0].kv)
     assert same_inputs(found[kept[1].key].inputs, kept[1].inputs)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
+def test_reading_ahead_advises_the_system_of_the_whole_file_and_never_fails(library, monkeypatch):
+    advice = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *rest: advice.append((os.fstat(fd).st_size, *rest)))
+    chunk = make_chunk()
+    library.store.save(chunk)
+    (stored,) = library.store.find([chunk.key]).values()
+    path = library.store.path(chunk.key)
+    stored.read_ahead()
+    assert advice == [(path.stat().st_size, 0, 0, os.POSIX_FADV_WILLNEED)]
+    path.rename(path.with_suffix(".away"))
+    stored.read_ahead()
+    assert len(advice) == 1 and library.store.stats()["corrupt"] == 0
+    path.with_suffix(".away").rename(path)
+    assert torch.equal(read(stored, chunk.kv), chunk.kv)
 
 
 def test_names_hold_whole_digests_and_never_the_user(library):

@@ -132,6 +132,17 @@ class ChunkLinker:
         ]
         found = self._store.find(asked) if self._store is not None and asked else {}
         whole = self._uncompressed([key for key in asked if key not in found])
+        encoded = (
+            resident is None
+            and inputs is None
+            and chunk.token_ids is None
+            and not (key in found or key in whole)
+            for chunk, key, resident, inputs in zip(chunks, keys, ready, known, strict=True)
+        )
+        if policy.uses_chunks and any(encoded):
+            # files are read beside the vision encoder and not only after it (MPIC, section 4.3)
+            for stored in (*found.values(), *whole.values()):
+                optional(stored, "read_ahead")
         linked = []
         for chunk, key, resident, inputs in zip(chunks, keys, ready, known, strict=True):
             if resident is not None:

@@ -86,6 +86,10 @@ class DiskChunk:
         failed = partial(self._store.failed, self._key, file)
         return DiskParts(file, own, most, failed, lambda size: self._store._count(bytes_read=size))
 
+    def read_ahead(self) -> None:
+        """Begins reading the file; see ``StoredChunk``."""
+        self._store._filesystem.read_ahead(self._store.path(self._key))
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()

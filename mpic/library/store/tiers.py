@@ -75,6 +75,11 @@ class Promoted:
     def inputs(self) -> ChunkInputs:
         return self._stored.inputs
 
+    def read_ahead(self) -> None:
+        read_ahead = getattr(self._stored, "read_ahead", None)
+        if read_ahead is not None:
+            read_ahead()
+
     def in_parts(self, most: int) -> PartedChunk | None:
         """Opens the chunk to be read in parts, if every nearer tier can be read into (``reserve``): others are given
         a chunk when it lies in memory as a whole."""
