@@ -355,7 +355,7 @@ def test_closing_does_not_wait_for_the_loads_that_a_step_waits_for(stored):
 
 
 def test_files_are_read_ahead_before_a_missing_image_is_encoded_and_not_without_one(stored, monkeypatch):
-    engine, store = stored("qwen2_vl", [STORED, image_chunk(random_image(60))], allowed=99)
+    engine, _ = stored("qwen2_vl", [STORED, image_chunk(random_image(60))], allowed=99)
     done: list[str] = []
     monkeypatch.setattr(GatedChunk, "read_ahead", lambda self: done.append("file"), raising=False)
 
