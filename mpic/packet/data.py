@@ -43,6 +43,24 @@ class TrainingDataError(BadRequest):
     code = "training_data_error"
 
 
+def chosen_tasks(text: str, data: Path | None) -> tuple[str, ...]:
+    """Returns the tasks that a comma-separated text names; all if it is empty.
+
+    Raises:
+        TrainingDataError: there is no such task, or prompts come from a file.
+    """
+    if not text:
+        return TASKS
+    chosen = tuple(name.strip() for name in text.split(","))
+    if unknown := sorted({*chosen} - {*TASKS}):
+        raise TrainingDataError(f"no tasks {', '.join(unknown)}; there are {', '.join(TASKS)}", param="tasks")
+    if data is not None:
+        raise TrainingDataError(
+            "--tasks chooses among generated prompts; --data has prompts of its own", param="tasks"
+        )
+    return chosen
+
+
 def generated(seed: int, context: int, tasks: tuple[str, ...] = TASKS) -> Iterator[list[dict[str, Any]]]:
     """Yields an endless stream of conversations from the demo models' world, with names, sprites and wordings of its
     training split. ``context`` tokens decide which generation of images and documents suits the model."""

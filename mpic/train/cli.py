@@ -129,16 +129,9 @@ def packet(
     """
     from mpic.config import ConfigError, bundled_model
     from mpic.model.load import load_model
-    from mpic.packet.data import TASKS
+    from mpic.packet.data import chosen_tasks
     from mpic.packet.train import PacketTrainer, Settings
 
-    chosen = tuple(name.strip() for name in tasks.split(",")) if tasks else TASKS
-    if unknown := sorted({*chosen} - {*TASKS}):
-        raise ConfigError(f"no tasks {', '.join(unknown)}; there are {', '.join(TASKS)}", param="tasks")
-    if tasks and data is not None:
-        raise ConfigError(
-            "--tasks chooses among generated prompts; --data has prompts of its own", param="tasks"
-        )
     folder = model or bundled_model()
     if out is None and not Path(folder).is_dir():
         raise ConfigError("a model from the hub has no folder to write beside: give --out", param="out")
@@ -154,7 +147,7 @@ def packet(
         48,
         minutes,
         seed,
-        chosen,
+        chosen_tasks(tasks, data),
     )
     loaded = load_model(folder, device=device, dtype=dtype)
     adapter = PacketTrainer(loaded, settings, resume, typer.echo).run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from mpic.evals.analyze.dense import DenseLink, DenseLinker
     from mpic.link import Policy
-    from mpic.prompt import Prompt
+    from mpic.model.loaded import LoadedModel
+    from mpic.prompt import ChatTemplate, Prompt
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -62,41 +63,60 @@ def analyze(
     `packet-attention.png` (KV Packet, figure 5), where it is compared with `reuse`.
     """
     from mpic.config import bundled_model
-    from mpic.data.bundled import generation_for
     from mpic.evals.analyze.dense import DenseLinker
-    from mpic.evals.resolve import LocalResolver, counter_of, splitter_of
-    from mpic.evals.tasks import Options, TaskError, find
     from mpic.link import parse_policy
     from mpic.model.load import load_model
     from mpic.packet.adapter import find_adapter
-    from mpic.prompt import ChatTemplate, build_prompt
+    from mpic.prompt import ChatTemplate
 
-    names = list(dict.fromkeys(["full", *(parse_policy(name.strip()).name for name in policies.split(","))]))
-    loaded = load_model(model or bundled_model())
-    template = ChatTemplate(loaded.processor)
-    options = Options(path=path, images=images, chunks=chunks, questions=sample + samples)
-    options = replace(options, splitter=splitter_of(template), count=counter_of(template))
-    options = replace(options, generation=generation_for(loaded.context_length))
-    asked = list(itertools.islice(find(task).load(options), sample, sample + samples))
-    if len(asked) < samples:
-        raise TaskError(f"{task} has no sample {sample + len(asked)}")
-    prompts = (build_prompt(one.messages, template, LocalResolver(template)) for one in asked)
-    adapter = find_adapter(loaded, model or bundled_model(), str(packet) if packet else "")
-    linker = DenseLinker(loaded, adapter)
-    count = loaded.shape.layers
-    shown = count // 2 if layer is None else layer
-    if not 0 <= shown < count:
-        raise typer.BadParameter(f"the model has layers 0 to {count - 1}", param_hint="--layer")
-    linkings = [parse_policy(name) for name in names]
+    linkings = list(dict.fromkeys(parse_policy(name.strip()) for name in ["full", *policies.split(",")]))
     if samples == 1 and any(policy.wrapping.packet for policy in linkings):
         raise typer.BadParameter(
             "packets are drawn over many samples only: give --samples", param_hint="--policies"
         )
+    loaded = load_model(model or bundled_model())
+    template = ChatTemplate(loaded.processor)
+    prompts = _prompts(loaded, template, task, path, images, chunks, range(sample, sample + samples))
+    linker = DenseLinker(
+        loaded, find_adapter(loaded, model or bundled_model(), str(packet) if packet else "")
+    )
+    count = loaded.shape.layers
+    shown = count // 2 if layer is None else layer
+    if not 0 <= shown < count:
+        raise typer.BadParameter(f"the model has layers 0 to {count - 1}", param_hint="--layer")
     if samples > 1:
         _many(linker, linkings, prompts, task, shown, out)
     else:
         before = tuple(tuple(template.tokenize_document(text)) for text in _BEFORE)
         _one(linker, linkings, next(prompts), before, task, shown, out)
+
+
+def _prompts(
+    model: LoadedModel,
+    template: ChatTemplate,
+    task: str,
+    path: Path | None,
+    images: Path | None,
+    chunks: int,
+    samples: range,
+) -> Iterator[Prompt]:
+    """Returns the prompts of some samples of a task.
+
+    Raises:
+        TaskError: there are not so many.
+    """
+    from mpic.data.bundled import generation_for
+    from mpic.evals.resolve import LocalResolver, counter_of, splitter_of
+    from mpic.evals.tasks import Options, TaskError, find
+    from mpic.prompt import build_prompt
+
+    options = Options(path=path, images=images, chunks=chunks, questions=samples.stop)
+    options = replace(options, splitter=splitter_of(template), count=counter_of(template))
+    options = replace(options, generation=generation_for(model.context_length))
+    asked = list(itertools.islice(find(task).load(options), samples.start, samples.stop))
+    if len(asked) < len(samples):
+        raise TaskError(f"{task} has no sample {samples.start + len(asked)}")
+    return (build_prompt(one.messages, template, LocalResolver(template)) for one in asked)
 
 
 def _one(
