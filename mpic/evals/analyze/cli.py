@@ -77,18 +77,15 @@ def analyze(
     loaded = load_model(model or bundled_model())
     template = ChatTemplate(loaded.processor)
     prompts = _prompts(loaded, template, task, path, images, chunks, range(sample, sample + samples))
-    linker = DenseLinker(
-        loaded, find_adapter(loaded, model or bundled_model(), str(packet) if packet else "")
-    )
-    count = loaded.shape.layers
-    shown = count // 2 if layer is None else layer
-    if not 0 <= shown < count:
-        raise typer.BadParameter(f"the model has layers 0 to {count - 1}", param_hint="--layer")
+    adapter = find_adapter(loaded, model or bundled_model(), str(packet or ""))
+    linker = DenseLinker(loaded, adapter)
+    shown = loaded.shape.layers // 2 if layer is None else layer
+    if not 0 <= shown < loaded.shape.layers:
+        raise typer.BadParameter(f"the model has layers 0 to {loaded.shape.layers - 1}", param_hint="--layer")
     if samples > 1:
         _many(linker, linkings, prompts, task, shown, out)
     else:
-        before = tuple(tuple(template.tokenize_document(text)) for text in _BEFORE)
-        _one(linker, linkings, next(prompts), before, task, shown, out)
+        _one(linker, linkings, next(prompts), template, task, shown, out)
 
 
 def _prompts(
@@ -123,7 +120,7 @@ def _one(
     linker: DenseLinker,
     policies: list[Policy],
     prompt: Prompt,
-    before: Any,
+    template: ChatTemplate,
     task: str,
     shown: int,
     out: Path,
@@ -131,6 +128,7 @@ def _one(
     """Draws one prompt under each policy; ``shown`` is the layer of the maps."""
     from mpic.evals.analyze import figures, measures
 
+    before = tuple(tuple(template.tokenize_document(text)) for text in _BEFORE)
     linked = [linker.link(prompt, policy) for policy in policies]
     full = linked[0]
     distance = measures.distance(linker, prompt.chunks[-1], before)
