@@ -165,19 +165,20 @@ def test_a_request_that_arrives_meanwhile_is_scheduled_after_the_step_that_was_l
 
 def test_a_request_that_arrives_does_not_wait_for_the_answers_that_run(make_engine, monkeypatch):
     """It comes when the next step has been launched already."""
-    engine, choices, asked = make_engine(ahead=True), Drawing.choices, []
+    engine, choices, asked, generated = make_engine(ahead=True), Drawing.choices, [], []
 
     def read(self):
+        counters = engine.stats()["counters"]
         if engine.ahead._launched is not None and not asked:
             asked.append(engine.submit(request_of(PROMPTS[1], "full", 4)))
+        elif counters.get("finished_length") and not generated:
+            generated.append(counters["generated"])
         return choices(self)
 
     monkeypatch.setattr(Drawing, "choices", read)
     first = engine.submit(request_of(PROMPTS[2], "full", 240))
-    until(lambda: asked)
-    asked[0].result()
-    assert engine.stats()["counters"]["generated"] < 200
-    assert len(first.result().token_ids) == 240
+    assert len(first.result().token_ids) == 240 and len(asked[0].result().token_ids) == 4
+    assert generated[0] < 200, "when the second answer had ended"
     assert engine.stats()["counters"]["steps_ahead"] > 100
 
 
