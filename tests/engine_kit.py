@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -13,9 +14,10 @@ from oracle import Oracle
 
 from mpic.engine.base import GenerationRequest, Sampling
 from mpic.errors import CorruptFile, StorageFull
-from mpic.kv.chunk import Chunk, ChunkKey, ChunkKV, KVKey
+from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.link import ChunkPlace, DynamicPolicy, Evidence, Ranges, parse_policy
 from mpic.model.identity import weights_digest
+from mpic.model.loaded import LoadedModel
 from mpic.packet.adapter import Adapter
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 
@@ -88,16 +90,20 @@ def logits_of(stream, tokens: int, vocabulary: int = 300) -> tuple[list[int], to
     return list(answer.token_ids), rows
 
 
+def inputs_of(loaded: LoadedModel, chunk: Chunk) -> ChunkInputs:
+    if chunk.token_ids is None:
+        return loaded.image_inputs(chunk.load_image())
+    return loaded.text_inputs(chunk.token_ids)
+
+
 def expected_of(
-    name: str, prompt, policy_text: str, tokens: int = TOKENS, kept=()
+    name: str, prompt, policy_text: str, tokens: int = TOKENS, kept=(), fam=None, inputs_of=inputs_of
 ) -> tuple[list[int], torch.Tensor]:
     """The oracle's greedy ids and log-distributions; ``kept`` as ``StockOracle.generate`` takes it."""
-    loaded, policy = family(name).loaded, parse_policy(policy_text)
-    oracle = Oracle(family(name).stock, loaded.mrope, TYPES.get(name), loaded.stand_ins)
-    made = [
-        loaded.image_inputs(c.load_image()) if c.token_ids is None else loaded.text_inputs(c.token_ids)
-        for c in prompt.chunks
-    ]
+    fam, policy = fam or family(name), parse_policy(policy_text)
+    loaded = fam.loaded
+    oracle = Oracle(fam.stock, loaded.mrope, TYPES.get(name), loaded.stand_ins)
+    made = [inputs_of(loaded, chunk) for chunk in prompt.chunks]
     if policy.wrapping.packet:
         soft = adapter(name)
         made = [oracle.wrap(inputs, soft.header, soft.trailer) for inputs in made]
@@ -127,6 +133,19 @@ def assert_same(got, expected) -> None:
 def assert_oracle(name: str, prompt, policy: str, stream) -> None:
     """A stream of ``submit`` answers as the oracle does."""
     assert_same(logits_of(stream, TOKENS), expected_of(name, prompt, policy))
+
+
+def pause(engine) -> threading.Event:
+    """Stops the engine's thread between two steps until the event is set: what is sent by then is there together."""
+    inside, go = threading.Event(), threading.Event()
+
+    def block() -> None:
+        inside.set()
+        go.wait(60)
+
+    engine._post(block)
+    assert inside.wait(60)
+    return go
 
 
 def until(condition) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from engine_kit import until
 from library_tools import drop
 from small_models import SMALL, SMALL_SAMPLES
 
@@ -109,9 +109,7 @@ def compile_the_same(bench: Bench, native: Any, sink: int) -> None:
 
 
 def idle(bench: Bench) -> None:
-    limit = time.monotonic() + 10
-    while bench.engine._active and time.monotonic() < limit:
-        time.sleep(0.01)
+    until(lambda: not bench.engine._active)
 
 
 def of(bench: Bench, *parts) -> Prompt:

@@ -8,16 +8,18 @@ import pytest
 from engine_kit import adapter, family
 
 from mpic.engine.native.engine import NativeEngine
+from mpic.model.loaded import LoadedModel
 
 
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., NativeEngine]]:
     engines: list[NativeEngine] = []
 
-    def make(name: str = "llama", **options) -> NativeEngine:
-        defaults = {"pages": 256, "page_size": 8, "budget": 512, "adapter": adapter(name)}
-        options = defaults | options
-        engines.append(NativeEngine(family(name).loaded, **options))
+    def make(name: str = "llama", loaded: LoadedModel | None = None, **options) -> NativeEngine:
+        options = {"pages": 256, "page_size": 8, "budget": 512} | options
+        if "adapter" not in options:
+            options["adapter"] = adapter(name)
+        engines.append(NativeEngine(loaded or family(name).loaded, **options))
         # reading a slot that was never written makes the answer nonsense
         engines[-1].pool.arena.fill_(float("nan"))
         return engines[-1]

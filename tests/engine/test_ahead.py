@@ -3,12 +3,10 @@ when the next step has been launched."""
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
 from dataclasses import fields
 
 import pytest
-from engine_kit import family, ids, prompt_of, request_of, text_chunk, until
+from engine_kit import family, ids, pause, prompt_of, request_of, text_chunk, until
 from extend_kit import Lookup, Words
 
 from mpic.engine.base import GenerationRequest, GenerationUsage, Sampling
@@ -37,17 +35,6 @@ def spelled(monkeypatch):
     monkeypatch.setattr(family("llama").loaded, "tokenizer", Words())
 
 
-@contextmanager
-def held(engine):
-    """All requests that are sent inside the block are there when the engine takes its next step."""
-    gate = threading.Event()
-    engine._post(lambda: gate.wait(60))
-    try:
-        yield
-    finally:
-        gate.set()
-
-
 def counts(usage: GenerationUsage) -> dict:
     found = {field.name: getattr(usage, field.name) for field in fields(usage) if field.name not in VARYING}
     return found | {"reused_of": [use.reused for use in usage.chunks]}
@@ -59,8 +46,9 @@ def asked(prompts=PROMPTS, tokens=TOKENS, policy="mpic-4", **options):
 
 
 def run(engine, requests) -> list:
-    with held(engine):
-        streams = [engine.submit(request) for request in requests]
+    go = pause(engine)
+    streams = [engine.submit(request) for request in requests]
+    go.set()
     answers = [stream.result() for stream in streams]
     engine.check()
     return [(a.text, list(a.token_ids), a.finish_reason, counts(a.usage)) for a in answers]
@@ -166,28 +154,30 @@ def test_a_request_that_arrives_meanwhile_is_scheduled_after_the_step_that_was_l
 
 def test_a_request_that_arrives_does_not_wait_for_the_answers_that_run(make_engine, monkeypatch):
     """It comes when the next step has been launched already."""
-    engine, choices, asked = make_engine(ahead=True), Drawing.choices, []
+    engine, choices, asked, generated = make_engine(ahead=True), Drawing.choices, [], []
 
     def read(self):
+        counters = engine.stats()["counters"]
         if engine.ahead._launched is not None and not asked:
             asked.append(engine.submit(request_of(PROMPTS[1], "full", 4)))
+        elif counters.get("finished_length") and not generated:
+            generated.append(counters["generated"])
         return choices(self)
 
     monkeypatch.setattr(Drawing, "choices", read)
     first = engine.submit(request_of(PROMPTS[2], "full", 240))
-    until(lambda: asked)
-    asked[0].result()
-    assert engine.stats()["counters"]["generated"] < 200
-    assert len(first.result().token_ids) == 240
+    assert len(first.result().token_ids) == 240 and len(asked[0].result().token_ids) == 4
+    assert generated[0] < 200, "when the second answer had ended"
     assert engine.stats()["counters"]["steps_ahead"] > 100
 
 
 def test_an_aborted_answer_disturbs_nobody_and_frees_its_memory(make_engine):
     (expected,) = run(make_engine(ahead=False), [request_of(PROMPTS[1], "full", 60)])
     engine = make_engine(ahead=True)
-    with held(engine):
-        aborted = engine.submit(request_of(PROMPTS[2], "full", 900))
-        stays = engine.submit(request_of(PROMPTS[1], "full", 60))
+    go = pause(engine)
+    aborted = engine.submit(request_of(PROMPTS[2], "full", 900))
+    stays = engine.submit(request_of(PROMPTS[1], "full", 60))
+    go.set()
     for _, _ in zip(range(3), aborted, strict=False):
         pass
     aborted.abort()

@@ -6,15 +6,7 @@ import shutil
 
 import pytest
 import torch
-from engine_kit import (
-    assert_oracle,
-    family,
-    ids,
-    image_chunk,
-    prompt_of,
-    submit,
-    text_chunk,
-)
+from engine_kit import assert_oracle, family, ids, image_chunk, prompt_of, submit, text_chunk
 from families import random_image
 
 from mpic.errors import ModelRefused

@@ -8,16 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from engine_kit import (
-    MemoryStore,
-    assert_oracle,
-    family,
-    ids,
-    prompt_of,
-    submit,
-    text_chunk,
-    until,
-)
+from engine_kit import MemoryStore, assert_oracle, family, ids, prompt_of, submit, text_chunk, until
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, IntegrityError

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_kit import (
-    TOKENS,
-    assert_same,
-    expected_of,
-    family,
-    ids,
-    logits_of,
-    prompt_of,
-    submit,
-)
+from engine_kit import TOKENS, assert_same, expected_of, family, ids, logits_of, prompt_of, submit
 from extend_kit import chunks_of
 from families import FAMILIES, IMAGE_TOKEN, TYPES
 from oracle import Oracle

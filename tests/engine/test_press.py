@@ -133,8 +133,7 @@ def test_the_engine_keeps_of_every_layer_and_head_what_the_press_chooses(press, 
     alike = [torch.equal(*tokens) for tokens in kept[0]]
     assert all(alike) if press.startswith(("streaming", "tova")) else not any(alike)
     assert_same(
-        logits_of(submit(engine, prompt, "mpic-5"), TOKENS),
-        expected_of("llama", prompt, "mpic-5", kept=kept),
+        logits_of(submit(engine, prompt, "mpic-5"), TOKENS), expected_of("llama", prompt, "mpic-5", kept=kept)
     )
 
 

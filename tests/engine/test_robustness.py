@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import transformers as tf
-from engine_kit import MemoryStore, ids, prompt_of, request_of, text_chunk, until
+from engine_kit import MemoryStore, ids, pause, prompt_of, request_of, text_chunk, until
 from families import TEXT
 
 from mpic.engine.native.engine import NativeEngine
@@ -15,19 +15,6 @@ from mpic.library import Library
 from mpic.model.loaded import LoadedModel
 
 DOCUMENT = text_chunk(ids(1, 40))
-
-
-def pause(engine) -> threading.Event:
-    """Stops the engine's thread between two steps until the event is set."""
-    inside, go = threading.Event(), threading.Event()
-
-    def block() -> None:
-        inside.set()
-        go.wait(30)
-
-    engine._post(block)
-    inside.wait(30)
-    return go
 
 
 def prepared(engine) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 
 import pytest
 import torch
-from engine_kit import family, ids, logits_of, prompt_of, request_of, text_chunk
+from engine_kit import family, ids, logits_of, pause, prompt_of, request_of, text_chunk
 from tape import Tape, captured
 
 from mpic.engine.native import cuda_graphs, device_memory, static_decode
@@ -47,14 +46,13 @@ def answers(monkeypatch):
         monkeypatch.setattr("mpic.engine.native.engine.static_decode_for", given)
         engine = NativeEngine(family(name).loaded, pages=64, page_size=16, cuda_graphs=graphs)
         engine.pool.arena.fill_(float("nan"))
-        gate = threading.Event()
-        engine._post(lambda: gate.wait(60))  # all prompts are there when it begins
+        go = pause(engine)
         try:
             streams = [
                 engine.submit(request_of(p, policy, n, logprobs=300))
                 for p, n in zip(PROMPTS, TOKENS, strict=True)
             ]
-            gate.set()
+            go.set()
             found = [logits_of(stream, n) for stream, n in zip(streams, TOKENS, strict=True)]
             engine.check()
         finally:

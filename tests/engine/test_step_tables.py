@@ -12,10 +12,7 @@ from mpic.engine.native.engine import NativeEngine
 from mpic.engine.native.step_tables import StepTables
 
 SHARED, OTHER = text_chunk(ids(70, 40)), text_chunk(ids(71, 23))
-LINKED = [
-    prompt_of(ids(1, 5), SHARED, ids(2, 4), OTHER, ids(3, 3)),
-    prompt_of(ids(4, 5), SHARED, ids(5, 4)),
-]
+LINKED = [prompt_of(ids(1, 5), SHARED, ids(2, 4), OTHER, ids(3, 3)), prompt_of(ids(4, 5), SHARED, ids(5, 4))]
 LONG = prompt_of(ids(6, 500))
 """Its own tokens outgrow a section of the CPU's kernel, and the extent they began in."""
 SHORT = prompt_of(ids(6, 15))

@@ -6,9 +6,8 @@ import threading
 
 import pytest
 import torch
-from engine_kit import TOKENS, assert_same, logits_of, prompt_of, request_of, select
+from engine_kit import TOKENS, assert_same, expected_of, inputs_of, logits_of, prompt_of, request_of
 from families import random_image
-from oracle import Oracle
 from video_kit import (
     VIDEO_FAMILIES,
     animation,
@@ -31,7 +30,7 @@ from mpic.errors import (
 )
 from mpic.imaging.clips import Clip, ClipFacts
 from mpic.kv.chunk import Chunk, ChunkKey
-from mpic.link import BARE, DynamicPolicy, Evidence, parse_policy
+from mpic.link import BARE
 from mpic.model import load, vision
 from mpic.model.clip_sampling import bytes_needed, sampler, sampling_digest
 from mpic.model.loaded import LoadedModel
@@ -101,18 +100,8 @@ def expected_of_stock(name: str):
 
 
 @pytest.fixture
-def make():
-    engines: list[NativeEngine] = []
-
-    def make(name: str, **options) -> NativeEngine:
-        settings = {"pages": 256, "page_size": 8, "budget": 512} | options
-        engines.append(NativeEngine(video_family(name).loaded, **settings))
-        engines[-1].pool.arena.fill_(float("nan"))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+def make(make_engine):
+    return lambda name: make_engine(loaded=video_family(name).loaded, adapter=None)
 
 
 def run(engine: NativeEngine, prompt, policy: str):
@@ -140,20 +129,9 @@ def test_two_clips_and_an_image_answer_as_the_untouched_model_does(name, make):
         assert_same(run(make(name), prompt, policy), expected)
 
 
-def expected_of_oracle(name: str, prompt, policy_text: str):
-    fam, policy = video_family(name), parse_policy(policy_text)
-    oracle = Oracle(fam.stock, fam.loaded.mrope, None, fam.loaded.stand_ins)
-    made = [
-        made_of(fam.loaded, chunk) if chunk.load_clip else fam.loaded.image_inputs(chunk.load_image())
-        for chunk in prompt.chunks
-    ]
-    if isinstance(policy, DynamicPolicy):
-        look = {Evidence.DEVIATION: oracle.deviations, Evidence.ATTENTION: oracle.attention}[policy.evidence]
-        selection = policy.choose(look(prompt, made, policy.layer))
-    else:
-        selection = select(prompt, made, policy)
-    said, logits = oracle.generate(prompt, made, policy, selection, TOKENS, fam.loaded.bos_id, ())
-    return said, torch.log_softmax(logits, -1)
+def expected_of_oracle(name: str, prompt, policy: str):
+    made = lambda loaded, chunk: (made_of if chunk.load_clip else inputs_of)(loaded, chunk)
+    return expected_of(name, prompt, policy, TOKENS, (), video_family(name), made)
 
 
 @pytest.mark.parametrize("policy", ["reuse", "mpic-16", "mpic-5", "legolink-0", "random-30", "cacheblend-25"])

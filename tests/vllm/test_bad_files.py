@@ -216,11 +216,9 @@ def test_a_file_outside_of_the_folders_is_never_read(linker, chunk, prompt):
 
 
 @pytest.fixture
-def slow_disk(linker, monkeypatch):
+def slow_disk(monkeypatch):
     """Lets inputs be read, and KV only after the event is set."""
     event, read = threading.Event(), ChunkFile.read_layers
-    scheduler = linker.llm.llm_engine.engine_core.engine_core.scheduler
-    monkeypatch.setattr(scheduler.connector._admission, "_patience", PATIENCE)
 
     def waiting(self, destination):
         assert event.wait(60)
@@ -232,8 +230,9 @@ def slow_disk(linker, monkeypatch):
 
 
 @pytest.mark.parametrize("prompt", [TEXT, BOTH], ids=["text", "image"])
-def test_late_chunks_are_computed_and_reported(linker, slow_disk, prompt):
-    count = len(prompt.chunks)
+def test_late_chunks_are_computed_and_reported(linker, slow_disk, prompt, monkeypatch):
+    scheduler, count = linker.llm.llm_engine.engine_core.engine_core.scheduler, len(prompt.chunks)
+    monkeypatch.setattr(scheduler.connector._admission, "_patience", PATIENCE)
     files = {i: copy(linker, chunk)[1] for i, chunk in enumerate(prompt.chunks)}
     request, params = linker.link(prompt, "mpic-4", files=files)
     answer = answer_to(linker, request, params)
@@ -255,4 +254,6 @@ def test_others_are_served_while_a_link_waits_for_its_files(linker, slow_disk):
     vllm.add_request("goes on", {"prompt_token_ids": ids(1, 9)}, SamplingParams(max_tokens=2))
     while vllm.has_unfinished_requests():
         order += [done.request_id for done in vllm.step() if done.finished]
+        if order:
+            slow_disk.set()
     assert order == ["goes on", "waits"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import threading
-import time
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -42,9 +42,9 @@ def saved(folder, i: int, tokens: int) -> tuple[str, str, int]:
 def make(tmp_path):
     made = []
 
-    def memory(chunks: int, **options) -> HostMemory:
+    def memory(chunks: int, readers: int = 2, **options) -> HostMemory:
         expected = Expected(SHAPE, torch.float32, 4, 0)
-        made.append(HostMemory([tmp_path], chunks * BYTES, 2, expected, **options))
+        made.append(HostMemory([tmp_path], chunks * BYTES, readers, expected, **options))
         return made[-1]
 
     yield memory
@@ -53,10 +53,22 @@ def make(tmp_path):
 
 
 def finish(memory: HostMemory, load) -> None:
-    end = time.monotonic() + 60
-    while not load.done:
-        assert time.monotonic() < end, "a load does not end"
-        memory.wait(0.01)
+    until(lambda: load.done or memory.wait(0.01))
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Files whose KV is read after ``go`` is set; ``reads`` has the names of those that were begun."""
+    held, read = SimpleNamespace(go=threading.Event(), reads=[]), ChunkFile.read_layers
+
+    def slow(self, to):
+        held.reads.append(self.path.name)
+        assert held.go.wait(60)
+        return read(self, to)
+
+    monkeypatch.setattr(ChunkFile, "read_layers", slow)
+    yield held
+    held.go.set()
 
 
 def test_chunks_stay_until_others_need_their_memory(make, wanted, monkeypatch):
@@ -159,57 +171,39 @@ def test_a_disk_that_does_not_answer_fails_a_load_and_not_the_readers(make, want
     assert again.chunks[0].state == "ready"
 
 
-def test_one_chunk_is_read_once_for_all_that_wait_for_it(make, wanted, monkeypatch):
-    go, reads, read = threading.Event(), [], ChunkFile.read_layers
-
-    def slow(self, to):
-        reads.append(self.path.name)
-        assert go.wait(60)
-        return read(self, to)
-
-    monkeypatch.setattr(ChunkFile, "read_layers", slow)
+def test_one_chunk_is_read_once_for_all_that_wait_for_it(make, wanted, held):
     memory = make(3)
     loads = [memory.load([wanted[0], wanted[0]]), memory.load(wanted[:1])]
-    go.set()
+    held.go.set()
     for load in loads:
         finish(memory, load)
-    assert reads == ["0.kv"] and loads[0].chunks[0] is loads[0].chunks[1] is loads[1].chunks[0]
+    assert held.reads == ["0.kv"] and loads[0].chunks[0] is loads[0].chunks[1] is loads[1].chunks[0]
 
 
-def test_the_inputs_of_all_chunks_are_read_before_the_kv_of_any(tmp_path, wanted, monkeypatch):
+def test_the_inputs_of_all_chunks_are_read_before_the_kv_of_any(make, wanted, monkeypatch):
     done, read, open_inputs = [], ChunkFile.read_layers, ChunkFile._read_inputs
     noted = lambda what, method: (
         lambda self, *rest: done.append((what, self.path.name)) or method(self, *rest)
     )
     monkeypatch.setattr(ChunkFile, "read_layers", noted("kv", read))
     monkeypatch.setattr(ChunkFile, "_read_inputs", noted("inputs", open_inputs))
-    memory = HostMemory([tmp_path], 3 * BYTES, 1, Expected(SHAPE, torch.float32, 4, 0))
+    memory = make(3, readers=1)
     finish(memory, memory.load(wanted[:3]))
-    memory.close()
     assert done == [(what, f"{i}.kv") for what in ("inputs", "kv") for i in range(3)]
 
 
-def test_a_chunk_that_nobody_waits_for_any_more_is_not_read(tmp_path, wanted, monkeypatch):
-    go, reads, read = threading.Event(), [], ChunkFile.read_layers
-
-    def slow(self, to):
-        reads.append(self.path.name)
-        assert go.wait(60)
-        return read(self, to)
-
-    monkeypatch.setattr(ChunkFile, "read_layers", slow)
-    memory = HostMemory([tmp_path], 5 * BYTES, 1, Expected(SHAPE, torch.float32, 4, 0))
-    held = memory.load(wanted[:1])
-    until(lambda: reads)
+def test_a_chunk_that_nobody_waits_for_any_more_is_not_read(make, wanted, held):
+    memory = make(5, readers=1)
+    first = memory.load(wanted[:1])
+    until(lambda: held.reads)
     given_up, again, last = memory.load(wanted[1:3]), memory.load(wanted[2:3]), memory.load(wanted[3:4])
     memory.release(given_up)
-    go.set()
-    for load in (held, again, last):
+    held.go.set()
+    for load in (first, again, last):
         finish(memory, load)
-    assert reads == ["0.kv", "2.kv", "3.kv"]
+    assert held.reads == ["0.kv", "2.kv", "3.kv"]
     finish(memory, back := memory.load(wanted[1:2]))
-    memory.close()
-    assert back.chunks[0].state == "ready" and reads[-1] == "1.kv"
+    assert back.chunks[0].state == "ready" and held.reads[-1] == "1.kv"
 
 
 def test_another_process_reads_its_own_heads_and_layers(make, wanted, tmp_path):

@@ -23,26 +23,10 @@ WHOLE = (
 
 
 def run(*names: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "--timeout",
-        "850",
-        *names,
-    ]
-    done = subprocess.run(
-        command,
-        cwd=HERE,
-        env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--timeout", "850"]
+    command = [sys.executable, "-m", "pytest", *options, *names]
+    environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
