@@ -3,6 +3,7 @@ when the next step has been launched."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import fields
 
 import pytest
@@ -251,8 +252,9 @@ def test_an_engine_that_is_closed_with_a_step_launched_ends_its_answers_with_the
         return choices(self)
 
     monkeypatch.setattr(Drawing, "choices", read)
-    with held(engine):
-        streams = [engine.submit(request_of(prompt, "full", 900)) for prompt in PROMPTS[1:3]]
+    go = pause(engine)
+    streams = [engine.submit(request_of(prompt, "full", 900)) for prompt in PROMPTS[1:3]]
+    go.set()
     for stream in streams:
         with pytest.raises(EngineStopped):
             stream.result()

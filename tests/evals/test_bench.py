@@ -67,7 +67,7 @@ SETTINGS = {
         decoder=TINY, batches=(1, 3), chunks=2, chunk_tokens=24, text=8, tokens=6, repeats=1
     ),
     "profile": profile.Settings(
-        TINY, chunks=2, chunk_tokens=24, text=8, fresh=32, batches=(1, 3), steps=40, peak=32, repeats=1
+        TINY, chunks=2, chunk_tokens=24, text=8, fresh=32, batches=(1, 3), steps=12, peak=32, repeats=1
     ),
     "retrieval": retrieval.Settings(TINY, TOWER, **INDEX, context=24, policy="mpic-4", repeats=1),
 }

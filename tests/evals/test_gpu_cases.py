@@ -33,6 +33,7 @@ from mpic.kernels import reference
 from mpic.kernels.attention import KVView, QueryRotation, SpanCall
 from mpic.kernels.span import Span
 from mpic.kernels.triton.tuning import look_up, read_table
+from mpic.model import selftest
 
 HERE = BenchDevice(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.float32)
 CASES = (
@@ -42,9 +43,24 @@ CASES = (
 )
 
 
+@pytest.fixture(scope="module")
+def tested():
+    """The error of each model's self-test with each attention."""
+    return {}
+
+
 @pytest.fixture
-def measured(tmp_path, monkeypatch):
-    """Runs a section with even smaller sizes; returns its rows."""
+def measured(tmp_path, monkeypatch, tested):
+    """Runs a section with even smaller sizes; returns its rows. A model that is built again is not tested again."""
+
+    def once(loaded):
+        key = loaded.info.name, loaded.attention_name
+        if key not in tested:
+            tested[key] = selftest.self_test(loaded)
+        return tested[key]
+
+    for module in (context, first_tokens):
+        monkeypatch.setattr(module, "self_test", once)
 
     def run(name, work, sizes, **options):
         monkeypatch.setattr(context, "QUICK", sizes)

@@ -4,15 +4,17 @@ import io
 import logging
 import re
 import time
+from collections import Counter
 from dataclasses import replace
 
 import httpx
 import pytest
-from front_server import LIMITS, eventually, front_server
+from front_server import LIMITS, eventually, front_server, trickle
 from PIL import Image
 
 CHUNKED = ("Transfer-Encoding: chunked", "Content-Type: application/json")
-LATE = 408, "request_timeout"
+LATE, NOTHING = (408, "request_timeout"), (0, "")
+CHAT, GET = "POST /v1/chat/completions", b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -67,70 +69,77 @@ def gone_up(front, before, reason, by=1):
 # ---- time
 
 
-@pytest.mark.parametrize(
-    "begins",
-    [b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nx: ", b"GET /v1/models HTTP/1.0\r\n", b"\r\n", b"GET /"],
-)
-def test_a_slow_header_times_out(front, client, begins):
-    before = front.closed()
-    client.send(begins)
-    client.trickle(b"\r\n" if begins == b"\r\n" else b"y", every=0.05)
-    assert client.refusal() == LATE and gone_up(front, before, "header_timeout")
-    assert front.settled()
+def fast_start(client):
+    """Bytes that were sent fast earn no time for later."""
+    client.head(CHAT, "Content-Length: 60000000", "Content-Type: application/json")
+    client.send(b" " * 4_000_000)
 
 
-def test_a_silent_connection_is_closed_without_an_answer(front, client):
-    before = front.closed()
-    assert client.rest() == b"" and gone_up(front, before, "header_timeout")
+def told_to_continue(client):
+    client.head(CHAT, "Content-Length: 10", "Expect: 100-continue")
+    assert client.answer()[0] == 100
 
 
-@pytest.mark.parametrize("then", [b"", b"\r\n"])
-def test_an_idle_connection_is_closed_even_when_line_breaks_keep_coming(front, client, then):
+def answered(client):
     client.head("GET /v1/models")
     assert client.answer()[0] == 200
-    client.trickle(then, every=0.05)
-    assert client.rest() == b"" and front.settled()
 
 
-@pytest.mark.parametrize(
-    ("fields", "piece"),
-    [(("Content-Length: 100000", "Content-Type: application/json"), b" "), (CHUNKED, b"1\r\n \r\n")],
-)
-def test_a_slow_body_times_out(front, client, fields, piece):
-    before = front.closed()
-    client.head("POST /v1/chat/completions", *fields)
-    client.trickle(piece, every=0.05)
-    assert client.refusal() == LATE and gone_up(front, before, "body_timeout")
-    assert front.settled()
+LENGTH = ("Content-Length: 100000", "Content-Type: application/json")
+SLOW = {
+    "a field": (lambda one: one.send(GET + b"x: "), b"y", LATE, "header_timeout"),
+    "an old protocol": (lambda one: one.send(b"GET / HTTP/1.0\r\n"), b"y", LATE, "header_timeout"),
+    "the first line": (lambda one: one.send(b"GET /"), b"y", LATE, "header_timeout"),
+    "line breaks": (lambda one: one.send(b"\r\n"), b"\r\n", LATE, "header_timeout"),
+    "nothing": (lambda one: None, b"", NOTHING, "header_timeout"),
+    "nothing after an answer": (answered, b"", NOTHING, None),
+    "line breaks after an answer": (answered, b"\r\n", NOTHING, None),
+    "a body": (lambda one: one.head(CHAT, *LENGTH), b" ", LATE, "body_timeout"),
+    "a body in chunks": (lambda one: one.head(CHAT, *CHUNKED), b"1\r\n \r\n", LATE, "body_timeout"),
+    "a body with a fast start": (fast_start, b"", LATE, "body_timeout"),
+    "a body it was told to send": (told_to_continue, b"", LATE, "body_timeout"),
+    "a body after a refusal": (
+        lambda one: one.head(CHAT, *LENGTH, key=False),
+        b" ",
+        (401, "unauthorized"),
+        "unread_body",
+    ),
+}
+"""By what a client sends slowly: its beginning, the piece that it repeats, the answer, and the reason counted."""
 
 
-def test_a_body_that_stops_after_a_fast_start_times_out(front, client):
-    """Bytes that were sent fast earn no time for later."""
-    client.head("POST /v1/chat/completions", "Content-Length: 60000000", "Content-Type: application/json")
-    client.send(b" " * 4_000_000)
-    assert client.refusal() == LATE
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory, template):
+    """What each slow client was told before the server closed its connection, and the reasons that were counted. All of
+    them send at the same time."""
+    limits = replace(LIMITS, max_connections=32, max_connections_per_address=32)
+    with front_server(tmp_path_factory.mktemp("slow"), template, limits) as front:
+        clients = {name: front.connect() for name in SLOW}
+        for name, client in clients.items():
+            SLOW[name][0](client)
+        trickle({client: SLOW[name][1] for name, client in clients.items()})
+        told = {name: client.refusal() for name, client in clients.items()}
+        assert front.settled()
+        yield told, front.closed()
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_a_client_that_sends_slowly_is_answered_and_closed(slow, what):
+    assert slow[0][what] == SLOW[what][2]
+
+
+def test_slow_clients_are_counted_by_what_they_were_late_with(slow):
+    expected = Counter(reason for *_, reason in SLOW.values() if reason)
+    assert {reason: count for reason, count in slow[1].items() if count} == expected
 
 
 def test_a_body_at_the_accepted_pace_may_take_long(front, client):
     body = b'{"messages": [{"role": "user", "content": "hello"}]}' + b" " * 4000
-    client.head("POST /v1/chat/completions", f"Content-Length: {len(body)}", "Content-Type: application/json")
-    for at in range(0, len(body), 200):  # 20 pieces, a second together: three times the deadline
-        client.send(body[at : at + 200])
+    client.head(CHAT, f"Content-Length: {len(body)}", "Content-Type: application/json")
+    for at in range(0, len(body), 100):  # 41 pieces, two seconds together: twice the deadline
+        client.send(body[at : at + 100])
         time.sleep(0.05)
     assert client.answer()[0] == 200
-
-
-def test_a_body_after_a_refusal_is_not_read_for_ever(front, client):
-    before = front.closed()
-    client.head("POST /v1/chat/completions", "Content-Length: 100000", key=False)
-    client.trickle(b" ", every=0.05)
-    assert client.refusal() == (401, "unauthorized") and gone_up(front, before, "unread_body")
-
-
-def test_a_client_waiting_for_100_continue_does_not_time_out(front, client):
-    client.head("POST /v1/chat/completions", "Content-Length: 10", "Expect: 100-continue")
-    assert client.answer()[0] == 100
-    assert client.refusal() == LATE
 
 
 @pytest.fixture(scope="module")
@@ -145,18 +154,19 @@ def large(running):
     return made.json()["id"], content.getvalue()
 
 
-@pytest.mark.parametrize(("buffer", "pieces"), [(4096, 0), (1 << 16, 40)])
-def test_an_answer_that_is_not_read_to_its_end_is_given_up(large, front, buffer, pieces):
+def test_answers_that_are_not_read_to_their_end_are_given_up(large, front):
     """Bytes that were read fast earn no time for later: two megabytes in 0.4 s."""
     before = front.closed()
-    reader = front.connect(receive_buffer=buffer)
-    reader.head(f"GET /v1/files/{large[0]}/content")
-    stream = reader.socket.makefile("rb")
-    for _ in range(pieces):
+    readers = [front.connect(receive_buffer=buffer) for buffer in (4096, 1 << 16)]
+    for reader in readers:
+        reader.head(f"GET /v1/files/{large[0]}/content")
+    stream = readers[1].socket.makefile("rb")
+    for _ in range(40):
         assert len(stream.read(50_000)) == 50_000
         time.sleep(0.01)
-    assert eventually(lambda: gone_up(front, before, "send_timeout")) and front.settled()
-    reader.close()
+    assert eventually(lambda: gone_up(front, before, "send_timeout", 2)) and front.settled()
+    for reader in readers:
+        reader.close()
 
 
 def test_an_answer_that_is_read_slowly_but_steadily_arrives(large, front):
@@ -166,10 +176,10 @@ def test_an_answer_that_is_read_slowly_but_steadily_arrives(large, front):
     start, got = time.monotonic(), b""
     while len(got) < len(content) and (piece := reader.socket.recv(1 << 16)):
         got += piece
-        time.sleep(0.008)
+        time.sleep(0.014)
     reader.close()
     assert got.partition(b"\r\n\r\n")[2] == content[: len(got) - got.index(b"\r\n\r\n") - 4]
-    assert time.monotonic() - start > 2 * LIMITS.send_seconds
+    assert time.monotonic() - start > 1.5 * LIMITS.send_seconds
     assert front.closed() == before
 
 
@@ -189,7 +199,7 @@ def test_a_stream_that_is_not_read_ends_and_its_request_is_aborted(front):
 @pytest.mark.parametrize(
     ("begins", "piece"),
     [
-        (b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"a: b\r\n" * 10_000),
+        (GET, b"a: b\r\n" * 10_000),
         (b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nx: ", b"y" * 65536),
         (b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nCookie: ", b'a="\\""; ' * 8000),
         (b"GET /v1/models?q=", b"y" * 65536),
@@ -225,7 +235,7 @@ def test_a_header_just_under_the_limit_is_accepted(front, client):
     ],
 )
 def test_framing_of_a_body_in_chunks_is_bounded(front, client, begins, piece, refusal):
-    client.head("POST /v1/chat/completions", *CHUNKED)
+    client.head(CHAT, *CHUNKED)
     client.send(begins)
     for _ in range(4):
         client.send(piece)
@@ -234,7 +244,7 @@ def test_framing_of_a_body_in_chunks_is_bounded(front, client, begins, piece, re
 
 
 def test_a_body_in_chunks_of_one_byte_is_accepted(front, client):
-    client.head("POST /v1/chat/completions", *CHUNKED)
+    client.head(CHAT, *CHUNKED)
     body = b'{"messages": [{"role": "user", "content": "hello"}]}' + b" " * 20_000
     client.send(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
     assert client.answer()[0] == 200
@@ -295,7 +305,7 @@ def test_a_flood_of_half_sent_headers_does_not_exclude_clients_with_a_key(patien
     before = patient.closed()
     for i in range(60):
         [one] = crowd(f"127.0.0.{2 + i % 5}")
-        one.send(b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        one.send(GET)
         assert len(patient.connections) <= LIMITS.max_connections
         if i % 6 == 5:
             [holder] = crowd("127.0.0.8")
