@@ -13,8 +13,9 @@ BENCH ?= $(if $(filter vllm,$(ENGINE)),ttft serving,ttft flat memory decode load
 FUZZ  ?= 300
 SOAK_SECONDS ?= 600
 ARGS  ?=
-# How the suite is spread over processes (pytest-xdist): one for each core, at most four. PROCESSES= runs it in one.
-PROCESSES ?= -n logical --maxprocesses 4
+# How the suite is spread over processes (pytest-xdist): one more than cores, since tests wait for servers and clients,
+# and at most four. PROCESSES= runs it in one.
+PROCESSES ?= -n $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 # A test that fails is run once more. If it passes then, the run does, and its end shows the first failure under RERUN.
 RERUNS ?= --reruns 1 --rerun-show-tracebacks -rR
 
