@@ -91,11 +91,7 @@ def test_an_image_and_a_document_open_from_chip_strip_and_library(fake, open_pag
     page = open_page(fake.url, expected=("404",))
     ask(page, "IMAGE#RED and FILE#NOTES?")
     page.click(".facts")
-    for place in (
-        "button.chip:has-text('RED')",
-        "[aria-label='Open IMAGE#RED']",
-        ".block.image .block-head",
-    ):
+    for place in ("button.chip:has-text('RED')", "[aria-label='Open IMAGE#RED']", ".block.image .block-head"):
         page.click(place)
         page.wait_for_selector("dialog img.large + .hint")  # its size, once it is there
         assert "RED.png" in page.inner_text("dialog")
