@@ -26,7 +26,7 @@ SETTINGS = Settings(
     question=8,
     short=24,
     answers=(1, 3),
-    tokens=4,
+    tokens=64,
     probes=4,
     probe_tokens=16,
     repeats=1,
@@ -134,7 +134,7 @@ FAKE = """
             for left in range(asked["n_predict"], -1, -1):
                 self.wfile.write(b"data: " + json.dumps({{"content": "w", "stop": left == 0}}).encode() + b"\\n\\n")
                 self.wfile.flush()
-                time.sleep(0.03)  # answers that are asked for at once are then generated at the same time
+                time.sleep(0.01)  # answers that are asked for at once are then generated at the same time
 
         def log_message(self, *args):
             pass

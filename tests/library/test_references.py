@@ -11,14 +11,7 @@ from library_tools import FullDisk, Upload, encoded, everything, kill, make_chun
 from server_helpers import wait_until
 
 from mpic.durable import FileSystem
-from mpic.errors import (
-    BadRequest,
-    InvalidImage,
-    ReferenceExists,
-    ReferenceNotFound,
-    StorageFull,
-    TooLarge,
-)
+from mpic.errors import BadRequest, InvalidImage, ReferenceExists, ReferenceNotFound, StorageFull, TooLarge
 from mpic.kv.chunk import ChunkKey, KVKey, Recipe
 from mpic.library import SHARED, Library
 

@@ -83,11 +83,7 @@ async def answers_of(folder: Path, model: Path, images: dict[str, bytes]) -> dic
             assert answer.status_code == 200, answer.text
             body = answer.json()
             used = body["usage"]["mpic"]["tokens"]
-            found[policy] = (
-                body["choices"][0]["message"]["content"],
-                used["reused"],
-                used["recomputed"],
-            )
+            found[policy] = (body["choices"][0]["message"]["content"], used["reused"], used["recomputed"])
     return found
 
 

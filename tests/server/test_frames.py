@@ -45,7 +45,7 @@ def test_what_is_computed_does_not_grow_once_the_window_is_full(steps):
 
 
 def test_frames_that_left_the_window_are_evicted_from_the_device(steps, url):
-    engine = httpx.get(f"{url}/health").json()["engine"]
+    engine = httpx.get(f"{url}/health", timeout=60).json()["engine"]
     assert engine["chunks_resident"] < STEPS
     assert engine["pages"]["chunks"] <= POOL_PAGES
 

@@ -31,7 +31,7 @@ def user(content):
 
 
 def pages(url):
-    return httpx.get(f"{url}/health").json()["engine"]
+    return httpx.get(f"{url}/health", timeout=60).json()["engine"]
 
 
 def idle_again(url, seconds=60.0):
@@ -68,7 +68,7 @@ def test_a_client_that_leaves_before_its_answer_frees_its_pages(url):
     with socket.create_connection((host, int(port))) as sock:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         sock.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        with httpx.Client(base_url=url) as http:
+        with httpx.Client(base_url=url, timeout=60) as http:
             while http.get("/health").json()["engine"]["running"] == 0:
                 time.sleep(0.005)
     idle_again(url)

@@ -152,7 +152,7 @@ def whole(tmp_path_factory, tiny_model):
 
 def upload(url, number):
     files = {"file": ("a.txt", f"Text number {number}.".encode())}
-    made = httpx.post(f"{url}/v1/files", data={"purpose": "user_data"}, files=files)
+    made = httpx.post(f"{url}/v1/files", data={"purpose": "user_data"}, files=files, timeout=PATIENCE)
     assert made.status_code == 200, made.text
     return made.json()["id"]
 
@@ -170,7 +170,7 @@ def test_more_half_sent_headers_than_descriptors_do_not_exclude_other_clients(wh
         flood.append(socket.create_connection(address, source_address=(f"127.0.0.{2 + i % 5}", 0)))
         flood[-1].sendall(b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n")
     assert psutil.Process(one.pid).num_fds() < DESCRIPTORS - RESERVE // 2
-    assert httpx.get(f"{url}/v1/models").status_code == 200
+    assert httpx.get(f"{url}/v1/models", timeout=PATIENCE).status_code == 200
     upload(url, 1)
     for sock in flood:
         sock.close()

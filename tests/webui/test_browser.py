@@ -15,7 +15,7 @@ QUESTION = "Which has more shapes, IMAGE#BEACH or IMAGE#GARDEN?"
 
 def clear(url):
     """An empty library."""
-    with httpx.Client(base_url=url) as http:
+    with httpx.Client(base_url=url, timeout=60) as http:
         for file in http.get("/v1/files").json()["data"]:
             http.delete(f"/v1/files/{file['id']}")
 
@@ -93,7 +93,7 @@ def test_references_are_searched_and_cited_and_can_be_opened(demo_url, open_page
     entries, queries = generated.load()
     fact = next(e for e in entries if e["id"] == "fact-061")
     question = next(q for q in queries if q["truth"] == fact["id"] and q["form"] == "question")
-    with httpx.Client(base_url=demo_url) as http:
+    with httpx.Client(base_url=demo_url, timeout=60) as http:
         data = {"id": "ref_fact", "title": fact["title"], "metadata": '{"shelf": "B 12"}'}
         made = http.post("/v1/references", data=data, files={"file": ("fact.txt", fact["text"].encode())})
         assert made.status_code == 200
@@ -170,7 +170,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(demo_url, open_page)
 
 def test_the_savings_page_counts_what_was_not_computed(demo_url, open_page):
     clear(demo_url)
-    with httpx.Client(base_url=demo_url) as http:
+    with httpx.Client(base_url=demo_url, timeout=60) as http:
         file = {"file": ("idle.txt", b"nobody asks about this text")}
         assert (
             http.post("/v1/files", data={"purpose": "user_data", "handle": "IDLE"}, files=file).status_code

@@ -17,6 +17,8 @@ def test_two_tabs_that_ask_in_one_chat_at_the_same_time_keep_both_questions(fake
     for tab, text in ((page, "one"), (other, "two")):
         tab.fill(BOX, text)
         tab.press(BOX, "Enter")
+    other.wait_for_selector(".writing")
+    fake.engine.pause = 0.0
     for tab in (page, other):
         until(tab, lambda tab=tab: tab.locator(".turn-line").count() == 3)
         assert sorted(questions(tab)) == ["one", "two", "zero"]
@@ -148,6 +150,7 @@ def test_the_link_to_the_chat_leads_back_to_an_answer_that_is_being_written(fake
     page.click("#views [data-view=policies]")
     page.wait_for_selector("#view-policies:visible")
     page.click("#views [data-view=chat]")
+    fake.engine.pause = 0.0
     page.wait_for_selector(".turn-line")
     assert "by far" in page.inner_text(".text") and page.locator(".stopped").count() == 0
     assert page.inner_text("#title") == "one" and page.locator("#chat-menu button").count() == 1

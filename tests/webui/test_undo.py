@@ -86,6 +86,7 @@ def test_undo_while_another_answer_is_written_leaves_no_turn_that_is_written_for
     page.wait_for_selector(".turn:nth-child(2) .writing")
     more(page, 1, "Delete this turn")
     undo(page, 1)
+    fake.engine.pause = 0.0
     page.wait_for_selector(".turn:nth-child(2) .turn-line")
     assert page.locator(".writing").count() == 0
     shows(page, "one", "two")
@@ -128,7 +129,9 @@ def test_all_chats_deleted_while_one_is_answered_stay_deleted_with_their_drafts(
     page.click("dialog button:text-is('Delete all')")
     page.wait_for_selector(".toast:has-text('All chats were deleted')")
     page.keyboard.press("Escape")
-    page.wait_for_timeout(500)
+    fake.engine.pause = 0.0
+    until(page, lambda: not fake.engine.held)
+    page.wait_for_timeout(100)
     reload(page)
     assert page.locator("#chat-list a").count() == 0 and page.locator(".turn").count() == 0
 

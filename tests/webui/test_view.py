@@ -28,6 +28,7 @@ def test_the_newest_answer_is_seen_while_it_is_written_and_after(fake, open_page
     for _ in range(5):
         page.wait_for_timeout(60)
         assert page.evaluate(SEEN)
+    fake.engine.pause = 0.0
     page.wait_for_selector(".turn:last-child .turn-line")
     page.click(".turn:last-child .facts")  # what opens below does not push the answer out of sight
     page.wait_for_selector(".strip")
@@ -52,6 +53,7 @@ def test_who_scrolls_away_is_left_alone_and_can_come_back(fake, open_page):
     page.hover("#scroller")
     page.mouse.wheel(0, -2000)
     page.wait_for_selector("#to-newest:visible")
+    fake.engine.pause = 0.0
     page.wait_for_selector(".turn:last-child .turn-line")
     assert page.evaluate("document.querySelector('#scroller').scrollTop") == 0
     page.click("#to-newest")
@@ -91,11 +93,7 @@ def test_an_image_and_a_document_open_from_chip_strip_and_library(fake, open_pag
     page = open_page(fake.url, expected=("404",))
     ask(page, "IMAGE#RED and FILE#NOTES?")
     page.click(".facts")
-    for place in (
-        "button.chip:has-text('RED')",
-        "[aria-label='Open IMAGE#RED']",
-        ".block.image .block-head",
-    ):
+    for place in ("button.chip:has-text('RED')", "[aria-label='Open IMAGE#RED']", ".block.image .block-head"):
         page.click(place)
         page.wait_for_selector("dialog img.large + .hint")  # its size, once it is there
         assert "RED.png" in page.inner_text("dialog")
