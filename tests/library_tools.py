@@ -72,6 +72,13 @@ def read(stored, like):
     return destination
 
 
+def read_in_parts(stored, like):
+    parts = stored.in_parts(1 << 20)
+    for part in parts.parts:
+        for piece, read_piece in parts.read_part(part):
+            read_piece(torch.empty_like(piece.of(like)).contiguous())
+
+
 def encoded(image=None, format="PNG", **options):
     """The bytes of an image file."""
     out = io.BytesIO()
@@ -215,6 +222,11 @@ def downgrade(root, version, monkeypatch):
                 db.execute(f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM new.{table}")
         db.commit()
     old.rename(new)
+
+
+def lose_catalogue(root):
+    for path in root.glob("catalog.sqlite*"):
+        path.unlink()
 
 
 def fill(library):

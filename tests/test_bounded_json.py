@@ -27,14 +27,14 @@ def sizes(request, monkeypatch):
     monkeypatch.setattr(bounded_json, "LONG", request.param[1])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)  # for each of the sizes
 @given(VALUES, st.booleans(), st.sampled_from([None, 2]), st.sampled_from(ENCODINGS))
 def test_the_value_is_that_of_json_loads(value, escaped, indent, encoding):
     body = json.dumps(value, ensure_ascii=escaped, indent=indent).encode(encoding)
     assert read(body, Bounds()) == read(bytearray(body), Bounds()) == json.loads(body) == value
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)  # for each of the sizes
 @given(VALUES, st.integers(0, 200), st.sampled_from(DAMAGE))
 def test_what_json_loads_refuses_is_refused(value, at, damage):
     body = json.dumps(value, ensure_ascii=False).encode()
@@ -114,9 +114,8 @@ def test_a_text_beyond_a_bound_is_never_parsed(monkeypatch):
             read(body, Bounds(values=10_000, text=10_000))
 
 
+@pytest.mark.parametrize("sizes", [(1_000, 100)], indirect=True)
 def test_long_strings_reach_json_loads_in_slices_only(monkeypatch, sizes):
-    monkeypatch.setattr(bounded_json, "SLICE", 1_000)
-    monkeypatch.setattr(bounded_json, "LONG", 100)
     given, loads = [], json.loads
     monkeypatch.setattr(json, "loads", lambda text: given.append(len(text)) or loads(text))
     value = {"a": "x" * 50_000, "b" * 20_000: ["中" * 10_000, '\n\\"' * 5_000]}

@@ -61,6 +61,12 @@ def sources() -> dict[str, Path]:
 
 
 @cache
+def trees() -> dict[str, ast.Module]:
+    """Returns every module of the package, parsed."""
+    return {name: ast.parse(path.read_text()) for name, path in sources().items()}
+
+
+@cache
 def imports() -> dict[str, set[str]]:
     """Returns for every module our modules that it imports anywhere, for type checking, too."""
     modules = sources()
@@ -68,7 +74,7 @@ def imports() -> dict[str, set[str]]:
     for name, path in modules.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         graph[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(trees()[name]):
             if isinstance(node, ast.Import):
                 targets = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -144,8 +150,8 @@ def test_every_package_has_its_layer():
 def test_one_class_name_stands_for_one_idea():
     """The synchronous client is made from the asynchronous one, so the two share all their names."""
     places = defaultdict(set)
-    for name, path in sources().items():
-        for node in ast.parse(path.read_text()).body:
+    for name, tree in trees().items():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].add(name.replace("._async.", "._sync.").replace("._sync.", "."))
     several = {name: sorted(found) for name, found in places.items() if len(found) > 1}

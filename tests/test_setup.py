@@ -66,19 +66,15 @@ def test_every_folder_with_python_files_is_a_package():
     assert with_python == declared
 
 
-def test_transformers_is_not_disturbed_by_our_kernels_folder():
+def test_torchvision_and_its_users_import_beside_our_kernels_folder():
     """From the root, `kernels` is this repository's folder and not the library transformers looks for."""
-    code = "import transformers; from transformers import LlamaForCausalLM, LlavaForConditionalGeneration"
-    python(code, cwd=ROOT)
+    models = "LlamaForCausalLM, LlavaForConditionalGeneration"
+    python(f"import torchvision, open_clip; from transformers import CLIPImageProcessor, {models}", cwd=ROOT)
 
 
 def test_kernels_imports_nothing():
     loaded = "import sys; before = set(sys.modules); import kernels; print(set(sys.modules) - before)"
     assert python(loaded, cwd=ROOT) == "{'kernels'}"
-
-
-def test_torchvision_and_its_users_import_in_any_process(tmp_path):
-    python("import torchvision, open_clip; from transformers import CLIPImageProcessor", cwd=tmp_path)
 
 
 def test_torchvision_mend_does_nothing_where_the_import_works(tmp_path, monkeypatch, capsys):

@@ -18,18 +18,10 @@ from mpic.imaging import clip_readers, clips
 from mpic.imaging import decoder as decoder_module
 from mpic.imaging.clip_header import MOST_PARTS, container, is_animated, is_fragmented, movie_seconds
 from mpic.imaging.clips import ClipFacts
-from mpic.imaging.decoder import Decoder
 from mpic.imaging.worker_pool import CLIP
 
 BUDGET = 1 << 30
 FRAMES = pictures(3, 7)
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    made = Decoder(workers=1)
-    yield made
-    made.workers.close()
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])

@@ -9,7 +9,6 @@ from PIL import Image, ImageOps
 
 from mpic.errors import AnimatedImage, ImageTooLarge, InvalidImage, MPICError, UnsupportedType
 from mpic.imaging import image_header, pixels
-from mpic.imaging.decoder import Decoder
 from mpic.imaging.pixels import ImageRules, PixelDigest
 from mpic.kv.chunk import ChunkKey, digest
 from mpic.library import Limits, decode_image
@@ -59,13 +58,6 @@ def outcome(decode, data, rules=RULES):
         return error.code
     assert image.mode == "RGB"
     return image.size, image.tobytes()
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    made = Decoder(workers=1)
-    yield made
-    made.workers.close()
 
 
 @pytest.fixture

@@ -5,7 +5,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from library_tools import FullDisk, Unreadable, chunks, drop, everything, make_chunk, read, text_key
+from library_tools import (
+    FullDisk,
+    Unreadable,
+    chunks,
+    drop,
+    everything,
+    make_chunk,
+    read,
+    read_in_parts,
+    text_key,
+)
 
 from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, IntegrityError, NotFound, StorageFull
@@ -112,13 +122,6 @@ def test_a_file_that_cannot_be_opened_now_stays_ready(open_library):
     assert library.store.stats()["unreadable"] == 1
     files.broken = False
     assert library.store.open(chunk.key)
-
-
-def read_in_parts(stored, like):
-    parts = stored.in_parts(1 << 20)
-    for part in parts.parts:
-        for piece, read_piece in parts.read_part(part):
-            read_piece(torch.empty_like(piece.of(like)).contiguous())
 
 
 @pytest.mark.parametrize("how", [read, read_in_parts])

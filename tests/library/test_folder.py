@@ -4,7 +4,7 @@ import asyncio
 import shutil
 
 import pytest
-from library_tools import downgrade, everything, fill, make_chunk, text_key
+from library_tools import downgrade, everything, fill, lose_catalogue, make_chunk, text_key
 
 from mpic.errors import ForeignFolder, LibraryGone, Unavailable
 from mpic.library import Library
@@ -89,18 +89,13 @@ def replace(root):
     root.mkdir()
 
 
-def remove_the_catalogue(root):
-    for path in root.glob("catalog.sqlite*"):
-        path.unlink()
-
-
 def replace_the_marker(root):
     data = (root / MARKER).read_bytes()
     (root / MARKER).unlink()
     (root / MARKER).write_bytes(data)
 
 
-@pytest.mark.parametrize("go", [remove, replace, remove_the_catalogue, replace_the_marker])
+@pytest.mark.parametrize("go", [remove, replace, lose_catalogue, replace_the_marker])
 def test_a_library_whose_folder_is_gone_stores_and_creates_nothing(open_library, go):
     library = open_library(check=False)
     library.references.tokenize = library.files.tokenize

@@ -4,7 +4,16 @@ import asyncio
 import sqlite3
 
 import pytest
-from library_tools import Crash, CrashingFiles, chunks, encoded, everything, make_chunk, text_key
+from library_tools import (
+    Crash,
+    CrashingFiles,
+    chunks,
+    encoded,
+    everything,
+    lose_catalogue,
+    make_chunk,
+    text_key,
+)
 
 from mpic.durable import FileSystem
 from mpic.errors import BadRequest, DatabaseBusy, FileNotFound, StorageFull, Unavailable
@@ -14,12 +23,6 @@ from mpic.library.caches import CachedText
 from mpic.library.folder.inspection import MARKER
 from mpic.library.repair.recover import recover
 from mpic.library.upkeep import check
-
-
-def lose(root):
-    for path in root.glob("catalog.sqlite*"):
-        path.unlink()
-
 
 FOUND_OUT = {"tokens", "state", "error", "path"}
 """Columns that compiling fills in, and columns that nobody sees."""
@@ -66,7 +69,7 @@ def before(tmp_path, clock):
     with Library.open(tmp_path / "library", clock=clock) as library:
         fill(library, clock)
         was = facts(library)
-    lose(tmp_path / "library")
+    lose_catalogue(tmp_path / "library")
     return was
 
 
@@ -232,7 +235,7 @@ def test_deleted_files_do_not_come_back(tmp_path, clock):
         library.references.remove("ref_1")  # its original stays while a request links it
         assert len(list(tmp_path.glob("files/*/ref_1@*"))) == 1
         assert held.token_ids
-    lose(tmp_path)
+    lose_catalogue(tmp_path)
     recover(tmp_path, clock=clock)
     with Library.open(tmp_path, clock=clock) as library:
         assert [file.handle for file in library.files.page("ann").files] == ["A"]
@@ -250,7 +253,7 @@ def test_the_newer_version_of_an_interrupted_replacement_is_recovered(tmp_path, 
         library.references.collect_retired()
     old.path.write_bytes(saved[0])
     sidecar.write_bytes(saved[1])
-    lose(tmp_path)
+    lose_catalogue(tmp_path)
     done = recover(tmp_path, clock=clock)
     assert len(done.troubles) == 1 and "earlier version" in done.troubles[0].what
     with Library.open(tmp_path, clock=clock) as library:
@@ -263,7 +266,7 @@ def test_the_file_that_has_not_expired_keeps_the_handle_of_two(tmp_path, clock):
         old = library.files.add("ann", b"old", "o.txt", "H", 5)
         clock.now += 6
         new = library.files.add("ann", b"new", "n.txt", "h")
-    lose(tmp_path)
+    lose_catalogue(tmp_path)
     assert recover(tmp_path, clock=clock).troubles == []
     with Library.open(tmp_path, clock=clock) as library:
         assert library.files.by_handle("ann", "H").id == new.id
