@@ -71,8 +71,10 @@ def test_a_login_the_chat_and_a_draft_outlast_the_server(fake, open_page):
     ask(page, "before")
     page.fill(BOX, "half a question")
     fake.stop()
+    look(page)
     page.wait_for_selector("#notice:visible")
     fake.start()
+    look(page)
     page.wait_for_selector("#notice", state="hidden")
     assert page.input_value(BOX) == "half a question"
     page.reload()

@@ -1,6 +1,6 @@
 """The browser keeps chats, drafts and settings with two tabs open, little room, or none at all."""
 
-from page_kit import BOX, ask, more, until
+from page_kit import BOX, ask, look, more, until
 
 QUEUED = "text=asked again as soon as it is back"
 
@@ -17,7 +17,7 @@ def test_two_tabs_that_ask_in_one_chat_at_the_same_time_keep_both_questions(fake
     for tab, text in ((page, "one"), (other, "two")):
         tab.fill(BOX, text)
         tab.press(BOX, "Enter")
-    other.wait_for_selector(".writing")
+    until(other, lambda: len(fake.engine.requests) == 3)
     fake.engine.pause = 0.0
     for tab in (page, other):
         until(tab, lambda tab=tab: tab.locator(".turn-line").count() == 3)
@@ -130,12 +130,14 @@ def test_every_question_asked_while_the_server_is_away_is_answered_in_order(fake
     away = ("ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE", "ERR_CONNECTION_RESET")
     page = open_page(fake.url, expected=away)
     fake.stop()
+    look(page)
     page.wait_for_selector("#notice:visible")
     for n, text in enumerate(("one", "two", "three"), 1):
         page.fill(BOX, text)
         page.press(BOX, "Enter")
         until(page, lambda n=n: page.locator(QUEUED).count() == n)
     fake.start()
+    look(page)
     page.wait_for_selector(".turn:nth-child(3) .turn-line")
     assert page.locator(".turn-line").count() == 3
     assert questions(page) == ["one", "two", "three"] and len(fake.engine.requests) == 3
