@@ -82,7 +82,7 @@ class Generator:
                 items.append(Labelled(label, self.image(about, handle), about))
                 continue
             if kind == "card":
-                title = (handle if named and handle else draw_handles(rng, 1, split)[0]) if scattered else ""
+                title = (handle if named else draw_handles(rng, 1, split)[0]) if scattered else ""
                 about = documents.card(rng, split, words, title)
             elif kind == "needle":
                 about = documents.needle(rng, split, [things.pop() for _ in range(each)], words)

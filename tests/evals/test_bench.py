@@ -76,7 +76,7 @@ HEADLINES = {
     "ttft": {"prefix_over_mpic32", "mpic32_over_floor"},
     "flat": {
         *(f"{name}_growth" for name in ("full", "cacheblend15", "legolink16")),
-        "legolink16_growing_documents",
+        "legolink16_fixed_growth",
         "tokens_in_memory_over_cacheblend15",
     },
     "overhead": {"least_share_of_deciding", "most_share_of_deciding", "cacheblend15_over_legolink16"},
@@ -268,6 +268,13 @@ def test_the_masked_floors_compute_what_a_plain_forward_computes(monkeypatch):
     unmasked, unmasked_again, ready, _, static, static_again = seen
     assert torch.allclose(ready, static, atol=1e-4) and torch.allclose(static, static_again, atol=1e-5)
     assert torch.allclose(unmasked, unmasked_again, atol=1e-5)
+
+
+def test_growth_is_told_at_sixteen_times_the_fewest_tokens_whatever_was_measured_beyond():
+    times = {1024: 10.0, 4096: 20.0, 16384: 30.0, 50176: 90.0}
+    samples = {f"k {n} p": Series(0.0, [ms]) for n, ms in times.items()}
+    assert flat._growth(samples, "k", "p", times) == 3
+    assert flat._growth(samples, "k", "p", {1024: 0, 4096: 0}) == 2
 
 
 @pytest.mark.parametrize("kind", decode.CACHES)

@@ -122,7 +122,7 @@ REFUSED = {
 def test_what_cannot_be_loaded_here_is_refused_before_a_weight_is_read(method, plain, tmp_path, monkeypatch):
     package, reason = REFUSED[method]
     if package is not None and find_spec(package) is not None:
-        pytest.skip(f"{package} is installed")
+        pytest.skip(f"{package} is installed, so that such a checkpoint is loaded and not refused")
     more = {"quant_type": "int8_weight_only"} if method == "torchao" else {"bits": 4, "group_size": 64}
     folder = converted(plain, tmp_path, {"quant_method": method, **more}, lambda name, weight: {})
     monkeypatch.setattr("mpic.model.load.load_weights", lambda *_: pytest.fail("the weights were loaded"))

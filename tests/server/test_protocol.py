@@ -110,8 +110,8 @@ SLOW = {
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory, template):
-    """What each slow client was told before the server closed its connection, and the reasons that were counted. All of
-    them send at the same time."""
+    """Returns the refusal that each slow client got before the server closed its connection, and how often each reason
+    was counted. All of them send at the same time."""
     limits = replace(LIMITS, max_connections=32, max_connections_per_address=32)
     with front_server(tmp_path_factory.mktemp("slow"), template, limits) as front:
         clients = {name: front.connect() for name in SLOW}

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoProcessor
 from mpic.data.generator import Document, Generator, Image, messages
 from mpic.data.generator.images import LARGE, draw_scene, render_large
 from mpic.data.generator.tokenizer import build_tokenizer
+from mpic.data.generator.words import NUMBERS
 from mpic.data.generator.worlds import SECOND as WORLD
 from mpic.train import vision_patches
 from mpic.train.batch import collate, collate_branches, shared_tokens
@@ -63,6 +65,21 @@ def test_facts_stand_anywhere_in_a_document():
         places += [i / document.text.count(". ") for i in facts]
     assert len(places) >= 100
     assert np.histogram(places, 4, (0, 1.01))[0].min() > len(places) / 8
+
+
+def test_training_counts_chunks_in_any_order_and_evaluation_as_the_template_does():
+    """A chunk that always follows `one` would be told by the label before it, which a chunk alone has not seen."""
+    mix = replace(SECOND.steps[-1].mix, kinds=("image",), named=0.0, search=0.0)
+    orders = []
+    for seed in range(8):
+        items = Generator(seed, "train", world=WORLD).context(4, mix)
+        names = [item.part.name for item in items]
+        assert [item.label for item in items] == [f"image {name}" for name in names]
+        assert len({*names}) == 4 and {*names} <= {*NUMBERS[:10]}
+        orders.append([NUMBERS.index(name) for name in names])
+    assert any(order != sorted(order) for order in orders)
+    for one in (Generator(0, "eval", world=WORLD), Generator(0, "train")):
+        assert [item.label for item in one.context(3, mix)] == ["image one", "image two", "image three"]
 
 
 def test_a_patch_is_taught_what_it_shows_itself(encoder):

@@ -16,10 +16,10 @@ from mpic.library import Library
 from mpic.server import create_app
 
 
-@pytest.fixture(
-    scope="module"
-)  # no longer: while it is open Playwright's own loop runs, and no async test can
+@pytest.fixture(scope="module")
 def browser():
+    """A browser of a module's tests, and not of more: while it is open Playwright's own loop runs, and no async test
+    can. `make test` installs one; a run without it says so."""
     if find_browser() is None:
         pytest.skip("no chromium on this machine: tools/get_chromium.sh says how to get it")
     with open_browser() as browser:

@@ -131,9 +131,8 @@ def _fetch(tokens: torch.Tensor) -> Callable[[], list[int]]:
     host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
     host.copy_(tokens, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record(
-        torch.cuda.current_stream(tokens.device)
-    )  # of its own: another device may be the current one
+    # on the stream of their own device: another one may be current
+    copied.record(torch.cuda.current_stream(tokens.device))
 
     def read() -> list[int]:
         copied.synchronize()

@@ -76,7 +76,7 @@ class PolicySums:
 
 @dataclass
 class Gathered:
-    """What many prompts with one number of chunks have in common.
+    """Sums over prompts with one number of chunks.
 
     Attributes:
         scores: how many chunk tokens got so much of the last row's attention under ``full``, ``[layers, STEPS]``.

@@ -1,4 +1,4 @@
-"""What a question attends to in chunks and in packets (KV Packet, section 4.5.2, figure 5), over many prompts.
+"""The attention of a question to chunks and to packets (KV Packet, section 4.5.2, figure 5), over many prompts.
 
 Chunks differ in length, so of each only its first and last tokens are counted, which stand beside the seams that the
 adapter is for. The columns of a chunk are the header, the chunk's first tokens, its last tokens, and the trailer; a

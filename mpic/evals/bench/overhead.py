@@ -23,7 +23,6 @@ from mpic.evals.bench.workload import (
     first_token,
     make_pair,
     request_of,
-    text_chunk,
 )
 from mpic.kv.chunk import Chunk
 
@@ -63,7 +62,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Makes a row for each policy and number of chunks."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     ids = Ids(settings.decoder.vocabulary, settings.seed)
-    chunks = [text_chunk(ids.fresh(settings.chunk_tokens)) for _ in range(max(settings.counts))]
+    chunks = ids.chunks(max(settings.counts), settings.chunk_tokens)
     columns: dict[str, Callable[[], float]] = {}
     watches: dict[str, _DecidingTime] = {}
     with engine_for(pair.loaded, 4 * (len(chunks) * settings.chunk_tokens + settings.text + 64)) as engine:

@@ -7,6 +7,7 @@ policies get the same users, requests and times.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from mpic.evals.bench.workload import (
     first_token,
     make_pair,
     request_of,
-    text_chunk,
 )
 from mpic.kv.chunk import Chunk
 
@@ -96,9 +96,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
             users.enter(settings.users(ratio))
             for repeat in range(settings.repeats):
                 for rate in settings.rates:
-                    for (
-                        policy
-                    ) in settings.policies:  # in turns, so that other load on the machine hits all alike
+                    for policy in settings.policies:  # in turn: other load on the machine hits all alike
                         with ticker.step(f"{policy}: {ratio:.0%} of the pool, {rate:g}/s"):
                             measured[ratio, rate, policy].append(users.ask(policy, rate, repeat))
     rows = [
@@ -129,7 +127,7 @@ class _Users:
         """Compiles the documents of further users, until there are so many."""
         settings = self._settings
         while len(self._documents) < count:
-            made = [text_chunk(self._ids.fresh(settings.document_tokens)) for _ in range(settings.documents)]
+            made = self._ids.chunks(settings.documents, settings.document_tokens)
             compile_all(self._engine, made)
             self._documents.append(made)
         for policy in settings.policies:
@@ -166,9 +164,7 @@ def _figures(served: list[Served], sent: int, seconds: float) -> Row:
 def _means(repeats: list[Row]) -> Row:
     row: Row = {}
     for name, digits in (("ttft_ms", 1), ("requests_per_s", 3), ("tokens_per_s", 0)):
-        values = [
-            one[name] for one in repeats if one[name] == one[name]
-        ]  # not a number: nothing was answered
+        values = [one[name] for one in repeats if not math.isnan(one[name])]  # where anything was answered
         row[name] = round(statistics.mean(values), digits) if values else ""
         row[f"{name}_deviation"] = round(statistics.pstdev(values), digits) if values else ""
     return row | {name: sum(one[name] for one in repeats) for name in ("ended", "driven_out")}

@@ -18,7 +18,7 @@ from mpic.evals.tasks.base import Options, Sample, TaskError, task
 from mpic.evals.tasks.documents import ask, data_file, field_of, json_lines, parts_of, whole_json
 
 _FACTS = ("birth_date", "birth_place", "current_location", "university", "major", "company")
-"""What a biography says, each in several wordings."""
+"""The facts of a biography, each in several wordings."""
 _QUESTION = "Answer from the texts above, in as few words as possible.\nQuestion: {question}\nAnswer:"
 
 
