@@ -270,6 +270,13 @@ def test_the_masked_floors_compute_what_a_plain_forward_computes(monkeypatch):
     assert torch.allclose(unmasked, unmasked_again, atol=1e-5)
 
 
+def test_no_two_prompts_begin_with_the_same_token_until_all_have_been_used():
+    ids = Ids(40)
+    for _ in range(3):
+        prompts = [ids.framed([], 4) for _ in range(15)] + [ids.spaced([], 3, 2) for _ in range(15)]
+        assert len({prompt.segments[0].token_ids[0] for prompt in prompts}) == 30
+
+
 def test_growth_is_told_at_sixteen_times_the_fewest_tokens_whatever_was_measured_beyond():
     times = {1024: 10.0, 4096: 20.0, 16384: 30.0, 50176: 90.0}
     samples = {f"k {n} p": Series(0.0, [ms]) for n, ms in times.items()}

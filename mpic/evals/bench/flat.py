@@ -58,7 +58,7 @@ class Settings:
     Settings,
     quick={
         "decoder": DecoderShape(layers=2, hidden=512, heads=8, intermediate=1024, vocabulary=2_000),
-        "totals": (512, 1024, 2048, 4096),
+        "totals": (512, 1024, 2048, 4096, 8192),
         "fixed": 256,
     },
     wants={

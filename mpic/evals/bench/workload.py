@@ -191,6 +191,7 @@ class Ids:
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
         self._vocabulary = vocabulary
         self._generator = torch.Generator().manual_seed(seed)
+        self._begun: set[int] = set()
 
     def fresh(self, n: int) -> tuple[int, ...]:
         return tuple(torch.randint(10, self._vocabulary, (n,), generator=self._generator).tolist())
@@ -201,12 +202,23 @@ class Ids:
 
     def framed(self, chunks: Sequence[Chunk], text: int) -> Prompt:
         """Returns a prompt of chunks with ``text`` fresh tokens around them, half before and half behind."""
-        return prompt_of(self.fresh(text // 2), *chunks, self.fresh(text - text // 2))
+        return prompt_of(self._beginning(text // 2), *chunks, self.fresh(text - text // 2))
 
     def spaced(self, chunks: Sequence[Chunk], before: int, behind: int, between: int = 2) -> Prompt:
         """Returns a prompt with so many fresh tokens before the chunks, after each of them, and after all."""
         parts = [part for chunk in chunks for part in (chunk, self.fresh(between))]
-        return prompt_of(self.fresh(before), *parts, self.fresh(behind))
+        return prompt_of(self._beginning(before), *parts, self.fresh(behind))
+
+    def _beginning(self, n: int) -> tuple[int, ...]:
+        """Returns fresh tokens for the beginning of a prompt. No two begin with the same one until every token has been
+        the first, because a prefix cache finds even a single token."""
+        if len(self._begun) == self._vocabulary - 10:
+            self._begun.clear()
+        tokens = self.fresh(n)
+        while tokens and tokens[0] in self._begun:
+            tokens = self.fresh(n)
+        self._begun.update(tokens[:1])
+        return tokens
 
 
 def text_chunk(token_ids: Sequence[int], owner: str = "bench") -> Chunk:
