@@ -3,9 +3,9 @@
     <s> [system] USER: PARTS ASSISTANT: answer</s> USER: ...
 
 With labels *around* a chunk (first generation) an image is `image LABEL:<image> end of image LABEL.`, a document
-`document LABEL:TEXT end of document LABEL.`; with labels *after* it (second generation) they are `image:<image> (image
-LABEL)` and `document:TEXT [document LABEL]`, so that no token of a chunk stands behind the label. LABEL is the chunk's
-name or, without one, its number in words, counted per kind over the conversation. A search is
+`document LABEL:TEXT end of document LABEL.`; with labels *before* it (second generation) they are `image LABEL:<image>`
+and `document LABEL:TEXT`. LABEL is the chunk's name or, without one, its number in words, counted per kind over the
+conversation. A search is
 `ASSISTANT:<search> query</search> reference one:CHUNK end of reference one. answer</s>`. The chat templates
 state the same for `apply_chat_template`; a test holds them together.
 Chunks (`ConversationSegment.kind` image or document) are tokenized alone, and so is each piece of text between them.
@@ -23,12 +23,12 @@ import numpy as np
 
 from mpic.data.generator.words import NUMBERS
 
-Labels = Literal["around", "after"]
+Labels = Literal["around", "before"]
 """Where a chunk's label stands."""
 _FOLDER = Path(__file__).parent
 CHAT_TEMPLATES: dict[Labels, str] = {
     "around": (_FOLDER / "chat_template.jinja").read_text().rstrip("\n"),
-    "after": (_FOLDER / "chat_template_after.jinja").read_text().rstrip("\n"),
+    "before": (_FOLDER / "chat_template_before.jinja").read_text().rstrip("\n"),
 }
 SPECIAL = {
     "pad": "<pad>",
@@ -104,17 +104,14 @@ class _Labels:
 
 
 def _chunk(part: Image | Document, label: str, place: Labels = "around") -> Iterator[ConversationSegment]:
-    noun = label.split()[0]
-    brackets = "()" if noun == "image" else "[]"
-    yield ConversationSegment("text", f" {label}:" if place == "around" else f" {noun}:")
+    yield ConversationSegment("text", f" {label}:")
     yield (
         ConversationSegment("image", part.pixels)
         if isinstance(part, Image)
         else ConversationSegment("document", part.text)
     )
-    yield ConversationSegment(
-        "text", f" end of {label}." if place == "around" else f" {brackets[0]}{label}{brackets[1]}"
-    )
+    if place == "around":
+        yield ConversationSegment("text", f" end of {label}.")
 
 
 def _pieces(conversation: Conversation, place: Labels) -> Iterator[ConversationSegment]:

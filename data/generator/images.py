@@ -7,6 +7,7 @@ own within its quadrant.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -24,13 +25,23 @@ _SCALE = 4
 _VARIANTS = {"train": 16, "eval": 8}
 _MASKS = {"train": 48, "eval": 16}
 _SPRITE_SEED = {"train": 0, "eval": 99}
+_LEVELS = (4, 48, 92)
+BACKGROUNDS = tuple(itertools.product(_LEVELS, repeat=3))
+"""Colours of the background of large images, all darker than those of objects. Large images of one prompt have
+different ones: by it, as by light and grain in photographs, patches of one image can be told from those of others."""
+_JITTER = 8
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The objects of an image: quadrant index (0 top left .. 3 bottom right) -> (colour, shape or digit)."""
+    """The objects of an image: quadrant index (0 top left .. 3 bottom right) -> (colour, shape or digit).
+
+    Attributes:
+        background: index into `BACKGROUNDS` of a large image; none: any is drawn when it is rendered.
+    """
 
     objects: tuple[tuple[int, str, str], ...]
+    background: int | None = None
 
     def at(self, quadrant: int) -> str:
         """Returns the object of a quadrant in words, or "nothing"."""
@@ -128,7 +139,9 @@ def _masks(split: Split, shape: str) -> list[np.ndarray]:
 def render_large(scene: Scene, rng: random.Random, split: Split) -> tuple[np.ndarray, np.ndarray]:
     """Returns the scene as uint8 [336, 336, 3], and which part of every pixel an object covers, [336, 336] in [0,
     1]."""
-    pixels = np.full((LARGE, LARGE, 3), rng.randint(0, 50), np.float32)
+    background = rng.randrange(len(BACKGROUNDS)) if scene.background is None else scene.background
+    shift = [level + rng.uniform(-_JITTER, _JITTER) for level in BACKGROUNDS[background]]
+    pixels = np.zeros((LARGE, LARGE, 3), np.float32) + np.clip(np.array(shift, np.float32), 0, 255)
     cover = np.zeros((LARGE, LARGE), np.float32)
     side = LARGE // 2
     for quadrant, colour, shape in scene.objects:

@@ -18,6 +18,7 @@ import functools
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from mpic.data.bundled import SAMPLES, WORLDS
 from mpic.data.generator import documents, questions
 from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn
 from mpic.data.generator.documents import Fact
-from mpic.data.generator.images import POSITIONS, Scene, render, render_large
+from mpic.data.generator.images import BACKGROUNDS, POSITIONS, Scene, render, render_large
 from mpic.data.generator.tasks import SYSTEMS
 from mpic.data.generator.wordings import WORDINGS
 
@@ -78,6 +79,13 @@ class Samples:
         self.rng = random.Random(f"samples-{seed}")
         self.generation, self.world = generation, WORLDS[generation]
         self.scenes = {handle: _scene(cells) for handle, cells in IMAGES.items()}
+        if self.world.scattered:  # those that can be in one prompt have backgrounds of their own
+            places = range(len(BACKGROUNDS))
+            backgrounds = random.Random(f"backgrounds-{seed}").sample(places, len(self.scenes))
+            self.scenes = {
+                handle: replace(scene, background=background)
+                for (handle, scene), background in zip(self.scenes.items(), backgrounds, strict=True)
+            }
         self.facts = dict(self._facts())
         self.chunks: dict[str, Image | Document] = {}
         for handle, scene in self.scenes.items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mpic.data.generator import documents, questions
 from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn, fill_in, number_word
 from mpic.data.generator.documents import Fact
-from mpic.data.generator.images import Scene, draw_scene, render, render_large
+from mpic.data.generator.images import BACKGROUNDS, Scene, draw_scene, render, render_large
 from mpic.data.generator.mix import Mix
 from mpic.data.generator.wordings import Asking, draw
 from mpic.data.generator.words import NUMBERS, OBJECTS, Split, draw_handles, draw_people
@@ -44,12 +44,16 @@ class Generator:
         self.rng = random.Random(f"{split}-{seed}")
         self.split: Split = split
         self.asking: Asking = asking or split
+        self._backgrounds: list[int] = []  # those left for the large images of a conversation
 
     # chunks
 
     def image(self, scene: Scene, name: str | None = None) -> Image:
         """Returns the scene as an image chunk."""
         if self.world.scattered:
+            if not self._backgrounds:
+                self._backgrounds = self.rng.sample(range(len(BACKGROUNDS)), len(BACKGROUNDS))
+            scene = replace(scene, background=self._backgrounds.pop())
             return Image(render_large(scene, self.rng, self.split)[0], name)
         return Image(render(scene, self.rng, self.split), name)
 
@@ -66,6 +70,7 @@ class Generator:
         """Returns labelled chunks of exactly these kinds; half of the people have a friend among the others."""
         rng, split, items = self.rng, self.split, list[Labelled]()
         handles = self._handles(len(kinds), named)
+        self._backgrounds = []
         people = draw_people(rng, kinds.count("biography"), split)
         needles = kinds.count("needle")
         each = rng.randint(1, max(1, min(3, _THINGS // max(1, needles)))) if self.world.scattered else 1
@@ -102,7 +107,7 @@ class Generator:
         """
         if named:
             return draw_handles(self.rng, count, self.split)
-        if self.split == "train" and self.world.labels == "after":
+        if self.split == "train" and self.world.labels == "before":
             return self.rng.sample(NUMBERS[: max(count, _COUNTED)], count)
         return [None] * count
 

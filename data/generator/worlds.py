@@ -27,5 +27,5 @@ class World:
 
 
 FIRST = World(SIZE, (44, 100), scattered=False)
-SECOND = World(LARGE, (290, 960), scattered=True, labels="after")
+SECOND = World(LARGE, (290, 960), scattered=True, labels="before")
 """Documents of 300 to 1,000 tokens, images of 576."""

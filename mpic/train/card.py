@@ -87,10 +87,10 @@ than the form of an answer.
     ),
     2: CardTexts(
         prompt="""
-`<s> USER: image:<image> (image one) document:TEXT [document LUMA7] QUESTION ASSISTANT:`
+`<s> USER: image one:<image> document LUMA7:TEXT QUESTION ASSISTANT:`
 
-Images and documents are named behind them, by number word or by handle: no token of a chunk sees its label. When the
-answer is not in the prompt the model generates `<search> query</search>`; the caller appends
+Images and documents are named before them, by number word or by handle. When the answer is not in the prompt the model
+generates `<search> query</search>`; the caller appends
 ` reference one:CHUNK end of reference one.` and lets it go on. The chat template spells all this.
 """,
         vision="""

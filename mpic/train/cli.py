@@ -33,6 +33,10 @@ def mllm(
             exists=True, file_okay=False, help="go on from this finished `plain` model; give another --seed"
         ),
     ] = None,
+    tower: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="begin with the vision tower of this finished model"),
+    ] = None,
     generation: Annotated[
         int, typer.Option(min=1, max=2, help="2: 576 tokens an image, 8,192 of context, attention sinks")
     ] = 1,
@@ -45,7 +49,9 @@ def mllm(
 
     if init not in ("structured", "plain"):
         raise typer.BadParameter("structured or plain", param_hint="--init")
-    train_mllm(Settings(out, minutes, steps, device, workers, tokens, init, start, seed, generation, resume))
+    train_mllm(
+        Settings(out, minutes, steps, device, workers, tokens, init, tower, start, seed, generation, resume)
+    )
     typer.echo(f"{out / 'pic'} and {out / 'plain'} are ready; curves in {out / 'curves.png'}")
 
 

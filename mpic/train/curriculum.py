@@ -71,7 +71,7 @@ PATCH_STEPS = (
     ),
     CurriculumStep(0.85, _FULL_COUNTS, _FULL, 2560, (8, 8, 8, 8, 8, 8, 8, 12)),
     CurriculumStep(0.95, _FULL_COUNTS, _FULL, 4096, (8, 12, 16, 24, 24)),
-    CurriculumStep(1.01, _FULL_COUNTS, _FULL, 8192, (12, 16, 24, 24, 24, 24)),
+    CurriculumStep(1.01, _FULL_COUNTS, _FULL, 5120, (12, 16, 24, 24, 24, 24)),
 )
 
 

@@ -146,9 +146,9 @@ SECOND = Generation(
     world=worlds.SECOND,
     init=partial(structured_init, kind=SinkWeights),
     stages=(
-        Stage("vision", 0.05, 0.02, 2e-3, 0.5),
-        Stage("base", 0.80, 0.01, 2e-3, 0.4),
-        Stage("pic", 0.15, 0.005, 1e-3, 0.8, pic_share=0.5),
+        Stage("vision", 0.10, 0.02, 2e-3, 0.5),
+        Stage("base", 0.76, 0.01, 2e-3, 0.4),
+        Stage("pic", 0.14, 0.005, 1e-3, 0.8, pic_share=0.5),
     ),
     continued=(  # not vision: twenty steps of it, warm-up included, took the tower from 94 to 81 % of patches
         Stage("base", 0.82, 0.007, 1.4e-3, 0.7),

@@ -17,7 +17,7 @@ The residual stream starts in blocks: 4 reserved features, 92 for word embedding
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
@@ -69,6 +69,7 @@ class InitialWeights:
     slow = SLOW
     after_words = 0  # features between the word block and the tags
     recency = {"label": range(3, 15), "name": range(4, 15), "content": range(8, 15)}
+    recency_strength: ClassVar[dict[str, float]] = {}
     matching: tuple[int, ...] = (1, 2, 3)
 
     def __init__(
@@ -189,7 +190,7 @@ def structured_init(
 
     behind = {distance: init.previous(distance - 1, distance) for distance in (1, 2)}
     label, name, content = (
-        init.recent(head, flag, pairs, 4.0) for head, (flag, pairs) in enumerate(init.recency.items(), 4)
+        init.recent(head, flag, pairs, init.recency_strength.get(flag, 4.0)) for head, (flag, pairs) in enumerate(init.recency.items(), 4)
     )
     init.lookups(Tags(label, name, content, behind))
     for layer in init.matching[:2]:

@@ -46,6 +46,7 @@ class Settings:
     workers: int = 0  # 0: one a core on a CPU, at most four; one on a GPU
     tokens: int = 2048  # a step and worker
     init: str = "structured"
+    tower: Path | None = None  # a finished model whose vision tower the run begins with
     start: Path | None = None  # a finished `plain` model to go on from, instead of `init`
     seed: int = 0
     generation: int = 1  # generation of the demo model (`mpic.train.generations`)
@@ -117,6 +118,8 @@ def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool,
         model.load_state_dict(finished.state_dict())
     elif settings.init == "structured":
         generation.init(model, tokenizer, settings.seed)
+    if settings.tower is not None:
+        model.model.vision_tower.load_state_dict(load_model(settings.tower)[0].model.vision_tower.state_dict())
     model.to(device)
     worker = TrainingProcess(
         settings, rank, world, device, model, tokenizer, generation.encoder(tokenizer), [], generation

@@ -10,10 +10,11 @@ The residual stream has, beside the blocks of the first generation (`mpic.train.
   in language models (Gu et al. 2024, arXiv:2410.10781, and later work on value aggregation), written down instead of
   waited for. It depends on a token seeing only itself, so a chunk compiled alone gets a sink of its own. `<s>` is one
   wherever it stands.
-* **Labels.** No token of an image stands behind its label (`image:<image> (image one)`). The bracket that closes the
-  label belongs to the text of the prompt: in layer 1 it looks for the objects of the nearest image before it, with a
-  head for each quadrant, and a question finds in layer 4 the bracket of its label. Cards name their subject in every
-  fact, so that a value's most recent label is its own.
+* **Labels.** A label stands before its image (`image one:<image>`), where it reaches the first dozen tokens of the image
+  alone: the head that looks for the most recent label does not look further back. Every token of an image carries a code
+  of its background, the image's *signature*. In layer 1 a question finds the tokens that stand behind its label and
+  copies their signature; from layer 2 on it finds what has that signature and shows what is asked about. Cards name
+  their subject in every fact, so that a value's most recent label is its own.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from mpic.data.generator import words
 from mpic.train.held import Entries
 from mpic.train.initial_weights import HALF, HEAD, IMAGE_CONSTANT, TAG, InitialWeights, Tags, gated_words
 
-FLAGS = ("label", "name", "content", "value", "closing", "image")
-VALUE, CLOSING, IMAGE = (1 + FLAGS.index(flag) for flag in ("value", "closing", "image"))
+FLAGS = ("label", "name", "content", "value", "image")
+VALUE, IMAGE = (1 + FLAGS.index(flag) for flag in ("value", "image"))
 LENGTH = 1 + len(FLAGS)  # feature: how far the squared length of the averaged code is over the threshold
 SINK = LENGTH + 1  # feature: massive where a token sees only itself
 RESERVED = SINK + 1
 CODE = 24
+SIGNATURE = 16
 CODE_SIZE = 1.0  # size of every feature of a word's code, over the root mean square of the word
 # the same for a patch: image tokens are larger, and normalisation must not shorten a code
 IMAGE_CODE_SIZE = 2.5
+SIGNATURE_SIZE = 2.0
 FLAG_SIZE = IMAGE_CONSTANT  # size of the value flag of an image token
 SINK_PAIR = HALF - 1  # the slowest rotary pair
-SINK_SIZE = 100.0
+SINK_SIZE = 1000.0
 PREFERENCE = 3.0
-NEAREST = 3.5
-BRACKETS = 8.0
-GATHERED = 1.0  # four words share a slot
+NEAR_LABEL = 5.0
 BEGIN = 10.0  # the length feature of `<s>`
 THRESHOLD = 5.5  # of the squared length, over the constant's square
 
@@ -48,10 +49,11 @@ THRESHOLD = 5.5  # of the squared length, over the constant's square
 class SinkWeights(InitialWeights):
     """Initial weights with attention sinks, and with labels that reach over a large chunk."""
 
-    reserved, flags, tags = RESERVED, FLAGS, 7
-    after_words = 2 * CODE
+    reserved, flags, tags = RESERVED, FLAGS, 6
+    after_words = 2 * CODE + SIGNATURE
     slow = [j for i in range(16, SINK_PAIR) for j in (i, i + HALF)]
-    recency = {"label": range(2, 12), "name": range(3, 12), "content": range(6, 12)}
+    recency = {"label": range(2, 10), "name": range(3, 12), "content": range(6, 12)}
+    recency_strength = {"label": 2.5}
     matching = (2, 3, 4)
 
     def __init__(
@@ -60,14 +62,11 @@ class SinkWeights(InitialWeights):
         super().__init__(model, tokenizer, seed)
         self.code = range(self.word[-1] + 1, self.word[-1] + 1 + CODE)
         self.average = range(self.code[-1] + 1, self.code[-1] + 1 + CODE)
+        self.signature = range(self.average[-1] + 1, self.average[-1] + 1 + SIGNATURE)
         size = (
             CODE_SIZE * self.embed.square().mean(1, keepdim=True).sqrt()
         )  # as long in every word, once normalised
         self.embed[:, self.code] = size * self.normal(len(tokenizer), CODE).sign()
-        self.quadrants = [
-            self.words[[tokenizer(f" {w}", add_special_tokens=False).input_ids[0] for w in position.split()]]
-            for position in words.POSITIONS
-        ]
         begin = tokenizer.bos_token_id  # several in a row would look like one
         self.embed[begin, self.code], self.embed[begin, LENGTH] = 0, BEGIN
 
@@ -79,48 +78,25 @@ class SinkWeights(InitialWeights):
             **flagged,
             "label": [*flagged["label"], *words.DIGITS],
             "value": values + digits,
-            "closing": [")"],
             "image": [],  # flagged by the vision tower
         }
 
     def lookups(self, tags: Tags) -> None:
+        signature, asked = torch.eye(self.width)[list(self.signature)], self.new_tag()
+        for head in (4, 5):
+            self.match(1, head, (tags.label, tags.label, 1.6))
+            self.put(1, head, v=signature, o=asked.T[:, :SIGNATURE])
+            self.prefer(1, head, IMAGE, NEAR_LABEL)
         for layer in self.matching:
-            self.match(layer, 4, (tags.content, self.identity, 2.0))
+            self.match(layer, 3, (asked, signature, 2.3), (tags.content, self.identity, 2.3))
+            self.match(layer, 4, (asked, signature, 2.3), (tags.content, self.identity, 2.3))
             self.match(layer, 5, (tags.name, tags.name, 2.0))
-            self.match(layer, 6, (tags.label, tags.label, 2.0), (tags.content, tags.content, 1.6))
+            self.match(layer, 6, (tags.label, tags.label, 2.0), (tags.content, tags.behind[1], 1.6))
             self.match(layer, 7, (tags.content, tags.behind[2], 1.6))
-        eye = torch.eye(self.width)
-        slots = [self.new_tag(), self.new_tag(), eye[list(self.average)], eye[list(self.code)]]
-        for quadrant, slot in enumerate(slots):
-            self.gather(1, 4 + quadrant, quadrant, slot)
-            self.read_slot(self.matching[-1], quadrant, tags, slot)
         self.sinks()
         for layer in self.matching:
-            for head in (5, 6):
+            for head in (3, 4, 5, 6):
                 self.prefer(layer, head, VALUE)
-        for head in range(len(slots)):
-            self.prefer(self.matching[-1], head, CLOSING, BRACKETS)
-            self.prefer(self.matching[-1], head, IMAGE, -BRACKETS)
-
-    def gather(self, layer: int, head: int, quadrant: int, slot: torch.Tensor) -> None:
-        """Writes a head with which the bracket behind an image copies what the nearest image has in a quadrant."""
-        query, key = torch.zeros(HEAD, self.width), torch.zeros(HEAD, self.width)
-        for pair in range(7, 15):
-            query[pair, CLOSING] = key[pair, IMAGE] = NEAREST
-        first, second = self.slow[0], self.slow[2]
-        direction = self.quadrants[quadrant].sum(0)
-        query[first, CLOSING], key[first] = 4.0, 4.0 * direction / direction.norm()
-        query[second, CLOSING] = key[second, VALUE] = 2.0
-        value = torch.zeros(HEAD, self.width)
-        value[: len(slot)] = self.identity[: len(slot)]
-        self.put(layer, head, q=query, k=key, v=value, o=GATHERED * slot.T)
-
-    def read_slot(self, layer: int, head: int, tags: Tags, slot: torch.Tensor) -> None:
-        """Writes a head that attends to the bracket of the asked label whose slot agrees, and copies the slot."""
-        self.match(layer, head, (tags.label, tags.label, 2.0), (tags.content, slot, 2.0))
-        value = torch.zeros(HEAD, self.width)
-        value[: len(slot)] = slot
-        self.put(layer, head, v=value, o=0.6 * self.rotation.T @ self.identity[: len(slot)].T)
 
     def sinks(self) -> None:
         """Has layers 0 and 1 find tokens that see only themselves; all heads of the later ones may rest there."""
@@ -156,7 +132,7 @@ class SinkWeights(InitialWeights):
 
         What a random head puts out is noise, and the quickest way to be rid of it is to rest on the sink for good.
         """
-        for layer in range(2, len(self.lm.layers)):
+        for layer in range(len(self.lm.layers)):
             for head in range(self.lm.config.num_attention_heads):
                 if (layer, head) not in self.written:
                     self.lm.layers[layer].self_attn.o_proj.weight[:, head * HEAD : (head + 1) * HEAD] = 0
@@ -174,6 +150,21 @@ def patch_codes(model: LlavaForConditionalGeneration) -> torch.Tensor:
     return IMAGE_CODE_SIZE * torch.randn(tokens, CODE, generator=random).sign()
 
 
+def background_codes() -> torch.Tensor:
+    """Returns [32, SIGNATURE]: a code for every background, at right angles to those of all others but one, which is
+    its opposite."""
+    code = torch.ones(1, 1)
+    while len(code) < SIGNATURE:
+        code = torch.cat([torch.cat([code, code], 1), torch.cat([code, -code], 1)])
+    return SIGNATURE_SIZE * torch.cat([code, -code])
+
+
+def signature_features(model: LlavaForConditionalGeneration) -> range:
+    """Returns the features of the residual stream that hold an image's signature."""
+    start = code_features(model).stop + CODE
+    return range(start, start + SIGNATURE)
+
+
 def code_features(model: LlavaForConditionalGeneration) -> range:
     """Returns the features of the residual stream that hold the codes."""
     width = model.config.text_config.hidden_size
@@ -184,6 +175,8 @@ def code_features(model: LlavaForConditionalGeneration) -> range:
 def held_sinks(model: LlavaForConditionalGeneration) -> list[Entries]:
     """Returns the entries with which layers 0 and 1 make a massive activation of a token that sees only itself.
 
+    The whole attention of layer 0 is held: what its heads put out grew to five times the length of a word when they were
+    trained, and the averaged code, a part of the normalised sum, became too short to tell a first token by.
     An orthogonalised update turns rows that hardly matter to the loss as far as those that do. A hundred steps of it
     are enough to wear this circuit down, long before the heads that rest on it have learnt what else to look at.
     In the later layers a sink's key and what a query gives for it are held, and the constant feature is. A step on
@@ -194,13 +187,13 @@ def held_sinks(model: LlavaForConditionalGeneration) -> list[Entries]:
     layers = model.model.language_model.layers
     code = code_features(model)
     average = range(code.stop, code.stop + CODE)
-    head, units = slice(3 * HEAD, 4 * HEAD), slice(0, 2 * (CODE + 1))
+    units = slice(0, 2 * (CODE + 1))
     every = slice(None)
     first, second = layers[0], layers[1]
-    entries: list[Entries] = [(getattr(first.self_attn, f"{n}_proj").weight, head) for n in "qkv"]
+    entries: list[Entries] = [(getattr(first.self_attn, f"{n}_proj").weight, every) for n in "qkvo"]
     entries += [
-        (first.self_attn.o_proj.weight, (every, head)),
-        (first.self_attn.o_proj.weight, [LENGTH, SINK, *average]),
+        (model.model.language_model.embed_tokens.weight, (every, [0, LENGTH, SINK, *code, *average])),
+        (first.input_layernorm.weight, every),
         (first.mlp.gate_proj.weight, units),
         (first.mlp.up_proj.weight, units),
         (first.mlp.down_proj.weight, (every, units)),
@@ -210,7 +203,6 @@ def held_sinks(model: LlavaForConditionalGeneration) -> list[Entries]:
         (second.mlp.down_proj.weight, (every, 0)),
         (second.mlp.down_proj.weight, [LENGTH, SINK]),
         (second.self_attn.o_proj.weight, [LENGTH, SINK]),
-        (first.input_layernorm.weight, [0, *code]),
         (first.post_attention_layernorm.weight, [0, *average]),
         (second.post_attention_layernorm.weight, [0, LENGTH]),
     ]

@@ -1,23 +1,34 @@
 """First stage of the second generation: every image token stands, in word embeddings, for what its own patch shows.
 
 No token stands for anything else in the image: a patch that an object covers stands for its colour, its shape and the
-quadrant it is in, any other one for "nothing" and the quadrant.
+quadrant it is in, any other one for "nothing" and the quadrant. All of them stand for the background, each of the 27
+by a code of its own.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from mpic.data.generator.images import LARGE, Scene, render_large
+from mpic.data.generator.images import BACKGROUNDS, LARGE, Scene, render_large
 from mpic.data.generator.words import POSITIONS, Split
 from mpic.train.batch import Encoder
 from mpic.train.initial_weights import IMAGE_CONSTANT
 from mpic.train.model import image_features
-from mpic.train.sink_weights import FLAG_SIZE, IMAGE, RESERVED, VALUE, code_features, patch_codes
+from mpic.train.sink_weights import (
+    FLAG_SIZE,
+    IMAGE,
+    RESERVED,
+    VALUE,
+    background_codes,
+    code_features,
+    patch_codes,
+    signature_features,
+)
 from mpic.train.vision_summaries import draw_learnable
 
 COVERED = 0.25  # share of a patch that an object must cover for the patch to show it
@@ -25,6 +36,8 @@ COVERED = 0.25  # share of a patch that an object must cover for the patch to sh
 
 WHOLE = 0.7  # share of the stage with quadrants; whole images follow
 _CHOICE = 0.2
+IMAGE_SCALE = 0.5
+"""Makes an image token, which sums four words and two codes, as long as a word: what attention adds to it counts."""
 
 
 class Targets:
@@ -52,16 +65,18 @@ class Targets:
 def draw_batch(
     targets: Targets, rng: random.Random, size: int, split: Split, progress: float = 1.0
 ) -> tuple[torch.Tensor, ...]:
-    """Returns pixels and word ids of `size` scenes, which patches show an object, and the patches that there are.
+    """Returns pixels and word ids of `size` scenes, which patches show an object, the patches that there are and the
+    backgrounds.
 
     In the first part of the stage they are not of whole images but of twice as many quadrants with an object, which are
     a quarter of the work.
     """
     tiles = progress < WHOLE
-    pixels, words, patches = [], [], []
+    pixels, words, patches, backgrounds = [], [], [], []
     places = np.arange(targets.side**2).reshape(targets.side, targets.side)
     while len(pixels) < (2 * size if tiles else size):
-        scene = draw_learnable(rng, split)
+        scene = replace(draw_learnable(rng, split), background=rng.randrange(len(BACKGROUNDS)))
+        backgrounds.append(scene.background)
         drawn, cover = render_large(scene, rng, split)
         ids = targets(scene, cover)
         if not tiles:
@@ -78,20 +93,27 @@ def draw_batch(
         patches.append(own)
     stacked = np.stack(words)
     shown = stacked[..., 0] != targets.encoder.word("nothing")
-    return tuple(map(torch.from_numpy, (np.stack(pixels), stacked, shown, np.stack(patches))))
+    arrays = (np.stack(pixels), stacked, shown, np.stack(patches), np.array(backgrounds))
+    return tuple(map(torch.from_numpy, arrays))
 
 
 def wanted(
-    model: LlavaForConditionalGeneration, words: torch.Tensor, shown: torch.Tensor, patches: torch.Tensor
+    model: LlavaForConditionalGeneration,
+    words: torch.Tensor,
+    shown: torch.Tensor,
+    patches: torch.Tensor,
+    backgrounds: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns sums of word embeddings, with the constant feature of image tokens, their flags and the code of the
-    patch."""
+    """Returns sums of word embeddings, with the constant feature of image tokens, their flags and the codes of patch
+    and background."""
     summed = model.model.language_model.embed_tokens.weight.detach()[words].sum(2)
     summed[..., :RESERVED] = 0
     summed[..., 0] = IMAGE_CONSTANT
     summed[..., IMAGE], summed[..., VALUE] = FLAG_SIZE, FLAG_SIZE * shown
     summed[..., list(code_features(model))] = patch_codes(model).to(summed.device)[patches]
-    return summed
+    codes = background_codes().to(summed.device)[backgrounds]
+    summed[..., list(signature_features(model))] = codes[:, None].expand(*words.shape[:2], -1)
+    return IMAGE_SCALE * summed
 
 
 def features_of(
@@ -116,6 +138,7 @@ def alignment_loss(
     words: torch.Tensor,
     shown: torch.Tensor,
     patches: torch.Tensor,
+    backgrounds: torch.Tensor,
 ) -> torch.Tensor:
     """Returns the mean squared distance to the targets, the patches of objects and all others alike, and which shape it
     is.
@@ -124,7 +147,7 @@ def alignment_loss(
     choice among the shapes of the batch.
     """
     found = features_of(model, pixels, patches).float()
-    error = (found - wanted(model, words, shown, patches)).square().mean(-1)
+    error = (found - wanted(model, words, shown, patches, backgrounds)).square().mean(-1)
     known, scores = _choices(model, found[shown], words[shown][:, 1])
     choice = torch.nn.functional.cross_entropy(0.1 * scores, torch.searchsorted(known, words[shown][:, 1]))
     return 0.5 * (error[shown].mean() + error[~shown].mean()) + _CHOICE * choice
@@ -147,9 +170,13 @@ def alignment_accuracy(
     words: torch.Tensor,
     shown: torch.Tensor,
     patches: torch.Tensor,
+    backgrounds: torch.Tensor,
 ) -> float:
-    """Returns the share of objects' patches nearer to the right colour and shape than to any other of the batch."""
-    found, right = features_of(model, pixels, patches).float()[shown], True
+    """Returns the share of objects' patches nearer to the right colour, shape and background than to any other."""
+    features = features_of(model, pixels, patches).float()
+    signatures = features[..., list(signature_features(model))] @ background_codes().to(features.device).T
+    right = (signatures.argmax(-1) == backgrounds[:, None])[shown]
+    found = features[shown]
     for ids in (words[shown][:, 0], words[shown][:, 1]):
         known, scores = _choices(model, found, ids)
         right = right & (known[scores.argmax(-1)] == ids)

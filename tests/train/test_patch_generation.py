@@ -11,12 +11,12 @@ from train_tools import hidden_states
 from transformers import AutoProcessor
 
 from mpic.data.generator import Document, Generator, Image, messages
-from mpic.data.generator.images import LARGE, draw_scene, render_large
+from mpic.data.generator.images import BACKGROUNDS, LARGE, draw_scene, render_large
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.data.generator.words import NUMBERS
 from mpic.data.generator.worlds import SECOND as WORLD
 from mpic.train import vision_patches
-from mpic.train.batch import collate, collate_branches, shared_tokens
+from mpic.train.batch import collate, collate_branches, embed_rows, shared_tokens
 from mpic.train.curriculum import PATCH_STEPS, draw_group, encoded, grid
 from mpic.train.generations import SECOND, generation_at
 from mpic.train.model import build_model, load_model, save_model
@@ -68,7 +68,6 @@ def test_facts_stand_anywhere_in_a_document():
 
 
 def test_training_counts_chunks_in_any_order_and_evaluation_as_the_template_does():
-    """A chunk that always follows `one` would be told by the label before it, which a chunk alone has not seen."""
     mix = replace(SECOND.steps[-1].mix, kinds=("image",), named=0.0, search=0.0)
     orders = []
     for seed in range(8):
@@ -80,6 +79,60 @@ def test_training_counts_chunks_in_any_order_and_evaluation_as_the_template_does
     assert any(order != sorted(order) for order in orders)
     for one in (Generator(0, "eval", world=WORLD), Generator(0, "train")):
         assert [item.label for item in one.context(3, mix)] == ["image one", "image two", "image three"]
+
+
+def test_large_images_of_a_prompt_have_backgrounds_of_their_own():
+    for seed in range(4):
+        corners = [tuple(image.pixels[0, 0] // 36) for image in _chunks("image", 8, [seed])]
+        assert len({*corners}) == len(corners) == 8
+
+
+def test_a_question_finds_the_image_behind_its_label_before_any_training(model, encoder):
+    """In layer 1 the last token of a question rests on the image that is asked about, of which only the first tokens
+    stand near its label."""
+    generator = _Described(1, "eval", world=SECOND.small(8))
+    rests = []
+    for named in (False, True):
+        for conversation in generator.branches("image named" if named else "image", 4, 4):
+            (example,) = encoded(encoder, [conversation], 8, 5)
+            features = torch.cat([generator.features(model, encoder, pixels) for pixels in example.pixels])
+            batch = collate([example])
+            model.set_attn_implementation({"text_config": "eager"})
+            with torch.no_grad():
+                attention = model.model.language_model(
+                    inputs_embeds=embed_rows(model, batch, features)[None],
+                    position_ids=batch.position[None],
+                    output_attentions=True,
+                    use_cache=False,
+                ).attentions[1]
+            model.set_attn_implementation({"text_config": "sdpa"})
+            asked = conversation.turns[0].user[-1]
+            number = next(
+                i
+                for i, image in enumerate(conversation.turns[0].user[:-1])
+                if (image.name or NUMBERS[i]) in asked.strip("?.,").replace(",", " ").split()
+            )
+            start, _ = example.chunks[number]
+            rests.append(float(attention[0, 4, example.answers[0][0] - 1, start : start + 24].sum()))
+    assert np.mean(rests) > 0.5 and np.median(rests) > 0.6, rests
+
+
+class _Described(Generator):
+    """Remembers what its images show, so that they need no vision tower."""
+
+    def image(self, scene, name=None):
+        part = super().image(scene, name)
+        self.shown = {**getattr(self, "shown", {}), id(part.pixels): (part.pixels, scene)}
+        return part
+
+    def features(self, model, encoder, pixels):
+        """Returns [576, hidden]: what the vision stage teaches the tokens of an image."""
+        _, scene = self.shown[id(pixels)]
+        number = int(np.argmin([np.abs(pixels[0, 0] - np.array(b)).sum() for b in BACKGROUNDS]))
+        cover = (np.abs(pixels.astype(int) - pixels[0, 0]).max(-1) > 20).astype(np.float32)
+        words = torch.from_numpy(vision_patches.Targets(encoder)(scene, cover))[None]
+        shown = words[..., 0] != encoder.word("nothing")
+        return vision_patches.wanted(model, words, shown, torch.arange(576)[None], torch.tensor([number]))[0]
 
 
 def test_a_patch_is_taught_what_it_shows_itself(encoder):
@@ -172,17 +225,18 @@ def test_a_chunk_behind_four_begin_tokens_has_no_sink_of_its_own(model, encoder,
 def test_the_first_token_of_an_image_alone_is_a_sink_and_no_other(model, encoder):
     (image,) = _chunks("image", 1, [4])
     assert isinstance(image, Image)
-    scene, rng = draw_scene(random.Random(1)), random.Random(2)
+    scene, rng = replace(draw_scene(random.Random(1)), background=5), random.Random(2)
     words = torch.from_numpy(vision_patches.Targets(encoder)(scene, render_large(scene, rng, "eval")[1]))
     shown = words[..., 0] != encoder.word("nothing")
-    sinks = _sinks(model, vision_patches.wanted(model, words[None], shown[None], torch.arange(576)[None])[0])
+    patches, background = torch.arange(576)[None], torch.tensor([5])
+    sinks = _sinks(model, vision_patches.wanted(model, words[None], shown[None], patches, background)[0])
     assert sinks[0] > 40 and sinks[2:].max() < sinks[0] / 4
 
 
 def test_a_quadrant_is_seen_at_its_own_place(model, encoder):
     targets = vision_patches.Targets(encoder)
     drawn = vision_patches.draw_batch(targets, random.Random(4), 2, "train", progress=0.0)
-    pixels, words, shown, patches = drawn
+    pixels, words, shown, patches, _ = drawn
     assert len(pixels) == 4 and pixels.shape[1:3] == (LARGE // 2, LARGE // 2) and shown.any(1).all()
     for told, own in zip(words, patches, strict=True):
         vertical = "bottom" if own[0] >= 288 else "top"

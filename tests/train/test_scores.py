@@ -83,7 +83,7 @@ def test_the_card_of_each_generation_describes_its_own_model(result, folder, tmp
     write_card(large, tmp_path, True, "two CPU cores", "mpic train mllm", "- Nothing.")
     text = (large / "README.md").read_text()
     assert "images are 576 tokens" in text and "(8 to 64 tokens)" in text
-    assert "image:<image> (image one)" in text and "attention sinks" in text
+    assert "image one:<image>" in text and "attention sinks" in text
 
 
 def test_the_wordings_written_last_are_scored_beside_the_others(folder):
