@@ -7,7 +7,6 @@ own within its quadrant.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -25,11 +24,16 @@ _SCALE = 4
 _VARIANTS = {"train": 16, "eval": 8}
 _MASKS = {"train": 48, "eval": 16}
 _SPRITE_SEED = {"train": 0, "eval": 99}
-_LEVELS = (4, 48, 92)
-BACKGROUNDS = tuple(itertools.product(_LEVELS, repeat=3))
-"""Colours of the background of large images, all darker than those of objects. Large images of one prompt have
-different ones: by it, as by light and grain in photographs, patches of one image can be told from those of others."""
-_JITTER = 8
+_LEVELS = (4, 36, 68, 100)
+BACKGROUND_LEVELS = tuple((i, j, (i + j) % len(_LEVELS)) for i in range(len(_LEVELS)) for j in range(len(_LEVELS)))
+"""Levels of red, green and blue of every background of large images; two of them differ in two colours at least. Large
+images of one prompt have different ones: by it, as by light and grain in photographs, patches of one image can be
+told from those of others."""
+BACKGROUNDS = tuple(tuple(_LEVELS[level] for level in levels) for levels in BACKGROUND_LEVELS)
+_JITTER = 6
+PATCH = 14
+_LINES = 3
+"""Pixels of the lines through which the background is seen everywhere, `PATCH` apart, as between tiles."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,8 @@ def render_large(scene: Scene, rng: random.Random, split: Split) -> tuple[np.nda
     1]."""
     background = rng.randrange(len(BACKGROUNDS)) if scene.background is None else scene.background
     shift = [level + rng.uniform(-_JITTER, _JITTER) for level in BACKGROUNDS[background]]
-    pixels = np.zeros((LARGE, LARGE, 3), np.float32) + np.clip(np.array(shift, np.float32), 0, 255)
+    shade = np.clip(np.array(shift, np.float32), 0, 255)
+    pixels = np.zeros((LARGE, LARGE, 3), np.float32) + shade
     cover = np.zeros((LARGE, LARGE), np.float32)
     side = LARGE // 2
     for quadrant, colour, shape in scene.objects:
@@ -151,4 +156,6 @@ def render_large(scene: Scene, rng: random.Random, split: Split) -> tuple[np.nda
         cell = pixels[y : y + side, x : x + side]
         pixels[y : y + side, x : x + side] = cell * (1 - alpha) + fill * alpha
         cover[y : y + side, x : x + side] = alpha[..., 0]
+    lines = np.arange(LARGE) % PATCH < _LINES
+    pixels[lines, :], pixels[:, lines] = shade, shade
     return pixels.astype(np.uint8), cover

@@ -166,7 +166,9 @@ def _batches(worker: TrainingProcess, stage: Stage, clock: Clock) -> Iterator[An
     common_seed = worker.settings.seed * 1_000_003 + clock.step * 101
     seed = common_seed + worker.rank
     if stage.name == "vision":
-        yield from worker.generation.scenes(worker.encoder, seed, lambda: clock.progress)
+        # a tower that has been trained already need not begin with quadrants
+        whole = worker.settings.tower is not None
+        yield from worker.generation.scenes(worker.encoder, seed, lambda: 1.0 if whole else clock.progress)
     batches = worker.generation.batches(
         worker.encoder, seed, common_seed, worker.settings.tokens, stage.pic_share
     )

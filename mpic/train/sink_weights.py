@@ -23,6 +23,7 @@ import torch
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from mpic.data.generator import words
+from mpic.data.generator.images import BACKGROUND_LEVELS
 from mpic.train.held import Entries
 from mpic.train.initial_weights import HALF, HEAD, IMAGE_CONSTANT, TAG, InitialWeights, Tags, gated_words
 
@@ -32,7 +33,7 @@ LENGTH = 1 + len(FLAGS)  # feature: how far the squared length of the averaged c
 SINK = LENGTH + 1  # feature: massive where a token sees only itself
 RESERVED = SINK + 1
 CODE = 24
-SIGNATURE = 16
+SIGNATURE = 15  # features of an image's background, five for each of red, green and blue
 CODE_SIZE = 1.0  # size of every feature of a word's code, over the root mean square of the word
 # the same for a patch: image tokens are larger, and normalisation must not shorten a code
 IMAGE_CODE_SIZE = 2.5
@@ -84,12 +85,12 @@ class SinkWeights(InitialWeights):
     def lookups(self, tags: Tags) -> None:
         signature, asked = torch.eye(self.width)[list(self.signature)], self.new_tag()
         for head in (4, 5):
-            self.match(1, head, (tags.label, tags.label, 1.6))
+            self.match(1, head, (tags.label, tags.label, 1.8))
             self.put(1, head, v=signature, o=asked.T[:, :SIGNATURE])
             self.prefer(1, head, IMAGE, NEAR_LABEL)
         for layer in self.matching:
-            self.match(layer, 3, (asked, signature, 2.3), (tags.content, self.identity, 2.3))
-            self.match(layer, 4, (asked, signature, 2.3), (tags.content, self.identity, 2.3))
+            self.match(layer, 3, (asked, signature, 2.5), (tags.content, self.identity, 2.5))
+            self.match(layer, 4, (asked, signature, 2.5), (tags.content, self.identity, 2.5))
             self.match(layer, 5, (tags.name, tags.name, 2.0))
             self.match(layer, 6, (tags.label, tags.label, 2.0), (tags.content, tags.behind[1], 1.6))
             self.match(layer, 7, (tags.content, tags.behind[2], 1.6))
@@ -151,12 +152,13 @@ def patch_codes(model: LlavaForConditionalGeneration) -> torch.Tensor:
 
 
 def background_codes() -> torch.Tensor:
-    """Returns [32, SIGNATURE]: a code for every background, at right angles to those of all others but one, which is
-    its opposite."""
-    code = torch.ones(1, 1)
-    while len(code) < SIGNATURE:
-        code = torch.cat([torch.cat([code, code], 1), torch.cat([code, -code], 1)])
-    return SIGNATURE_SIZE * torch.cat([code, -code])
+    """Returns [backgrounds, SIGNATURE]: the level of each colour as a corner of a tetrahedron, so that only equal levels
+    agree."""
+    corners = torch.tensor([[1.0, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]])
+    turn = torch.linalg.qr(torch.randn(5, 3, generator=torch.Generator().manual_seed(7)))[0]
+    # a sum and not a product of matrices, which autocast would compute in bf16
+    levels = SIGNATURE_SIZE * (5 / 3) ** 0.5 * (corners[:, None] * turn).sum(-1)
+    return torch.stack([levels[list(background)].flatten() for background in BACKGROUND_LEVELS])
 
 
 def signature_features(model: LlavaForConditionalGeneration) -> range:

@@ -140,17 +140,20 @@ def alignment_loss(
     patches: torch.Tensor,
     backgrounds: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the mean squared distance to the targets, the patches of objects and all others alike, and which shape it
-    is.
+    """Returns the mean squared distance to the targets, the patches of objects and all others alike, and which shape and
+    which background it is.
 
-    Shapes are the slowest to be learned, for a patch has to look at its neighbours for them: they also count as a
-    choice among the shapes of the batch.
+    Shapes are the slowest to be learned, for a patch has to look at its neighbours for them, and a background is a small
+    part of a token: they also count as choices, among the shapes of the batch and among all backgrounds.
     """
     found = features_of(model, pixels, patches).float()
     error = (found - wanted(model, words, shown, patches, backgrounds)).square().mean(-1)
     known, scores = _choices(model, found[shown], words[shown][:, 1])
     choice = torch.nn.functional.cross_entropy(0.1 * scores, torch.searchsorted(known, words[shown][:, 1]))
-    return 0.5 * (error[shown].mean() + error[~shown].mean()) + _CHOICE * choice
+    signatures = found[..., list(signature_features(model))] @ background_codes().to(found.device).T
+    seen = backgrounds[:, None].expand(signatures.shape[:2])
+    background = torch.nn.functional.cross_entropy(0.1 * signatures.flatten(0, 1), seen.flatten())
+    return 0.5 * (error[shown].mean() + error[~shown].mean()) + _CHOICE * (choice + background)
 
 
 def _choices(
