@@ -47,7 +47,9 @@ class listed(Generic[P, T]):
 
     def __init__(self, method: Callable[Concatenate[Any, P], tuple[PageRequest[T], str | None]]) -> None:
         self._method = method
-        method.__annotations__["return"] = "Listing[M]"  # what a caller is given, for help() and the documentation
+        method.__annotations__["return"] = (
+            "Listing[M]"  # what a caller is given, for help() and the documentation
+        )
 
     @overload
     def __get__(self, resource: Resource[SyncIO], owner: Any = None) -> Callable[P, Listing[T]]: ...
