@@ -246,7 +246,7 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if path is not None:
-        for section, body in _read_toml(Path(path)).items():
+        for section, body in read_toml(Path(path)).items():
             if section not in SECTIONS:
                 raise ConfigError(f"unknown section [{section}] in {path}; known: {_listed(SECTIONS)}")
             if not isinstance(body, dict):
@@ -357,7 +357,8 @@ def _check_press(config: EngineConfig) -> None:
         raise ConfigError(NO_PRESS.format(engine=config.engine), param="press")
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Returns the content of a TOML file. Raises ConfigError if it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

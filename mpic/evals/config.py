@@ -13,14 +13,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from mpic.config import ConfigError, bundled_model
+from mpic.config import ConfigError, bundled_model, read_toml
 from mpic.data.bundled import WORLDS, generation_for
 from mpic.evals.linking import parse_linking
 from mpic.evals.metrics import METRICS
@@ -195,10 +194,7 @@ def load_eval_config(
         UnknownPolicy, UnknownPress, TaskError: there is no policy, press or task of that name.
         UnsupportedParameter: a policy cannot be combined with a press.
     """
-    try:
-        body = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+    body = read_toml(path)
     entries = body.pop("task", [])
     if not entries:
         raise ConfigError(f"{path} has no [[task]]")
