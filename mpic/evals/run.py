@@ -193,7 +193,7 @@ class _Session:
         try:
             prompt = build_prompt(sample.messages, self.template, LocalResolver(self.template))
             self._compile(prompt, missing)
-            reference = self._first_token(prompt, "full") if self.config.fidelity else None
+            full = self._first_token(prompt, "full") if self.config.fidelity else None
         except MPICError as error:
             for answer in answers.values():
                 answer.skipped = f"{error.code}: {error}"
@@ -201,7 +201,7 @@ class _Session:
         # an order of its own for every sample: what one request leaves in the pool is no policy's alone to pay for
         random.Random(f"{name} {chunks} {sample.id}").shuffle(missing)
         for policy in missing:
-            self._answer(answers[policy], prompt, sample, reference)
+            self._answer(answers[policy], prompt, sample, full)
         self._prompts.append(prompt)
         if self.config.at_once == 1:
             self.forget()
@@ -244,7 +244,7 @@ class _Session:
         answer: PolicyAnswer,
         prompt: Prompt,
         sample: Sample,
-        reference: dict[int, float] | None,
+        full: dict[int, float] | None,
     ) -> None:
         try:
             if answer.policy not in self._warm:  # so that one-time set-up is not measured
@@ -268,10 +268,10 @@ class _Session:
             scored = sample.scored(text).strip()
             answer.scores = {m: metrics.best(m, scored, sample.expected) for m in sorted(names)}
             answer.answer_tokens = usage.completion_tokens
-            if reference is not None:
-                other = reference if answer.policy == "full" else self._first_token(prompt, answer.policy)
-                answer.kl = round(metrics.first_token_kl(reference, other), 6)
-                answer.top1 = max(reference, key=reference.__getitem__) == max(other, key=other.__getitem__)
+            if full is not None:
+                other = full if answer.policy == "full" else self._first_token(prompt, answer.policy)
+                answer.kl = round(metrics.first_token_kl(full, other), 6)
+                answer.top1 = max(full, key=full.__getitem__) == max(other, key=other.__getitem__)
         except MPICError as error:
             answer.skipped = f"{error.code}: {error}"
 

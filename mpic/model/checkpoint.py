@@ -68,20 +68,20 @@ def _streamed(shards: list[Path], model: PreTrainedModel, dtype: torch.dtype) ->
     if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
         raise NotStreamable("some of its weights stay in float32")
     wanted = model.state_dict()
-    places = _places(shards, model, wanted)
+    sources = _sources(shards, model, wanted)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    missing = sorted(name for name in wanted if tied.get(name, name) not in places)
+    missing = sorted(name for name in wanted if tied.get(name, name) not in sources)
     if missing:
         raise NotStreamable(f"its files have no {missing[0]}")
     with ExitStack() as files:
         opened = {
             shard: files.enter_context(safe_open(shard, framework="pt"))
-            for shard in {shard for shard, _ in places.values()}
+            for shard in {shard for shard, _ in sources.values()}
         }
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for name, like in sorted(wanted.items()):
-                shard, key = places[tied.get(name, name)]
+                shard, key = sources[tied.get(name, name)]
                 tensor = opened[shard].get_tensor(key)
                 if tensor.shape != like.shape:
                     raise NotStreamable(f"{name} is {tuple(tensor.shape)} in its file")
@@ -130,7 +130,7 @@ def _find(path: str, name: str, cache: str | None, offline: bool) -> Path | None
     return Path(cached) if cached else None
 
 
-def _places(
+def _sources(
     shards: list[Path], model: PreTrainedModel, wanted: dict[str, Any]
 ) -> dict[str, tuple[Path, str]]:
     """Returns for each weight, by its name in the model, the file and its name in the file. The names differ in the way
@@ -139,7 +139,7 @@ def _places(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     prefix = model.base_model_prefix
-    places: dict[str, tuple[Path, str]] = {}
+    sources: dict[str, tuple[Path, str]] = {}
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
             keys = list(file.keys())
@@ -149,7 +149,7 @@ def _places(
                 name, converted = rename_source_key(key, [], [], prefix, wanted)
             if converted is not None:
                 raise NotStreamable(f"{key} is converted when it is loaded")
-            if name in places:
+            if name in sources:
                 raise NotStreamable(f"{name} is there twice")
-            places[name] = (shard, key)
-    return places
+            sources[name] = (shard, key)
+    return sources

@@ -136,20 +136,20 @@ class GuardedTokenizer:
         """
         pieces = list(pieces)
         self._check(limit, [piece for piece in pieces if type(piece) is str])
-        runs: list[list[int]] = [[]]
+        parts: list[list[int]] = [[]]
         count = 0
         for ids in self.sliced.ids(map(self._spelt, pieces)):
             for token in ids:
                 if token in self._cut_ids:
-                    runs.append([])
+                    parts.append([])
                 else:
-                    runs[-1].append(token)
+                    parts[-1].append(token)
                     count += 1
             if limit is not None:
                 limit.check(count)
-        if tuple(runs[0][: len(self.prefix)]) != self.prefix:
-            runs[0][:0] = self.prefix
-        return [tuple(run) for run in runs]
+        if tuple(parts[0][: len(self.prefix)]) != self.prefix:
+            parts[0][:0] = self.prefix
+        return [tuple(part) for part in parts]
 
     def _spelt(self, piece: Trusted | str | Cut) -> tuple[str, bool]:
         """Returns a piece as the twin reads it, and whether it is text that may be cut into slices."""

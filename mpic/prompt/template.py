@@ -123,15 +123,15 @@ class ChatTemplate:
         """
         pieces = self.pieces(messages, tools)
         room = None if self.context is None else self.context - 1
-        runs = self._guard.encode_pieces(
+        parts = self._guard.encode_pieces(
             (Cut(piece.chunk.kind == "image") if isinstance(piece, Ref) else piece for piece in pieces),
             self._limit(room, "the prompt", "messages"),
         )
-        segments: list[Segment] = [TextSegment(runs[0])] if runs[0] else []
-        for ref, run in zip((p for p in pieces if isinstance(p, Ref)), runs[1:]):
+        segments: list[Segment] = [TextSegment(parts[0])] if parts[0] else []
+        for ref, part in zip((p for p in pieces if isinstance(p, Ref)), parts[1:]):
             segments.append(ChunkSegment(ref.chunk))
-            if run:
-                segments.append(TextSegment(run))
+            if part:
+                segments.append(TextSegment(part))
         return Prompt(tuple(segments))
 
     def continuation(self, pieces: Sequence[Trusted | str | Chunk]) -> tuple[Segment, ...]:
@@ -145,12 +145,12 @@ class ChatTemplate:
                 cuts += [Trusted(before), Cut(True), Trusted(after)]
             else:
                 cuts.append(Cut(False))
-        runs = self._guard.encode_pieces([Cut(False), *cuts])[1:]
-        segments: list[Segment] = [TextSegment(runs[0])] if runs[0] else []
-        for chunk, run in zip((p for p in pieces if isinstance(p, Chunk)), runs[1:]):
+        parts = self._guard.encode_pieces([Cut(False), *cuts])[1:]
+        segments: list[Segment] = [TextSegment(parts[0])] if parts[0] else []
+        for chunk, part in zip((p for p in pieces if isinstance(p, Chunk)), parts[1:]):
             segments.append(ChunkSegment(chunk))
-            if run:
-                segments.append(TextSegment(run))
+            if part:
+                segments.append(TextSegment(part))
         return tuple(segments)
 
     def _limit(self, tokens: int | None, what: str, param: str | None = None) -> Limit | None:

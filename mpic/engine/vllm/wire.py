@@ -118,8 +118,8 @@ def make_link_order(plan: LinkPlan, files: Sequence[tuple[str, str] | None]) -> 
             recomputed whole).
     """
     rows: list[tuple[int, int]] = []
-    for run in plan.runs:
-        lo, hi = run.start, run.start + run.hi - run.lo
+    for own in plan.own_ranges:
+        lo, hi = own.start, own.start + own.hi - own.lo
         if rows and rows[-1][1] == lo:
             rows[-1] = (rows[-1][0], hi)
         else:

@@ -181,5 +181,5 @@ class DenseLinker:
 
 
 def _rows(plan: LinkPlan) -> torch.Tensor:
-    parts = [torch.arange(run.start, run.start + run.hi - run.lo) for run in plan.runs]
+    parts = [torch.arange(own.start, own.start + own.hi - own.lo) for own in plan.own_ranges]
     return torch.cat(parts)
