@@ -223,6 +223,8 @@ class Config:
 
 
 ENGINES = tuple(PROVIDES)
+ONLY_VLLM = ("tensor_parallel_size", "pipeline_parallel_size", "vllm_args")
+ONLY_NATIVE = ("packet", "quantize", "staging_slots", "staging_slot_bytes")
 CUDA_GRAPHS = ("auto", "on", "off")
 QUANTIZE = ("", "int8", "int4")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -313,24 +315,22 @@ def check_engine(config: EngineConfig) -> None:
     """
     if config.engine not in ENGINES:
         raise ConfigError(f"unknown engine '{config.engine}'; available: {_listed(ENGINES)}", param="engine")
+    without, other = (ONLY_VLLM, "vllm") if config.engine == "native" else (ONLY_NATIVE, "native")
+    for name in without:
+        if getattr(config, name) != getattr(EngineConfig, name):
+            says = f"{name} has no effect with engine = {config.engine}; set engine = {other}"
+            raise ConfigError(says, param=name)
     if config.engine == "native":
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "vllm_args"):
-            if getattr(config, name) != EngineConfig.__dataclass_fields__[name].default:
-                raise ConfigError(f"{name} has no effect with engine = native; set engine = vllm", param=name)
         if config.cuda_graphs not in CUDA_GRAPHS:
+            known = _listed(CUDA_GRAPHS)
             raise ConfigError(
-                f"unknown cuda_graphs {config.cuda_graphs!r}; available: {_listed(CUDA_GRAPHS)}",
-                param="cuda_graphs",
+                f"unknown cuda_graphs {config.cuda_graphs!r}; available: {known}", param="cuda_graphs"
             )
-    else:
-        for name in ("packet", "quantize", "staging_slots", "staging_slot_bytes"):
-            if getattr(config, name) != EngineConfig.__dataclass_fields__[name].default:
-                raise ConfigError(f"{name} has no effect with engine = vllm; set engine = native", param=name)
-        if config.cuda_graphs != "auto":
-            raise ConfigError(
-                "cuda_graphs has no effect with engine = vllm, whose own are set by vllm_args; set engine = native",
-                param="cuda_graphs",
-            )
+    elif config.cuda_graphs != "auto":
+        raise ConfigError(
+            "cuda_graphs has no effect with engine = vllm, whose own are set by vllm_args; set engine = native",
+            param="cuda_graphs",
+        )
     slot = config.staging_slot_bytes
     if slot and (slot < 1 << 16 or slot & (slot - 1)):
         says = "staging_slot_bytes must be 0 or a power of two from 65536 on"

@@ -76,7 +76,7 @@ class Retriever:
         self._failed = Failures()
         self._vectors: Vectors | None = None
         self._opening = threading.Lock()
-        self._pictures = Budget(places=1, most_waiting=SEARCHES_WAITING)
+        self._pictures = Budget(1, SEARCHES_WAITING)
         self._changes: OrderedDict[str, Change] = OrderedDict()
         self._retries = Retries()  # references that are tried again
         self._rests = Retries()  # catching up, while it waits after a failure

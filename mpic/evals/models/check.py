@@ -7,6 +7,7 @@ import functools
 import itertools
 import traceback
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
@@ -102,8 +103,7 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
     worst = 0.0
     types = _types_of(loaded)
     oracle = StockOracle(stock, loaded.mrope, types, loaded.stand_ins)
-    engine = NativeEngine(loaded, pages=256, page_size=8)
-    try:
+    with closing(NativeEngine(loaded, pages=256, page_size=8)) as engine:
         engine.pool.arena.fill_(float("nan"))
         for name in POLICIES:
             difference, got = linked(engine, oracle, prompt, inputs, name)
@@ -115,8 +115,6 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
                 )
                 worst = max(worst, _difference(got[0], answer))
         engine.check()
-    finally:
-        engine.close()
     return worst
 
 
