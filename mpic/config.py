@@ -322,10 +322,8 @@ def check_engine(config: EngineConfig) -> None:
             raise ConfigError(says, param=name)
     if config.engine == "native":
         if config.cuda_graphs not in CUDA_GRAPHS:
-            known = _listed(CUDA_GRAPHS)
-            raise ConfigError(
-                f"unknown cuda_graphs {config.cuda_graphs!r}; available: {known}", param="cuda_graphs"
-            )
+            says = f"unknown cuda_graphs {config.cuda_graphs!r}; available: {_listed(CUDA_GRAPHS)}"
+            raise ConfigError(says, param="cuda_graphs")
     elif config.cuda_graphs != "auto":
         raise ConfigError(
             "cuda_graphs has no effect with engine = vllm, whose own are set by vllm_args; set engine = native",
