@@ -3,9 +3,10 @@
 In addition to the options in the example there are ``title`` (of the report; left out: the model's name), ``at_once``
 (questions in flight; more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype``, ``quantize``
 (``int8``, ``int4``), ``packet`` (an adapter's file instead of the one beside the model), and ``pressed`` with
-``presses``: policies that are asked over chunks under each of those presses (``mpic-16+snapkv-50``, which may also
-stand among the policies). ``generation`` (1 or 2) says how large the images and documents of the generated world are;
-left out: 2 for a model with 8,192 tokens of context or more, else 1; a hub id is taken to have them.
+``presses``: policies that are asked over chunks under each of those presses (``mpic-16+snapkv-50``; it may stand among
+the policies, as ``single`` may: ``mpic.evals.single``). ``generation`` (1 or 2) says how large the images and documents
+of the generated world are; left out: 2 for a model with 8,192 tokens of context or more, else 1; a hub id is taken to
+have them.
 """
 
 from __future__ import annotations
