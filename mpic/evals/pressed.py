@@ -25,8 +25,9 @@ HEADER = [
 
 
 def pressed_table(answers: Sequence[PolicyAnswer], filler: str, presses: Sequence[str]) -> list[list[str]]:
-    """Returns the table as text, the header first: a row for each press and share removed, and one for all shares of a
-    press together. Scores are in points of 100, losses with their 95 % intervals; every task counts the same.
+    """Returns the table as text, the header first: a row for each press and share removed, one for all shares of a
+    press together, and one for all presses. Scores are in points of 100, losses with their 95 % intervals; every task
+    counts the same.
 
     Args:
         filler: lengths of header and trailer as the names of presses have them, such as ``8-8``.
@@ -38,6 +39,7 @@ def pressed_table(answers: Sequence[PolicyAnswer], filler: str, presses: Sequenc
     cells = cells_of(answers)
     found = policies_of(cells)
     rows = [HEADER, _row(cells, "none", "0", [PACKET], [PACKET], [SINGLE])]
+    every: list[tuple[str, str, str]] = []
     for press in presses:
         shares = [m[1] for name in found if (m := re.fullmatch(rf"{PACKET}\+{press}-(\d+)-0", name))]
         if not shares:
@@ -49,7 +51,8 @@ def pressed_table(answers: Sequence[PolicyAnswer], filler: str, presses: Sequenc
         for r, way in zip(shares, ways, strict=True):
             rows.append(_row(cells, f"`{press}`", r, *([name] for name in way)))
         rows.append(_row(cells, f"`{press}`", "all", *(list(names) for names in zip(*ways, strict=True))))
-    return rows
+        every += ways
+    return [*rows, _row(cells, "all", "all", *(list(names) for names in zip(*every, strict=True)))]
 
 
 def pair_table(answers: Sequence[PolicyAnswer], pairs: Sequence[tuple[str, str]]) -> list[list[str]]:

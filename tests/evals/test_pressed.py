@@ -45,7 +45,8 @@ def run():
 
 
 def test_a_row_has_every_way_beside_what_it_is_compared_with():
-    head, plain, tenth, half, every = pressed_table(run(), "4-2", ["cur"])
+    head, plain, tenth, half, every, total = pressed_table(run(), "4-2", ["cur"])
+    assert total == ["all", *every[1:]]
     assert head == HEADER
     assert plain == ["none", "0", "1", "75.0", "", "", "", "2", "100.0", ""]
     assert (tenth[:4], tenth[5], tenth[7:9]) == (["`cur`", "10", "3", "50.0"], "50.0", ["5", "100.0"])
