@@ -18,8 +18,9 @@ from mpic.config import EngineConfig
 from mpic.engine.vllm.frontend import compiled as exported
 from mpic.engine.vllm.frontend import compiler as compiling
 from mpic.engine.vllm.frontend import engine as module
-from mpic.engine.vllm.frontend.client import VLLMClient, VLLMPrompt
+from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.model import ModelDescription
+from mpic.engine.vllm.frontend.prompts import VLLMPrompt
 from mpic.errors import CompileFailed, EngineStopped, StorageFull
 from mpic.kv.chunk import KVKey, KVShape
 from mpic.link import BARE, parse_policy
