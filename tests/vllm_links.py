@@ -31,6 +31,13 @@ TOKENS = 4
 _numbers = itertools.count()
 
 
+def random_adapter(name: str) -> Adapter:
+    """Returns an adapter of 5 and 3 tokens, as large as a family's embeddings."""
+    table = kit.stock(name)[0].get_input_embeddings().weight.detach()
+    soft = torch.randn(8, table.shape[1], generator=torch.Generator().manual_seed(5)) * table.std()
+    return Adapter(soft[:5], soft[5:], "0" * 64)
+
+
 class ReportedAnswer(NamedTuple):
     """An answer's ids, how it ended, and the connector's report."""
 

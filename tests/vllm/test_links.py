@@ -10,11 +10,10 @@ import vllm_kit as kit
 from engine_kit import ids, image_chunk, prompt_of, text_chunk
 from families import random_image
 from oracle import Oracle
-from vllm_links import BOS, Linker, engine
+from vllm_links import BOS, Linker, engine, random_adapter
 
 from mpic.link import BARE, Wrapping
 from mpic.model.loaded import LoadedModel
-from mpic.packet.adapter import Adapter
 
 FAMILIES = kit.quick_or_parity(("llama", "llava", "qwen2_5_vl", "qwen3_vl"))
 POLICIES = ["mpic-0", "mpic-4", "mpic-16", "legolink-4", "legolink-0", "attnlink-4", "block-1"]
@@ -29,13 +28,6 @@ def linker(request, tmp_path_factory):
     soft.save(path)
     with engine(kit.checkpoint(request.param), files, {"packet": str(path)}) as llm:
         yield Linker(llm, request.param, files, soft)
-
-
-def random_adapter(name: str) -> Adapter:
-    """Returns an adapter of 5 and 3 tokens, as large as a family's embeddings."""
-    table = kit.stock(name)[0].get_input_embeddings().weight.detach()
-    soft = torch.randn(8, table.shape[1], generator=torch.Generator().manual_seed(5)) * table.std()
-    return Adapter(soft[:5], soft[5:], "0" * 64)
 
 
 def chunks_of(name: str):

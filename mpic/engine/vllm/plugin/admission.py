@@ -350,6 +350,8 @@ class Admission:
         """Marks a request to end with the scheduler's next update."""
         logger.warning("request %s ends: %s (%s)", tracked.request.request_id, message, code)
         tracked.fault = EndReason(code, message)
+        # otherwise vLLM would not ask ``claim``, and compute the request until it ends
+        tracked.request.skip_reading_prefix_cache = False
         self._failed[tracked.request.request_id] = tracked
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
