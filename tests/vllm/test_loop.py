@@ -21,9 +21,9 @@ from mpic.engine.vllm.frontend import engine as module
 from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
-from mpic.errors import CompileFailed, EngineStopped, StorageFull
+from mpic.errors import CompileFailed, EngineStopped, NoAdapter, StorageFull
 from mpic.kv.chunk import KVKey, KVShape
-from mpic.link import BARE, parse_policy
+from mpic.link import BARE, Wrapping, parse_policy
 
 CHUNK = text_chunk(ids(3, 5))
 
@@ -127,6 +127,16 @@ def test_an_answer_that_ends_by_a_stop_string_says_which_chunks_were_computed_in
     assert (answer.text, answer.finish_reason) == ("ab", "stop")
     [use] = answer.usage.chunks
     assert (use.tier, use.reason, use.reused) == ("none", "corrupt", 0) and answer.usage.reused == 0
+
+
+def test_an_engine_without_an_adapter_refuses_packets_and_does_not_offer_them(engine, monkeypatch):
+    assert {"legolink-K"} == {"packet", "packet-K", "legolink-K"} & set(engine.policies())
+    with pytest.raises(NoAdapter, match=r"model m has none.*mpic train packet --model"):
+        engine.submit(request_of(prompt_of(ids(1, 6), CHUNK, ids(4, 5)), "packet"))
+    with pytest.raises(NoAdapter):
+        engine.compile(CHUNK, Wrapping(packet=True)).result(20)
+    with pytest.raises(NoAdapter, match="mpic train packet"):
+        module.VLLMEngine(EngineConfig(engine="vllm", policy="packet-16"), None, cpu=True)
 
 
 def test_an_upload_after_a_deletion_does_not_join_an_earlier_compile(engine):
