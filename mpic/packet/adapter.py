@@ -117,7 +117,7 @@ def read_adapter(path: Path, hidden: int) -> Adapter:
         hidden: embedding width of the model that it is for.
 
     Raises:
-        AdapterRefused: there is no such file, it is damaged, or of another width.
+        AdapterRefused: there is no such file, it is damaged, empty, or of another width.
     """
     try:
         with safetensors.safe_open(path, "pt") as file:
@@ -135,6 +135,8 @@ def read_adapter(path: Path, hidden: int) -> Adapter:
     if any(part.dtype != torch.float32 or part.ndim != 2 or part.shape[1] != hidden for part in parts):
         shapes = " and ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
         raise AdapterRefused(f"the adapter {path} is {shapes}; the model takes [any, {hidden}] float32")
+    if not len(adapter):
+        raise AdapterRefused(f"the adapter {path} has no tokens")
     if adapter.digest != metadata["sha256"]:
         raise AdapterRefused(f"the adapter {path} is damaged: its SHA-256 is not the recorded one")
     return adapter

@@ -53,6 +53,9 @@ def test_an_adapter_of_other_weights_of_another_width_or_that_is_not_there_is_re
         load_adapter(saved / PLACE, weights_digest(other), 64)
     with pytest.raises(AdapterRefused, match=r"the model takes \[any, 32\]"):
         load_adapter(saved / PLACE, adapter().model, 32)
+    Adapter(torch.zeros(0, 64), torch.zeros(0, 64), adapter().model).save(tmp_path / "empty.safetensors")
+    with pytest.raises(AdapterRefused, match="has no tokens"):
+        load_adapter(tmp_path / "empty.safetensors", adapter().model, 64)
     with pytest.raises(AdapterRefused, match="there is no adapter"):
         find_adapter(family("llama").loaded, str(saved), str(tmp_path / "none.safetensors"))
 
