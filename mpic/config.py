@@ -119,7 +119,7 @@ class EngineConfig:
             with quantize).
         quantize: int8 or int4 rounds the decoder's weights to 8 or 4 bits when they are loaded; on the CPU (native).
         packet: file of the model's adapter, for the policies packet and packet-K; default: packet/adapter.safetensors
-            beside the model (native).
+            beside the model.
         attention: auto, or the name of an implementation (CPU: cpu-stream, our own kernels in C; cpu-flash, torch's;
             reference; CUDA: cuda-flash or cuda-efficient, reference, triton; vllm: one of its backends).
         cuda_graphs: capture decoding steps in CUDA graphs: auto (on CUDA, where the model's layers allow it), on (or
@@ -323,7 +323,7 @@ def check_engine(config: EngineConfig) -> None:
                 param="cuda_graphs",
             )
     else:
-        for name in ("packet", "quantize", "staging_slots", "staging_slot_bytes"):
+        for name in ("quantize", "staging_slots", "staging_slot_bytes"):
             if getattr(config, name) != EngineConfig.__dataclass_fields__[name].default:
                 raise ConfigError(f"{name} has no effect with engine = vllm; set engine = native", param=name)
         if config.cuda_graphs != "auto":

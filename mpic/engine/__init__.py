@@ -65,7 +65,7 @@ def _load_native(config: EngineConfig, store: ChunkStore | None) -> tuple[Engine
     check_press(model, config.press)
     adapter = find_adapter(model, config.model, config.packet)
     if parse_policy(config.policy).wrapping.packet:
-        require_adapter(adapter, model)
+        require_adapter(adapter, model.info.name, model.no_packets)
     if adapter is not None:
         model.info.details["packet"] = adapter.digest
     graphs = config.cuda_graphs
