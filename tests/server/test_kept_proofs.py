@@ -26,3 +26,7 @@ async def test_the_next_start_uses_the_proofs_unless_the_tests_are_to_run_always
     assert (tmp_path / "library" / NAME).is_file()
     assert "nothing it depends on has changed" in await shown()
     assert await shown(self_test="always") == "passed at this start"
+    assert "ran again at this start" in await shown(
+        attention="reference"
+    )  # as text, with the other attention
+    assert "ran again" not in await shown(attention="reference")
