@@ -22,7 +22,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from mpic.config import ConfigError, bundled_model
-from mpic.data.bundled import WORLDS, generation_for
+from mpic.data.bundled import generation_for
+from mpic.data.generator.worlds import WORLDS
 from mpic.evals.linking import parse_linking
 from mpic.evals.metrics import METRICS
 from mpic.evals.tasks import Options, find

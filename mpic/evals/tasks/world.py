@@ -14,12 +14,12 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from mpic.data.bundled import WORLDS
 from mpic.data.generator import EVAL_TASKS, Document, Generator
 from mpic.data.generator.client import messages_of
 from mpic.data.generator.documents import draw_value, reference_fact
 from mpic.data.generator.wordings import draw
 from mpic.data.generator.words import OBJECTS, fillers
+from mpic.data.generator.worlds import WORLDS
 from mpic.evals.tasks.base import Options, Sample, TaskError, task
 from mpic.evals.tasks.documents import ask, parts_of
 
