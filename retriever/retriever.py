@@ -26,10 +26,10 @@ from mpic.library.records import Change, Reference
 from mpic.retriever.batch import Failures, embed_each
 from mpic.retriever.embedder import Embedder
 from mpic.retriever.retries import Retries, passing, soonest
-from mpic.retriever.vectors import Vectors
 
 if TYPE_CHECKING:
     from mpic.library import Library
+    from mpic.retriever.vectors import Vectors
 
 MAX_TOP_K = 100
 MAX_GUESSES = 4
@@ -253,6 +253,8 @@ class Retriever:
     def _opened(self) -> Vectors:
         with self._opening:
             if self._vectors is None:
+                from mpic.retriever.vectors import Vectors  # imports faiss, which a start does not need
+
                 vectors = Vectors(self.library, self.embedder.name)
                 self.counters["index_rebuilt"] += vectors.damaged
                 if not vectors.mismatch and vectors.rows.missing(limit=1):

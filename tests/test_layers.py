@@ -21,7 +21,7 @@ FOLDERS = {
 
 LAYERS = [
     {"errors", "cancel", "figure", "cgroup", "limits", "version"},
-    {"database", "memory", "bounded_json", "data", "method"},
+    {"database", "memory", "bounded_json", "config_values", "data", "method"},
     {"durable", "keys", "imaging", "press"},
     {"kernels"},
     {"kv", "link"},

@@ -33,6 +33,7 @@ from mpic.evals.flops import Flops
 from mpic.evals.linking import parse_linking
 from mpic.evals.resolve import LocalResolver, counter_of, fitter_of, splitter_of
 from mpic.evals.tasks import GRIDS, Options, Sample, TaskError, find
+from mpic.kv.chunk import Chunk
 from mpic.press import parse_press
 from mpic.prompt import ChatTemplate, Prompt, build_prompt
 
@@ -171,7 +172,7 @@ class _Session:
         self.engine, self.template, self.config = engine, template, config
         self.flops = Flops(engine)
         self._warm: set[str] = set()
-        self._prompts: list[Prompt] = []
+        self._asked: list[Chunk] = []
         self._requests = itertools.count(1)
 
     def samples(self, name: str, options: Options) -> Iterator[Sample]:
@@ -202,7 +203,6 @@ class _Session:
         random.Random(f"{name} {chunks} {sample.id}").shuffle(missing)
         for policy in missing:
             self._answer(answers[policy], prompt, sample, full)
-        self._prompts.append(prompt)
         if self.config.at_once == 1:
             self.forget()
         return list(answers.values())
@@ -217,13 +217,13 @@ class _Session:
     def forget(self) -> None:
         """Drops the chunks of the samples that were asked, and every prefix over them: tasks share documents, and a
         policy must not find the prompt of another task, nor make room in the pool."""
-        while self._prompts:
-            for chunk in self._prompts.pop().chunks:
-                self.engine.forget(chunk)
+        while self._asked:
+            self.engine.forget(self._asked.pop())
 
     def _compile(self, prompt: Prompt, policies: list[str]) -> None:
-        ways = {parse_linking(name).compiles for name in policies} - {None}
-        for future in [self.engine.compile(c.pressed(p), w) for c in prompt.chunks for w, p in sorted(ways)]:
+        asked = [compiled for name in policies for compiled in parse_linking(name).compiles(prompt)]
+        self._asked += {c.key: c for c in (*prompt.chunks, *(chunk for chunk, _ in asked))}.values()
+        for future in [self.engine.compile(*compiled) for compiled in dict.fromkeys(asked)]:
             future.result()
 
     def _submit(self, prompt: Prompt, policy: str, salt: str = "", **sampling: Any) -> Iterator[Delta]:

@@ -30,6 +30,7 @@ from mpic.model.info import ModelInfo
 from mpic.model.latent import layout_of
 from mpic.model.refusals import context_limit, refuse_unsupported
 from mpic.model.structure import (
+    OWN_EMBEDDINGS,
     RowInputs,
     decoder_of,
     has_layer_embeddings,
@@ -233,7 +234,14 @@ class LoadedModel:
     @property
     def takes_packets(self) -> bool:
         """True where the rows of a chunk may be arbitrary vectors (``mpic.packet``)."""
-        return not has_layer_embeddings(self.text_model) and self.scope is None
+        return not self.no_packets
+
+    @property
+    def no_packets(self) -> str:
+        """The reason why it cannot have packets; empty where it can."""
+        if has_layer_embeddings(self.text_model):
+            return OWN_EMBEDDINGS
+        return "" if self.scope is None else "its tokens attend to each other in both directions"
 
     @property
     def patterns(self) -> list[Pattern]:

@@ -125,11 +125,14 @@ class GuardedTokenizer:
         return tuple(found)
 
     def encode_pieces(
-        self, pieces: Iterable[Trusted | str | Cut], limit: Limit | None = None
+        self, pieces: Iterable[Trusted | str | Cut], limit: Limit | None = None, owner: str | None = None
     ) -> list[tuple[int, ...]]:
         """Returns the ids before, between and after the cuts: one tuple more than there are cuts; tuples may be empty.
 
         The first starts with ``prefix``, once.
+
+        Args:
+            owner: see ``SlicedTokenizer.ids``.
 
         Raises:
             ContextLengthExceeded: there are more ids than ``limit`` allows.
@@ -138,18 +141,26 @@ class GuardedTokenizer:
         self._check(limit, [piece for piece in pieces if type(piece) is str])
         parts: list[list[int]] = [[]]
         count = 0
-        for ids in self.sliced.ids(map(self._spelt, pieces)):
-            for token in ids:
-                if token in self._cut_ids:
-                    parts.append([])
-                else:
-                    parts[-1].append(token)
-                    count += 1
+        for ids in self.sliced.ids(map(self._spelt, pieces), owner):
+            before = 0
+            for at in self._cuts_in(ids):
+                parts[-1] += ids[before:at]
+                parts.append([])
+                before = at + 1
+                count -= 1
+            parts[-1] += ids[before:]
+            count += len(ids)
             if limit is not None:
                 limit.check(count)
         if tuple(parts[0][: len(self.prefix)]) != self.prefix:
             parts[0][:0] = self.prefix
         return [tuple(part) for part in parts]
+
+    def _cuts_in(self, ids: list[int]) -> list[int]:
+        """Returns where the cuts are."""
+        if self._cut_ids.isdisjoint(ids):
+            return []
+        return [at for at, token in enumerate(ids) if token in self._cut_ids]
 
     def _spelt(self, piece: Trusted | str | Cut) -> tuple[str, bool]:
         """Returns a piece as the twin reads it, and whether it is text that may be cut into slices."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from mpic.data.bundled import WORLDS
 from mpic.data.generator import EVAL_TASKS, Document, Generator
 from mpic.data.generator.client import messages_of
 from mpic.data.generator.documents import draw_value, reference_fact
 from mpic.data.generator.wordings import draw
 from mpic.data.generator.words import OBJECTS, fillers
+from mpic.data.generator.worlds import WORLDS
 from mpic.evals.tasks.base import Options, Sample, TaskError, task
 from mpic.evals.tasks.documents import ask, in_pieces, needle_cells, parts_of
 
