@@ -165,14 +165,12 @@ class Retriever:
             parts.append(self.embedder.texts([query.text]))
         if query.images:
             with self._pictures.taken(0, 0):
-                parts += [self._embedded(image) for image in query.images]
+                for image in query.images:
+                    parts.append(self.embedder.images([image if isinstance(image, Image.Image) else image()]))
         mean = np.concatenate(parts).mean(0)
         if not np.isfinite(mean).all():
             raise EmbeddingFailed("the query cannot be embedded: its vector is not finite")
         return mean / max(float(np.linalg.norm(mean)), 1e-9)
-
-    def _embedded(self, image: Image.Image | Callable[[], Image.Image]) -> np.ndarray:
-        return self.embedder.images([image if isinstance(image, Image.Image) else image()])
 
     def soon(self, work: Callable[..., None], *args: Any) -> None:
         """Runs a search on a thread of the retriever, or drops it if too many are waiting."""
