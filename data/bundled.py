@@ -1,11 +1,10 @@
-"""The demo models that come with the program, the samples that each can be asked about, and the world it knows."""
+"""The demo models that come with the program, the samples that each can be asked about."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from mpic.data import DEFAULT
-from mpic.data.generator.worlds import FIRST, SECOND
 
 HERE = Path(__file__).parent
 _LARGE = HERE / "samples-large"
@@ -13,8 +12,6 @@ SAMPLES = {"demo": HERE / "samples", "demo-plain": HERE / "samples", "large": _L
 """Demo model -> the folder of its samples. `demo` is of the first generation; `large`, of the second, is what
 `mpic train mllm --generation 2` makes: of it there are the weights of three runs, `large-plain`, to train on
 (docs/demo-model.md). The plain ones have had ordinary training only."""
-WORLDS = {1: FIRST, 2: SECOND}
-"""Generation -> the world that its models know."""
 
 
 def model_folder(name: str = DEFAULT) -> Path:

@@ -24,6 +24,10 @@ _OPTIONS = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC")
 _LEVELS = {"AVX512": "-march=x86-64-v4", "AVX2": "-march=x86-64-v3"}
 
 
+libraries: set[Path] = set()
+"""The built files that this process has loaded."""
+
+
 class KernelUnavailable(Exception):
     """A kernel cannot run here; the message says why."""
 
@@ -44,10 +48,12 @@ def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:
     try:
         library = _built(compiler, source, name, options)
         try:
-            return ctypes.CDLL(str(library))
+            loaded = ctypes.CDLL(str(library))
         except OSError:  # what lies in the cache folder is damaged, for example since the power failed
             library.unlink(missing_ok=True)
-            return ctypes.CDLL(str(_built(compiler, source, name, options)))
+            loaded = ctypes.CDLL(str(_built(compiler, source, name, options)))
+        libraries.add(library)
+        return loaded
     except subprocess.CalledProcessError as error:
         output = error.stderr.strip().splitlines() or ["nothing"]
         raise KernelUnavailable(f"{compiler} could not build it: {output[0]}") from error

@@ -75,7 +75,7 @@ class Singles(NamedTuple):
         batches: (first partial, spans, partials of each span), in the order of ``spans``.
         spans: the batches' KV, ``[layers, 2, spans, kv_heads, n, head_dim]`` each.
         partial: the implementation.
-        runs: the spans of each batch.
+        series: the spans of each batch.
         kv_heads: number of the layers' KV heads, which have q's size, if views have more or larger ones; else None.
     """
 
@@ -87,7 +87,7 @@ class Singles(NamedTuple):
     batches: tuple[tuple[int, int, int], ...]
     spans: tuple[torch.Tensor, ...]
     partial: Partial
-    runs: tuple[list[SharedSpan], ...]
+    series: tuple[list[SharedSpan], ...]
     kv_heads: int | None = None
 
     @classmethod
@@ -99,11 +99,11 @@ class Singles(NamedTuple):
         batches, stacks = [], []
         partials: list[tuple[int, int]] = []
         of_row: list[list[int]] = [[] for _ in rows]
-        runs = evenly_spaced(shared)
-        for run in runs:
-            stacks.append(stack(run))
-            batches.append((len(partials), len(run), len(run[0].readers)))
-            for span in run:
+        series = evenly_spaced(shared)
+        for one in series:
+            stacks.append(stack(one))
+            batches.append((len(partials), len(one), len(one[0].readers)))
+            for span in one:
                 for number, base in span.readers:
                     of_row[number].append(len(partials))
                     partials.append((number, base))
@@ -122,18 +122,20 @@ class Singles(NamedTuple):
             tuple(batches),
             tuple(stacks),
             partial,
-            tuple(runs),
+            tuple(series),
             kv_heads,
         )
 
     def advance(self) -> Singles:
         """Returns the same rows one step later, if each has one more own token and nothing else has changed. No table
         changes, so nothing is copied to the device."""
-        runs = tuple(
-            [span._replace(hi=span.hi + 1) for span in run] if run[0].grows else run for run in self.runs
+        series = tuple(
+            [span._replace(hi=span.hi + 1) for span in one] if one[0].grows else one for one in self.series
         )
-        spans = tuple(stack(run) if run[0].grows else old for run, old in zip(runs, self.spans, strict=True))
-        return self._replace(runs=runs, spans=spans)
+        spans = tuple(
+            stack(one) if one[0].grows else old for one, old in zip(series, self.spans, strict=True)
+        )
+        return self._replace(series=series, spans=spans)
 
     def attend(self, q: torch.Tensor, layer: int, scale: float, extras: Extras = PLAIN) -> torch.Tensor:
         """See ``SingleRows.attend``. It makes one kernel call per batch of spans and a handful of operations for all
@@ -176,32 +178,32 @@ def evenly_spaced(shared: Sequence[SharedSpan]) -> list[list[SharedSpan]]:
         data = span.view.data
         memory = (data.untyped_storage()._cdata, data.stride())
         kinds.setdefault((*memory, span.lo, span.hi, len(span.readers), span.grows), []).append(span)
-    runs: list[list[SharedSpan]] = []
+    series: list[list[SharedSpan]] = []
     for spans in kinds.values():
-        runs.append([])
+        series.append([])
         for span in spans:
-            run = runs[-1]
-            if len(run) > 1 and _distance(run[-1], span) != _distance(run[0], run[1]):
-                runs.append([span])
+            one = series[-1]
+            if len(one) > 1 and _distance(one[-1], span) != _distance(one[0], one[1]):
+                series.append([span])
             else:
-                run.append(span)
-    return runs
+                one.append(span)
+    return series
 
 
 def _distance(a: SharedSpan, b: SharedSpan) -> int:
     return b.view.data.storage_offset() - a.view.data.storage_offset()
 
 
-def stack(run: Sequence[SharedSpan]) -> torch.Tensor:
+def stack(spans: Sequence[SharedSpan]) -> torch.Tensor:
     """Returns the slots of evenly spaced spans as one tensor over their memory, ``[layers, 2, spans, kv_heads, n,
     head_dim]``."""
-    first, data = run[0], run[0].view.data
+    first, data = spans[0], spans[0].view.data
     layers, parts, heads, _, dim = data.shape
     to_layer, to_part, to_head, to_slot, one = data.stride()
     to_value = to_part if parts == 2 else 0  # else the values are the keys
-    gap = _distance(run[0], run[1]) if len(run) > 1 else 0
+    gap = _distance(spans[0], spans[1]) if len(spans) > 1 else 0
     return data.as_strided(
-        (layers, 2, len(run), heads, first.hi - first.lo, dim),
+        (layers, 2, len(spans), heads, first.hi - first.lo, dim),
         (to_layer, to_value, gap, to_head, to_slot, one),
         data.storage_offset() + first.lo * to_slot,
     )

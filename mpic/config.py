@@ -14,20 +14,19 @@ error that lists the known ones.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
+from mpic.config_values import ConfigError, build, listed, read_toml
 from mpic.data import DEFAULT
-from mpic.errors import BadRequest, UnknownPress, UnsupportedParameter
+from mpic.errors import UnknownPress, UnsupportedParameter
 from mpic.limits import MiB, StorageLimits
 from mpic.link import parse_policy
 from mpic.link.engines import NO_PRESS, PROVIDES, refusal
@@ -38,12 +37,6 @@ if TYPE_CHECKING:
     from mpic.library import Limits
 
 ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d+)?")
-
-
-class ConfigError(BadRequest):
-    """A configuration file or flag that cannot be used."""
-
-    code = "config_error"
 
 
 def bundled_model() -> str:
@@ -119,7 +112,7 @@ class EngineConfig:
             with quantize).
         quantize: int8 or int4 rounds the decoder's weights to 8 or 4 bits when they are loaded; on the CPU (native).
         packet: file of the model's adapter, for the policies packet and packet-K; default: packet/adapter.safetensors
-            beside the model (native).
+            beside the model.
         attention: auto, or the name of an implementation (CPU: cpu-stream, our own kernels in C; cpu-flash, torch's;
             reference; CUDA: cuda-flash or cuda-efficient, reference, triton; vllm: one of its backends).
         cuda_graphs: capture decoding steps in CUDA graphs: auto (on CUDA, where the model's layers allow it), on (or
@@ -133,6 +126,8 @@ class EngineConfig:
         staging_slot_bytes: page-locked memory of each, a power of two, allocated at the start as a part of host_bytes;
             0 chooses by the free memory, 64 KiB to 64 MiB (native).
         max_waiting: most requests that wait for their turn; more are refused with 429.
+        self_test: when-changed runs the load-time self-tests if the model, the software or the machine has changed
+            since they passed; always runs them at every start (native).
         trust_remote_code: run code that comes with the model; off unless you trust its author.
         tensor_parallel_size: devices that share every layer (vllm).
         pipeline_parallel_size: devices that share the layers out (vllm).
@@ -156,6 +151,7 @@ class EngineConfig:
     staging_slots: int = 16
     staging_slot_bytes: int = 0
     max_waiting: int = 256
+    self_test: str = "when-changed"
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -223,8 +219,17 @@ class Config:
 
 
 ENGINES = tuple(PROVIDES)
-CUDA_GRAPHS = ("auto", "on", "off")
-QUANTIZE = ("", "int8", "int4")
+CHOICES = {
+    "cuda_graphs": ("auto", "on", "off"),
+    "quantize": ("", "int8", "int4"),
+    "self_test": ("when-changed", "always"),
+}
+"""Key of [engine] -> its values."""
+ONLY = {
+    "vllm": ("tensor_parallel_size", "pipeline_parallel_size", "vllm_args"),
+    "native": ("quantize", "staging_slots", "staging_slot_bytes", "self_test"),
+}
+"""Engine -> the keys that only it follows, beside ``cuda_graphs``."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SECTIONS = {
     "server": ServerConfig,
@@ -246,16 +251,16 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if path is not None:
-        for section, body in _read_toml(Path(path)).items():
+        for section, body in read_toml(Path(path)).items():
             if section not in SECTIONS:
-                raise ConfigError(f"unknown section [{section}] in {path}; known: {_listed(SECTIONS)}")
+                raise ConfigError(f"unknown section [{section}] in {path}; known: {listed(SECTIONS)}")
             if not isinstance(body, dict):
                 raise ConfigError(f"{section} in {path} must be a section: write [{section}]")
             values[section] = dict(body)
     for name, value in (flags or {}).items():
         if value is not None:
             values[_section_of(name)][name] = value
-    config = Config(**{name: _build(name, values[name]) for name in SECTIONS})
+    config = Config(**{name: build(name, cls, values[name]) for name, cls in SECTIONS.items()})
     check_server(config.server)
     check_engine(config.engine)
     return config
@@ -272,7 +277,7 @@ def check_server(config: ServerConfig) -> None:
         raise ConfigError(f"[server] port must be at most 65535, not {config.port}", param="port")
     if config.log_level not in LOG_LEVELS:
         raise ConfigError(
-            f"unknown log_level '{config.log_level}'; available: {_listed(LOG_LEVELS)}", param="log_level"
+            f"unknown log_level '{config.log_level}'; available: {listed(LOG_LEVELS)}", param="log_level"
         )
     for name, least in AT_LEAST.items():
         if getattr(config, name) < least:
@@ -312,31 +317,26 @@ def check_engine(config: EngineConfig) -> None:
         UnknownPolicy: there is no such policy.
     """
     if config.engine not in ENGINES:
-        raise ConfigError(f"unknown engine '{config.engine}'; available: {_listed(ENGINES)}", param="engine")
-    if config.engine == "native":
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "vllm_args"):
-            if getattr(config, name) != EngineConfig.__dataclass_fields__[name].default:
-                raise ConfigError(f"{name} has no effect with engine = native; set engine = vllm", param=name)
-        if config.cuda_graphs not in CUDA_GRAPHS:
+        raise ConfigError(f"unknown engine '{config.engine}'; available: {listed(ENGINES)}", param="engine")
+    other = next(engine for engine in ONLY if engine != config.engine)
+    for name in ONLY[other]:
+        if getattr(config, name) != EngineConfig.__dataclass_fields__[name].default:
             raise ConfigError(
-                f"unknown cuda_graphs {config.cuda_graphs!r}; available: {_listed(CUDA_GRAPHS)}",
-                param="cuda_graphs",
+                f"{name} has no effect with engine = {config.engine}; set engine = {other}", param=name
             )
-    else:
-        for name in ("packet", "quantize", "staging_slots", "staging_slot_bytes"):
-            if getattr(config, name) != EngineConfig.__dataclass_fields__[name].default:
-                raise ConfigError(f"{name} has no effect with engine = vllm; set engine = native", param=name)
-        if config.cuda_graphs != "auto":
-            raise ConfigError(
-                "cuda_graphs has no effect with engine = vllm, whose own are set by vllm_args; set engine = native",
-                param="cuda_graphs",
-            )
+    if config.engine == "vllm" and config.cuda_graphs != "auto":
+        raise ConfigError(
+            "cuda_graphs has no effect with engine = vllm, whose own are set by vllm_args; set engine = native",
+            param="cuda_graphs",
+        )
+    for name, values in CHOICES.items():
+        if (given := getattr(config, name)) not in values:
+            available = listed(filter(None, values))
+            raise ConfigError(f"unknown {name} '{given}'; available: {available}", param=name)
     slot = config.staging_slot_bytes
     if slot and (slot < 1 << 16 or slot & (slot - 1)):
         says = "staging_slot_bytes must be 0 or a power of two from 65536 on"
         raise ConfigError(f"[engine] {says}, not {slot}", param="staging_slot_bytes")
-    if config.quantize not in QUANTIZE:
-        raise ConfigError(f"unknown quantize '{config.quantize}'; available: int8, int4", param="quantize")
     _check_press(config)
     refused = refusal(parse_policy(config.policy), config.engine)
     if refused is not None:
@@ -357,44 +357,8 @@ def _check_press(config: EngineConfig) -> None:
         raise ConfigError(NO_PRESS.format(engine=config.engine), param="press")
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"no such configuration file: {path}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
-        raise ConfigError(f"cannot read {path}: {exc}") from None
-
-
 def _section_of(flag: str) -> str:
     for name, cls in SECTIONS.items():
         if flag in cls.__dataclass_fields__:
             return name
     raise ConfigError(f"unknown flag {flag}")
-
-
-def _build(section: str, values: Mapping[str, Any]) -> Any:
-    cls = SECTIONS[section]
-    types = get_type_hints(cls)
-    checked = {}
-    for key, value in values.items():
-        if key not in types:
-            known = _listed(f.name for f in dataclasses.fields(cls))
-            raise ConfigError(f"unknown key {key!r} in [{section}]; known: {known}", param=key)
-        if types[key] is float and type(value) is int:
-            value = float(value)
-        if type(value) is not types[key]:
-            raise ConfigError(
-                f"[{section}] {key} must be {types[key].__name__}, not {type(value).__name__}", param=key
-            )
-        if isinstance(value, (int, float)) and value < 0:
-            raise ConfigError(f"[{section}] {key} must not be negative", param=key)
-        checked[key] = value
-    try:
-        return cls(**checked)
-    except ValueError as exc:
-        raise ConfigError(f"[{section}] {exc}") from None
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(names)

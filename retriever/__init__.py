@@ -9,7 +9,6 @@ vectors.
 """
 
 from mpic.retriever.embedder import Embedder, EmbedderName
-from mpic.retriever.index import VectorIndex
 from mpic.retriever.retriever import Query, Retriever, SearchHit
 
-__all__ = ["Embedder", "EmbedderName", "Query", "Retriever", "SearchHit", "VectorIndex"]
+__all__ = ["Embedder", "EmbedderName", "Query", "Retriever", "SearchHit"]

@@ -26,10 +26,10 @@ from mpic.library.records import Change, Reference
 from mpic.retriever.batch import Failures, embed_each
 from mpic.retriever.embedder import Embedder
 from mpic.retriever.retries import Retries, passing, soonest
-from mpic.retriever.vectors import Vectors
 
 if TYPE_CHECKING:
     from mpic.library import Library
+    from mpic.retriever.vectors import Vectors
 
 MAX_TOP_K = 100
 MAX_GUESSES = 4
@@ -76,7 +76,7 @@ class Retriever:
         self._failed = Failures()
         self._vectors: Vectors | None = None
         self._opening = threading.Lock()
-        self._pictures = Budget(places=1, most_waiting=SEARCHES_WAITING)
+        self._pictures = Budget(1, SEARCHES_WAITING)
         self._changes: OrderedDict[str, Change] = OrderedDict()
         self._retries = Retries()  # references that are tried again
         self._rests = Retries()  # catching up, while it waits after a failure
@@ -165,14 +165,12 @@ class Retriever:
             parts.append(self.embedder.texts([query.text]))
         if query.images:
             with self._pictures.taken(0, 0):
-                parts += [self._embedded(image) for image in query.images]
+                for image in query.images:
+                    parts.append(self.embedder.images([image if isinstance(image, Image.Image) else image()]))
         mean = np.concatenate(parts).mean(0)
         if not np.isfinite(mean).all():
             raise EmbeddingFailed("the query cannot be embedded: its vector is not finite")
         return mean / max(float(np.linalg.norm(mean)), 1e-9)
-
-    def _embedded(self, image: Image.Image | Callable[[], Image.Image]) -> np.ndarray:
-        return self.embedder.images([image if isinstance(image, Image.Image) else image()])
 
     def soon(self, work: Callable[..., None], *args: Any) -> None:
         """Runs a search on a thread of the retriever, or drops it if too many are waiting."""
@@ -253,6 +251,8 @@ class Retriever:
     def _opened(self) -> Vectors:
         with self._opening:
             if self._vectors is None:
+                from mpic.retriever.vectors import Vectors  # imports faiss, which a start does not need
+
                 vectors = Vectors(self.library, self.embedder.name)
                 self.counters["index_rebuilt"] += vectors.damaged
                 if not vectors.mismatch and vectors.rows.missing(limit=1):

@@ -25,6 +25,18 @@ def ask(page, text):
     page.wait_for_selector(f".turn:nth-child({turns + 1}) .turn-line")
 
 
+def reload(page):
+    """Loads the page again and waits until it is ready."""
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+
+
+def new_chat(page):
+    """Begins a chat and waits until it is shown."""
+    page.click("#new-chat")
+    page.wait_for_selector("#welcome:visible")
+
+
 def more(page, turn, action):
     """Chooses an action of a turn's menu."""
     page.click(f".turn:nth-child({turn}) [data-key=more]")

@@ -93,6 +93,8 @@ def test_a_limit_that_cannot_be_is_an_error_of_its_section(tmp_path):
             {"engine": "vllm", "policy": "reuse-2step"},
             r"it takes two steps, and vLLM .*Use another policy, or engine = native",
         ),
+        ({"self_test": "never"}, "unknown self_test 'never'; available: when-changed, always"),
+        ({"engine": "vllm", "self_test": "always"}, "self_test has no effect with engine = vllm"),
         ({"engine": "vllm", "staging_slots": 4}, "staging_slots has no effect with engine = vllm"),
         (
             {"engine": "vllm", "staging_slot_bytes": 65536},

@@ -18,12 +18,14 @@ from mpic.engine import load_engine
 from mpic.engine.base import GenerationRequest, Sampling
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey
 from mpic.library import Library
-from mpic.link import Wrapping, parse_policy
+from mpic.link import BARE, Wrapping, parse_policy
 from mpic.prompt import ChatTemplate, build_prompt
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 from mpic.server.resolver import LibraryResolver
 
 MANIFEST = json.loads((SMALL_SAMPLES / "manifest.json").read_text(encoding="utf-8"))
+WRAPPINGS = (BARE, Wrapping(sink=4), Wrapping(packet=True))
+"""The ways in which policies have chunks compiled."""
 _ids = itertools.count()
 
 
@@ -75,19 +77,19 @@ class Bench:
     def ask(self, *args, **options):
         return self.submit(*args, **options).result()
 
-    def file_of(self, chunk: Chunk, sink: int = 0) -> Path:
-        return self.library.store.path(self.engine.compiler.key(chunk, Wrapping(sink)))
+    def file_of(self, chunk: Chunk, wrapping: Wrapping = BARE) -> Path:
+        return self.library.store.path(self.engine.compiler.key(chunk, wrapping))
 
     def native(self) -> Any:
         """Returns a native engine on the same library."""
         return load_engine(EngineConfig(model=str(SMALL), pool_bytes=1 << 28), self.library.store)[0]
 
-    def compiled(self, engine: Any, chunk: Chunk, sink: int) -> tuple[ChunkInputs, torch.Tensor]:
+    def compiled(self, engine: Any, chunk: Chunk, wrapping: Wrapping) -> tuple[ChunkInputs, torch.Tensor]:
         """Returns what an engine writes for a chunk without a file: inputs, KV [layers, 2, heads, tokens, head_dim]."""
-        key = self.engine.compiler.key(chunk, Wrapping(sink))
+        key = self.engine.compiler.key(chunk, wrapping)
         drop(self.library.store, key, self.library.catalog)
         engine.forget(chunk)
-        assert engine.compile(chunk, Wrapping(sink)).result(60) == len(self.library.store.open(key).inputs)
+        assert engine.compile(chunk, wrapping).result(60) == len(self.library.store.open(key).inputs)
         stored = self.library.store.open(key)
         kv = torch.empty(5, 2, 8, len(stored.inputs), 64)
         list(stored.read_layers(kv))
@@ -97,10 +99,10 @@ class Bench:
         return self.engine.stats()["counters"]
 
 
-def compile_the_same(bench: Bench, native: Any, sink: int) -> None:
+def compile_the_same(bench: Bench, native: Any, wrapping: Wrapping) -> None:
     """Checks that both engines write the same for an image and for a text."""
     for chunk in bench.prompt("IMAGE#MAP7 FILE#VERA What?").chunks:
-        (a, kv_a), (b, kv_b) = (bench.compiled(engine, chunk, sink) for engine in (bench.engine, native))
+        (a, kv_a), (b, kv_b) = (bench.compiled(engine, chunk, wrapping) for engine in (bench.engine, native))
         torch.testing.assert_close(kv_a, kv_b, atol=2e-4, rtol=1e-4)
         assert torch.equal(a.token_ids, b.token_ids) and torch.equal(a.positions, b.positions)
         assert a.rotary_length == b.rotary_length and (a.embeds is None) == (b.embeds is None)

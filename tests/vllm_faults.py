@@ -8,7 +8,7 @@ from pathlib import Path
 import vllm_kit as kit
 from engine_kit import ids, image_chunk, prompt_of, text_chunk
 from families import random_image
-from vllm_links import Linker, engine
+from vllm_links import Linker, engine, random_adapter
 
 PATIENCE = 0.3
 """Seconds that a link waits for a disk that a test makes slow; elsewhere it waits a minute."""
@@ -28,9 +28,15 @@ def small_linker(files: Path) -> Linker:
     """
     if not _linkers:
         with ExitStack() as made:
-            settings = {"patience": 60.0, "host_bytes": 1}
+            adapter = random_adapter("llava")
+            adapter.save(files / "packet" / "adapter.safetensors")
+            settings = {
+                "patience": 60.0,
+                "host_bytes": 1,
+                "packet": str(files / "packet" / "adapter.safetensors"),
+            }
             llm = made.enter_context(engine(kit.checkpoint("llava"), files, settings))
-            linker = Linker(llm, "llava", files)
+            linker = Linker(llm, "llava", files, adapter)
             linker.file(IMAGE), linker.file(DOCUMENT)
             kit.staying.push(made.pop_all())
         _linkers.append(linker)

@@ -23,7 +23,6 @@ import torch
 from engine_kit import ids
 from families import IMAGE_TOKEN, TEXT_FAMILIES, TYPES, VISION_FAMILIES, make_model, random_image
 from PIL import Image
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 from transformers import (
@@ -39,7 +38,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from mpic.train.model import published_name
+from mpic.evals.models.on_vllm import save_model
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -125,27 +124,13 @@ def checkpoint(name: str, seed: int = 0, layers: int = 3) -> Path:
     if name == "mistral":
         sizes["sliding_window"] = None  # as from version 0.2 on
     model, image_processor = make_model(name, seed, sizes)
-    _save_model(model, folder)
+    save_model(model, folder)
     tokenizer = make_tokenizer(name)
     if image_processor is None:
         tokenizer.save_pretrained(folder)
     else:
         _processor(name, image_processor, tokenizer).save_pretrained(folder)
     return folder
-
-
-def _save_model(model: nn.Module, folder: Path) -> None:
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = torch.float32
-    if "Llava" not in type(model).__name__:
-        model.save_pretrained(folder)
-        return
-    # transformers writes CLIP's weights under names that vLLM does not know; both know the published names
-    folder.mkdir(parents=True)
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    state = {published_name(key): value.contiguous() for key, value in model.state_dict().items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_tokenizer(name: str) -> PreTrainedTokenizerFast:

@@ -14,10 +14,11 @@ from engine_kit import select
 from oracle import Oracle
 
 from mpic.engine.accounting import segment_shapes
-from mpic.engine.vllm.wire import ChunkRef, CompileOrder, LinkOrder, make_link_order
+from mpic.engine.vllm.wire import ChunkRef, CompileOrder, LinkOrder, make_link_order, packet_ids
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKV, KVKey, Recipe
 from mpic.kv.file import write
-from mpic.link import make_plan, parse_policy
+from mpic.link import BARE, Wrapping, make_plan, parse_policy
+from mpic.packet.adapter import Adapter
 from mpic.prompt.segments import ChunkSegment, Prompt
 
 MODEL = "0" * 64
@@ -28,6 +29,13 @@ TOKENS = 4
 """Generated tokens that tests of exactness compare."""
 
 _numbers = itertools.count()
+
+
+def random_adapter(name: str) -> Adapter:
+    """Returns an adapter of 5 and 3 tokens, as large as a family's embeddings."""
+    table = kit.stock(name)[0].get_input_embeddings().weight.detach()
+    soft = torch.randn(8, table.shape[1], generator=torch.Generator().manual_seed(5)) * table.std()
+    return Adapter(soft[:5], soft[5:], "0" * 64)
 
 
 class ReportedAnswer(NamedTuple):
@@ -68,39 +76,49 @@ class Linker:
     Args:
         name: name of the model family.
         files: the folder for chunk files.
+        adapter: the adapter that the engine has been given; None if there is none.
     """
 
-    def __init__(self, llm: Any, name: str, files: Path) -> None:
-        self.llm, self.name, self.files = llm, name, files
-        self._made: dict[tuple[Any, int], tuple[ChunkInputs, tuple[str, str]]] = {}
+    def __init__(self, llm: Any, name: str, files: Path, adapter: Adapter | None = None) -> None:
+        from mpic.engine.vllm.frontend.prompts import accept_soft_ids
+
+        self.llm, self.name, self.files, self.adapter = llm, name, files, adapter
+        if adapter is not None:
+            accept_soft_ids(llm.renderer, len(adapter))
+        self._made: dict[tuple[Any, Wrapping], tuple[ChunkInputs, tuple[str, str]]] = {}
         self._expected: dict[tuple[Prompt, str, int], tuple[list[int], torch.Tensor]] = {}
 
-    def compiled(self, chunk: Chunk, sink: int = 0) -> tuple[ChunkInputs, torch.Tensor]:
+    def wrapped(self, ids: Sequence[int], wrapping: Wrapping) -> list[int]:
+        """Returns the ids of a chunk as prompts have them."""
+        return list(packet_ids(ids, *self.adapter.lengths)) if wrapping.packet else list(ids)
+
+    def compiled(self, chunk: Chunk, wrapping: Wrapping = BARE) -> tuple[ChunkInputs, torch.Tensor]:
         """Returns a chunk's inputs and KV as vLLM computes them."""
         from mpic.engine.vllm.frontend.compiled import read_compiled
 
-        order = CompileOrder(f"compile-{next(_numbers)}", sink)
+        order, start = CompileOrder(f"compile-{next(_numbers)}", wrapping.sink), [BOS] * wrapping.sink
         (self.files / order.folder).mkdir()
         prompt: dict[str, Any] = {"cache_salt": order.folder}
         if chunk.token_ids is not None:
-            prompt["prompt_token_ids"] = [BOS] * sink + list(chunk.token_ids)
+            prompt["prompt_token_ids"] = start + self.wrapped(chunk.token_ids, wrapping)
         else:
-            prompt["prompt_token_ids"] = [BOS] * sink + kit.image_ids(self.name)[-2:][:1]
+            prompt["prompt_token_ids"] = start + self.wrapped(kit.image_ids(self.name)[-2:][:1], wrapping)
             prompt["multi_modal_data"] = {"image": chunk.load_image()}
         self.run([prompt], [order.params()], tokens=1)
         return read_compiled(self.files / order.folder)
 
-    def file(self, chunk: Chunk, sink: int = 0) -> tuple[ChunkInputs, tuple[str, str]]:
+    def file(self, chunk: Chunk, wrapping: Wrapping = BARE) -> tuple[ChunkInputs, tuple[str, str]]:
         """Returns a chunk's inputs, and the path and key of its file, which is made once."""
-        if (chunk.key, sink) not in self._made:
-            self._made[chunk.key, sink] = self.save(chunk, *self.compiled(chunk, sink), sink)
-        return self._made[chunk.key, sink]
+        if (chunk.key, wrapping) not in self._made:
+            self._made[chunk.key, wrapping] = self.save(chunk, *self.compiled(chunk, wrapping), wrapping)
+        return self._made[chunk.key, wrapping]
 
     def save(
-        self, chunk: Chunk, inputs: ChunkInputs, kv: torch.Tensor, sink: int = 0
+        self, chunk: Chunk, inputs: ChunkInputs, kv: torch.Tensor, wrapping: Wrapping = BARE
     ) -> tuple[ChunkInputs, tuple[str, str]]:
         """Writes a chunk's file."""
-        key = KVKey(chunk.owner, chunk.key, MODEL, Recipe("float32", sink=sink))
+        packet = self.adapter.digest if wrapping.packet else ""
+        key = KVKey(chunk.owner, chunk.key, MODEL, Recipe("float32", sink=wrapping.sink, packet=packet))
         path = f"{next(_numbers)}-{key.digest[:8]}.kv"
         write(self.files / path, ChunkKV(key, inputs, kv.contiguous()))
         return inputs, (path, key.digest)
@@ -112,15 +130,21 @@ class Linker:
             files: path and key to use instead for a chunk, by its number.
         """
         policy = parse_policy(policy_text)
-        found = [self.file(chunk, policy.wrapping.sink) for chunk in prompt.chunks]
+        found = [self.file(chunk, policy.wrapping) for chunk in prompt.chunks]
         inputs = [one for one, _ in found]
         names = [(files or {}).get(i, name) for i, (_, name) in enumerate(found)]
         shapes = segment_shapes(prompt.segments, ((len(one), one.rotary_length) for one in inputs), policy)
         ids: list[int] = []
         following = iter(inputs)
         for segment in prompt.segments:
-            chunk = isinstance(segment, ChunkSegment)
-            ids += next(following).token_ids.tolist() if chunk else segment.token_ids
+            if not isinstance(segment, ChunkSegment):
+                ids += segment.token_ids
+                continue
+            own = next(following).token_ids
+            if policy.wrapping.packet:
+                header, trailer = self.adapter.lengths
+                own = own[header : len(own) - trailer]
+            ids += self.wrapped(own.tolist(), policy.wrapping)
         return ids, make_link_order(make_plan(shapes, policy), names), inputs
 
     def link(self, prompt: Prompt, policy: str, salt: str | None = None, **changes: Any) -> tuple[dict, dict]:
@@ -164,7 +188,7 @@ class Linker:
 
     def _ask_oracle(self, prompt: Prompt, policy_text: str, tokens: int) -> tuple[list[int], torch.Tensor]:
         policy = parse_policy(policy_text)
-        inputs = [self.file(chunk, policy.wrapping.sink)[0] for chunk in prompt.chunks]
+        inputs = [self.file(chunk, policy.wrapping)[0] for chunk in prompt.chunks]
         oracle = Oracle(kit.stock(self.name)[0], 3 if kit.is_qwen_vl(self.name) else 1)
         selection = select(prompt, inputs, policy)
         ids, logits = oracle.generate(prompt, inputs, policy, selection, tokens, BOS)

@@ -25,13 +25,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image as PILImage
 
-from mpic.data.bundled import SAMPLES, WORLDS
+from mpic.data.bundled import SAMPLES
 from mpic.data.generator import documents, questions
 from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn
 from mpic.data.generator.documents import Fact
 from mpic.data.generator.images import BACKGROUNDS, POSITIONS, Scene, render, render_large
 from mpic.data.generator.tasks import SYSTEMS
 from mpic.data.generator.wordings import WORDINGS
+from mpic.data.generator.worlds import WORLDS
 
 SEED = 20
 FOLDERS = {1: SAMPLES["demo"], 2: SAMPLES["large"]}

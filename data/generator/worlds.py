@@ -29,3 +29,6 @@ class World:
 FIRST = World(SIZE, (44, 100), scattered=False)
 SECOND = World(LARGE, (290, 960), scattered=True, labels="before")
 """Documents of 300 to 1,000 tokens, images of 576."""
+
+WORLDS = {1: FIRST, 2: SECOND}
+"""Generation -> the world that its demo models know."""

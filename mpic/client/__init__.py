@@ -1,7 +1,6 @@
 """The Python SDK: ``from mpic import MPIC, AsyncMPIC``. Importing it loads neither torch nor the server."""
 
-from mpic.client._async.client import AsyncMPIC
-from mpic.client._sync.client import MPIC
+from mpic.client.client import MPIC, AsyncMPIC
 from mpic.client.errors import BadResponse, ClientClosed, ClientError, TimedOut, Unreachable
 from mpic.client.httpx_options import DEFAULT_URL
 from mpic.client.inprocess import AsyncInProcess, InProcess

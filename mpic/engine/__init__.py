@@ -10,19 +10,24 @@ if TYPE_CHECKING:
     from mpic.engine.base import Engine
     from mpic.kv.staging import Staging
     from mpic.kv.store import ChunkStore
+    from mpic.model.proofs import Proofs
 
 
 log = logging.getLogger(__name__)
 
 
 def load_engine(
-    config: EngineConfig, store: ChunkStore | None = None, host_bytes: int | None = None
+    config: EngineConfig,
+    store: ChunkStore | None = None,
+    host_bytes: int | None = None,
+    proofs: Proofs | None = None,
 ) -> tuple[Engine, Any]:
     """Loads the configured model and starts an engine on it.
 
     Args:
         host_bytes: host memory that the vllm engine may use for chunk files; None: its own choice. For the native
             engine the store does that.
+        proofs: self-tests that the native engine need not run again; None: all run.
 
     Returns:
         The engine and the model's processor (vision models) or tokenizer.
@@ -39,33 +44,37 @@ def load_engine(
     check_engine(config)
     if config.engine == "vllm":
         return _load_vllm(config, store, host_bytes)
-    return _load_native(config, store)
+    return _load_native(config, store, proofs)
 
 
-def _load_native(config: EngineConfig, store: ChunkStore | None) -> tuple[Engine, Any]:
+def _load_native(config: EngineConfig, store: ChunkStore | None, proofs: Proofs | None) -> tuple[Engine, Any]:
     from mpic.engine.native.cuda_graphs import reserved_bytes
     from mpic.engine.native.device_memory import pool_pages
     from mpic.engine.native.engine import NativeEngine
     from mpic.engine.native.presser import check_press
     from mpic.link import parse_policy
     from mpic.model.load import load_model
+    from mpic.model.proofs import Proofs
     from mpic.model.selftest import self_test
     from mpic.packet.adapter import find_adapter, require_adapter
 
+    proofs = proofs or Proofs()
     model = load_model(
         config.model,
         device=config.device,
         dtype=config.dtype,
         quantize=config.quantize,
         trust_remote_code=config.trust_remote_code,
+        proofs=proofs,
     )
     if config.attention != "auto":
         model.choose_attention(config.attention)
-        self_test(model)
+        proofs.error_of(model, "text", self_test)
+        model.info.details["self_test"] = proofs.summary
     check_press(model, config.press)
     adapter = find_adapter(model, config.model, config.packet)
     if parse_policy(config.policy).wrapping.packet:
-        require_adapter(adapter, model)
+        require_adapter(adapter, model.info.name, model.no_packets)
     if adapter is not None:
         model.info.details["packet"] = adapter.digest
     graphs = config.cuda_graphs

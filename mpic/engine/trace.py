@@ -81,15 +81,15 @@ def _parts(
             chunk_of[i] = len(chunk_of)
     own = 0
     parts: list[_PromptRange] = []
-    for run in plan.runs:
-        chunk = chunk_of.get(run.segment)
+    for mine in plan.own_ranges:
+        chunk = chunk_of.get(mine.segment)
         computed = "new" if chunk is None else "recomputed"
-        n = run.hi - run.lo
+        n = mine.hi - mine.lo
         found = min(max(hit - own, 0), n)
         if found:
-            parts.append(_PromptRange(run.start, run.start + found, chunk, "prefix"))
+            parts.append(_PromptRange(mine.start, mine.start + found, chunk, "prefix"))
         if n > found:
-            parts.append(_PromptRange(run.start + found, run.start + n, chunk, computed))
+            parts.append(_PromptRange(mine.start + found, mine.start + n, chunk, computed))
         own += n
     for span in plan.spans:
         start, tier = plan.places[span.source].start, linked[span.source].tier

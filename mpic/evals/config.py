@@ -3,9 +3,10 @@
 In addition to the options in the example there are ``title`` (of the report; left out: the model's name), ``at_once``
 (questions in flight; more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype``, ``quantize``
 (``int8``, ``int4``), ``packet`` (an adapter's file instead of the one beside the model), and ``pressed`` with
-``presses``: policies that are asked over chunks under each of those presses (``mpic-16+snapkv-50``, which may also
-stand among the policies). ``generation`` (1 or 2) says how large the images and documents of the generated world are;
-left out: 2 for a model with 8,192 tokens of context or more, else 1; a hub id is taken to have them.
+``presses``: policies that are asked over chunks under each of those presses (``mpic-16+snapkv-50``; it may stand among
+the policies, as ``single`` may: ``mpic.evals.single``). ``generation`` (1 or 2) says how large the images and documents
+of the generated world are; left out: 2 for a model with 8,192 tokens of context or more, else 1; a hub id is taken to
+have them.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from mpic.config import ConfigError, bundled_model
-from mpic.data.bundled import WORLDS, generation_for
+from mpic.config import bundled_model
+from mpic.config_values import ConfigError, read_toml
+from mpic.data.bundled import generation_for
+from mpic.data.generator.worlds import WORLDS
 from mpic.evals.linking import parse_linking
 from mpic.evals.metrics import METRICS
 from mpic.evals.tasks import Options, find
@@ -195,10 +197,7 @@ def load_eval_config(
         UnknownPolicy, UnknownPress, TaskError: there is no policy, press or task of that name.
         UnsupportedParameter: a policy cannot be combined with a press.
     """
-    try:
-        body = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+    body = read_toml(path)
     entries = body.pop("task", [])
     if not entries:
         raise ConfigError(f"{path} has no [[task]]")

@@ -46,8 +46,8 @@ def show(
 ) -> None:
     """Prints the answers to the questions that were asked twice, totals, and the headline."""
     common = [answer for answer in asked if answer.turn in PASSES]
-    for block in _answers(questions, common, policies):
-        console.print(block, highlight=False)
+    for part in _answers(questions, common, policies):
+        console.print(part, highlight=False)
     console.print()
     console.print(_totals(common, policies))
     console.print(LEGEND, style="dim")

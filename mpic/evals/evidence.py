@@ -17,6 +17,8 @@ some tasks of it.
 ``runs POLICIES: RUN ...``                           a row a run: score of ``full``, points lost
 ``needles RUN POLICIES``                             scores by length (column) and depth (row), a table a policy
 ``same RUN A B``                                     to how many questions two policies gave the same answer
+``pairs RUN A B ...``                                a row a pair: points that a policy loses to another
+``pressed RUN FILLER PRESSES``                       a row a press and share: three ways to compress packets
 ``methods FILE``                                     what ``mpic eval table`` wrote: a row a policy and press
 ``bench FILE [TABLES]``                              tables and plot of what ``mpic bench --json`` wrote
 ===================================================  ====================================================
@@ -37,6 +39,7 @@ from mpic.evals.answers import PolicyAnswer, read_answers
 from mpic.evals.compare import cells_of, compare_policies, score
 from mpic.evals.lengths import length_table
 from mpic.evals.methods import read_table
+from mpic.evals.pressed import pair_table, pressed_table
 from mpic.evals.report import (
     cell_table,
     count_table,
@@ -146,6 +149,17 @@ def _same(folder: Path, run: str, one: str, other: str) -> str:
     return f"`{one}` and `{other}` gave the same answer to {same} of {len(pairs)} questions."
 
 
+def _pairs(folder: Path, run: str, *policies: str) -> str:
+    if not policies or len(policies) % 2:
+        raise BadRequest(f"pairs of policies, not {len(policies)} policies")
+    pairs = list(zip(policies[::2], policies[1::2], strict=True))
+    return markdown_table(pair_table(_answers(folder, run), pairs))
+
+
+def _pressed(folder: Path, run: str, filler: str, *presses: str) -> str:
+    return markdown_table(pressed_table(_answers(folder, run), filler, presses))
+
+
 def _methods(folder: Path, file: str) -> str:
     if not (folder / file).is_file():
         run = f"mpic eval run {Path(file).with_suffix('.toml')} --table {file}"
@@ -190,6 +204,8 @@ _MAKERS: dict[str, Callable[..., str]] = {
     "runs": _runs,
     "needles": _needles,
     "same": _same,
+    "pairs": _pairs,
+    "pressed": _pressed,
     "methods": _methods,
     "bench": _bench,
 }

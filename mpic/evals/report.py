@@ -230,7 +230,7 @@ def write_report(out: Path) -> list[Path]:
     for name, draw in drawn.items():
         rows = -(-len(tasks) // plots.COLUMNS) if name.endswith("tasks.png") else 1
         save_png(out / name, draw, (10, 1.5 + 3 * rows), dpi=110)
-    blocks: list[tuple[str, Any]] = [
+    sections: list[tuple[str, Any]] = [
         ("text", advice(found)),
         ("plot", "score-ttft.png"),
         ("table", summary_table(found)),
@@ -249,13 +249,13 @@ def write_report(out: Path) -> list[Path]:
         ("text", _notes(skipped)),
     ]
     if len(graded := grade_table(answers, grades)) > 1:
-        blocks.insert(3, ("text", "Grades of the judge, of 10, by dimension:"))
-        blocks.insert(4, ("table", graded))
-        blocks[5:5] = [("plot", "judge-tasks.png"), ("plot", "judge-chunks.png")]
+        sections.insert(3, ("text", "Grades of the judge, of 10, by dimension:"))
+        sections.insert(4, ("table", graded))
+        sections[5:5] = [("plot", "judge-tasks.png"), ("plot", "judge-chunks.png")]
     for policy, table in needle_tables(answers).items():
-        blocks += [("text", f"Needles under `{policy}`, by depth and length in tokens:"), ("table", table)]
-    (out / "report.md").write_text(_markdown(title, blocks), encoding="utf-8")
-    (out / "report.html").write_text(_html(title, blocks, out), encoding="utf-8")
+        sections += [("text", f"Needles under `{policy}`, by depth and length in tokens:"), ("table", table)]
+    (out / "report.md").write_text(_markdown(title, sections), encoding="utf-8")
+    (out / "report.html").write_text(_html(title, sections, out), encoding="utf-8")
     return [out / "report.md", out / "report.html", *(out / name for name in drawn)]
 
 
@@ -278,9 +278,9 @@ def _notes(skipped: list[PolicyAnswer]) -> str:
     return text
 
 
-def _markdown(title: str, blocks: list[tuple[str, Any]]) -> str:
+def _markdown(title: str, sections: list[tuple[str, Any]]) -> str:
     out = [f"# {title}"]
-    for kind, body in blocks:
+    for kind, body in sections:
         if kind == "plot":
             out.append(f"![{Path(body).stem}]({body})")
         elif kind == "table":
@@ -305,9 +305,9 @@ td:first-child,th:first-child{text-align:left} img{max-width:100%;background:#ff
 """
 
 
-def _html(title: str, blocks: list[tuple[str, Any]], out: Path) -> str:
+def _html(title: str, sections: list[tuple[str, Any]], out: Path) -> str:
     body = [f"<h1>{html.escape(title)}</h1>"]
-    for kind, content in blocks:
+    for kind, content in sections:
         if kind == "plot":
             data = base64.b64encode((out / content).read_bytes()).decode()
             body.append(f'<p><img alt="{Path(content).stem}" src="data:image/png;base64,{data}"></p>')

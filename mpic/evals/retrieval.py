@@ -24,10 +24,11 @@ from rich.table import Table
 
 from mpic.api.requests import RetrievalOptions
 from mpic.config import EngineConfig, RetrievalConfig, bundled_model
-from mpic.data.bundled import WORLDS, generation_for
+from mpic.data.bundled import generation_for
 from mpic.data.generator import references
 from mpic.data.generator.client import content_part
 from mpic.data.generator.tasks import Generator
+from mpic.data.generator.worlds import WORLDS
 from mpic.engine import load_engine
 from mpic.engine.base import Delta, Engine, GenerationRequest, Sampling
 from mpic.library import Library

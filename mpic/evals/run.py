@@ -33,6 +33,7 @@ from mpic.evals.flops import Flops
 from mpic.evals.linking import parse_linking
 from mpic.evals.resolve import LocalResolver, counter_of, fitter_of, splitter_of
 from mpic.evals.tasks import GRIDS, Options, Sample, TaskError, find
+from mpic.kv.chunk import Chunk
 from mpic.press import parse_press
 from mpic.prompt import ChatTemplate, Prompt, build_prompt
 
@@ -171,7 +172,7 @@ class _Session:
         self.engine, self.template, self.config = engine, template, config
         self.flops = Flops(engine)
         self._warm: set[str] = set()
-        self._prompts: list[Prompt] = []
+        self._asked: list[Chunk] = []
         self._requests = itertools.count(1)
 
     def samples(self, name: str, options: Options) -> Iterator[Sample]:
@@ -193,7 +194,7 @@ class _Session:
         try:
             prompt = build_prompt(sample.messages, self.template, LocalResolver(self.template))
             self._compile(prompt, missing)
-            reference = self._first_token(prompt, "full") if self.config.fidelity else None
+            full = self._first_token(prompt, "full") if self.config.fidelity else None
         except MPICError as error:
             for answer in answers.values():
                 answer.skipped = f"{error.code}: {error}"
@@ -201,8 +202,7 @@ class _Session:
         # an order of its own for every sample: what one request leaves in the pool is no policy's alone to pay for
         random.Random(f"{name} {chunks} {sample.id}").shuffle(missing)
         for policy in missing:
-            self._answer(answers[policy], prompt, sample, reference)
-        self._prompts.append(prompt)
+            self._answer(answers[policy], prompt, sample, full)
         if self.config.at_once == 1:
             self.forget()
         return list(answers.values())
@@ -217,13 +217,13 @@ class _Session:
     def forget(self) -> None:
         """Drops the chunks of the samples that were asked, and every prefix over them: tasks share documents, and a
         policy must not find the prompt of another task, nor make room in the pool."""
-        while self._prompts:
-            for chunk in self._prompts.pop().chunks:
-                self.engine.forget(chunk)
+        while self._asked:
+            self.engine.forget(self._asked.pop())
 
     def _compile(self, prompt: Prompt, policies: list[str]) -> None:
-        ways = {parse_linking(name).compiles for name in policies} - {None}
-        for future in [self.engine.compile(c.pressed(p), w) for c in prompt.chunks for w, p in sorted(ways)]:
+        asked = [compiled for name in policies for compiled in parse_linking(name).compiles(prompt)]
+        self._asked += {c.key: c for c in (*prompt.chunks, *(chunk for chunk, _ in asked))}.values()
+        for future in [self.engine.compile(*compiled) for compiled in dict.fromkeys(asked)]:
             future.result()
 
     def _submit(self, prompt: Prompt, policy: str, salt: str = "", **sampling: Any) -> Iterator[Delta]:
@@ -244,7 +244,7 @@ class _Session:
         answer: PolicyAnswer,
         prompt: Prompt,
         sample: Sample,
-        reference: dict[int, float] | None,
+        full: dict[int, float] | None,
     ) -> None:
         try:
             if answer.policy not in self._warm:  # so that one-time set-up is not measured
@@ -268,10 +268,10 @@ class _Session:
             scored = sample.scored(text).strip()
             answer.scores = {m: metrics.best(m, scored, sample.expected) for m in sorted(names)}
             answer.answer_tokens = usage.completion_tokens
-            if reference is not None:
-                other = reference if answer.policy == "full" else self._first_token(prompt, answer.policy)
-                answer.kl = round(metrics.first_token_kl(reference, other), 6)
-                answer.top1 = max(reference, key=reference.__getitem__) == max(other, key=other.__getitem__)
+            if full is not None:
+                other = full if answer.policy == "full" else self._first_token(prompt, answer.policy)
+                answer.kl = round(metrics.first_token_kl(full, other), 6)
+                answer.top1 = max(full, key=full.__getitem__) == max(other, key=other.__getitem__)
         except MPICError as error:
             answer.skipped = f"{error.code}: {error}"
 

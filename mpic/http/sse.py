@@ -25,10 +25,15 @@ class ClientDisconnected(Exception):
     """The client closed the connection before its answer was complete."""
 
 
-async def while_connected(request: Request, work: Awaitable[T]) -> T:
+async def while_connected(
+    request: Request, work: Awaitable[T], end: Callable[[], object] = lambda: None
+) -> T:
     """Returns the result of ``work``. Raises ClientDisconnected as soon as the client closes the connection.
 
     The request's body must have been read, so that nothing but the disconnect can still arrive.
+
+    Args:
+        end: called when the work has ended or must end, before it is waited for.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(request))
@@ -38,6 +43,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
             return task.result()
         raise ClientDisconnected
     finally:
+        end()
         for future in (task, gone):
             future.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""A budget of bytes and places for work that runs at the same time, granted in the order of arrival."""
+"""A budget of bytes and callers for work that runs at the same time, granted in the order of arrival."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from mpic.errors import DecoderBusy
 
 
 class Budget:
-    """A semaphore over bytes and places. Callers are served in the order of their arrival, so that a stream of small
+    """A semaphore over bytes and callers. Callers are served in the order of their arrival, so that a stream of small
     requests cannot keep a large one waiting for ever. Thread-safe.
 
     Args:
-        places: maximum number of callers inside at a time, whatever their size.
+        most: maximum number of callers inside at a time, whatever their size.
         most_waiting: maximum number of callers that may wait; further ones are refused.
 
     Attributes:
-        bytes, running: bytes and places that are in use now.
+        bytes, running: bytes and callers that are inside now.
         most_bytes, most_running: the highest values these have had.
     """
 
-    def __init__(self, places: int, most_waiting: int) -> None:
-        self.places, self.most_waiting = places, most_waiting
+    def __init__(self, most: int, most_waiting: int) -> None:
+        self.most, self.most_waiting = most, most_waiting
         self.bytes = self.running = self.most_bytes = self.most_running = 0
         self._line: deque[object] = deque()
         self._changed = threading.Condition()
 
     @contextmanager
     def taken(self, size: int, capacity: int, patient: bool = False) -> Iterator[None]:
-        """Waits for a place and for ``size`` bytes, and holds them inside the block.
+        """Waits for its turn and for ``size`` bytes, and holds them inside the block.
 
         Args:
             size: number of bytes; a caller that asks for more than ``capacity`` runs alone.
@@ -52,9 +52,7 @@ class Budget:
             try:
                 self._changed.wait_for(
                     lambda: (
-                        self._line[0] is ticket
-                        and self.running < self.places
-                        and self.bytes + size <= capacity
+                        self._line[0] is ticket and self.running < self.most and self.bytes + size <= capacity
                     )
                 )
                 self._count(size, 1)
@@ -73,8 +71,8 @@ class Budget:
         """Returns the number of callers that wait."""
         return len(self._line)
 
-    def _count(self, size: int, places: int) -> None:
+    def _count(self, size: int, callers: int) -> None:
         self.bytes += size
-        self.running += places
+        self.running += callers
         self.most_bytes = max(self.most_bytes, self.bytes)
         self.most_running = max(self.most_running, self.running)

@@ -53,7 +53,7 @@ class Decoder:
     """
 
     def __init__(self, workers: int = 0) -> None:
-        self.in_process = Budget(places=64, most_waiting=1 << 20)
+        self.in_process = Budget(most=64, most_waiting=1 << 20)
         self.in_workers = Budget(workers or min(MOST_WORKERS, os.cpu_count() or 1), MOST_WAITING)
         self.clips = Budget(1, MOST_CLIPS_WAITING)
         self.workers = WorkerPool()
@@ -160,9 +160,9 @@ class Decoder:
         result = 3 * size * len(indices)
         with memory.set_aside(result, "the decoded clip"):
             frames = np.empty((len(indices), facts.height, facts.width, 3), np.uint8)
-            places = [memoryview(frame).cast("B") for frame in frames]
+            targets = [memoryview(frame).cast("B") for frame in frames]
             order = {"do": "frames", "rules": rules, "options": {"indices": indices, "size": facts[:2]}}
-            self._run_clip(order, data, budget, size, result, places, patient=True)
+            self._run_clip(order, data, budget, size, result, targets, patient=True)
         return Clip(facts, indices, frames)
 
     def _run_clip(
@@ -172,7 +172,7 @@ class Decoder:
         budget: int,
         pixels: int,
         result: int = 0,
-        places: Sequence[memoryview] = (),
+        targets: Sequence[memoryview] = (),
         patient: bool = False,
     ) -> Reply:
         """Gives an order about a clip whose frames have at most so many pixels; ``result`` bytes of them are kept."""
@@ -183,7 +183,7 @@ class Decoder:
             self.in_workers.taken(needed + result, budget - budget // 4, patient=patient),
             self.workers.one() as worker,
         ):
-            return worker.run(order, data, places)
+            return worker.run(order, data, targets)
 
 
 _own = Decoder()

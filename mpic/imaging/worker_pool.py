@@ -92,10 +92,10 @@ class Reply:
             self._top += strip.height
             return False
         if kind == b"f":
-            place = next(self._frames, None)
-            if place is None or len(place) != len(body):
+            target = next(self._frames, None)
+            if target is None or len(target) != len(body):
                 raise InvalidVideo("the frames of the clip change their size", param="file")
-            place[:] = body
+            target[:] = body
             return False
         if kind == b"s":
             self.image = Image.new("RGB", tuple(json.loads(bytes(body))))

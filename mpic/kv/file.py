@@ -30,7 +30,7 @@ import xxhash
 from mpic.durable import FileSystem, read_all, write_durably
 from mpic.errors import CorruptFile, OutOfMemory
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
-from mpic.kv.parts import LayerRun, Piece, PieceReader, cut
+from mpic.kv.parts import LayerRange, Piece, PieceReader, cut
 from mpic.memory import is_exhaustion
 
 FORMAT = "mpic-chunk-1"
@@ -278,11 +278,11 @@ class ChunkFile:
             found.append(torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=first).view(shape))
         return found
 
-    def parts(self, most: int) -> list[LayerRun]:
+    def parts(self, most: int) -> list[LayerRange]:
         """Returns the KV in parts that can be read at the same time, in pieces of at most ``most`` bytes."""
         return cut(self.shape, self.slots, self.dtype.itemsize, most, IO_BYTES)
 
-    def read_part(self, part: LayerRun) -> Iterator[tuple[Piece, PieceReader]]:
+    def read_part(self, part: LayerRange) -> Iterator[tuple[Piece, PieceReader]]:
         """Yields every piece of a part, in order, with what reads it: one read into the memory that it is given, and
         the layers' checksums, by the thread that reads. Each must be read before the next is asked for."""
         sums = [xxhash.xxh3_64() for _ in part.layers]

@@ -1,8 +1,8 @@
 """How a chunk's KV is cut so that several threads can read it, each into a little memory that it is given.
 
-A *part* is a run of whole layers, or one layer that is larger than the memory. Different parts may be read at the same
-time. A part is read in *pieces*, one after the other, because a layer's checksum runs over all of it; nothing is held
-between two pieces.
+A *part* is a range of whole layers, or one layer that is larger than the memory. Different parts may be read at the
+same time. A part is read in *pieces*, one after the other, because a layer's checksum runs over all of it; nothing is
+held between two pieces.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Piece(NamedTuple):
         return planes[self.planes.start : self.planes.stop, self.slots.start : self.slots.stop]
 
 
-class LayerRun(NamedTuple):
+class LayerRange(NamedTuple):
     """Layers that one reader takes, and their pieces in the order in which they must be read."""
 
     layers: range
     pieces: tuple[Piece, ...]
 
 
-def cut(shape: KVShape, slots: int, itemsize: int, most: int, least: int) -> list[LayerRun]:
+def cut(shape: KVShape, slots: int, itemsize: int, most: int, least: int) -> list[LayerRange]:
     """Cuts a chunk's KV into parts, in the order of its layers.
 
     Args:
@@ -72,11 +72,11 @@ def cut(shape: KVShape, slots: int, itemsize: int, most: int, least: int) -> lis
     for first in range(0, shape.layers, group):
         layers = range(first, min(first + group, shape.layers))
         whole = Piece(layers, range(len(layers) * planes), range(slots), first * layer, True)
-        parts.append(LayerRun(layers, (whole,)))
+        parts.append(LayerRange(layers, (whole,)))
     return parts
 
 
-def _layer(number: int, layer: int, plane: int, row: int, boxes: list[tuple[range, range]]) -> LayerRun:
+def _layer(number: int, layer: int, plane: int, row: int, boxes: list[tuple[range, range]]) -> LayerRange:
     """Returns a layer as a part of its own, cut into boxes of planes and slots."""
     layers = range(number, number + 1)
     pieces = tuple(
@@ -89,7 +89,7 @@ def _layer(number: int, layer: int, plane: int, row: int, boxes: list[tuple[rang
         )
         for i, (planes, slots) in enumerate(boxes)
     )
-    return LayerRun(layers, pieces)
+    return LayerRange(layers, pieces)
 
 
 def _boxes(slots: int, planes: int, row: int, most: int) -> list[tuple[range, range]]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from mpic.kv.chunk import ChunkInputs, ChunkKV, KVKey
-from mpic.kv.parts import LayerRun, Piece, PieceReader
+from mpic.kv.parts import LayerRange, Piece, PieceReader
 
 
 class StoredChunk(Protocol):
@@ -70,9 +70,9 @@ class PartedChunk(Protocol):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: Sequence[LayerRun]
+    parts: Sequence[LayerRange]
 
-    def read_part(self, part: LayerRun) -> Iterator[tuple[Piece, PieceReader]]:
+    def read_part(self, part: LayerRange) -> Iterator[tuple[Piece, PieceReader]]:
         """Yields every piece of a part, in order, with what reads and verifies it; see ``ChunkFile.read_part``."""
         ...
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,13 @@ from mpic.errors import BadRequest, CacheNotFound, InvalidText, TooLarge
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import ChunkKey
 from mpic.library.catalog.columns import insert_row, page_of
-from mpic.library.catalog.database import Catalog
 from mpic.library.catalog.file_rows import ALIVE, FileRows
 from mpic.library.catalog.quotas import NO_KEY
-from mpic.library.folder.originals import Incoming, Originals, seal_all
-from mpic.library.folder.sidecars import Sidecar, Sidecars
+from mpic.library.folder.originals import Incoming, seal_all
+from mpic.library.folder.sidecars import Sidecar
 from mpic.library.intake.checks import check_life, clean_name, new_id
 from mpic.library.intake.decode import decode_text
-from mpic.library.limits import Limits
+from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import File, Removed, State
 from mpic.library.uploads import UploadLibrary
 
@@ -92,26 +91,12 @@ class CachePage(NamedTuple):
     has_more: bool
 
 
-class CacheLibrary:
+class CacheLibrary(LibraryPart):
     """Caches of all users. Thread-safe. Every method blocks on the disk."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        rows: FileRows,
-        originals: Originals,
-        sidecars: Sidecars,
-        uploads: UploadLibrary,
-        limits: Limits,
-        clock: Callable[[], float],
-    ) -> None:
-        self._catalog = catalog
-        self._rows = rows
-        self._originals = originals
-        self._sidecars = sidecars
-        self._uploads = uploads
-        self._limits = limits
-        self._clock = clock
+    def __init__(self, storage: Storage, rows: FileRows, uploads: UploadLibrary) -> None:
+        super().__init__(storage)
+        self._rows, self._sidecars, self._uploads = rows, storage.sidecars, uploads
 
     def create(
         self,
@@ -159,7 +144,7 @@ class CacheLibrary:
                 if len(made) % AT_ONCE == 0:  # sealed now, so that few files are open at a time
                     seal_all([upload for upload, _ in uploads[-AT_ONCE:]])
             cache = Cache(cache_id, user, name, split, now, expires_at, tuple(made))
-            self._store(cache, uploads, key)
+            self._commit(cache, uploads, key)
         return cache  # to read it again could fail, and a client that then tries again would have two
 
     def get(self, user: str, cache_id: str) -> Cache:
@@ -296,7 +281,7 @@ class CacheLibrary:
         )
         return file, incoming
 
-    def _store(self, cache: Cache, uploads: Sequence[tuple[Incoming, Path]], key: KeyLimits) -> None:
+    def _commit(self, cache: Cache, uploads: Sequence[tuple[Incoming, Path]], key: KeyLimits) -> None:
         """Publishes the chunks and their common sidecar, then commits the rows."""
         row = {name: value for name, value in vars(cache).items() if name != "chunks"}
         spans = [

@@ -8,11 +8,11 @@ from mpic.errors import InvalidText, TooLarge, UnsupportedModality
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.intake.decode import NO_CLIPS, clip_key, decode_clip, decode_image, decode_text, image_key
 from mpic.library.intake.image_keys import ImageKeys
-from mpic.library.limits import Limits
+from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import Tokenize
 
 
-class InlineChunks:
+class InlineChunks(LibraryPart):
     """The half of ``UploadLibrary`` that keeps nothing on the disk.
 
     Attributes:
@@ -20,10 +20,10 @@ class InlineChunks:
         no_clips: why clips are not taken, uploaded or inside requests, as the end of a sentence; None: they are.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage)
         self.tokenize: Tokenize | None = None
         self.no_clips: str | None = NO_CLIPS
-        self._limits = limits
         self._image_keys = ImageKeys()
         self._clip_keys = ImageKeys()
 

@@ -21,6 +21,7 @@ from mpic.library.folder.originals import Originals
 from mpic.library.folder.orphans import Orphans
 from mpic.library.folder.sidecars import Sidecars
 from mpic.library.limits import Limits
+from mpic.library.part import Storage
 from mpic.library.records import (
     SHARED,
     StorageUsage,
@@ -94,9 +95,10 @@ class Library:
         originals = Originals(root, filesystem, guard)
         files = FileRows(self.catalog, root, limits, clock, self.sidecars)
         references = ReferenceRows(self.catalog, root, clock, self.sidecars)
-        self.files = UploadLibrary(self.catalog, files, originals, self.store, limits, clock)
-        self.caches = CacheLibrary(self.catalog, files, originals, self.sidecars, self.files, limits, clock)
-        self.references = ReferenceLibrary(self.catalog, references, originals, self.store, limits, clock)
+        storage = Storage(self.catalog, originals, self.sidecars, self.store, limits, clock)
+        self.files = UploadLibrary(storage, files)
+        self.caches = CacheLibrary(storage, files, self.files)
+        self.references = ReferenceLibrary(storage, references)
         self.orphans = Orphans(root, filesystem, clock, limits.orphan_days)
         self._backfill = SidecarBackfill(self.catalog, self.sidecars)
         self._open = not read_only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from sqlite3 import Row
@@ -109,11 +110,8 @@ def _press_one(library: Library, press: Press, row: Row, compress: Compress, rep
 
 def _read(library: Library, key: KVKey) -> ChunkKV:
     """Reads and verifies every byte of a chunk's file. Raises CorruptFile, OSError, OutOfMemory."""
-    file = ChunkFile(library.store.path(key), key, library.filesystem)
-    try:
+    with closing(ChunkFile(library.store.path(key), key, library.filesystem)) as file:
         kv = torch.empty(file.shape.extent(file.slots), dtype=file.dtype)
         for _ in file.read_layers(kv):
             pass
         return ChunkKV(key, file.inputs, kv)
-    finally:
-        file.close()

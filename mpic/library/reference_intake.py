@@ -12,11 +12,11 @@ from typing import Any, Literal
 from mpic.errors import BadRequest, ReferenceExists, ReferenceNotFound
 from mpic.library.catalog.reference_rows import ReferenceRows
 from mpic.library.folder.layout import sidecar_of
-from mpic.library.folder.originals import Incoming, Originals
+from mpic.library.folder.originals import Incoming
 from mpic.library.folder.sidecars import Sidecar
 from mpic.library.intake.checks import check_metadata, clean_name, identify, is_text, new_id
 from mpic.library.intake.receive import receive
-from mpic.library.limits import Limits
+from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import SHARED, AsyncReader, Reference, Scalar
 
 REFERENCE_ID = re.compile(r"ref_[A-Za-z0-9_.-]{1,124}")
@@ -34,28 +34,19 @@ Commit = Callable[[dict[str, Any], Callable[[Sidecar], None]], Reference]
 sidecar before it commits."""
 
 
-class ReferenceIntake:
+class ReferenceIntake(LibraryPart):
     """Accepts versions of references. Async methods never block the event loop. Listeners are notified of every commit,
     even if the task is cancelled meanwhile.
 
     Args:
-        clock: function that returns seconds since the epoch.
         notify: called after each commit, on the thread that made it.
     """
 
     def __init__(
-        self,
-        rows: ReferenceRows,
-        originals: Originals,
-        limits: Limits,
-        clock: Callable[[], float],
-        notify: Callable[[What, Reference], None],
+        self, storage: Storage, rows: ReferenceRows, notify: Callable[[What, Reference], None]
     ) -> None:
-        self._rows = rows
-        self._originals = originals
-        self._limits = limits
-        self._clock = clock
-        self._notify = notify
+        super().__init__(storage)
+        self._rows, self._notify = rows, notify
 
     async def first(self, id: str | None, source: Source, words: dict[str, Any]) -> Reference:
         """Accepts the first version of a reference; see ``ReferenceLibrary.add``.

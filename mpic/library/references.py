@@ -19,14 +19,12 @@ from PIL import Image
 
 from mpic.errors import CorruptFile, ReferenceNotFound
 from mpic.kv.chunk import Chunk, Kind
-from mpic.library.catalog.database import Catalog
 from mpic.library.catalog.reference_rows import ReferenceRows
 from mpic.library.folder.layout import sidecar_of
-from mpic.library.folder.originals import Originals
 from mpic.library.intake.checks import check_page
 from mpic.library.intake.decode import decode_image, decode_text
 from mpic.library.intake.tokens import TokenCache
-from mpic.library.limits import Limits
+from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import (
     SHARED,
     AsyncReader,
@@ -39,12 +37,11 @@ from mpic.library.records import (
     Tokenize,
 )
 from mpic.library.reference_intake import ReferenceIntake
-from mpic.library.store import DiskStore, TieredStore
 
 log = logging.getLogger(__name__)
 
 
-class ReferenceLibrary:
+class ReferenceLibrary(LibraryPart):
     """References. Thread-safe. Methods block on the disk, except the async ones. The caller decides who may write.
 
     Attributes:
@@ -52,23 +49,12 @@ class ReferenceLibrary:
         listeners: called after each committed change, on the thread that made it; their exceptions are logged.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        rows: ReferenceRows,
-        originals: Originals,
-        store: DiskStore | TieredStore,
-        limits: Limits,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, storage: Storage, rows: ReferenceRows) -> None:
+        super().__init__(storage)
         self.tokenize: Tokenize | None = None
         self.listeners: list[Callable[[Change], None]] = []
-        self._catalog = catalog
         self._rows = rows
-        self._originals = originals
-        self._store = store
-        self._limits = limits
-        self._intake = ReferenceIntake(rows, originals, limits, clock, self._notify)
+        self._intake = ReferenceIntake(storage, rows, self._notify)
         self._tokens = TokenCache()
         self._linked = LinkedVersions()
         self._lock = RLock()  # guards _linked; no chunk is made of a version while it is collected

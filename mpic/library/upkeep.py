@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from sqlite3 import Row
 from typing import NamedTuple
@@ -231,9 +232,6 @@ def _read_whole(path: Path, key: KVKey) -> None:
     Raises:
         CorruptFile, OSError: it is damaged, or cannot be read.
     """
-    file = ChunkFile(path, key)
-    try:
+    with closing(ChunkFile(path, key)) as file:
         for _ in file.read_layers(torch.empty(file.shape.extent(file.slots), dtype=file.dtype)):
             pass
-    finally:
-        file.close()

@@ -3,7 +3,6 @@ same handle again makes no second file."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,14 +11,12 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from mpic.errors import BadRequest, CorruptFile, HandleTaken
 from mpic.keys import KeyLimits
 from mpic.library.catalog.file_rows import FileRows, handle_taken
-from mpic.library.folder.originals import Incoming, Originals
+from mpic.library.folder.originals import Incoming
 from mpic.library.folder.sidecars import Sidecar
-from mpic.library.intake.checks import check_life, check_metadata, clean_name, identify, new_id
+from mpic.library.intake.checks import check_handle, check_life, check_metadata, clean_name, identify, new_id
 from mpic.library.intake.receive import PIECE, receive
-from mpic.library.limits import Limits
+from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import SHARED, AsyncReader, File, Removed, Scalar
-
-HANDLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Outcome = Literal["created", "unchanged", "replaced"]
 Remove = Callable[[list[File], str | None], list[Removed]]
@@ -57,30 +54,19 @@ class Wanted(NamedTuple):
     key: KeyLimits
 
 
-class UploadIntake:
+class UploadIntake(LibraryPart):
     """Accepts uploads. Methods block on the disk, except the async one.
 
     Args:
-        clock: seconds since the epoch.
         remove: removes files of a state, see ``UploadLibrary``.
         no_clips: tells why clips are not taken, see ``InlineChunks``.
     """
 
     def __init__(
-        self,
-        rows: FileRows,
-        originals: Originals,
-        limits: Limits,
-        clock: Callable[[], float],
-        remove: Remove,
-        no_clips: Callable[[], str | None],
+        self, storage: Storage, rows: FileRows, remove: Remove, no_clips: Callable[[], str | None]
     ) -> None:
-        self._rows = rows
-        self._originals = originals
-        self._limits = limits
-        self._clock = clock
-        self._remove = remove
-        self._no_clips = no_clips
+        super().__init__(storage)
+        self._rows, self._remove, self._no_clips = rows, remove, no_clips
 
     def admit(
         self,
@@ -100,10 +86,7 @@ class UploadIntake:
             raise ValueError(f"a file needs an owner, not {user!r}")
         check_life("expires_after", expires_after)
         checked = check_metadata(metadata or {})
-        if handle is not None and not HANDLE.fullmatch(handle):
-            raise BadRequest(
-                f"a handle is 1 to 64 letters, digits, '_', '.' or '-', not {handle[:80]!r}", param="handle"
-            )
+        check_handle(handle)
         if replace and handle is None:
             raise BadRequest("replace needs the handle whose file is replaced", param="replace")
         if handle is None or self._rows.by_handle(user, handle) is None:

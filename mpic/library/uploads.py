@@ -13,17 +13,14 @@ from PIL import Image
 from mpic.errors import CorruptFile, FileNotFound, UnknownHandle
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import Chunk, ChunkKey
-from mpic.library.catalog.database import Catalog
 from mpic.library.catalog.file_rows import DocumentPiece, FileRows
 from mpic.library.catalog.quotas import NO_KEY
-from mpic.library.folder.originals import Originals
 from mpic.library.inline import InlineChunks
 from mpic.library.intake.checks import check_handle, check_life, check_page
 from mpic.library.intake.decode import decode_clip, decode_image, decode_text
 from mpic.library.intake.tokens import TokenCache
-from mpic.library.limits import Limits
+from mpic.library.part import Storage
 from mpic.library.records import AsyncReader, File, FilePage, Removed, Scalar, State, Tokenize
-from mpic.library.store import DiskStore, TieredStore
 from mpic.library.upload_intake import UploadIntake, UploadOutcome
 
 Cut = Callable[[str, Mapping[str, Any]], Iterable[tuple[int, int]]]
@@ -37,24 +34,12 @@ class UploadLibrary(InlineChunks):
             document that is to be cut is used.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        rows: FileRows,
-        originals: Originals,
-        store: DiskStore | TieredStore,
-        limits: Limits,
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(limits)
+    def __init__(self, storage: Storage, rows: FileRows) -> None:
+        super().__init__(storage)
         self.cut: Cut | None = None
-        self._catalog = catalog
         self._rows = rows
-        self._originals = originals
-        self._store = store
-        self._clock = clock
         self._tokens = TokenCache()
-        self._intake = UploadIntake(rows, originals, limits, clock, self._remove, lambda: self.no_clips)
+        self._intake = UploadIntake(storage, rows, self._remove, lambda: self.no_clips)
 
     # Uploading
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from mpic.link import POLICIES, Need, Policy
 
-PROVIDES: dict[str, frozenset[Need]] = {"native": frozenset(Need), "vllm": frozenset({Need.SINK})}
+PROVIDES: dict[str, frozenset[Need]] = {
+    "native": frozenset(Need),
+    "vllm": frozenset({Need.SINK, Need.PACKET}),
+}
 """The abilities of each engine that not every engine has."""
 
 LACKS: dict[Need, str] = {
     Need.DECISION: "vLLM's scheduler says what a step computes before anything of the prompt has run",
     Need.TWO_STEPS: "vLLM computes a prompt's rows in one order, each behind all before it",
-    Need.PACKET: "vLLM is given token ids, which trained vectors do not have",
 }
 """Why the engine on vLLM does not do what some policies need."""
 

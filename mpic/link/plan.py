@@ -15,8 +15,8 @@ from mpic.kernels.span import Span
 from mpic.link.policy import ChunkPlace, Policy, Ranges
 
 
-class OwnRun(NamedTuple):
-    """A maximal part of the prompt that the request computes: tokens ``[lo, hi)`` of segment ``segment``, whose first
+class OwnRange(NamedTuple):
+    """A maximal range of tokens that the request computes: tokens ``[lo, hi)`` of segment ``segment``, whose first
     token has sequence index ``start`` and whose segment has rotary base ``base``."""
 
     segment: int
@@ -37,9 +37,9 @@ class LinkPlan:
         two_step: True if the last own token is computed in a separate step, and it alone sees the spans.
         length: tokens of the whole prompt.
         rotary_length: rotary positions of the whole prompt; the first generated token sits at this position.
-        runs: the computed tokens, in sequence order.
+        own_ranges: the computed tokens, in sequence order.
         spans: the mapped tokens, in sequence order; a span's source is the chunk's number in the prompt.
-        own: number of computed tokens (sum over runs).
+        own: number of computed tokens (sum over own ranges).
         places: one ChunkPlace per chunk, in prompt order.
         blocks: own tokens ``[lo, hi)`` that attend to each other in both directions where a model's layers do, as the
             tokens of an image; ascending.
@@ -51,7 +51,7 @@ class LinkPlan:
     two_step: bool
     length: int
     rotary_length: int
-    runs: tuple[OwnRun, ...]
+    own_ranges: tuple[OwnRange, ...]
     spans: tuple[Span[int], ...]
     own: int
     places: tuple[ChunkPlace, ...]
@@ -100,7 +100,7 @@ def make_plan(
     decided: Sequence[Ranges] | None = None,
     whole_prompt: bool = False,
 ) -> LinkPlan:
-    """Lays out the segments, asks the policy, and cuts the prompt into computed runs and mapped spans.
+    """Lays out the segments, asks the policy, and cuts the prompt into own ranges, to be computed, and mapped spans.
 
     Args:
         decided: the ranges that a dynamic policy chose; None asks ``policy.select``.
@@ -120,7 +120,7 @@ def make_plan(
         start += segment.length
         base += segment.rotary_length
     selection = iter(policy.select(places) if decided is None else decided)
-    runs: list[OwnRun] = []
+    own_ranges: list[OwnRange] = []
     spans: list[Span[int]] = []
     blocks: list[tuple[int, int]] = []
     own = chunk = 0
@@ -136,7 +136,7 @@ def make_plan(
                 ahead = first if segment.bidirectional else None
                 spans.append(Span(chunk, end, lo, bases[i], own, starts[i] + end, ahead))
             if hi > lo:
-                runs.append(OwnRun(i, lo, hi, starts[i] + lo, bases[i]))
+                own_ranges.append(OwnRange(i, lo, hi, starts[i] + lo, bases[i]))
                 own += hi - lo
             end = hi
         chunk += segment.is_chunk
@@ -148,4 +148,4 @@ def make_plan(
         spans = [span._replace(row=max(own - 1, 0), ahead=None) for span in spans]
         blocks = [(lo, min(hi, own - 1)) for lo, hi in blocks if lo < own - 1]
     facts = (policy.name, policy.exact, policy.prefix and not whole_prompt, policy.two_step)
-    return LinkPlan(*facts, start, base, tuple(runs), tuple(spans), own, tuple(places), tuple(blocks))
+    return LinkPlan(*facts, start, base, tuple(own_ranges), tuple(spans), own, tuple(places), tuple(blocks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mpic.errors import UnsupportedParameter
 from mpic.link.policy import Policy
@@ -36,6 +37,6 @@ def check_presses(policy: Policy, presses: Iterable[str]) -> None:
         if policy.head > press.p:
             raise UnsupportedParameter(
                 f"policy {policy} recomputes the first {policy.head} tokens of a chunk, and press {press} protects "
-                f"{press.p}: ask for {type(press)(press.r, policy.head)}",
+                f"{press.p}: ask for {replace(press, p=policy.head)}",
                 param="mpic.press",
             )

@@ -1,11 +1,11 @@
-"""Computes the fingerprint of a checkpoint tensor by tensor from its safetensors shards. It equals
-``identity.fingerprint`` of the loaded model, but needs no second copy of the weights in memory."""
+"""Computes digests of a checkpoint tensor by tensor from its safetensors shards. They equal those of the loaded model
+(``identity.fingerprint``, ``identity.weights_digest``), but need no second copy of the weights in memory."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from mpic.model.identity import fingerprint_of
 
 log = logging.getLogger(__name__)
 
+DigestOf = Callable[[Any, Iterable[tuple[str, torch.Tensor]]], str]
+"""Makes a digest of a configuration and of tensors that come in the order of their names."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -28,22 +30,27 @@ class NotStreamable(Exception):
     """The weights of the model can only be known by loading the checkpoint; the message says why."""
 
 
-def streamed_fingerprint(
-    path: str, model: PreTrainedModel, dtype: torch.dtype, cache: str | None = None
+def streamed_digest(
+    path: str,
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    cache: str | None = None,
+    digest_of: DigestOf = fingerprint_of,
 ) -> str:
-    """Returns ``identity.fingerprint`` of the model that the checkpoint makes in a dtype.
+    """Returns a digest of the model that the checkpoint makes in a dtype.
 
     Args:
         path: local folder or hub id.
         model: made from the checkpoint's configuration in this dtype, on the meta device.
         cache: folder of fetched models; None for the hub's own.
+        digest_of: which one; its fingerprint unless given.
 
     Raises:
         NotStreamable: there are no safetensors files of the weights that can be read, or the weights are converted
             while they are loaded.
     """
     try:
-        return _streamed(_shards(path, cache), model, dtype)
+        return _streamed(_shards(path, cache), model, dtype, digest_of)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise NotStreamable(f"its files cannot be read: {error!r}") from error
 
@@ -64,30 +71,30 @@ def stored_fingerprint(path: str, config: PretrainedConfig, cache: str | None = 
         raise NotStreamable(f"its files cannot be read: {error!r}") from error
 
 
-def _streamed(shards: list[Path], model: PreTrainedModel, dtype: torch.dtype) -> str:
+def _streamed(shards: list[Path], model: PreTrainedModel, dtype: torch.dtype, digest_of: DigestOf) -> str:
     if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
         raise NotStreamable("some of its weights stay in float32")
     wanted = model.state_dict()
-    places = _places(shards, model, wanted)
+    sources = _sources(shards, model, wanted)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    missing = sorted(name for name in wanted if tied.get(name, name) not in places)
+    missing = sorted(name for name in wanted if tied.get(name, name) not in sources)
     if missing:
         raise NotStreamable(f"its files have no {missing[0]}")
     with ExitStack() as files:
         opened = {
             shard: files.enter_context(safe_open(shard, framework="pt"))
-            for shard in {shard for shard, _ in places.values()}
+            for shard in {shard for shard, _ in sources.values()}
         }
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for name, like in sorted(wanted.items()):
-                shard, key = places[tied.get(name, name)]
+                shard, key = sources[tied.get(name, name)]
                 tensor = opened[shard].get_tensor(key)
                 if tensor.shape != like.shape:
                     raise NotStreamable(f"{name} is {tuple(tensor.shape)} in its file")
                 yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        return fingerprint_of(model.config, tensors())
+        return digest_of(model.config, tensors())
 
 
 def _shards(path: str, cache: str | None) -> list[Path]:
@@ -130,7 +137,7 @@ def _find(path: str, name: str, cache: str | None, offline: bool) -> Path | None
     return Path(cached) if cached else None
 
 
-def _places(
+def _sources(
     shards: list[Path], model: PreTrainedModel, wanted: dict[str, Any]
 ) -> dict[str, tuple[Path, str]]:
     """Returns for each weight, by its name in the model, the file and its name in the file. The names differ in the way
@@ -139,7 +146,7 @@ def _places(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     prefix = model.base_model_prefix
-    places: dict[str, tuple[Path, str]] = {}
+    sources: dict[str, tuple[Path, str]] = {}
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
             keys = list(file.keys())
@@ -149,7 +156,7 @@ def _places(
                 name, converted = rename_source_key(key, [], [], prefix, wanted)
             if converted is not None:
                 raise NotStreamable(f"{key} is converted when it is loaded")
-            if name in places:
+            if name in sources:
                 raise NotStreamable(f"{name} is there twice")
-            places[name] = (shard, key)
-    return places
+            sources[name] = (shard, key)
+    return sources

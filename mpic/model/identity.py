@@ -80,9 +80,15 @@ def weights_digest(model: nn.Module) -> str:
     every tensor and 4,096 evenly spaced values, rounded to bfloat16."""
     if known := getattr(model, _PLAIN, ""):
         return known
-    config = _without_dtype(model.config.to_dict())
+    return weights_digest_of(model.config, sorted(model.state_dict().items()))
+
+
+def weights_digest_of(configuration: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Returns the ``weights_digest`` of a model with this configuration and these weights, which come in the order of
+    their names."""
+    config = _without_dtype(configuration.to_dict())
     h = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in tensors:
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 4096)].to(torch.bfloat16).float().cpu().numpy().tobytes()
         h.update(f"{name}|{tuple(tensor.shape)}".encode())

@@ -22,6 +22,7 @@ from mpic.errors import ModelRefused
 from mpic.model.image_selftest import image_self_test
 from mpic.model.loaded import LoadedModel
 from mpic.model.own_code import own_code
+from mpic.model.proofs import Proofs
 from mpic.model.quantize import quantize_weights, refuse_quantize
 from mpic.model.quantized_checkpoint import described, quantization_of, refuse_quantized
 from mpic.model.refusals import refuse_unsupported
@@ -58,6 +59,7 @@ def load_model(
     dtype: str = "auto",
     quantize: str = "",
     trust_remote_code: bool = False,
+    proofs: Proofs | None = None,
 ) -> LoadedModel:
     """Loads, hooks and self-tests a model.
 
@@ -65,6 +67,7 @@ def load_model(
         path: local folder or hub id of any transformers decoder or vision-language model.
         dtype: ``auto`` means float32 on the CPU (bfloat16 with ``quantize``) and the checkpoint's own on accelerators.
         quantize: ``int8`` or ``int4`` rounds the decoder's weights (``mpic.model.quantize``); empty for none.
+        proofs: the self-tests that need not run again; None: all run.
 
     Raises:
         ModelRefused: the model cannot be loaded, would give wrong results, or fails the self-test; the message says
@@ -82,14 +85,16 @@ def load_model(
     processor = load_processor(path, is_vision(config), trust_remote_code)
     name = model_name(path)
     loaded = LoadedModel(model, processor, name)
-    error = self_test(loaded)
+    proofs = proofs or Proofs()
+    error = proofs.error_of(loaded, "text", self_test)
     if loaded.has_vision:
-        error = max(error, image_self_test(loaded))
+        error = max(error, proofs.error_of(loaded, "images", image_self_test))
     if loaded.no_clips is None:
-        error = max(error, _clips_tested(loaded))
-    log.info("%s: self-test passed, relative error %.1e (%s)", name, error, loaded.attention_name)
+        error = max(error, _clips_tested(loaded, proofs))
+    log.info("%s: self-test %s, relative error %.1e (%s)", name, proofs.summary, error, loaded.attention_name)
     if loaded.attention_note:
         log.warning("%s: decoding is slower than it could be: %s", name, loaded.attention_note)
+    loaded.info.details["self_test"] = proofs.summary
     loaded.info.details["self_test_error"] = error
     loaded.info.details["transformers"] = transformers.__version__
     if details is not None:
@@ -97,10 +102,10 @@ def load_model(
     return loaded
 
 
-def _clips_tested(loaded: LoadedModel) -> float:
+def _clips_tested(loaded: LoadedModel, proofs: Proofs) -> float:
     """Returns the error of the self-test with clips. A model that fails it takes none, and says why."""
     try:
-        return video_self_test(loaded)
+        return proofs.error_of(loaded, "clips", video_self_test)
     except ModelRefused as error:
         log.warning("%s takes no videos: %s", loaded.info.name, error.message)
         loaded.refuse_clips(

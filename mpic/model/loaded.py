@@ -30,6 +30,7 @@ from mpic.model.info import ModelInfo
 from mpic.model.latent import layout_of
 from mpic.model.refusals import context_limit, refuse_unsupported
 from mpic.model.structure import (
+    OWN_EMBEDDINGS,
     RowInputs,
     decoder_of,
     has_layer_embeddings,
@@ -69,7 +70,7 @@ class LoadedModel:
         self.mrope = 3 if hasattr(self._inner, "get_rope_index") else 1
         self.context_length = context_limit(self.text_config)
         self.image_token_id: int | None = getattr(self.config, "image_token_id", None)
-        self._extra: dict[str, Any] = {}
+        self.extra_inputs: dict[str, Any] = {}  # of the forward that runs, beside embeddings and positions
         self._takes_per_layer = "per_layer_inputs" in inspect.signature(self.model.forward).parameters
         self.text_model.register_forward_pre_hook(self._inject, with_kwargs=True)
         self._hook(hooks.TRACED)
@@ -233,7 +234,14 @@ class LoadedModel:
     @property
     def takes_packets(self) -> bool:
         """True where the rows of a chunk may be arbitrary vectors (``mpic.packet``)."""
-        return not has_layer_embeddings(self.text_model) and self.scope is None
+        return not self.no_packets
+
+    @property
+    def no_packets(self) -> str:
+        """The reason why it cannot have packets; empty where it can."""
+        if has_layer_embeddings(self.text_model):
+            return OWN_EMBEDDINGS
+        return "" if self.scope is None else "its tokens attend to each other in both directions"
 
     @property
     def patterns(self) -> list[Pattern]:
@@ -332,9 +340,9 @@ class LoadedModel:
         given: dict[str, torch.Tensor] | None = None,
     ) -> Any:
         """Runs the model under a step; ``given`` are further arguments."""
-        self._extra, extra = self._beside(inputs), dict(given or {})
-        if "per_layer_inputs" in self._extra and self._takes_per_layer:
-            extra["per_layer_inputs"] = self._extra["per_layer_inputs"]
+        self.extra_inputs, extra = self._beside(inputs), dict(given or {})
+        if "per_layer_inputs" in self.extra_inputs and self._takes_per_layer:
+            extra["per_layer_inputs"] = self.extra_inputs["per_layer_inputs"]
         try:
             with hooks.running(step):
                 return self.model(
@@ -345,46 +353,7 @@ class LoadedModel:
                     **extra,
                 )
         finally:
-            self._extra = {}
-
-    def stock_logits(
-        self,
-        embeds: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: Any,
-        keep: int,
-        deepstack: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Runs T rows as transformers does, with gradients where the caller wants them (training of packets). The
-        caller sets an attention implementation of transformers' own.
-
-        Args:
-            embeds: ``[T, hidden]``.
-            positions: ``[1 or 3, T]``.
-            mask: ``[T, T]`` bool, true where a row sees another; None is causal.
-            cache: transformers' own, which is read and extended, or None.
-            keep: number of last rows whose logits are needed.
-            deepstack: see ``RowInputs``.
-
-        Returns:
-            ``[keep, vocabulary]``.
-        """
-        if deepstack is not None:
-            marks, features = deepstack
-            self._extra = {"visual_pos_masks": marks[None], "deepstack_visual_embeds": list(features)}
-        try:
-            out = self.model(
-                inputs_embeds=embeds[None],
-                position_ids=positions[:1] if self.mrope == 1 else positions[:, None],
-                attention_mask=None if mask is None else mask[None, None],
-                past_key_values=cache,
-                use_cache=cache is not None,
-                logits_to_keep=keep,
-            )
-        finally:
-            self._extra = {}
-        return out.logits[0]
+            self.extra_inputs = {}
 
     def _beside(self, inputs: RowInputs) -> dict[str, Any]:
         """Returns the text model's inputs for rows in addition to their embeddings."""
@@ -397,4 +366,4 @@ class LoadedModel:
 
     def _inject(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Passes inputs to the text model for which the models around it have no argument."""
-        return (args, {**kwargs, **self._extra}) if self._extra else None
+        return (args, {**kwargs, **self.extra_inputs}) if self.extra_inputs else None

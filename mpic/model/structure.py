@@ -29,6 +29,10 @@ class RowInputs(NamedTuple):
     deepstack: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
+OWN_EMBEDDINGS = "its layers look up embeddings of their own by token id, and trained tokens have no ids"
+"""Why a model that ``has_layer_embeddings`` cannot have packets."""
+
+
 def has_layer_embeddings(text_model: nn.Module) -> bool:
     """Returns whether the layers look up embeddings of their own by token id (Gemma 3n and 4)."""
     sized = getattr(text_model.config, "hidden_size_per_layer_input", None)

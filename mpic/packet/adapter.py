@@ -44,6 +44,11 @@ class Adapter:
     model: str
     notes: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The numbers of tokens of header and trailer."""
+        return len(self.header), len(self.trailer)
+
     def __len__(self) -> int:
         """Returns how many tokens it adds to a chunk."""
         return len(self.header) + len(self.trailer)
@@ -64,6 +69,15 @@ class Adapter:
         """
         return inputs.embedded(embed).wrap(self.header, self.trailer)
 
+    def surrounds(self, inputs: ChunkInputs) -> bool:
+        """Returns whether the inputs of a chunk are those of a packet of this adapter, in their own type."""
+        if inputs.embeds is None or len(inputs) < len(self):
+            return False
+        found = torch.cat(
+            [inputs.embeds[: len(self.header)], inputs.embeds[len(inputs) - len(self.trailer) :]]
+        )
+        return torch.equal(found, torch.cat([self.header, self.trailer]).to(found))
+
     def save(self, path: Path) -> None:
         """Writes the adapter durably."""
         tensors = {"header": self.header.contiguous(), "trailer": self.trailer.contiguous()}
@@ -78,14 +92,32 @@ class Adapter:
 
 
 def load_adapter(path: Path, model: str, hidden: int) -> Adapter:
-    """Reads an adapter.
+    """Reads the adapter of a model.
 
     Args:
-        model: digest of the weights of the model that it is for.
-        hidden: that model's embedding width.
+        model: digest of the model's weights.
+        hidden: the model's embedding width.
 
     Raises:
         AdapterRefused: there is no such file, it is damaged, or it was trained with other weights.
+    """
+    adapter = read_adapter(path, hidden)
+    if adapter.model != model:
+        raise AdapterRefused(
+            f"the adapter {path} was trained with other weights than this model's; train one with "
+            f"`mpic train packet`, or remove it"
+        )
+    return adapter
+
+
+def read_adapter(path: Path, hidden: int) -> Adapter:
+    """Reads an adapter without asking which weights it was trained with.
+
+    Args:
+        hidden: embedding width of the model that it is for.
+
+    Raises:
+        AdapterRefused: there is no such file, it is damaged, empty, or of another width.
     """
     try:
         with safetensors.safe_open(path, "pt") as file:
@@ -103,48 +135,52 @@ def load_adapter(path: Path, model: str, hidden: int) -> Adapter:
     if any(part.dtype != torch.float32 or part.ndim != 2 or part.shape[1] != hidden for part in parts):
         shapes = " and ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
         raise AdapterRefused(f"the adapter {path} is {shapes}; the model takes [any, {hidden}] float32")
+    if not len(adapter):
+        raise AdapterRefused(f"the adapter {path} has no tokens")
     if adapter.digest != metadata["sha256"]:
         raise AdapterRefused(f"the adapter {path} is damaged: its SHA-256 is not the recorded one")
-    if adapter.model != model:
-        raise AdapterRefused(
-            f"the adapter {path} was trained with other weights than this model's; train one with "
-            f"`mpic train packet`, or remove it"
-        )
     return adapter
 
 
-def require_adapter(adapter: Adapter | None, model: LoadedModel) -> Adapter:
+def require_adapter(adapter: Adapter | None, model: str, cannot: str = "") -> Adapter:
     """Returns the adapter of a model.
+
+    Args:
+        model: its name.
+        cannot: why it cannot have packets; empty if it can.
 
     Raises:
         NoAdapter: the model has none, and the message says how to train one; or the model cannot have one.
     """
-    if not model.takes_packets:
-        raise NoAdapter(
-            f"model {model.info.name} cannot have packets: its layers look up embeddings of their own by token id, and "
-            "trained tokens have no ids",
-            param="mpic.policy",
-        )
+    if cannot:
+        raise NoAdapter(f"model {model} cannot have packets: {cannot}", param="mpic.policy")
     if adapter is None:
         raise NoAdapter(
-            f"the policies packet and packet-K need trained tokens, and model {model.info.name} has none: there is no "
+            f"the policies packet and packet-K need trained tokens, and model {model} has none: there is no "
             f"{PLACE} beside it. `mpic train packet --model PATH --data FILE` trains them",
             param="mpic.policy",
         )
     return adapter
 
 
-def find_adapter(model: LoadedModel, folder: str, path: str = "") -> Adapter | None:
-    """Returns the adapter of a model: the one at ``path``, or the one beside the model, or None.
+def adapter_file(folder: str, path: str = "") -> Path | None:
+    """Returns the file of a model's adapter, absolute: ``path``, or the one beside the model; None if there is none.
 
     Args:
         folder: the model's folder, or a hub id.
-        path: the adapter's file; empty looks beside the model.
+        path: the adapter's file, whether it exists or not; empty looks beside the model.
+    """
+    where = Path(path) if path else Path(folder) / PLACE
+    return where.absolute() if path or where.exists() else None
+
+
+def find_adapter(model: LoadedModel, folder: str, path: str = "") -> Adapter | None:
+    """Returns the adapter of a loaded model: the one at ``path``, or the one beside the model, or None.
 
     Raises:
         AdapterRefused: the adapter that was found cannot be used.
     """
-    where = Path(path) if path else Path(folder) / PLACE
-    if not path and not where.exists():
+    where = adapter_file(folder, path)
+    if where is None:
         return None
     return load_adapter(where, weights_digest(model.model), model.text_config.hidden_size)

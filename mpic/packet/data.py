@@ -12,9 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mpic.data.bundled import WORLDS, generation_for
+from mpic.data.bundled import generation_for
 from mpic.data.generator import Generator
 from mpic.data.generator.client import messages_of
+from mpic.data.generator.worlds import WORLDS
 from mpic.errors import BadRequest
 from mpic.library import Limits, decode_image
 from mpic.prompt import ChatTemplate, Prompt, build_prompt

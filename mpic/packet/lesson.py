@@ -18,6 +18,7 @@ from mpic.errors import ModelRefused
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.hooks import NAME
 from mpic.model.loaded import LoadedModel
+from mpic.model.stock import stock_logits
 from mpic.prompt.segments import Prompt, TextSegment
 
 OWN = -1
@@ -185,7 +186,8 @@ class Classroom:
         """Returns the logits ``[keep, vocabulary]`` of the last rows."""
         device = self.model.device
         placed = positions.to(device)
-        return self.model.stock_logits(
+        return stock_logits(
+            self.model,
             embeds.to(device),
             placed,
             None if mask is None else mask.to(device),

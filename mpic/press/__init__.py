@@ -41,7 +41,7 @@ def parse_press(text: str) -> Press | None:
             return press
     raise UnknownPress(
         f"unknown press '{text}'; available: {NONE}, {', '.join(press_names())} (R percent of the tokens are removed; "
-        f"-P behind it protects the first P, otherwise {PROTECTED})",
+        f"-P behind it protects the first P, otherwise {PROTECTED}; -P-L also the last L)",
         param="mpic.press",
     )
 

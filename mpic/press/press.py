@@ -44,11 +44,13 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True)
 class Press(Method):
-    """Removes ``r`` percent of a chunk's tokens from its KV, but none of its first ``p``.
+    """Removes ``r`` percent of a chunk's tokens from its KV, but none of its first ``p`` and of its last ``l``.
 
     Policies compute the first tokens again in a prompt (``mpic-K``). Because every head keeps all of those, the part
-    that a prompt maps after them is one range of slots in every head. A subclass overrides ``score``, and ``observed``
-    if it ``needs_queries``.
+    that a prompt maps after them is one range of slots in every head. The first and the last tokens of a packet are
+    its header and trailer: ``p`` and ``l`` of their lengths keep both (Keep Filler of KV Packet, arXiv 2604.13226,
+    section 4.4), and ``p`` = ``l`` = 0 lets any token go (Normal). A subclass overrides ``score``, and ``observed`` if
+    it ``needs_queries``.
 
     Class attributes:
         needs_positions: True if it undoes rotations, which works where positions have one axis (not M-RoPE).
@@ -61,6 +63,7 @@ class Press(Method):
     needs_queries: ClassVar[bool] = False
     r: int = percent(99)
     p: int = tokens(default=PROTECTED)
+    l: int = tokens(default=0)
 
     @abstractmethod
     def score(self, kv: LayerKV) -> torch.Tensor:
@@ -77,21 +80,29 @@ class Press(Method):
 
     def slots(self, n: int) -> int:
         """Returns how many of ``n`` tokens every layer and head keeps."""
-        return max(n - n * self.r // 100, min(n, self.p))
+        return max(n - n * self.r // 100, min(n, self.p + self.l))
 
     def kept(self, kv: LayerKV) -> torch.Tensor:
         """Returns the tokens that each head keeps, ``[kv_heads, slots]`` ascending. Among equal scores the earlier
         token stays."""
         scores = self.score(kv).clone()
+        n = scores.shape[-1]
         scores[:, : self.p] = float("inf")
+        scores[:, max(0, n - self.l) :] = float("inf")
         order = scores.argsort(dim=-1, descending=True, stable=True)
-        return order[:, : self.slots(scores.shape[-1])].sort(-1).values
+        return order[:, : self.slots(n)].sort(-1).values
 
     @classmethod
     def parse(cls, text: str) -> Press | None:
-        """See ``Method.parse``; a second number says how many first tokens are protected."""
-        return cls._parse(cls.syntax, text) or cls._parse(f"{cls.syntax}-P", text)
+        """See ``Method.parse``; a second number says how many first tokens are protected, a third one how many last
+        ones."""
+        forms = (f"{cls.syntax}{rest}" for rest in ("", "-P", "-P-L"))
+        return next((found for form in forms if (found := cls._parse(form, text)) is not None), None)
 
     @property
     def name(self) -> str:
+        """The canonical short string, without the protected tokens where they are the usual ones: those are as old as
+        the presses, and the name is part of a chunk's recipe."""
+        if self.l:
+            return self._filled(f"{self.syntax}-P-L")
         return self._filled(self.syntax if self.p == PROTECTED else f"{self.syntax}-P")

@@ -125,31 +125,42 @@ class GuardedTokenizer:
         return tuple(found)
 
     def encode_pieces(
-        self, pieces: Iterable[Trusted | str | Cut], limit: Limit | None = None
+        self, pieces: Iterable[Trusted | str | Cut], limit: Limit | None = None, owner: str | None = None
     ) -> list[tuple[int, ...]]:
         """Returns the ids before, between and after the cuts: one tuple more than there are cuts; tuples may be empty.
 
         The first starts with ``prefix``, once.
+
+        Args:
+            owner: see ``SlicedTokenizer.ids``.
 
         Raises:
             ContextLengthExceeded: there are more ids than ``limit`` allows.
         """
         pieces = list(pieces)
         self._check(limit, [piece for piece in pieces if type(piece) is str])
-        runs: list[list[int]] = [[]]
+        parts: list[list[int]] = [[]]
         count = 0
-        for ids in self.sliced.ids(map(self._spelt, pieces)):
-            for token in ids:
-                if token in self._cut_ids:
-                    runs.append([])
-                else:
-                    runs[-1].append(token)
-                    count += 1
+        for ids in self.sliced.ids(map(self._spelt, pieces), owner):
+            before = 0
+            for at in self._cuts_in(ids):
+                parts[-1] += ids[before:at]
+                parts.append([])
+                before = at + 1
+                count -= 1
+            parts[-1] += ids[before:]
+            count += len(ids)
             if limit is not None:
                 limit.check(count)
-        if tuple(runs[0][: len(self.prefix)]) != self.prefix:
-            runs[0][:0] = self.prefix
-        return [tuple(run) for run in runs]
+        if tuple(parts[0][: len(self.prefix)]) != self.prefix:
+            parts[0][:0] = self.prefix
+        return [tuple(part) for part in parts]
+
+    def _cuts_in(self, ids: list[int]) -> list[int]:
+        """Returns where the cuts are."""
+        if self._cut_ids.isdisjoint(ids):
+            return []
+        return [at for at, token in enumerate(ids) if token in self._cut_ids]
 
     def _spelt(self, piece: Trusted | str | Cut) -> tuple[str, bool]:
         """Returns a piece as the twin reads it, and whether it is text that may be cut into slices."""

@@ -13,7 +13,9 @@ from tokenizers import Encoding, Tokenizer
 
 from mpic import memory
 from mpic.cancel import checkpoint
+from mpic.prompt import slice_cache
 from mpic.prompt.bounds import SLICE, least_tokens
+from mpic.prompt.slice_cache import SliceCache
 from mpic.prompt.slicer import Slicer, shifted
 
 BYTES_PER_BYTE = 450
@@ -33,15 +35,26 @@ class SlicedTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, slicer: Slicer, longest: int | None, source: str) -> None:
         self.tokenizer, self.slicer, self.longest, self.source = tokenizer, slicer, longest, source
+        self.known = SliceCache()
 
-    def ids(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[list[int]]:
+    def ids(self, pieces: Iterable[tuple[str, bool]], owner: str | None = None) -> Iterator[list[int]]:
         """Yields the ids of texts that are tokenized as one, slice by slice.
 
         Args:
             pieces: texts, and for each whether it may be cut.
+            owner: the user whose slices are remembered; None: nobody's are.
         """
-        for text in self.slicer.joined(pieces, SLICE):
-            yield self._fast(text).ids
+        if owner is None:
+            for text in self.slicer.joined(pieces, SLICE):
+                yield self._fast(text).ids
+            return
+        for text in self.slicer.joined(pieces, slice_cache.SLICE):
+            checkpoint()
+            known = self.known.find(owner, text) if len(text) >= slice_cache.LEAST else None
+            ids = self._fast(text).ids if known is None else known
+            if known is None and len(text) >= slice_cache.LEAST:
+                self.known.keep(owner, text, ids)
+            yield ids
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yields for each id of a text the characters ``[start, end)`` that it stands for."""

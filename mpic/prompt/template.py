@@ -112,8 +112,13 @@ class ChatTemplate:
         ``mpic.prompt.split``)."""
         return self._guard.sliced
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None) -> Prompt:
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None, owner: str | None = None
+    ) -> Prompt:
         """Returns the segments of a conversation, ready for the model's answer.
+
+        Args:
+            owner: the user whose long texts are not tokenized twice; None: every text is tokenized.
 
         Raises:
             BadRequest: the template does not accept the conversation, or would leave part of it out.
@@ -123,15 +128,16 @@ class ChatTemplate:
         """
         pieces = self.pieces(messages, tools)
         room = None if self.context is None else self.context - 1
-        runs = self._guard.encode_pieces(
+        parts = self._guard.encode_pieces(
             (Cut(piece.chunk.kind == "image") if isinstance(piece, Ref) else piece for piece in pieces),
             self._limit(room, "the prompt", "messages"),
+            owner,
         )
-        segments: list[Segment] = [TextSegment(runs[0])] if runs[0] else []
-        for ref, run in zip((p for p in pieces if isinstance(p, Ref)), runs[1:]):
+        segments: list[Segment] = [TextSegment(parts[0])] if parts[0] else []
+        for ref, part in zip((p for p in pieces if isinstance(p, Ref)), parts[1:]):
             segments.append(ChunkSegment(ref.chunk))
-            if run:
-                segments.append(TextSegment(run))
+            if part:
+                segments.append(TextSegment(part))
         return Prompt(tuple(segments))
 
     def continuation(self, pieces: Sequence[Trusted | str | Chunk]) -> tuple[Segment, ...]:
@@ -145,12 +151,12 @@ class ChatTemplate:
                 cuts += [Trusted(before), Cut(True), Trusted(after)]
             else:
                 cuts.append(Cut(False))
-        runs = self._guard.encode_pieces([Cut(False), *cuts])[1:]
-        segments: list[Segment] = [TextSegment(runs[0])] if runs[0] else []
-        for chunk, run in zip((p for p in pieces if isinstance(p, Chunk)), runs[1:]):
+        parts = self._guard.encode_pieces([Cut(False), *cuts])[1:]
+        segments: list[Segment] = [TextSegment(parts[0])] if parts[0] else []
+        for chunk, part in zip((p for p in pieces if isinstance(p, Chunk)), parts[1:]):
             segments.append(ChunkSegment(chunk))
-            if run:
-                segments.append(TextSegment(run))
+            if part:
+                segments.append(TextSegment(part))
         return tuple(segments)
 
     def _limit(self, tokens: int | None, what: str, param: str | None = None) -> Limit | None:
@@ -218,7 +224,11 @@ class ChatTemplate:
 
 
 def build_prompt(
-    messages: Any, template: ChatTemplate, resolver: Resolver, tools: Sequence[Mapping] | None = None
+    messages: Any,
+    template: ChatTemplate,
+    resolver: Resolver,
+    tools: Sequence[Mapping] | None = None,
+    owner: str | None = None,
 ) -> Prompt:
     """Returns the prompt of an OpenAI-shaped conversation, ready for the model's answer; its last segment is text.
 
@@ -227,6 +237,7 @@ def build_prompt(
         template: template of the model that answers.
         resolver: finds the chunks of the user who makes the request.
         tools: the request's ``tools``.
+        owner: see ``ChatTemplate.prompt``.
 
     Raises:
         BadRequest: see ``parse_messages`` and ``ChatTemplate.prompt``; ``param`` names the field.
@@ -237,4 +248,4 @@ def build_prompt(
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRequest("a tool must have a function with a name", param=f"tools[{i}].function")
-    return template.prompt(parsed, tools)
+    return template.prompt(parsed, tools, owner)

@@ -162,8 +162,10 @@ def prompt_with_references(
     hits, round = searcher.round(query)
     style = token_call_style(state.template, state.config.retrieval)
     if style is None:
-        return build_prompt(insert_references(messages, hits), state.template, resolver, []), round
-    prompt = build_prompt(messages, state.template, resolver, [])
+        return build_prompt(
+            insert_references(messages, hits), state.template, resolver, [], resolver.user
+        ), round
+    prompt = build_prompt(messages, state.template, resolver, [], resolver.user)
     if hits:
         prompt = with_simulated_call(prompt, state.template, style, query, hits, state.library.references)
     return prompt, round
@@ -183,7 +185,8 @@ def prompt_with_search(
         UnsupportedParameter: the model cannot call a search.
     """
     style = call_style(state.template, state.config.retrieval)
-    prompt = build_prompt(messages, state.template, resolver, search_tools(style) or [])
+    tools = search_tools(style) or []
+    prompt = build_prompt(messages, state.template, resolver, tools, resolver.user)
     state.retriever.soon(prefetch_likely, searcher, query, state.engine, policy)
     return prompt, AutoRetrieval(searcher, state.template, style)
 

@@ -96,6 +96,7 @@ def build(config: Config, on_stage: Callable[[str], None] = lambda stage: None) 
     from mpic.engine import load_engine
     from mpic.library import Library
     from mpic.model.load import choose_device
+    from mpic.model.proofs import NAME, Proofs
     from mpic.prompt import ChatTemplate
     from mpic.server.app import create_app
     from mpic.server.staging import with_staging
@@ -120,7 +121,8 @@ def build(config: Config, on_stage: Callable[[str], None] = lambda stage: None) 
         library = Library.open(Path(config.library.data_dir), limits, host=host)
         undo.callback(library.close)
         on_stage(f"loading and checking the model {Path(config.engine.model).name}")
-        engine, processor = load_engine(config.engine, library.store, host_bytes)
+        proofs = Proofs(Path(config.library.data_dir) / NAME, config.engine.self_test == "always")
+        engine, processor = load_engine(config.engine, library.store, host_bytes, proofs)
         undo.callback(engine.close)
         app = create_app(engine, library, ChatTemplate(processor), config)
         undo.pop_all()  # the application closes both
@@ -165,12 +167,14 @@ class _UvicornServer(uvicorn.Server):
         state: State = self.config.app.state.mpic  # type: ignore[union-attr]
         info, config = state.engine.info, state.config
         weights = f", {_quantization(info.details['quantization'])}" if "quantization" in info.details else ""
+        checks = f"  checks   self-test {info.details['self_test']}\n" if "self_test" in info.details else ""
         here = seen_from_here(self.url)
         return (
             f"MPIC listens on {self.url} ({_who_may_call(state)})\n"
             f"  page     {here}/ui\n"
             f"  docs     {here}/docs\n"
             f"  model    {info.name}, {info.dtype} on {info.device}, attention {info.attention}{weights}\n"
+            f"{checks}"
             f"  policy   {config.engine.policy}\n"
             f"  library  {config.library.data_dir}\n"
             f"  clients  at most {self.connections.most:,} connections, "

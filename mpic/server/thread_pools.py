@@ -20,7 +20,7 @@ from anyio import CapacityLimiter
 from starlette.requests import Request
 
 from mpic.cancel import Cancelled, until
-from mpic.http.sse import ClientDisconnected, disconnected
+from mpic.http.sse import ClientDisconnected, while_connected
 
 T = TypeVar("T")
 PROMPTS_PER_USER = 4
@@ -51,20 +51,11 @@ class ThreadPool:
             ClientDisconnected: the client closed the connection. The work has ended, or was never begun.
         """
         signal = threading.Event()
-        task = asyncio.ensure_future(self.call(request.state.user.id, _until_signalled, signal, work, args))
-        gone = asyncio.ensure_future(disconnected(request))
+        working = self.call(request.state.user.id, _until_signalled, signal, work, args)
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ClientDisconnected
-            return task.result()
+            return await while_connected(request, working, signal.set)
         except Cancelled:
             raise ClientDisconnected from None
-        finally:
-            signal.set()
-            task.cancel()
-            gone.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
 
     async def call(self, user: str, work: Callable[..., T], *args: object) -> T:
         """Returns the result of ``work(*args)``, which runs to its end even if the client disconnects."""

@@ -19,7 +19,7 @@ class Blocking:
 
     def __getattr__(self, name):
         value = getattr(self._thing, name)
-        if not callable(value) and not type(value).__module__.startswith("mpic.client._async"):
+        if not callable(value) and not type(value).__module__.startswith("mpic.client.resources"):
             return value
         return Blocking(value, self._loop)
 

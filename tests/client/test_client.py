@@ -219,6 +219,10 @@ def test_both_clients_have_the_same_methods():
     assert both[0] == both[1] and len(both[0]) > 25
 
 
+def test_names_come_from_where_users_import_them():
+    assert mpic.MPIC.__module__ == mpic.client.AsyncStream.__module__ == "mpic.client"
+
+
 def test_mpic_options_in_extra_body_are_merged():
     extra = {"mpic": {"ignore_eos": True}, "verbosity": "low"}
     body = endpoints.chat([], False, {"policy": "full", "trace": True, "extra_body": extra}).json

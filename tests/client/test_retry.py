@@ -55,12 +55,12 @@ def ask(request, monkeypatch):
     def run(script, work, retries=2):
         slept.clear()
         if request.param == "sync":
-            monkeypatch.setattr("mpic.client._sync.client.time.sleep", slept.append)
+            monkeypatch.setattr("mpic.client.io.time.sleep", slept.append)
             with mpic.MPIC(transport=httpx.MockTransport(script), max_retries=retries) as client:
                 return work(client), slept
 
         async def main():
-            monkeypatch.setattr("mpic.client._async.client.asyncio.sleep", sleep)
+            monkeypatch.setattr("mpic.client.io.asyncio.sleep", sleep)
             transport = httpx.MockTransport(script.later)
             async with mpic.AsyncMPIC(transport=transport, max_retries=retries) as client:
                 return await work(client), slept

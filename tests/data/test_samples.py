@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
-from mpic.data.bundled import WORLDS
 from mpic.data.generator import segments
 from mpic.data.generator.conversation import CHAT_TEMPLATES
 from mpic.data.generator.samples import EIGHT_IMAGES, FOLDERS, Samples, chat
 from mpic.data.generator.tokenizer import build_tokenizer
+from mpic.data.generator.worlds import WORLDS
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.prompt.messages import parse_messages
 from mpic.prompt.segments import TextSegment

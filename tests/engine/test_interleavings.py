@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import closing
 
 import pytest
 from engine_kit import (
@@ -54,16 +55,15 @@ def requests(draw, name: str):
 
 def answers_equal_the_oracle(name, batch, patience=10.0, **options):
     """Submits a batch of (prompt, policy) at once to a new engine."""
-    engine = NativeEngine(family(name).loaded, page_size=8, **options)
-    engine.pool.arena.fill_(float("nan"))  # reading a slot that was never written makes the answer nonsense
-    engine.transfers.patience = patience
-    try:
+    with closing(NativeEngine(family(name).loaded, page_size=8, **options)) as engine:
+        engine.pool.arena.fill_(
+            float("nan")
+        )  # reading a slot that was never written makes the answer nonsense
+        engine.transfers.patience = patience
         streams = [submit(engine, *request) for request in batch]
         for request, stream in zip(batch, streams, strict=True):
             assert_oracle(name, *request, stream)
         engine.check()
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen2_vl"])

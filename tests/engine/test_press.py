@@ -10,6 +10,7 @@ import torch
 from engine_kit import (
     TOKENS,
     MemoryStore,
+    adapter,
     assert_same,
     expected_of,
     family,
@@ -39,6 +40,8 @@ PRESSED = [
     "leverage-50-5",
     "tova-50-5",
     "snapkv-30-5",
+    "knorm-50-5-7",
+    "tova-50-5-7",
 ]
 REASONS = dict.fromkeys(
     ("mistral", "gemma3", "gemma2", "gpt_oss", "llama4", "qwen2_vl_window"), "see a window"
@@ -130,11 +133,35 @@ def test_the_engine_keeps_of_every_layer_and_head_what_the_press_chooses(press, 
         scores, choice = chosen.score(kv), chosen.kept(kv)  # the same token twice has the same key: a tie
         got, best = (scores.gather(1, which).sort(-1).values for which in (tokens, choice))
         assert (got - best).abs().max() < 1e-5 and (tokens[:, :5] == torch.arange(5)).all()
+        assert (tokens[:, tokens.shape[1] - chosen.l :] == torch.arange(41 - chosen.l, 41)).all()
     alike = [torch.equal(*tokens) for tokens in kept[0]]
     assert all(alike) if press.startswith(("streaming", "tova")) else not any(alike)
     assert_same(
         logits_of(submit(engine, prompt, "mpic-5"), TOKENS), expected_of("llama", prompt, "mpic-5", kept=kept)
     )
+
+
+@pytest.mark.parametrize("cls", PRESSES)
+def test_every_layer_and_head_of_a_packet_keeps_the_filler_under_keep_filler_alone(cls, make_engine):
+    """KV Packet, section 4.4: Keep Filler against Normal, which may remove any token of the wrapped chunk."""
+    soft = adapter("llama")
+    header, trailer = len(soft.header), len(soft.trailer)
+    filler = [*range(header), *range(header + 41, header + 41 + trailer)]
+    assert len(filler) == 8
+    engine, lost = make_engine(pages=128), 0
+    for r in (50, 90):
+        chunk = pressed(DOCUMENT, cls(r, header, trailer).name)
+        for tokens in kept_of(engine, "llama", chunk, "packet"):
+            for head in tokens.tolist():
+                assert set(filler) <= set(head)
+                assert len(head) == max(49 - 49 * r // 100, len(filler))
+        normal = kept_of(engine, "llama", pressed(DOCUMENT, cls(r, 0).name), "packet")
+        lost += sum(len(set(filler) - set(head)) for tokens in normal for head in tokens.tolist())
+    assert lost > 0
+    prompt = prompt_of(ids(1, 6), pressed(DOCUMENT, cls(50, header, trailer).name), ids(4, 5))
+    kept = [kept_of(engine, "llama", chunk, "packet") for chunk in prompt.chunks]
+    expected = expected_of("llama", prompt, "packet", kept=kept)
+    assert_same(logits_of(submit(engine, prompt, "packet"), TOKENS), expected)
 
 
 @pytest.mark.parametrize("press", [f"{cls.syntax.removesuffix('R')}0" for cls in PRESSES])

@@ -26,7 +26,7 @@ from mpic.kv.chunk import Chunk
 from mpic.press import PRESSES
 
 DOCUMENT, OTHER = text_chunk(ids(7, 41)), text_chunk(ids(8, 90))
-FROM_FILES = [cls(50, 5).name for cls in PRESSES if not cls.needs_queries]
+FROM_FILES = [cls(50, 5).name for cls in PRESSES if not cls.needs_queries] + ["cur-50-5-4"]
 
 
 def pressed(chunk: Chunk, press: str) -> Chunk:

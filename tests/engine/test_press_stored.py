@@ -67,7 +67,7 @@ def pressed(chunks, press: str):
 @pytest.mark.parametrize("cls", FROM_FILES, ids=lambda cls: cls.syntax)
 def test_a_file_that_is_pressed_is_the_file_that_compiling_under_the_press_stores(cls, dtype, tmp_path):
     model = model_of("llama", dtype)
-    for press in (cls(50, 5).name, cls(70).name):
+    for press in (cls(50, 5).name, cls(70).name, cls(60, 3, 4).name):
         with Library.open(tmp_path / f"{press} stored") as stored, Library.open(tmp_path / press) as compiled:
             compile_into(stored, model, "llama", CHUNKS)
             done = press_all(stored, model, press)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
@@ -44,10 +44,9 @@ def answers(monkeypatch):
         choose = cuda_graphs.static_decode_for
         given = lambda runner, most, choice: choose(runner, 4, choice, capture)
         monkeypatch.setattr("mpic.engine.native.engine.static_decode_for", given)
-        engine = NativeEngine(family(name).loaded, pages=64, page_size=16, cuda_graphs=graphs)
-        engine.pool.arena.fill_(float("nan"))
-        go = pause(engine)
-        try:
+        with closing(NativeEngine(family(name).loaded, pages=64, page_size=16, cuda_graphs=graphs)) as engine:
+            engine.pool.arena.fill_(float("nan"))
+            go = pause(engine)
             streams = [
                 engine.submit(request_of(p, policy, n, logprobs=300))
                 for p, n in zip(PROMPTS, TOKENS, strict=True)
@@ -55,8 +54,6 @@ def answers(monkeypatch):
             go.set()
             found = [logits_of(stream, n) for stream, n in zip(streams, TOKENS, strict=True)]
             engine.check()
-        finally:
-            engine.close()
         return found, engine.stats()["counters"]
 
     return run

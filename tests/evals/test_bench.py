@@ -29,6 +29,7 @@ from mpic.evals.bench import (
     retrieval,
     sampling,
     serving,
+    start,
     ttft,
 )
 from mpic.evals.bench.baseline import StockGenerator, floors
@@ -69,6 +70,7 @@ SETTINGS = {
     "profile": profile.Settings(
         TINY, chunks=2, chunk_tokens=24, text=8, fresh=32, batches=(1, 3), steps=12, peak=32, repeats=1
     ),
+    "start": start.Settings(repeats=1, packages=5),
     "retrieval": retrieval.Settings(TINY, TOWER, **INDEX, context=24, policy="mpic-4", repeats=1),
 }
 HEADLINES = {
@@ -92,6 +94,7 @@ HEADLINES = {
         *(f"{case}_{kind}_of_peak" for case in ("link", "fresh") for kind in ("products", "attention")),
         *(f"decode{n}_{kind}" for n in (1, 3) for kind in ("python_ms", "products_of_memory_speed")),
     },
+    "start": {"ready_processor_seconds", "self_tested_processor_seconds"},
     "decode": {"batch1_over_transformers", "batch3_over_transformers"},
 }
 CPU = BenchDevice(torch.device("cpu"), torch.float32)

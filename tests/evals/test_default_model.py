@@ -11,8 +11,9 @@ from transformers import AutoProcessor
 
 from mpic.client import MPIC
 from mpic.config import EngineConfig, bundled_model
-from mpic.data.bundled import DEFAULT, WORLDS, generation_for, model_folder, samples_folder
+from mpic.data.bundled import DEFAULT, generation_for, model_folder, samples_folder
 from mpic.data.generator.conversation import CHAT_TEMPLATES
+from mpic.data.generator.worlds import WORLDS
 from mpic.evals.demo import same
 from mpic.evals.demo_answers import MUST_BE_RIGHT
 

@@ -86,7 +86,7 @@ def test_an_image_larger_than_the_budget_is_decoded_alone(decoder):
 
 
 def test_callers_are_served_in_order_so_small_images_do_not_overtake_a_large_one_for_ever():
-    budget, order = Budget(places=2, most_waiting=9), []
+    budget, order = Budget(most=2, most_waiting=9), []
 
     def take(name, size, hold):
         with budget.taken(size, 100):
@@ -106,7 +106,7 @@ def test_callers_are_served_in_order_so_small_images_do_not_overtake_a_large_one
 
 
 def test_when_too_many_wait_more_are_refused_but_not_the_engines_own():
-    budget, release = Budget(places=1, most_waiting=2), threading.Event()
+    budget, release = Budget(most=1, most_waiting=2), threading.Event()
 
     def hold(patient=False):
         with budget.taken(1, 10, patient):

@@ -3,6 +3,7 @@ matters."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -78,33 +79,25 @@ def test_an_image_larger_than_the_budget_of_a_step_is_computed_whole():
     prompt = prompt_of(ids(1, 6), image, ids(2, 4))
     answers = []
     for budget in (512, 5):
-        engine = NativeEngine(family("gemma3_images").loaded, pages=64, page_size=8, budget=budget)
-        try:
+        loaded = family("gemma3_images").loaded
+        with closing(NativeEngine(loaded, pages=64, page_size=8, budget=budget)) as engine:
             answers.append([logits_of(submit(engine, prompt, policy), 4) for policy in ("full", "mpic-3")])
-        finally:
-            engine.close()
     for (said, rows), (other, others) in zip(*answers, strict=True):
         assert said == other and (rows - others).abs().max() < 1e-4
 
 
 def test_a_prompt_that_attends_to_itself_takes_no_references_while_decoding():
-    engine = NativeEngine(family("paligemma").loaded, pages=64, page_size=8)
-    try:
+    with closing(NativeEngine(family("paligemma").loaded, pages=64, page_size=8)) as engine:
         with pytest.raises(UnsupportedParameter, match="in both directions") as refused:
             ask(engine, prompt_of(ids(1, 6)), "reuse", 4, Lookup([1, 2]))
         assert refused.value.param == "mpic.retrieval"
-    finally:
-        engine.close()
 
 
 def test_no_prefix_of_a_prompt_that_attends_to_itself_is_kept_for_another():
-    engine = NativeEngine(family("paligemma").loaded, pages=64, page_size=8)
-    try:
+    with closing(NativeEngine(family("paligemma").loaded, pages=64, page_size=8)) as engine:
         for tail in (ids(4, 3), ids(5, 3)):
             answer = submit(engine, prompt_of(ids(1, 20), tail), "prefix").result()
             assert answer.usage.prefix_hit == 0
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("name", ["gemma3_images", "paligemma"])

@@ -1,4 +1,4 @@
-"""The fingerprint of a checkpoint that is streamed from its files equals that of the loaded model."""
+"""The digests of a checkpoint that is streamed from its files equal those of the loaded model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ import torch
 from families import FAMILIES, ODD, TYPES, make_model
 from small_models import SMALL
 
-from mpic.model.checkpoint import NotStreamable, streamed_fingerprint
-from mpic.model.identity import fingerprint
+from mpic.model.checkpoint import NotStreamable, streamed_digest
+from mpic.model.identity import fingerprint, weights_digest, weights_digest_of
 from mpic.model.load import empty_model, load_config, load_weights
 
 
 def both(path: str, dtype: torch.dtype) -> tuple[str, str]:
     config = load_config(path, "auto", False)
-    streamed = streamed_fingerprint(path, empty_model(config, dtype, False), dtype)
+    streamed = streamed_digest(path, empty_model(config, dtype, False), dtype)
     return streamed, fingerprint(load_weights(path, load_config(path, "auto", False), dtype, False))
+
+
+def both_of_weights(path: str, dtype: torch.dtype) -> tuple[str, str]:
+    config = load_config(path, "auto", False)
+    streamed = streamed_digest(path, empty_model(config, dtype, False), dtype, digest_of=weights_digest_of)
+    return streamed, weights_digest(load_weights(path, load_config(path, "auto", False), dtype, False))
 
 
 PARTLY_FP32 = ("gpt_oss", "deepseek")
@@ -27,7 +33,7 @@ STREAMED = [name for name in FAMILIES if name not in (*ODD, *TYPES)]
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_a_streamed_fingerprint_is_that_of_the_loaded_model(name, tmp_path):
+def test_a_streamed_digest_is_that_of_the_loaded_model(name, tmp_path):
     make_model(name)[0].save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     for dtype in (torch.float32, torch.bfloat16):
@@ -36,6 +42,8 @@ def test_a_streamed_fingerprint_is_that_of_the_loaded_model(name, tmp_path):
                 both(str(tmp_path), dtype)
             continue
         streamed, loaded = both(str(tmp_path), dtype)
+        assert streamed == loaded
+        streamed, loaded = both_of_weights(str(tmp_path), dtype)
         assert streamed == loaded
 
 
@@ -55,4 +63,4 @@ def test_another_weight_gives_another_fingerprint_and_a_missing_one_none(tmp_pat
     (tmp_path / "model.safetensors").unlink()
     config = load_config(str(tmp_path), "auto", False)
     with pytest.raises(NotStreamable, match="in no safetensors files"):
-        streamed_fingerprint(str(tmp_path), empty_model(config, torch.float32, False), torch.float32)
+        streamed_digest(str(tmp_path), empty_model(config, torch.float32, False), torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,14 +39,11 @@ def test_links_of_chunks_read_from_files_equal_the_oracle(policy, tmp_path):
     prompt = prompt_of(ids(1, 5), a, ids(2, 4), b, ids(3, 2), a, ids(4, 3))
     uses = policy != "full"
     for is_first in (True, False):
-        engine = NativeEngine(loaded, files, pages=64, page_size=8, check_when_idle=True)
-        try:
+        with closing(NativeEngine(loaded, files, pages=64, page_size=8, check_when_idle=True)) as engine:
             assert_oracle("deepseek", prompt, policy, submit(engine, prompt, policy))
             compiled = engine.stats()["counters"].get("tokens_compiled", 0)
             assert compiled == (37 + 29 if uses and is_first else 0)
             assert bool(engine.device.counters["chunks_from_disk"]) == (uses and not is_first)
-        finally:
-            engine.close()
     assert len(list(tmp_path.iterdir())) == (2 if uses else 0)
     for path in tmp_path.iterdir():
         file = ChunkFile(path)
@@ -57,15 +55,14 @@ def test_links_of_chunks_read_from_files_equal_the_oracle(policy, tmp_path):
 
 
 def test_single_rows_of_many_requests_and_blocks_of_rows_share_latents():
-    engine = NativeEngine(family("deepseek").loaded, None, pages=128, page_size=8, check_when_idle=True)
-    chunk = text_chunk(ids(8, 37))
-    prompts = [prompt_of(ids(1, 5 + i), chunk, ids(2 + i, 3)) for i in range(4)]
-    try:
+    with closing(
+        NativeEngine(family("deepseek").loaded, None, pages=128, page_size=8, check_when_idle=True)
+    ) as engine:
+        chunk = text_chunk(ids(8, 37))
+        prompts = [prompt_of(ids(1, 5 + i), chunk, ids(2 + i, 3)) for i in range(4)]
         streams = [submit(engine, prompt, "mpic-5") for prompt in prompts]
         for prompt, stream in zip(prompts, streams, strict=True):
             assert_oracle("deepseek", prompt, "mpic-5", stream)
-    finally:
-        engine.close()
 
 
 def test_where_one_layer_keeps_heads_all_keep_keys_and_values():
@@ -110,12 +107,9 @@ def test_a_chunk_of_a_former_layout_is_compiled_again(layout, heads):
             store.chunks = {
                 former: replace(kv, key=former, kv=torch.full((3, 2, heads, 12, 24), float("nan")))
             }
-        engine = NativeEngine(loaded, store, pages=64, page_size=8)
-        try:
+        with closing(NativeEngine(loaded, store, pages=64, page_size=8)) as engine:
             assert_oracle("deepseek", prompt, "reuse", submit(engine, prompt, "reuse"))
             assert engine.stats()["counters"].get("tokens_compiled", 0) == tokens
-        finally:
-            engine.close()
     assert len(store.chunks) == 2
 
 

@@ -9,7 +9,7 @@ import torch
 from engine_kit import adapter, family
 from families import make_model
 
-from mpic.config import ConfigError, EngineConfig, load_config
+from mpic.config import EngineConfig, load_config
 from mpic.engine import load_engine
 from mpic.errors import AdapterRefused, NoAdapter
 from mpic.kv.chunk import ChunkKey, KVKey, Recipe
@@ -53,6 +53,9 @@ def test_an_adapter_of_other_weights_of_another_width_or_that_is_not_there_is_re
         load_adapter(saved / PLACE, weights_digest(other), 64)
     with pytest.raises(AdapterRefused, match=r"the model takes \[any, 32\]"):
         load_adapter(saved / PLACE, adapter().model, 32)
+    Adapter(torch.zeros(0, 64), torch.zeros(0, 64), adapter().model).save(tmp_path / "empty.safetensors")
+    with pytest.raises(AdapterRefused, match="has no tokens"):
+        load_adapter(tmp_path / "empty.safetensors", adapter().model, 64)
     with pytest.raises(AdapterRefused, match="there is no adapter"):
         find_adapter(family("llama").loaded, str(saved), str(tmp_path / "none.safetensors"))
 
@@ -91,8 +94,7 @@ def test_a_server_whose_policy_needs_packets_does_not_start_without_an_adapter(t
         load_engine(EngineConfig(model=tiny_model, packet="none.safetensors", pool_bytes=1 << 24))
 
 
-def test_vllm_refuses_packets_by_name():
-    with pytest.raises(ConfigError, match="policy packet-4 does not run on the vllm engine: its chunks are"):
-        load_config(None, {"engine": "vllm", "policy": "packet-4"})
-    with pytest.raises(ConfigError, match="packet has no effect with engine = vllm"):
-        load_config(None, {"engine": "vllm", "packet": "adapter.safetensors"})
+def test_either_engine_may_be_configured_with_packets():
+    for engine in ("native", "vllm"):
+        found = load_config(None, {"engine": engine, "policy": "packet-4", "packet": "adapter.safetensors"})
+        assert (found.engine.policy, found.engine.packet) == ("packet-4", "adapter.safetensors")

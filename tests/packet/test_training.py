@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -32,11 +33,8 @@ def prompt_over(name: str):
 
 def answered(name: str, policy: str):
     """The engine's greedy answer and its distributions."""
-    engine = NativeEngine(family(name).loaded, adapter=adapter(name), pages=256, page_size=8)
-    try:
+    with closing(NativeEngine(family(name).loaded, adapter=adapter(name), pages=256, page_size=8)) as engine:
         return logits_of(engine.submit(request_of(prompt_over(name), policy, SAID, logprobs=300)), SAID)
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "llava", "qwen2_vl", "qwen3_vl"])

@@ -110,6 +110,28 @@ def test_what_is_observed_is_a_packets_trailer_or_the_end_of_a_chunk():
 
 
 @pytest.mark.parametrize("cls", PRESSES)
+def test_every_press_keeps_the_first_and_the_last_tokens_that_its_name_protects(cls):
+    for r, p, last in ((50, 8, 8), (50, 0, 3), (99, 5, 7), (90, 0, 36), (30, 20, 20), (50, 1000, 1000)):
+        press = cls(r, p, last)
+        kv = layer(press.observed(N, 0))
+        kept, scores = press.kept(kv).tolist(), press.score(kv)
+        safe = {i for i in range(N) if i < p or i >= N - last}
+        size = max(N - N * r // 100, len(safe))
+        assert press.slots(N) == size and len(kept) == KV_HEADS
+        for head, tokens in enumerate(kept):
+            others = sorted(set(range(N)) - safe, key=lambda i, head=head: -float(scores[head, i]))
+            assert tokens == sorted([*safe, *others[: size - len(safe)]])
+        assert parse_press(press.name) == press
+
+
+def test_what_attention_to_the_end_or_the_order_decides_keeps_the_end_unasked():
+    """Keep Filler and Normal of a packet are the same tokens under these, once its header is protected."""
+    for name, w in (("streaming-40-8", 0), ("snapkv-40-8", 8)):
+        kv = layer(w)
+        assert torch.equal(parse_press(name).kept(kv), parse_press(f"{name}-8").kept(kv))
+
+
+@pytest.mark.parametrize("cls", PRESSES)
 def test_every_press_leaves_the_same_number_in_every_head_and_the_protected_tokens(cls):
     for r, p in ((0, 16), (10, 16), (50, 5), (99, 2), (50, 1000)):
         press = cls(r, p)
@@ -122,15 +144,23 @@ def test_every_press_leaves_the_same_number_in_every_head_and_the_protected_toke
 def test_names_are_short_where_the_usual_number_is_protected():
     assert parse_press("snapkv-50-16").name == "snapkv-50" and parse_press("snapkv-050").name == "snapkv-50"
     assert parse_press("snapkv-50-4").name == "snapkv-50-4"
+    assert parse_press("snapkv-50-16-0").name == "snapkv-50" and parse_press("cur-30-8-0").name == "cur-30-8"
+    assert parse_press("cur-30-16-8").name == "cur-30-16-8" and parse_press("cur-30-0").name == "cur-30-0"
     assert parse_press("none") is None and parse_press("") is None
 
 
 @pytest.mark.parametrize(
-    "name", ["snapkv", "snapkv-100", "snapkv--1", "best-50", "snapkv-50-2-3", "knorm-50 "]
+    "name", ["snapkv", "snapkv-100", "snapkv--1", "best-50", "snapkv-50-2-3-4", "cur-50--8", "knorm-50 "]
 )
 def test_unknown_presses_are_refused_with_the_list_or_the_bound(name):
-    with pytest.raises(UnknownPress, match=r"available: none, random-R|at most 99 percent"):
+    with pytest.raises(UnknownPress, match=r"available: none, random-R.* last L\)|at most 99 percent"):
         parse_press(name)
+
+
+def test_more_protected_tokens_than_a_chunk_can_have_are_refused():
+    with pytest.raises(UnknownPress, match="at most 1000000 tokens") as refused:
+        parse_press("cur-50-8-1000001")
+    assert (refused.value.code, refused.value.param) == ("unknown_press", "mpic.press")
 
 
 def test_a_recipe_without_a_press_keeps_its_digest_and_one_with_it_has_another():
@@ -140,6 +170,23 @@ def test_a_recipe_without_a_press_keeps_its_digest_and_one_with_it_has_another()
     assert pressed.fields() == {**recipe.fields(), "press": "snapkv-50"} and pressed.digest != recipe.digest
     assert Recipe(**pressed.fields()) == pressed
     assert (recipe.slots(100), pressed.slots(100), pressed.slots(20)) == (100, 50, 16)
+    filler = replace(recipe, press="snapkv-50-8-8", packet="def")
+    assert (filler.slots(100), filler.slots(20), filler.slots(12)) == (50, 16, 12)
+
+
+@pytest.mark.parametrize(
+    ("press", "packet", "digest"),
+    [
+        ("", "", "0507066ce7641a4d8b66b51acea67fdc159529be3eb392537ebf9899a1505358"),
+        ("snapkv-50", "", "41d2ad349219827a0cc1842f34a7d1349ad711b454fd54b4cffae09bea43ed25"),
+        ("knorm-30-0", "abc", "0417362d111498ae3b6795ccb49ecf77b0bb84f18374689c7c10377b718b2279"),
+        ("cur-30-5", "abc", "51dabe6e98bed566c590e193132dec9d5497002037e6dfed6615bd21587c85b6"),
+    ],
+)
+def test_chunks_compiled_before_last_tokens_could_be_protected_keep_their_digests(press, packet, digest):
+    found = parse_press(press)
+    recipe = Recipe("float32", "raw", 4, "abc", packet, press="" if found is None else found.name)
+    assert recipe.digest == digest
 
 
 def test_policies_say_which_first_tokens_they_recompute_and_others_do_not_go_with_presses():
@@ -156,8 +203,13 @@ def test_policies_say_which_first_tokens_they_recompute_and_others_do_not_go_wit
             check_presses(policy, ["snapkv-50"])
     known = {parse_policy(name).__class__ for name in heads}
     assert known >= {cls for cls in POLICIES if cls.uses_chunks}
-    with pytest.raises(UnsupportedParameter, match="ask for snapkv-50-17"):
-        check_presses(parse_policy("mpic-17"), ["snapkv-50"])
+    for name, ask in (("snapkv-50", "snapkv-50-17"), ("cur-50-8-8", "cur-50-17-8")):
+        with pytest.raises(UnsupportedParameter, match=rf"protects \d+: ask for {ask}$"):
+            check_presses(parse_policy("mpic-17"), [name])
+        check_presses(parse_policy("mpic-17"), [ask])
+    for policy in ("cacheblend-15", "a3-15", "random-15", "attnlink-16"):
+        with pytest.raises(UnsupportedParameter, match="press cur-50-8-8 removes some"):
+            check_presses(parse_policy(policy), ["cur-50-8-8"])
 
 
 def test_every_press_is_in_the_documentation():

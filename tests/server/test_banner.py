@@ -6,15 +6,25 @@ from mpic.config import Config
 from mpic.server.run import _UvicornServer
 
 
-def test_the_first_lines_name_the_page_and_the_documentation():
-    info = SimpleNamespace(name="tiny", dtype="float32", device="cpu", attention="reference", details={})
+def lines_of(details):
+    info = SimpleNamespace(name="tiny", dtype="float32", device="cpu", attention="reference", details=details)
     state = SimpleNamespace(
         engine=SimpleNamespace(info=info), config=Config(), keys=SimpleNamespace(exist=lambda: False)
     )
     server = object.__new__(_UvicornServer)
     server.config = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(mpic=state)))
     server.connections, server.url = SimpleNamespace(most=10), "http://127.0.0.1:8000"
-    first, page, docs, *_ = server._welcome().splitlines()
+    return server._welcome().splitlines()
+
+
+def test_the_banner_says_when_the_self_test_has_passed():
+    made = [line for line in lines_of({"self_test": "passed at this start"}) if "checks" in line]
+    assert [line.split() for line in made] == [["checks", "self-test", "passed", "at", "this", "start"]]
+    assert not [line for line in lines_of({}) if "checks" in line]
+
+
+def test_the_first_lines_name_the_page_and_the_documentation():
+    first, page, docs, *_ = lines_of({})
     assert "http://127.0.0.1:8000" in first and "this machine only" in first
     assert page.split() == ["page", "http://127.0.0.1:8000/ui"]
     assert docs.split() == ["docs", "http://127.0.0.1:8000/docs"]

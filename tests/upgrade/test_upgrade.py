@@ -3,6 +3,7 @@
 import json
 import re
 import tarfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -93,8 +94,5 @@ def test_compiled_chunks_are_linked_from_the_disk_without_compiling_again(upgrad
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_byte_of_the_folder_is_verified_after_the_migration(version, tmp_path):
     data, _ = unpacked(version, tmp_path)
-    library = Library.open(data)
-    try:
+    with closing(Library.open(data)) as library:
         assert upkeep.check(library) == []
-    finally:
-        library.close()

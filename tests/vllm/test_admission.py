@@ -13,7 +13,8 @@ import vllm_kit  # noqa: F401 - sets the environment before vLLM is imported
 from engine_kit import until
 
 from mpic.engine.vllm.plugin.admission import Admission
-from mpic.engine.vllm.plugin.host_memory import Expected, HostMemory
+from mpic.engine.vllm.plugin.chunk_inputs import Expected
+from mpic.engine.vllm.plugin.host_memory import HostMemory
 from mpic.engine.vllm.plugin.step_messages import StepReport
 from mpic.engine.vllm.wire import ChunkRef, LinkOrder
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe

@@ -16,13 +16,14 @@ from vllm_links import MODEL
 
 from mpic.kv.chunk import ChunkKV, KVKey, Recipe
 from mpic.kv.file import ChunkFile, write
+from mpic.link import BARE, parse_policy
 
 pytestmark = pytest.mark.usefixtures("next_is_served")
 
 
-def copy(linker, chunk) -> tuple:
+def copy(linker, chunk, wrapping=BARE) -> tuple:
     """Makes a fresh copy of a chunk's file; returns its path on disk and its path and key in orders."""
-    _, (name, key) = linker.file(chunk)
+    _, (name, key) = linker.file(chunk, wrapping)
     fresh = f"copy-{len(list(linker.files.iterdir()))}.kv"
     (linker.files / fresh).write_bytes((linker.files / name).read_bytes())
     return linker.files / fresh, (fresh, key)
@@ -229,17 +230,19 @@ def slow_disk(monkeypatch):
     event.set()
 
 
+@pytest.mark.parametrize("policy", ["mpic-4", "packet-4"])
 @pytest.mark.parametrize("prompt", [TEXT, BOTH], ids=["text", "image"])
-def test_late_chunks_are_computed_and_reported(linker, slow_disk, prompt, monkeypatch):
+def test_late_chunks_are_computed_and_reported(linker, slow_disk, prompt, policy, monkeypatch):
     scheduler, count = linker.llm.llm_engine.engine_core.engine_core.scheduler, len(prompt.chunks)
     monkeypatch.setattr(scheduler.connector._admission, "_patience", PATIENCE)
-    files = {i: copy(linker, chunk)[1] for i, chunk in enumerate(prompt.chunks)}
-    request, params = linker.link(prompt, "mpic-4", files=files)
+    wrapping = parse_policy(policy).wrapping
+    files = {i: copy(linker, chunk, wrapping)[1] for i, chunk in enumerate(prompt.chunks)}
+    request, params = linker.link(prompt, policy, files=files)
     answer = answer_to(linker, request, params)
     assert answer.report["fallback"] == [(i, "late") for i in range(count)]
     assert answer.report["load_ms"] >= 1e3 * PATIENCE and answer.report["reused"] == 0
     slow_disk.set()
-    (whole,) = linker.run(*zip(linker.link(prompt, "mpic-1000000")))
+    (whole,) = linker.run(*zip(linker.link(prompt, policy.replace("4", "1000000"))))
     assert answer.ids == whole.ids
 
 

@@ -14,7 +14,8 @@ from engine_kit import until
 from page_locking import page_locked
 
 from mpic.engine.vllm.plugin import host_memory
-from mpic.engine.vllm.plugin.host_memory import CachedFile, Expected, HostMemory
+from mpic.engine.vllm.plugin.chunk_inputs import Expected
+from mpic.engine.vllm.plugin.host_memory import CachedFile, HostMemory
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
 from mpic.kv.file import ChunkFile, write
 

@@ -10,21 +10,24 @@ import vllm_kit as kit
 from engine_kit import ids, image_chunk, prompt_of, text_chunk
 from families import random_image
 from oracle import Oracle
-from vllm_links import BOS, Linker, engine
+from vllm_links import BOS, Linker, engine, random_adapter
 
+from mpic.link import BARE, Wrapping
 from mpic.model.loaded import LoadedModel
 
 FAMILIES = kit.quick_or_parity(("llama", "llava", "qwen2_5_vl", "qwen3_vl"))
 POLICIES = ["mpic-0", "mpic-4", "mpic-16", "legolink-4", "legolink-0", "attnlink-4", "block-1"]
-POLICIES += ["random-30", "reuse"]
+POLICIES += ["random-30", "reuse", "packet", "packet-7"]
 RECOMPUTE_ALL = "mpic-1000000"
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def linker(request, tmp_path_factory):
     files = tmp_path_factory.mktemp("chunks")
-    with engine(kit.checkpoint(request.param), files) as llm:
-        yield Linker(llm, request.param, files)
+    soft, path = random_adapter(request.param), tmp_path_factory.mktemp("packet") / "adapter.safetensors"
+    soft.save(path)
+    with engine(kit.checkpoint(request.param), files, {"packet": str(path)}) as llm:
+        yield Linker(llm, request.param, files, soft)
 
 
 def chunks_of(name: str):
@@ -125,18 +128,20 @@ def test_a_later_turn_with_the_same_salt_finds_its_own_blocks(linker):
         close(answer, linker.expected(second, "mpic-4"))
 
 
-@pytest.mark.parametrize("sink", [0, 4])
-def test_a_compiled_chunk_is_what_the_native_engine_compiles(linker, sink):
+@pytest.mark.parametrize("wrapping", [BARE, Wrapping(sink=4), Wrapping(packet=True)])
+def test_a_compiled_chunk_is_what_the_native_engine_compiles(linker, wrapping):
     model, processor = kit.stock(linker.name)
     loaded = LoadedModel(copy.deepcopy(model), processor, linker.name)
     oracle = Oracle(model, loaded.mrope)
     for chunk in chunks_of(linker.name):
-        given, kv = linker.compiled(chunk, sink)
+        given, kv = linker.compiled(chunk, wrapping)
         image = chunk.token_ids is None
         own = loaded.image_inputs(chunk.load_image()) if image else loaded.text_inputs(chunk.token_ids)
+        if wrapping.packet:
+            own = linker.adapter.wrap(own, loaded.embed)
         assert torch.equal(given.token_ids, own.token_ids) and given.rotary_length == own.rotary_length
         assert torch.equal(given.positions, own.positions) and given.positions.dtype == torch.int64
         for name in ("embeds", "deepstack"):
             torch.testing.assert_close(getattr(given, name), getattr(own, name), atol=1e-4, rtol=0)
-        for layer, (keys, values) in zip(kv, oracle.compile(own, sink, BOS), strict=True):
+        for layer, (keys, values) in zip(kv, oracle.compile(own, wrapping.sink, BOS), strict=True):
             torch.testing.assert_close(layer, torch.stack([keys, values]), atol=1e-4, rtol=0)

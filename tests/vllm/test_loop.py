@@ -6,10 +6,12 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 from engine_kit import ids, prompt_of, request_of, text_chunk, until
 from library_tools import make_chunk
 from vllm_kit import make_tokenizer
@@ -18,11 +20,13 @@ from mpic.config import EngineConfig
 from mpic.engine.vllm.frontend import compiled as exported
 from mpic.engine.vllm.frontend import compiler as compiling
 from mpic.engine.vllm.frontend import engine as module
-from mpic.engine.vllm.frontend.client import VLLMClient, VLLMPrompt
+from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.model import ModelDescription
-from mpic.errors import CompileFailed, EngineStopped, StorageFull
-from mpic.kv.chunk import KVKey, KVShape
-from mpic.link import BARE, parse_policy
+from mpic.engine.vllm.frontend.prompts import VLLMPrompt
+from mpic.errors import CompileFailed, EngineStopped, NoAdapter, StorageFull
+from mpic.kv.chunk import ChunkInputs, KVKey, KVShape
+from mpic.link import BARE, Wrapping, parse_policy
+from mpic.packet.adapter import Adapter
 
 CHUNK = text_chunk(ids(3, 5))
 
@@ -126,6 +130,36 @@ def test_an_answer_that_ends_by_a_stop_string_says_which_chunks_were_computed_in
     assert (answer.text, answer.finish_reason) == ("ab", "stop")
     [use] = answer.usage.chunks
     assert (use.tier, use.reason, use.reused) == ("none", "corrupt", 0) and answer.usage.reused == 0
+
+
+def test_an_engine_without_an_adapter_refuses_packets_and_does_not_offer_them(engine, monkeypatch):
+    assert {"legolink-K"} == {"packet", "packet-K", "legolink-K"} & set(engine.policies())
+    with pytest.raises(NoAdapter, match=r"model m has none.*mpic train packet --model"):
+        engine.submit(request_of(prompt_of(ids(1, 6), CHUNK, ids(4, 5)), "packet"))
+    with pytest.raises(NoAdapter):
+        engine.compile(CHUNK, Wrapping(packet=True)).result(20)
+    with pytest.raises(NoAdapter, match="mpic train packet"):
+        module.VLLMEngine(EngineConfig(engine="vllm", policy="packet-16"), None, cpu=True)
+
+
+def test_a_packet_of_an_adapter_that_was_replaced_after_the_start_is_not_kept(engine, monkeypatch):
+    """The workers read the adapter's file themselves."""
+    soft = Adapter(torch.ones(2, 4), torch.ones(1, 4), "0" * 64)
+    monkeypatch.setattr(engine.compiler, "_model", replace(engine.model, adapter=soft))
+    bare = ChunkInputs(torch.tensor(CHUNK.token_ids), torch.arange(5)[None], 5, torch.zeros(5, 4))
+    engine.client.go.set()
+    for header, reason in ((soft.header, None), (soft.header + 1, "another adapter")):
+        given = bare.wrap(header, soft.trailer)
+        monkeypatch.setattr(
+            exported, "read_compiled", lambda folder, given=given: (given, torch.zeros(3, 2, 2, 8, 4))
+        )
+        compiled = engine.compile(CHUNK, Wrapping(packet=True))
+        if reason is None:
+            assert compiled.result(20) == 8
+            engine.forget(CHUNK)
+            continue
+        with pytest.raises(CompileFailed, match=reason):
+            compiled.result(20)
 
 
 def test_an_upload_after_a_deletion_does_not_join_an_earlier_compile(engine):

@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 import vllm_kit  # noqa: F401 - sets the environment before vLLM is imported
 from small_models import SMALL
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -22,6 +23,7 @@ from mpic.config import Config, ConfigError, EngineConfig
 from mpic.engine import load_engine
 from mpic.engine.native.loader import loaders_for
 from mpic.engine.vllm import wire
+from mpic.engine.vllm.frontend import digests
 from mpic.engine.vllm.frontend import model as models
 from mpic.engine.vllm.frontend.model import describe_model
 from mpic.engine.vllm.frontend.options import (
@@ -32,9 +34,11 @@ from mpic.engine.vllm.frontend.options import (
     engine_args,
     prepare_environment,
 )
-from mpic.errors import ModelRefused
+from mpic.errors import AdapterRefused, ModelRefused, NoAdapter
+from mpic.link import Wrapping
 from mpic.model import checkpoint
 from mpic.model.load import load_model
+from mpic.packet.adapter import PLACE, Adapter, find_adapter, read_adapter
 from mpic.server.run import build
 
 
@@ -53,8 +57,25 @@ def test_a_model_has_the_native_engines_digests(described):
     native = load_model(str(SMALL))
     assert (described.digest, described.preprocessing) == (native.digest, native.preprocessing)
     assert (described.bos, described.eos, described.shape) == (native.bos_id, native.eos_ids, native.shape)
+    assert described.adapter.digest == find_adapter(native, str(SMALL)).digest
     assert (described.context, described.image) == (native.context_length, native.image_token_id)
     assert described.dtype == native.info.dtype == "float32"
+
+
+def test_an_adapter_of_other_weights_is_refused_and_a_model_that_cannot_have_one_says_why(
+    tmp_path, monkeypatch
+):
+    other = tmp_path / PLACE
+    Adapter(torch.zeros(2, 256), torch.zeros(1, 256), "0" * 64).save(other)
+    with pytest.raises(AdapterRefused, match=r"other weights.*mpic train packet"):
+        describe_model(EngineConfig(model=str(SMALL), packet=str(other)), True)
+    monkeypatch.setattr(models, "quantization_of", lambda config: {"quant_method": "gptq"})
+    with pytest.raises(AdapterRefused, match="cannot have packets: vLLM unpacks"):
+        describe_model(EngineConfig(model=str(SMALL), packet=str(other)), True)
+    found = describe_model(EngineConfig(model=str(SMALL)), True)
+    assert found.adapter is None
+    with pytest.raises(NoAdapter, match="cannot have packets: vLLM unpacks"):
+        found.recipe(Wrapping(packet=True))
 
 
 def test_keys_become_vllms_arguments(described, tmp_path):
@@ -70,6 +91,10 @@ def test_keys_become_vllms_arguments(described, tmp_path):
     extra = connector["kv_connector_extra_config"]
     assert extra["folders"] == [str(tmp_path)] and extra["readers"] == 3 and extra["host_bytes"] == 5 << 20
     assert made.limit_mm_per_prompt["image"] >= 256
+    assert read_adapter(Path(extra["packet"]), 256).digest == described.adapter.digest
+    assert made.additional_config == {"mpic_packet": described.adapter.digest}
+    without = args(replace(described, adapter=None, adapter_path=None), tmp_path)
+    assert not without.additional_config and "packet" not in str(without.kv_transfer_config)
 
 
 def test_0_means_what_it_means_natively_and_what_is_not_given_is_left_to_the_connector(described, tmp_path):
@@ -184,8 +209,8 @@ def test_weights_are_read_once_until_a_file_changes(tmp_path, monkeypatch, descr
     folder, memory = tmp_path / "model", tmp_path / "store" / "models.json"
     shutil.copytree(SMALL, folder)
     read = []
-    plain = models._fingerprint
-    monkeypatch.setattr(models, "_fingerprint", lambda *args: read.append(1) or plain(*args))
+    plain = digests._fingerprint
+    monkeypatch.setattr(digests, "_fingerprint", lambda *args: read.append(1) or plain(*args))
     config = EngineConfig(model=str(folder))
     for _ in range(2):
         assert describe_model(config, True, memory).digest == described.digest
@@ -195,6 +220,7 @@ def test_weights_are_read_once_until_a_file_changes(tmp_path, monkeypatch, descr
     changed = json.loads((folder / "config.json").read_text())
     changed["text_config"]["rms_norm_eps"] = 1e-5
     (folder / "config.json").write_text(json.dumps(changed))
+    shutil.rmtree(folder / "packet")  # it is another model's now
     assert describe_model(config, True, memory).digest != described.digest and len(read) == 3
 
 
@@ -204,7 +230,7 @@ def test_weights_are_not_loaded_for_their_fingerprint_where_their_files_tell_it(
     def loaded(*args):
         raise AssertionError("the weights were loaded")
 
-    monkeypatch.setattr(models, "load_weights", loaded)
+    monkeypatch.setattr(digests, "load_weights", loaded)
     assert describe_model(EngineConfig(model=str(SMALL)), True).digest == described.digest
     folder = tmp_path / "model"
     shutil.copytree(SMALL, folder)
@@ -238,7 +264,7 @@ def hub(tmp_path, monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(models, "load_weights", Mock(side_effect=AssertionError("the weights were loaded")))
+    monkeypatch.setattr(digests, "load_weights", Mock(side_effect=AssertionError("the weights were loaded")))
     return tmp_path / "hub"
 
 

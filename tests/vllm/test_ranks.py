@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from vllm_facade import MANIFEST, Bench, compile_the_same
+from vllm_facade import MANIFEST, WRAPPINGS, Bench, compile_the_same
 
 pytestmark = pytest.mark.parity
 
@@ -16,7 +16,7 @@ def bench(request, tmp_path_factory):
         yield made
 
 
-@pytest.mark.parametrize("policy", ["full", "legolink-4", "mpic-16"])
+@pytest.mark.parametrize("policy", ["full", "legolink-4", "mpic-16", "packet-4"])
 def test_two_workers_give_the_native_engines_answers(bench, native, policy):
     for question in MANIFEST["questions"]:
         prompt = bench.prompt(question["messages"])
@@ -28,6 +28,6 @@ def test_two_workers_give_the_native_engines_answers(bench, native, policy):
         assert (a.prompt_tokens, a.reused, a.recomputed) == (b.prompt_tokens, b.reused, b.recomputed)
 
 
-@pytest.mark.parametrize("sink", [0, 4])
-def test_two_workers_compile_the_native_engines_files(bench, native, sink):
-    compile_the_same(bench, native, sink)
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_two_workers_compile_the_native_engines_files(bench, native, wrapping):
+    compile_the_same(bench, native, wrapping)

@@ -69,8 +69,18 @@ METHODS = {
         "wait_for_save": [],
     },
     "vllm.v1.core.kv_cache_manager:KVCacheManager": {"cache_blocks": ["request"], "get_block_ids": []},
-    "vllm.v1.worker.gpu_worker:Worker": {"init_device": [], "initialize_from_config": ["kv_cache_config"]},
-    "vllm.v1.worker.cpu_worker:CPUWorker": {"init_device": [], "initialize_from_config": ["kv_cache_config"]},
+    "vllm.v1.worker.gpu_worker:Worker": {
+        "init_device": [],
+        "load_model": [],
+        "initialize_from_config": ["kv_cache_config"],
+    },
+    "vllm.v1.worker.cpu_worker:CPUWorker": {
+        "init_device": [],
+        "load_model": [],
+        "initialize_from_config": ["kv_cache_config"],
+    },
+    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": {"forward": ["input_"]},
+    "vllm.renderers.base:BaseRenderer": {"validate_token_ids": ["token_ids", "parameter"]},
 }
 """Methods that are overridden or called, and the parameters that are given or taken by name or place."""
 

@@ -4,7 +4,7 @@ import re
 import time
 
 import httpx
-from page_kit import BOX, PHONE, ask, more, until, upload
+from page_kit import BOX, PHONE, ask, more, reload, until, upload
 from small_models import SMALL_SAMPLES
 
 from mpic.data.generator import references as generated
@@ -109,8 +109,7 @@ def test_references_are_searched_and_cited_and_can_be_opened(demo_url, open_page
             opened = page.inner_text("dialog")
             assert fact["text"][:40] in opened and "B 12" in opened and "SHA-256" in opened
             page.keyboard.press("Escape")
-            page.reload()
-            page.wait_for_selector("body[data-ready]")
+            reload(page)
             assert "Search when needed" in page.inner_text("#tools")  # the choice is kept
         finally:
             http.delete("/v1/references/ref_fact")

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from page_kit import AWAY, BOX, add, ask, kept, log_in, more, until
+from page_kit import AWAY, BOX, add, ask, kept, log_in, more, new_chat, reload, until
 
 HOSTILE = "<img src=x onerror=alert(1)> ${1+1} {{value}} `x` </textarea> \"'&"
 
@@ -16,14 +16,12 @@ def test_chats_survive_reload_and_restart_and_can_be_opened_renamed_exported(fak
     page = open_page(fake.url, expected=AWAY)
     ask(page, "What is the first thing?")
     ask(page, "And the second?")
-    page.click("#new-chat")
-    page.wait_for_selector("#welcome:visible")
+    new_chat(page)
     ask(page, "Something else")
     assert titles(page) == ["Something else", "What is the first thing?"]  # "New chat" has lost nothing
     fake.stop()
     fake.start()
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
+    reload(page)
     assert page.locator(".turn").count() == 1 and "Something else" in page.inner_text(
         ".bubble"
     )  # where one was
@@ -66,8 +64,7 @@ def test_a_deleted_chat_comes_back_within_ten_seconds_and_then_is_gone(fake, ope
     page.clock.run_for(11_000)
     page.wait_for_selector(".toast", state="detached")
     until(page, "import('/ui/static/store.js').then(s => s.list()).then(all => !all.length)")
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
+    reload(page)
     assert titles(page) == []
 
 
@@ -100,8 +97,7 @@ def test_turns_are_edited_answered_again_and_deleted_and_each_can_be_taken_back(
     until(
         page, lambda: [text for text, said in kept(page)] == ["one", "two"] and "taller" in kept(page)[1][1]
     )
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
+    reload(page)
     assert questions() == ["one", "two"] and "taller" in page.inner_text(".turn:nth-child(2) .text")
 
 
@@ -130,8 +126,7 @@ def test_drafts_survive_a_reload_another_chat_and_a_login(fake, open_page):
     log_in(page, key)
     ask(page, "a chat")
     page.fill(BOX, "a draft here")
-    page.click("#new-chat")
-    page.wait_for_selector("#welcome:visible")
+    new_chat(page)
     assert page.input_value(BOX) == ""
     page.fill(BOX, "and one for a new chat")
     page.click("#logout button")
@@ -206,6 +201,5 @@ def test_text_of_people_and_models_is_never_markup(fake, open_page):
     assert HOSTILE in page.inner_text("dialog .chunk pre")
     assert "<img src=x onerror=alert(2)>.txt" in page.inner_text("#file-list")
     page.keyboard.press("Escape")
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
+    reload(page)
     assert HOSTILE in page.inner_text(".bubble") and page.title().startswith("<img src=x onerror=alert(1)>")

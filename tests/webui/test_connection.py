@@ -1,6 +1,6 @@
 """When the server disappears and returns, or a key ends, the page explains it and recovers by itself."""
 
-from page_kit import AWAY, BOX, add, ask, log_in, look, until
+from page_kit import AWAY, BOX, add, ask, log_in, look, reload, until
 
 
 def test_a_server_that_is_down_is_said_in_words_and_a_question_waits_for_it(fake, open_page):
@@ -77,8 +77,7 @@ def test_a_login_the_chat_and_a_draft_outlast_the_server(fake, open_page):
     look(page)
     page.wait_for_selector("#notice", state="hidden")
     assert page.input_value(BOX) == "half a question"
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
+    reload(page)
     assert page.input_value(BOX) == "half a question" and page.locator(".turn").count() == 1
     ask(page, "after")
 

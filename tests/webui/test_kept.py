@@ -1,6 +1,6 @@
 """The browser keeps chats, drafts and settings with two tabs open, little room, or none at all."""
 
-from page_kit import BOX, ask, look, more, until
+from page_kit import BOX, ask, look, more, new_chat, reload, until
 
 QUEUED = "text=asked again as soon as it is back"
 
@@ -24,8 +24,7 @@ def test_two_tabs_that_ask_in_one_chat_at_the_same_time_keep_both_questions(fake
         assert sorted(questions(tab)) == ["one", "two", "zero"]
     more(other, 1, "Delete this turn")
     until(page, lambda: page.locator(".turn").count() == 2)
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
+    reload(page)
     assert sorted(questions(page)) == ["one", "two"]
 
 
@@ -41,8 +40,7 @@ def test_a_tab_that_has_changed_nothing_leaves_the_drafts_and_settings_of_anothe
     third = open_page(page.url, context=page.context)
     until(third, lambda: third.input_value(BOX) == "a newer draft")
     third.close()
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
+    reload(page)
     assert page.input_value(BOX) == "a newer draft"
     kept = page.evaluate("import('/ui/static/store.js').then(s => [s.settings.system, s.settings.length])")
     assert kept == ["Be brief.", 7]
@@ -56,8 +54,7 @@ def test_a_long_draft_is_whole_after_another_view_and_another_chat(fake, open_pa
     for view in ("policies", "chat"):
         page.click(f"#views [data-view={view}]")
     assert page.input_value(BOX) == long
-    page.click("#new-chat")
-    page.wait_for_selector("#welcome:visible")
+    new_chat(page)
     page.click("#chat-list a")
     page.wait_for_selector(".turn")
     assert page.input_value(BOX) == long
@@ -71,8 +68,7 @@ def test_a_draft_for_which_there_is_no_room_is_said_and_lasts_as_long_as_the_pag
     )
     page.fill(BOX, "a draft")
     page.wait_for_selector(".toast:has-text('no room for this draft')")
-    page.click("#new-chat")
-    page.wait_for_selector("#welcome:visible")
+    new_chat(page)
     page.click("#chat-list a")
     page.wait_for_selector(".turn")
     assert page.input_value(BOX) == "a draft"
@@ -81,14 +77,12 @@ def test_a_draft_for_which_there_is_no_room_is_said_and_lasts_as_long_as_the_pag
 def test_a_draft_of_a_new_chat_is_there_after_another_chat_was_opened(fake, open_page):
     page = open_page(fake.url)
     ask(page, "one")
-    page.click("#new-chat")
-    page.wait_for_selector("#welcome:visible")
+    new_chat(page)
     page.fill(BOX, "for a new chat")
     page.click("#chat-list a")
     page.wait_for_selector(".turn")
     assert page.input_value(BOX) == ""
-    page.click("#new-chat")
-    page.wait_for_selector("#welcome:visible")
+    new_chat(page)
     assert page.input_value(BOX) == "for a new chat"
 
 
@@ -102,8 +96,7 @@ def test_without_storage_the_page_works_and_says_once_that_nothing_is_kept(fake,
     page.wait_for_selector("body[data-ready]")
     assert page.locator(".toast:has-text('keeps nothing of this page')").count() == 1
     ask(page, "one")
-    page.click("#new-chat")
-    page.wait_for_selector("#welcome:visible")
+    new_chat(page)
     page.click("#chat-list a")
     page.wait_for_selector(".turn")
     assert questions(page) == ["one"]

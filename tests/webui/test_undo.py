@@ -1,6 +1,6 @@
 """Undo puts back one thing, and nothing that came after it is lost."""
 
-from page_kit import BOX, ask, kept, more, until
+from page_kit import BOX, ask, kept, more, new_chat, reload, until
 
 
 def questions(page):
@@ -11,10 +11,9 @@ def shows(page, *expected):
     until(page, lambda: questions(page) == list(expected), steps=200)
 
 
-def reload(page):
+def reload_when_kept(page):
     until(page, lambda: [text for text, _ in kept(page)] == questions(page))
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
+    reload(page)
 
 
 def undo(page, n):
@@ -37,7 +36,7 @@ def test_undo_keeps_a_question_that_was_asked_after_the_deletion(fake, open_page
     undo(page, 1)
     page.wait_for_selector(".turn:nth-child(1) .text:has-text('taller')")
     shows(page, "one", "two", "three", "four")
-    reload(page)
+    reload_when_kept(page)
     shows(page, "one", "two", "three", "four")
 
 
@@ -52,7 +51,7 @@ def test_turns_deleted_one_after_the_other_come_back_in_any_order_to_their_place
         undo(page, first)
         undo(page, 1)
         shows(page, "one", "two", "three")
-    reload(page)
+    reload_when_kept(page)
     shows(page, "one", "two", "three")
 
 
@@ -61,15 +60,13 @@ def test_undo_after_another_chat_was_opened_puts_the_turn_into_its_own_chat(fake
     ask(page, "one")
     ask(page, "two")
     more(page, 1, "Delete this turn")
-    page.click("#new-chat")
-    page.wait_for_selector("#welcome:visible")
+    new_chat(page)
     page.click("#chat-list a")
     page.wait_for_selector(".turn")
     undo(page, 1)
     shows(page, "one", "two")
     more(page, 2, "Delete this turn")
-    page.click("#new-chat")
-    page.wait_for_selector("#welcome:visible")
+    new_chat(page)
     undo(page, 1)
     page.wait_for_timeout(100)
     assert questions(page) == []
@@ -132,7 +129,7 @@ def test_all_chats_deleted_while_one_is_answered_stay_deleted_with_their_drafts(
     fake.engine.pause = 0.0
     until(page, lambda: not fake.engine.held)
     page.wait_for_timeout(100)
-    reload(page)
+    reload_when_kept(page)
     assert page.locator("#chat-list a").count() == 0 and page.locator(".turn").count() == 0
 
 

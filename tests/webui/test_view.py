@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from page_kit import BOX, PHONE, TABLET, add, ask, until
+from page_kit import BOX, PHONE, TABLET, add, ask, reload, until
 
 DESK = {"viewport": {"width": 1280, "height": 900}}
 SEEN = """() => {
@@ -132,8 +132,7 @@ def test_settings_are_kept_and_sent(fake, open_page):
     page.keyboard.type("mpic-24")
     page.wait_for_selector("[role=option]:has-text('first 24 tokens')")
     page.keyboard.press("Enter")
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
+    reload(page)
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     with page.expect_request("**/v1/chat/completions") as asked:
         ask(page, "hello")

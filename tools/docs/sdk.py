@@ -11,8 +11,7 @@ from typing import Any
 from tables import code, docstring, table
 
 from mpic import client
-from mpic.client import endpoints, types
-from mpic.client._sync import resources
+from mpic.client import endpoints, resources, types
 
 
 def sdk() -> Iterator[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from mpic.kv.copies import CopiedProgress, Copies
-from mpic.kv.parts import LayerRun, Piece, PieceReader
+from mpic.kv.parts import LayerRange, Piece, PieceReader
 from mpic.kv.staging import StagingRing
 from mpic.kv.store import PartedChunk, Reservation, StoredChunk, optional
 
@@ -48,7 +48,7 @@ class DeviceLoad:
         self._readers = max(1, min(threads, ring.size.slots) - 1)
         self._parted: PartedChunk | None = None
         self._reserved: Reservation | None = None
-        self._left: Iterator[LayerRun] = iter(())
+        self._left: Iterator[LayerRange] = iter(())
         self._lock = threading.Lock()  # guards _left
 
     def read(self) -> Iterator[int | None]:
@@ -98,7 +98,7 @@ class DeviceLoad:
                     yield None
             yield from part.layers
 
-    def _next(self) -> LayerRun | None:
+    def _next(self) -> LayerRange | None:
         with self._lock:
             return next(self._left, None)
 

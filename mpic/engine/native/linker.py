@@ -99,9 +99,10 @@ class ChunkLinker:
         Raises:
             NoAdapter: the wrapping is that of packets, and the model has no adapter.
         """
-        packet = require_adapter(self._adapter, self._model).digest if wrapping.packet else ""
+        model, packet = self._model, ""
+        if wrapping.packet:
+            packet = require_adapter(self._adapter, model.info.name, model.no_packets).digest
         kept = "" if (found := parse_press(press)) is None else found.name
-        model = self._model
         preprocessing = model.sampling if kind == "video" else model.preprocessing
         return Recipe(model.info.dtype, "raw", wrapping.sink, preprocessing, packet, model.layout, kept)
 

@@ -148,7 +148,7 @@ def own_tokens(
         i: next(following) for i, segment in enumerate(segments) if not isinstance(segment, TextSegment)
     }
     parts = [
-        *((run.start, run) for run in plan.runs),
+        *((own.start, own) for own in plan.own_ranges),
         *((plan.places[span.source].start + span.lo, span) for span in plan.spans),
     ]
     for start, part in sorted(parts, key=lambda pair: pair[0]):
@@ -277,7 +277,9 @@ class Request(Rows):
         """See ``Rows.places``: own tokens lie between chunks, and generated ones follow the prompt."""
         plan = self.prompt.plan
         generated = np.arange(plan.length, plan.length + self.since_plan)
-        return np.concatenate([*(np.arange(r.start, r.start + r.hi - r.lo) for r in plan.runs), generated])
+        return np.concatenate(
+            [*(np.arange(r.start, r.start + r.hi - r.lo) for r in plan.own_ranges), generated]
+        )
 
     @property
     def blocks(self) -> Sequence[tuple[int, int]]:

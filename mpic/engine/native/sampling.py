@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 CANDIDATES = 1024
 """Tokens among which a truncated distribution is looked for first."""
-_BLOCK = 512
+_PART = 512
 """Tokens whose weights are added up first when the whole vocabulary is drawn from."""
 _BELOW_ONE = 1 - 2.0**-32
 """Largest number drawn, so that its product with a sum stays below the sum."""
@@ -199,8 +199,8 @@ def _draw(logits: torch.Tensor, options: Sequence[Sampling], numbers: Sequence[f
             parts.append(_whole(_weights(mine, of["temperature"]), of["number"]))
         else:
             parts.append(_cut(mine, of, CANDIDATES))
-    places = table["rows"][:, 0]
-    return torch.empty_like(places).index_copy_(0, places, torch.cat(parts))
+    rows = table["rows"][:, 0]
+    return torch.empty_like(rows).index_copy_(0, rows, torch.cat(parts))
 
 
 def _table(
@@ -235,29 +235,29 @@ def _passed(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(ends, target, right=True).clamp_max_(ends.shape[1] - 1)
 
 
-def _sums(blocks: torch.Tensor) -> torch.Tensor:
-    """Returns the sums of ``blocks [..., 512]`` in fp64. A few fp32 numbers are added first, since turning all of them
+def _sums(parts: torch.Tensor) -> torch.Tensor:
+    """Returns the sums of ``parts [..., 512]`` in fp64. A few fp32 numbers are added first, since turning all of them
     into fp64 takes longer than everything else."""
-    return blocks.unflatten(-1, (-1, 16)).sum(-1).sum(-1, dtype=torch.float64)
+    return parts.unflatten(-1, (-1, 16)).sum(-1).sum(-1, dtype=torch.float64)
 
 
-def _in_blocks(weights: torch.Tensor) -> torch.Tensor:
-    """Returns ``[rows, blocks, 512]`` of ``[rows, vocabulary]``, the last block filled up with zeros."""
-    spare = -weights.shape[1] % _BLOCK
-    return (pad(weights, (0, spare)) if spare else weights).unflatten(1, (-1, _BLOCK))
+def _in_parts(weights: torch.Tensor) -> torch.Tensor:
+    """Returns ``[rows, parts, 512]`` of ``[rows, vocabulary]``, the last part filled up with zeros."""
+    spare = -weights.shape[1] % _PART
+    return (pad(weights, (0, spare)) if spare else weights).unflatten(1, (-1, _PART))
 
 
 def _whole(weights: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """Draws from the whole vocabulary by ``weights [rows, vocabulary]``: first a block of tokens, then a token of that
-    block."""
-    blocks = _in_blocks(weights)
-    ends = _sums(blocks).cumsum(-1)
+    """Draws from the whole vocabulary by ``weights [rows, vocabulary]``: first a part of tokens, then a token of that
+    part."""
+    parts = _in_parts(weights)
+    ends = _sums(parts).cumsum(-1)
     target = number * ends[:, -1:]
-    block = _passed(ends, target)
-    inside = blocks.take_along_dim(block[..., None], 1)[:, 0].double().cumsum(-1)
-    # the same numbers summed in another order: the remainder may exceed the block's own sum by a rounding error
-    left = target - pad(ends, (1, 0)).gather(1, block)
-    tokens = block * _BLOCK + _passed(inside, torch.minimum(left, inside[:, -1:] * _BELOW_ONE))
+    part = _passed(ends, target)
+    inside = parts.take_along_dim(part[..., None], 1)[:, 0].double().cumsum(-1)
+    # the same numbers summed in another order: the remainder may exceed the part's own sum by a rounding error
+    left = target - pad(ends, (1, 0)).gather(1, part)
+    tokens = part * _PART + _passed(inside, torch.minimum(left, inside[:, -1:] * _BELOW_ONE))
     return tokens.masked_fill(~ends[:, -1:].isfinite(), _NO_NUMBERS)[:, 0]
 
 
@@ -277,7 +277,7 @@ def _cut(logits: torch.Tensor, of: dict[str, torch.Tensor], candidates: int | No
     limited = of["top_k"] < vocabulary
     rank = torch.arange(values.shape[1], device=logits.device)
     weights = weights.masked_fill(rank >= of["top_k"], 0)
-    total = _sums(_in_blocks(_weights(logits, of["temperature"]))).sum(-1, keepdim=True)
+    total = _sums(_in_parts(_weights(logits, of["temperature"]))).sum(-1, keepdim=True)
     total = torch.where(limited, weights.sum(-1, keepdim=True), total)
     kept = (weights.cumsum(-1) - weights < of["top_p"] * total) | (of["top_p"] >= 1)
     kept &= rank < of["top_k"]

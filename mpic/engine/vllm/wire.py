@@ -22,6 +22,10 @@ VERSION = 1
 KNOWN_VERSIONS = ("0.32", "0.33")
 """Versions of vLLM in which everything private that the plugin uses has been looked up (docs/vllm.md has what ran)."""
 MAX_CHUNKS = 4096
+FIRST_SOFT = 1 << 30
+"""The id of an adapter's first trained token. In prompts, those of header and trailer have the ids from here on: above
+every vocabulary, and within int32, which vLLM keeps ids in. The workers' embedding layer gives them the adapter's
+vectors, so that to vLLM they are tokens like any other."""
 DISK_FULL, NOT_WRITTEN = "-full.failed", "-error.failed"
 """Ends of the names of empty files that stand for parts of a compiled chunk that could not be written."""
 
@@ -101,6 +105,17 @@ class CompileOrder:
 Order = LinkOrder | CompileOrder
 
 
+def packet_ids(ids: Sequence[int], header: int, trailer: int) -> tuple[int, ...]:
+    """Returns the ids of a chunk's packet (``mpic.packet``) in a prompt.
+
+    Args:
+        ids: of the chunk's own tokens.
+        header, trailer: trained tokens before and behind them.
+    """
+    middle = FIRST_SOFT + header
+    return (*range(FIRST_SOFT, middle), *ids, *range(middle, middle + trailer))
+
+
 def part_name(tensor: int, pipeline: int) -> str:
     """Returns the stem of the file that a worker writes its part of a compiled chunk to.
 
@@ -118,8 +133,8 @@ def make_link_order(plan: LinkPlan, files: Sequence[tuple[str, str] | None]) -> 
             recomputed whole).
     """
     rows: list[tuple[int, int]] = []
-    for run in plan.runs:
-        lo, hi = run.start, run.start + run.hi - run.lo
+    for own in plan.own_ranges:
+        lo, hi = own.start, own.start + own.hi - own.lo
         if rows and rows[-1][1] == lo:
             rows[-1] = (rows[-1][0], hi)
         else:

@@ -133,10 +133,10 @@ def _one(
     full = linked[0]
     distance = measures.distance(linker, prompt.chunks[-1], before)
     written = [
-        figures.save(out / "attention-shares.png", figures.shares(full)),
-        figures.save(out / "kv-distance.png", figures.distances(distance)),
-        figures.save(out / "attention-maps.png", figures.maps(linked, shown), (4 * len(linked), 4)),
-        figures.save(out / "attention-error.png", figures.errors(linked[1:], full)),
+        figures.save(out / "attention-shares.png", figures.shares, full),
+        figures.save(out / "kv-distance.png", figures.distances, distance),
+        figures.save(out / "attention-maps.png", figures.maps, linked, shown, size=(4 * len(linked), 4)),
+        figures.save(out / "attention-error.png", figures.errors, linked[1:], full),
     ]
     names = [one.policy for one in linked]
     numbers = {"task": task, "policies": names} | _numbers(linked, distance)
@@ -174,15 +174,15 @@ def _many(
     assert found is not None
     wide = (3 + 3 * len(plain), 5)
     written = [
-        figures.save(out / "attention-scores.png", many_figures.distribution(found)),
-        figures.save(out / "important-tokens.png", many_figures.important(found)),
-        figures.save(out / "attention-groups.png", many_figures.maps(found, shown), wide),
-        figures.save(out / "sinks.png", many_figures.sinks(found)),
+        figures.save(out / "attention-scores.png", many_figures.distribution, found),
+        figures.save(out / "important-tokens.png", many_figures.important, found),
+        figures.save(out / "attention-groups.png", many_figures.maps, found, shown, size=wide),
+        figures.save(out / "sinks.png", many_figures.sinks, found),
     ]
     numbers = {"task": task, "layer": shown} | found.numbers()
     if packets:
         tall = (10, 2 + 2 * len(compared.sums))
-        written.append(figures.save(out / "packet-attention.png", compared.draw, tall))
+        written.append(figures.save(out / "packet-attention.png", compared.draw, size=tall))
         numbers["question_to_chunks"] = compared.numbers()
     (out / "analysis.json").write_text(json.dumps(numbers, indent=2) + "\n")
     heads = (f"{name}: chunks' first tokens" for name in found.sums)

@@ -130,7 +130,7 @@ class DenseLinker:
             raise UnsupportedParameter(f"{policy} cannot be drawn: its tokens are not known beforehand")
         inputs = [self.inputs(chunk) for chunk in prompt.chunks]
         if policy.wrapping.packet:
-            adapter = require_adapter(self.adapter, self.model)
+            adapter = require_adapter(self.adapter, self.model.info.name, self.model.no_packets)
             inputs = [adapter.wrap(one, self.model.embed) for one in inputs]
         shapes = segment_shapes(prompt.segments, ((len(i), i.rotary_length) for i in inputs), policy)
         plan, everything = (make_plan(shapes, p) for p in (policy, Full()))
@@ -181,5 +181,5 @@ class DenseLinker:
 
 
 def _rows(plan: LinkPlan) -> torch.Tensor:
-    parts = [torch.arange(run.start, run.start + run.hi - run.lo) for run in plan.runs]
+    parts = [torch.arange(own.start, own.start + own.hi - own.lo) for own in plan.own_ranges]
     return torch.cat(parts)

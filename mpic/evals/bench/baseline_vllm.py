@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from mpic.engine.vllm.frontend.model import ModelDescription
 
 SALT = "bench"
-OURS = ("worker_cls", "scheduler_cls", "kv_transfer_config", "async_scheduling", "mm_processor_cache_gb")
+OURS = (
+    "worker_cls",
+    "scheduler_cls",
+    "kv_transfer_config",
+    "additional_config",
+    "async_scheduling",
+    "mm_processor_cache_gb",
+)
 """Arguments that our engine sets otherwise than vLLM does."""
 
 

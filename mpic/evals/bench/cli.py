@@ -28,6 +28,7 @@ from mpic.evals.bench import (  # noqa: F401 - each registers itself
     sampling,
     serving,
     serving_http,
+    start,
     ttft,
     ttft_vllm,
 )

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from mpic.engine.native.engine import NativeEngine
-from mpic.evals.bench.harness import BenchDevice, Report, Row, Ticker, bench, interleave
+from mpic.evals.bench.harness import BenchDevice, Report, Row, Ticker, bench, interleave, paired
 from mpic.evals.bench.workload import (
     BENCH_DECODER,
     DecoderShape,
@@ -106,12 +106,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     headline = {
         "least_share_of_deciding": min(shares),
         "most_share_of_deciding": max(shares),
-        "cacheblend15_over_legolink16": statistics.median(
-            a / b
-            for a, b in zip(
-                samples[f"{most} {BLENDED}"].values, samples[f"{most} {STATIC}"].values, strict=True
-            )
-        ),
+        "cacheblend15_over_legolink16": paired(samples[f"{most} {BLENDED}"], samples[f"{most} {STATIC}"]),
     }
     return Report(rows, headline, notes, lambda figure: _plot(figure, rows))
 

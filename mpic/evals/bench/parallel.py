@@ -22,7 +22,6 @@ from mpic.evals.bench.workload import (
     compile_all,
     first_token,
     make_pair,
-    prompt_of,
     request_of,
 )
 from mpic.kv.chunk import Chunk, ChunkKV, KVKey
@@ -143,10 +142,8 @@ class _Subject:
         self._settings, self._library = settings, library
         ids = Ids(settings.decoder.vocabulary, settings.seed)
         self.chunks = ids.chunks(settings.chunks, settings.tokens)
-        parts: list[Any] = [ids.fresh(settings.text // 2)]
-        for chunk in self.chunks:
-            parts += [chunk, ids.fresh(max(1, settings.text // 2 // settings.chunks))]
-        self.prompt = prompt_of(*parts)
+        between = max(1, settings.text // 2 // settings.chunks)
+        self.prompt = ids.spaced(self.chunks, settings.text // 2, 0, between)
         pages = 2 * settings.chunks * (-(-settings.tokens // PAGE) + 1) + 64
         with closing(NativeEngine(model, library.store, pages=pages, page_size=PAGE)) as first:
             compile_all(first, self.chunks)

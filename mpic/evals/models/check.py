@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import copy
-import functools
-import itertools
 import traceback
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 
-from mpic.engine.base import Engine, GenerationRequest, Sampling
+from mpic.engine.base import Engine
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import ModelRefused, MPICError
+from mpic.evals.bench.workload import image_chunk, prompt_of, request_of, text_chunk
 from mpic.evals.models.images import processor_of, stock_answer
 from mpic.evals.models.instances import build, one_line
 from mpic.evals.models.oracle import IMAGE_TYPES, PREFIX_TYPES, StockOracle, TokenTypes
-from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey
-from mpic.link import ChunkPlace, Policy, parse_policy
+from mpic.kv.chunk import Chunk, ChunkInputs
+from mpic.link import ChunkPlace, parse_policy
 from mpic.model.bidirectional import Scope, types_name
 from mpic.model.image_selftest import image_self_test
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import self_test
 from mpic.model.structure import as_plain
-from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
+from mpic.prompt.segments import ChunkSegment, Prompt
 
 POLICIES = ("full", "mpic-5", "reuse")
 TOKENS = 3
@@ -33,7 +33,6 @@ LIMIT = 1e-3
 """Largest difference of log-probabilities in fp32, over answers of ``TOKENS`` tokens."""
 _BOS = 1
 """The begin token of chunks that are compiled behind sink tokens. The policies here compile none of these."""
-_ids = itertools.count()
 
 
 class Row(NamedTuple):
@@ -90,20 +89,16 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
     if kind == "image-text-to-text":
         processor, images = processor_of(family, loaded)
         image_self_test(loaded)
-        chunks = [
-            Chunk(ChunkKey.of_image(image), "local", load_image=functools.partial(_same, image))
-            for image in images
-        ]
+        chunks = [image_chunk(image, "local") for image in images]
         prompt = around(loaded.config, chunks)
     inputs = [
         loaded.image_inputs(chunk.load_image()) if chunk.load_image else loaded.text_inputs(chunk.token_ids)
         for chunk in chunks
     ]
     worst = 0.0
-    types = _types_of(loaded)
+    types = types_of(loaded)
     oracle = StockOracle(stock, loaded.mrope, types, loaded.stand_ins)
-    engine = NativeEngine(loaded, pages=256, page_size=8)
-    try:
+    with closing(NativeEngine(loaded, pages=256, page_size=8)) as engine:
         engine.pool.arena.fill_(float("nan"))
         for name in POLICIES:
             difference, got = linked(engine, oracle, prompt, inputs, name)
@@ -115,8 +110,6 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
                 )
                 worst = max(worst, _difference(got[0], answer))
         engine.check()
-    finally:
-        engine.close()
     return worst
 
 
@@ -129,12 +122,21 @@ def linked(
     selection = policy.select(_slots(prompt, inputs))
     tokens, expected = oracle.generate(prompt, inputs, policy, selection, TOKENS, _BOS)
     expected = torch.log_softmax(expected.float(), -1)
-    got, worst = _answer(engine, prompt, policy, expected.shape[1]), 0.0
+    got, worst = _answer(engine, prompt, name, expected.shape[1]), 0.0
     for step in range(TOKENS):
         worst = max(worst, _difference(got[step], expected[step]))
         if int(got[step].argmax()) != tokens[step]:
             break
     return worst, got
+
+
+def over_policies(
+    engine: Engine, oracle: StockOracle, prompt: Prompt, inputs: Sequence[ChunkInputs]
+) -> tuple[float, float]:
+    """Returns the largest difference between an engine's log-probabilities and the oracle's under ``full``, which
+    links nothing, and that over ``POLICIES``."""
+    differences = {policy: linked(engine, oracle, prompt, inputs, policy)[0] for policy in POLICIES}
+    return differences["full"], max(differences.values())
 
 
 def text_prompt(config: Any) -> tuple[Prompt, list[Chunk]]:
@@ -145,12 +147,10 @@ def text_prompt(config: Any) -> tuple[Prompt, list[Chunk]]:
 
 def around(config: Any, chunks: Sequence[Chunk]) -> Prompt:
     """Returns a prompt of text around two chunks."""
-    texts = (_text(config, 3, 6), _text(config, 4, 3), _text(config, 5, 4))
-    a, b = map(ChunkSegment, chunks)
-    return Prompt((texts[0], a, texts[1], b, texts[2]))
+    return prompt_of(_text(config, 3, 6), chunks[0], _text(config, 4, 3), chunks[1], _text(config, 5, 4))
 
 
-def _types_of(loaded: LoadedModel) -> TokenTypes | None:
+def types_of(loaded: LoadedModel) -> TokenTypes | None:
     """Returns the types of tokens according to the processor of a family."""
     name = types_name(loaded.model)
     if name is None:
@@ -165,10 +165,6 @@ def _stock_answer(stock: torch.nn.Module, *given: Any) -> torch.Tensor:
         return torch.log_softmax(stock_answer(stock, *given).float(), -1)
     except Exception as error:
         raise ModelRefused(f"the stock model does not take these images: {one_line(error)}") from error
-
-
-def _same(image: Image.Image) -> Image.Image:
-    return image
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -190,14 +186,12 @@ def _ids_of(prompt: Prompt, inputs: Sequence[ChunkInputs]) -> tuple[list[int], l
 
 
 def _chunk(config: Any, seed: int, n: int) -> Chunk:
-    ids = tuple(_text(config, seed, n).token_ids)
-    return Chunk(ChunkKey.of_text(" ".join(map(str, ids))), "local", ids)
+    return text_chunk(_text(config, seed, n), "local")
 
 
-def _text(config: Any, seed: int, n: int) -> TextSegment:
+def _text(config: Any, seed: int, n: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(10, 290, (n,), generator=generator)
-    return TextSegment(tuple(as_plain(config, ids).tolist()))
+    return as_plain(config, torch.randint(10, 290, (n,), generator=generator)).tolist()
 
 
 def _slots(prompt: Prompt, inputs: Sequence[ChunkInputs]) -> list[ChunkPlace]:
@@ -212,10 +206,9 @@ def _slots(prompt: Prompt, inputs: Sequence[ChunkInputs]) -> list[ChunkPlace]:
     return slots
 
 
-def _answer(engine: Engine, prompt: Prompt, policy: Policy, vocabulary: int) -> torch.Tensor:
-    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True, logprobs=vocabulary)
-    request = GenerationRequest(f"check{next(_ids)}", prompt, policy, sampling, "local")
+def _answer(engine: Engine, prompt: Prompt, policy: str, vocabulary: int) -> torch.Tensor:
     rows = torch.full((TOKENS, vocabulary), float("nan"))
+    request = request_of(prompt, policy, TOKENS, "local", logprobs=vocabulary)
     for i, logprob in enumerate(engine.submit(request).result().logprobs):
         for token, value in logprob.top:
             rows[i, token] = value

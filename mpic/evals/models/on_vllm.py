@@ -19,7 +19,7 @@ from mpic.engine import load_engine
 from mpic.engine.base import Engine
 from mpic.engine.vllm.frontend.options import prepare_environment
 from mpic.errors import ModelRefused, MPICError
-from mpic.evals.models.check import LIMIT, POLICIES, Row, linked, text_prompt
+from mpic.evals.models.check import LIMIT, Row, over_policies, text_prompt
 from mpic.evals.models.instances import build, class_names, one_line, shortened
 from mpic.evals.models.on_vllm_images import (
     NOT_LINKED,
@@ -128,9 +128,8 @@ def _compared(engine: Engine, model: nn.Module, images: Images | None) -> tuple[
     return "verified", f"{worst:.0e}"
 
 
-def save(model: nn.Module, folder: Path, images: Images | None = None) -> None:
-    """Writes a model as a folder that transformers and vLLM both load, with the processor for its images, else a
-    tokenizer of one word a token."""
+def save_model(model: nn.Module, folder: Path) -> None:
+    """Writes a model's configuration and weights under names that transformers and vLLM both know."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = torch.float32
     if "Llava" in type(model).__name__:
@@ -141,6 +140,12 @@ def save(model: nn.Module, folder: Path, images: Images | None = None) -> None:
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     else:
         model.save_pretrained(folder)
+
+
+def save(model: nn.Module, folder: Path, images: Images | None = None) -> None:
+    """Writes a model as a folder that transformers and vLLM both load, with the processor for its images, else a
+    tokenizer of one word a token."""
+    save_model(model, folder)
     if model.config.model_type in TRANSPOSED:
         path = folder / "model.safetensors"
         state = {
@@ -158,8 +163,7 @@ def save(model: nn.Module, folder: Path, images: Images | None = None) -> None:
 
 
 def compare(engine: Engine, model: nn.Module) -> tuple[float, float]:
-    """Returns the largest difference between the engine's log-probabilities and the oracle's under ``full``, which
-    links nothing, and that over ``POLICIES``."""
+    """Compares a served model with the oracle as ``over_policies`` does, for a prompt with two texts as chunks."""
     prompt, chunks = text_prompt(model.config)
     inputs = [
         ChunkInputs(
@@ -168,8 +172,7 @@ def compare(engine: Engine, model: nn.Module) -> tuple[float, float]:
         for chunk in chunks
     ]
     oracle = StockOracle(copy.deepcopy(model), 1, None, {})
-    differences = {policy: linked(engine, oracle, prompt, inputs, policy)[0] for policy in POLICIES}
-    return differences["full"], max(differences.values())
+    return over_policies(engine, oracle, prompt, inputs)
 
 
 def _last(log: Path, pattern: str) -> str:

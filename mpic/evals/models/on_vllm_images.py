@@ -9,7 +9,6 @@ configuration.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from typing import Any, NamedTuple
 
@@ -23,11 +22,11 @@ from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPI
 
 from mpic.engine.base import Engine
 from mpic.errors import ModelRefused
-from mpic.evals.models.check import POLICIES, _same, _types_of, around, linked
+from mpic.evals.bench.workload import image_chunk
+from mpic.evals.models.check import around, over_policies, types_of
 from mpic.evals.models.images import processor_of
 from mpic.evals.models.instances import one_line
 from mpic.evals.models.oracle import StockOracle
-from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.model.loaded import LoadedModel
 
 _WHOLE = {"rope_parameters": {"partial_rotary_factor": 1.0}}
@@ -139,18 +138,12 @@ def images_of(family: str, model: nn.Module, vocabulary: int) -> Images:
 
 
 def compare_images(engine: Engine, model: nn.Module, given: Images) -> tuple[float, float]:
-    """Returns the largest difference between the engine's log-probabilities and the oracle's under ``full``, which
-    links nothing, and that over ``POLICIES``, for a prompt with two images as chunks."""
+    """Compares a served model with the oracle as ``over_policies`` does, for a prompt with two images as chunks."""
     loaded = given.loaded
-    chunks = [
-        Chunk(ChunkKey.of_image(image), "local", load_image=functools.partial(_same, image))
-        for image in given.images
-    ]
-    prompt = around(loaded.config, chunks)
+    prompt = around(loaded.config, [image_chunk(image, "local") for image in given.images])
     inputs = [loaded.image_inputs(image) for image in given.images]
-    oracle = StockOracle(copy.deepcopy(model), loaded.mrope, _types_of(loaded), loaded.stand_ins)
-    differences = {policy: linked(engine, oracle, prompt, inputs, policy)[0] for policy in POLICIES}
-    return differences["full"], max(differences.values())
+    oracle = StockOracle(copy.deepcopy(model), loaded.mrope, types_of(loaded), loaded.stand_ins)
+    return over_policies(engine, oracle, prompt, inputs)
 
 
 def _arguments(

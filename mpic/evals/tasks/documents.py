@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,18 @@ def pieces(text: str, options: Options) -> list[str]:
     else:
         found = options.splitter(text, options.split, options.tokens)
     return found or [text]
+
+
+def in_pieces(options: Options) -> Options:
+    """Returns options that cut a haystack into pieces of ``tokens`` unless they say otherwise; it has no passages."""
+    return replace(options, split="fixed") if options.split == "passage" else options
+
+
+def needle_cells(options: Options) -> Iterator[tuple[int, int, str, random.Random]]:
+    """Yields length, depth, id (``LENGTH@DEPTH#NUMBER``) and a generator of its own for every question of a grid."""
+    for length, depth, number in product(options.lengths, options.depths, range(options.questions)):
+        rng = random.Random(f"{options.seed} {length} {depth} {number}")
+        yield length, depth, f"{length}@{depth}#{number}", rng
 
 
 def ask(documents: list[dict[str, Any]], before: str, after: str) -> list[dict[str, Any]]:

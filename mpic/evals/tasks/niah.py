@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 from mpic.evals.tasks.base import Options, Sample, TaskError, task
-from mpic.evals.tasks.documents import ask, data_file, field_of, json_lines, parts_of
+from mpic.evals.tasks.documents import (
+    ask,
+    data_file,
+    field_of,
+    in_pieces,
+    json_lines,
+    needle_cells,
+    parts_of,
+)
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic numbers for {key} is: {value}."
@@ -37,16 +43,11 @@ def grid(options: Options) -> Iterator[Sample]:
     The haystack has at most ``length`` tokens of the model (words, for a judge, who has no model's tokenizer and reads
     the question only), and is cut into pieces of ``tokens``.
     """
-    cut = replace(options, split="fixed") if options.split == "passage" else options
-    for length in options.lengths:
-        for depth in options.depths:
-            for number in range(options.questions):
-                rng = random.Random(f"{options.seed} {length} {depth} {number}")
-                key, value = rng.choice(_KEYS), str(rng.randrange(1_000_000, 10_000_000))
-                needle = _NEEDLE.format(key=key, value=value)
-                text = _haystack(options, length, depth, needle)
-                messages = ask(parts_of(text, cut), _BEFORE, _QUESTION.format(key=key))
-                yield Sample(f"{length}@{depth}#{number}", messages, (value,), 16)
+    for length, depth, id, rng in needle_cells(options):
+        key, value = rng.choice(_KEYS), str(rng.randrange(1_000_000, 10_000_000))
+        text = _haystack(options, length, depth, _NEEDLE.format(key=key, value=value))
+        messages = ask(parts_of(text, in_pieces(options)), _BEFORE, _QUESTION.format(key=key))
+        yield Sample(id, messages, (value,), 16)
 
 
 def _haystack(options: Options, length: int, depth: int, needle: str) -> str:
@@ -69,7 +70,7 @@ def niah(options: Options) -> Iterator[Sample]:
     """Uses the last line of the input as the question, and the text before it as the haystack, cut into pieces of
     ``tokens``. Entries are ``{"index", "input", "outputs"}``."""
     path = data_file(options, (".jsonl",))
-    cut = replace(options, split="fixed") if options.split == "passage" else options
+    cut = in_pieces(options)
     for number, entry in enumerate(json_lines(path)):
         if number == options.questions:
             return

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
-from mpic.data.bundled import WORLDS
 from mpic.data.generator import EVAL_TASKS, Document, Generator
 from mpic.data.generator.client import messages_of
 from mpic.data.generator.documents import draw_value, reference_fact
 from mpic.data.generator.wordings import draw
 from mpic.data.generator.words import OBJECTS, fillers
+from mpic.data.generator.worlds import WORLDS
 from mpic.evals.tasks.base import Options, Sample, TaskError, task
-from mpic.evals.tasks.documents import ask, parts_of
+from mpic.evals.tasks.documents import ask, in_pieces, needle_cells, parts_of
 
 _SUMMARIES = {
     "image": "several images, then a question about one of them",
@@ -84,16 +83,11 @@ def needle_grid(options: Options) -> Iterator[Sample]:
     The haystack has at most ``length`` tokens of the model (words, for a judge, who reads the question only), and is
     cut into documents of ``tokens``.
     """
-    cut = replace(options, split="fixed") if options.split == "passage" else options
-    for length in options.lengths:
-        for depth in options.depths:
-            for number in range(options.questions):
-                rng = random.Random(f"{options.seed} {length} {depth} {number}")
-                thing, code = rng.choice(OBJECTS), draw_value(rng, "code")
-                text = _haystack(rng, options, length, depth, reference_fact("code", thing, code))
-                question = draw(rng, "eval", "needle").format(x=thing)
-                messages = ask(parts_of(text, cut), "", question)
-                yield Sample(f"{length}@{depth}#{number}", messages, (code,), 16)
+    for length, depth, id, rng in needle_cells(options):
+        thing, code = rng.choice(OBJECTS), draw_value(rng, "code")
+        text = _haystack(rng, options, length, depth, reference_fact("code", thing, code))
+        question = draw(rng, "eval", "needle").format(x=thing)
+        yield Sample(id, ask(parts_of(text, in_pieces(options)), "", question), (code,), 16)
 
 
 def _haystack(rng: random.Random, options: Options, length: int, depth: int, needle: str) -> str:

@@ -21,7 +21,7 @@ from mpic.library.records import Scalar
 
 ID_ALPHABET = string.ascii_letters + string.digits
 READ_BYTES = 128 << 20
-READING = Budget(places=64, most_waiting=MOST_WAITING)
+READING = Budget(most=64, most_waiting=MOST_WAITING)
 """Bounds the bytes of large uploads that are in memory at a time while they wait to be decoded."""
 
 HANDLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -10,7 +10,7 @@ import torch
 
 from mpic.errors import CorruptFile
 from mpic.kv.file import ChunkFile
-from mpic.kv.parts import LayerRun, Piece, PieceReader
+from mpic.kv.parts import LayerRange, Piece, PieceReader
 
 
 class DiskParts:
@@ -37,7 +37,7 @@ class DiskParts:
         self.dtype = file.dtype
         self.parts = file.parts(most)
 
-    def read_part(self, part: LayerRun) -> Iterator[tuple[Piece, PieceReader]]:
+    def read_part(self, part: LayerRange) -> Iterator[tuple[Piece, PieceReader]]:
         for piece, read in self._file.read_part(part):
             yield piece, partial(self._read, read)
 

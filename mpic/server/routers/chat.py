@@ -108,7 +108,7 @@ def prepare(
     rounds: tuple[RetrievalRound, ...] = ()
     search = None
     if options.mode == "off":
-        prompt = build_prompt(messages, state.template, resolver, tools)
+        prompt = build_prompt(messages, state.template, resolver, tools, user)
     else:
         searcher = retrieval.Searcher(state.retriever, options, press or state.config.engine.press)
         query = retrieval.query_of(messages, _resolver(state, user))

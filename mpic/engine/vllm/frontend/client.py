@@ -11,10 +11,9 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.exceptions import VLLMClientError
-from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -24,6 +23,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from mpic import memory
 from mpic.config import ConfigError
+from mpic.engine.vllm.frontend.prompts import VLLMPrompt, accept_soft_ids, token_prompt
 from mpic.engine.vllm.wire import FIELD, CompileOrder
 from mpic.errors import (
     BadRequest,
@@ -40,7 +40,6 @@ from mpic.kv.chunk import Chunk, digest
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.inputs.engine import EngineInput
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,20 +48,6 @@ NO_CLIPS = (
 )
 RENDERED_AT_ONCE = 2
 """Prompts with images that are rendered at the same time; each has all of its images decoded in this process."""
-
-
-class VLLMPrompt(NamedTuple):
-    """A prompt as vLLM takes it.
-
-    Args:
-        ids: its tokens, images expanded.
-        images: ``(first token, tokens)`` of every image.
-        prompt: vLLM's own object.
-    """
-
-    ids: Sequence[int]
-    images: tuple[tuple[int, int], ...]
-    prompt: EngineInput
 
 
 class Gauges(StatLoggerBase):
@@ -89,6 +74,7 @@ class VLLMClient:
 
     Args:
         image: the token that stands for an image in a prompt; None for a model that takes no images.
+        soft: trained tokens of the model's adapter, whose ids prompts may have (``wire.FIRST_SOFT``).
 
     Attributes:
         loop: the event loop that everything ``async`` here runs on.
@@ -99,7 +85,7 @@ class VLLMClient:
         ConfigError: vLLM did not start; the message is vLLM's, and its log has more.
     """
 
-    def __init__(self, args: AsyncEngineArgs, image: int | None) -> None:
+    def __init__(self, args: AsyncEngineArgs, image: int | None, soft: int = 0) -> None:
         self._image = image
         self._pictures = asyncio.Semaphore(RENDERED_AT_ONCE)
         self.gauges: list[Gauges] = []
@@ -113,6 +99,7 @@ class VLLMClient:
             if not isinstance(error, Exception) or isinstance(error, MPICError):
                 raise
             raise ConfigError(f"vLLM did not start: {error}", param="engine") from error
+        accept_soft_ids(self._llm.renderer, soft)
         config = self._llm.vllm_config
         self.context: int = config.model_config.max_model_len
         self.block_size: int = config.cache_config.block_size
@@ -267,11 +254,6 @@ class VLLMClient:
             raise kind(str(report.get("message") or report["error"]))
         if last is None or last.outputs[0].finish_reason not in ("length", "stop"):
             raise CompileFailed("vLLM did not compute the chunk to its end")
-
-
-def token_prompt(ids: Sequence[int], salt: str) -> VLLMPrompt:
-    """Returns a prompt of token ids alone. A link's prompt is one: its images are in chunk files."""
-    return VLLMPrompt(ids, (), tokens_input(list(ids), cache_salt=salt))
 
 
 def report_of(output: RequestOutput | None) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mpic.engine.vllm.frontend.client import VLLMClient, VLLMPrompt
+from mpic.engine.vllm.frontend.client import VLLMClient
+from mpic.engine.vllm.frontend.prompts import VLLMPrompt
 from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, CompileOrder, part_name
 from mpic.errors import CompileFailed, StorageFull
 from mpic.kv.chunk import ChunkInputs

@@ -11,19 +11,26 @@ import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from mpic.engine.accounting import oversized_chunk
 from mpic.engine.tombstones import Tombstones
-from mpic.engine.vllm.frontend.client import VLLMClient, VLLMPrompt
+from mpic.engine.vllm.frontend.chunks import (
+    ChunkSize,
+    CompiledChunk,
+    CompileTask,
+    LinkedChunk,
+    SpooledFile,
+)
+from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.compiled import SPOOL, compute
 from mpic.engine.vllm.frontend.model import ModelDescription
+from mpic.engine.vllm.frontend.prompts import VLLMPrompt
+from mpic.engine.vllm.wire import packet_ids
 from mpic.errors import CompileFailed, CorruptFile, MPICError, NotFound, OutOfMemory
-from mpic.kv.chunk import Chunk, ChunkKV, KVKey
+from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKV, KVKey
 from mpic.kv.file import write
 from mpic.kv.store import ChunkStore
 from mpic.link import BARE, Policy, Wrapping
@@ -34,114 +41,6 @@ CONCURRENT_COMPILES = 8
 """Each holds a chunk's KV in memory until it is durable."""
 REMEMBERED_SIZES = 1 << 16
 SPOOLED_NAME = re.compile(r"[0-9a-f]{32}(?:\.safetensors)?")
-
-
-class ChunkSize(NamedTuple):
-    """Tokens of a chunk, and the rotary positions it takes (0 until an image has been compiled)."""
-
-    tokens: int
-    rotary_length: int
-
-
-class SpooledFile:
-    """A chunk file outside the store. It is removed when each of its ``users`` has dropped it once; they are counted
-    when its compile has ended (``CompileTask.end``)."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.users = path, 0
-
-    def drop(self) -> None:
-        self.users -= 1
-        if self.users <= 0:
-            self.path.unlink(missing_ok=True)
-
-
-class CompiledChunk(NamedTuple):
-    """A compiled chunk.
-
-    Args:
-        spooled: the chunk's file when the store did not keep it.
-        unkept: the reason why the store did not keep it; None if the chunk was deleted meanwhile.
-    """
-
-    size: ChunkSize
-    spooled: SpooledFile | None = None
-    unkept: MPICError | None = None
-
-
-@dataclass(eq=False)
-class CompileTask:
-    """A compile under way or in the queue.
-
-    Attributes:
-        arrived: time at which the caller who began it arrived.
-        waiting: callers that wait for it.
-        started: True when it has left the queue.
-        cancelled: True when it was cancelled in the queue because nobody waited any more.
-        spooled: the chunk's file outside the store, once the callers are counted as its users.
-    """
-
-    task: asyncio.Task[CompiledChunk]
-    arrived: float
-    waiting: int = 0
-    started: bool = False
-    cancelled: bool = False
-    spooled: SpooledFile | None = None
-
-    def end(self) -> None:
-        """Makes those who wait for the compile, which has ended, the users of the file."""
-        if self.task.cancelled() or self.task.exception() is not None:
-            return
-        self.spooled = self.task.result().spooled
-        if self.spooled is not None:
-            self.spooled.users = self.waiting
-            if not self.waiting:
-                self.spooled.drop()
-
-    def leave(self) -> None:
-        """Lets a caller who was cancelled go."""
-        self.waiting -= 1
-        if not self.waiting and not self.started:
-            self.cancelled = self.task.cancel()
-        if self.spooled is not None:
-            self.spooled.drop()
-
-
-@dataclass(eq=False)
-class LinkedChunk:
-    """A chunk of a request.
-
-    Args:
-        ids: its token ids.
-        rotary_length: rotary positions it takes; 0 while they are not known.
-        stored: True if the store has its file, as far as is known.
-        spooled: its file outside the store.
-        prompt: the chunk alone, rendered for its compile.
-        tier, reason, ms: as in ``mpic.engine.base.ChunkUse``; ``reason`` is why it was compiled.
-        counted: True if the counters include it.
-    """
-
-    chunk: Chunk
-    key: KVKey
-    ids: tuple[int, ...]
-    rotary_length: int
-    stored: bool = False
-    spooled: SpooledFile | None = None
-    prompt: VLLMPrompt | None = None
-    tier: str = "none"
-    reason: str | None = None
-    ms: float = 0.0
-    counted: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return len(self.ids)
-
-    def release(self) -> None:
-        """Drops its spooled file, because the request has ended or the file cannot be used."""
-        if self.spooled is not None:
-            self.spooled.drop()
-        self.spooled = self.prompt = None
 
 
 class ChunkCompiler:
@@ -174,15 +73,17 @@ class ChunkCompiler:
 
         Raises:
             InvalidImage, UnsupportedModality: an image cannot be prepared.
+            NoAdapter: the policy links packets, and the model has no adapter.
         """
         keys = [self.key(chunk, policy.wrapping) for chunk in chunks]
         found = dict(self._store.find(keys)) if keys else {}
         linked = []
         for chunk, key in zip(chunks, keys, strict=True):
             stored = found.get(key)
+            packet = sum(self._model.soft_tokens(key.recipe))
             if chunk.token_ids is not None:
-                ids = tuple(chunk.token_ids)
-                linked.append(LinkedChunk(chunk, key, ids, len(ids), stored is not None))
+                ids = self._model.prompt_ids(chunk.token_ids, key.recipe)
+                linked.append(LinkedChunk(chunk, key, ids, len(ids), stored is not None, packet=packet))
                 continue
             size, prompt = self._sizes.get(key), None
             if (size is None or not size.rotary_length) and stored is not None:
@@ -195,8 +96,12 @@ class ChunkCompiler:
             if size is None:
                 prompt = self._client.wait(self._render(chunk, key))
                 size = self._remember(key, len(prompt.ids) - key.recipe.sink, 0)
-            ids = (self._model.image,) * size.tokens
-            linked.append(LinkedChunk(chunk, key, ids, size.rotary_length, stored is not None, prompt=prompt))
+            ids = self._model.prompt_ids((self._model.image,) * (size.tokens - packet), key.recipe)
+            linked.append(
+                LinkedChunk(
+                    chunk, key, ids, size.rotary_length, stored is not None, prompt=prompt, packet=packet
+                )
+            )
         return linked
 
     def _remember(self, key: KVKey, tokens: int, rotary_length: int) -> ChunkSize:
@@ -337,8 +242,7 @@ class ChunkCompiler:
                 if length >= self._client.context:
                     raise oversized_chunk(length - sink, sink, self._client.context, length)
                 inputs, kv = await compute(self._client, self._store.root, folder, prompt, sink)
-                if chunk.token_ids is None and (inputs.token_ids != self._model.image).any():
-                    raise CompileFailed("an image of this model is more than one token repeated")
+                self._check(chunk, key, inputs)
                 self.counters["tokens_compiled"] += len(inputs)
                 path, unkept = await asyncio.to_thread(self._keep, ChunkKV(key, inputs, kv), arrived)
                 spooled = SpooledFile(path) if path is not None else None
@@ -351,6 +255,15 @@ class ChunkCompiler:
         finally:
             self._tombstones.end()
             await asyncio.to_thread(shutil.rmtree, self._spool / folder, ignore_errors=True)
+
+    def _check(self, chunk: Chunk, key: KVKey, inputs: ChunkInputs) -> None:
+        """Raises CompileFailed for inputs that are not those of the chunk."""
+        before, behind = self._model.soft_tokens(key.recipe)
+        own = slice(before, len(inputs) - behind)
+        if chunk.token_ids is None and (inputs.token_ids[own] != self._model.image).any():
+            raise CompileFailed("an image of this model is more than one token repeated")
+        if key.recipe.packet and not self._model.require_adapter().surrounds(inputs):
+            raise CompileFailed("vLLM's workers have another adapter: its file was replaced after the start")
 
     def _keep(self, made: ChunkKV, arrived: float) -> tuple[Path | None, MPICError | None]:
         """Stores a chunk. Returns None; for a chunk that the store does not keep, returns its file in the spool and the
@@ -370,8 +283,12 @@ class ChunkCompiler:
         return path, unkept
 
     async def _render(self, chunk: Chunk, key: KVKey) -> VLLMPrompt:
-        """Returns a prompt of the chunk alone behind its sink tokens."""
-        return await self._client.render([[self._model.bos] * key.recipe.sink, chunk], uuid.uuid4().hex)
+        """Returns a prompt of the chunk alone behind its sink tokens, or inside its adapter."""
+        before, behind = self._model.soft_tokens(key.recipe)
+        header = packet_ids((), before, 0)
+        trailer = packet_ids((), before, behind)[before:]
+        start = [self._model.bos] * key.recipe.sink
+        return await self._client.render([start, header, chunk, trailer], uuid.uuid4().hex)
 
     def check(self) -> list[str]:
         """Returns the names of files and compiles that must not exist while nothing runs."""

@@ -35,7 +35,7 @@ from mpic.errors import EngineStopped, IntegrityError, ModelRefused
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.kv.store import ChunkStore
 from mpic.library import Library, Limits
-from mpic.link import BARE, Wrapping
+from mpic.link import BARE, Need, Wrapping, parse_policy
 from mpic.link.engines import PROVIDES
 from mpic.model.info import ModelInfo
 
@@ -57,6 +57,7 @@ class VLLMEngine(Engine):
 
     Raises:
         ModelRefused: the model's answers would be wrong.
+        NoAdapter, AdapterRefused: the configured policy needs an adapter, and there is none; it cannot be used.
         ConfigError: vLLM refuses an option, or did not start.
     """
 
@@ -68,6 +69,10 @@ class VLLMEngine(Engine):
         check_device(config, cpu)
         self._config = config
         self.model = describe_model(config, cpu, store.root / "models.json" if store is not None else None)
+        if parse_policy(config.policy).wrapping.packet:
+            self.model.require_adapter()
+        if self.model.adapter is None:
+            self.provides = self.provides - {Need.PACKET}
         self._secret = os.urandom(32)
         self._deleted_times: Counter[tuple[str, ChunkKey]] = Counter()
         self.tombstones = Tombstones()
@@ -88,7 +93,8 @@ class VLLMEngine(Engine):
                 store = self._own.store
             self._store = store
             args = engine_args(config, self.model, cpu, store.root, host_bytes)
-            self.client = VLLMClient(args, self.model.image)
+            soft = len(self.model.adapter) if self.model.adapter is not None else 0
+            self.client = VLLMClient(args, self.model.image, soft)
             undo.callback(self.client.close)
             self._check_processor()
             self.compiler = ChunkCompiler(self.model, store, self.tombstones, self.client)
@@ -303,6 +309,7 @@ def _info(config: EngineConfig, model: ModelDescription, client: VLLMClient, cpu
             "verified": model.family in VERIFIED,
             "tensor_parallel_size": config.tensor_parallel_size,
             "pipeline_parallel_size": config.pipeline_parallel_size,
+            **({"packet": model.adapter.digest} if model.adapter is not None else {}),
             **model.shape._asdict(),
         },
     )

@@ -3,35 +3,26 @@ the other has compiled."""
 
 from __future__ import annotations
 
-import json
-import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import GenerationConfig, PretrainedConfig
-from transformers.utils import cached_file
 
 from mpic.config import EngineConfig
-from mpic.kv.chunk import KVShape, Recipe, digest
+from mpic.engine.vllm.frontend.digests import fingerprint, weights_digest
+from mpic.engine.vllm.wire import packet_ids
+from mpic.errors import AdapterRefused
+from mpic.kv.chunk import KVShape, Recipe
 from mpic.link import Wrapping
-from mpic.model.checkpoint import NotStreamable, stored_fingerprint, streamed_fingerprint
-from mpic.model.identity import bos_id, eos_ids, fingerprint, preprocessing_digest, shape_of
-from mpic.model.load import (
-    DTYPES,
-    empty_model,
-    is_vision,
-    load_config,
-    load_processor,
-    load_weights,
-    model_name,
-)
+from mpic.model.identity import bos_id, eos_ids, preprocessing_digest, shape_of
+from mpic.model.load import DTYPES, is_vision, load_config, load_processor, model_name
 from mpic.model.quantized_checkpoint import quantization_of
 from mpic.model.refusals import context_on_vllm, refuse_on_vllm
-
-log = logging.getLogger(__name__)
+from mpic.model.structure import OWN_EMBEDDINGS
+from mpic.packet.adapter import Adapter, adapter_file, load_adapter, require_adapter
 
 VERIFIED = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
@@ -48,6 +39,8 @@ class ModelDescription:
         dtype: the type it is loaded in.
         context: the most tokens it was made for.
         image: the token that stands for an image; None for a model that takes no images.
+        adapter, adapter_path: its adapter and the adapter's file; None if it has none.
+        no_packets: the reason why it cannot have packets; empty if it can.
     """
 
     name: str
@@ -61,6 +54,9 @@ class ModelDescription:
     bos: int
     image: int | None
     processor: Any
+    adapter: Adapter | None = None
+    adapter_path: Path | None = None
+    no_packets: str = ""
 
     @property
     def tokenizer(self) -> Any:
@@ -72,9 +68,29 @@ class ModelDescription:
         return self.shape.per_token * DTYPES[self.dtype].itemsize
 
     def recipe(self, wrapping: Wrapping) -> Recipe:
-        """Returns the recipe of chunks with this wrapping. Policies of packets do not run here
-        (``mpic.link.engines``)."""
-        return Recipe(self.dtype, "raw", wrapping.sink, self.preprocessing)
+        """Returns the recipe of chunks with this wrapping.
+
+        Raises:
+            NoAdapter: the wrapping is that of packets, and the model has no adapter.
+        """
+        packet = self.require_adapter().digest if wrapping.packet else ""
+        return Recipe(self.dtype, "raw", wrapping.sink, self.preprocessing, packet)
+
+    def require_adapter(self) -> Adapter:
+        """Returns the model's adapter; raises NoAdapter with the reason if it has none."""
+        return require_adapter(self.adapter, self.name, self.no_packets)
+
+    def soft_tokens(self, recipe: Recipe) -> tuple[int, int]:
+        """Returns how many trained tokens stand before and behind a chunk of this recipe."""
+        return self.adapter.lengths if recipe.packet and self.adapter is not None else (0, 0)
+
+    def prompt_ids(self, ids: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
+        """Returns the ids of a chunk of this recipe as prompts have them.
+
+        Args:
+            ids: of the chunk's own tokens.
+        """
+        return packet_ids(ids, *self.soft_tokens(recipe))
 
 
 def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None) -> ModelDescription:
@@ -86,6 +102,7 @@ def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None)
 
     Raises:
         ModelRefused: it cannot be loaded, or its answers would be wrong.
+        AdapterRefused: the adapter beside it, or the configured one, cannot be used.
     """
     path, trust = config.model, config.trust_remote_code
     found = load_config(path, config.dtype, trust)
@@ -94,10 +111,16 @@ def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None)
     own = str(getattr(found, "dtype", None) or torch.float32).removeprefix("torch.")
     dtype = config.dtype if config.dtype != "auto" else "float32" if cpu else own
     processor = load_processor(path, is_vision(found), trust)
+    no_packets = _no_packets(found)
+    if config.packet and no_packets:
+        raise AdapterRefused(f"model {model_name(path)} cannot have packets: {no_packets}")
+    where, adapter = None if no_packets else adapter_file(path, config.packet), None
+    if where is not None:
+        adapter = load_adapter(where, weights_digest(config, found, dtype, digests), text.hidden_size)
     return ModelDescription(
         name=model_name(path),
         family=found.model_type,
-        digest=_digest(config, found, dtype, digests),
+        digest=fingerprint(config, found, dtype, digests),
         preprocessing=preprocessing_digest(processor),
         dtype=dtype,
         context=context_on_vllm(text),
@@ -106,7 +129,22 @@ def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None)
         bos=bos_id(text, getattr(processor, "tokenizer", processor)),
         image=getattr(found, "image_token_id", None) if is_vision(found) else None,
         processor=processor,
+        adapter=adapter,
+        adapter_path=where,
+        no_packets=no_packets,
     )
+
+
+def _no_packets(config: PretrainedConfig) -> str:
+    """Returns the reason why a model cannot have packets in vLLM; empty if it can."""
+    if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
+        return OWN_EMBEDDINGS
+    if quantization_of(config) is not None:
+        return (
+            "vLLM unpacks the weights of its quantised checkpoint itself, and whether an adapter was trained with them "
+            "cannot be known; use engine = native"
+        )
+    return ""
 
 
 def _generation_config(path: str) -> GenerationConfig | None:
@@ -114,71 +152,3 @@ def _generation_config(path: str) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(path)
     except OSError:  # there is none
         return None
-
-
-def _digest(config: EngineConfig, found: PretrainedConfig, dtype: str, digests: Path | None) -> str:
-    """Returns the fingerprint of the weights as transformers loads them in this dtype. It takes a pass over the files,
-    so it is remembered for as long as no file of the model changes."""
-    name = _files_digest(config.model, dtype)
-    known = _read(digests)
-    if name not in known:
-        log.info("reading the weights of %s once, for their fingerprint", config.model)
-        digest_of_weights = _fingerprint(config, found, DTYPES[dtype])
-        name = _files_digest(config.model, dtype)  # the files of a hub id have only now been fetched
-        known = {**known, name: digest_of_weights}
-        if digests is not None:
-            _write(digests, known)
-    return known[name]
-
-
-def _fingerprint(config: EngineConfig, found: PretrainedConfig, dtype: torch.dtype) -> str:
-    """Reads the weights from their files, or loads all of them into host memory where they cannot be read file by
-    file."""
-    path, trust = config.model, config.trust_remote_code
-    cache = _download_dir(config.vllm_args)
-    try:
-        if quantization_of(found) is not None:  # vLLM unpacks weights that transformers may not be able to
-            return stored_fingerprint(path, found, cache)
-        return streamed_fingerprint(path, empty_model(found, dtype, trust), dtype, cache)
-    except NotStreamable as why:
-        log.info("the weights of %s are loaded for that: %s", path, why)
-        return fingerprint(load_weights(path, found, dtype, trust))
-
-
-def _download_dir(vllm_args: str) -> str | None:
-    """Returns the folder that vLLM keeps the weights in that it fetches; None for the hub's own cache."""
-    try:
-        given = json.loads(vllm_args or "{}")
-    except ValueError:  # ``options.engine_args`` refuses it with the reason
-        return None
-    return given.get("download_dir") if isinstance(given, dict) else None
-
-
-def _files_digest(path: str, dtype: str) -> str:
-    folder = Path(path)
-    if not folder.is_dir():
-        found = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
-        folder = Path(found).parent if found else folder
-    files = []
-    for file in sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else ():
-        status = file.stat()
-        files.append(f"{file.relative_to(folder)}|{status.st_size}|{status.st_mtime_ns}")
-    return digest("files", str(folder.resolve()), dtype, transformers.__version__, *files)
-
-
-def _read(digests: Path | None) -> dict[str, str]:
-    try:
-        known = json.loads(digests.read_text(encoding="utf-8")) if digests is not None else {}
-    except (OSError, ValueError):  # there is none yet, or it is damaged and will be made again
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _write(digests: Path, known: dict[str, str]) -> None:
-    try:
-        digests.parent.mkdir(parents=True, exist_ok=True)
-        partial = digests.with_suffix(".partial")
-        partial.write_text(json.dumps(known), encoding="utf-8")
-        partial.replace(digests)
-    except OSError as error:
-        log.warning("the model's fingerprint could not be kept: %s", error)

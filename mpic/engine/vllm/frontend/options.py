@@ -165,8 +165,11 @@ def engine_args(
         "async_scheduling": False,
         "worker_cls": f"{PLUGIN}.worker.LinkWorker",
         "scheduler_cls": f"{PLUGIN}.scheduler.LinkScheduler",
-        "kv_transfer_config": _connector(config, folder, host_bytes),
+        "kv_transfer_config": _connector(config, model, folder, host_bytes),
     }
+    if model.adapter is not None:
+        # a part of the key of vLLM's cache of compiled forwards, in which the embedding layer is
+        values["additional_config"] = {"mpic_packet": model.adapter.digest}
     if model.image is not None:
         values["limit_mm_per_prompt"] = {"image": MAX_CHUNKS, "video": 0}
     if cpu:
@@ -187,12 +190,16 @@ def engine_args(
         raise ConfigError(f"vLLM refuses its arguments: {error}", param="vllm_args") from error
 
 
-def _connector(config: EngineConfig, folder: Path, host_bytes: int | None) -> dict[str, Any]:
+def _connector(
+    config: EngineConfig, model: ModelDescription, folder: Path, host_bytes: int | None
+) -> dict[str, Any]:
     """Returns vLLM's configuration of our KV connector."""
     extra: dict[str, Any] = {"folders": [str(folder)], "parent": os.getpid()}
     extra["readers"] = config.loaders or loaders_for()
     if host_bytes is not None:
         extra["host_bytes"] = host_bytes
+    if model.adapter_path is not None:
+        extra["packet"] = str(model.adapter_path)
     return {
         "kv_connector": "MPICConnector",
         "kv_connector_module_path": f"{PLUGIN}.connector",

@@ -21,10 +21,11 @@ from mpic.engine.checks import as_failure, check_extends
 from mpic.engine.detokenize import detokenize, detokenizer_for
 from mpic.engine.stream import DeltaStream
 from mpic.engine.trace import chunk_uses, trace
-from mpic.engine.vllm.frontend.client import VLLMClient, report_of, token_prompt
+from mpic.engine.vllm.frontend.client import VLLMClient, report_of
 from mpic.engine.vllm.frontend.compiler import ChunkCompiler
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prepare import PreparedPrompt, PromptPreparer
+from mpic.engine.vllm.frontend.prompts import token_prompt
 from mpic.errors import EngineStopped, MPICError
 from mpic.link import LinkPlan
 from mpic.prompt.segments import Segment, TextSegment
@@ -240,7 +241,7 @@ class Request:
             usage.queue_ms = min(max(0.0, waited - load), usage.ttft_ms - usage.load_ms)
             usage.link_ms = usage.ttft_ms - usage.load_ms - usage.queue_ms
             hit = int(report.get("prefix_hit") or 0) if linked else int(output.num_cached_tokens or 0)
-            runs = self._plan_as_computed().runs
+            runs = self._plan_as_computed().own_ranges
             usage.prefix_hit = sum(max(0, min(hit, run.start + run.hi - run.lo) - run.start) for run in runs)
         if self._resumed and first_token:
             usage.retrieval[-1].link_ms = (first_token - self._resumed) * 1e3
@@ -265,6 +266,7 @@ class Request:
             if chunk.tier == "disk" and not plan.reused(i):
                 chunk.tier = "none"  # only the embeddings of its file were used
         count_prompt(usage, plan)
+        usage.packet = sum(one.packet for one in linked)
         usage.prompt_tokens -= self._in_prompt
         usage.completion_tokens = len(self._generated)
         usage.total_ms = (time.monotonic() - self.arrived) * 1e3

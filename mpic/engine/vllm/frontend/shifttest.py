@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from mpic.engine.vllm.frontend.client import VLLMClient, token_prompt
+from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.compiled import SPOOL, compute
 from mpic.engine.vllm.frontend.model import ModelDescription
+from mpic.engine.vllm.frontend.prompts import token_prompt
 from mpic.errors import ModelRefused, MPICError
 from mpic.kernels.attention import QueryRotation, rotate
 

@@ -19,6 +19,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from mpic.engine.vllm.plugin.host_memory import FileLoad, HostMemory
+from mpic.engine.vllm.plugin.order_checks import check_request
 from mpic.engine.vllm.plugin.step_messages import (
     ChunkExport,
     EndReason,
@@ -117,13 +118,20 @@ class Admission:
         patience: seconds that a link waits for its files from the time at which it could start.
         most_rows: a link with more rows of attention than this is computed whole instead: each of them is a sequence
             of its own to the attention backend, with its own block table.
+        soft: trained tokens that the workers' embedding layer knows.
     """
 
     def __init__(
-        self, config: VllmConfig, host: HostMemory, folders: list[Path], patience: float, most_rows: int
+        self,
+        config: VllmConfig,
+        host: HostMemory,
+        folders: list[Path],
+        patience: float,
+        most_rows: int,
+        soft: int = 0,
     ) -> None:
         self._host, self._folders = host, [folder.resolve() for folder in folders]
-        self._patience, self._most_rows = patience, most_rows
+        self._patience, self._most_rows, self._soft = patience, most_rows, soft
         self._image_ids = _image_ids(config)
         self._tracked: dict[str, TrackedRequest] = {}
         self._admitted: dict[str, int] = {}  # claimed tokens, between allocation and the step's instructions
@@ -160,23 +168,10 @@ class Admission:
     def _open(self, tracked: TrackedRequest) -> None:
         request = tracked.request
         order = tracked.order = parse(request.kv_transfer_params, request.num_prompt_tokens)
-        if request.prompt_token_ids is None or request.pooling_params is not None:
-            raise BadOrder("an order needs a prompt of token ids and a request that generates tokens")
-        if request.lora_request is not None or request.resumable:
-            raise BadOrder("orders cannot be combined with LoRA adapters or streamed prompts")
+        check_request(request, order, self._soft)
         if isinstance(order, CompileOrder):
-            if request.max_tokens != 1:
-                raise BadOrder("a request to compile ends with its prompt: max_tokens must be 1")
             self._folder(order)
             return
-        if not request.cache_salt:
-            raise BadOrder("a link needs a cache_salt: its KV must not be taken for exact KV")
-        if request.mm_features:
-            raise BadOrder("a link's prompt is token ids alone; its images come from chunk files")
-        if request.skip_reading_prefix_cache:
-            raise BadOrder(
-                "prompt log-probabilities are not known for a link: not all of its tokens are computed"
-            )
         tracked.load = self._load(order)
 
     def _load(self, order: LinkOrder, first: bool = False) -> FileLoad:
@@ -355,6 +350,8 @@ class Admission:
         """Marks a request to end with the scheduler's next update."""
         logger.warning("request %s ends: %s (%s)", tracked.request.request_id, message, code)
         tracked.fault = EndReason(code, message)
+        # otherwise vLLM would not ask ``claim``, and compute the request until it ends
+        tracked.request.skip_reading_prefix_cache = False
         self._failed[tracked.request.request_id] = tracked
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:

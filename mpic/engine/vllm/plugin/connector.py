@@ -11,7 +11,7 @@ Start vLLM with all three of its parts, and without asynchronous scheduling::
 Settings in ``kv_connector_extra_config``: ``folders`` (absolute; chunk files are read, and compiled chunks written,
 below them and nowhere else), ``host_bytes`` (most bytes of chunk KV in host memory), ``patience`` (seconds a link waits
 for its files before late chunks are computed), ``readers`` (threads that read files), ``parent`` (a process id: vLLM
-ends when that process has ended).
+ends when that process has ended), ``packet`` (absolute path of the model's adapter, ``mpic.packet.adapter``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from mpic.config import ConfigError
 from mpic.engine.vllm.plugin.admission import Admission, TrackedRequest
-from mpic.engine.vllm.plugin.host_memory import Expected, HostMemory
+from mpic.engine.vllm.plugin.chunk_inputs import Expected
+from mpic.engine.vllm.plugin.host_memory import HostMemory
 from mpic.engine.vllm.plugin.kv_export import KVExporter
+from mpic.engine.vllm.plugin.packet_embedding import adapter_of
 from mpic.engine.vllm.plugin.paged_cache import deepstack_layers, geometry
 from mpic.engine.vllm.plugin.step_messages import StepInstructions, StepReport
 from mpic.engine.vllm.plugin.watchdog import end_with_parent
@@ -42,7 +44,14 @@ if TYPE_CHECKING:
 
     from mpic.engine.vllm.plugin.runner import LinkRunner
 
-DEFAULTS = {"host_bytes": 2 << 30, "patience": 5.0, "readers": 2, "parent": 0, "most_rows": 1024}
+DEFAULTS = {
+    "host_bytes": 2 << 30,
+    "patience": 5.0,
+    "readers": 2,
+    "parent": 0,
+    "most_rows": 1024,
+    "packet": "",
+}
 
 
 class MPICConnector(KVConnectorBase_V1, SupportsHMA):
@@ -60,13 +69,19 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
                 end_with_parent(settings["parent"])
             model = vllm_config.model_config
             hidden, deepstack = model.hf_text_config.hidden_size, deepstack_layers(model.hf_config)
-            expected = Expected(geometry(vllm_config), model.dtype, hidden, deepstack)
+            adapter = adapter_of(vllm_config)
+            expected = Expected(geometry(vllm_config), model.dtype, hidden, deepstack, adapter)
             in_process = vllm_config.parallel_config.distributed_executor_backend == "uni"
             self._host = HostMemory(
                 settings["folders"], settings["host_bytes"], settings["readers"], expected, in_process
             )
             self._admission = Admission(
-                vllm_config, self._host, settings["folders"], settings["patience"], settings["most_rows"]
+                vllm_config,
+                self._host,
+                settings["folders"],
+                settings["patience"],
+                settings["most_rows"],
+                0 if adapter is None else len(adapter),
             )
         else:
             self._exporter = KVExporter()
@@ -168,10 +183,17 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     for folder in settings["folders"]:
         if not folder.is_absolute() or not folder.is_dir():
             raise ConfigError(f"kv_connector_extra_config: {folder} is not an absolute folder that exists")
-    kinds = {"host_bytes": int, "patience": int | float, "readers": int, "parent": int, "most_rows": int}
+    kinds = {
+        "host_bytes": int,
+        "patience": int | float,
+        "readers": int,
+        "parent": int,
+        "most_rows": int,
+        "packet": str,
+    }
     for name, kind in kinds.items():
         value = settings[name]
         least = name in ("readers", "most_rows")
-        if not isinstance(value, kind) or isinstance(value, bool) or value < least:
+        if not isinstance(value, kind) or isinstance(value, bool) or (kind is not str and value < least):
             raise ConfigError(f"kv_connector_extra_config: {name} cannot be {value!r}")
     return settings

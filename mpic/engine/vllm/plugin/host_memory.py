@@ -14,33 +14,24 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 
+from mpic.engine.vllm.plugin.chunk_inputs import (
+    Expected,
+    FileRefused,
+    check_inputs,
+    first_layer_inputs,
+    prompt_inputs,
+)
 from mpic.errors import CorruptFile
-from mpic.kv.chunk import ChunkInputs, KVShape
+from mpic.kv.chunk import ChunkInputs
 from mpic.kv.file import ChunkFile
 from mpic.kv.page_locked import PAGE_LOCKED, page_locked_bytes
 
 logger = init_logger(__name__)
-
-
-class Expected(NamedTuple):
-    """Properties that a chunk must have to fit the model.
-
-    Args:
-        shape, dtype: shape and type of its KV, over all workers.
-        hidden: width of an image's embeddings.
-        deepstack: layers of an image's DeepStack features.
-    """
-
-    shape: KVShape
-    dtype: torch.dtype
-    hidden: int
-    deepstack: int
 
 
 class CachedFile:
@@ -51,7 +42,7 @@ class CachedFile:
         code, reason: the cause of the failure; the code is ``missing``, ``corrupt``, ``mismatch``, ``forbidden`` or
             ``internal_error``.
         file: its absolute path with symbolic links resolved.
-        inputs: known as soon as the file is open, before its KV is read.
+        inputs: known as soon as the file is open, before its KV is read; ids as prompts have them (``prompt_inputs``).
         sink: sink tokens it was compiled behind.
         kv: ``[layers, 2, kv_heads, n, head_dim]``; None before it is read and where it is not kept.
         pins: loads that hold it.
@@ -110,7 +101,7 @@ class CachedFile:
         """
         if self.inputs is None:
             file = ChunkFile(Path(self.file))
-            self.inputs = file.inputs
+            self.inputs = first_layer_inputs(file)
             file.close()
         return self.inputs
 
@@ -270,7 +261,7 @@ class HostMemory:
         code = reason = ""
         try:
             read(chunk)
-        except _Refused as error:
+        except FileRefused as error:
             code, reason = error.code, str(error)
         except FileNotFoundError:
             code, reason = "missing", f"{chunk.path} does not exist"
@@ -310,7 +301,7 @@ class HostMemory:
     def _read_inputs(self, chunk: CachedFile) -> None:
         file = self._open(chunk)
         chunk.file, chunk.sink = str(file.path), file.key.recipe.sink
-        chunk.inputs = file.inputs
+        chunk.inputs = prompt_inputs(file, self._expected.adapter)
         file.close()
 
     def _read_kv(self, chunk: CachedFile) -> None:
@@ -327,36 +318,17 @@ class HostMemory:
         file = ChunkFile(self._resolve(chunk.path), inputs=inputs)
         try:
             if file.key.digest != chunk.key:
-                raise _Refused("mismatch", f"{chunk.path} holds another chunk than the order names")
+                raise FileRefused("mismatch", f"{chunk.path} holds another chunk than the order names")
             if (file.shape, file.dtype) != self._expected[:2]:
-                raise _Refused("mismatch", f"{chunk.path} is of another model: {file.shape}, {file.dtype}")
+                raise FileRefused("mismatch", f"{chunk.path} is of another model: {file.shape}, {file.dtype}")
             if file.tokens != chunk.tokens:
-                raise _Refused("mismatch", f"{chunk.path} has {file.tokens} tokens, not {chunk.tokens}")
+                raise FileRefused("mismatch", f"{chunk.path} has {file.tokens} tokens, not {chunk.tokens}")
             if inputs:
-                self._check_embeddings(file)
-        except _Refused:
+                check_inputs(file, self._expected)
+        except FileRefused:
             file.close()
             raise
         return file
-
-    def _check_embeddings(self, file: ChunkFile) -> None:
-        """Refuses embeddings and positions of wrong shapes, which would end the engine in the forward."""
-        inputs, n, expected = file.inputs, file.tokens, self._expected
-        wanted: list[tuple[int, ...] | None] = [None, None]
-        if file.key.chunk.kind == "image":
-            wanted[0] = (n, expected.hidden)
-            if expected.deepstack:
-                wanted[1] = (expected.deepstack, n, expected.hidden)
-        given = [None if t is None else tuple(t.shape) for t in (inputs.embeds, inputs.deepstack)]
-        if given != wanted:
-            raise _Refused(
-                "mismatch",
-                f"{file.path.name} has embeddings of shape {given[0]} and {given[1]}, not {wanted}",
-            )
-        if inputs.positions.shape not in ((1, n), (3, n)):
-            raise _Refused(
-                "mismatch", f"{file.path.name} has positions of shape {tuple(inputs.positions.shape)}"
-            )
 
     def _resolve(self, path: str) -> Path:
         for folder in self._folders:
@@ -365,14 +337,8 @@ class HostMemory:
             except OSError:
                 continue
             if not file.is_relative_to(folder):
-                raise _Refused("forbidden", f"{path} leads out of the folders that may be read")
+                raise FileRefused("forbidden", f"{path} leads out of the folders that may be read")
             if not file.is_file():  # opening a pipe would wait for ever
-                raise _Refused("mismatch", f"{path} is not a file")
+                raise FileRefused("mismatch", f"{path} is not a file")
             return file
         raise FileNotFoundError(path)
-
-
-class _Refused(Exception):
-    def __init__(self, code: str, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code

@@ -72,9 +72,9 @@ class KVExporter:
         read = self._held[request] = threading.Event()
         paged, parallel = runner.paged, runner.vllm_config.parallel_config
         try:
+            prompt = snapshot(runner, request, export) if paged.rank[1] == 0 else None
             readback = self._readback = self._readback or readback_for(paged.device)
-            prompt = snapshot(runner, request, export) if paged.rank == (0, 0) else None
-            job = _Job(export, prompt, readback.mark(), read)
+            job = _Job(export, prompt if paged.rank[0] == 0 else None, readback.mark(), read)
             self._reader.submit(_run, job, paged, readback, parallel, self._writer)
         except Exception as error:  # an exception here would end the engine
             read.set()

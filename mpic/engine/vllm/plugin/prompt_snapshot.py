@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from mpic.engine.vllm.wire import FIRST_SOFT
 from mpic.kernels.upload import send
 from mpic.kv.chunk import ChunkInputs
 
 if TYPE_CHECKING:
-    from mpic.engine.vllm.plugin.runner import LinkRunner
+    from mpic.engine.vllm.plugin.runner import LinkRunner, PromptInputs
     from mpic.engine.vllm.plugin.step_messages import ChunkExport
 
 
 class _Embedded(NamedTuple):
-    """The embeddings of a prompt with images, on the device.
+    """The embeddings of a prompt with images, or of a packet, on the device.
 
     Args:
         parts: numbers of tokens ``[m]``, on the host, and their rows ``[m, width]``.
@@ -35,9 +36,10 @@ class PromptSnapshot(NamedTuple):
     """See the module.
 
     Args:
-        token_ids: ``[n]``, without the tokens in front that are not exported.
+        token_ids: ``[n]``, without the tokens in front that are not exported; an adapter's tokens have placeholders, as
+            in files (``ChunkInputs.wrap``).
         positions: M-RoPE positions ``[3, n]`` from 0 on, maybe on the device; None where they are 0 to n - 1.
-        embedded: None for a prompt without images.
+        embedded: None for a prompt of text alone.
         dtype: of embeddings.
     """
 
@@ -67,11 +69,8 @@ class PromptSnapshot(NamedTuple):
 
 
 def snapshot(runner: LinkRunner, request: str, export: ChunkExport) -> PromptSnapshot:
-    """Takes the inputs of a prompt that the current step computes to its end.
-
-    Raises:
-        ValueError: this worker has not all of the embedding table, which the prompt needs.
-    """
+    """Takes the inputs of a prompt that the current step computes to its end. All ranks of the first pipeline stage
+    must call it together, because the table of embeddings is divided among them."""
     prompt, skip, length = runner.prompt_inputs(request), export.skip, len(export.token_ids)
     ids = torch.tensor(export.token_ids[skip:], dtype=torch.int64)
     positions = None
@@ -79,9 +78,16 @@ def snapshot(runner: LinkRunner, request: str, export: ChunkExport) -> PromptSna
         positions = (
             prompt.positions[:, skip:length] - skip
         )  # a new tensor: another request gets the old one's place
-    if not prompt.features:
-        return PromptSnapshot(ids, positions, None, runner.dtype)
-    words, parts = torch.ones(length - skip, dtype=torch.bool), []
+    soft = ids >= FIRST_SOFT
+    embedded = None
+    if prompt.features or soft.any():
+        embedded = _embedded(runner, prompt, ids, skip)
+    return PromptSnapshot(ids.masked_fill(soft, 0), positions, embedded, runner.dtype)
+
+
+def _embedded(runner: LinkRunner, prompt: PromptInputs, ids: torch.Tensor, skip: int) -> _Embedded:
+    """Returns the embeddings of tokens ``ids [n]`` that follow ``skip`` others."""
+    words, parts = torch.ones(len(ids), dtype=torch.bool), []
     for feature in prompt.features:
         place = feature.mm_position
         index = torch.arange(place.offset, place.offset + place.length)
@@ -89,9 +95,6 @@ def snapshot(runner: LinkRunner, request: str, export: ChunkExport) -> PromptSna
         parts.append((index, prompt.encoded[feature.identifier]))
         words[index] = False
     if words.any():
-        if runner.vllm_config.parallel_config.tensor_parallel_size > 1:
-            raise ValueError("the embedding table is divided among ranks and cannot be read from one of them")
         table = runner.language_model.embed_input_ids
         parts.append((torch.nonzero(words)[:, 0], table(send(ids[words], runner.device))))
-    width = runner.vllm_config.model_config.hf_text_config.hidden_size
-    return PromptSnapshot(ids, positions, _Embedded(parts, width), runner.dtype)
+    return _Embedded(parts, runner.vllm_config.model_config.hf_text_config.hidden_size)

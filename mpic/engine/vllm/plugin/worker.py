@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+from mpic.engine.vllm.plugin.packet_embedding import adapter_of, install
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
 from mpic.engine.vllm.plugin.scheduler import LinkScheduler
 from mpic.engine.vllm.plugin.selftest import self_test
@@ -51,6 +52,12 @@ class LinkWorker(PlatformWorker):
             from mpic.engine.vllm.plugin.runner_v1 import LinkRunnerV1 as LinkRunner
         runner = type(self.model_runner)
         self.model_runner.__class__ = type(f"Link{runner.__name__}", (LinkRunner, runner), {})
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        adapter = adapter_of(self.vllm_config)
+        if adapter is not None and get_pp_group().is_first_rank:  # other stages embed nothing
+            install(self.model_runner.language_model, adapter)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         block = _only_full_attention(kv_cache_config, self.vllm_config)

@@ -119,10 +119,10 @@ def _check(settings: Settings, peers: Sequence[Peer], questions: Questions) -> d
         BenchFailed: a peer disagrees more often than rounding explains, so that it computes another model.
     """
     probes = [questions.probe() for _ in range(settings.probes)]
-    reference = [peers[0].next_token(ids) for ids in probes]
+    expected = [peers[0].next_token(ids) for ids in probes]
     agreement = {}
     for peer in peers[1:]:
-        same = sum(peer.next_token(ids) == token for ids, token in zip(probes, reference, strict=True))
+        same = sum(peer.next_token(ids) == token for ids, token in zip(probes, expected, strict=True))
         agreement[peer.name] = f"{same} of {len(probes)}"
         if 4 * same < 3 * len(probes):
             raise BenchFailed(

@@ -1,1 +1,0 @@
-"""The synchronous client, generated from the asynchronous one."""

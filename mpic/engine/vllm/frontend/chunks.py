@@ -1,0 +1,122 @@
+"""Chunks on their way through a request: their files, their compiles, their use in a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from mpic.engine.vllm.frontend.prompts import VLLMPrompt
+from mpic.errors import MPICError
+from mpic.kv.chunk import Chunk, KVKey
+
+
+class ChunkSize(NamedTuple):
+    """Tokens of a chunk, and the rotary positions it takes (0 until an image has been compiled)."""
+
+    tokens: int
+    rotary_length: int
+
+
+class SpooledFile:
+    """A chunk file outside the store. It is removed when each of its ``users`` has dropped it once; they are counted
+    when its compile has ended (``CompileTask.end``)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.users = path, 0
+
+    def drop(self) -> None:
+        self.users -= 1
+        if self.users <= 0:
+            self.path.unlink(missing_ok=True)
+
+
+class CompiledChunk(NamedTuple):
+    """A compiled chunk.
+
+    Args:
+        spooled: the chunk's file when the store did not keep it.
+        unkept: the reason why the store did not keep it; None if the chunk was deleted meanwhile.
+    """
+
+    size: ChunkSize
+    spooled: SpooledFile | None = None
+    unkept: MPICError | None = None
+
+
+@dataclass(eq=False)
+class CompileTask:
+    """A compile under way or in the queue.
+
+    Attributes:
+        arrived: time at which the caller who began it arrived.
+        waiting: callers that wait for it.
+        started: True when it has left the queue.
+        cancelled: True when it was cancelled in the queue because nobody waited any more.
+        spooled: the chunk's file outside the store, once the callers are counted as its users.
+    """
+
+    task: asyncio.Task[CompiledChunk]
+    arrived: float
+    waiting: int = 0
+    started: bool = False
+    cancelled: bool = False
+    spooled: SpooledFile | None = None
+
+    def end(self) -> None:
+        """Makes those who wait for the compile, which has ended, the users of the file."""
+        if self.task.cancelled() or self.task.exception() is not None:
+            return
+        self.spooled = self.task.result().spooled
+        if self.spooled is not None:
+            self.spooled.users = self.waiting
+            if not self.waiting:
+                self.spooled.drop()
+
+    def leave(self) -> None:
+        """Lets a caller who was cancelled go."""
+        self.waiting -= 1
+        if not self.waiting and not self.started:
+            self.cancelled = self.task.cancel()
+        if self.spooled is not None:
+            self.spooled.drop()
+
+
+@dataclass(eq=False)
+class LinkedChunk:
+    """A chunk of a request.
+
+    Args:
+        ids: its token ids, as prompts have them.
+        rotary_length: rotary positions it takes; 0 while they are not known.
+        stored: True if the store has its file, as far as is known.
+        spooled: its file outside the store.
+        prompt: the chunk alone, rendered for its compile.
+        packet: those of its tokens that an adapter adds.
+        tier, reason, ms: as in ``mpic.engine.base.ChunkUse``; ``reason`` is why it was compiled.
+        counted: True if the counters include it.
+    """
+
+    chunk: Chunk
+    key: KVKey
+    ids: tuple[int, ...]
+    rotary_length: int
+    stored: bool = False
+    spooled: SpooledFile | None = None
+    prompt: VLLMPrompt | None = None
+    packet: int = 0
+    tier: str = "none"
+    reason: str | None = None
+    ms: float = 0.0
+    counted: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    def release(self) -> None:
+        """Drops its spooled file, because the request has ended or the file cannot be used."""
+        if self.spooled is not None:
+            self.spooled.drop()
+        self.spooled = self.prompt = None

@@ -1,0 +1,57 @@
+"""Checks of a request against its order, when it arrives at the scheduler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpic.engine.vllm.wire import FIRST_SOFT, BadOrder, CompileOrder, Order
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+
+def check_request(request: Request, order: Order | None, soft: int) -> None:
+    """Checks that a request can follow its order.
+
+    Args:
+        soft: trained tokens that the workers' embedding layer knows.
+
+    Raises:
+        BadOrder: it cannot.
+    """
+    if request.prompt_token_ids is None or request.pooling_params is not None:
+        raise BadOrder("an order needs a prompt of token ids and a request that generates tokens")
+    if request.lora_request is not None or request.resumable:
+        raise BadOrder("orders cannot be combined with LoRA adapters or streamed prompts")
+    _check_ids(request, soft)
+    if isinstance(order, CompileOrder):
+        if request.max_tokens != 1:
+            raise BadOrder("a request to compile ends with its prompt: max_tokens must be 1")
+        return
+    if not request.cache_salt:
+        raise BadOrder("a link needs a cache_salt: its KV must not be taken for exact KV")
+    if request.mm_features:
+        raise BadOrder("a link's prompt is token ids alone; its images come from chunk files")
+    if request.skip_reading_prefix_cache:
+        raise BadOrder(
+            "prompt log-probabilities are not known for a link: not all of its tokens are computed"
+        )
+
+
+def _check_ids(request: Request, soft: int) -> None:
+    """Refuses trained tokens that the embedding layer does not know, and uses of their ids that would index tables of
+    the vocabulary."""
+    highest = max(request.prompt_token_ids, default=0)
+    if highest < FIRST_SOFT:
+        return
+    if highest >= FIRST_SOFT + soft:
+        raise BadOrder(f"token {highest} is of an adapter, and the adapter here has {soft} tokens")
+    params = request.sampling_params
+    if params is not None and _uses_prompt_ids(params):
+        raise BadOrder("penalties and prompt log-probabilities are not known for an adapter's tokens")
+
+
+def _uses_prompt_ids(params: SamplingParams) -> bool:
+    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+    return penalties != (0.0, 0.0, 1.0) or params.prompt_logprobs is not None

@@ -1,0 +1,188 @@
+"""Measures how long ``mpic serve`` takes until it answers, and what it spends its time on.
+
+Every start is a process of its own. Processor seconds are compared, because other work on the machine changes them less
+than the time on the clock. Starts take turns: with self-tests that run (``self_test = always``), and with their proofs
+kept (``mpic.model.proofs``). The first start of each is not counted: it fills the page cache and writes the proofs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mpic.config import bundled_model
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench
+
+KEPT, ALWAYS = "when-changed", "always"
+SECONDS_TO_END = 30.0
+IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \| +(\S+)")
+"""A line of Python's ``-X importtime``: microseconds of a module alone, and its name."""
+OWN_FOLDERS = ("torch", "transformers")
+"""Packages so large that their parts are listed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the ``start`` bench.
+
+    Args:
+        model: folder of the model; empty: the bundled one.
+        packages: rows of the table of imports.
+    """
+
+    model: str = ""
+    repeats: int = 5
+    packages: int = 20
+
+
+@dataclass(frozen=True)
+class Start:
+    """Seconds of one start until ``/health/ready`` answers: the processor's in all, in the system, and the clock's;
+    and the most memory the process has held, MiB."""
+
+    processor: float
+    system: float
+    clock: float
+    mib: float
+
+
+@bench(
+    "start",
+    "seconds until `mpic serve` answers, and what it imports meanwhile",
+    Settings,
+    quick={"repeats": 1},
+    wants={
+        "ready_processor_seconds": "< 2.5",
+        "self_tested_processor_seconds": "as little more as there are tests",
+    },
+    in_process=False,
+    on_cpu=True,
+)
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
+    """Makes a row for each way to start, then one for each of the most expensive packages."""
+    ticker.expect(2 * (settings.repeats + 1) + 1)
+    samples: dict[str, list[Start]] = {ALWAYS: [], KEPT: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for round_number in range(settings.repeats + 1):
+            for way, starts in samples.items():
+                server = started(settings.model, Path(folder) / way, "--self-test", way)
+                with ticker.step(way), server as (start, _):
+                    if round_number:
+                        starts.append(start)
+        with ticker.step("imports"), started(settings.model, Path(folder) / KEPT, imports=True) as (_, lines):
+            rows = _imports(lines, settings.packages)
+    table = [_row(way, starts) for way, starts in samples.items()]
+    headline = {
+        "ready_processor_seconds": statistics.median(one.processor for one in samples[KEPT]),
+        "self_tested_processor_seconds": statistics.median(one.processor for one in samples[ALWAYS]),
+    }
+    notes = {
+        "model": settings.model or "the bundled one",
+        "imports": "seconds of the clock in the modules of a package alone, without what they import",
+        "threads": os.environ.get("OMP_NUM_THREADS", "as torch chooses"),
+    }
+    return Report([*table, *rows], headline, notes, lambda figure: _plot(figure, rows))
+
+
+@contextmanager
+def started(
+    model: str, data_dir: Path, *options: str, imports: bool = False
+) -> Iterator[tuple[Start, list[str]]]:
+    """Starts a server, waits until it is ready, and ends it.
+
+    Args:
+        imports: have Python report every import.
+
+    Returns:
+        What the start took, and the lines that the process has written to stderr until then.
+
+    Raises:
+        BenchFailed: the server does not start.
+    """
+    command = [
+        sys.executable,
+        *(["-X", "importtime"] if imports else []),
+        "-m",
+        "mpic.cli",
+        "serve",
+        "--json",
+    ]
+    command += ["--port", "0", "--device", "cpu", "--model", model or bundled_model()]
+    command += ["--data-dir", str(data_dir), *options]
+    with tempfile.TemporaryFile("w+") as errors:
+        began = time.perf_counter()
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            if not line:
+                errors.seek(0)
+                raise BenchFailed(f"the server did not start: {errors.read()[-2000:]}")
+            with urllib.request.urlopen(f"{json.loads(line)['url']}/health/ready", timeout=60) as answer:
+                answer.read()
+            clock = time.perf_counter() - began
+            process = psutil.Process(server.pid)
+            times, held = process.cpu_times(), process.memory_info().rss
+            user, system = times.user + times.children_user, times.system + times.children_system
+            errors.seek(0)
+            yield Start(user + system, system, clock, held / 2**20), errors.read().splitlines()
+        finally:
+            server.terminate()
+            try:
+                server.wait(SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+def _row(way: str, starts: list[Start]) -> Row:
+    seconds = [one.processor for one in starts]
+    return {
+        "table": "until /health/ready answers",
+        "self_test": way,
+        "processor_s": round(statistics.median(seconds), 2),
+        "least_s": round(min(seconds), 2),
+        "of_it_system_s": round(statistics.median(one.system for one in starts), 2),
+        "clock_s": round(statistics.median(one.clock for one in starts), 2),
+        "mib": round(statistics.median(one.mib for one in starts)),
+    }
+
+
+def _imports(lines: list[str], most: int) -> list[Row]:
+    """Returns the most expensive packages of a report of imports."""
+    spent: dict[str, tuple[int, int]] = {}
+    for found in filter(None, map(IMPORT.match, lines)):
+        parts = found[2].split(".")
+        package = ".".join(parts[: 2 if parts[0] in OWN_FOLDERS else 1])
+        microseconds, modules = spent.get(package, (0, 0))
+        spent[package] = microseconds + int(found[1]), modules + 1
+    if not spent:
+        raise BenchFailed("the server has reported no imports")
+    dearest = sorted(spent.items(), key=lambda item: -item[1][0])[:most]
+    return [
+        {"table": "imports", "package": package, "modules": modules, "seconds": round(microseconds / 1e6, 3)}
+        for package, (microseconds, modules) in dearest
+    ]
+
+
+def _plot(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    axes.barh([row["package"] for row in rows], [row["seconds"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds in modules of the package")
+    axes.tick_params(axis="y", labelsize=7)
+    axes.grid(alpha=0.3)
