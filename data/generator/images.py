@@ -25,7 +25,9 @@ _VARIANTS = {"train": 16, "eval": 8}
 _MASKS = {"train": 48, "eval": 16}
 _SPRITE_SEED = {"train": 0, "eval": 99}
 _LEVELS = (4, 36, 68, 100)
-BACKGROUND_LEVELS = tuple((i, j, (i + j) % len(_LEVELS)) for i in range(len(_LEVELS)) for j in range(len(_LEVELS)))
+BACKGROUND_LEVELS = tuple(
+    (i, j, (i + j) % len(_LEVELS)) for i in range(len(_LEVELS)) for j in range(len(_LEVELS))
+)
 """Levels of red, green and blue of every background of large images; two of them differ in two colours at least. Large
 images of one prompt have different ones: by it, as by light and grain in photographs, patches of one image can be
 told from those of others."""

@@ -21,7 +21,7 @@ from mpic.train.held import Entries
 from mpic.train.initial_weights import structured_init
 from mpic.train.model import Design
 from mpic.train.scoring import PATCH_LINKS, SUMMARY_LINKS, LinkVariant
-from mpic.train.sink_weights import SinkWeights, held_sinks
+from mpic.train.sink_weights import SinkWeights, held_circuits
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ SECOND = Generation(
     cells={**_CELLS, "both people": (2, 4, 8)},
     links=PATCH_LINKS[:3] + PATCH_LINKS[5:6],
     watch_every=1500.0,
-    held=held_sinks,
+    held=held_circuits,
     continued_from=0.05,
 )  # fmt: skip
 """576 tokens an image, each of its own patch; documents of 300 to 1,000 tokens; 8,192 of context; attention sinks."""

@@ -190,7 +190,8 @@ def structured_init(
 
     behind = {distance: init.previous(distance - 1, distance) for distance in (1, 2)}
     label, name, content = (
-        init.recent(head, flag, pairs, init.recency_strength.get(flag, 4.0)) for head, (flag, pairs) in enumerate(init.recency.items(), 4)
+        init.recent(head, flag, pairs, init.recency_strength.get(flag, 4.0))
+        for head, (flag, pairs) in enumerate(init.recency.items(), 4)
     )
     init.lookups(Tags(label, name, content, behind))
     for layer in init.matching[:2]:

@@ -119,7 +119,9 @@ def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool,
     elif settings.init == "structured":
         generation.init(model, tokenizer, settings.seed)
     if settings.tower is not None:
-        model.model.vision_tower.load_state_dict(load_model(settings.tower)[0].model.vision_tower.state_dict())
+        model.model.vision_tower.load_state_dict(
+            load_model(settings.tower)[0].model.vision_tower.state_dict()
+        )
     model.to(device)
     worker = TrainingProcess(
         settings, rank, world, device, model, tokenizer, generation.encoder(tokenizer), [], generation

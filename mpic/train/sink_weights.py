@@ -174,13 +174,14 @@ def code_features(model: LlavaForConditionalGeneration) -> range:
     return range(start, start + CODE)
 
 
-def held_sinks(model: LlavaForConditionalGeneration) -> list[Entries]:
-    """Returns the entries with which layers 0 and 1 make a massive activation of a token that sees only itself.
+def held_circuits(model: LlavaForConditionalGeneration) -> list[Entries]:
+    """Returns the entries that training leaves as they are: layer 0, the heads that read labels and find backgrounds,
+    and what makes a massive activation of a token that sees only itself.
 
-    The whole attention of layer 0 is held: what its heads put out grew to five times the length of a word when they were
-    trained, and the averaged code, a part of the normalised sum, became too short to tell a first token by.
     An orthogonalised update turns rows that hardly matter to the loss as far as those that do. A hundred steps of it
-    are enough to wear this circuit down, long before the heads that rest on it have learnt what else to look at.
+    are enough to wear these circuits down, long before what rests on them has been learnt. Layer 0 is held as a whole:
+    when it was trained, its outputs grew to seven times the length of a word, and the averaged code, a part of the
+    normalised sum, became too short to tell a first token by.
     In the later layers a sink's key and what a query gives for it are held, and the constant feature is. A step on
     entries that meet a massive activation moves its logit by a half, and so do steps that let the constant grow; a head
     that has once gone to the sink for good sees no gradient any more. How much a head rests there is left to its other
@@ -189,25 +190,25 @@ def held_sinks(model: LlavaForConditionalGeneration) -> list[Entries]:
     layers = model.model.language_model.layers
     code = code_features(model)
     average = range(code.stop, code.stop + CODE)
-    units = slice(0, 2 * (CODE + 1))
     every = slice(None)
     first, second = layers[0], layers[1]
-    entries: list[Entries] = [(getattr(first.self_attn, f"{n}_proj").weight, every) for n in "qkvo"]
+    entries: list[Entries] = [(p, every) for p in first.parameters()]
     entries += [
         (model.model.language_model.embed_tokens.weight, (every, [0, LENGTH, SINK, *code, *average])),
-        (first.input_layernorm.weight, every),
-        (first.mlp.gate_proj.weight, units),
-        (first.mlp.up_proj.weight, units),
-        (first.mlp.down_proj.weight, (every, units)),
-        (first.mlp.down_proj.weight, [LENGTH, SINK]),
         (second.mlp.gate_proj.weight, 0),
         (second.mlp.up_proj.weight, 0),
         (second.mlp.down_proj.weight, (every, 0)),
         (second.mlp.down_proj.weight, [LENGTH, SINK]),
         (second.self_attn.o_proj.weight, [LENGTH, SINK]),
-        (first.post_attention_layernorm.weight, [0, *average]),
         (second.post_attention_layernorm.weight, [0, LENGTH]),
+        (second.input_layernorm.weight, every),
+        (layers[2].input_layernorm.weight, every),
     ]
+    labels = slice(4 * HEAD, 6 * HEAD)
+    entries += [(getattr(second.self_attn, f"{n}_proj").weight, labels) for n in "qkv"]
+    entries += [(second.self_attn.o_proj.weight, (every, labels))]
+    shown = slice(3 * HEAD, 4 * HEAD)
+    entries += [(getattr(layer.self_attn, f"{n}_proj").weight, shown) for layer in layers[2:4] for n in "qk"]
     rows = [head * HEAD + SINK_PAIR for head in range(model.config.text_config.num_attention_heads)]
     for number, layer in enumerate(layers):
         attention, constant = layer.self_attn, [0] if number < 2 else [0, SINK]

@@ -11,7 +11,7 @@ from mpic.train.generations import FIRST, SECOND
 from mpic.train.held import HeldWeights
 from mpic.train.model import build_model
 from mpic.train.optim import Optimizers
-from mpic.train.sink_weights import SINK, held_sinks
+from mpic.train.sink_weights import SINK, held_circuits
 
 torch.set_num_threads(1)
 
@@ -25,7 +25,7 @@ def trained():
     SECOND.init(model, tokenizer, 0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizers = Optimizers.of_language(model, 0.02, 2e-3)
-    optimizers.held = HeldWeights(held_sinks(model))
+    optimizers.held = HeldWeights(held_circuits(model))
     example = SECOND.encoder(tokenizer)(Generator(1, "train", world=WORLD).task("card", 1))
     for _ in range(2):
         answer_loss(model, collate([example])).backward()
@@ -36,14 +36,14 @@ def trained():
 def test_held_entries_are_bit_identical_after_training(trained):
     model, before = trained
     names = {id(p): name for name, p in model.named_parameters()}
-    for parameter, index in held_sinks(model):
+    for parameter, index in held_circuits(model):
         assert torch.equal(parameter[index], before[names[id(parameter)]][index]), names[id(parameter)]
 
 
 def test_the_other_entries_of_the_same_matrices_are_trained(trained):
     model, before = trained
-    layer = model.model.language_model.layers[3]
-    moved = layer.self_attn.k_proj.weight != before["model.language_model.layers.3.self_attn.k_proj.weight"]
+    layer = model.model.language_model.layers[4]
+    moved = layer.self_attn.k_proj.weight != before["model.language_model.layers.4.self_attn.k_proj.weight"]
     assert moved[:, SINK + 1 :].float().mean() > 0.9 and not moved[:, SINK].any()
 
 
