@@ -10,9 +10,9 @@ The residual stream has, beside the blocks of the first generation (`mpic.train.
   in language models (Gu et al. 2024, arXiv:2410.10781, and later work on value aggregation), written down instead of
   waited for. It depends on a token seeing only itself, so a chunk compiled alone gets a sink of its own. `<s>` is one
   wherever it stands.
-* **Labels.** A label stands before its image (`image one:<image>`), where it reaches the first dozen tokens of the image
-  alone: the head that looks for the most recent label does not look further back. Every token of an image carries a code
-  of its background, the image's *signature*. In layer 1 a question finds the tokens that stand behind its label and
+* **Labels.** A label stands before its image (`image one:<image>`), where it reaches the first dozen tokens of the
+  image alone: the head that looks for the most recent label does not look further back. Every token of an image carries
+  a code of its background, the image's *signature*. In layer 1 a question finds the tokens that stand behind its label and
   copies their signature; from layer 2 on it finds what has that signature and shows what is asked about. Cards name
   their subject in every fact, so that a value's most recent label is its own.
 """
@@ -152,8 +152,8 @@ def patch_codes(model: LlavaForConditionalGeneration) -> torch.Tensor:
 
 
 def background_codes() -> torch.Tensor:
-    """Returns [backgrounds, SIGNATURE]: the level of each colour as a corner of a tetrahedron, so that only equal levels
-    agree."""
+    """Returns [backgrounds, SIGNATURE]: the level of each colour as a corner of a tetrahedron, so that only equal
+    levels agree."""
     corners = torch.tensor([[1.0, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]])
     turn = torch.linalg.qr(torch.randn(5, 3, generator=torch.Generator().manual_seed(7)))[0]
     # a sum and not a product of matrices, which autocast would compute in bf16

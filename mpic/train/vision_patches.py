@@ -140,11 +140,11 @@ def alignment_loss(
     patches: torch.Tensor,
     backgrounds: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the mean squared distance to the targets, the patches of objects and all others alike, and which shape and
-    which background it is.
+    """Returns the mean squared distance to the targets, the patches of objects and all others alike, and which shape
+    and which background it is.
 
-    Shapes are the slowest to be learned, for a patch has to look at its neighbours for them, and a background is a small
-    part of a token: they also count as choices, among the shapes of the batch and among all backgrounds.
+    Shapes are the slowest to be learned, for a patch has to look at its neighbours for them, and a background is a
+    small part of a token: they also count as choices, among the shapes of the batch and among all backgrounds.
     """
     found = features_of(model, pixels, patches).float()
     error = (found - wanted(model, words, shown, patches, backgrounds)).square().mean(-1)
