@@ -102,8 +102,8 @@ The initial weights of the language model are **structured**, not random: they h
 (previous token, most recent label, name or content word, matching and induction), heads that find the image behind a
 label and what has its background, and **attention sinks**: a circuit of layers 0 and 1 turns a token that sees only
 itself into one with a massive activation, on which the heads of later layers may rest. Training leaves layer 0 and
-these circuits as they are, and trains all the rest (`mpic/train/sink_weights.py`, `mpic/train/initial_weights.py`): what a
-patch's words become in an answer, and how much attention a sink gets, is learnt.
+these circuits as they are, and trains all the rest (`mpic/train/sink_weights.py`, `mpic/train/initial_weights.py`):
+what a patch's words become in an answer, and how much attention a sink gets, is learnt.
 """,
     ),
 }

@@ -12,9 +12,9 @@ The residual stream has, beside the blocks of the first generation (`mpic.train.
   wherever it stands.
 * **Labels.** A label stands before its image (`image one:<image>`), where it reaches the first dozen tokens of the
   image alone: the head that looks for the most recent label does not look further back. Every token of an image carries
-  a code of its background, the image's *signature*. In layer 1 a question finds the tokens that stand behind its label and
-  copies their signature; from layer 2 on it finds what has that signature and shows what is asked about. Cards name
-  their subject in every fact, so that a value's most recent label is its own.
+  a code of its background, the image's *signature*. In layer 1 a question finds the tokens that stand behind its label
+  and copies their signature; from layer 2 on it finds what has that signature and shows what is asked about. Cards
+  name their subject in every fact, so that a value's most recent label is its own.
 """
 
 from __future__ import annotations
