@@ -18,6 +18,7 @@ from mpic.engine.vllm.plugin.chunk_inputs import Expected
 from mpic.engine.vllm.plugin.host_memory import CachedFile, HostMemory
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
 from mpic.kv.file import ChunkFile, write
+from mpic.packet.adapter import Adapter
 
 SHAPE = KVShape(2, 1, 4)
 TOKENS = 8
@@ -239,3 +240,29 @@ def test_without_workers_in_this_process_the_budget_counts_what_is_kept(make, wa
     memory = make(1, keep_kv=False)  # enough for the KV of one chunk, or for the embeddings of four
     loads = [memory.load([one]) for one in wanted]
     assert [load.started for load in loads] == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_the_embeddings_of_a_texts_packet_do_not_stay_in_host_memory(tmp_path, keep_kv):
+    """They follow from the ids of the prompt, and the budget does not count them beside KV."""
+    width, adapter = 512, Adapter(torch.ones(2, 512), torch.ones(1, 512), "0" * 64)
+    key = KVKey("local", ChunkKey.of_text("packet"), "model", Recipe("float32", packet=adapter.digest))
+    bare = ChunkInputs(torch.arange(5), torch.arange(5)[None], 5, torch.zeros(5, width))
+    write(
+        tmp_path / "packet.kv",
+        ChunkKV(key, bare.wrap(adapter.header, adapter.trailer), torch.zeros(2, 2, 1, TOKENS, 4)),
+    )
+    expected = Expected(SHAPE, torch.float32, width, 0, adapter)
+    memory = HostMemory([tmp_path], 4 * BYTES, 1, expected, keep_kv)
+    load = memory.load([("packet.kv", key.digest, TOKENS)])
+    finish(memory, load)
+    memory.close()
+    [chunk] = load.chunks
+    worker = pickle.loads(pickle.dumps(chunk)).given_inputs()
+    assert chunk.state == "ready" and chunk.inputs.token_ids.tolist()[2:7] == list(range(5))
+    for inputs in (chunk.inputs, worker):
+        held = {
+            one.untyped_storage().data_ptr(): one.untyped_storage()
+            for one in (inputs.token_ids, inputs.positions)
+        }
+        assert inputs.embeds is None and sum(one.nbytes() for one in held.values()) == 2 * TOKENS * 8

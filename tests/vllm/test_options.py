@@ -91,7 +91,9 @@ def test_keys_become_vllms_arguments(described, tmp_path):
     extra = connector["kv_connector_extra_config"]
     assert extra["folders"] == [str(tmp_path)] and extra["readers"] == 3 and extra["host_bytes"] == 5 << 20
     assert made.limit_mm_per_prompt["image"] >= 256
-    assert read_adapter(Path(extra["packet"]), 256).digest == described.adapter.digest
+    assert (
+        read_adapter(Path(extra["packet"]), 256).digest == described.adapter.digest == extra["packet_digest"]
+    )
     assert made.additional_config == {"mpic_packet": described.adapter.digest}
     without = args(replace(described, adapter=None, adapter_path=None), tmp_path)
     assert not without.additional_config and "packet" not in str(without.kv_transfer_config)

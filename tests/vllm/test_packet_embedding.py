@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import vllm_kit  # noqa: F401 - sets the environment before vLLM is imported
@@ -9,9 +11,9 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from mpic.engine.vllm.plugin.packet_embedding import install
+from mpic.engine.vllm.plugin.packet_embedding import adapter_of, install
 from mpic.engine.vllm.wire import FIRST_SOFT
-from mpic.errors import ModelRefused
+from mpic.errors import AdapterRefused, ModelRefused
 from mpic.packet.adapter import Adapter
 
 WORDS, WIDTH = 50, 8
@@ -61,3 +63,20 @@ def test_vectors_are_in_the_models_type():
 def test_a_model_whose_first_layer_would_not_get_these_vectors_is_refused(model, says):
     with pytest.raises(ModelRefused, match=says):
         install(Model(**model), ADAPTER)
+
+
+def test_an_adapter_that_is_not_the_one_that_the_server_has_read_is_refused(tmp_path):
+    """Otherwise a packet of the server's adapter would be computed with the vectors of the other one."""
+    path = tmp_path / "adapter.safetensors"
+    settings = {"packet": str(path), "packet_digest": ADAPTER.digest}
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=settings),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(hidden_size=WIDTH)),
+    )
+    ADAPTER.save(path)
+    assert adapter_of(config).digest == ADAPTER.digest
+    Adapter(ADAPTER.header + 1, ADAPTER.trailer, ADAPTER.model).save(path)
+    with pytest.raises(AdapterRefused, match=r"is not the one that the server has read .* was replaced"):
+        adapter_of(config)
+    del settings["packet_digest"]
+    assert adapter_of(config) is not None

@@ -198,8 +198,8 @@ def _connector(
     extra["readers"] = config.loaders or loaders_for()
     if host_bytes is not None:
         extra["host_bytes"] = host_bytes
-    if model.adapter_path is not None:
-        extra["packet"] = str(model.adapter_path)
+    if model.adapter is not None:
+        extra |= {"packet": str(model.adapter_path), "packet_digest": model.adapter.digest}
     return {
         "kv_connector": "MPICConnector",
         "kv_connector_module_path": f"{PLUGIN}.connector",

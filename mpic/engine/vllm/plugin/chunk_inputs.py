@@ -69,9 +69,13 @@ def check_inputs(file: ChunkFile, expected: Expected) -> None:
 
 def first_layer_inputs(file: ChunkFile) -> ChunkInputs:
     """Returns the inputs of a chunk, without the embeddings of a text's packet: they follow from the prompt's ids."""
-    if file.key.chunk.kind == "text":
-        return replace(file.inputs, embeds=None)
-    return file.inputs
+    inputs = file.inputs
+    if file.key.chunk.kind != "text" or inputs.embeds is None:
+        return inputs
+    # copies: all inputs of a file are views of one buffer, which would keep the embeddings in memory
+    return replace(
+        inputs, token_ids=inputs.token_ids.clone(), positions=inputs.positions.clone(), embeds=None
+    )
 
 
 def prompt_inputs(file: ChunkFile, adapter: Adapter | None) -> ChunkInputs:

@@ -11,7 +11,8 @@ Start vLLM with all three of its parts, and without asynchronous scheduling::
 Settings in ``kv_connector_extra_config``: ``folders`` (absolute; chunk files are read, and compiled chunks written,
 below them and nowhere else), ``host_bytes`` (most bytes of chunk KV in host memory), ``patience`` (seconds a link waits
 for its files before late chunks are computed), ``readers`` (threads that read files), ``parent`` (a process id: vLLM
-ends when that process has ended), ``packet`` (absolute path of the model's adapter, ``mpic.packet.adapter``).
+ends when that process has ended), ``packet`` (absolute path of the model's adapter, ``mpic.packet.adapter``),
+``packet_digest`` (the adapter's digest: with another adapter in that file, vLLM does not start).
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ DEFAULTS = {
     "parent": 0,
     "most_rows": 1024,
     "packet": "",
+    "packet_digest": "",
 }
 
 
@@ -190,6 +192,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
         "parent": int,
         "most_rows": int,
         "packet": str,
+        "packet_digest": str,
     }
     for name, kind in kinds.items():
         value = settings[name]

@@ -41,7 +41,11 @@ def check_request(request: Request, order: Order | None, soft: int) -> None:
 
 def _check_ids(request: Request, soft: int) -> None:
     """Refuses trained tokens that the embedding layer does not know, and uses of their ids that would index tables of
-    the vocabulary."""
+    the vocabulary.
+
+    Only the request itself is looked at. In vLLM's V1 model runner a penalty of any request counts the prompt ids of
+    its whole batch, and trained tokens would end the engine: who sends packets must send no penalties beside them.
+    """
     highest = max(request.prompt_token_ids, default=0)
     if highest < FIRST_SOFT:
         return

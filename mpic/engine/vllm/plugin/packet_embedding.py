@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from mpic.engine.vllm.wire import FIRST_SOFT
-from mpic.errors import ModelRefused
+from mpic.errors import AdapterRefused, ModelRefused
 from mpic.packet.adapter import Adapter, read_adapter
 
 
@@ -36,11 +36,23 @@ def adapter_of(config: VllmConfig) -> Adapter | None:
     """Returns the adapter that the connector's setting ``packet`` names, or None. Which weights it was trained with is
     for the frontend to check: here they are laid out in vLLM's way.
 
+    Every process of vLLM reads the file itself, minutes after the frontend and maybe on another machine, and the ids
+    of trained tokens do not say which adapter they are of. So the frontend's digest of it is a setting, too.
+
     Raises:
-        AdapterRefused: the file cannot be used.
+        AdapterRefused: the file cannot be used, or it holds another adapter than ``packet_digest`` says.
     """
-    path = config.kv_transfer_config.kv_connector_extra_config.get("packet")
-    return read_adapter(Path(path), config.model_config.hf_text_config.hidden_size) if path else None
+    settings = config.kv_transfer_config.kv_connector_extra_config
+    path, digest = settings.get("packet"), settings.get("packet_digest")
+    if not path:
+        return None
+    adapter = read_adapter(Path(path), config.model_config.hf_text_config.hidden_size)
+    if digest and adapter.digest != digest:
+        raise AdapterRefused(
+            f"the adapter {path} ({adapter.digest[:12]}) is not the one that the server has read ({digest[:12]}): its "
+            "file was replaced meanwhile, or machines have different ones; start the server again"
+        )
+    return adapter
 
 
 @torch.inference_mode()
