@@ -151,7 +151,7 @@ SECOND = Generation(
         Stage("pic", 0.14, 0.005, 1e-3, 0.8, pic_share=0.5),
     ),
     continued=(  # not vision: twenty steps of it, warm-up included, took the tower from 94 to 81 % of patches
-        Stage("base", 0.80, 0.01, 2e-3, 0.5),
+        Stage("base", 0.80, 0.007, 1.4e-3, 0.7),
         Stage("pic", 0.20, 0.005, 1e-3, 0.8, pic_share=0.5),
     ),
     images=12,
@@ -174,7 +174,7 @@ SECOND = Generation(
     links=PATCH_LINKS[:3] + PATCH_LINKS[5:6],
     watch_every=1500.0,
     held=held_circuits,
-    continued_from=0.05,
+    continued_from=0.3,
 )  # fmt: skip
 """576 tokens an image, each of its own patch; documents of 300 to 1,000 tokens; 8,192 of context; attention sinks."""
 
