@@ -41,7 +41,7 @@ def no_room(monkeypatch):
 async def all_places_taken():
     """Takes every place for decoding large images until the test releases them."""
     away, held = decoder().in_workers, ExitStack()
-    for _ in range(away.places):
+    for _ in range(away.most):
         held.enter_context(away.taken(0, 1))
     yield held
     held.close()
@@ -63,7 +63,7 @@ async def test_other_requests_are_served_while_large_images_wait(server, all_pla
     assert len(listed["data"]) == 2 and not any(task.done() for task in waiting)
     all_places_taken.close()
     assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
-    assert away.running == away.bytes == 0 and away.most_running <= away.places
+    assert away.running == away.bytes == 0 and away.most_running <= away.most
 
 
 async def test_files_that_wait_to_be_decoded_are_not_all_in_memory(server, all_places_taken, monkeypatch):
