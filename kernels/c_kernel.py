@@ -24,8 +24,8 @@ _OPTIONS = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC")
 _LEVELS = {"AVX512": "-march=x86-64-v4", "AVX2": "-march=x86-64-v3"}
 
 
-libraries: set[Path] = set()
-"""The built files that this process has loaded."""
+libraries: dict[Path, str] = {}
+"""The built files that this process has loaded, with the SHA-256 that they had then."""
 
 
 class KernelUnavailable(Exception):
@@ -52,7 +52,7 @@ def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:
         except OSError:  # what lies in the cache folder is damaged, for example since the power failed
             library.unlink(missing_ok=True)
             loaded = ctypes.CDLL(str(_built(compiler, source, name, options)))
-        libraries.add(library)
+        libraries[library] = hashlib.sha256(library.read_bytes()).hexdigest()
         return loaded
     except subprocess.CalledProcessError as error:
         output = error.stderr.strip().splitlines() or ["nothing"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -155,14 +156,23 @@ def test_sources_of_ours_and_of_transformers_are_covered(place):
         assert any(path.endswith(name) for path in others)
 
 
-def test_a_built_kernel_that_differs_is_tested_again(place, monkeypatch, tmp_path):
-    loaded = start(place)
-    kernel = tmp_path / "kernel.so"
-    kernel.write_bytes(b"one")
-    monkeypatch.setattr(c_kernel, "libraries", {kernel})
+def test_a_built_kernel_that_differed_when_it_was_loaded_is_tested_again(place, monkeypatch, tmp_path):
+    """Its file may be gone since: a user may empty the cache folder."""
+    loaded, kernel = start(place), tmp_path / "kernel.so"
+    monkeypatch.setattr(c_kernel, "libraries", {kernel: "one"})
     before = proof_subject.subject(loaded, "text")
-    kernel.write_bytes(b"two")
+    monkeypatch.setattr(c_kernel, "libraries", {kernel: "two"})
     assert proof_subject.subject(loaded, "text") != before
+
+
+def test_a_kernel_is_known_by_what_was_loaded(tmp_path, monkeypatch):
+    source = tmp_path / "one.c"
+    source.write_text("int one(void) { return 1; }")
+    monkeypatch.setattr(c_kernel, "libraries", {})
+    monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
+    assert c_kernel.build(source, "test", []).one() == 1
+    ((path, digest),) = c_kernel.libraries.items()
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_nothing_is_kept_if_a_source_has_changed_since_the_process_began(place, ran, monkeypatch, caplog):

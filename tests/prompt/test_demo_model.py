@@ -53,7 +53,7 @@ def test_prompts_are_spelled_as_in_training(template, labels, task):
                     part["image"] = "file-x"
         *messages, answer = messages
         segments = ask(template, messages).segments
-        expected = spelling.segments(told, "after" if labels == "after" else "around")
+        expected = spelling.segments(told, "before" if labels == "before" else "around")
         assert expected.pop().content.startswith(f" {answer['content'][-1]['text']}")
         assert len(segments) == len(expected)
         for segment, wanted in zip(segments, expected):
@@ -72,10 +72,10 @@ def test_handles_at_word_level(template, labels):
         template.tokenizer.decode(s.token_ids) if isinstance(s, TextSegment) else f"@{s.chunk.label}"
         for s in built.segments
     )
-    if labels == "after":
+    if labels == "before":
         assert told == (
-            "<s> USER: compare the tower in image:@EIFFEL2025 (image EIFFEL2025) with image:@LOUVRE2025 "
-            "(image LOUVRE2025) . In image EIFFEL2025, what is document:@REPORT [document REPORT] ? ASSISTANT:"
+            "<s> USER: compare the tower in image EIFFEL2025:@EIFFEL2025 with image LOUVRE2025:@LOUVRE2025 . "
+            "In image EIFFEL2025, what is document REPORT:@REPORT ? ASSISTANT:"
         )
         return
     assert told == (
