@@ -34,8 +34,8 @@ told from those of others."""
 BACKGROUNDS = tuple(tuple(_LEVELS[level] for level in levels) for levels in BACKGROUND_LEVELS)
 _JITTER = 6
 PATCH = 14
-_LINES = 3
-"""Pixels of the lines through which the background is seen everywhere, `PATCH` apart, as between tiles."""
+"""Side of the patch of a large image that becomes an image token, pixels."""
+_LINES = 3  # pixels of each patch, from the top and from the left, in which the background is seen, as between tiles
 
 
 @dataclass(frozen=True)

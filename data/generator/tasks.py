@@ -2,114 +2,28 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mpic.data.generator import documents, questions
-from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn, fill_in, number_word
+from mpic.data.generator.chunks import ChunkGenerator, Labelled
+from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn, fill_in
 from mpic.data.generator.documents import Fact
-from mpic.data.generator.images import BACKGROUNDS, Scene, draw_scene, render, render_large
+from mpic.data.generator.images import Scene, draw_scene
 from mpic.data.generator.mix import Mix
-from mpic.data.generator.wordings import Asking, draw
-from mpic.data.generator.words import NUMBERS, OBJECTS, Split, draw_handles, draw_people
-from mpic.data.generator.worlds import FIRST, World
+from mpic.data.generator.wordings import draw
+from mpic.data.generator.words import NUMBERS, OBJECTS, draw_people
 
 _TRIES = 4  # at a question that differs from those asked, for each that is wanted
 _OTHERS = (0, 0, 0, 0, 1, 2, 3, 4)  # references that a search of a training conversation finds besides
-_THINGS = 12  # whose codes are in a prompt, at most, so that some are left to search for
-_COUNTED = 10  # chunks in a prompt, at most: training counts up to here
 SYSTEMS = (None, None, "You answer questions about images and documents.", "Please answer in a few words.")
 
 Library = dict[tuple[str, str], str]
 """Facts that searches have found: (attribute, subject) -> value."""
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """A chunk of a conversation with what is known about it."""
-
-    label: str
-    part: Image | Document
-    about: Scene | Fact
-
-
-class Generator:
-    """Conversations from a seed. The same seed, split and world give the same conversations."""
-
-    def __init__(
-        self, seed: int, split: Split = "train", asking: Asking | None = None, world: World = FIRST
-    ) -> None:
-        self.world = world
-        self.rng = random.Random(f"{split}-{seed}")
-        self.split: Split = split
-        self.asking: Asking = asking or split
-        self._backgrounds: list[int] = []  # those left for the large images of a conversation
-
-    # chunks
-
-    def image(self, scene: Scene, name: str | None = None) -> Image:
-        """Returns the scene as an image chunk."""
-        if self.world.scattered:
-            if not self._backgrounds:
-                self._backgrounds = self.rng.sample(range(len(BACKGROUNDS)), len(BACKGROUNDS))
-            scene = replace(scene, background=self._backgrounds.pop())
-            return Image(render_large(scene, self.rng, self.split)[0], name)
-        return Image(render(scene, self.rng, self.split), name)
-
-    def context(self, count: int, mix: Mix) -> list[Labelled]:
-        """Returns `count` labelled chunks of the mix, in order."""
-        rng = self.rng
-        if mix.alike and rng.random() < mix.alike:
-            kinds = [rng.choice(sorted(set(mix.kinds)))] * count
-        else:
-            kinds = [rng.choice(mix.kinds) for _ in range(count)]
-        return self.context_of(kinds, mix, named=rng.random() < mix.named)
-
-    def context_of(self, kinds: list[str], mix: Mix, named: bool) -> list[Labelled]:
-        """Returns labelled chunks of exactly these kinds; half of the people have a friend among the others."""
-        rng, split, items = self.rng, self.split, list[Labelled]()
-        handles = self._handles(len(kinds), named)
-        self._backgrounds = []
-        people = draw_people(rng, kinds.count("biography"), split)
-        needles = kinds.count("needle")
-        each = rng.randint(1, max(1, min(3, _THINGS // max(1, needles)))) if self.world.scattered else 1
-        things = rng.sample(OBJECTS, needles * each)
-        subjects, counts = iter(people), {"image": 0, "document": 0}
-        words, scattered = mix.words or self.world.words, self.world.scattered
-        for kind, handle in zip(kinds, handles, strict=True):
-            noun = "image" if kind == "image" else "document"
-            counts[noun] += 1
-            label = f"{noun} {handle or number_word(counts[noun])}"
-            about: Scene | Fact
-            if kind == "image":
-                about = draw_scene(rng, digits=mix.digits)
-                items.append(Labelled(label, self.image(about, handle), about))
-                continue
-            if kind == "card":
-                title = (handle if named else draw_handles(rng, 1, split)[0]) if scattered else ""
-                about = documents.card(rng, split, words, title)
-            elif kind == "needle":
-                about = documents.needle(rng, split, [things.pop() for _ in range(each)], words)
-            else:
-                name = next(subjects)
-                others = [p for p in people if p != name]
-                friend = rng.choice(others) if others and rng.random() < 0.7 else None
-                about = documents.biography(rng, split, name, friend, words, scattered)
-            items.append(Labelled(label, Document(about.text, handle), about))
-        return items
-
-    def _handles(self, count: int, named: bool) -> list[str] | list[None]:
-        """Returns what chunks are called besides their kind; none: they are counted.
-
-        Where labels stand after chunks, training counts in any order: a chunk that always comes after `one` could be
-        told by what its tokens have seen of the label before it, which is lost when it is compiled alone.
-        """
-        if named:
-            return draw_handles(self.rng, count, self.split)
-        if self.split == "train" and self.world.labels == "before":
-            return self.rng.sample(NUMBERS[: max(count, _COUNTED)], count)
-        return [None] * count
+class Generator(ChunkGenerator):
+    """Draws conversations from a seed. The same seed, split and world give the same conversations."""
 
     # questions
 

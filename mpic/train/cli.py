@@ -49,6 +49,8 @@ def mllm(
 
     if init not in ("structured", "plain"):
         raise typer.BadParameter("structured or plain", param_hint="--init")
+    if tower and start:
+        raise typer.BadParameter("a run that goes on from --start keeps its own tower", param_hint="--tower")
     train_mllm(
         Settings(out, minutes, steps, device, workers, tokens, init, tower, start, seed, generation, resume)
     )

@@ -28,7 +28,7 @@ from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.train import checkpoint
 from mpic.train.batch import Encoder, answer_loss, collate_branches
 from mpic.train.curves import plot_stages
-from mpic.train.generations import GENERATIONS, Generation, Stage
+from mpic.train.generations import GENERATIONS, Generation, Stage, generation_at
 from mpic.train.held import HeldWeights
 from mpic.train.model import autocast, build_model, load_model, save_model
 from mpic.train.optim import Optimizers
@@ -110,18 +110,7 @@ def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool,
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     tokenizer = build_tokenizer()
     generation = GENERATIONS[settings.generation]
-    model = build_model(tokenizer, design=generation.design).train()
-    if settings.start is not None:
-        finished, its_tokenizer = load_model(settings.start)
-        if its_tokenizer.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"{settings.start} was trained with another vocabulary")
-        model.load_state_dict(finished.state_dict())
-    elif settings.init == "structured":
-        generation.init(model, tokenizer, settings.seed)
-    if settings.tower is not None:
-        model.model.vision_tower.load_state_dict(
-            load_model(settings.tower)[0].model.vision_tower.state_dict()
-        )
+    model = initial_model(settings, tokenizer)
     model.to(device)
     worker = TrainingProcess(
         settings, rank, world, device, model, tokenizer, generation.encoder(tokenizer), [], generation
@@ -135,6 +124,31 @@ def _run(rank: int, world: int, settings: Settings, rendezvous: str, cuda: bool,
         state = None
     if world > 1:
         dist.destroy_process_group()
+
+
+def initial_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
+    """Returns the model that a run begins with.
+
+    Raises:
+        ValueError: `start` or `tower` is a model of another kind.
+    """
+    generation = GENERATIONS[settings.generation]
+    for folder in filter(None, (settings.start, settings.tower)):
+        if generation_at(folder) is not generation:
+            raise ValueError(f"{folder} is not a model of generation {settings.generation}")
+    model = build_model(tokenizer, design=generation.design).train()
+    if settings.start is not None:
+        finished, its_tokenizer = load_model(settings.start)
+        if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"{settings.start} was trained with another vocabulary")
+        model.load_state_dict(finished.state_dict())
+    elif settings.init == "structured":
+        generation.init(model, tokenizer, settings.seed)
+    if settings.tower is not None:
+        model.model.vision_tower.load_state_dict(
+            load_model(settings.tower)[0].model.vision_tower.state_dict()
+        )
+    return model
 
 
 class Clock:

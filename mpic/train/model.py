@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from mpic.data.generator.conversation import CHAT_TEMPLATES, SPECIAL, Labels
-from mpic.data.generator.images import LARGE, SIZE
+from mpic.data.generator.images import LARGE, PATCH, SIZE
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Design:
 
 
 FIRST = Design(256, 704, 5, SIZE, 8, 2048, 1e6)
-SECOND = Design(384, 1024, 6, LARGE, 14, 8192, 1e8)
+SECOND = Design(384, 1024, 6, LARGE, PATCH, 8192, 1e8)
 """LLaVA-1.5's image geometry: 24 x 24 patches of 14 px. With this theta half of the rotary pairs hardly turn over the
 whole context, so content can be matched at any distance."""
 IMAGE_TOKENS = FIRST.image_tokens

@@ -19,6 +19,8 @@ The residual stream has, beside the blocks of the first generation (`mpic.train.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
@@ -151,6 +153,7 @@ def patch_codes(model: LlavaForConditionalGeneration) -> torch.Tensor:
     return IMAGE_CODE_SIZE * torch.randn(tokens, CODE, generator=random).sign()
 
 
+@functools.cache
 def background_codes() -> torch.Tensor:
     """Returns [backgrounds, SIGNATURE]: the level of each colour as a corner of a tetrahedron, so that only equal
     levels agree."""

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from small_models import SMALL
 from train_tools import hidden_states
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.cache_utils import DynamicCache
@@ -16,8 +17,8 @@ from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.train import cli
 from mpic.train.batch import Encoder, collate, collate_branches, embed
 from mpic.train.initial_weights import structured_init
-from mpic.train.mllm import Settings, train_mllm
-from mpic.train.model import build_model, save_model
+from mpic.train.mllm import Settings, initial_model, train_mllm
+from mpic.train.model import build_model, load_model, save_model
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,30 @@ def test_a_device_that_does_not_exist_is_refused_instead_of_using_the_cpu(comman
     monkeypatch.setattr(f"mpic.train.{command}.train_{command}", lambda settings: None)
     done = CliRunner().invoke(cli.app, [command, "--device", "gpu", "--out", str(tmp_path)])
     assert done.exit_code == 2 and "gpu" in done.output
+
+
+def test_a_run_with_a_tower_begins_with_that_tower_and_a_language_model_of_its_own(tokenizer, tmp_path):
+    tower, _ = load_model(SMALL)
+    begun = initial_model(Settings(tmp_path, tower=SMALL), tokenizer)
+    fresh = initial_model(Settings(tmp_path), tokenizer)
+    for name, value in begun.model.vision_tower.state_dict().items():
+        assert torch.equal(value, tower.model.vision_tower.state_dict()[name])
+    mine, other = (m.model.language_model.embed_tokens.weight for m in (begun, fresh))
+    assert torch.equal(mine, other)
+    assert not torch.equal(mine, tower.model.language_model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("option", ["tower", "start"])
+def test_a_model_of_another_generation_is_not_begun_with(option, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="is not a model of generation 2"):
+        initial_model(Settings(tmp_path, generation=2, **{option: SMALL}), tokenizer)
+
+
+def test_a_tower_for_a_run_that_goes_on_is_refused(tmp_path):
+    arguments = ["mllm", "--out", str(tmp_path), "--start", str(SMALL), "--tower", str(SMALL)]
+    done = CliRunner().invoke(cli.app, arguments)
+    words = done.output.replace("│", " ").split()  # in a box, whose lines break anywhere
+    assert done.exit_code == 2 and "keeps its own tower" in " ".join(words)
 
 
 def test_a_short_run_learns_resumes_and_leaves_both_checkpoints(tmp_path, few_conversations):
