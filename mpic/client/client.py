@@ -24,7 +24,13 @@ T = TypeVar("T")
 
 
 class Client(Resource[IO]):
-    """What both clients have."""
+    """The resources and methods that the blocking and the awaited client have in common.
+
+    Args:
+        io: how requests are sent.
+        max_retries: number of times that a refused or broken request is sent again, or a ``Retry``.
+        local_files: True if a string may be the path of a file on this machine.
+    """
 
     _transport: ClassVar[str]
     """The function of ``mpic.local`` that starts a server for ``local``."""

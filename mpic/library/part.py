@@ -1,4 +1,4 @@
-"""What the parts of a library share: its catalogue, the folder's originals, the compiled chunks, limits and time."""
+"""The base of every part of a library, and the record of storage that all parts use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Storage:
 
 
 class LibraryPart:
-    """A part of a library, over what all parts share."""
+    """A part of a library, which reads and writes one `Storage` together with the other parts."""
 
     def __init__(self, storage: Storage) -> None:
         self._catalog, self._originals, self._store = storage.catalog, storage.originals, storage.store
