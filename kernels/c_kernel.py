@@ -23,7 +23,6 @@ _COMPILERS = ("cc", "gcc", "clang")
 _OPTIONS = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC")
 _LEVELS = {"AVX512": "-march=x86-64-v4", "AVX2": "-march=x86-64-v3"}
 
-
 libraries: dict[Path, str] = {}
 """The built files that this process has loaded, with the SHA-256 that they had then."""
 

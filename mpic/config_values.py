@@ -30,6 +30,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 def build(section: str, cls: type, values: Mapping[str, Any]) -> Any:
     """Returns a section with these values; those that are not given have their defaults.
 
+    Args:
+        section: its name, for messages.
+        cls: its dataclass.
+
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type or is negative.
     """

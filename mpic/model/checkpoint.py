@@ -22,7 +22,7 @@ from mpic.model.identity import fingerprint_of
 log = logging.getLogger(__name__)
 
 DigestOf = Callable[[Any, Iterable[tuple[str, torch.Tensor]]], str]
-"""Makes a digest of a configuration and of tensors that come in the order of their names."""
+"""A function that makes a digest of a configuration and of tensors, which come in the order of their names."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -43,7 +43,7 @@ def streamed_digest(
         path: local folder or hub id.
         model: made from the checkpoint's configuration in this dtype, on the meta device.
         cache: folder of fetched models; None for the hub's own.
-        digest_of: which one; its fingerprint unless given.
+        digest_of: makes the digest; it is the fingerprint unless given.
 
     Raises:
         NotStreamable: there are no safetensors files of the weights that can be read, or the weights are converted

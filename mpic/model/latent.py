@@ -27,7 +27,7 @@ from mpic.model.rotary import Rotary
 from mpic.model.trace import ForwardTrace, LayerFacts, LayerKind, LayerTrace, alike, limit_of
 
 ATTRIBUTE = "_mpic_latent"
-"""Of an attention module: its ``LatentLayer``."""
+"""The attribute of an attention module that holds its ``LatentLayer``."""
 _MOST_ON_CUDA = 256
 """The largest heads that torch's flash attention takes on CUDA; there a larger latent is kept expanded."""
 _latents: ContextVar[torch.Tensor | None] = ContextVar("mpic_latents", default=None)

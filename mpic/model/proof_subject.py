@@ -1,4 +1,4 @@
-"""What a passed self-test is a proof about: a digest of the model and of everything that computes with it.
+"""Makes the digest of what a passed self-test is a proof about: the model, and everything that computes with it.
 
 Covered are the model (every weight as it lies in memory, its configuration, its tokenizer and image processor), how it
 is run (dtype, device, attention, threads, environment), our own sources, those of transformers that are loaded and of
@@ -34,19 +34,22 @@ _LIBRARIES = ("numpy", "PIL", "tokenizers", "safetensors", "torchvision", "trans
 _PARTS = ("tokenizer", "image_processor", "video_processor")
 _PREFIXES = ("ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_", "OMP_")
 _PREFIXES += ("ONEDNN_", "PYTORCH_", "TORCH", "TRANSFORMERS_", "TRITON_")
-"""Of environment variables that change what torch and its libraries compute with."""
+"""Prefixes of the environment variables that change what torch and its libraries compute."""
 
 
 def subject(loaded: LoadedModel, test: str) -> str | None:
     """Returns the digest under which a self-test's proof is kept.
 
+    Args:
+        test: name of the self-test.
+
     Returns:
-        None where none can be kept: a source has changed since this process began, so that what runs need not be what
-        lies there, or is not a file.
+        SHA-256 (hex); None where no proof can be kept: a source is not a file, or has changed since this process began,
+        so that what runs need not be what lies there.
     """
     try:
         found = {path: os.stat(path) for path in (*_own_sources(), *_model_sources(loaded))}
-    except FileNotFoundError:
+    except OSError:  # also for a module that was imported from an archive
         return None
     if max(one.st_ctime for one in found.values()) >= _began() - 1:
         return None

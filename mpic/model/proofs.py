@@ -26,11 +26,15 @@ from mpic.model.proof_subject import subject
 log = logging.getLogger(__name__)
 
 NAME = "self-tests.json"
-"""Of the file, in the folder of a library."""
+"""The name of the file that keeps proofs, in the folder of a library."""
 FORMAT = 1
 MOST = 32
-"""Proofs that are kept, the newest ones."""
+"""The number of proofs that are kept; they are the newest ones."""
 MOST_BYTES = 1 << 16
+"""The size in bytes up to which a file is read."""
+
+_AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags with which no link is followed, and no pipe waited for."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +113,8 @@ class Proofs:
         body = {"format": FORMAT, "proofs": {one: asdict(found) for one, found in newest}}
         try:
             write_durably(FileSystem(), self.path, [memoryview(json.dumps(body, indent=1).encode())])
-        except (
-            OSError,
-            MPICError,
-        ) as error:  # a full disk does not keep a model that passed from being served
+        except (OSError, MPICError) as error:
+            # a full disk does not keep a model that passed from being served
             log.warning("the self-tests run again at the next start: %s cannot be written: %s", NAME, error)
 
 
@@ -120,18 +122,17 @@ def _bytes_of(path: Path) -> bytes:
     """Returns the file's content. Raises FileNotFoundError, Untrusted."""
     _refuse_folder(path.parent)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AS_IT_IS)) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise Untrusted("it is not a file")
+            if _others_can_write(found):
+                raise Untrusted("it belongs to another user, or others can write it")
+            content = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise
-    except OSError as error:  # a link, or a file that cannot be read
-        raise Untrusted(f"it cannot be opened: {error}") from None
-    with os.fdopen(fd, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise Untrusted("it is not a file")
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise Untrusted("it belongs to another user, or others can write it")
-        content = file.read(MOST_BYTES + 1)
+    except OSError as error:  # a link, a folder, or a file that cannot be read
+        raise Untrusted(f"it cannot be read: {error}") from None
     if len(content) > MOST_BYTES:
         raise Untrusted(f"it is larger than {MOST_BYTES} bytes")
     return content
@@ -139,9 +140,12 @@ def _bytes_of(path: Path) -> bytes:
 
 def _refuse_folder(folder: Path) -> None:
     """Raises Untrusted if others can write in a folder, FileNotFoundError if there is none."""
-    found = os.stat(folder)
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if _others_can_write(os.stat(folder)):
         raise Untrusted(f"{folder} belongs to another user, or others can write there (chmod go-w)")
+
+
+def _others_can_write(found: os.stat_result) -> bool:
+    return found.st_uid != os.geteuid() or bool(found.st_mode & 0o022)
 
 
 def _parsed(content: bytes) -> dict[str, Proof]:

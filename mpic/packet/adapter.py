@@ -70,7 +70,8 @@ class Adapter:
         return inputs.embedded(embed).wrap(self.header, self.trailer)
 
     def surrounds(self, inputs: ChunkInputs) -> bool:
-        """Returns whether the inputs of a chunk are those of a packet of this adapter, in their own type."""
+        """Returns whether the embeddings of a chunk begin with the header and end with the trailer of this adapter,
+        both rounded to the type of the embeddings."""
         if inputs.embeds is None or len(inputs) < len(self):
             return False
         found = torch.cat(
@@ -176,6 +177,9 @@ def adapter_file(folder: str, path: str = "") -> Path | None:
 
 def find_adapter(model: LoadedModel, folder: str, path: str = "") -> Adapter | None:
     """Returns the adapter of a loaded model: the one at ``path``, or the one beside the model, or None.
+
+    Args:
+        folder, path: see ``adapter_file``.
 
     Raises:
         AdapterRefused: the adapter that was found cannot be used.

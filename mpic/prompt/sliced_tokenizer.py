@@ -50,9 +50,12 @@ class SlicedTokenizer:
             return
         for text in self.slicer.joined(pieces, slice_cache.SLICE):
             checkpoint()
-            known = self.known.find(owner, text) if len(text) >= slice_cache.LEAST else None
-            ids = self._fast(text).ids if known is None else known
-            if known is None and len(text) >= slice_cache.LEAST:
+            if len(text) < slice_cache.LEAST:
+                yield self._fast(text).ids
+                continue
+            ids = self.known.find(owner, text)
+            if ids is None:
+                ids = self._fast(text).ids
                 self.known.keep(owner, text, ids)
             yield ids
 

@@ -56,9 +56,8 @@ def requests(draw, name: str):
 def answers_equal_the_oracle(name, batch, patience=10.0, **options):
     """Submits a batch of (prompt, policy) at once to a new engine."""
     with closing(NativeEngine(family(name).loaded, page_size=8, **options)) as engine:
-        engine.pool.arena.fill_(
-            float("nan")
-        )  # reading a slot that was never written makes the answer nonsense
+        # reading a slot that was never written makes the answer nonsense
+        engine.pool.arena.fill_(float("nan"))
         engine.transfers.patience = patience
         streams = [submit(engine, *request) for request in batch]
         for request, stream in zip(batch, streams, strict=True):

@@ -35,19 +35,19 @@ segments = st.lists(
 def test_every_token_is_computed_or_mapped_exactly_once_and_in_order(shapes, name):
     plan = make_plan(shapes, parse_policy(name))
     covered = []
-    for run in plan.own_ranges:
-        covered += range(run.start, run.start + run.hi - run.lo)
+    for own in plan.own_ranges:
+        covered += range(own.start, own.start + own.hi - own.lo)
     for span in plan.spans:
         start = plan.places[span.source].start
         covered += range(start + span.lo, start + span.hi)
     assert sorted(covered) == list(range(plan.length))
-    assert plan.own == sum(run.hi - run.lo for run in plan.own_ranges)
+    assert plan.own == sum(own.hi - own.lo for own in plan.own_ranges)
     assert not plan.two_step or all(span.row == plan.own - 1 for span in plan.spans if plan.own)
     for span in () if plan.two_step else plan.spans:
         end = plan.places[span.source].start + span.hi  # rows before `row` precede the span, others follow it
-        own = [run.start + i for run in plan.own_ranges for i in range(run.hi - run.lo)]
-        assert all(index < end for index in own[: span.row])
-        assert all(index >= end for index in own[span.row :])
+        indices = [own.start + i for own in plan.own_ranges for i in range(own.hi - own.lo)]
+        assert all(index < end for index in indices[: span.row])
+        assert all(index >= end for index in indices[span.row :])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,20 +8,14 @@ from families import FAMILIES, ODD, TYPES, make_model
 from small_models import SMALL
 
 from mpic.model.checkpoint import NotStreamable, streamed_digest
-from mpic.model.identity import fingerprint, weights_digest, weights_digest_of
+from mpic.model.identity import fingerprint, fingerprint_of, weights_digest, weights_digest_of
 from mpic.model.load import empty_model, load_config, load_weights
 
 
-def both(path: str, dtype: torch.dtype) -> tuple[str, str]:
+def both(path: str, dtype: torch.dtype, digest_of=fingerprint_of, loaded=fingerprint) -> tuple[str, str]:
     config = load_config(path, "auto", False)
-    streamed = streamed_digest(path, empty_model(config, dtype, False), dtype)
-    return streamed, fingerprint(load_weights(path, load_config(path, "auto", False), dtype, False))
-
-
-def both_of_weights(path: str, dtype: torch.dtype) -> tuple[str, str]:
-    config = load_config(path, "auto", False)
-    streamed = streamed_digest(path, empty_model(config, dtype, False), dtype, digest_of=weights_digest_of)
-    return streamed, weights_digest(load_weights(path, load_config(path, "auto", False), dtype, False))
+    streamed = streamed_digest(path, empty_model(config, dtype, False), dtype, digest_of=digest_of)
+    return streamed, loaded(load_weights(path, load_config(path, "auto", False), dtype, False))
 
 
 PARTLY_FP32 = ("gpt_oss", "deepseek")
@@ -43,7 +37,7 @@ def test_a_streamed_digest_is_that_of_the_loaded_model(name, tmp_path):
             continue
         streamed, loaded = both(str(tmp_path), dtype)
         assert streamed == loaded
-        streamed, loaded = both_of_weights(str(tmp_path), dtype)
+        streamed, loaded = both(str(tmp_path), dtype, weights_digest_of, weights_digest)
         assert streamed == loaded
 
 

@@ -245,6 +245,10 @@ def test_a_link_a_fifo_and_a_folder_in_its_place_are_not_read(place, ran, tmp_pa
     os.mkfifo(place)
     start(place)
     assert len(ran) == 3 and place.is_file()
+    place.unlink()
+    place.mkdir()
+    start(place)  # nothing can take the place of a folder
+    assert len(ran) == 4 and list(place.parent.iterdir()) == [place]
 
 
 def test_the_newest_proofs_are_kept(place):

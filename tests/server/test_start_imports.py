@@ -74,7 +74,8 @@ with TestClient(app, base_url="http://127.0.0.1:8000") as client:
     assert client.get("/health/ready").json() == {"ready": True}
 """
 REPORT = "\nprint(json.dumps({name: at for name, at in watch.found.items() if name in sys.modules}))\n"
-"""Whether a package is installed is asked in the same way as for an import, but then it is not imported."""
+"""The code that prints which watched names were imported. A name that was only looked up, to learn whether its package
+is installed, is not among them."""
 
 
 def imported(code: str, names: list[str], folder) -> dict[str, list[str]]:

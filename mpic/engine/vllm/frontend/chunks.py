@@ -93,7 +93,7 @@ class LinkedChunk:
         stored: True if the store has its file, as far as is known.
         spooled: its file outside the store.
         prompt: the chunk alone, rendered for its compile.
-        packet: those of its tokens that an adapter adds.
+        packet: number of its tokens that an adapter adds.
         tier, reason, ms: as in ``mpic.engine.base.ChunkUse``; ``reason`` is why it was compiled.
         counted: True if the counters include it.
     """

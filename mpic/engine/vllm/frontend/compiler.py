@@ -28,7 +28,6 @@ from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.compiled import SPOOL, compute
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
-from mpic.engine.vllm.wire import packet_ids
 from mpic.errors import CompileFailed, CorruptFile, MPICError, NotFound, OutOfMemory
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKV, KVKey
 from mpic.kv.file import write
@@ -284,11 +283,10 @@ class ChunkCompiler:
 
     async def _render(self, chunk: Chunk, key: KVKey) -> VLLMPrompt:
         """Returns a prompt of the chunk alone behind its sink tokens, or inside its adapter."""
-        before, behind = self._model.soft_tokens(key.recipe)
-        header = packet_ids((), before, 0)
-        trailer = packet_ids((), before, behind)[before:]
+        before, _ = self._model.soft_tokens(key.recipe)
+        soft = self._model.prompt_ids((), key.recipe)
         start = [self._model.bos] * key.recipe.sink
-        return await self._client.render([start, header, chunk, trailer], uuid.uuid4().hex)
+        return await self._client.render([start, soft[:before], chunk, soft[before:]], uuid.uuid4().hex)
 
     def check(self) -> list[str]:
         """Returns the names of files and compiles that must not exist while nothing runs."""

@@ -109,7 +109,7 @@ def _download_dir(vllm_args: str) -> str | None:
     return given.get("download_dir") if isinstance(given, dict) else None
 
 
-def _files_digest(path: str, dtype: str, kind: str = "") -> str:
+def _files_digest(path: str, dtype: str, kind: str) -> str:
     folder = Path(path)
     if not folder.is_dir():
         found = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from mpic.engine.accounting import segment_shapes
 from mpic.engine.base import GenerationRequest
 from mpic.engine.checks import check_context, check_prompt, check_sampling
+from mpic.engine.vllm.frontend.chunks import LinkedChunk
 from mpic.engine.vllm.frontend.client import NO_CLIPS, VLLMClient
-from mpic.engine.vllm.frontend.compiler import ChunkCompiler, LinkedChunk
+from mpic.engine.vllm.frontend.compiler import ChunkCompiler
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
 from mpic.engine.vllm.wire import LinkOrder, make_link_order
 from mpic.errors import UnsupportedModality, UnsupportedParameter

@@ -241,8 +241,10 @@ class Request:
             usage.queue_ms = min(max(0.0, waited - load), usage.ttft_ms - usage.load_ms)
             usage.link_ms = usage.ttft_ms - usage.load_ms - usage.queue_ms
             hit = int(report.get("prefix_hit") or 0) if linked else int(output.num_cached_tokens or 0)
-            runs = self._plan_as_computed().own_ranges
-            usage.prefix_hit = sum(max(0, min(hit, run.start + run.hi - run.lo) - run.start) for run in runs)
+            usage.prefix_hit = sum(
+                max(0, min(hit, own.start + own.hi - own.lo) - own.start)
+                for own in self._plan_as_computed().own_ranges
+            )
         if self._resumed and first_token:
             usage.retrieval[-1].link_ms = (first_token - self._resumed) * 1e3
             self._resumed = 0.0

@@ -79,8 +79,12 @@ def first_layer_inputs(file: ChunkFile) -> ChunkInputs:
 
 
 def prompt_inputs(file: ChunkFile, adapter: Adapter | None) -> ChunkInputs:
-    """Returns the same with the ids that prompts have in the chunk's place. In a file, the trained tokens of a packet
-    have placeholders."""
+    """Returns the inputs of a chunk as ``first_layer_inputs`` does, with the ids that prompts have in its place. In a
+    file, the trained tokens of a packet have placeholders.
+
+    Args:
+        adapter: the adapter that a packet was compiled in, which ``check_inputs`` has checked.
+    """
     inputs = first_layer_inputs(file)
     if not file.key.recipe.packet or adapter is None:
         return inputs

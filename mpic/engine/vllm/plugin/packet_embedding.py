@@ -1,4 +1,5 @@
-"""The trained tokens of an adapter in vLLM's embedding layer, where their ids (``wire.FIRST_SOFT``) get its vectors."""
+"""The trained tokens of an adapter (KV Packet, arXiv 2604.13226, section 3.1) in vLLM's embedding layer, where their
+ids (``wire.FIRST_SOFT``) get its vectors."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ class SoftEmbedding:
     soft_rows: torch.Tensor
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings ``[n, hidden]`` of token ids ``[n]``."""
         soft = input_ >= FIRST_SOFT
         words = super().forward(input_.masked_fill(soft, 0))
         index = (input_ - FIRST_SOFT).clamp(0, len(self.soft_rows) - 1)
