@@ -21,7 +21,7 @@ from mpic.keys import any_keys
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 ATTENTION = ("auto", "cpu-stream", "cpu-flash", "reference", "cuda-flash", "cuda-efficient", "triton")
-"""Of the native engine."""
+"""Attention implementations of the native engine, and `auto`, which chooses among them."""
 
 
 def check(config: Config) -> None:
