@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 class call(Generic[P, T]):
-    """A method of a resource, written as a coroutine. On the class it is that coroutine, for the methods beside it."""
+    """A method of a resource, written as a coroutine function. Looked up on the class it is that function, which other
+    methods of the class can await."""
 
     def __init__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
         self._method = method
@@ -43,7 +44,8 @@ class call(Generic[P, T]):
 
 
 class listed(Generic[P, T]):
-    """A method that lists items. It is written to return the request of a page, and where the first page begins."""
+    """A method that lists items. It is written to return the request of a page, and the id after which the first page
+    begins."""
 
     def __init__(self, method: Callable[Concatenate[Any, P], tuple[PageRequest[T], str | None]]) -> None:
         self._method = method

@@ -93,6 +93,16 @@ class Client(Resource[IO]):
         """Returns all metrics of the server, in Prometheus' text format."""
         return await self.sender.send(endpoints.metrics())
 
+    @call
+    async def stream(self, request: ApiRequest[Any]) -> httpx.Response:
+        """Sends a request and returns the response, whose body is not read yet."""
+        return await self.sender.stream(request)
+
+    @call
+    async def close(self) -> None:
+        """Closes all connections and, after ``local``, the server. Safe to call twice."""
+        await self.sender.io.close()
+
     @property
     def _closed(self) -> bool:
         return self.sender.io.http.is_closed
@@ -146,14 +156,6 @@ class MPIC(Client[SyncIO]):
         """Sends any request of ``mpic.client.endpoints`` and returns its result."""
         return finish(self.sender.send(request))
 
-    def stream(self, request: ApiRequest[Any]) -> httpx.Response:
-        """Sends a request and returns the response, whose body is not read yet."""
-        return finish(self.sender.stream(request))
-
-    def close(self) -> None:
-        """Closes all connections and, after ``local``, the server. Safe to call twice."""
-        self.sender.io.http.close()
-
     def __enter__(self) -> Self:
         return self
 
@@ -184,14 +186,6 @@ class AsyncMPIC(Client[AsyncIO]):
     async def send(self, request: ApiRequest[T]) -> T:
         """Sends any request of ``mpic.client.endpoints`` and returns its result."""
         return await self.sender.send(request)
-
-    async def stream(self, request: ApiRequest[Any]) -> httpx.Response:
-        """Sends a request and returns the response, whose body is not read yet."""
-        return await self.sender.stream(request)
-
-    async def close(self) -> None:
-        """Closes all connections and, after ``local``, the server. Safe to call twice."""
-        await self.sender.io.http.aclose()
 
     async def __aenter__(self) -> Self:
         return self

@@ -32,6 +32,9 @@ class SyncIO:
         """Returns the result of work that opens files."""
         return work(*args)
 
+    async def close(self) -> None:
+        self.http.close()
+
 
 class AsyncIO:
     """The input and output of ``AsyncMPIC``: the event loop is never blocked."""
@@ -51,6 +54,9 @@ class AsyncIO:
     async def open(self, work: Callable[..., T], *args: Any) -> T:
         """Returns the result of work that opens files, which is done on a thread."""
         return await asyncio.to_thread(work, *args)
+
+    async def close(self) -> None:
+        await self.http.aclose()
 
 
 def finish(work: Coroutine[Any, Any, T]) -> T:

@@ -270,10 +270,16 @@ class Models(Resource[IO]):
 
     @call
     async def list(self) -> tuple[types.Model, ...]:
+        """Returns the served model, as the only one of a list."""
         return (await self.sender.send(endpoints.models())).data
 
     @call
     async def retrieve(self, id: str) -> types.Model:
+        """Returns the served model.
+
+        Raises:
+            ModelNotFound: another model is served.
+        """
         return await self.sender.send(endpoints.model(id))
 
 

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -47,6 +47,14 @@ class StartFailed(MPICError):
     """The server ended before it answered requests."""
 
     code = "server_failed"
+
+
+class ServerProcess(NamedTuple):
+    """A running server: the id of its process, its address, and the file of what it writes to stderr."""
+
+    pid: int
+    url: str
+    log: Path
 
 
 def run(
@@ -158,25 +166,32 @@ def same(answer: str, expected: str) -> bool:
 
 @contextmanager
 def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Iterator[tuple[str, float]]:
-    """Runs ``mpic serve`` as a process of its own on a free port; yields its URL and the seconds it took to start.
+    """Runs ``mpic serve`` with a small pool; yields its URL and the seconds it took to start. Raises StartFailed, see
+    ``server_process``."""
+    options = ["--log-level", "warning", "--pool-bytes", str(POOL_BYTES)]
+    options += [*(["--model", model] if model else []), *flags]
+    started = time.monotonic()
+    with server_process(data_dir, *options) as server:
+        yield server.url, time.monotonic() - started
+
+
+@contextmanager
+def server_process(data_dir: Path, *flags: str, python: Sequence[str] = ()) -> Iterator[ServerProcess]:
+    """Runs ``mpic serve`` as a process of its own on a free port, and ends it.
+
+    Args:
+        data_dir: an existing folder.
+        flags: options of ``mpic serve``.
+        python: options of the interpreter.
+
+    Yields:
+        The server, as soon as it has told its address.
 
     Raises:
         StartFailed: it ended or printed nothing; the message holds the end of its log.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "mpic.cli",
-        "serve",
-        "--port",
-        "0",
-        "--json",
-        "--data-dir",
-        str(data_dir),
-    ]
-    command += ["--log-level", "warning", "--pool-bytes", str(POOL_BYTES)]
-    command += [*(["--model", model] if model else []), *flags]
-    started = time.monotonic()
+    serve = ["-m", "mpic.cli", "serve", "--port", "0", "--json", "--data-dir", str(data_dir)]
+    command = [sys.executable, *python, *serve, *flags]
     log_path = data_dir / "server.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -189,7 +204,7 @@ def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Ite
             tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-20:])
             raise StartFailed(f"the server did not start:\n{tail}")
         too_late.cancel()
-        yield json.loads(line)["url"], time.monotonic() - started
+        yield ServerProcess(process.pid, json.loads(line)["url"], log_path)
     finally:
         too_late.cancel()
         process.terminate()

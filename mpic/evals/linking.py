@@ -37,8 +37,8 @@ class Linking(NamedTuple):
         return (joined(prompt) if self.single else prompt).pressed(self.press)
 
     def compiles(self, prompt: Prompt) -> list[tuple[Chunk, Wrapping]]:
-        """Returns the chunks that its answer to a prompt links, and how each is compiled. There are none where it reads
-        no compiled chunk, and where it does not take the prompt, which is what its answer will say."""
+        """Returns the chunks that its answer to a prompt links, and how each is compiled. It returns none if the policy
+        reads no compiled chunk, and if ``single`` does not take the prompt: asking it then says why."""
         if not self.policy.uses_chunks:
             return []
         try:

@@ -83,10 +83,14 @@ def lost_between(cells: Cells, pairs: Sequence[tuple[str, str]]) -> Lost:
     return Lost(float(np.mean([part.mean() for part in parts])), *interval(parts))
 
 
-def _points(cell: dict[str, Sequence[PolicyAnswer]], policy: str) -> np.ndarray:
+def _answers(cell: dict[str, Sequence[PolicyAnswer]], policy: str) -> Sequence[PolicyAnswer]:
     if policy not in cell:
         raise BadRequest(f"the run has no answers of {policy} to every task")
-    return np.array([points(answer) for answer in cell[policy]])
+    return cell[policy]
+
+
+def _points(cell: dict[str, Sequence[PolicyAnswer]], policy: str) -> np.ndarray:
+    return np.array([points(answer) for answer in _answers(cell, policy)])
 
 
 def _row(
@@ -111,5 +115,9 @@ def _score(cells: Cells, policies: Sequence[str]) -> str:
 
 
 def _size(cells: Cells, policies: Sequence[str]) -> str:
-    sizes = [np.mean([a.kv_bytes or 0 for a in cell[name]]) for cell in cells.values() for name in policies]
+    sizes = [
+        np.mean([answer.kv_bytes or 0 for answer in _answers(cell, name)])
+        for cell in cells.values()
+        for name in policies
+    ]
     return f"{np.mean(sizes) / 1000:,.0f}"

@@ -1,4 +1,4 @@
-"""The base of every part of a library, and the record of storage that all parts use."""
+"""The base class of the parts of a library, and the storage that they share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from mpic.library.store import DiskStore, TieredStore
 
 @dataclass(frozen=True)
 class Storage:
-    """Everything that is stored, and the bounds that hold for it; ``clock`` returns seconds since the epoch."""
+    """Everything that a library stores, and the bounds that hold for it.
+
+    Args:
+        clock: function that returns seconds since the epoch.
+    """
 
     catalog: Catalog
     originals: Originals
@@ -25,7 +29,7 @@ class Storage:
 
 
 class LibraryPart:
-    """A part of a library, which reads and writes one `Storage` together with the other parts."""
+    """The base class of the parts of a library, such as its uploads, caches and references."""
 
     def __init__(self, storage: Storage) -> None:
         self._catalog, self._originals, self._store = storage.catalog, storage.originals, storage.store

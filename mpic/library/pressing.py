@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from sqlite3 import Row
 from typing import Literal, NamedTuple
 
-import torch
-
 from mpic.errors import CorruptFile, NotFound, OutOfMemory, StorageFull, StorageQuotaExceeded
-from mpic.kv.chunk import ChunkKV, KVKey
-from mpic.kv.file import ChunkFile
+from mpic.kv.chunk import ChunkKV
 from mpic.library.library import Library
 from mpic.library.store import DiskStore
 from mpic.library.store.chunk_rows import ChunkRow, Source
-from mpic.library.upkeep import Progress, key_of, names_of
+from mpic.library.upkeep import Progress, key_of, names_of, read_chunk
 from mpic.press import Press
 
 Compress = Callable[[ChunkKV], ChunkKV]
@@ -96,7 +92,8 @@ def _press_one(library: Library, press: Press, row: Row, compress: Compress, rep
     if key.digest != row["key"]:
         return left("has a row that is not its own")
     try:
-        store.save(compress(_read(library, key)), Source(source, replaced))
+        chunk = read_chunk(store.path(key), key, library.filesystem)
+        store.save(compress(chunk), Source(source, replaced))
     except CorruptFile as error:
         store.set_aside(key, error)
         return left(f"is damaged and was put aside: {error.message}")
@@ -106,12 +103,3 @@ def _press_one(library: Library, press: Press, row: Row, compress: Compress, rep
     except (OSError, OutOfMemory, NotFound, StorageFull, StorageQuotaExceeded) as error:
         return left(str(error))
     return Pressed(row["path"], "pressed", row["bytes"], library.catalog.one(sql, pressed.digest)["bytes"])
-
-
-def _read(library: Library, key: KVKey) -> ChunkKV:
-    """Reads and verifies every byte of a chunk's file. Raises CorruptFile, OSError, OutOfMemory."""
-    with closing(ChunkFile(library.store.path(key), key, library.filesystem)) as file:
-        kv = torch.empty(file.shape.extent(file.slots), dtype=file.dtype)
-        for _ in file.read_layers(kv):
-            pass
-        return ChunkKV(key, file.inputs, kv)

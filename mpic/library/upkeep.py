@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, IntegrityError
-from mpic.kv.chunk import ChunkKey, KVKey, Recipe
+from mpic.kv.chunk import ChunkKey, ChunkKV, KVKey, Recipe
 from mpic.kv.file import ChunkFile
 from mpic.library.folder.layout import DAMAGED, SIDECAR, scan, scan_chunks
 from mpic.library.folder.sidecars import Sidecar
@@ -206,7 +207,7 @@ def _scrub_chunks(library: Library, progress: Progress) -> Iterator[Problem]:
             )
             continue
         try:
-            _read_whole(library.root / row["path"], key)
+            read_chunk(library.root / row["path"], key)
         except CorruptFile as error:
             if not library.catalog.read_only:
                 library.store.set_aside(key, error)
@@ -226,12 +227,15 @@ def key_of(row: Row) -> KVKey:
     return KVKey(row["owner"], ChunkKey(row["kind"], row["digest"]), row["model"], recipe)
 
 
-def _read_whole(path: Path, key: KVKey) -> None:
-    """Reads and verifies every byte of a chunk file.
+def read_chunk(path: Path, key: KVKey, files: FileSystem | None = None) -> ChunkKV:
+    """Reads and verifies every byte of a chunk file and returns the chunk, in host memory.
 
     Raises:
-        CorruptFile, OSError: it is damaged, or cannot be read.
+        CorruptFile: it is damaged, or holds another chunk.
+        OSError, OutOfMemory: it cannot be read now.
     """
-    with closing(ChunkFile(path, key)) as file:
-        for _ in file.read_layers(torch.empty(file.shape.extent(file.slots), dtype=file.dtype)):
+    with closing(ChunkFile(path, key, files)) as file:
+        kv = torch.empty(file.shape.extent(file.slots), dtype=file.dtype)
+        for _ in file.read_layers(kv):
             pass
+        return ChunkKV(key, file.inputs, kv)

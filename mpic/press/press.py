@@ -44,7 +44,7 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True)
 class Press(Method):
-    """Removes ``r`` percent of a chunk's tokens from its KV, but none of its first ``p`` and of its last ``l``.
+    """Removes ``r`` percent of a chunk's tokens from its KV, but none of its first ``p`` or last ``l``.
 
     Policies compute the first tokens again in a prompt (``mpic-K``). Because every head keeps all of those, the part
     that a prompt maps after them is one range of slots in every head. The first and the last tokens of a packet are
@@ -101,8 +101,8 @@ class Press(Method):
 
     @property
     def name(self) -> str:
-        """The canonical short string, without the protected tokens where they are the usual ones: those are as old as
-        the presses, and the name is part of a chunk's recipe."""
+        """The canonical short string. It leaves out usual numbers of protected tokens, because the name is part of a
+        chunk's recipe and chunks are older than these numbers."""
         if self.l:
             return self._filled(f"{self.syntax}-P-L")
         return self._filled(self.syntax if self.p == PROTECTED else f"{self.syntax}-P")

@@ -162,11 +162,9 @@ def prompt_with_references(
     hits, round = searcher.round(query)
     style = token_call_style(state.template, state.config.retrieval)
     if style is None:
-        return build_prompt(
-            insert_references(messages, hits), state.template, resolver, [], resolver.user
-        ), round
+        messages = insert_references(messages, hits)
     prompt = build_prompt(messages, state.template, resolver, [], resolver.user)
-    if hits:
+    if style is not None and hits:
         prompt = with_simulated_call(prompt, state.template, style, query, hits, state.library.references)
     return prompt, round
 

@@ -91,6 +91,13 @@ def test_what_a_run_lacks_is_named(filler, press, named):
         pressed_table(run(), filler, [press])
 
 
+@pytest.mark.parametrize("policy", ["packet", "single", "single+cur-10-0"])
+def test_a_policy_whose_bytes_are_shown_first_is_named_too(policy):
+    kept = [answer for answer in run() if answer.policy != policy]
+    with pytest.raises(BadRequest, match=rf"no answers of {re.escape(policy)} to every task"):
+        pressed_table(kept, "4-2", ["cur"])
+
+
 def test_a_report_is_filled_with_it(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "answers.jsonl").write_text(lines_of(run()))

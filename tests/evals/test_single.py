@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
-import torch
 from engine_kit import TOKENS, assert_same, family, image_chunk, logits_of, prompt_of, submit, text_chunk
 from PIL import Image
 from small_models import SMALL
@@ -100,7 +99,4 @@ def test_an_evaluation_answers_texts_with_it_and_says_why_it_skips_images(tmp_pa
                 0.59 < pressed.kv_bytes / answer.kv_bytes < 0.62
                 and answer.prompt_tokens == pressed.prompt_tokens
             )
-    assert (
-        torch.tensor([a.kv_bytes for a in answers if a.policy == "single" and a.task == "world-card"]).min()
-        > 0
-    )
+    assert all(a.kv_bytes > 0 for a in answers if a.policy == "single" and a.task == "world-card")

@@ -21,7 +21,7 @@ async def test_a_users_long_prompt_is_tokenized_once(server, monkeypatch, retrie
         return plain(text)
 
     monkeypatch.setattr(sliced, "_fast", counted)
-    question = f"{retrieval} " + "long and longer " * (TIMES)
+    question = f"{retrieval} " + "long and longer " * TIMES
 
     async def asked(headers):
         tokenized.clear()

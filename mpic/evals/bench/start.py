@@ -7,12 +7,9 @@ kept (``mpic.model.proofs``). The first start of each is not counted: it fills t
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -26,9 +23,9 @@ import psutil
 
 from mpic.config import bundled_model
 from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench
+from mpic.evals.demo import server_process
 
 KEPT, ALWAYS = "when-changed", "always"
-SECONDS_TO_END = 30.0
 IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \| +(\S+)")
 """A line of Python's ``-X importtime``: microseconds of a module alone, and its name."""
 OWN_FOLDERS = ("torch", "transformers")
@@ -52,7 +49,7 @@ class Settings:
 @dataclass(frozen=True)
 class Start:
     """Seconds of one start until ``/health/ready`` answers: the processor's in all, in the system, and the clock's;
-    and the most memory the process has held, MiB."""
+    and the memory that the process then holds, MiB."""
 
     processor: float
     system: float
@@ -67,7 +64,7 @@ class Start:
     quick={"repeats": 1},
     wants={
         "ready_processor_seconds": "< 2.5",
-        "self_tested_processor_seconds": "as little more as there are tests",
+        "self_tested_processor_seconds": "more by what the tests take",
     },
     in_process=False,
     on_cpu=True,
@@ -107,46 +104,25 @@ def started(
     Args:
         imports: have Python report every import.
 
-    Returns:
-        What the start took, and the lines that the process has written to stderr until then.
+    Yields:
+        What the start took, and the lines that servers of this folder have written to stderr until then.
 
     Raises:
-        BenchFailed: the server does not start.
+        StartFailed: the server does not start.
     """
-    command = [
-        sys.executable,
-        *(["-X", "importtime"] if imports else []),
-        "-m",
-        "mpic.cli",
-        "serve",
-        "--json",
-    ]
-    command += ["--port", "0", "--device", "cpu", "--model", model or bundled_model()]
-    command += ["--data-dir", str(data_dir), *options]
-    with tempfile.TemporaryFile("w+") as errors:
-        began = time.perf_counter()
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        try:
-            assert server.stdout is not None
-            line = server.stdout.readline()
-            if not line:
-                errors.seek(0)
-                raise BenchFailed(f"the server did not start: {errors.read()[-2000:]}")
-            with urllib.request.urlopen(f"{json.loads(line)['url']}/health/ready", timeout=60) as answer:
-                answer.read()
-            clock = time.perf_counter() - began
-            process = psutil.Process(server.pid)
-            times, held = process.cpu_times(), process.memory_info().rss
-            user, system = times.user + times.children_user, times.system + times.children_system
-            errors.seek(0)
-            yield Start(user + system, system, clock, held / 2**20), errors.read().splitlines()
-        finally:
-            server.terminate()
-            try:
-                server.wait(SECONDS_TO_END)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+    data_dir.mkdir(exist_ok=True)
+    flags = ["--device", "cpu", "--model", model or bundled_model(), *options]
+    python = ["-X", "importtime"] if imports else []
+    began = time.perf_counter()
+    with server_process(data_dir, *flags, python=python) as server:
+        with urllib.request.urlopen(f"{server.url}/health/ready", timeout=60) as answer:
+            answer.read()
+        clock = time.perf_counter() - began
+        process = psutil.Process(server.pid)
+        times, held = process.cpu_times(), process.memory_info().rss
+        user, system = times.user + times.children_user, times.system + times.children_system
+        lines = server.log.read_text(errors="replace").splitlines()
+        yield Start(user + system, system, clock, held / 2**20), lines
 
 
 def _row(way: str, starts: list[Start]) -> Row:
