@@ -3,7 +3,7 @@
 A large image has 576 tokens and a document up to 1,000, so most of what a conversation of the second generation costs
 is what it is asked about. Its training therefore begins with *small* conversations: of an image only a coarser grid of
 its tokens is shown (every third row and column at first), and documents are as short in proportion. Conversations of
-full size come in at three quarters and make up the end.
+full size come in after seven tenths and make up the end.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ PATCH_STEPS = (
         2048,
         (8,),
     ),
-    CurriculumStep(0.85, _FULL_COUNTS, _FULL, 2560, (8, 8, 8, 8, 8, 8, 8, 12)),
-    CurriculumStep(0.95, _FULL_COUNTS, _FULL, 4096, (8, 12, 16, 24, 24)),
+    CurriculumStep(0.70, _FULL_COUNTS, _FULL, 2560, (8, 8, 8, 8, 8, 8, 8, 12)),
+    CurriculumStep(0.85, _FULL_COUNTS, _FULL, 4096, (8, 12, 16, 24, 24)),
     CurriculumStep(1.01, _FULL_COUNTS, _FULL, 5120, (12, 16, 24, 24, 24, 24)),
 )
 
