@@ -13,7 +13,8 @@ from rest import openapi
 import mpic.errors
 from mpic.api.requests import ChatRequest
 from mpic.cli import COMMANDS
-from mpic.config import SECTIONS
+from mpic.config import SECTIONS, ConfigError
+from mpic.keys import KeyNotFound
 from mpic.link import POLICIES
 
 
@@ -51,7 +52,7 @@ def test_commands_keys_codes_and_policies_are_all_listed(page, site):
         for field in dataclasses.fields(section):
             assert f"\n| `{field.name}` |" in page("configuration")
     classes = [one for one in vars(mpic.errors).values() if isinstance(one, type)]
-    codes = {one.code for one in classes if issubclass(one, mpic.MPICError)}
+    codes = {one.code for one in (*classes, ConfigError, KeyNotFound) if issubclass(one, mpic.MPICError)}
     assert len(codes) > 50 and all(f"`{code}`" in page("errors") for code in codes)
     policies = site.pages["docs/policies.md"].html
     assert all(f"<code>{policy.syntax}</code>" in policies for policy in POLICIES)

@@ -111,5 +111,5 @@ def _errors(cls: type[MPICError], depth: int) -> Iterator[tuple[str, ...]]:
     meaning = docstring(cls).split("\n\n")[0]
     yield "&emsp;" * depth + code(cls.code), str(cls.status), code(cls.__name__), meaning
     for one in cls.__subclasses__():
-        if one.__module__ in ("mpic.errors", "mpic.config", "mpic.keys"):
+        if one.__module__ in ("mpic.errors", "mpic.config_values", "mpic.keys"):
             yield from _errors(one, depth + 1)
