@@ -1,8 +1,9 @@
 """The error tree. Every error has a stable ``code`` and one HTTP status.
 
-`make docs` draws the tree with all codes. Its leaves ``ConfigError`` (`mpic.config_values`) and ``KeyNotFound`` (`mpic.keys`)
-are defined where they are raised. ``LibraryInUse``, ``ForeignFolder``, ``AdapterRefused`` and ``ModelRefused`` keep a
-server from starting, and ``CorruptFile`` makes it compile a chunk again, so none of these comes over HTTP.
+`make docs` draws the tree with all codes. Its leaves ``ConfigError`` (`mpic.config_values`) and ``KeyNotFound``
+(`mpic.keys`) are defined where they are raised. ``LibraryInUse``, ``ForeignFolder``, ``AdapterRefused`` and
+``ModelRefused`` keep a server from starting, and ``CorruptFile`` makes it compile a chunk again, so none of these comes
+over HTTP.
 """
 
 from __future__ import annotations
