@@ -18,8 +18,10 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
-out = Console()
-err = Console(stderr=True)
+PLAIN = {"markup": False, "emoji": False, "highlight": False}
+"""Text is printed as it is: it may be an answer, or a name that somebody gave."""
+out = Console(**PLAIN)
+err = Console(stderr=True, **PLAIN)
 
 Url = Annotated[
     str, typer.Option(envvar="MPIC_URL", show_envvar=True, help="where the server listens: URL or host:port")
@@ -102,7 +104,7 @@ def print_result(value: Any, line: str, as_json: bool) -> None:
     if as_json:
         print_json(value)
     else:
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
 
 
 def read_json(text: str, option: str) -> Any:
@@ -145,7 +147,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: st
         table.add_column(name, justify=side, no_wrap=name not in WRAPPED, overflow="fold")
     for row in rows:
         table.add_row(*(number(cell) for cell in row))
-    out.print(table if table.rows else empty, markup=False, highlight=False)
+    out.print(table if table.rows else empty)
 
 
 def print_listing(
@@ -161,10 +163,15 @@ def print_listing(
 def print_outcome(
     value: Any, as_json: bool, columns: Sequence[str], troubles: Sequence[Sequence[Any]], line: str
 ) -> None:
-    """Prints the outcome of work on many items as JSON, or as a table of those with troubles, if any, and a line."""
+    """Prints the outcome of work on many items as JSON, or as a table of those with troubles, if any, and a line.
+
+    Exit status 1 if there are troubles.
+    """
     if troubles and not as_json:
         print_table(columns, troubles, "")
     print_result(value, line, as_json)
+    if troubles:
+        raise typer.Exit(1)
 
 
 def number(value: Any) -> str:
@@ -179,7 +186,7 @@ def print_fields(fields: dict[str, Any]) -> None:
     width = max(map(len, fields))
     for name, value in fields.items():
         if value not in (None, (), ""):
-            out.print(f"{name:>{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+            out.print(f"{name:>{width}}  {value}", soft_wrap=True)
 
 
 @contextmanager

@@ -122,5 +122,3 @@ def _show(done: list[Pressed], press: Press, model: str, as_json: bool) -> None:
         words += f"; {count['model']:,} of other models than {model} were left alone"
     rows = [(one.name, one.path, one.why) for one in left]
     print_outcome(value, as_json, ("name", "file", "why"), rows, words)
-    if left:
-        raise typer.Exit(1)

@@ -147,13 +147,13 @@ def _show(done: list[FileOutcome]) -> None:
         print_table(("outcome", "state", "tokens", "chunks", "bytes", "in prompts"), rows, "")
     for file in files:
         if file.status_details:
-            err.print(file.status_details, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            err.print(file.status_details, style="yellow", soft_wrap=True)
     for one in done:
         if one.error:
             line = f"{one.path}: {error_line(one.error)}"
             if one.error.code == "handle_taken":
                 line += " (--replace takes its place, --handle gives another name)"
-            err.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+            err.print(line, style="red", soft_wrap=True)
     if len(done) > 1:
         counts = {"failed": sum(one.error is not None for one in done)}
         for one in done:
@@ -161,7 +161,7 @@ def _show(done: list[FileOutcome]) -> None:
                 counts[one.file.outcome or "uploaded"] = counts.get(one.file.outcome or "uploaded", 0) + 1
         order = ("created", "unchanged", "replaced", "uploaded", "failed")
         line = ", ".join(f"{counts[name]} {name}" for name in order if counts.get(name))
-        err.print(f"{len(done)} files: {line}", style="dim", highlight=False)
+        err.print(f"{len(done)} files: {line}", style="dim")
 
 
 def _plain(one: FileOutcome) -> dict[str, object]:
