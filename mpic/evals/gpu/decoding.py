@@ -27,7 +27,7 @@ def decode(run: SectionRun) -> None:
     model = replace(sizes.models[-1], context=max(sizes.models[-1].context, 2 * longest))
     loaded, costs = context.model(model)
     count = _sets_that_fit(context, loaded)
-    ids = Ids(model.vocabulary)
+    ids = Ids(model.decoder.vocabulary)
     own = sizes.text + sizes.tokens + SPARE
     chunks = count * sizes.set_chunks
     with engine_for(

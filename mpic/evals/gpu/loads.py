@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class _StoredChunks:
         self._context, sizes = context, context.sizes
         model = sizes.models[-1]
         self._loaded, self._costs = context.model(model)
-        self._ids = Ids(model.vocabulary)
+        self._ids = Ids(model.decoder.vocabulary)
         count, tokens = sizes.stored
         self._chunks = self._ids.chunks(count, tokens)
         self._kv = count * tokens * self._costs.token
@@ -111,15 +112,14 @@ class _StoredChunks:
 
 def _best(measure, repeats: int) -> float:
     """Returns the median after one measurement that does not count."""
-    taken = sorted([measure() for _ in range(repeats + 1)][1:])
-    return taken[(len(taken) - 1) // 2]
+    return median_low([measure() for _ in range(repeats + 1)][1:])
 
 
 def dma(run: SectionRun) -> None:
     """Measures one chunk over the bus, in every way the engine has, and back."""
     context = Context(run)
     placement, sizes = context.placement, context.sizes
-    model, tokens = sizes.models[-1], sizes.stored[1]
+    model, tokens = sizes.models[-1].decoder, sizes.stored[1]
     dim = model.hidden // model.heads
     shape = (model.layers, 2, model.kv_heads, tokens, dim)
     words = f"{tokens} tokens of {model.layers} layers"

@@ -65,9 +65,8 @@ class LlamaServer:
         self._http = httpx.Client(
             base_url=f"http://127.0.0.1:{port}",
             timeout=REQUEST_SECONDS,
-            limits=httpx.Limits(
-                max_keepalive_connections=0
-            ),  # it closes idle connections while others take turns
+            # it closes idle connections while others take turns
+            limits=httpx.Limits(max_keepalive_connections=0),
         )
         try:
             self._wait(folder / "llama-server.log")

@@ -12,7 +12,17 @@ from typing import Any
 import torch
 
 from mpic.evals.bench import checkpoint
-from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Series, Ticker, bench, paired
+from mpic.evals.bench.harness import (
+    BenchDevice,
+    BenchFailed,
+    Report,
+    Row,
+    Series,
+    Ticker,
+    bench,
+    paired,
+    rotated,
+)
 from mpic.evals.bench.peers import llama_server, plain_vllm
 from mpic.evals.bench.peers.native import Native
 from mpic.evals.bench.peers.prompts import Peer, Questions, Settings
@@ -137,7 +147,7 @@ def _measure(settings: Settings, peers: Sequence[Peer], questions: Questions, ti
     values: dict[tuple[str, str], list[float]] = defaultdict(list)
     ticker.expect((settings.repeats + 1) * len(peers))
     for turn in range(settings.repeats + 1):
-        for peer in (*peers[turn % len(peers) :], *peers[: turn % len(peers)]):
+        for peer in rotated(peers, turn):
             with ticker.step(peer.name):
                 for case, value in _turn(settings, peer, questions, turn).items():
                     values[case, peer.name].append(value)
