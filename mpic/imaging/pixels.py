@@ -244,9 +244,8 @@ def _admit(image: Image.Image, rules: ImageRules) -> None:
     if image.format == "GIF":
         if not rules.gif:
             raise UnsupportedType("GIF is not accepted; send PNG, JPEG, WebP or BMP", param="file")
-    elif image.format != "MPO" and getattr(
-        image, "is_animated", False
-    ):  # MPO: a photo and its depth or thumbnail
+    # MPO: a photo and its depth or thumbnail
+    elif image.format != "MPO" and getattr(image, "is_animated", False):
         raise AnimatedImage("animated images are not accepted; send one frame", param="file")
 
 

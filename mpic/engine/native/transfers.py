@@ -116,9 +116,8 @@ class Transfers:
         try:
             self._ring = StagingRing(copies, size)
         except RuntimeError as error:
-            from mpic.config import (
-                ConfigError,
-            )  # here: the GPU report runs where its dependencies are missing
+            # here: the GPU report runs where its dependencies are missing
+            from mpic.config import ConfigError
 
             says = f"{size.slots} x {size.slot_bytes} bytes of page-locked memory cannot be had ({error})"
             raise ConfigError(
