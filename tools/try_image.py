@@ -37,7 +37,6 @@ def buildah(*words: object, **options: object) -> str:
 
 
 def install_tools() -> None:
-    """Installs the tools that build the image."""
     missing = [tool for tool in ("buildah", "debootstrap") if shutil.which(tool) is None]
     if missing:
         subprocess.run(["apt-get", "update", "-qq"], check=True)

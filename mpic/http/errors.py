@@ -63,7 +63,6 @@ def as_mpic_error(exc: BaseException) -> MPICError:
 
 
 def response(error: MPICError, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Returns an error as a response."""
     return JSONResponse(
         error.body(), status_code=error.status, headers={**_headers(error), **(headers or {})}
     )

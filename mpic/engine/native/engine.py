@@ -205,16 +205,9 @@ class NativeEngine(Engine):
         self._post(lambda: self._prefetch(linked, arrived), quiet=True)
 
     def stats(self) -> dict[str, Any]:
-        owners = (
-            self.device,
-            self.memory,
-            self.scheduler,
-            self.transfers,
-            self.decider,
-            self.outputs,
-            self.ahead,
-        )
-        counted = [dict(owner.counters) for owner in (*owners, self.runner.static) if owner is not None]
+        memory = (self.device, self.memory, self.scheduler, self.transfers)
+        steps = (self.decider, self.outputs, self.ahead, self.runner.static)
+        counted = [dict(owner.counters) for owner in (*memory, *steps) if owner is not None]
         return {
             **stats(self.scheduler, self.pool),
             "counters": dict(ChainMap(*counted, dict(self._counters))),

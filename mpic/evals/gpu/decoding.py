@@ -91,7 +91,6 @@ def _batch(
 
 
 def shape_of(batch: int, tokens: int, shared: bool) -> str:
-    """Returns the column ``shape`` of a batch."""
     return f"batch {batch}, {tokens} tokens {'shared' if shared else 'of its own each'}"
 
 

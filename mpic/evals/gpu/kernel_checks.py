@@ -43,10 +43,8 @@ def kernels(run: SectionRun) -> None:
         context.check("kernel check, a whole step", shape, "triton", work, *_limit(dtype))
     name, dim, group = context.sizes.kernels[0]
     dtype = getattr(torch, name)
-    shape, work = (
-        f"heads of {dim}, groups of {group}, {name}",
-        functools.partial(_windowed, dtype, dim, group),
-    )
+    shape = f"heads of {dim}, groups of {group}, {name}"
+    work = functools.partial(_windowed, dtype, dim, group)
     context.check("kernel check, windows and capped scores", shape, "triton", work, *_limit(dtype))
     what = "scatter writes every row to its slot"
     context.check("kernel check, operation", what, "triton", _scatter, EXACT, "max error")

@@ -11,20 +11,9 @@ _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 _NEEDLE = "One of the special magic numbers for {key} is: {value}."
 _BEFORE = "A special magic number is hidden within the following text. Make sure to memorize it."
 _QUESTION = "What is the special magic number for {key} mentioned in the provided text? The number is"
-_KEYS = [
-    "amber",
-    "birch",
-    "cedar",
-    "delta",
-    "ember",
-    "flint",
-    "grove",
-    "heron",
-    "ivory",
-    "jade",
-    "kelp",
-    "larch",
-]
+_KEYS = (
+    "amber", "birch", "cedar", "delta", "ember", "flint", "grove", "heron", "ivory", "jade", "kelp", "larch",
+)  # fmt: skip
 
 
 @task("niah", "one needle in noise, by length (tokens) and depth (percent)", "contains")
