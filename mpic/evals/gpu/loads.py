@@ -81,7 +81,7 @@ class _StoredChunks:
         context, repeats = self._context, self._context.sizes.repeats
         alone = _best(lambda: self.alone(library, cold), repeats)
         cost = Cost(bus=self._kv)
-        context.rate("load alone", self.shape, tier, self._kv / 1e9, alone, cost, "GB/s", **more)
+        context.rate("load alone", self.shape, tier, self._kv / 1e9 / alone, alone, cost, "GB/s", **more)
         linked = _best(lambda: self._linked(library, cold), repeats)
         hidden = round((alone + self._resident - linked) / min(alone, self._resident), 3)
         both = self._link + Cost(bytes=self._kv, bus=self._kv)
@@ -143,7 +143,8 @@ def dma(run: SectionRun) -> None:
         ("device to host", "as a compiled chunk is saved", save),
     ):
         taken = median_seconds(work, placement, sizes.kernel_repeats)
-        context.rate(measured, words, how, on_device.nbytes / 1e9, taken, Cost(bus=on_device.nbytes), "GB/s")
+        rate, cost = on_device.nbytes / 1e9 / taken, Cost(bus=on_device.nbytes)
+        context.rate(measured, words, how, rate, taken, cost, "GB/s")
     if placement.device.type == "cuda":
         _pinning(context, on_device.nbytes, words)
 
