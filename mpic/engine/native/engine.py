@@ -321,11 +321,7 @@ class NativeEngine(Engine):
         return bool(undecided)
 
     def _commit(self, slices: list[BatchSlice], logits: torch.Tensor, barrier: LayerBarrier) -> None:
-        """Records the results of a step.
-
-        Args:
-            logits: one row for each slice that wants logits, in order.
-        """
+        """Records the results of a step; ``logits`` has one row for each slice that wants logits, in order."""
         row = 0
         taken: dict[Request, int] = {}  # the requests whose tokens are drawn, with their rows
         self._counters["steps"] += 1

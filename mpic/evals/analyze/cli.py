@@ -102,11 +102,7 @@ def _prompts(
     chunks: int,
     samples: range,
 ) -> Iterator[Prompt]:
-    """Returns the prompts of some samples of a task.
-
-    Raises:
-        TaskError: there are not so many.
-    """
+    """Returns the prompts of some samples of a task. Raises TaskError if there are not so many."""
     from mpic.data.bundled import generation_for
     from mpic.evals.resolve import LocalResolver, counter_of, splitter_of
     from mpic.evals.tasks import Options, TaskError, find

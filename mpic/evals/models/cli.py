@@ -67,12 +67,8 @@ def check(
 
 
 def _vllm_version(engine: str, table: Path | None) -> str | None:
-    """Returns the version of vLLM, if families are checked inside it.
-
-    Raises:
-        typer.BadParameter: it is not installed, there is no such engine, or the table is asked for, whose rows are
-            the native engine's.
-    """
+    """Returns the version of vLLM, if families are checked inside it. Raises typer.BadParameter if it is not installed,
+    there is no such engine, or the table is asked for, whose rows are the native engine's."""
     from mpic.evals.models.vllm_results import installed_version
 
     if engine == "native":

@@ -129,11 +129,8 @@ class LlamaServer:
         return times
 
     def _wait(self, log: Path) -> None:
-        """Waits until the server is healthy.
-
-        Raises:
-            BenchFailed: it ended, or is not healthy in time; the message has the end of its log.
-        """
+        """Waits until the server is healthy. Raises BenchFailed with the end of its log if it ends, or is not healthy
+        in time."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
             try:

@@ -123,11 +123,8 @@ def _started(
 
 
 def _check(settings: Settings, peers: Sequence[Peer], questions: Questions) -> dict[str, str]:
-    """Asks all for the next token of some prompts; returns how often each says what MPIC says.
-
-    Raises:
-        BenchFailed: a peer disagrees more often than rounding explains, so that it computes another model.
-    """
+    """Asks all for the next token of some prompts; returns how often each says what MPIC says. Raises BenchFailed for a
+    peer that disagrees more often than rounding explains, so that it computes another model."""
     probes = [questions.probe() for _ in range(settings.probes)]
     expected = [peers[0].next_token(ids) for ids in probes]
     agreement = {}
