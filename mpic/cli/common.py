@@ -33,6 +33,8 @@ ApiKey = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
+TTL = Annotated[int | None, typer.Option(min=1, help="seconds until it expires; left out: never")]
+NewTTL = Annotated[int | None, typer.Option(min=1, help="seconds from now; left out: it never expires")]
 OldTTL = Annotated[int | None, typer.Option("--expires", min=1, hidden=True, help="the older name of --ttl")]
 
 

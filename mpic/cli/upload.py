@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from mpic.cli.common import (
+    TTL,
     Json,
     OldTTL,
     client_command,
@@ -63,7 +64,7 @@ def upload(
         str | None,
         typer.Option(help=f"how it is compressed: none, {', '.join(press_names())} (R percent removed)"),
     ] = None,
-    ttl: Annotated[int | None, typer.Option(min=1, help="seconds until it expires; left out: never")] = None,
+    ttl: TTL = None,
     expires: OldTTL = None,
     wait: Annotated[bool, typer.Option(help="wait until the KV cache is compiled")] = True,
     as_json: Json = False,

@@ -152,7 +152,6 @@ class NativeEngine(Engine):
         return self._max_waiting + max(0, self.scheduler.max_running - len(self.scheduler.running))
 
     def presses(self) -> list[str]:
-        """See ``Engine.presses``."""
         return [press.syntax for press in PRESSES if refusal(self.model, press) is None]
 
     def compile(self, chunk: Chunk, wrapping: Wrapping = BARE) -> Future[int]:
@@ -214,7 +213,6 @@ class NativeEngine(Engine):
         }
 
     def ready(self) -> None:
-        """See ``Engine.ready``."""
         if self._inbox.closed or not self._thread.is_alive():
             raise EngineStopped("the engine has been stopped")
 
@@ -308,7 +306,7 @@ class NativeEngine(Engine):
             return False
         barrier = self.transfers.barrier(s.rows for s in slices if isinstance(s.rows, Request))
         began = time.monotonic()
-        logits = self.runner.run(slices, barrier if barrier else None)
+        logits = self.runner.run(slices, barrier or None)
         self._commit(slices, logits, barrier)
         if not barrier:  # such a step's time would be that of the loads
             self.scheduler.pace.measure(sum(s.hi - s.lo for s in slices), time.monotonic() - began)

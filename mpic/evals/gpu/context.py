@@ -130,9 +130,6 @@ class Context:
     def left_out(self, measured: str, shape: str, why: str) -> None:
         self.run.row(measured, shape, "left out", None, "", why=why)
 
-    def synchronize(self) -> None:
-        self.placement.synchronize()
-
     def free(self) -> float:
         """Returns the bytes of device memory that are free; unlimited on the CPU, where sizes are tiny."""
         if self.placement.device.type != "cuda":

@@ -94,7 +94,7 @@ class _StoredChunks:
                 drop_from_cache(self._paths)
             taken = bring(engine, self._chunks)
             began = time.perf_counter()
-            self._context.synchronize()
+            self._context.placement.synchronize()
             return taken + time.perf_counter() - began
 
     def _linked(self, library: Library, cold: bool) -> float:

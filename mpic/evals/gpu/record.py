@@ -94,9 +94,8 @@ def summary(lines: list[Line]) -> str:
 
 def markdown(lines: list[Line]) -> str:
     """Returns all rows as a table for a page."""
-    rows = [r for r in latest(lines)]
     head = "| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS)
-    body = ["| " + " | ".join(_cell(row.get(column)) for column in COLUMNS) + " |" for row in rows]
+    body = ["| " + " | ".join(_cell(row.get(column)) for column in COLUMNS) + " |" for row in latest(lines)]
     return "\n".join([head, *body])
 
 

@@ -221,7 +221,6 @@ class VLLMEngine(Engine):
         }
 
     def ready(self) -> None:
-        """See ``Engine.ready``."""
         if self._stopping:
             raise EngineStopped("the engine has been stopped")
         if self.client.dead:
