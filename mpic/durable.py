@@ -86,6 +86,13 @@ class FileSystem:
         with suppress(FileNotFoundError):
             os.unlink(path)
 
+    def try_remove(self, path: Path) -> bool:
+        """Removes a file, if it is there; returns False, and leaves it to the next start, if that fails."""
+        with suppress(OSError):
+            self.remove(path)
+            return True
+        return False
+
     def make_folder(self, folder: Path) -> None:
         """Creates a folder and its parents, private to the owner, and makes their names durable."""
         with self._folders:
@@ -155,8 +162,7 @@ def publish_all(files: FileSystem, names: Sequence[tuple[Path, Path]]) -> None:
         files.sync_folder(folder)
     except BaseException as error:
         for leftover in (*(temporary for temporary, _ in names), *given):
-            with suppress(OSError):
-                files.remove(leftover)
+            files.try_remove(leftover)
         raise storage_error(error, names[-1][1]) from error
 
 
@@ -178,8 +184,7 @@ def write_durably(files: FileSystem, path: Path, parts: Iterable[memoryview]) ->
         finally:
             files.close(fd)
     except BaseException as error:
-        with suppress(OSError):
-            files.remove(temporary)
+        files.try_remove(temporary)
         raise storage_error(error, path) from error
     publish(files, temporary, path)
 

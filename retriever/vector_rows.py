@@ -177,9 +177,8 @@ def _tests(key: str, wanted: Any) -> tuple[str, list[Any]]:
                 "a filter compares with texts, finite numbers and booleans", param=f"filter.{key}"
             )
         if name == "in":
-            terms.append(
-                "{0} IN (SELECT value FROM json_each(?))"
-            )  # SQLite bounds the number of placeholders
+            # SQLite bounds the number of placeholders
+            terms.append("{0} IN (SELECT value FROM json_each(?))")
         elif name == "ne":
             terms.append("{0} != ?")
         else:  # SQLite orders every text after every number

@@ -61,9 +61,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print the file's rows as a table and end")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--name", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--ends", type=float, help=argparse.SUPPRESS
-    )  # on the monotonic clock, which processes share
+    # on the monotonic clock, which processes share
+    parser.add_argument("--ends", type=float, help=argparse.SUPPRESS)
     found = parser.parse_args(arguments)
     found.quick = found.quick or found.device == "cpu"
     return found

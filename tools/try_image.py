@@ -37,7 +37,6 @@ def buildah(*words: object, **options: object) -> str:
 
 
 def install_tools() -> None:
-    """Installs the tools that build the image."""
     missing = [tool for tool in ("buildah", "debootstrap") if shutil.which(tool) is None]
     if missing:
         subprocess.run(["apt-get", "update", "-qq"], check=True)
@@ -116,13 +115,8 @@ def main() -> None:
     start = time.monotonic()
     make_base(base_of(options))
     print(f"base {base_of(options)} after {time.monotonic() - start:.0f} s", flush=True)
-    isolated = [
-        "--isolation",
-        "chroot",
-        "--pull-never",
-        "--format",
-        "docker",
-    ]  # OCI's format has no HEALTHCHECK
+    # OCI's format has no HEALTHCHECK
+    isolated = ["--isolation", "chroot", "--pull-never", "--format", "docker"]
     file = ["-f", ROOT / "deploy/Dockerfile", "-t", NAME]
     print(buildah("build", *isolated, *file, *options, ROOT), flush=True)
     print(f"built after {time.monotonic() - start:.0f} s", flush=True)

@@ -81,13 +81,13 @@ def main() -> None:
     except Exception as exc:
         if not is_expected(exc):
             raise
-        err.print(error_line(exc), style="red", markup=False, highlight=False, soft_wrap=True)
+        err.print(error_line(exc), style="red", soft_wrap=True)
         sys.exit(1)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        out.print(f"mpic {VERSION}", highlight=False)
+        out.print(f"mpic {VERSION}")
         raise typer.Exit
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mpic.cli.common import Json, client_command, command_app, print_listing, print_result, when
+from mpic.cli.common import TTL, Json, NewTTL, client_command, command_app, print_listing, print_result, when
 
 if TYPE_CHECKING:
     from mpic.client import MPIC
@@ -37,7 +37,7 @@ def create(
     name: Annotated[
         str | None, typer.Option(help="shown in lists and traces; default: the file's name")
     ] = None,
-    ttl: Annotated[int | None, typer.Option(min=1, help="seconds until it expires; left out: never")] = None,
+    ttl: TTL = None,
     wait: Annotated[bool, typer.Option(help="wait until all is compiled")] = True,
     as_json: Json = False,
 ) -> None:
@@ -89,9 +89,7 @@ def show(client: MPIC, id: Id, as_json: Json = False) -> None:
 def extend(
     client: MPIC,
     id: Annotated[str, typer.Argument(help="group-...")],
-    ttl: Annotated[
-        int | None, typer.Option(min=1, help="seconds from now; left out: it never expires")
-    ] = None,
+    ttl: NewTTL = None,
     as_json: Json = False,
 ) -> None:
     """Give a cache and all its chunks a new lifetime, from now on."""

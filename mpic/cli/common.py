@@ -18,8 +18,10 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
-out = Console()
-err = Console(stderr=True)
+PLAIN = {"markup": False, "emoji": False, "highlight": False}
+"""Text is printed as it is: it may be an answer, or a name that somebody gave."""
+out = Console(**PLAIN)
+err = Console(stderr=True, **PLAIN)
 
 Url = Annotated[
     str, typer.Option(envvar="MPIC_URL", show_envvar=True, help="where the server listens: URL or host:port")
@@ -31,6 +33,8 @@ ApiKey = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
+TTL = Annotated[int | None, typer.Option(min=1, help="seconds until it expires; left out: never")]
+NewTTL = Annotated[int | None, typer.Option(min=1, help="seconds from now; left out: it never expires")]
 OldTTL = Annotated[int | None, typer.Option("--expires", min=1, hidden=True, help="the older name of --ttl")]
 
 
@@ -102,7 +106,7 @@ def print_result(value: Any, line: str, as_json: bool) -> None:
     if as_json:
         print_json(value)
     else:
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
 
 
 def read_json(text: str, option: str) -> Any:
@@ -145,7 +149,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: st
         table.add_column(name, justify=side, no_wrap=name not in WRAPPED, overflow="fold")
     for row in rows:
         table.add_row(*(number(cell) for cell in row))
-    out.print(table if table.rows else empty, markup=False, highlight=False)
+    out.print(table if table.rows else empty)
 
 
 def print_listing(
@@ -161,10 +165,15 @@ def print_listing(
 def print_outcome(
     value: Any, as_json: bool, columns: Sequence[str], troubles: Sequence[Sequence[Any]], line: str
 ) -> None:
-    """Prints the outcome of work on many items as JSON, or as a table of those with troubles, if any, and a line."""
+    """Prints the outcome of work on many items as JSON, or as a table of those with troubles, if any, and a line.
+
+    Exit status 1 if there are troubles.
+    """
     if troubles and not as_json:
         print_table(columns, troubles, "")
     print_result(value, line, as_json)
+    if troubles:
+        raise typer.Exit(1)
 
 
 def number(value: Any) -> str:
@@ -179,7 +188,7 @@ def print_fields(fields: dict[str, Any]) -> None:
     width = max(map(len, fields))
     for name, value in fields.items():
         if value not in (None, (), ""):
-            out.print(f"{name:>{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+            out.print(f"{name:>{width}}  {value}", soft_wrap=True)
 
 
 @contextmanager

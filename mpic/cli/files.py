@@ -12,6 +12,7 @@ import typer
 from mpic.cli import completion
 from mpic.cli.common import (
     Json,
+    NewTTL,
     client_command,
     command_app,
     print_fields,
@@ -100,9 +101,7 @@ def rename(client: MPIC, name: Name, handle: Handle, as_json: Json = False) -> N
 def extend(
     client: MPIC,
     name: Name,
-    ttl: Annotated[
-        int | None, typer.Option(min=1, help="seconds from now; left out: it never expires")
-    ] = None,
+    ttl: NewTTL = None,
     as_json: Json = False,
 ) -> None:
     """Give an upload a new lifetime, from now on: `mpic files extend EIFFEL2025 --ttl 86400`."""

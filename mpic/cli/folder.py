@@ -47,7 +47,7 @@ def open_or_inspect(
         library = open_library(data_dir, config, reconcile)
     except LibraryInUse:
         if not quiet:
-            err.print("a server has the library open: nothing is changed", style="dim", highlight=False)
+            err.print("a server has the library open: nothing is changed", style="dim")
         library = inspect_library(data_dir, config)
     return library
 

@@ -71,7 +71,7 @@ def create(
     limits = KeyLimits(requests_per_minute, concurrent, bytes, files)
     with _opened(data_dir, config) as store:
         if not store.exist():
-            err.print(FIRST_KEY.format(user=user), highlight=False)
+            err.print(FIRST_KEY.format(user=user))
             if not yes and _in_terminal() and not typer.confirm("Make it?", err=True):
                 raise typer.Exit(1)
         secret, key = store.create(user, role, limits)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def create(
         print_json({"key": secret, **_show(key)})
         return
     print(secret)
-    err.print(f"for {key.user} ({key.role}); it is not shown again", highlight=False)
+    err.print(f"for {key.user} ({key.role}); it is not shown again")
 
 
 @app.command("list")

@@ -13,16 +13,7 @@ import typer
 from rich.filesize import decimal
 
 from mpic.cli import library_backup, library_give, library_press
-from mpic.cli.common import (
-    Json,
-    command_app,
-    out,
-    print_json,
-    print_outcome,
-    print_result,
-    print_table,
-    progress,
-)
+from mpic.cli.common import Json, command_app, out, print_json, print_result, print_table, progress
 from mpic.cli.folder import ConfigFile, DataDir, inspect_library, open_library, open_or_inspect
 from mpic.errors import NotFound
 from mpic.keys import Key, KeyStore, any_keys
@@ -70,7 +61,7 @@ def library_ls(
         "nothing is stored yet",
     )
     compiled = sum(row.bytes for row in rows if row.tier == "disk")
-    out.print(f"compiled chunks: {decimal(compiled)} of {decimal(disk)}", highlight=False)
+    out.print(f"compiled chunks: {decimal(compiled)} of {decimal(disk)}")
 
 
 @app.command("show")
@@ -98,7 +89,7 @@ def library_show(
         return
     for key, value in facts.items():
         if value not in (None, "", {}):
-            out.print(f"{key:>12}  {_shown(key, value)}", markup=False, highlight=False, soft_wrap=True)
+            out.print(f"{key:>12}  {_shown(key, value)}", soft_wrap=True)
     rows = []
     for chunk in chunks:
         why = f" ({chunk['why']})" if chunk["state"] == "evicted" and chunk["why"] else ""
@@ -139,14 +130,13 @@ def library_check(
     else:
         for what, count in recovered.items():
             if count and what == "unknown":
-                out.print(f"{count} files do not belong to the library and were left alone", highlight=False)
+                out.print(f"{count} files do not belong to the library and were left alone")
             elif count:
-                out.print(f"repaired after a crash: {count} {what.replace('_', ' ')}", highlight=False)
+                out.print(f"repaired after a crash: {count} {what.replace('_', ' ')}")
         if aside:
             out.print(
                 f"{len(aside)} files that the catalogue does not know ({decimal(orphans['bytes'])}) lie in "
-                f"quarantine/orphans, since {orphans['oldest']}; they are {kept}",
-                highlight=False,
+                f"quarantine/orphans, since {orphans['oldest']}; they are {kept}"
             )
         rows = [(p.name, p.path, p.what, p.then) for p in problems]
         print_table(("name", "file", "what", "then"), rows, "everything is as it was stored")
@@ -187,10 +177,10 @@ def library_gc(
     print_table(("why", "files", "bytes"), rows, "nothing to remove")
     for item in found:
         if item.name:
-            out.print(f"  {item.why}  {item.name}", markup=False, highlight=False, soft_wrap=True)
+            out.print(f"  {item.why}  {item.name}", soft_wrap=True)
     if found:
         verb = "would be removed" if dry_run else "removed"
-        out.print(f"{decimal(size.total())} {verb}", highlight=False)
+        out.print(f"{decimal(size.total())} {verb}")
 
 
 @app.command("export")
@@ -300,7 +290,9 @@ def show_results(results: list[ImportResult], as_json: bool) -> None:
     value = {"counts": dict(count), "noted": [result._asdict() for result in refused]}
     rows = [(result.where, result.outcome, result.why, result.code) for result in refused]
     line = ", ".join(f"{n:,} {what}" for what, n in sorted(count.items())) or "nothing to import"
-    print_outcome(value, as_json, ("where", "outcome", "why", "code"), rows, line)
+    if rows and not as_json:
+        print_table(("where", "outcome", "why", "code"), rows, "")
+    print_result(value, line, as_json)
     if count["refused"]:
         raise typer.Exit(1)
 

@@ -65,12 +65,8 @@ def press(
 
 
 def _parse(name: str) -> Press:
-    """Returns the press of a name.
-
-    Raises:
-        UnknownPress: there is none of that name.
-        UnsupportedParameter: it cannot compress what is stored.
-    """
+    """Returns the press of a name. Raises UnknownPress if there is none, UnsupportedParameter if it cannot compress
+    what is stored."""
     from mpic.errors import UnsupportedParameter
     from mpic.press import parse_press, refuse_stored
 
@@ -82,11 +78,8 @@ def _parse(name: str) -> Press:
 
 
 def _load(settings: EngineConfig, press: Press) -> LoadedModel:
-    """Loads the model of a configuration, and refuses a press that cannot compress its chunks.
-
-    Raises:
-        ModelRefused, UnsupportedParameter: the message says why.
-    """
+    """Loads the model of a configuration. Raises ModelRefused, and UnsupportedParameter for a press that cannot
+    compress its chunks."""
     from mpic.engine.native.presser import check_press
     from mpic.errors import UnsupportedParameter
     from mpic.link.engines import NO_PRESS
@@ -122,5 +115,3 @@ def _show(done: list[Pressed], press: Press, model: str, as_json: bool) -> None:
         words += f"; {count['model']:,} of other models than {model} were left alone"
     rows = [(one.name, one.path, one.why) for one in left]
     print_outcome(value, as_json, ("name", "file", "why"), rows, words)
-    if left:
-        raise typer.Exit(1)

@@ -41,7 +41,5 @@ def _show(client: MPIC, as_json: bool) -> None:
     out.print(
         f"{model.id}: {', '.join(model.modalities)}, {model.context_length:,} tokens of context\n"
         f"  {state}; {info['dtype']} on {info['device']}, attention {info['attention']}\n"
-        f"  policy {health.policy}; also {', '.join(p for p in health.policies if p != health.policy)}",
-        markup=False,
-        highlight=False,
+        f"  policy {health.policy}; also {', '.join(p for p in health.policies if p != health.policy)}"
     )

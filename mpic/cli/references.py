@@ -99,9 +99,7 @@ def show(client: MPIC, id: Id, as_json: Json = False) -> None:
 
 @client_command(app, "remove")
 def remove(
-    client: MPIC,
-    ids: Annotated[list[str], typer.Argument(help="references")],
-    as_json: Json = False,
+    client: MPIC, ids: Annotated[list[str], typer.Argument(help="references")], as_json: Json = False
 ) -> None:
     """Remove references. Searches no longer find them; answers that use them finish."""
     removed = [client.references.delete(id) for id in ids]
@@ -183,16 +181,11 @@ def reindex(
         print_json(state)
     else:
         name = f"{state.embedder['architecture']} ({state.embedder['weights'][:12]})"
-        out.print(f"{state.vectors:,} of {state.references:,} references indexed by {name}", highlight=False)
+        out.print(f"{state.vectors:,} of {state.references:,} references indexed by {name}")
     if state.problem:
-        err.print(f"problem: {state.problem}", style="red", markup=False, highlight=False)
+        err.print(f"problem: {state.problem}", style="red")
     for failed in state.failed:
-        err.print(
-            f"{failed['id']}: {failed['message']} [{failed['code']}]",
-            style="red",
-            markup=False,
-            highlight=False,
-        )
+        err.print(f"{failed['id']}: {failed['message']} [{failed['code']}]", style="red")
     if wait and state.missing:
         raise typer.Exit(1)
 

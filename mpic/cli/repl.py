@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from mpic.cli.common import err, error_line, print_json
 from mpic.cli.files import show_files
@@ -83,7 +82,7 @@ class ReplSession:
             ) as stream:
                 for piece in stream.texts():
                     answer += piece
-                    out.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+                    out.print(piece, end="", soft_wrap=True)
         finally:
             out.print()
         self.messages += [question, {"role": "assistant", "content": answer}]
@@ -133,7 +132,7 @@ def ask_once(session: ReplSession, text: str, out: Console, as_json: bool = Fals
         print_json(session.client.chat.completions.create(messages, **session.request_options()))
         return
     usage = session.ask(text, out)
-    err.print(summary(usage), style="dim", highlight=False)
+    err.print(summary(usage), style="dim")
 
 
 def show_help(out: Console) -> None:
@@ -144,16 +143,15 @@ def show_help(out: Console) -> None:
     table.add_column(no_wrap=True)
     table.add_column()
     for name, (follows, does) in COMMANDS.items():
-        table.add_row(escape(f"{name} {follows}"), does)
-    out.print(table, highlight=False)
+        table.add_row(f"{name} {follows}", does)
+    out.print(table)
 
 
 def run_repl(session: ReplSession, out: Console) -> None:
     """Reads questions until the user quits. An error ends an answer, not the session."""
     health = session.client.health()
     out.print(
-        f"{health.model['name']}, policy {session.policy or health.policy}. /help explains the commands; Tab completes",
-        highlight=False,
+        f"{health.model['name']}, policy {session.policy or health.policy}. /help explains the commands; Tab completes"
     )
     with tab_completion(session.client, health.policies):
         while True:
@@ -170,7 +168,7 @@ def run_repl(session: ReplSession, out: Console) -> None:
             try:
                 run_line(session, text, out, health.policies)
             except MPICError as exc:
-                out.print(error_line(exc), style="red", markup=False, highlight=False)
+                out.print(error_line(exc), style="red")
             except KeyboardInterrupt:
                 out.print("stopped", style="dim")
 
@@ -187,24 +185,22 @@ def run_line(session: ReplSession, text: str, out: Console, policies: tuple[str,
         upload(session, rest, out)
     elif command == "/policy":
         session.policy = known_policy(rest, policies) if rest else None
-        out.print(
-            f"policy {session.policy or 'of the server'}; available: {', '.join(policies)}", highlight=False
-        )
+        out.print(f"policy {session.policy or 'of the server'}; available: {', '.join(policies)}")
     elif command == "/retrieval":
         if rest and rest not in MODES:
             raise BadRequest(f"unknown mode {rest!r}; available: {', '.join(MODES)}")
         session.options["retrieval"] = rest or "off"
-        out.print(f"retrieval {rest or 'off'}", highlight=False)
+        out.print(f"retrieval {rest or 'off'}")
     elif command == "/again":
         policy = known_policy(rest or "full", policies)
-        out.print(summary(session.again(policy, out)), style="dim", highlight=False)
+        out.print(summary(session.again(policy, out)), style="dim")
     elif command == "/help":
         show_help(out)
     elif command.startswith("/"):
-        out.print(f"unknown command {command}; there is", markup=False, highlight=False)
+        out.print(f"unknown command {command}; there is")
         show_help(out)
     elif text:
-        out.print(summary(session.ask(text, out)), style="dim", highlight=False)
+        out.print(summary(session.ask(text, out)), style="dim")
 
 
 def known_policy(name: str, policies: tuple[str, ...]) -> str:
@@ -229,7 +225,7 @@ def upload(session: ReplSession, arguments: str, out: Console) -> None:
         file = session.client.files.create(path, handle, wait=True)
     except OSError as error:
         raise BadRequest(f"{path}: {error.strerror}") from error
-    out.print(f"{file.mention}: {file.outcome}, {file.tokens} tokens", markup=False, highlight=False)
+    out.print(f"{file.mention}: {file.outcome}, {file.tokens} tokens")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from mpic.cli.common import (
+    TTL,
     Json,
     OldTTL,
     client_command,
@@ -63,7 +64,7 @@ def upload(
         str | None,
         typer.Option(help=f"how it is compressed: none, {', '.join(press_names())} (R percent removed)"),
     ] = None,
-    ttl: Annotated[int | None, typer.Option(min=1, help="seconds until it expires; left out: never")] = None,
+    ttl: TTL = None,
     expires: OldTTL = None,
     wait: Annotated[bool, typer.Option(help="wait until the KV cache is compiled")] = True,
     as_json: Json = False,
@@ -147,13 +148,13 @@ def _show(done: list[FileOutcome]) -> None:
         print_table(("outcome", "state", "tokens", "chunks", "bytes", "in prompts"), rows, "")
     for file in files:
         if file.status_details:
-            err.print(file.status_details, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            err.print(file.status_details, style="yellow", soft_wrap=True)
     for one in done:
         if one.error:
             line = f"{one.path}: {error_line(one.error)}"
             if one.error.code == "handle_taken":
                 line += " (--replace takes its place, --handle gives another name)"
-            err.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+            err.print(line, style="red", soft_wrap=True)
     if len(done) > 1:
         counts = {"failed": sum(one.error is not None for one in done)}
         for one in done:
@@ -161,7 +162,7 @@ def _show(done: list[FileOutcome]) -> None:
                 counts[one.file.outcome or "uploaded"] = counts.get(one.file.outcome or "uploaded", 0) + 1
         order = ("created", "unchanged", "replaced", "uploaded", "failed")
         line = ", ".join(f"{counts[name]} {name}" for name in order if counts.get(name))
-        err.print(f"{len(done)} files: {line}", style="dim", highlight=False)
+        err.print(f"{len(done)} files: {line}", style="dim")
 
 
 def _plain(one: FileOutcome) -> dict[str, object]:

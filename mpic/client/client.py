@@ -86,7 +86,7 @@ class Client(Resource[IO]):
             days: number of days, today included.
             scope: ``mine``, or ``all`` for every user and the references (admins).
         """
-        return await self.sender.send(endpoints.savings(days, scope))
+        return await self.sender.send(endpoints.get(types.Savings, "savings", days=days, scope=scope))
 
     @call
     async def metrics(self) -> str:

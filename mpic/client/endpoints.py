@@ -14,7 +14,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel
 
-from mpic.api.resources import ModelList, ReferencesFound
+from mpic.api.resources import ReferencesFound
 from mpic.client import types
 from mpic.client.arguments import check_id, check_messages, check_options, check_seconds
 from mpic.client.errors import BadResponse
@@ -115,6 +115,11 @@ def as_model(model: type[M]) -> Callable[[httpx.Response], M]:
     return lambda response: model.model_validate(response.json())
 
 
+def get(model: type[M], *parts: str, **params: Any) -> ApiRequest[M]:
+    """Returns the request of one object, or of a page of a collection."""
+    return ApiRequest("GET", path(*parts), as_model(model), params=given(**params), repeatable=True)
+
+
 # ---- chat
 
 
@@ -148,14 +153,6 @@ def chat(
 # ---- files, caches and references
 
 
-def listing(collection: str, page: type[M], **params: Any) -> ApiRequest[M]:
-    return ApiRequest("GET", path(collection), as_model(page), params=given(**params), repeatable=True)
-
-
-def retrieve(collection: str, model: type[M], id: str) -> ApiRequest[M]:
-    return ApiRequest("GET", path(collection, id), as_model(model), repeatable=True)
-
-
 def content(collection: str, id: str) -> ApiRequest[bytes]:
     return ApiRequest("GET", path(collection, id, "content"), lambda r: r.content, repeatable=True)
 
@@ -163,16 +160,6 @@ def content(collection: str, id: str) -> ApiRequest[bytes]:
 def rename(id: str, handle: str | None) -> ApiRequest[types.File]:
     return ApiRequest(
         "PATCH", path("files", id), as_model(types.File), json={"handle": handle}, repeatable=True
-    )
-
-
-def savings(days: int, scope: str) -> ApiRequest[types.Savings]:
-    return ApiRequest(
-        "GET",
-        path("savings"),
-        as_model(types.Savings),
-        params={"days": days, "scope": scope},
-        repeatable=True,
     )
 
 
@@ -274,17 +261,12 @@ def reference_search(
 
 def reference_index(start: bool = False) -> ApiRequest[types.ReferenceIndex]:
     """Returns the request of the index's state; with ``start`` the server embeds references without a vector."""
-    read = as_model(types.ReferenceIndex)
     if start:
-        return ApiRequest("POST", path("references", "reindex"), read)
-    return ApiRequest("GET", path("references", "index"), read, repeatable=True)
+        return ApiRequest("POST", path("references", "reindex"), as_model(types.ReferenceIndex))
+    return get(types.ReferenceIndex, "references", "index")
 
 
 # ---- the rest
-
-
-def models() -> ApiRequest[ModelList]:
-    return ApiRequest("GET", path("models"), as_model(ModelList), repeatable=True)
 
 
 def model(id: str) -> ApiRequest[types.Model]:

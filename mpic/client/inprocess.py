@@ -75,9 +75,8 @@ class _Exchange(httpx.AsyncByteStream):
         try:
             await app(scope, self._receive, self._send)
         except Exception as exc:
-            if (
-                not self._answered
-            ):  # after an answer with status 500, Starlette raises the error again for the log
+            # after an answer with status 500, Starlette raises the error again for the log
+            if not self._answered:
                 await self._messages.put(exc)
         await self._messages.put(None)
 

@@ -20,12 +20,8 @@ def teller(progress: StageCallback | bool | None) -> StageCallback:
         return progress
     if progress is None:
         progress = sys.stderr.isatty() or "ipykernel" in sys.modules
-    return _write if progress else _nothing
+    return _write if progress else lambda stage: None
 
 
 def _write(stage: str) -> None:
     print(f"mpic: {stage}", file=sys.stderr, flush=True)
-
-
-def _nothing(stage: str) -> None:
-    pass

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, Unpack, overload
 from pydantic import BaseModel
 
 from mpic.api.base import ItemPage
-from mpic.api.resources import CacheList, FileList, ReferenceList
+from mpic.api.resources import CacheList, FileList, ModelList, ReferenceList
 from mpic.client import endpoints, types
 from mpic.client.calls import call, listed
 from mpic.client.endpoints import ApiRequest, ChatOptions
@@ -44,7 +44,7 @@ class Collection(Resource[IO], Generic[IO, M]):
     @call
     async def retrieve(self, id: str) -> M:
         """Returns the current state of an item; of a reference the newest version."""
-        request: ApiRequest[Any] = endpoints.retrieve(self._path, self._model, id)
+        request: ApiRequest[Any] = endpoints.get(self._model, self._path, id)
         return await self.sender.send(request)
 
     @call
@@ -74,7 +74,7 @@ class Collection(Resource[IO], Generic[IO, M]):
 
     def _pages(self, **params: Any) -> PageRequest[M]:
         def page_after(after: str | None) -> ApiRequest[ItemPage[M]]:
-            return endpoints.listing(self._path, self._page, after=after, **params)
+            return endpoints.get(self._page, self._path, after=after, **params)
 
         return page_after
 
@@ -271,7 +271,7 @@ class Models(Resource[IO]):
     @call
     async def list(self) -> tuple[types.Model, ...]:
         """Returns the served model, as the only one of a list."""
-        return (await self.sender.send(endpoints.models())).data
+        return (await self.sender.send(endpoints.get(ModelList, "models"))).data
 
     @call
     async def retrieve(self, id: str) -> types.Model:

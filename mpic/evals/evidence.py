@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -96,20 +96,17 @@ def _summary(folder: Path, run: str, *policies: str) -> str:
     return markdown_table(summary_table(found))
 
 
-def _losses(folder: Path, run: str, *policies: str) -> str:
-    return markdown_table(loss_table(_answers(folder, run), policies))
+def _table_of(table: Callable[[list[PolicyAnswer], Sequence[str]], list[list[str]]]) -> Callable[..., str]:
+    """Returns the function that writes such a table of a run, of all policies or of those that are named."""
 
+    def write(folder: Path, run: str, *policies: str) -> str:
+        return markdown_table(table(_answers(folder, run), policies))
 
-def _cells(folder: Path, run: str, *policies: str) -> str:
-    return markdown_table(cell_table(_answers(folder, run), policies))
+    return write
 
 
 def _counts(folder: Path, what: str, run: str, *policies: str) -> str:
     return markdown_table(count_table(_answers(folder, run), what, policies))
-
-
-def _lengths(folder: Path, run: str, *policies: str) -> str:
-    return markdown_table(length_table(_answers(folder, run), policies))
 
 
 def _runs(folder: Path, *words: str) -> str:
@@ -197,10 +194,10 @@ def _bench(folder: Path, file: str, *tables: str) -> str:
 
 _MAKERS: dict[str, Callable[..., str]] = {
     "summary": _summary,
-    "losses": _losses,
-    "cells": _cells,
+    "losses": _table_of(loss_table),
+    "cells": _table_of(cell_table),
     "counts": _counts,
-    "lengths": _lengths,
+    "lengths": _table_of(length_table),
     "runs": _runs,
     "needles": _needles,
     "same": _same,

@@ -240,11 +240,7 @@ class _Session:
         return iter(self.engine.submit(request))
 
     def _answer(
-        self,
-        answer: PolicyAnswer,
-        prompt: Prompt,
-        sample: Sample,
-        full: dict[int, float] | None,
+        self, answer: PolicyAnswer, prompt: Prompt, sample: Sample, full: dict[int, float] | None
     ) -> None:
         try:
             if answer.policy not in self._warm:  # so that one-time set-up is not measured

@@ -40,11 +40,11 @@ NESTED = tuple((field.inside, field.name) for field in OPENAI_FIELDS if field.in
 
 def install(app: FastAPI) -> None:
     """Registers the handlers that turn exceptions into bodies."""
-    app.add_exception_handler(MPICError, _mpic_error)
+    app.add_exception_handler(MPICError, _any_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnected, _client_gone)
-    app.add_exception_handler(Exception, _unexpected)
+    app.add_exception_handler(Exception, _any_error)
 
 
 def as_mpic_error(exc: BaseException) -> MPICError:
@@ -63,7 +63,6 @@ def as_mpic_error(exc: BaseException) -> MPICError:
 
 
 def response(error: MPICError, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Returns an error as a response."""
     return JSONResponse(
         error.body(), status_code=error.status, headers={**_headers(error), **(headers or {})}
     )
@@ -78,11 +77,7 @@ def _headers(error: MPICError) -> dict[str, str]:
     return {}
 
 
-async def _mpic_error(request: Request, exc: Exception) -> JSONResponse:
-    return response(as_mpic_error(exc))
-
-
-async def _unexpected(request: Request, exc: Exception) -> JSONResponse:
+async def _any_error(request: Request, exc: Exception) -> JSONResponse:
     return response(as_mpic_error(exc))
 
 

@@ -126,11 +126,12 @@ class Decoder:
 
     # -- clips, which are always decoded in a worker process
 
-    def clip_facts(self, data: bytes, rules: ClipRules, budget: int) -> ClipFacts:
+    def clip_facts(self, data: bytes, rules: ClipRules, budget: int, patient: bool = False) -> ClipFacts:
         """Returns what a clip has. All of it is decoded for that, a frame at a time.
 
         Args:
             budget: bytes that all decoding may take at a time.
+            patient: wait even if too many others do.
 
         Raises:
             InvalidUpload, TooLarge: the clip is not accepted; see ``clips.facts``.
@@ -139,7 +140,7 @@ class Decoder:
             OutOfMemory: there is not enough memory for it now.
         """
         order = {"do": "facts", "rules": rules, "options": {}}
-        return ClipFacts(*self._run_clip(order, data, budget, rules.frame_pixels).result)
+        return ClipFacts(*self._run_clip(order, data, budget, rules.frame_pixels, patient=patient).result)
 
     def clip(self, data: bytes, rules: ClipRules, budget: int, sample: Sample) -> Clip:
         """Returns the frames of a clip that ``sample`` chooses. The caller must drop them before it decodes others.
@@ -148,8 +149,7 @@ class Decoder:
             VideoTooLarge: they have too many pixels together.
             Others: as ``clip_facts``, except DecoderBusy: it waits even if too many others do.
         """
-        order = {"do": "facts", "rules": rules, "options": {}}
-        facts = ClipFacts(*self._run_clip(order, data, budget, rules.frame_pixels, patient=True).result)
+        facts = self.clip_facts(data, rules, budget, patient=True)
         indices, size = tuple(sample(facts)), facts.width * facts.height
         if len(indices) * size > rules.pixels:
             raise VideoTooLarge(

@@ -169,12 +169,10 @@ def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
             yield Upright(image)
     except (InvalidUpload, TooLarge, OutOfMemory, HeaderMismatch):
         raise
-    except MemoryError as error:
-        raise OutOfMemory("the server has not enough memory to decode the image now") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLarge(f"the image has more than {rules.pixels} pixels", param="file") from error
     except Exception as error:  # a decoder that reads hostile bytes may raise almost any exception
-        if "out of memory" in str(error):  # the message of Pillow's codecs
+        if isinstance(error, MemoryError) or "out of memory" in str(error):  # the message of Pillow's codecs
             raise OutOfMemory("the server has not enough memory to decode the image now") from error
         what = type(error).__name__
         raise InvalidImage(f"the image cannot be decoded ({what}: {error})"[:300], param="file") from error
@@ -244,9 +242,8 @@ def _admit(image: Image.Image, rules: ImageRules) -> None:
     if image.format == "GIF":
         if not rules.gif:
             raise UnsupportedType("GIF is not accepted; send PNG, JPEG, WebP or BMP", param="file")
-    elif image.format != "MPO" and getattr(
-        image, "is_animated", False
-    ):  # MPO: a photo and its depth or thumbnail
+    # MPO: a photo and its depth or thumbnail
+    elif image.format != "MPO" and getattr(image, "is_animated", False):
         raise AnimatedImage("animated images are not accepted; send one frame", param="file")
 
 

@@ -106,11 +106,7 @@ def _with_libraries() -> int:
 
 def _bound(base: int, memory: int, seconds: int) -> bool:
     """Limits this process to ``memory`` bytes beyond those it began with, and to ``seconds`` of computing time from
-    now.
-
-    Returns:
-        False if a memory limit that the server itself was started with leaves less.
-    """
+    now. Returns False if a memory limit that the server itself was started with leaves less."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     spent = int(used.ru_utime + used.ru_stime) + 1

@@ -192,7 +192,6 @@ class WorkerProcess:
         return OutOfMemory(f"the process that decoded {what} was ended, probably for lack of memory")
 
     def close(self) -> None:
-        """Ends the process."""
         self._connection.close()
         self._process.kill()
         self._process.wait()

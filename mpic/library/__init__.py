@@ -24,51 +24,24 @@ Each package imports only those above it in this table:
 =============  ======================================================================================================
 """
 
-from mpic.library.caches import Cache, CacheChunk, CacheLibrary
-from mpic.library.intake.decode import decode_image, decode_text, thumbnail
+from mpic.library.caches import Cache, CacheChunk
+from mpic.library.intake.decode import decode_image, thumbnail
 from mpic.library.library import Library
 from mpic.library.limits import Limits
-from mpic.library.records import (
-    SHARED,
-    AsyncReader,
-    Change,
-    File,
-    FilePage,
-    Reference,
-    ReferencePage,
-    Removed,
-    State,
-    StorageUsage,
-    Tokenize,
-)
-from mpic.library.references import ReferenceLibrary
-from mpic.library.store import DiskStore, HostTier, Tier, TieredStore
-from mpic.library.uploads import UploadLibrary
+from mpic.library.records import SHARED, Change, File, Reference, StorageUsage
+from mpic.library.store import HostTier
 
 __all__ = [
     "SHARED",
-    "AsyncReader",
     "Cache",
     "CacheChunk",
-    "CacheLibrary",
     "Change",
-    "DiskStore",
     "File",
-    "FilePage",
     "HostTier",
     "Library",
     "Limits",
     "Reference",
-    "ReferenceLibrary",
-    "ReferencePage",
-    "Removed",
-    "State",
     "StorageUsage",
-    "Tier",
-    "TieredStore",
-    "Tokenize",
-    "UploadLibrary",
     "decode_image",
-    "decode_text",
     "thumbnail",
 ]

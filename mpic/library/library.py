@@ -22,10 +22,7 @@ from mpic.library.folder.orphans import Orphans
 from mpic.library.folder.sidecars import Sidecars
 from mpic.library.limits import Limits
 from mpic.library.part import Storage
-from mpic.library.records import (
-    SHARED,
-    StorageUsage,
-)
+from mpic.library.records import SHARED, StorageUsage
 from mpic.library.references import ReferenceLibrary
 from mpic.library.repair.backfill import SidecarBackfill
 from mpic.library.repair.reconcile import Reconciliation

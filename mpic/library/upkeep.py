@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +16,8 @@ from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, IntegrityError
 from mpic.kv.chunk import ChunkKey, ChunkKV, KVKey, Recipe
 from mpic.kv.file import ChunkFile
-from mpic.library.folder.layout import DAMAGED, SIDECAR, scan, scan_chunks
+from mpic.library.folder.layout import SIDECAR, scan, scan_chunks
+from mpic.library.folder.quarantine import damaged_files
 from mpic.library.folder.sidecars import Sidecar
 from mpic.library.library import Library
 from mpic.library.records import SHARED
@@ -124,7 +124,8 @@ def garbage(library: Library) -> list[Garbage]:
     found += [Garbage(path, _size(library, path), "leftover") for path in _leftovers(library)]
     aside = [str(orphan.path.relative_to(library.root)) for orphan in library.orphans.overdue()]
     found += [Garbage(path, _size(library, path), "overdue") for path in aside]
-    found += [Garbage(path, _size(library, path), "quarantine") for path in _damaged(library)]
+    damaged = [f"quarantine/{name}" for name in damaged_files(library.root / "quarantine")]
+    found += [Garbage(path, _size(library, path), "quarantine") for path in damaged]
     before = now - library.limits.tombstone_seconds
     gone = catalog.one("SELECT COUNT(*) FROM chunks WHERE state != 'ready' AND last_used < ?", before)[0]
     names = names_of(library)
@@ -154,15 +155,6 @@ def _leftovers(library: Library) -> list[str]:
     gone |= catalog.tombstones({*files.originals, *files.caches, *kv.sizes})
     deleted = [path for path in sorted({*files.originals, *files.caches, *kv.sizes}) if path in gone]
     return [*files.leftovers, *kv.leftovers, *deleted]
-
-
-def _damaged(library: Library) -> list[str]:
-    """Lists the damaged chunks that were put aside."""
-    try:
-        names = sorted(os.listdir(library.root / "quarantine"))
-    except FileNotFoundError:
-        return []
-    return [f"quarantine/{name}" for name in names if DAMAGED.fullmatch(name)]
 
 
 def _size(library: Library, path: str) -> int:

@@ -133,10 +133,7 @@ class UploadIntake(LibraryPart):
         self, wanted: Wanted, incoming: Incoming, expires_at: float | None
     ) -> UploadOutcome | None:
         """Sets the new lifetime of the user's file of this handle, if it has these bytes and they can still be read.
-
-        Raises:
-            HandleTaken: it has other bytes and may not be replaced.
-        """
+        Raises HandleTaken if it has other bytes and may not be replaced."""
         old = self._rows.by_handle(wanted.owner, wanted.handle) if wanted.handle is not None else None
         if old is None:
             return None

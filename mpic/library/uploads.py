@@ -8,8 +8,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from PIL import Image
-
 from mpic.errors import CorruptFile, FileNotFound, UnknownHandle
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import Chunk, ChunkKey
@@ -184,7 +182,7 @@ class UploadLibrary(InlineChunks):
             file = self.get(user, file if isinstance(file, str) else file.id)
         make = partial(Chunk, file.key, user, label=file.label, file_id=file.id, press=file.press)
         if file.kind == "image":
-            return make(load_image=partial(self._load_image, file))
+            return make(load_image=lambda: decode_image(self._read(file), self._limits))
         if file.kind == "video":
             return make(load_clip=lambda sample: decode_clip(self._read(file), sample, self._limits))
         read = lambda: decode_text(self._read(file), self._limits)
@@ -338,9 +336,6 @@ class UploadLibrary(InlineChunks):
         self._originals.remove_files(emptied)
         self._originals.remove(file.path for file, _ in removed)
         return removed
-
-    def _load_image(self, file: File) -> Image.Image:
-        return decode_image(self._read(file), self._limits)
 
     def _read(self, file: File) -> bytes:
         try:

@@ -111,10 +111,7 @@ def _shards(path: str, cache: str | None) -> list[Path]:
 
 def _listed(path: str, cache: str | None, offline: bool) -> list[Path] | None:
     """Returns the files that a checkpoint's index names, or its only file; None if one of them cannot be had.
-
-    Args:
-        offline: look on this machine only.
-    """
+    ``offline``: look on this machine only."""
     index = _find(path, INDEX, cache, offline)
     names = set(json.loads(index.read_text())["weight_map"].values()) if index is not None else {SINGLE}
     files = []

@@ -20,16 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mpic.errors import ModelRefused
-from mpic.kernels.attention import (
-    Extras,
-    KVView,
-    Partial,
-    Rotation,
-    SingleRows,
-    SpanCall,
-    Write,
-    attend,
-)
+from mpic.kernels.attention import Extras, KVView, Partial, Rotation, SingleRows, SpanCall, Write, attend
 from mpic.kernels.patterns import Pattern, fresh_calls
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites

@@ -13,29 +13,10 @@ from torch import nn
 
 from mpic.kv.chunk import KVShape, digest
 
-VERIFIED = frozenset(
-    {
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "phi3",
-        "gemma2",
-        "gemma3",
-        "gemma3_text",
-        "gemma4",
-        "gemma4_text",
-        "gpt_oss",
-        "llama4_text",
-        "deepseek_v3",
-        "paligemma",
-        "llava",
-        "llava_next",
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-    }
-)
+VERIFIED = frozenset({
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "gpt_oss",
+    "llama4_text", "deepseek_v3", "paligemma", "llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+})  # fmt: skip
 """model_type of the families whose invariants are tested; others run if they pass the load-time self-test."""
 
 

@@ -9,9 +9,7 @@ from typing import Any
 
 from mpic.errors import ModelRefused
 
-_REASONS = {
-    "mllama": "its images enter through cross-attention, not as tokens",
-}
+_REASONS = {"mllama": "its images enter through cross-attention, not as tokens"}
 _ON_VLLM = {
     **dict.fromkeys(
         ("smollm3", "cohere2", "llama4", "exaone4"), "some of its layers have no rotary embedding"

@@ -152,9 +152,8 @@ def _fixed(text: str, split: Split, token_spans: TokenSpans) -> Iterator[SplitPi
 
 
 def _semantic(text: str, split: Split, count: Count) -> Iterator[SplitPiece]:
-    most = max(
-        split.tokens, CHARACTER
-    )  # the splitter compares the tokens of a character that is too much by itself
+    # the splitter compares the tokens of a character that is too much by itself
+    most = max(split.tokens, CHARACTER)
 
     def counted(piece: str) -> int:
         checkpoint()

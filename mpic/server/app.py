@@ -136,9 +136,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         closing.push_async_callback(_on_own_thread, state.savings.flush)
         closing.push_async_callback(_on_own_thread, state.retriever.close)
         closing.push_async_callback(app.state.background.stop)
-        closing.push_async_callback(
-            _on_own_thread, state.engine.close
-        )  # while compilations are still waited for
+        # while compilations are still waited for
+        closing.push_async_callback(_on_own_thread, state.engine.close)
         await app.state.background.start()
         yield
 

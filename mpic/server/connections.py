@@ -177,9 +177,8 @@ class Connections:
         """Starts the one timer that lets time pass for all connections."""
         asyncio.get_running_loop().call_later(self._tick, self.watch)
         now = time.monotonic()
-        passed = min(
-            now - self._ticked, 2 * self._tick
-        )  # clients are not to blame for a loop that was held up
+        # clients are not to blame for a loop that was held up
+        passed = min(now - self._ticked, 2 * self._tick)
         self._ticked = now
         for connection in self._all:
             connection.tick(passed)

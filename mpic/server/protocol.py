@@ -209,7 +209,6 @@ class HTTPConnection(HttpToolsProtocol):
             self._stop(self._too_large())
 
     def _stop(self, error: MPICError) -> None:
-        """Stops the parser."""
         self._error = error
         raise error
 

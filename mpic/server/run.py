@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -166,7 +166,9 @@ class _UvicornServer(uvicorn.Server):
     def _welcome(self) -> str:
         state: State = self.config.app.state.mpic  # type: ignore[union-attr]
         info, config = state.engine.info, state.config
-        weights = f", {_quantization(info.details['quantization'])}" if "quantization" in info.details else ""
+        weights = ""
+        if quantized := info.details.get("quantization"):
+            weights = f", weights quantised ({quantized['method']}, {quantized['bytes'] / MiB:,.0f} MiB)"
         checks = f"  checks   self-test {info.details['self_test']}\n" if "self_test" in info.details else ""
         here = seen_from_here(self.url)
         return (
@@ -180,10 +182,6 @@ class _UvicornServer(uvicorn.Server):
             f"  clients  at most {self.connections.most:,} connections, "
             f"{config.server.max_connections_per_address:,} of one address"
         )
-
-
-def _quantization(details: dict[str, Any]) -> str:
-    return f"weights quantised ({details['method']}, {details['bytes'] / MiB:,.0f} MiB)"
 
 
 def _who_may_call(state: State) -> str:

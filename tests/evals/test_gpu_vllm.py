@@ -131,7 +131,7 @@ def test_a_gpu_of_80_gb_holds_both_engines_at_ten_images(monkeypatch, tmp_path):
     assert 60 * GIB < inside_vllm._bytes(found, settings) < 76 * GIB
     assert settings.length == 10 * 2916 + 200 < settings.decoder.context < settings.length + 256
     for shape, billions in ((LLAVA, 6.6), (QWEN, 7.1)):
-        assert inside_vllm._weights(inside_vllm._decoder(shape, 1)) == pytest.approx(billions * 1e9, rel=0.03)
+        assert inside_vllm._weights(shape.decoder) == pytest.approx(billions * 1e9, rel=0.03)
 
 
 def test_vllms_decoding_is_compared_with_the_native_engines_rows(run, monkeypatch, tmp_path):
@@ -165,7 +165,7 @@ def test_batches_that_do_not_fit_are_left_out_of_decoding(run, monkeypatch):
 def test_the_model_is_saved_as_vllm_reads_it_and_removed_with_its_folder(tmp_path):
     found = context.Context(SectionRun("vllm", tmp_path / "rows", "cpu", quick=True))
     sizes = inside_vllm.QUICK
-    with inside_vllm._saved(found, inside_vllm._decoder(sizes.images, 256), sizes.tower) as folder:
+    with inside_vllm._saved(found, replace(sizes.images.decoder, context=256), sizes.tower) as folder:
         names = {path.name for path in Path(folder).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names and not Path(folder).exists()
 

@@ -186,7 +186,6 @@ class Site:
 
 
 def main() -> None:
-    """Builds the site."""
     out = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "var/site")
     try:
         site = Site(pages())

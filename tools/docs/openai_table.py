@@ -16,16 +16,9 @@ from mpic.api.requests import ChatRequest
 WHY = {name: field.why for name, field in BY_NAME.items()}
 
 USED = {
-    "messages",
-    "model",
-    "stream",
-    "stream_options",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-}
-USED |= {"n", "seed", "stop", "logprobs", "top_logprobs", "tools"}
+    "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
+    "n", "seed", "stop", "logprobs", "top_logprobs", "tools",
+}  # fmt: skip
 """Parameters that do here what they do at OpenAI."""
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}

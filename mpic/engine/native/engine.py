@@ -152,7 +152,6 @@ class NativeEngine(Engine):
         return self._max_waiting + max(0, self.scheduler.max_running - len(self.scheduler.running))
 
     def presses(self) -> list[str]:
-        """See ``Engine.presses``."""
         return [press.syntax for press in PRESSES if refusal(self.model, press) is None]
 
     def compile(self, chunk: Chunk, wrapping: Wrapping = BARE) -> Future[int]:
@@ -205,23 +204,15 @@ class NativeEngine(Engine):
         self._post(lambda: self._prefetch(linked, arrived), quiet=True)
 
     def stats(self) -> dict[str, Any]:
-        owners = (
-            self.device,
-            self.memory,
-            self.scheduler,
-            self.transfers,
-            self.decider,
-            self.outputs,
-            self.ahead,
-        )
-        counted = [dict(owner.counters) for owner in (*owners, self.runner.static) if owner is not None]
+        memory = (self.device, self.memory, self.scheduler, self.transfers)
+        steps = (self.decider, self.outputs, self.ahead, self.runner.static)
+        counted = [dict(owner.counters) for owner in (*memory, *steps) if owner is not None]
         return {
             **stats(self.scheduler, self.pool),
             "counters": dict(ChainMap(*counted, dict(self._counters))),
         }
 
     def ready(self) -> None:
-        """See ``Engine.ready``."""
         if self._inbox.closed or not self._thread.is_alive():
             raise EngineStopped("the engine has been stopped")
 
@@ -315,7 +306,7 @@ class NativeEngine(Engine):
             return False
         barrier = self.transfers.barrier(s.rows for s in slices if isinstance(s.rows, Request))
         began = time.monotonic()
-        logits = self.runner.run(slices, barrier if barrier else None)
+        logits = self.runner.run(slices, barrier or None)
         self._commit(slices, logits, barrier)
         if not barrier:  # such a step's time would be that of the loads
             self.scheduler.pace.measure(sum(s.hi - s.lo for s in slices), time.monotonic() - began)
@@ -328,11 +319,7 @@ class NativeEngine(Engine):
         return bool(undecided)
 
     def _commit(self, slices: list[BatchSlice], logits: torch.Tensor, barrier: LayerBarrier) -> None:
-        """Records the results of a step.
-
-        Args:
-            logits: one row for each slice that wants logits, in order.
-        """
+        """Records the results of a step; ``logits`` has one row for each slice that wants logits, in order."""
         row = 0
         taken: dict[Request, int] = {}  # the requests whose tokens are drawn, with their rows
         self._counters["steps"] += 1

@@ -253,9 +253,8 @@ class Request(Rows):
     def _place_next(self) -> None:
         """Sets the position of the token that follows its rows."""
         n, plan = len(self.ids), self.prompt.plan
-        if (
-            n == self.positions.shape[1]
-        ):  # doubled, so that a long answer does not copy all positions for each token
+        # doubled, so that a long answer does not copy all positions for each token
+        if n == self.positions.shape[1]:
             self.positions = torch.cat([self.positions, torch.empty_like(self.positions)], 1)
         self.positions[:, n] = plan.rotary_length + self.since_plan
 

@@ -32,10 +32,7 @@ class Runner:
         self.static: StaticDecode | None = None
 
     def run(
-        self,
-        slices: list[BatchSlice],
-        barrier: LayerBarrier | None = None,
-        ids: torch.Tensor | None = None,
+        self, slices: list[BatchSlice], barrier: LayerBarrier | None = None, ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Runs one forward of all slices.
 

@@ -266,9 +266,8 @@ def _cut(logits: torch.Tensor, of: dict[str, torch.Tensor], candidates: int | No
     vocabulary = logits.shape[1]
     candidates = min(candidates or vocabulary, vocabulary)
     if candidates < vocabulary:
-        tokens = (
-            logits.topk(candidates, sorted=False).indices.sort(-1).values
-        )  # the lower id first among equals
+        # the lower id first among equals
+        tokens = logits.topk(candidates, sorted=False).indices.sort(-1).values
         values, order = logits.gather(1, tokens).sort(dim=-1, descending=True, stable=True)
         tokens = tokens.gather(1, order)
     else:

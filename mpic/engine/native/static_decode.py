@@ -23,7 +23,7 @@ from mpic.engine.native.batch import BatchSlice
 from mpic.engine.native.step_tables import StepTables
 from mpic.kernels.upload import upload
 from mpic.kv.pool import Pool
-from mpic.model.hooks import KindCalls, Step
+from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
 from mpic.model.static_attention import StaticAttention, StaticKernel, attention_of
 from mpic.model.structure import RowInputs
@@ -107,14 +107,12 @@ class StaticDecode:
                 return self._logits[:rows].copy_(found)
 
             if capture is not None:
-                self._attention.fill(kernel, [], self._no_calls())
+                no_calls = [model.kind_calls(kind, []) for kind in range(len(model.kinds))]
+                self._attention.fill(kernel, [], no_calls)
                 steps.append((kernel, capture(work)))
             else:
                 steps.append((kernel, work))
         return Bucket(rows, ids, positions, steps)
-
-    def _no_calls(self) -> list[KindCalls]:
-        return [self._model.kind_calls(kind, []) for kind in range(len(self._model.kinds))]
 
     def forget(self) -> None:
         """Discards the tables, so that the next step makes new ones whatever its rows are."""

@@ -111,9 +111,8 @@ class PlacedSlice(NamedTuple):
         made, mapped, window = [], 0, pattern.window
         for span in self.spans:
             stretch = Stretch(span, span.place)
-            if (
-                mapped < self.rows.mapped
-            ):  # the prefix cache's come first, and cover the tokens before its own
+            # the prefix cache's come first, and cover the tokens before its own
+            if mapped < self.rows.mapped:
                 stretch = Stretch(span, places[mapped : mapped + span.tokens])
                 mapped += span.tokens
             first = max(self.lo, span.first(pattern.blocks is not None))

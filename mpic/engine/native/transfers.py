@@ -116,9 +116,8 @@ class Transfers:
         try:
             self._ring = StagingRing(copies, size)
         except RuntimeError as error:
-            from mpic.config import (
-                ConfigError,
-            )  # here: the GPU report runs where its dependencies are missing
+            # here: the GPU report runs where its dependencies are missing
+            from mpic.config import ConfigError
 
             says = f"{size.slots} x {size.slot_bytes} bytes of page-locked memory cannot be had ({error})"
             raise ConfigError(
@@ -288,11 +287,8 @@ class Transfers:
         return self._writer.submit(self._write, *about, read, futures, began)
 
     def _read_back(self, resident: Resident, view: torch.Tensor, mark: Any) -> torch.Tensor:
-        """Returns a resident's KV in host memory. Runs on the writer thread.
-
-        Args:
-            mark: of the work that has computed it.
-        """
+        """Returns a resident's KV in host memory. Runs on the writer thread, behind the ``mark`` of the work that has
+        computed it."""
         try:
             kv = torch.empty(view.shape, dtype=view.dtype)
             with self._readback.behind(mark):
@@ -320,11 +316,7 @@ class Transfers:
         futures: list[Future[int]],
         began: float,
     ) -> None:
-        """Saves a chunk of ``size`` bytes. Runs on the writer thread.
-
-        Args:
-            read: returns its KV in host memory.
-        """
+        """Saves a chunk of ``size`` bytes, whose KV ``read`` returns in host memory. Runs on the writer thread."""
         try:
             kv = read()
             if not self._tombstones.key_since(began, key):

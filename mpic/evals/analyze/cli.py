@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from mpic.evals.analyze.dense import DenseLink, DenseLinker
+    from mpic.evals.analyze.dense import DenseLinker
     from mpic.link import Policy
     from mpic.model.loaded import LoadedModel
     from mpic.prompt import ChatTemplate, Prompt
@@ -83,9 +83,14 @@ def analyze(
     if not 0 <= shown < loaded.shape.layers:
         raise typer.BadParameter(f"the model has layers 0 to {loaded.shape.layers - 1}", param_hint="--layer")
     if samples > 1:
-        _many(linker, linkings, prompts, task, shown, out)
+        numbers, table, written = _many(linker, linkings, prompts, shown, out)
     else:
-        _one(linker, linkings, next(prompts), template, task, shown, out)
+        before = tuple(tuple(template.tokenize_document(text)) for text in _BEFORE)
+        numbers, table, written = _one(linker, linkings, next(prompts), before, shown, out)
+    (out / "analysis.json").write_text(json.dumps({"task": task} | numbers, indent=2) + "\n")
+    console = Console()
+    console.print(table, markup=False)
+    console.print("\n".join(str(one) for one in written), markup=False)
 
 
 def _prompts(
@@ -97,11 +102,7 @@ def _prompts(
     chunks: int,
     samples: range,
 ) -> Iterator[Prompt]:
-    """Returns the prompts of some samples of a task.
-
-    Raises:
-        TaskError: there are not so many.
-    """
+    """Returns the prompts of some samples of a task. Raises TaskError if there are not so many."""
     from mpic.data.bundled import generation_for
     from mpic.evals.resolve import LocalResolver, counter_of, splitter_of
     from mpic.evals.tasks import Options, TaskError, find
@@ -116,19 +117,21 @@ def _prompts(
     return (build_prompt(one.messages, template, LocalResolver(template)) for one in asked)
 
 
+Analysis = tuple[dict[str, Any], Table, list[Path]]
+"""Numbers, a table of some of them, and the figures that were written."""
+
+
 def _one(
     linker: DenseLinker,
     policies: list[Policy],
     prompt: Prompt,
-    template: ChatTemplate,
-    task: str,
+    before: tuple[tuple[int, ...], tuple[int, ...]],
     shown: int,
     out: Path,
-) -> None:
+) -> Analysis:
     """Draws one prompt under each policy; ``shown`` is the layer of the maps."""
     from mpic.evals.analyze import figures, measures
 
-    before = tuple(tuple(template.tokenize_document(text)) for text in _BEFORE)
     linked = [linker.link(prompt, policy) for policy in policies]
     full = linked[0]
     distance = measures.distance(linker, prompt.chunks[-1], before)
@@ -138,22 +141,13 @@ def _one(
         figures.save(out / "attention-maps.png", figures.maps, linked, shown, size=(4 * len(linked), 4)),
         figures.save(out / "attention-error.png", figures.errors, linked[1:], full),
     ]
-    names = [one.policy for one in linked]
-    numbers = {"task": task, "policies": names} | _numbers(linked, distance)
-    (out / "analysis.json").write_text(json.dumps(numbers, indent=2) + "\n")
-    console = Console()
-    console.print(_table(numbers), markup=False)
-    console.print("\n".join(str(one) for one in written), markup=False)
+    numbers = measures.numbers(linked, distance)
+    return numbers, _table(numbers), written
 
 
 def _many(
-    linker: DenseLinker,
-    policies: list[Policy],
-    prompts: Iterable[Prompt],
-    task: str,
-    shown: int,
-    out: Path,
-) -> None:
+    linker: DenseLinker, policies: list[Policy], prompts: Iterable[Prompt], shown: int, out: Path
+) -> Analysis:
     """Draws what many prompts have in common."""
     from rich.progress import track
 
@@ -179,47 +173,18 @@ def _many(
         figures.save(out / "attention-groups.png", many_figures.maps, found, shown, size=wide),
         figures.save(out / "sinks.png", many_figures.sinks, found),
     ]
-    numbers = {"task": task, "layer": shown} | found.numbers()
+    numbers = {"layer": shown} | found.numbers()
     if packets:
         tall = (10, 2 + 2 * len(compared.sums))
         written.append(figures.save(out / "packet-attention.png", compared.draw, size=tall))
         numbers["question_to_chunks"] = compared.numbers()
-    (out / "analysis.json").write_text(json.dumps(numbers, indent=2) + "\n")
     heads = (f"{name}: chunks' first tokens" for name in found.sums)
     table = Table("layer", "full: first token", "a chunk alone: its first token", *heads)
     for number in range(linker.model.shape.layers):
         shares = [numbers["policies"]["full"]["first"], numbers["first_token_of_a_chunk_alone"]]
         shares += [numbers["policies"][name]["heads"] for name in found.sums]
         table.add_row(str(number), *(f"{100 * share[number]:.0f} %" for share in shares))
-    console = Console()
-    console.print(table, markup=False)
-    console.print("\n".join(str(one) for one in written), markup=False)
-
-
-def _numbers(linked: list[DenseLink], distance: dict[str, Any]) -> dict[str, Any]:
-    """Returns the content of ``analysis.json``, with each number by layer."""
-    from mpic.evals.analyze import measures
-
-    full = linked[0]
-    heads = measures.by_place(full)
-    return {
-        "tokens": full.weights[0].shape[1],
-        "share_of_first_tokens": {
-            str(k): _rounded(heads[:, min(k, heads.shape[1]) - 1]) for k in (1, 4, 16, 32)
-        },
-        "attention_error": {one.policy: _rounded(measures.attention_error(one, full)) for one in linked},
-        "kv_distance": {
-            name: {
-                "first_16": _rounded(part[:, :16].mean(1)),
-                "rest": _rounded(part[:, 16:].mean(1)) if part.shape[1] > 16 else [],
-            }
-            for name, part in distance.items()
-        },
-    }
-
-
-def _rounded(values: Any) -> list[float]:
-    return [round(float(value), 4) for value in values]
+    return numbers, table, written
 
 
 def _table(numbers: dict[str, Any]) -> Table:

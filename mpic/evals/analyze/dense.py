@@ -38,11 +38,7 @@ class Recorder(Probe):
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         layer, query, key, value, scale, _ = call
-        if layer not in self.cache:
-            shape = (key.shape[1], self.length, key.shape[3])
-            self.cache[layer] = key.new_zeros(shape), value.new_zeros(shape)
-        keys, values = self.cache[layer]
-        keys[:, self.index], values[:, self.index] = key[0], value[0]
+        keys, values = self.place(layer, self.index, key[0], value[0])
         group = query.shape[1] // key.shape[1]
         scores = query[0].float() @ keys.float().repeat_interleave(group, 0).transpose(1, 2) * scale
         hidden = torch.arange(self.length, device=query.device)[None] > self.index[:, None]
@@ -50,6 +46,22 @@ class Recorder(Probe):
         self.weights.append(weights.mean(0))
         out = weights @ values.float().repeat_interleave(group, 0)
         return out.transpose(0, 1)[None].to(query.dtype)
+
+    def place(
+        self, layer: int, tokens: slice | torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes ``[kv_heads, n, head_dim]`` of a layer into the cache; returns the layer's whole keys and values."""
+        if layer not in self.cache:
+            shape = (key.shape[0], self.length, key.shape[2])
+            self.cache[layer] = key.new_zeros(shape), value.new_zeros(shape)
+        held = self.cache[layer]
+        held[0][:, tokens], held[1][:, tokens] = key, value
+        return held
+
+    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of all layers, ``[layers, kv_heads, N, head_dim]``."""
+        keys, values = zip(*(self.cache[layer] for layer in sorted(self.cache)), strict=True)
+        return torch.stack(keys), torch.stack(values)
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,11 @@ class DenseLink:
     keys: torch.Tensor
     values: torch.Tensor
     places: tuple[ChunkPlace, ...]
+
+    @property
+    def asking(self) -> torch.Tensor:
+        """Which rows are behind the last chunk: those of the question."""
+        return self.rows >= max((place.start + place.length for place in self.places), default=0)
 
 
 class DenseLinker:
@@ -99,10 +116,7 @@ class DenseLinker:
     def compile(self, inputs: ChunkInputs, sink: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys (rotated at chunk-local positions) and values of a chunk alone, ``[layers, kv_heads, n,
         head_dim]``."""
-        recorder = self._alone(inputs, sink)
-        keys, values = (
-            torch.stack([recorder.cache[i][part] for i in sorted(recorder.cache)]) for part in (0, 1)
-        )
+        keys, values = self._alone(inputs, sink).kv()
         return keys[:, :, sink:], values[:, :, sink:]
 
     @torch.inference_mode()
@@ -143,7 +157,9 @@ class DenseLinker:
         rows = _rows(plan)
         recorder = self._recorder(rows, len(whole))
         for place, chunk in zip(plan.places, inputs, strict=True):
-            self._place(recorder, place, *self.compile(chunk, recipe.sink), place.base - recipe.sink)
+            tokens = slice(place.start, place.start + place.length)
+            for layer, (key, value) in enumerate(zip(*self.compile(chunk, recipe.sink), strict=True)):
+                recorder.place(layer, tokens, self.moved(key, place.base - recipe.sink), value)
         ids, embeds, deepstack = self._inputs([BatchSlice(whole, 0, len(whole))], [0])
         if deepstack is not None:
             mask, features = deepstack
@@ -152,27 +168,12 @@ class DenseLinker:
             deepstack = mask[rows], features[:, kept[mask]]
         wanted = RowInputs(ids[rows], embeds[rows], deepstack)
         self.model.observe(wanted, whole.positions[:, rows].to(self.model.device), recorder)
-        keys, values = (
-            torch.stack([recorder.cache[i][part] for i in sorted(recorder.cache)]) for part in (0, 1)
-        )
-        return DenseLink(policy.name, rows, recorder.weights, keys, values, plan.places)
+        return DenseLink(policy.name, rows, recorder.weights, *recorder.kv(), plan.places)
 
     def _recorder(self, rows: torch.Tensor, length: int) -> Recorder:
         return Recorder(
             -1, self.model.partial, self.model.patterns, [len(rows)], [()], index=rows, length=length
         )
-
-    def _place(
-        self, recorder: Recorder, place: ChunkPlace, keys: torch.Tensor, values: torch.Tensor, base: int
-    ) -> None:
-        tokens = slice(place.start, place.start + place.length)
-        for layer in range(len(keys)):
-            if layer not in recorder.cache:
-                shape = (keys.shape[1], recorder.length, keys.shape[3])
-                recorder.cache[layer] = keys.new_zeros(shape), keys.new_zeros(shape)
-            held_keys, held_values = recorder.cache[layer]
-            held_keys[:, tokens] = self.moved(keys[layer], base)
-            held_values[:, tokens] = values[layer]
 
     def moved(self, keys: torch.Tensor, base: int) -> torch.Tensor:
         """Returns ``keys [heads, n, head_dim]`` rotated on by ``base`` positions."""

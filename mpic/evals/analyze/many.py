@@ -17,6 +17,7 @@ import torch
 from mpic.errors import UnsupportedParameter
 from mpic.evals.analyze import measures
 from mpic.evals.analyze.dense import DenseLink, DenseLinker
+from mpic.evals.analyze.measures import rounded
 from mpic.link import ChunkPlace, Policy
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 
@@ -107,31 +108,28 @@ class Gathered:
             raise UnsupportedParameter(
                 f"a sample has {len(prompt.chunks)} chunks and not {self.chunks}: choose a task with as many in each"
             )
-        full: list[torch.Tensor] = []
+        full: torch.Tensor | None = None
         for policy in self.policies:
             linked = self.linker.link(prompt, policy)  # one at a time: attention of all layers is large
-            if not full:
-                full = [layer[-1] for layer in linked.weights]
-                self._of_full(linked)
-            self._of_policy(linked, full)
+            last = measures.last_row(linked)
+            if full is None:
+                full = last
+                self._of_full(last, linked.places)
+            self._of_policy(linked, (last - full).abs().sum(1) / 2)
         weights = self.linker.weights_alone(self.linker.inputs(prompt.chunks[0]))
         alone = torch.stack([layer[1:, 0].mean() for layer in weights])
         self.alone = alone if not self.prompts else self.alone + alone
         self.important.append(self._distant(prompt))
         self.prompts += 1
 
-    def _of_full(self, linked: DenseLink) -> None:
-        last = torch.stack([layer[-1] for layer in linked.weights])
-        counted = []
-        for place in linked.places:
-            own = last[:, place.start : place.start + place.length]
-            counted.append(own)
-            self.places.append(own.cumsum(1) / own.sum(1, keepdim=True).clamp_min(1e-12))
+    def _of_full(self, last: torch.Tensor, places: Sequence[ChunkPlace]) -> None:
+        counted = measures.within(last, places)
+        self.places += map(measures.cumulative_shares, counted)
         values = torch.cat(counted, 1).clamp_min(10**LEAST).log10()
         found = torch.stack([torch.histc(layer, STEPS, LEAST, 0.0) for layer in values])
         self.scores = found if not self.prompts else self.scores + found
 
-    def _of_policy(self, linked: DenseLink, full: list[torch.Tensor]) -> None:
+    def _of_policy(self, linked: DenseLink, moved: torch.Tensor) -> None:
         groups = groups_of(linked.places, linked.weights[0].shape[1])
         count = len(group_names(self.chunks))
         columns = torch.nn.functional.one_hot(groups, count).float()
@@ -140,15 +138,13 @@ class Gathered:
         of_rows[-1] = 0
         of_rows[-1, -1] = 1  # the last row stands apart
         there = of_rows.sum(0)
-        end = linked.places[-1].start + linked.places[-1].length
         heads = [place.start for place in linked.places]
         shown, first, on_heads = [], [], []
         for layer in linked.weights:
             weights = layer.float()
             shown.append(of_rows.T @ (weights @ columns / sizes) / there.clamp_min(1)[:, None])
             first.append(weights[linked.rows > 0, 0].mean())
-            on_heads.append(weights[linked.rows >= end][:, heads].sum(1).mean())
-        moved = torch.stack([(a[-1] - b).abs().sum() / 2 for a, b in zip(linked.weights, full, strict=True)])
+            on_heads.append(weights[linked.asking][:, heads].sum(1).mean())
         rows = ((there > 0)[:, None] & (columns.sum(0) > 0)[None]).float()
         made = PolicySums(torch.stack(shown), rows, torch.stack(first), torch.stack(on_heads), moved)
         before = self.sums.get(linked.policy)
@@ -161,9 +157,11 @@ class Gathered:
         begin, question = texts[0].token_ids, texts[-1].token_ids
         if isinstance(prompt.segments[0], ChunkSegment):
             begin = question[:1]
-        keys = measures.keys_behind(self.linker, prompt.chunks[0], (begin, (*begin, *question)))
-        distance = (keys[0] - keys[1]).abs().sum((1, 3))  # [layers, tokens]
-        able = [layer for layer in distance if layer.max() > 1e-3 * keys[0].abs().mean()]
+        before, behind = (
+            measures.behind(self.linker, prompt.chunks[0], text)[0] for text in (begin, (*begin, *question))
+        )
+        distance = (before - behind).abs().sum((1, 3))  # [layers, tokens]
+        able = [layer for layer in distance if layer.max() > 1e-3 * before.abs().mean()]
         self.comparable = max(self.comparable, len(able))
         found = torch.zeros(distance.shape[1])
         for layer in able:
@@ -185,8 +183,7 @@ class Gathered:
 
     def cumulative(self) -> torch.Tensor:
         """Returns ``[layers, n]``: the share of the last row's attention within a chunk on its first 1..n tokens."""
-        shortest = min(part.shape[1] for part in self.places)
-        return torch.stack([part[:, :shortest] for part in self.places]).mean(0)
+        return measures.mean_of_all(self.places)
 
     def distribution(self) -> torch.Tensor:
         """Returns ``[layers, STEPS]``: the share of chunk tokens with at most so much attention (MPIC, figure 4a)."""
@@ -194,21 +191,17 @@ class Gathered:
 
     def counts(self) -> torch.Tensor:
         """Returns the mean of ``important`` over prompts, for the tokens that every chunk has."""
-        shortest = min(map(len, self.important))
-        return torch.stack([one[:shortest] for one in self.important]).mean(0)
+        return measures.mean_of_all(self.important)
 
     def numbers(self) -> dict[str, Any]:
         """Returns the content of ``analysis.json``, with each number by layer."""
-        places = self.cumulative()
         above = self.distribution()[:, round((math.log10(SMALL) - LEAST) / -LEAST * STEPS) - 1]
         counts = self.counts()
         return {
             "prompts": self.prompts,
             "chunks": self.chunks,
             "share_of_tokens_over_a_thousandth": rounded(1 - above),
-            "share_of_first_tokens": {
-                str(k): rounded(places[:, min(k, places.shape[1]) - 1]) for k in (1, 4, 16, 32, 64)
-            },
+            "share_of_first_tokens": measures.first_shares(self.cumulative(), (1, 4, 16, 32, 64)),
             "first_token_of_a_chunk_alone": rounded(self.alone / self.prompts),
             "layers_where_important": {"of": self.comparable, "tokens": rounded(counts)},
             "policies": {
@@ -222,7 +215,3 @@ def _added(one: PolicySums, other: PolicySums) -> PolicySums:
     return PolicySums(
         *(getattr(one, name) + getattr(other, name) for name in PolicySums.__dataclass_fields__)
     )
-
-
-def rounded(values: Any) -> list[float]:
-    return [round(float(value), 4) for value in values]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,16 +10,19 @@ import torch
 from mpic.evals.analyze.dense import DenseLink, DenseLinker
 from mpic.kernels.attention import rotate
 from mpic.kv.chunk import Chunk
-from mpic.link import parse_policy
+from mpic.link import ChunkPlace, parse_policy
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 
 
 def received(linked: DenseLink) -> torch.Tensor:
     """Returns ``[layers, N]``: the attention per row that each token gets from the rows after the last chunk; for
     ``full`` this is the question's attention to every token (MPIC, section 4)."""
-    end = max((place.start + place.length for place in linked.places), default=0)
-    asking = linked.rows >= end
-    return torch.stack([layer[asking].mean(0) for layer in linked.weights])
+    return torch.stack([layer[linked.asking].mean(0) for layer in linked.weights])
+
+
+def last_row(linked: DenseLink) -> torch.Tensor:
+    """Returns ``[layers, N]``: the attention of the prompt's last row, which computes the first output token."""
+    return torch.stack([layer[-1] for layer in linked.weights])
 
 
 def concentration(linked: DenseLink) -> torch.Tensor:
@@ -32,13 +35,24 @@ def concentration(linked: DenseLink) -> torch.Tensor:
 def by_place(linked: DenseLink) -> torch.Tensor:
     """Returns ``[layers, n]``: share of the question's attention to chunks that goes to their first 1..n tokens,
     averaged over chunks, which is the share that ``mpic-n`` and LegoLink-n recompute (EPIC, section 3)."""
-    paid = received(linked)
-    shortest = min(place.length for place in linked.places)
-    shares = []
-    for place in linked.places:
-        own = paid[:, place.start : place.start + place.length]
-        shares.append((own.cumsum(1) / own.sum(1, keepdim=True).clamp_min(1e-12))[:, :shortest])
-    return torch.stack(shares).mean(0)
+    return mean_of_all(cumulative_shares(part) for part in within(received(linked), linked.places))
+
+
+def within(paid: torch.Tensor, places: Sequence[ChunkPlace]) -> list[torch.Tensor]:
+    """Returns the columns of each chunk, ``[layers, n]``, of attention ``[layers, N]``."""
+    return [paid[:, place.start : place.start + place.length] for place in places]
+
+
+def cumulative_shares(paid: torch.Tensor) -> torch.Tensor:
+    """Returns ``[layers, n]``: share of the attention to a chunk's tokens ``[layers, n]`` on its first 1..n tokens."""
+    return paid.cumsum(1) / paid.sum(1, keepdim=True).clamp_min(1e-12)
+
+
+def mean_of_all(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns the mean of tensors ``[..., n]`` over the tokens that the shortest of them has."""
+    parts = list(parts)
+    shortest = min(part.shape[-1] for part in parts)
+    return torch.stack([part[..., :shortest] for part in parts]).mean(0)
 
 
 def distance(
@@ -53,7 +67,7 @@ def distance(
         ``keys``, ``values`` ``[layers, n]``: relative distance between the chunk's full-prefill KV behind each text,
         keys compared at chunk-local positions.
     """
-    found = [_behind(linker, chunk, text) for text in before]
+    found = [behind(linker, chunk, text) for text in before]
     out = {}
     for number, name in enumerate(("keys", "values")):
         one, other = found[0][number], found[1][number]
@@ -62,17 +76,9 @@ def distance(
     return out
 
 
-def keys_behind(
-    linker: DenseLinker, chunk: Chunk, before: tuple[Sequence[int], Sequence[int]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a chunk's full-prefill keys behind each of two texts, at chunk-local positions, ``[layers, kv_heads, n,
+def behind(linker: DenseLinker, chunk: Chunk, text: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a chunk's full-prefill keys, at chunk-local positions, and values behind a text, ``[layers, kv_heads, n,
     head_dim]``."""
-    one, other = (_behind(linker, chunk, text)[0] for text in before)
-    return one, other
-
-
-def _behind(linker: DenseLinker, chunk: Chunk, text: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a chunk's full-prefill keys, at chunk-local positions, and values behind a text."""
     prompt = Prompt((TextSegment(tuple(text)), ChunkSegment(chunk), TextSegment(tuple(text[:1]))))
     linked = linker.link(prompt, parse_policy("full"))
     (place,) = linked.places
@@ -87,6 +93,36 @@ def _behind(linker: DenseLinker, chunk: Chunk, text: Sequence[int]) -> tuple[tor
 def attention_error(linked: DenseLink, full: DenseLink) -> torch.Tensor:
     """Returns ``[layers]``: total variation distance between the last row's attention under a policy and under
     ``full``."""
-    return torch.stack(
-        [(a[-1] - b[-1]).abs().sum() / 2 for a, b in zip(linked.weights, full.weights, strict=True)]
-    )
+    return (last_row(linked) - last_row(full)).abs().sum(1) / 2
+
+
+def numbers(linked: Sequence[DenseLink], distance: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns the numbers of one prompt for ``analysis.json``, each by layer.
+
+    Args:
+        linked: under every policy, ``full`` first.
+        distance: the result of ``distance``.
+    """
+    full = linked[0]
+    return {
+        "policies": [one.policy for one in linked],
+        "tokens": full.weights[0].shape[1],
+        "share_of_first_tokens": first_shares(by_place(full), (1, 4, 16, 32)),
+        "attention_error": {one.policy: rounded(attention_error(one, full)) for one in linked},
+        "kv_distance": {
+            name: {
+                "first_16": rounded(part[:, :16].mean(1)),
+                "rest": rounded(part[:, 16:].mean(1)) if part.shape[1] > 16 else [],
+            }
+            for name, part in distance.items()
+        },
+    }
+
+
+def first_shares(places: torch.Tensor, counts: Sequence[int]) -> dict[str, list[float]]:
+    """Returns from ``[layers, n]`` the share of a chunk's first tokens by layer, for each number of them."""
+    return {str(k): rounded(places[:, min(k, places.shape[1]) - 1]) for k in counts}
+
+
+def rounded(values: Iterable[Any]) -> list[float]:
+    return [round(float(value), 4) for value in values]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mpic.errors import UnsupportedParameter
+from mpic.evals.analyze import measures
 from mpic.evals.analyze.dense import DenseLink, DenseLinker
 from mpic.evals.analyze.figures import titled
 from mpic.link import Policy
@@ -61,9 +62,7 @@ class PacketAttention:
         self.prompts += 1
 
     def _of(self, linked: DenseLink, packets: bool) -> torch.Tensor:
-        end = linked.places[-1].start + linked.places[-1].length
-        asking = linked.rows >= end
-        paid = torch.stack([layer[asking].float().mean(0) for layer in linked.weights]).mean(0)
+        paid = measures.received(linked).mean(0)
         out = torch.zeros(self.chunks, self.columns)
         soft = (self.header, self.columns - self.header - FIRST - LAST) if packets else (0, 0)
         for number, place in enumerate(linked.places):

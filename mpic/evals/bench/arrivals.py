@@ -33,10 +33,7 @@ def poisson(rng: random.Random, rate: float, seconds: float) -> list[float]:
 
 
 def send(
-    engine: Engine,
-    requests: Sequence[GenerationRequest],
-    times: Sequence[float],
-    until: float | None = None,
+    engine: Engine, requests: Sequence[GenerationRequest], times: Sequence[float], until: float | None = None
 ) -> list[Served]:
     """Submits each request at its time (seconds from now) and reads all answers to their ends.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from mpic.engine.base import Engine
 from mpic.engine.native.engine import NativeEngine
-from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench
+from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench, rotated
 from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
@@ -129,8 +129,7 @@ def measure(settings: Settings, ways: Mapping[str, Measure], ticker: Ticker) -> 
     names = list(ways)
     ticker.expect(settings.frames * len(names))
     for number, prompts in enumerate(AgentPrompts(settings, names).steps()):
-        first = number % len(names)
-        for name in (*names[first:], *names[:first]):
+        for name in rotated(names, number):
             with ticker.step(name):
                 samples[name].append(ways[name](prompts[name]))
     return samples

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+Column = TypeVar("Column")
 BenchFunction = Callable[[Any, "BenchDevice", "Ticker"], "Report"]
 """A bench's function of its settings."""
 Row = dict[str, Any]
@@ -163,11 +164,16 @@ def interleave(
     names = list(columns)
     values: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + cold):
-        first = turn % len(names)
-        for name in (*names[first:], *names[:first]):
+        for name in rotated(names, turn):
             with ticker.step(name):
                 values[name].append(columns[name]())
     return {name: Series(v[0], v[1:] if cold else v) for name, v in values.items()}
+
+
+def rotated(columns: Sequence[Column], turn: int) -> list[Column]:
+    """Returns the columns in the order of a round: each round begins with the next one."""
+    first = turn % len(columns)
+    return [*columns[first:], *columns[:first]]
 
 
 def median_seconds(
@@ -192,7 +198,7 @@ def median_seconds(
             began = time.perf_counter()
             work()
             taken.append(time.perf_counter() - began)
-    return sorted(taken)[len(taken) // 2]
+    return statistics.median_high(taken)
 
 
 def paired(numerator: Series, denominator: Series) -> float:
@@ -201,32 +207,33 @@ def paired(numerator: Series, denominator: Series) -> float:
 
 
 class Ticker:
-    """A progress bar on stderr that counts measurements."""
+    """A progress bar that counts measurements; without a console it shows nothing."""
 
-    def __init__(self, console: Console | None = None, total: int | None = None) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         self._console = console
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._total = total
+        self._total = 0
+
+    def _update(self, **changes: Any) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, **changes)
 
     def expect(self, measurements: int) -> None:
         """Announces how many more measurements will come."""
-        self._total = (self._total or 0) + measurements
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, total=self._total)
+        self._total += measurements
+        self._update(total=self._total)
 
     @contextmanager
     def step(self, label: str) -> Iterator[None]:
         """Counts the work inside the block as one measurement."""
         self.say(label)
         yield
-        if self._progress is not None and self._task is not None:
-            self._progress.advance(self._task)
+        self._update(advance=1)
 
     def say(self, label: str) -> None:
         """Shows a text beside the bar."""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=label)
+        self._update(description=label)
 
     def __enter__(self) -> Ticker:
         if self._console is not None:
@@ -238,7 +245,7 @@ class Ticker:
                 TextColumn("{task.completed:.0f}/{task.total}"),
             )
             self._progress = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
-            self._task = self._progress.add_task("preparing", total=self._total)
+            self._task = self._progress.add_task("preparing", total=self._total or None)
             self._progress.start()
         return self
 

@@ -245,16 +245,16 @@ def _lookups(settings: Settings, library: Library, ticker: Ticker) -> list[Row]:
 
         ticker.expect(2)
         title = f"lookup and plan: {settings.linked} chunks of {settings.catalogue:,}"
-        rows = []
         with ticker.step("images read for the first time"):
             first = _percentiles([first_use() for _ in range(max(10, settings.lookups // 10))])
         for image in images:
             _plan(engine, prompt_of(image, ids.fresh(8)))  # from now on the image is known
         with ticker.step("images used before"):
             known = _percentiles([look_up() for _ in range(settings.lookups)])
-        rows.append({"table": title, "column": "inputs in memory"} | known)
-        rows.append({"table": title, "column": "images for the first time"} | first)
-        return rows
+        return [
+            {"table": title, "column": "inputs in memory"} | known,
+            {"table": title, "column": "images for the first time"} | first,
+        ]
 
 
 def _plan(engine: NativeEngine, prompt: Prompt) -> float:

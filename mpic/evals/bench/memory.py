@@ -66,11 +66,8 @@ class Settings:
 
 
 class _Meter:
-    """The most pages in use in any step, and the most that the running requests would need with a copy each.
-
-    Args:
-        always: True counts the pages in use at every allocation, too, and not only in steps.
-    """
+    """The most pages in use in any step (with ``always`` at every allocation, too), and the most that the running
+    requests would need with a copy each."""
 
     def __init__(self, engine: NativeEngine, always: bool = False) -> None:
         self._engine, self._run, self._alloc = engine, engine.runner.run, engine.pool.alloc
@@ -181,11 +178,7 @@ class _ShuffledPrompts:
 
 
 def _same_answers(settings: Settings, pair: ModelPair, prompts: _ShuffledPrompts, ticker: Ticker) -> Row:
-    """Runs every request alone, then all at once.
-
-    Raises:
-        BenchFailed: a request is answered differently beside others than alone.
-    """
+    """Runs every request alone, then all at once. Raises BenchFailed if one is answered differently beside others."""
     same = settings.same
     chunks = prompts.chunks(same.chunks, same.chunk_tokens)
     requests = [prompts.request(chunks, n, same.answer) for n in range(same.requests)]

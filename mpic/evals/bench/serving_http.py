@@ -202,11 +202,7 @@ class _PoolLoad:
         }
 
     def _send(self, policy: str, count: int, rate: str, seconds: float) -> dict[str, Any]:
-        """Runs the generator.
-
-        Raises:
-            BenchFailed: a request failed, or it took far longer than it should have.
-        """
+        """Runs the generator. Raises BenchFailed if a request fails, or it takes far longer than it should."""
         path = self._folder / "prompts.jsonl"
         prompts = [self.prompt() for _ in range(count)]
         path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

@@ -48,20 +48,23 @@ class DecoderShape:
         width = self.hidden // self.heads * (self.kv_heads or self.heads)
         return self.layers * 2 * width * dtype.itemsize
 
+    def sizes(self) -> dict[str, int]:
+        """Returns what the configuration of a decoder says about them, whichever its kind."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads or self.heads,
+            "max_position_embeddings": self.context,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        }
+
     def config(self) -> tf.LlamaConfig:
-        return tf.LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads or self.heads,
-            max_position_embeddings=self.context,
-            tie_word_embeddings=True,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
+        return tf.LlamaConfig(**self.sizes(), tie_word_embeddings=True)
 
 
 @dataclass(frozen=True)
@@ -279,18 +282,18 @@ def compile_all(engine: Engine, chunks: Sequence[Chunk], wrapping: Wrapping = BA
         future.result()
 
 
-def bring(engine: NativeEngine, chunks: Sequence[Chunk], limit: float = 60.0) -> float:
+def bring(engine: NativeEngine, chunks: Sequence[Chunk]) -> float:
     """Loads stored chunks and waits until they are resident; returns the seconds it took.
 
     Raises:
-        BenchFailed: they are not resident after ``limit`` seconds.
+        BenchFailed: they are not resident after a minute.
     """
     began = time.perf_counter()
     for chunk in chunks:
         engine.prefetch(chunk)
     while (ready := sum(r.ready for r in list(engine.device.chunks.values()))) < len(chunks):
-        if time.perf_counter() - began > limit:
-            raise BenchFailed(f"{ready} of {len(chunks)} chunks are resident after {limit:.0f} s")
+        if time.perf_counter() - began > 60:
+            raise BenchFailed(f"{ready} of {len(chunks)} chunks are resident after 60 s")
         time.sleep(2e-4)
     return time.perf_counter() - began
 

@@ -81,25 +81,10 @@ class Context:
     ) -> float | None:
         """Writes a row with a time, given in seconds and shown in ``unit`` (ms or us), and the roofline of its cost.
         Returns the ratio of the time to the roofline, None when that is not known."""
-        return self._against(
-            measured, shape, how, taken * {"ms": 1e3, "us": 1e6}[unit], taken, cost, unit, more
-        )
+        value = taken * {"ms": 1e3, "us": 1e6}[unit]
+        return self.rate(measured, shape, how, value, taken, cost, unit, **more)
 
     def rate(
-        self,
-        measured: str,
-        shape: str,
-        how: str,
-        work: float,
-        taken: float,
-        cost: Cost,
-        unit: str,
-        **more: Any,
-    ) -> None:
-        """Writes a row with the rate of ``work`` that took ``taken`` seconds, and the roofline of its cost."""
-        self._against(measured, shape, how, work / taken, taken, cost, unit, more)
-
-    def _against(
         self,
         measured: str,
         shape: str,
@@ -108,8 +93,10 @@ class Context:
         taken: float,
         cost: Cost,
         unit: str,
-        more: dict[str, Any],
+        **more: Any,
     ) -> float | None:
+        """Writes a row with the rate of work that took ``taken`` seconds, and the roofline of its cost; see
+        ``timed``."""
         roofline = against(self.top, cost, taken, value, unit)
         self.run.row(measured, shape, how, round(value, 4), unit, **roofline, **more)
         return roofline["ratio"]
@@ -142,9 +129,6 @@ class Context:
 
     def left_out(self, measured: str, shape: str, why: str) -> None:
         self.run.row(measured, shape, "left out", None, "", why=why)
-
-    def synchronize(self) -> None:
-        self.placement.synchronize()
 
     def free(self) -> float:
         """Returns the bytes of device memory that are free; unlimited on the CPU, where sizes are tiny."""

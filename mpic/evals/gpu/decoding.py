@@ -24,10 +24,12 @@ def decode(run: SectionRun) -> None:
     context = Context(run)
     sizes = context.sizes
     longest = max(sizes.contexts) * sizes.set_chunks * sizes.chunk
-    model = replace(sizes.models[-1], context=max(sizes.models[-1].context, 2 * longest))
+    model = sizes.models[-1]
+    decoder = replace(model.decoder, context=max(model.decoder.context, 2 * longest))
+    model = replace(model, decoder=decoder)
     loaded, costs = context.model(model)
     count = _sets_that_fit(context, loaded)
-    ids = Ids(model.vocabulary)
+    ids = Ids(model.decoder.vocabulary)
     own = sizes.text + sizes.tokens + SPARE
     chunks = count * sizes.set_chunks
     with engine_for(
@@ -37,16 +39,9 @@ def decode(run: SectionRun) -> None:
         began = time.perf_counter()
         compile_all(engine, [chunk for one in sets for chunk in one])
         cost = Cost(chunks * costs.compiled(sizes.chunk).flops, costs.weights)
-        shape = f"{chunks} chunks of {sizes.chunk} tokens"
-        context.rate(
-            "compiling chunks",
-            shape,
-            context.attention,
-            chunks * sizes.chunk,
-            time.perf_counter() - began,
-            cost,
-            "tokens/s",
-        )
+        shape, taken = f"{chunks} chunks of {sizes.chunk} tokens", time.perf_counter() - began
+        rate = chunks * sizes.chunk / taken
+        context.rate("compiling chunks", shape, context.attention, rate, taken, cost, "tokens/s")
         for batch in sizes.batches:
             for width in sizes.contexts:
                 for shared in (False, True):
@@ -84,21 +79,13 @@ def _batch(
     rate = decoding.decoded(engine, settings, ids, requests)()
     unique = tokens * (1 if shared else batch) + batch * (sizes.text + sizes.tokens // 2)
     cost = costs.step(batch, tokens + sizes.text, unique)
-    more = {"step_ms": round(batch / rate * 1e3, 3)}
-    context.rate(
-        "decode", shape, context.attention, rate, 1.0, cost_of(cost, rate, batch), "tokens/s", **more
-    )
+    step = batch / rate
+    more = {"step_ms": round(step * 1e3, 3)}
+    context.rate("decode", shape, context.attention, rate, step, cost, "tokens/s", **more)
 
 
 def shape_of(batch: int, tokens: int, shared: bool) -> str:
-    """Returns the column ``shape`` of a batch."""
     return f"batch {batch}, {tokens} tokens {'shared' if shared else 'of its own each'}"
-
-
-def cost_of(step: Cost, rate: float, batch: int) -> Cost:
-    """Returns the cost of one second of decoding at ``rate`` tokens per second."""
-    steps = rate / batch
-    return Cost(step.flops * steps, step.bytes * steps, step.bus * steps)
 
 
 def _sets_that_fit(context: Context, loaded: LoadedModel) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+from statistics import median_low
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,7 @@ class FirstTokens:
         self._loaded, self._costs = context.model(model)
         self._loaded.image_inputs = self._inputs  # replaces the vision encoder
         self._ends = time.monotonic() + 0.85 * context.run.left
-        self._ids = Ids(model.vocabulary)
+        self._ids = Ids(model.decoder.vocabulary)
         self._tokens = 0
 
     def _inputs(self, image: Image.Image) -> ChunkInputs:
@@ -107,7 +108,7 @@ class FirstTokens:
                 [torch.zeros(n, dtype=torch.int64), torch.arange(n) // side, torch.arange(n) % side]
             )
             rotary_length = int(positions.max()) + 1
-        embeds = torch.randn(n, self._model.hidden).mul_(0.02).to(self._context.placement.dtype)
+        embeds = torch.randn(n, self._model.decoder.hidden).mul_(0.02).to(self._context.placement.dtype)
         return ChunkInputs(torch.full((n,), 5), positions.contiguous(), rotary_length, embeds)
 
     def measure(self, prompts: ImagePrompts) -> dict[tuple[int, str], Taken]:
@@ -157,12 +158,7 @@ class FirstTokens:
         return 0.75 * self._context.free() / self._costs.token
 
     def _policy(
-        self,
-        engine: NativeEngine,
-        prompts: ImagePrompts,
-        images: list[Chunk],
-        counts: list[int],
-        policy: str,
+        self, engine: NativeEngine, prompts: ImagePrompts, images: list[Chunk], counts: list[int], policy: str
     ) -> dict[tuple[int, str], Taken]:
         context, measured = self._context, f"first token, {self._model.name}"
         taken = {}
@@ -189,7 +185,7 @@ class FirstTokens:
             if stale:
                 raise BenchFailed(f"{policy}: chunks came from {stale}")
             taken.append(elapsed / 1e3)
-        return sorted(taken[1:])[(len(taken) - 1) // 2], usage
+        return median_low(taken[1:]), usage
 
     def _prompt(self, prompts: ImagePrompts, images: list[Chunk], system: bool) -> Any:
         """Returns a prompt of fresh text, so that nothing but the system prompt can be found again."""

@@ -34,7 +34,7 @@ def graphs(run: SectionRun) -> None:
     sizes = context.sizes
     model = sizes.models[-1]
     loaded, costs = context.model(model)
-    ids, most = Ids(model.vocabulary), max(sizes.batches)
+    ids, most = Ids(model.decoder.vocabulary), max(sizes.batches)
     chunks = ids.chunks(sizes.set_chunks, sizes.chunk)
     prompts = [ids.framed(chunks, sizes.text) for _ in range(most)]
     room = sizes.set_chunks * (sizes.chunk + 16) + most * (sizes.text + sizes.tokens + SPARE)

@@ -62,17 +62,12 @@ class InsideSizes(NamedTuple):
 
 FULL = InsideSizes(LLAVA, QWEN, TowerShape(1, 1024, 16, 756, 14), 128)
 """2,916 tokens an image, a square that is about LLaVA-1.6's 2,880."""
-_TINY = ModelShape("tiny", 2, 128, 4, 4, 64, 300)
+_TINY = ModelShape("tiny", DecoderShape(2, 128, 4, 64, 4, 300))
 QUICK = InsideSizes(_TINY, _TINY, TowerShape(1, 32, 2, 56, 8), 32)
 
 
 def _sizes(run: SectionRun) -> InsideSizes:
     return QUICK if run.quick else FULL
-
-
-def _decoder(shape: ModelShape, context: int) -> DecoderShape:
-    sizes = (shape.layers, shape.hidden, shape.heads, shape.intermediate, shape.kv_heads, shape.vocabulary)
-    return DecoderShape(*sizes, context)
 
 
 def _weights(decoder: DecoderShape) -> int:
@@ -137,7 +132,7 @@ def _settings(context: Context, images: int) -> Settings:
 
     sizes, wanted = _sizes(context.run), context.sizes.headline
     length = images * sizes.tower.tokens + wanted.system + wanted.text
-    decoder = _decoder(sizes.images, -(-(length + 64) // sizes.block) * sizes.block)
+    decoder = replace(sizes.images.decoder, context=-(-(length + 64) // sizes.block) * sizes.block)
     given = {"images": images, "system": wanted.system, "text": wanted.text, "block": sizes.block}
     return Settings(decoder, sizes.tower, **given, answers=0, arrivals=0, questions=1)
 
@@ -236,7 +231,8 @@ def _cases(context: Context) -> tuple[DecoderShape, list[PrefixBatch]]:
     sizes, inside = context.sizes, _sizes(context.run)
     own = sizes.text + ANSWERS * sizes.tokens + 2 * inside.block
     longest = max(sizes.contexts) * sizes.set_chunks * sizes.chunk
-    decoder = _decoder(inside.decoding, -(-(longest + own) // inside.block) * inside.block)
+    context_length = -(-(longest + own) // inside.block) * inside.block
+    decoder = replace(inside.decoding.decoder, context=context_length)
     itemsize = context.placement.dtype.itemsize
     room = context.free() - _weights(decoder) * itemsize - WORK
     cases = []

@@ -29,7 +29,7 @@ def kernels(run: SectionRun) -> None:
     for name, partial, dtype in implementations(context):
         for dim in context.sizes.dims:
             for group in context.sizes.groups:
-                shape = f"heads of {dim}, groups of {group}, {_short(dtype)}"
+                shape = f"heads of {dim}, groups of {group}, {str(dtype).removeprefix('torch.')}"
                 work = functools.partial(_spans, context.placement.device, partial, dtype, dim, group)
                 limit, unit = _limit(dtype)
                 limit = EXACT_CUDA if name == "cuda-efficient" else limit
@@ -43,10 +43,8 @@ def kernels(run: SectionRun) -> None:
         context.check("kernel check, a whole step", shape, "triton", work, *_limit(dtype))
     name, dim, group = context.sizes.kernels[0]
     dtype = getattr(torch, name)
-    shape, work = (
-        f"heads of {dim}, groups of {group}, {name}",
-        functools.partial(_windowed, dtype, dim, group),
-    )
+    shape = f"heads of {dim}, groups of {group}, {name}"
+    work = functools.partial(_windowed, dtype, dim, group)
     context.check("kernel check, windows and capped scores", shape, "triton", work, *_limit(dtype))
     what = "scatter writes every row to its slot"
     context.check("kernel check, operation", what, "triton", _scatter, EXACT, "max error")
@@ -63,10 +61,6 @@ def implementations(context: Context) -> Iterator[tuple[str, Partial, torch.dtyp
 
 def _limit(dtype: torch.dtype) -> tuple[float, str]:
     return (EXACT, "max error") if dtype == torch.float32 else (ROUNDED, "relative norm of the error")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -30,12 +29,10 @@ from mpic.kernels.triton.tuning import SCHEMA, defaults, read_table
 from mpic.model.load import choose_device
 
 TileSizes = tuple[int, ...]
-BLOCKS: tuple[TileSizes, ...] = tuple(
-    (m, n, warps, stages) for m in (64, 128) for n in (32, 64, 128) for warps in (4, 8) for stages in (2, 3)
-)
-SINGLES: tuple[TileSizes, ...] = tuple(
-    (n, warps, stages) for n in (32, 64, 128) for warps in (2, 4, 8) for stages in (2, 3, 4)
-)
+BLOCKS: tuple[TileSizes, ...] = tuple(product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
+"""Rows and keys of a tile, warps, stages."""
+SINGLES: tuple[TileSizes, ...] = tuple(product((32, 64, 128), (2, 4, 8), (2, 3, 4)))
+"""Keys of a tile, warps, stages."""
 DIMS = (64, 80, 96, 128, 256)
 GROUPS = (1, 4, 7)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -191,7 +188,7 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     gpu = torch.cuda.get_device_name(device)
     for dtype in (torch.bfloat16, torch.float16):
-        for dim, group in itertools.product(DIMS, GROUPS):
+        for dim, group in product(DIMS, GROUPS):
             tune(path, gpu, BenchDevice(device, dtype), dim, group, BLOCKS, SINGLES, PREFILL, DECODE, 10)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class _StoredChunks:
         self._context, sizes = context, context.sizes
         model = sizes.models[-1]
         self._loaded, self._costs = context.model(model)
-        self._ids = Ids(model.vocabulary)
+        self._ids = Ids(model.decoder.vocabulary)
         count, tokens = sizes.stored
         self._chunks = self._ids.chunks(count, tokens)
         self._kv = count * tokens * self._costs.token
@@ -80,7 +81,7 @@ class _StoredChunks:
         context, repeats = self._context, self._context.sizes.repeats
         alone = _best(lambda: self.alone(library, cold), repeats)
         cost = Cost(bus=self._kv)
-        context.rate("load alone", self.shape, tier, self._kv / 1e9, alone, cost, "GB/s", **more)
+        context.rate("load alone", self.shape, tier, self._kv / 1e9 / alone, alone, cost, "GB/s", **more)
         linked = _best(lambda: self._linked(library, cold), repeats)
         hidden = round((alone + self._resident - linked) / min(alone, self._resident), 3)
         both = self._link + Cost(bytes=self._kv, bus=self._kv)
@@ -93,7 +94,7 @@ class _StoredChunks:
                 drop_from_cache(self._paths)
             taken = bring(engine, self._chunks)
             began = time.perf_counter()
-            self._context.synchronize()
+            self._context.placement.synchronize()
             return taken + time.perf_counter() - began
 
     def _linked(self, library: Library, cold: bool) -> float:
@@ -111,15 +112,14 @@ class _StoredChunks:
 
 def _best(measure, repeats: int) -> float:
     """Returns the median after one measurement that does not count."""
-    taken = sorted([measure() for _ in range(repeats + 1)][1:])
-    return taken[(len(taken) - 1) // 2]
+    return median_low([measure() for _ in range(repeats + 1)][1:])
 
 
 def dma(run: SectionRun) -> None:
     """Measures one chunk over the bus, in every way the engine has, and back."""
     context = Context(run)
     placement, sizes = context.placement, context.sizes
-    model, tokens = sizes.models[-1], sizes.stored[1]
+    model, tokens = sizes.models[-1].decoder, sizes.stored[1]
     dim = model.hidden // model.heads
     shape = (model.layers, 2, model.kv_heads, tokens, dim)
     words = f"{tokens} tokens of {model.layers} layers"
@@ -143,7 +143,8 @@ def dma(run: SectionRun) -> None:
         ("device to host", "as a compiled chunk is saved", save),
     ):
         taken = median_seconds(work, placement, sizes.kernel_repeats)
-        context.rate(measured, words, how, on_device.nbytes / 1e9, taken, Cost(bus=on_device.nbytes), "GB/s")
+        rate, cost = on_device.nbytes / 1e9 / taken, Cost(bus=on_device.nbytes)
+        context.rate(measured, words, how, rate, taken, cost, "GB/s")
     if placement.device.type == "cuda":
         _pinning(context, on_device.nbytes, words)
 

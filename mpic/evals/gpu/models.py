@@ -8,40 +8,23 @@ import torch
 import transformers as tf
 
 from mpic.evals.bench.harness import BenchDevice
-from mpic.evals.bench.workload import made_on
+from mpic.evals.bench.workload import DecoderShape, made_on
 from mpic.model.loaded import LoadedModel
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder; ``side`` > 0: an image's positions are a grid with three axes (M-RoPE)."""
+    """A decoder by name; ``side`` > 0: an image's positions are a grid with three axes (M-RoPE)."""
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocabulary: int
+    decoder: DecoderShape
     side: int = 0
-    context: int = 32_768
 
     def config(self) -> tf.PretrainedConfig:
-        text = {
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": self.context,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-        }
+        text = self.decoder.sizes()
         if not self.side:
             return tf.LlamaConfig(**text)
-        half = self.hidden // self.heads // 2
+        half = self.decoder.hidden // self.decoder.heads // 2
         sections = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
         vision = {"depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64}
@@ -51,7 +34,7 @@ class ModelShape:
             "vision_end_token_id": 7,
             "video_token_id": 8,
         }
-        vision |= {"out_hidden_size": self.hidden, "fullatt_block_indexes": [0]}
+        vision |= {"out_hidden_size": self.decoder.hidden, "fullatt_block_indexes": [0]}
         return tf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
 
     def build(self, placement: BenchDevice) -> LoadedModel:
@@ -64,5 +47,5 @@ class ModelShape:
         return LoadedModel(model.to(placement.device), None, self.name)
 
 
-LLAVA = ModelShape("LLaVA-1.6-7B shape", 32, 4096, 32, 32, 11008, 32_064)
-QWEN = ModelShape("Qwen2.5-VL-7B shape", 28, 3584, 28, 4, 18944, 152_064, side=48)
+LLAVA = ModelShape("LLaVA-1.6-7B shape", DecoderShape(32, 4096, 32, 11008, 32, 32_064))
+QWEN = ModelShape("Qwen2.5-VL-7B shape", DecoderShape(28, 3584, 28, 18944, 4, 152_064), side=48)

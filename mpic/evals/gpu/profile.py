@@ -26,7 +26,7 @@ def profile(run: SectionRun) -> None:
     context = Context(run)
     sizes = context.sizes
     model = sizes.models[-1]
-    ids = Ids(model.vocabulary)
+    ids = Ids(model.decoder.vocabulary)
     chunks = ids.chunks(sizes.set_chunks, sizes.chunk)
     linked = sizes.chunk * sizes.set_chunks
     batch = 2 if run.quick else BATCH

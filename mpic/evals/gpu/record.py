@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,14 @@ def append(path: Path, line: Line) -> None:
 
 def read(path: Path) -> list[Line]:
     """Returns all lines, except a last one that is incomplete because the machine stopped."""
+    return lines_of(path.read_bytes()) if path.exists() else []
+
+
+def lines_of(data: bytes) -> list[Line]:
     lines = []
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    for piece in text.splitlines():
-        try:
+    for piece in data.splitlines():
+        with suppress(ValueError):
             lines.append(json.loads(piece))
-        except ValueError:
-            continue
     return [line for line in lines if isinstance(line, dict)]
 
 
@@ -92,9 +94,8 @@ def summary(lines: list[Line]) -> str:
 
 def markdown(lines: list[Line]) -> str:
     """Returns all rows as a table for a page."""
-    rows = [r for r in latest(lines)]
     head = "| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS)
-    body = ["| " + " | ".join(_cell(row.get(column)) for column in COLUMNS) + " |" for row in rows]
+    body = ["| " + " | ".join(_cell(row.get(column)) for column in COLUMNS) + " |" for row in latest(lines)]
     return "\n".join([head, *body])
 
 

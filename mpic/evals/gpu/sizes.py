@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpic.evals.bench.workload import DecoderShape
 from mpic.evals.gpu.attention_cases import Case
 from mpic.evals.gpu.models import LLAVA, QWEN, ModelShape
 
@@ -91,8 +92,8 @@ class Sizes:
 
 FULL = Sizes()
 
-_LLAVA = ModelShape("LLaVA-1.6-7B shape, tiny", 2, 64, 2, 2, 64, 300, context=2048)
-_QWEN = ModelShape("Qwen2.5-VL-7B shape, tiny", 2, 64, 4, 2, 64, 300, side=4, context=2048)
+_LLAVA = ModelShape("LLaVA-1.6-7B shape, tiny", DecoderShape(2, 64, 2, 64, 2, 300, 2048))
+_QWEN = ModelShape("Qwen2.5-VL-7B shape, tiny", DecoderShape(2, 64, 4, 64, 2, 300, 2048), side=4)
 QUICK = Sizes(
     models=(_LLAVA, _QWEN),
     copy_megabytes=4,

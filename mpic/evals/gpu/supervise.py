@@ -6,7 +6,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -215,7 +214,7 @@ class Supervisor:
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
         self._shown += len(whole)
-        for line in _lines(whole):
+        for line in record.lines_of(whole):
             if "event" not in line:
                 self._say(f"   {record.shown(line)}")
 
@@ -230,14 +229,6 @@ class Supervisor:
     @staticmethod
     def _size(path: Path) -> int:
         return path.stat().st_size if path.exists() else 0
-
-
-def _lines(data: bytes) -> list[record.Line]:
-    found = []
-    for piece in data.splitlines():
-        with suppress(ValueError):
-            found.append(json.loads(piece))
-    return found
 
 
 def _kill(process: _Process) -> None:

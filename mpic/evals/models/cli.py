@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from mpic.cli.common import out
 
 FEW = ("llama", "mistral", "qwen3", "gemma3", "gemma3_text", "gpt_oss", "smollm3", "deepseek_v3", "mamba")
 
@@ -41,7 +42,6 @@ def check(
     from mpic.evals.models.sweep import sweep
     from mpic.evals.models.table import markdown
 
-    out = Console()
     chosen = families or list(FEW)
     wanted = [(name, kind) for kind in MAPPINGS for name in known(kind) if all_ or name in chosen]
     vllm = _vllm_version(engine, table)
@@ -51,13 +51,13 @@ def check(
 
     def tell(row: Row) -> None:
         line = f"{row.family:28} {row.kind:18} {row.result:9} {row.reason}"
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
         if vllm is not None:
             vllm_results.record([row], vllm)
 
     rows = sweep(wanted, workers or (1 if vllm else 2), seconds, tell, engine)
     counts = Counter(row.result for row in rows)
-    out.print(", ".join(f"{n} {result}" for result, n in counts.most_common()), highlight=False)
+    out.print(", ".join(f"{n} {result}" for result, n in counts.most_common()))
     if json_ is not None:
         json_.write_text(json.dumps([row._asdict() for row in rows], indent=1))
     if table is not None:
@@ -67,12 +67,8 @@ def check(
 
 
 def _vllm_version(engine: str, table: Path | None) -> str | None:
-    """Returns the version of vLLM, if families are checked inside it.
-
-    Raises:
-        typer.BadParameter: it is not installed, there is no such engine, or the table is asked for, whose rows are
-            the native engine's.
-    """
+    """Returns the version of vLLM, if families are checked inside it. Raises typer.BadParameter if it is not installed,
+    there is no such engine, or the table is asked for, whose rows are the native engine's."""
     from mpic.evals.models.vllm_results import installed_version
 
     if engine == "native":

@@ -74,12 +74,8 @@ def check_on_vllm(family: str, kind: str, log: Path) -> Row:
 
 
 def _checked(family: str, kind: str) -> tuple[str, str]:
-    """Returns result and reason.
-
-    Raises:
-        ModelRefused: the family is refused.
-        ConfigError: vLLM did not start.
-    """
+    """Returns result and reason. Raises ModelRefused for a family that is refused, ConfigError if vLLM does not
+    start."""
     from vllm.model_executor.models import ModelRegistry
 
     if not set(class_names(family, kind)) & set(ModelRegistry.get_supported_archs()):

@@ -149,11 +149,7 @@ def compare_images(engine: Engine, model: nn.Module, given: Images) -> tuple[flo
 def _arguments(
     family: str, config: Any, image_processor: Any, tokenizer: PreTrainedTokenizerFast, tokens: int
 ) -> dict[str, Any]:
-    """Returns what arguments of processors are, by name.
-
-    Args:
-        tokens: of an image.
-    """
+    """Returns what arguments of processors are, by name, for images of so many ``tokens``."""
     vision = config.vision_config
     side, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", 8)
     patches = (side // patch) ** 2 if isinstance(side, int) else None

@@ -4,9 +4,9 @@ To add one: a file with a loader under ``@task(...)``, a line here, a row in ``t
 """
 
 from mpic.evals.tasks import dialogue, longbench, niah, reading, world  # noqa: F401 - each registers itself
-from mpic.evals.tasks.base import TASKS, Options, Sample, Task, TaskError, find
+from mpic.evals.tasks.base import TASKS, Options, Sample, TaskError, find
 
 GRIDS = ("niah", "world-niah")
 """Tasks with ``questions`` of every length and depth."""
 
-__all__ = ["GRIDS", "TASKS", "Options", "Sample", "Task", "TaskError", "find"]
+__all__ = ["GRIDS", "TASKS", "Options", "Sample", "TaskError", "find"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,13 @@ TASKS: dict[str, Task] = {}
 def task(
     name: str, summary: str, metric: str, reads_file: bool = False, counts_chunks: bool = False
 ) -> Callable[[Callable[[Options], Iterator[Sample]]], Callable[[Options], Iterator[Sample]]]:
-    """Registers a loader."""
+    """Registers a loader. One that reads a file may yield more than ``questions`` samples; the rest is not read."""
 
     def register(load: Callable[[Options], Iterator[Sample]]) -> Callable[[Options], Iterator[Sample]]:
-        TASKS[name] = Task(name, summary, metric, reads_file, counts_chunks, load)
+        def first(options: Options) -> Iterator[Sample]:
+            return islice(load(options), options.questions)
+
+        TASKS[name] = Task(name, summary, metric, reads_file, counts_chunks, first if reads_file else load)
         return load
 
     return register

@@ -30,16 +30,11 @@ def mmdu(options: Options) -> Iterator[Sample]:
     path = data_file(options, (".json",))
     entries = whole_json(path)
     folder = options.images or path.parent
-    made = 0
     for entry in entries.values() if isinstance(entries, dict) else entries:
         id = str(field_of(entry, "id", path.name))
         pictures = iter(field_of(entry, "image", id))
         turns = [(turn["from"] == "user", turn["value"]) for turn in field_of(entry, "conversations", id)]
-        for sample in _samples(id, turns, pictures, folder):
-            if made == options.questions:
-                return
-            made += 1
-            yield sample
+        yield from _samples(id, turns, pictures, folder)
 
 
 @task("sparkles", "SparklesEval (its annotations, images in `images`)", "rouge-l", reads_file=True)
@@ -52,7 +47,6 @@ def sparkles(options: Options) -> Iterator[Sample]:
     """
     path = data_file(options, (".json",))
     folder = options.images or path.parent.parent / "images"
-    made = 0
     for entry in whole_json(path):
         id = str(field_of(entry, "evaluation_id", path.name))
         dialogue = field_of(entry, "dialogue", id)
@@ -62,9 +56,6 @@ def sparkles(options: Options) -> Iterator[Sample]:
         texts = [_LABEL.sub(r"image \1", turn["content"]) for turn in dialogue]
         turns = [(number % 2 == 0, text) for number, text in enumerate(texts)]
         for sample in _samples(id, turns, iter(names), folder):
-            if made == options.questions:
-                return
-            made += 1
             yield replace(sample, captions=tuple(captions[: sample.chunks]))
 
 

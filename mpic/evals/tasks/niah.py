@@ -5,34 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpic.evals.tasks.base import Options, Sample, TaskError, task
-from mpic.evals.tasks.documents import (
-    ask,
-    data_file,
-    field_of,
-    in_pieces,
-    json_lines,
-    needle_cells,
-    parts_of,
-)
+from mpic.evals.tasks.documents import ask, data_file, field_of, in_pieces, json_lines, needle_cells, parts_of
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic numbers for {key} is: {value}."
 _BEFORE = "A special magic number is hidden within the following text. Make sure to memorize it."
 _QUESTION = "What is the special magic number for {key} mentioned in the provided text? The number is"
 _KEYS = (
-    "amber",
-    "birch",
-    "cedar",
-    "delta",
-    "ember",
-    "flint",
-    "grove",
-    "heron",
-    "ivory",
-    "jade",
-    "kelp",
-    "larch",
-)
+    "amber", "birch", "cedar", "delta", "ember", "flint", "grove", "heron", "ivory", "jade", "kelp", "larch",
+)  # fmt: skip
 
 
 @task("niah", "one needle in noise, by length (tokens) and depth (percent)", "contains")
@@ -72,8 +53,6 @@ def niah(options: Options) -> Iterator[Sample]:
     path = data_file(options, (".jsonl",))
     cut = in_pieces(options)
     for number, entry in enumerate(json_lines(path)):
-        if number == options.questions:
-            return
         where = f"{path.name}, entry {number}"
         haystack, line, question = field_of(entry, "input", where).rstrip("\n").rpartition("\n")
         if not line:

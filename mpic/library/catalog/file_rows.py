@@ -133,12 +133,7 @@ class FileRows:
         return to_row(file, self._root)
 
     def check_quota(
-        self,
-        user: str,
-        size: int,
-        files: int = 1,
-        key: KeyLimits = NO_KEY,
-        db: Connection | None = None,
+        self, user: str, size: int, files: int = 1, key: KeyLimits = NO_KEY, db: Connection | None = None
     ) -> None:
         """Checks that the user may store this many more originals of ``size`` bytes; see ``check_originals``."""
         read = self._catalog.read if db is None else lambda sql, *values: db.execute(sql, values).fetchall()
@@ -146,11 +141,8 @@ class FileRows:
 
     def set_expiry(self, user: str, file_id: str, expires_at: float | None) -> None:
         """Sets when a file expires, in seconds since the epoch. A file that has expired stays expired."""
-        sql = f"UPDATE files SET expires_at = :at WHERE id = :id AND {ALIVE}"
-        values = {"at": expires_at, "id": file_id, "owner": user, "now": self._clock()}
         with self._catalog.write() as db:
-            if db.execute(sql, values).rowcount:
-                self._sidecars.rewrite(db, "file", file_id)
+            self._set(db, user, file_id, "expires_at", expires_at)
 
     def set_handle(self, user: str, file_id: str, handle: str | None) -> None:
         """Gives a file another handle, or none. A file that has expired keeps its own.
@@ -158,12 +150,10 @@ class FileRows:
         Raises:
             HandleTaken: another file of the user has this handle.
         """
-        values = {"handle": handle, "id": file_id, "owner": user, "now": self._clock()}
         with self._catalog.write() as db:
             if handle is not None:
                 self._claim_handle(db, user, handle, file_id)
-            if db.execute(f"UPDATE files SET handle = :handle WHERE id = :id AND {ALIVE}", values).rowcount:
-                self._sidecars.rewrite(db, "file", file_id)
+            self._set(db, user, file_id, "handle", handle)
 
     def _claim_handle(self, db: Connection, user: str, handle: str, file_id: str) -> None:
         """Checks within a transaction that no other file has a handle; an expired one loses it."""
@@ -174,10 +164,15 @@ class FileRows:
             raise handle_taken(handle)
 
     def set_pin(self, user: str, file_id: str, pinned: bool) -> None:
-        sql = "UPDATE files SET pinned = ? WHERE owner = ? AND id = ?"
         with self._catalog.write() as db:
-            if db.execute(sql, (pinned, user, file_id)).rowcount:
-                self._sidecars.rewrite(db, "file", file_id)
+            self._set(db, user, file_id, "pinned", pinned)
+
+    def _set(self, db: Connection, user: str, file_id: str, column: str, value: Any) -> None:
+        """Changes a column of a file that has not expired, within a transaction."""
+        sql = f"UPDATE files SET {column} = :value WHERE id = :id AND {ALIVE}"
+        values = {"value": value, "id": file_id, "owner": user, "now": self._clock()}
+        if db.execute(sql, values).rowcount:
+            self._sidecars.rewrite(db, "file", file_id)
 
     def set_split(self, file: File, split: dict[str, Any] | None) -> None:
         """Sets how a document is to be cut, and forgets the pieces of the old way."""

@@ -90,10 +90,7 @@ class ReferenceRows:
             return reference
 
     def replace(
-        self,
-        reference_id: str,
-        make: Callable[[Reference], Reference],
-        publish: Callable[[Sidecar], None],
+        self, reference_id: str, make: Callable[[Reference], Reference], publish: Callable[[Sidecar], None]
     ) -> tuple[Reference, Reference] | None:
         """Commits a new version in place of the current one, which is retired.
 

@@ -89,7 +89,6 @@ def backup(
     target: Path,
     chunks: bool = False,
     link: bool = True,
-    clock: Callable[[], float] = time.time,
     progress: Progress = lambda done: None,
 ) -> Copied:
     """Copies a library, also while a server has it open.
@@ -116,7 +115,7 @@ def backup(
     filesystem = FileSystem()
     try:
         filesystem.make_folder(target)
-        manifest = Manifest(marker.id, clock())
+        manifest = Manifest(marker.id, time.time())
         manifest.write(filesystem, target)
         with closing(Catalog(root / CATALOG, filesystem, read_only=True)) as live:
             work = _Backup(root, target, filesystem, live, link, progress)

@@ -102,8 +102,7 @@ class Incoming:
             self._close()
             if not self._gone:
                 self._gone = True
-                with suppress(OSError):
-                    self._filesystem.remove(self.path)
+                self._filesystem.try_remove(self.path)
 
     def __enter__(self) -> Incoming:
         return self
@@ -221,7 +220,7 @@ class Originals:
 
     def remove_files(self, paths: Iterable[Path]) -> None:
         """Removes files in this order, durably; see ``remove``."""
-        folders = dict.fromkeys(path.parent for path in paths if self._unlink(path))
+        folders = dict.fromkeys(path.parent for path in paths if self._filesystem.try_remove(path))
         for folder in folders:
             with suppress(OSError):
                 self._filesystem.sync_folder(folder)
@@ -239,12 +238,6 @@ class Originals:
         gone = [path for path in paths if not (self.root / path).is_file()]
         if gone:
             raise IntegrityError(f"{len(gone)} {what} are not there, the first is {gone[0]}")
-
-    def _unlink(self, path: Path) -> bool:
-        with suppress(OSError):
-            self._filesystem.remove(path)
-            return True
-        return False
 
 
 def _read(filesystem: FileSystem, path: Path) -> bytes:

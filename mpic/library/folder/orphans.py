@@ -72,8 +72,7 @@ class Orphans:
         """Deletes the files that are overdue, and returns them."""
         gone = self.overdue()
         for orphan in gone:
-            with suppress(OSError):  # the next start tries again
-                self._filesystem.remove(orphan.path)
+            self._filesystem.try_remove(orphan.path)
         for folder in {self._root / FOLDER / orphan.since for orphan in gone}:
             for parent, _, _ in os.walk(folder, topdown=False):
                 with suppress(OSError):  # something is left in it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from mpic.durable import FileSystem
@@ -28,23 +27,22 @@ class Quarantine:
             self._filesystem.make_folder(self.folder)
             self._filesystem.rename(path, self.folder / f"{path.name}@{self._clock():.6f}")
         except OSError:
-            self._remove(path)
-        for name in sorted(self._names(), key=lambda name: float(name.partition("@")[2]))[: -self._capacity]:
-            self._remove(self.folder / name)
+            self._filesystem.try_remove(path)
+        by_age = sorted(damaged_files(self.folder), key=lambda name: float(name.partition("@")[2]))
+        for name in by_age[: -self._capacity]:
+            self._filesystem.try_remove(self.folder / name)
 
     def purge(self, names: set[str]) -> None:
         """Removes the files that had these names, because their content was deleted."""
-        for name in self._names() if names else ():
+        for name in damaged_files(self.folder) if names else ():
             if name.partition("@")[0] in names:
-                self._remove(self.folder / name)
+                self._filesystem.try_remove(self.folder / name)
 
-    def _names(self) -> list[str]:
-        """Returns the damaged files; anything else in the folder is neither counted nor removed."""
-        try:
-            return [name for name in os.listdir(self.folder) if DAMAGED.fullmatch(name)]
-        except FileNotFoundError:
-            return []
 
-    def _remove(self, path: Path) -> None:
-        with suppress(OSError):
-            self._filesystem.remove(path)
+def damaged_files(folder: Path) -> list[str]:
+    """Returns the names of the files that were put aside; anything else in the folder is neither counted nor
+    removed."""
+    try:
+        return sorted(name for name in os.listdir(folder) if DAMAGED.fullmatch(name))
+    except FileNotFoundError:
+        return []

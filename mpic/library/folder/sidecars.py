@@ -226,7 +226,6 @@ class Sidecars:
 
 
 def _holds(path: Path, sidecar: Sidecar) -> bool:
-    """Returns whether a file is this sidecar."""
     try:
         return Sidecar.read(path) == sidecar
     except (CorruptFile, OSError):

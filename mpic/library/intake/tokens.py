@@ -15,8 +15,7 @@ class TokenCache:
     """Token ids by name of a text and tokenizer, bounded in tokens; the least recently used are dropped.
     Thread-safe."""
 
-    def __init__(self, capacity: int = CACHED_TOKENS) -> None:
-        self._capacity = capacity
+    def __init__(self) -> None:
         self._entries: OrderedDict[str, tuple[Tokenize, tuple[int, ...]]] = OrderedDict()
         self._size = 0
         self._lock = Lock()
@@ -38,7 +37,7 @@ class TokenCache:
             self._forget(name)
             self._entries[name] = (tokenize, ids)
             self._size += len(ids)
-            while self._size > self._capacity:
+            while self._size > CACHED_TOKENS:
                 self._forget(next(iter(self._entries)))
         return ids
 

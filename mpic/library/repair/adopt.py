@@ -46,12 +46,8 @@ def read_sidecars(
 
 
 def _read_sidecar(root: Path, path: str) -> Sidecar:
-    """Reads a sidecar and checks that it is in the place that it names.
-
-    Raises:
-        CorruptFile: it is damaged, or describes something in another place.
-        OSError: it cannot be read.
-    """
+    """Reads a sidecar and checks that it is in the place that it names. Raises CorruptFile if it is damaged or
+    describes something in another place, OSError if it cannot be read."""
     sidecar = Sidecar.read(root / path)
     record, (_, folder, name) = sidecar.record, path.split("/")
     owner = {"reference": SHARED, "owner": record["id"]}.get(sidecar.kind) or record["owner"]

@@ -20,7 +20,6 @@ from mpic.library.folder.layout import SIDECAR, scan
 from mpic.library.folder.orphans import Orphans
 from mpic.library.folder.sidecars import SidecarKind, Sidecars
 from mpic.library.repair.adopt import LOST, Adoption, Record, check_original, read_sidecars
-from mpic.library.store.reconcile import remove
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,8 @@ class Reconciliation:
         rest, adopted = self._adopt(unknown - gone, lost)
         orphans.take(sorted(rest))
         gone |= set(self._found.leftovers)
-        remove(filesystem, (self._root / name for name in sorted(gone)))
+        for name in sorted(gone):
+            filesystem.try_remove(self._root / name)
         done = Counter(lost_files=len(lost), adopted_files=adopted, leftovers=len(gone), orphans=len(rest))
         done["unknown"] = len(self._found.unknown)
         return done

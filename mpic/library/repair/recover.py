@@ -193,11 +193,8 @@ class _Rebuilding:
 
 @contextmanager
 def _workplace(root: Path, filesystem: FileSystem, elsewhere: bool) -> Iterator[Path]:
-    """Yields the folder in which the new catalogue is made; nothing is left there on failure.
-
-    Args:
-        elsewhere: use a temporary folder instead of the library's.
-    """
+    """Yields the folder in which the new catalogue is made (``elsewhere``: a temporary one, not the library's); nothing
+    is left there on failure."""
     if elsewhere:
         with tempfile.TemporaryDirectory(prefix="mpic-recover-") as folder:
             yield Path(folder, CATALOG)

@@ -54,12 +54,8 @@ def _users(root: Path) -> list[str]:
 
 
 def _describe(path: Path, owner: str, limits: Limits) -> dict[str, Any] | None:
-    """Returns the record that a sidecar of this original would hold, as far as that can be known.
-
-    Raises:
-        MPICError: the content is not accepted.
-        OSError: it cannot be read.
-    """
+    """Returns the record that a sidecar of this original would hold, as far as that can be known. Raises MPICError if
+    the content is not accepted, OSError if it cannot be read."""
     data = path.read_bytes()
     key = content_key(data, limits, no_clips=NO_CLIPS if owner == SHARED else None)  # no reference is a clip
     at = path.stat().st_mtime

@@ -197,7 +197,7 @@ class DiskStore:
                 replaced, its bytes count as free, and it goes in the transaction that makes the new form visible.
 
         Raises:
-            StorageFull: the disk is full, or no room can be made for the chunk (``shares``). DurableChunk chunks stay
+            StorageFull: the disk is full, or no room can be made for the chunk (``shares``). Stored chunks stay
                 readable.
             StorageQuotaExceeded: the chunk does not fit the user's quota.
             LibraryGone: the library's folder is not there any more.
@@ -223,12 +223,12 @@ class DiskStore:
                         self._rows.put_all([DurableChunk(key, name, size, len(chunk.inputs))], source)
                         self._unread.discard(key)
                     else:
-                        self._remove(path)
+                        self._filesystem.try_remove(path)
                 except BaseException:
-                    self._remove(path)
+                    self._filesystem.try_remove(path)
                     raise
                 if source is not None and source.replaced and self._saving[key]:
-                    self._remove(self.root / source.row.path)
+                    self._filesystem.try_remove(self.root / source.row.path)
         finally:
             with self.lock:
                 del self._saving[key]
@@ -240,7 +240,7 @@ class DiskStore:
         self._guard()
         with self.lock:
             self._rows.forget(row)
-            self._remove(self.root / row.path)
+            self._filesystem.try_remove(self.root / row.path)
 
     def drop(self, db: Connection, owner: str, chunk: ChunkKey, state: str | None = None) -> list[ChunkRow]:
         """Makes all compiled forms of a content invisible, within a transaction and the store's lock. Pass the result
@@ -260,11 +260,10 @@ class DiskStore:
         rows = list(rows)
         self._quarantine.purge({Path(row.path).name for row in rows})
         for row in rows:
-            self._remove(self.root / row.path)
+            self._filesystem.try_remove(self.root / row.path)
         for folder in {(self.root / row.path).parent for row in rows}:
-            with suppress(
-                OSError
-            ):  # the catalogue says that they are deleted, and the next start removes them
+            # the catalogue says that they are deleted, and the next start removes them
+            with suppress(OSError):
                 self._filesystem.sync_folder(folder)
 
     def flush(self) -> None:
@@ -334,7 +333,7 @@ class DiskStore:
             victims = self._rows.evict(owner, size, self._reserved, self._limits, most) if size else []
             self._reserved[owner] += size
             for victim, _ in victims:
-                self._remove(self.root / victim.path)
+                self._filesystem.try_remove(self.root / victim.path)
         for victim, why in victims:
             self._count(**{"evicted": 1, f"evicted_{why}": 1, "bytes_evicted": victim.bytes})
         return size
@@ -383,11 +382,6 @@ class DiskStore:
                 log.warning("its row cannot be changed: %s", unavailable)
             else:
                 self._quarantine.take(self.path(key))
-
-    def _remove(self, path: Path) -> None:
-        """Removes a file that nothing refers to; if it cannot be removed, the next start removes it."""
-        with suppress(OSError):
-            self._filesystem.remove(path)
 
     def _count(self, **by: int) -> None:
         with self._tally:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from mpic.durable import FileSystem
@@ -60,7 +59,8 @@ def reconcile_chunks(
     adopted, strange = _judge(root, unknown, filesystem)
     rows.put_all(adopted)
     orphans.take(strange)
-    remove(filesystem, (root / path for path in gone))
+    for path in gone:
+        filesystem.try_remove(root / path)
     done.update(missing_chunks=len(lost), found_chunks=len(revived), leftovers=len(gone))
     done.update(adopted_chunks=len(adopted), orphans=len(strange), unknown=len(found.unknown))
     return done
@@ -103,10 +103,3 @@ def read_stored(root: Path, path: str, filesystem: FileSystem) -> DurableChunk |
         log.warning("%s is not adopted: it holds another chunk than its name says", path)
         return None
     return DurableChunk(file.key, path, file.bytes, file.tokens)
-
-
-def remove(filesystem: FileSystem, paths: Iterable[Path]) -> None:
-    """Removes files that nothing refers to. Files that cannot be removed are tried again at the next start."""
-    for path in paths:
-        with suppress(OSError):
-            filesystem.remove(path)

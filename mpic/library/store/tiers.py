@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from sqlite3 import Connection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from mpic.errors import CorruptFile, MPICError
+from mpic.errors import MPICError
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
-from mpic.library.folder.orphans import Orphans
 from mpic.library.store.chunk_rows import ChunkRow
 from mpic.library.store.disk import DiskStore
 
@@ -120,6 +118,10 @@ class TieredStore:
         self._tiers: list[Tier | DiskStore] = [*nearer, disk, *farther]
         self._others: list[Tier] = [*nearer, *farther]
         self._failed: Counter[str] = Counter({tier.name: 0 for tier in self._others})
+        # only the disk, the tier of record, does these
+        self.missing_reason, self.stats = disk.missing_reason, disk.stats
+        self.erase, self.set_aside, self.flush = disk.erase, disk.set_aside, disk.flush
+        self.path, self.reconcile = disk.path, disk.reconcile
 
     # For the engine
 
@@ -156,9 +158,6 @@ class TieredStore:
                 self._failed[tier.name] += 1
                 log.warning("chunk %s was not copied to tier %s: %s", chunk.key.chunk, tier.name, error)
 
-    def missing_reason(self, key: KVKey) -> str:
-        return self.disk.missing_reason(key)
-
     # For the library
 
     def drop(self, db: Connection, owner: str, chunk: ChunkKey, state: str | None = None) -> list[ChunkRow]:
@@ -166,25 +165,6 @@ class TieredStore:
         for tier in self._others:
             tier.drop(owner, chunk)
         return self.disk.drop(db, owner, chunk, state)
-
-    def erase(self, rows: Iterable[ChunkRow]) -> None:
-        self.disk.erase(rows)
-
-    def set_aside(self, key: KVKey, error: CorruptFile) -> None:
-        self.disk.set_aside(key, error)
-
-    def flush(self) -> None:
-        self.disk.flush()
-
-    def path(self, key: KVKey) -> Path:
-        return self.disk.path(key)
-
-    def reconcile(self, orphans: Orphans) -> Counter[str]:
-        return self.disk.reconcile(orphans)
-
-    def stats(self) -> dict[str, Any]:
-        """Returns the counters of the disk."""
-        return self.disk.stats()
 
     def check(self) -> None:
         for tier in self._tiers:

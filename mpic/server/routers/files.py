@@ -24,19 +24,8 @@ from mpic.server.state import State, StateDep
 router = APIRouter(prefix="/v1/files", tags=["files"], route_class=JSONRoute)
 
 PURPOSES = ("user_data", "vision", "assistants")
-FIELDS = frozenset(
-    {
-        "file",
-        "purpose",
-        "handle",
-        "replace",
-        "split",
-        "press",
-        "ttl",
-        "expires_after[anchor]",
-        "expires_after[seconds]",
-    }
-)
+FIELDS = ("file", "purpose", "handle", "replace", "split", "press", "ttl",
+          "expires_after[anchor]", "expires_after[seconds]")  # fmt: skip
 
 
 @router.post("", dependencies=[form_fields(*FIELDS)])

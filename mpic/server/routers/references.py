@@ -77,12 +77,7 @@ async def replace(
 ) -> ReferenceObject:
     """Replace a reference by a new version; values that are left out stay as they were."""
     reference = await state.library.references.replace(
-        reference_id,
-        file,
-        file.filename,
-        title=title,
-        description=description,
-        metadata=_metadata(metadata),
+        reference_id, file, file.filename, title=title, description=description, metadata=_metadata(metadata)
     )
     return await _added(request, state, reference)
 

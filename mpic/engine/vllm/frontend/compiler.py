@@ -17,13 +17,7 @@ import torch
 
 from mpic.engine.accounting import oversized_chunk
 from mpic.engine.tombstones import Tombstones
-from mpic.engine.vllm.frontend.chunks import (
-    ChunkSize,
-    CompiledChunk,
-    CompileTask,
-    LinkedChunk,
-    SpooledFile,
-)
+from mpic.engine.vllm.frontend.chunks import ChunkSize, CompiledChunk, CompileTask, LinkedChunk, SpooledFile
 from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.compiled import SPOOL, compute
 from mpic.engine.vllm.frontend.model import ModelDescription

@@ -65,13 +65,8 @@ def _streamed_or_loaded(
     streamed: Callable[[str | None], str],
     loaded: Callable[[Any], str],
 ) -> str:
-    """Reads the weights from their files, or loads all of them into host memory where they cannot be read file by
-    file.
-
-    Args:
-        streamed: makes the digest from the files, given vLLM's folder of fetched models.
-        loaded: makes it from the loaded model.
-    """
+    """Makes a digest of the weights from their files, given vLLM's folder of fetched models (``streamed``), or from the
+    loaded model (``loaded``) where they cannot be read file by file."""
     try:
         return streamed(_download_dir(config.vllm_args))
     except NotStreamable as why:
@@ -82,12 +77,8 @@ def _streamed_or_loaded(
 def _remembered(
     config: EngineConfig, dtype: str, digests: Path | None, kind: str, read: Callable[[], str]
 ) -> str:
-    """Returns a digest of the weights. Reading them takes a pass over the files, so it is remembered for as long as no
-    file of the model changes.
-
-    Args:
-        kind: tells digests of the same weights apart.
-    """
+    """Returns a digest of the weights; ``kind`` tells digests of the same weights apart. Reading them takes a pass over
+    the files, so it is remembered for as long as no file of the model changes."""
     name = _files_digest(config.model, dtype, kind)
     known = _read(digests)
     if name not in known:

@@ -221,7 +221,6 @@ class VLLMEngine(Engine):
         }
 
     def ready(self) -> None:
-        """See ``Engine.ready``."""
         if self._stopping:
             raise EngineStopped("the engine has been stopped")
         if self.client.dead:
@@ -250,11 +249,7 @@ class VLLMEngine(Engine):
             shutil.rmtree(self._own.root, ignore_errors=True)
 
     def _post(self, message: Callable[[], None], quiet: bool = True) -> None:
-        """Runs something on the loop.
-
-        Raises:
-            EngineStopped: the loop has ended; never when ``quiet``.
-        """
+        """Runs something on the loop. Raises EngineStopped if the loop has ended, unless ``quiet``."""
         try:
             self.client.loop.call_soon_threadsafe(message)
         except RuntimeError as error:

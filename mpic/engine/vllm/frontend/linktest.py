@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from mpic.engine.base import Delta, GenerationRequest, Sampling
 from mpic.engine.stream import DeltaStream
 from mpic.engine.vllm.frontend.model import ModelDescription
@@ -40,10 +38,7 @@ def link_test(model: ModelDescription, submit: Submit) -> None:
     Raises:
         ModelRefused: they differ, one of them could not be computed, or the chunk was not reused.
     """
-    special = {*model.tokenizer.all_special_ids, model.image}
-    usable = [i for i in range(len(model.tokenizer)) if i not in special]
-    drawn = torch.randint(len(usable), (CHUNK + TEXT,), generator=torch.Generator().manual_seed(1)).tolist()
-    ids = tuple(usable[i] for i in drawn)
+    ids = tuple(model.some_words(CHUNK + TEXT, seed=1))
     chunk = Chunk(ChunkKey.of_text(f"{OWNER} {ids}"), OWNER, ids[:CHUNK])
     start = TextSegment((model.bos,) * POLICY.wrapping.sink)
     prompt = Prompt((start, ChunkSegment(chunk), TextSegment(ids[CHUNK:])))

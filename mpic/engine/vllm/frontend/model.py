@@ -58,6 +58,13 @@ class ModelDescription:
     adapter_path: Path | None = None
     no_packets: str = ""
 
+    def some_words(self, count: int, seed: int) -> list[int]:
+        """Returns random tokens, none of them special."""
+        special = {*self.tokenizer.all_special_ids, self.image}
+        usable = [i for i in range(len(self.tokenizer)) if i not in special]
+        drawn = torch.randint(len(usable), (count,), generator=torch.Generator().manual_seed(seed))
+        return [usable[i] for i in drawn.tolist()]
+
     @property
     def tokenizer(self) -> Any:
         return getattr(self.processor, "tokenizer", self.processor)

@@ -35,10 +35,7 @@ def shift_test(model: ModelDescription, client: VLLMClient, root: Path) -> None:
     Raises:
         ModelRefused: they differ, or could not be computed.
     """
-    special = {*model.tokenizer.all_special_ids, model.image}
-    usable = [i for i in range(len(model.tokenizer)) if i not in special]
-    drawn = torch.randint(len(usable), (TOKENS,), generator=torch.Generator().manual_seed(4)).tolist()
-    ids = [usable[i] for i in drawn]
+    ids = model.some_words(TOKENS, seed=4)
 
     def first_keys(start: int) -> torch.Tensor:
         folder = uuid.uuid4().hex

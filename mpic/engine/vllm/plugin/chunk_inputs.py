@@ -58,8 +58,7 @@ def check_inputs(file: ChunkFile, expected: Expected) -> None:
     given = [None if t is None else tuple(t.shape) for t in (inputs.embeds, inputs.deepstack)]
     if given != wanted:
         raise FileRefused(
-            "mismatch",
-            f"{file.path.name} has embeddings of shape {given[0]} and {given[1]}, not {wanted}",
+            "mismatch", f"{file.path.name} has embeddings of shape {given[0]} and {given[1]}, not {wanted}"
         )
     if inputs.positions.shape not in ((1, n), (3, n)):
         raise FileRefused(

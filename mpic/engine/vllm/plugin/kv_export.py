@@ -132,9 +132,8 @@ def _errors_told(path: Path) -> Iterator[None]:
     except Exception as error:
         logger.warning("a compiled chunk is not exported: %r", error)
         full = (isinstance(error, OSError) and error.errno in FULL) or "No space left" in str(error)
-        with suppress(
-            OSError
-        ):  # the folder is gone because nobody waits any more, or the frontend will time out
+        # the folder is gone because nobody waits any more, or the frontend will time out
+        with suppress(OSError):
             path.with_suffix(TEMPORARY).unlink(missing_ok=True)
             path.with_name(path.stem + (DISK_FULL if full else NOT_WRITTEN)).touch()
 

@@ -75,9 +75,8 @@ def snapshot(runner: LinkRunner, request: str, export: ChunkExport) -> PromptSna
     ids = torch.tensor(export.token_ids[skip:], dtype=torch.int64)
     positions = None
     if prompt.positions is not None:
-        positions = (
-            prompt.positions[:, skip:length] - skip
-        )  # a new tensor: another request gets the old one's place
+        # a new tensor: another request gets the old one's place
+        positions = prompt.positions[:, skip:length] - skip
     soft = ids >= FIRST_SOFT
     embedded = None
     if prompt.features or soft.any():

@@ -87,12 +87,8 @@ def _vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Returns the rows of a query or key projection in the order of llama.cpp's rotary embedding, which turns
-    neighbouring dimensions together where transformers turns dimension i with i + half.
-
-    Args:
-        weight: ``[heads * head_dim, hidden]``.
-    """
+    """Returns the rows of a query or key projection ``[heads * head_dim, hidden]`` in the order of llama.cpp's rotary
+    embedding, which turns neighbouring dimensions together where transformers turns dimension i with i + half."""
     rows, hidden = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, hidden)
     return halves.swapaxes(1, 2).reshape(rows, hidden)

@@ -65,9 +65,8 @@ class LlamaServer:
         self._http = httpx.Client(
             base_url=f"http://127.0.0.1:{port}",
             timeout=REQUEST_SECONDS,
-            limits=httpx.Limits(
-                max_keepalive_connections=0
-            ),  # it closes idle connections while others take turns
+            # it closes idle connections while others take turns
+            limits=httpx.Limits(max_keepalive_connections=0),
         )
         try:
             self._wait(folder / "llama-server.log")
@@ -130,11 +129,8 @@ class LlamaServer:
         return times
 
     def _wait(self, log: Path) -> None:
-        """Waits until the server is healthy.
-
-        Raises:
-            BenchFailed: it ended, or is not healthy in time; the message has the end of its log.
-        """
+        """Waits until the server is healthy. Raises BenchFailed with the end of its log if it ends, or is not healthy
+        in time."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
             try:

@@ -12,7 +12,17 @@ from typing import Any
 import torch
 
 from mpic.evals.bench import checkpoint
-from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Series, Ticker, bench, paired
+from mpic.evals.bench.harness import (
+    BenchDevice,
+    BenchFailed,
+    Report,
+    Row,
+    Series,
+    Ticker,
+    bench,
+    paired,
+    rotated,
+)
 from mpic.evals.bench.peers import llama_server, plain_vllm
 from mpic.evals.bench.peers.native import Native
 from mpic.evals.bench.peers.prompts import Peer, Questions, Settings
@@ -113,11 +123,8 @@ def _started(
 
 
 def _check(settings: Settings, peers: Sequence[Peer], questions: Questions) -> dict[str, str]:
-    """Asks all for the next token of some prompts; returns how often each says what MPIC says.
-
-    Raises:
-        BenchFailed: a peer disagrees more often than rounding explains, so that it computes another model.
-    """
+    """Asks all for the next token of some prompts; returns how often each says what MPIC says. Raises BenchFailed for a
+    peer that disagrees more often than rounding explains, so that it computes another model."""
     probes = [questions.probe() for _ in range(settings.probes)]
     expected = [peers[0].next_token(ids) for ids in probes]
     agreement = {}
@@ -137,7 +144,7 @@ def _measure(settings: Settings, peers: Sequence[Peer], questions: Questions, ti
     values: dict[tuple[str, str], list[float]] = defaultdict(list)
     ticker.expect((settings.repeats + 1) * len(peers))
     for turn in range(settings.repeats + 1):
-        for peer in (*peers[turn % len(peers) :], *peers[: turn % len(peers)]):
+        for peer in rotated(peers, turn):
             with ticker.step(peer.name):
                 for case, value in _turn(settings, peer, questions, turn).items():
                     values[case, peer.name].append(value)

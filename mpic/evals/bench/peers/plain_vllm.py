@@ -7,12 +7,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpic.config import EngineConfig
 from mpic.engine.vllm.frontend.options import prepare_environment
 from mpic.evals.bench.baseline_vllm import PlainVLLM
 from mpic.evals.bench.harness import BenchDevice, BenchFailed
 from mpic.evals.bench.peers.prompts import Settings, flat
 from mpic.evals.bench.ttft_vllm import rate
+from mpic.evals.bench.vllm_pair import engine_config
 from mpic.prompt.segments import Prompt
 
 BLOCK = 32
@@ -39,14 +39,7 @@ class VLLM:
         from mpic.engine.vllm.frontend.model import describe_model
 
         tokens = settings.decoder.context + (max(settings.answers) + 2) * (settings.length + settings.tokens)
-        config = EngineConfig(
-            engine="vllm",
-            model=str(model),
-            device=placement.device.type,
-            dtype=str(placement.dtype).removeprefix("torch."),
-            pool_bytes=tokens * settings.decoder.token_bytes(placement.dtype),
-            vllm_args=f'{{"block_size": {BLOCK}}}',
-        )
+        config = engine_config(settings.decoder, placement, str(model), tokens, BLOCK)
         self._engine = PlainVLLM(config, describe_model(config, cpu), cpu)
         bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "its own choice")
         self.detail = f"vllm {vllm.__version__}, prefix caching, blocks of {BLOCK}, cores {bound}"
