@@ -170,7 +170,8 @@ def fill(path: Annotated[Path, typer.Argument(help="a Markdown file with marks")
     """Update the tables of a report from the runs and bench results that its marks name.
 
     A mark is a line `<!-- made: losses my-run mpic-16 -->`, closed by `<!-- end -->`; `docs/evidence/README.md` is made
-    this way. Tables there are: summary, losses, cells, counts, lengths, runs, needles, same, methods, bench.
+    this way. Tables there are: summary, losses, cells, counts, lengths, runs, needles, same, pairs, pressed,
+    methods, bench.
     """
     from mpic.evals.evidence import fill as fill_in
 
