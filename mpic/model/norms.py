@@ -11,11 +11,13 @@ import inspect
 import torch
 from torch import nn
 
+from mpic.model.direct_call import DirectCall
+
 _ROWS = 8
 """Rows that a norm is compared on."""
 
 
-class OneCallNorm(nn.Module):
+class OneCallNorm(DirectCall):
     """The forward of a norm that is ``weight * rms_norm(x)``. ``one_call_epsilon`` is set together with the class."""
 
     one_call_epsilon: float
