@@ -17,7 +17,7 @@ class FewRowsLinear(DirectCall, nn.Linear):
     """A linear layer whose products of few rows are the kernel's, where nothing is to be differentiated."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own = self._parameters  # looked up once: a module's attributes are slow, and every layer has seven of these
+        own = self._parameters  # a module's attributes are slow, and a step calls dozens of these
         weight, bias = own["weight"], own["bias"]
         if self._is_few(x, weight):
             return linear.load(x.dtype)(x, weight, bias)

@@ -205,7 +205,7 @@ def _attention(
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     extras = PLAIN if softcap is None and s_aux is None else Extras(softcap, s_aux)
-    latent = getattr(module, LATENT, None)
+    latent = module.__dict__.get(LATENT)  # getattr takes ten times as long where there is none
     if latent is not None:
         query, key = latent.absorb(query, key)
         return latent.expand(_layer(step, LayerCall(module.layer_idx, query, key, key, scale, extras))), None

@@ -253,9 +253,9 @@ class Request(Rows):
     def _place_next(self) -> None:
         """Makes sure that the token that follows its rows has a position. Those of many tokens are set at once, and
         there are twice as many each time, so that a long answer does not copy all positions for each token."""
-        n, plan = len(self.ids), self.prompt.plan
+        n = len(self.ids)
         if n == self.positions.shape[1]:
-            first = plan.rotary_length + self.since_plan
+            first = self.prompt.plan.rotary_length + self.since_plan
             following = torch.arange(first, first + max(n, 1)).expand(self.positions.shape[0], -1)
             self.positions = torch.cat([self.positions, following], 1)
 
