@@ -53,28 +53,25 @@ class LinearKernel:
             ValueError: other dtypes or devices, weights that do not lie row by row, sizes that do not fit.
         """
         outputs, inputs = weight.shape
-        parts = (x, weight) if bias is None else (x, weight, bias)
-        fits = x.shape[-1] == inputs and (bias is None or bias.shape == (outputs,))
-        if (
-            not fits
-            or any(p.dtype != self.dtype or p.device.type != "cpu" for p in parts)
-            or not all(p.is_contiguous() for p in parts[1:])
-        ):
+        dtype = self.dtype
+        fits = x.dtype is dtype and x.is_cpu and x.shape[-1] == inputs
+        fits = fits and weight.dtype is dtype and weight.is_cpu and weight.is_contiguous()
+        if fits and bias is not None:
+            fits = bias.dtype is dtype and bias.is_cpu and bias.shape == (outputs,) and bias.is_contiguous()
+        if not fits:
             raise ValueError(
                 f"{self.name} cannot multiply {tuple(x.shape)} {x.dtype} with {tuple(weight.shape)}"
             )
-        rows = x.reshape(-1, inputs)
-        if inputs > 1 and rows.stride(1) != 1:
-            rows = rows.contiguous()
-        out = torch.empty(len(rows), outputs, dtype=self.dtype)
+        rows = x.contiguous()
+        out = torch.empty((*x.shape[:-1], outputs), dtype=dtype)
         self._function(
             weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
             rows.data_ptr(),
-            rows.stride(0),
-            *(out.data_ptr(), outputs, len(rows), outputs, inputs, torch.get_num_threads()),
+            inputs,
+            *(out.data_ptr(), outputs, out.numel() // outputs, outputs, inputs, torch.get_num_threads()),
         )
-        return out.view(*x.shape[:-1], outputs)
+        return out
 
 
 @functools.cache

@@ -64,7 +64,7 @@ class StreamRows:
         kv_heads: int | None = None,
     ) -> None:
         rows, shared = share(calls)
-        self.rows = torch.tensor(rows)
+        self.rows, self._count = torch.tensor(rows), len(rows)
         self._kernel = kernel
         sections: list[tuple[int, ...]] = []
         numbers: list[int] = []
@@ -118,7 +118,7 @@ class StreamRows:
         """See ``SingleRows.attend``."""
         if q.dtype != self._kernel.dtype or q.shape[0] != self._step.heads or q.stride(2) != 1:
             raise ValueError(f"{self._kernel} cannot read queries {tuple(q.shape)} {q.dtype}")
-        out = torch.empty(len(self.rows), q.shape[0], q.shape[2])
+        out = torch.empty(self._count, q.shape[0], q.shape[2])
         sinks = None if extras.sinks is None else extras.sinks.float().contiguous()
         self._kernel.function(
             *(self._step, layer, q.data_ptr(), q.stride(0), q.stride(1), scale, extras.softcap or 0.0),

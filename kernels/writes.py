@@ -36,6 +36,7 @@ class RowWrites:
         table = upload({"index": index.reshape(layers, -1), "rows": np.array(rows)}, memory.device)
         self._memory = memory.view(-1, dim)
         self._index, self._rows, self._parts = table["index"], table["rows"], parts
+        self._of_layer, self._count = self._index.unbind(0), len(rows)
 
     def advance(self) -> None:
         """Moves every row to its next slot."""
@@ -44,6 +45,6 @@ class RowWrites:
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes the rows' keys and values of ``k, v [kv_heads, T, head_dim]`` of all rows of a step."""
         both = k[None] if self._parts == 1 else torch.stack([k, v])
-        if len(self._rows) != k.shape[1]:  # otherwise they are all there are, in order
+        if self._count != k.shape[1]:  # otherwise they are all there are, in order
             both = both.index_select(2, self._rows)
-        self._memory.index_copy_(0, self._index[layer], both.reshape(-1, self._memory.shape[1]))
+        self._memory.index_copy_(0, self._of_layer[layer], both.reshape(-1, both.shape[-1]))

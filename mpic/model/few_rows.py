@@ -10,20 +10,22 @@ from torch.nn import functional
 
 from mpic.kernels import linear
 from mpic.kernels.linear import KernelUnavailable
+from mpic.model.direct_call import DirectCall
 
 
-class FewRowsLinear(nn.Linear):
+class FewRowsLinear(DirectCall, nn.Linear):
     """A linear layer whose products of few rows are the kernel's, where nothing is to be differentiated."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._is_few(x):
-            return linear.load(x.dtype)(x, self.weight, self.bias)
-        return functional.linear(x, self.weight, self.bias)
+        own = self._parameters  # a module's attributes are slow, and a step calls dozens of these
+        weight, bias = own["weight"], own["bias"]
+        if self._is_few(x, weight):
+            return linear.load(x.dtype)(x, weight, bias)
+        return functional.linear(x, weight, bias)
 
-    def _is_few(self, x: torch.Tensor) -> bool:
+    def _is_few(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Returns whether the kernel takes these rows. A model may have been moved or converted since it was loaded."""
-        weight = self.weight
-        if x.dtype != weight.dtype or weight.device.type != "cpu" or not weight.is_contiguous():
+        if x.dtype is not weight.dtype or not weight.is_cpu or not weight.is_contiguous():
             return False
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             return False

@@ -28,6 +28,7 @@ from mpic.model.few_rows import use_few_rows
 from mpic.model.identity import VERIFIED, bos_id, eos_ids, fingerprint, preprocessing_digest
 from mpic.model.info import ModelInfo
 from mpic.model.latent import layout_of
+from mpic.model.norms import use_one_call
 from mpic.model.refusals import context_limit, refuse_unsupported
 from mpic.model.structure import (
     OWN_EMBEDDINGS,
@@ -82,6 +83,7 @@ class LoadedModel:
         self.layout = layout_of(self.latents, len(self.layers))
         self.shape = KVShape(len(self.layers), heads, size, 1 if self.layout == LATENT_ONCE else 2)
         self._use_attention("auto")
+        use_one_call(self.text_model)
         self.has_vision = hasattr(self._inner, "get_image_features")
         self.digest = fingerprint(self.model)
         self.preprocessing = preprocessing_digest(self.processor)

@@ -251,12 +251,13 @@ class Request(Rows):
             self.ids.pop()
 
     def _place_next(self) -> None:
-        """Sets the position of the token that follows its rows."""
-        n, plan = len(self.ids), self.prompt.plan
-        # doubled, so that a long answer does not copy all positions for each token
+        """Makes sure that the token that follows its rows has a position. Those of many tokens are set at once, and
+        there are twice as many each time, so that a long answer does not copy all positions for each token."""
+        n = len(self.ids)
         if n == self.positions.shape[1]:
-            self.positions = torch.cat([self.positions, torch.empty_like(self.positions)], 1)
-        self.positions[:, n] = plan.rotary_length + self.since_plan
+            first = self.prompt.plan.rotary_length + self.since_plan
+            following = torch.arange(first, first + max(n, 1)).expand(self.positions.shape[0], -1)
+            self.positions = torch.cat([self.positions, following], 1)
 
     def decide(self, prompt: LinkedPrompt, own: OwnTokens) -> None:
         """Replaces the provisional tokens by those that a dynamic policy has chosen."""

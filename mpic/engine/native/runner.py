@@ -74,7 +74,10 @@ class Runner:
         """Returns the inputs of a step's rows."""
         device = self.model.device
         ids = torch.tensor([i for s in slices for i in s.rows.ids[s.lo : s.hi]], dtype=torch.int64)
-        embeds = self.model.embed(ids).clone()
+        embeds = self.model.embed(ids)
+        if not any(s.rows.embedded for s in slices):
+            return RowInputs(ids, embeds)
+        embeds = embeds.clone()
         mask = torch.zeros(len(ids), dtype=torch.bool)
         features = []
         for part, offset in zip(slices, starts, strict=True):

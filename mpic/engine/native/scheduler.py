@@ -103,9 +103,11 @@ class Scheduler:
             finishing.update(_finishing(slices[-1:]))
 
         for request in self.running:
-            for linked in request.prompt.needed:
+            for linked in request.prompt.needed if self.jobs else ():
                 if linked.resident in self.jobs:
                     schedule(self.jobs[linked.resident], len(self.jobs[linked.resident]))
+            if id(request) in taken:  # it decodes
+                continue
             if request.status is Status.RUNNING and self._chunks_ready(request, finishing):
                 schedule(request, _end(request))
         for job in self.jobs.values():
@@ -151,10 +153,11 @@ class Scheduler:
     @staticmethod
     def _chunks_ready(request: Request, finishing: AbstractSet[Resident] = frozenset()) -> bool:
         """Returns whether all chunks are ready, or will be before this step's rows attend to them."""
-        return all(
-            r.ready or r in finishing or (r.progress is not None and r.progress.complete)
-            for r in (linked.resident for linked in request.prompt.needed)
-        )
+        for linked in request.prompt.needed:
+            r = linked.resident
+            if not (r.ready or r in finishing or (r.progress is not None and r.progress.complete)):
+                return False
+        return True
 
     # ---- admission
 

@@ -36,8 +36,8 @@ class _SingleRow(NamedTuple):
     at: int  # its own token
 
     def continues(self, before: _SingleRow) -> bool:
-        same = (self.rows is before.rows, self.extent is before.extent, self.spans is before.spans)
-        return all(same) and self[3:6] == before[3:6] and self.at == before.at + 1
+        same = self.rows is before.rows and self.extent is before.extent and self.spans is before.spans
+        return same and self.at == before.at + 1 and self[3:6] == before[3:6]
 
 
 class PlacedSlice(NamedTuple):

@@ -1,0 +1,61 @@
+"""The decoder's RMS norms: torch's function where it computes exactly the same, and their own code elsewhere."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from mpic.model.norms import OneCallNorm, use_one_call
+
+
+class _GatedRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states, gate=None):
+        return super().forward(hidden_states)
+
+
+def _norm(kind, dtype, size=96):
+    made = kind(size, 1e-5).to(dtype)
+    with torch.no_grad():
+        made.weight.copy_(torch.randn(size, generator=torch.Generator().manual_seed(1)))
+    return made.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_of_llama_gives_the_same_bits_in_one_call(dtype):
+    own = _norm(LlamaRMSNorm, dtype)
+    quick = copy.deepcopy(own)
+    use_one_call(nn.ModuleList([quick]))
+    assert isinstance(quick, OneCallNorm) and isinstance(quick, LlamaRMSNorm)
+    generator = torch.Generator().manual_seed(2)
+    for rows in (1, 3, 500):
+        x = (torch.randn(1, rows, 96, generator=generator) * 30).to(dtype)
+        assert torch.equal(quick(x), own(x))
+    assert torch.equal(copy.deepcopy(quick)(x), own(x))
+
+
+@pytest.mark.parametrize("kind", [Gemma3RMSNorm, _GatedRMSNorm])
+def test_norms_that_compute_or_take_something_else_stay_as_they_are(kind):
+    norm = _norm(kind, torch.float32)
+    use_one_call(nn.ModuleList([norm]))
+    assert type(norm) is kind
+
+
+def test_other_devices_keep_their_own():
+    norm = _norm(LlamaRMSNorm, torch.float32).to("meta")
+    use_one_call(nn.ModuleList([norm]))
+    assert type(norm) is LlamaRMSNorm
+
+
+def test_hooks_of_a_norm_are_called():
+    norm, seen = _norm(LlamaRMSNorm, torch.float32), []
+    use_one_call(nn.ModuleList([norm]))
+    x = torch.randn(1, 2, 96)
+    with norm.register_forward_pre_hook(lambda module, args: seen.append(args[0])):
+        norm(x)
+    norm(x)
+    assert len(seen) == 1 and seen[0] is x
