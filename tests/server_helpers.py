@@ -39,6 +39,7 @@ CHATML = (
 )
 
 POOL_PAGES = 64  # pages of the real server's pool: half of the tiny model's context, 12,288 bytes each
+SMALL_POOL = {"pool_bytes": POOL_PAGES * 12_288, "log_level": "warning"}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

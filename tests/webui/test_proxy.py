@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from itertools import product
+from unittest.mock import AsyncMock
 from urllib.parse import unquote
 
 import pytest
@@ -226,26 +227,15 @@ OUTSIDE = [
 async def test_names_of_pictures_and_scripts_do_not_lead_out_of_their_folders(server):
     """The paths are sent as raw requests, because a client would normalise them."""
     scope = {"type": "http", "method": "GET", "query_string": b"", "headers": [(b"host", b"127.0.0.1")]}
-    scope |= {
-        "root_path": "",
-        "scheme": "http",
-        "http_version": "1.1",
-        "client": ("127.0.0.1", 1),
-        "server": None,
-    }
-    said = []
-
-    async def send(message):
-        said.append(message)
-
-    async def receive():
-        return {"type": "http.request", "body": b"", "more_body": False}
-
+    scope |= {"root_path": "", "scheme": "http", "http_version": "1.1"}
+    scope |= {"client": ("127.0.0.1", 1), "server": None}
+    send = AsyncMock()
+    receive = AsyncMock(return_value={"type": "http.request", "body": b"", "more_body": False})
     for folder, path in product(("static", "assets", "thumbs", "plots"), OUTSIDE):
-        said.clear()
+        send.reset_mock()
         raw = f"/ui/{folder}/{path}"
         await server.app({**scope, "path": unquote(raw), "raw_path": raw.encode()}, receive, send)
-        assert said[0]["status"] in (403, 404), raw
+        assert send.await_args_list[0].args[0]["status"] in (403, 404), raw
 
 
 async def test_no_text_that_a_page_sends_is_opened_as_a_file(server, tmp_path_factory):
@@ -301,8 +291,7 @@ async def test_a_wrong_key_and_a_strangers_form_are_refused(server):
 
 
 async def test_logging_out_and_revoking_end_a_session_at_once(server, log_in):
-    ann = await log_in("ann")
-    bob = await log_in("bob")
+    ann, bob = await log_in("ann"), await log_in("bob")
     assert (await server.http.get("/ui/", headers=ann)).status_code == 200
     await server.http.post("/ui/logout", headers=ann)
     assert (await server.http.get("/ui/", headers=ann)).status_code == 401
@@ -312,8 +301,7 @@ async def test_logging_out_and_revoking_end_a_session_at_once(server, log_in):
 
 
 async def test_a_login_outlasts_the_server_until_its_key_is_revoked(server, log_in, tmp_path):
-    ann = await log_in("ann")
-    bob = await log_in("bob")
+    ann, bob = await log_in("ann"), await log_in("bob")
     [key] = [k for k in server.keys.listing() if k.user == "bob"]
     later = KeyStore(tmp_path)  # as the next start opens it
     assert later.logged_in(ann["cookie"].split("=")[1]).user == "ann"
