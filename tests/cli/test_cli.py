@@ -163,9 +163,8 @@ def test_a_batch_goes_on_after_a_failure(mpic, pictures, url, tmp_path):
     told = json.loads(out)
     assert status == 1 and [("error" in one) for one in told] == [True, False, True, True, False]
     assert mpic("files", "delete", "EIFFEL_2025", "NOTES", "--url", url)[0] == 0
-    status, _, err = mpic(
-        "upload", *pictures, "--url", "http://127.0.0.1:9"
-    )  # nothing can be uploaded at all
+    # nothing can be uploaded at all
+    status, _, err = mpic("upload", *pictures, "--url", "http://127.0.0.1:9")
     assert status == 1 and err.count("[unreachable]") == 1
 
 

@@ -228,9 +228,8 @@ def test_a_load_that_fails_at_any_layer_costs_a_compile_and_nothing_wrong_is_ser
         assert_oracle("llama", prompt, "mpic-4", stream)
     counters = engine.stats()["counters"]
     assert counters["load_failures"] == 1
-    assert counters["tokens_compiled"] == sum(
-        len(c.token_ids) for c in (STORED, MISSING)
-    )  # each of them once
+    # each of them once
+    assert counters["tokens_compiled"] == sum(len(c.token_ids) for c in (STORED, MISSING))
     assert ("rows_thrown_away" in counters) == (layer > 0)
     for prompt in prompts:  # from the prefix cache now
         assert_oracle("llama", prompt, "mpic-4", submit(engine, prompt))

@@ -235,11 +235,9 @@ def test_a_clip_is_known_by_its_first_bytes():
         assert not is_animated(animation(FRAMES[:1], format=format))
     out = io.BytesIO()
     FRAMES[0].save(out, "JPEG")
-    assert (
-        not is_animated(out.getvalue())
-        and not is_animated(b"GIF89a")
-        and not is_animated(b"\x89PNG\r\n\x1a\n")
-    )
+    assert not is_animated(out.getvalue())
+    assert not is_animated(b"GIF89a")
+    assert not is_animated(b"\x89PNG\r\n\x1a\n")
 
 
 def test_an_image_that_claims_to_be_animated_and_has_one_frame_is_an_image():

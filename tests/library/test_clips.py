@@ -151,10 +151,8 @@ def test_files_of_a_catalogue_before_clips_keep_their_kinds_and_what_refers_to_t
                 db.execute("UPDATE files SET kind = 'video'")
     with Library.open(tmp_path / "library") as library:
         assert library.files.get("ann", image.id) == image
-        assert (
-            library.files.get("ann", text.id).kind == "text"
-            and len(library.files.borders("ann", text.id)) == 2
-        )
+        assert library.files.get("ann", text.id).kind == "text"
+        assert len(library.files.borders("ann", text.id)) == 2
         assert len(library.catalog.read("SELECT * FROM contents")) == 4
         assert taking(library).files.add("ann", GIF, "walk.gif").kind == "video"
         library.check()

@@ -217,9 +217,8 @@ def test_the_disk_store_behaves_like_an_lru_dictionary(tmp_path_factory, steps):
         chunk = known[i]
         if step == "save":
             if i not in model:
-                assert not library.store.find(
-                    [chunk.key]
-                )  # as the engine does before it compiles a deleted chunk
+                # as the engine does before it compiles a deleted chunk
+                assert not library.store.find([chunk.key])
                 model = [*model, i][-3:]
             library.store.save(chunk)
         elif step == "open":

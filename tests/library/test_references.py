@@ -193,9 +193,8 @@ async def test_a_refused_reference_leaves_nothing(open_library, change, error):
     words = {"source": b"text", "title": "T", **change}
     with pytest.raises(error):
         await library.references.add(words.pop("source"), "f", **words)
-    await wait_until(
-        lambda: everything(library.root) == before
-    )  # what had been received is discarded on a thread
+    # what had been received is discarded on a thread
+    await wait_until(lambda: everything(library.root) == before)
     with pytest.raises(ReferenceNotFound):
         await library.references.replace("ref_none", b"x")
 

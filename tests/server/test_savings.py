@@ -111,11 +111,9 @@ async def test_the_api_shows_what_was_saved_and_what_was_never_reused(server):
     assert [day["answers"] for day in found["days"]] == [2] and found["users"] == []
     items = {item["name"]: item for item in found["items"]}
     assert items["USED"]["uses"] == 2 and items["USED"]["id"] == used["id"]
-    assert (
-        items["IDLE"]["uses"] == 0
-        and items["IDLE"]["last_used"] is None
-        and items["IDLE"]["id"] == idle["id"]
-    )
+    assert items["IDLE"]["uses"] == 0
+    assert items["IDLE"]["last_used"] is None
+    assert items["IDLE"]["id"] == idle["id"]
     assert found["items"][0]["name"] == "IDLE"  # the least reused first
     everyone = (await server.http.get("/v1/savings?scope=all&days=7")).json()
     assert [user["user"] for user in everyone["users"]] == ["local"] and everyone["items"] == []

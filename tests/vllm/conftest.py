@@ -32,9 +32,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     vllm_kit.staying.close()
-    is_worker = hasattr(
-        session.config, "workerinput"
-    )  # of pytest-xdist; the process that started it hears of all tests
+    # of pytest-xdist; the process that started it hears of all tests
+    is_worker = hasattr(session.config, "workerinput")
     if session.config.getoption("--parity") and vllm_kit.available() and not vllm_kit.V2 and not is_worker:
         vllm_results.record(_outcomes.rows(), vllm_results.installed_version())
 

@@ -257,9 +257,8 @@ def test_a_mapped_chunk_that_is_read_before_the_last_copy_is_done_would_be_wrong
     )
     Placement(cache, rotation, [one(cache, list(kv), slice(0, TOKENS))], staging).finish()
     device.go.set()
-    SlowDevice.wait(
-        device, start(torch.empty(1), device.buffer((1,), torch.float32))
-    )  # all before it is done
+    # all before it is done
+    SlowDevice.wait(device, start(torch.empty(1), device.buffer((1,), torch.float32)))
     assert len(targets) == LAYERS and torch.equal(targets[0], targets[2]), "the last layer came twice"
 
 

@@ -157,9 +157,8 @@ def test_a_whole_conversation_by_keyboard_alone(fake, open_page):
     page.keyboard.press("Enter")
     page.wait_for_selector(".turn-line")
     assert focused(page) == "box"  # the next question may follow
-    page.wait_for_selector(
-        "#announcer:has-text('Answer: The tower')", state="attached"
-    )  # said to screen readers
+    # said to screen readers
+    page.wait_for_selector("#announcer:has-text('Answer: The tower')", state="attached")
     tab_to(page, "more", key="Shift+Tab")
     press(page, "Enter", "ArrowDown", "ArrowDown", "Enter")
     page.wait_for_selector(".verdict")

@@ -36,9 +36,8 @@ def test_chats_survive_reload_and_restart_and_can_be_opened_renamed_exported(fak
     fake.stop()
     fake.start()
     reload(page)
-    assert page.locator(".turn").count() == 1 and "Something else" in page.inner_text(
-        ".bubble"
-    )  # where one was
+    # where one was
+    assert page.locator(".turn").count() == 1 and "Something else" in page.inner_text(".bubble")
     page.click("#chat-list a:has-text('What is the first')")
     page.wait_for_selector(".turn:nth-child(2)")
     assert "taller than the museum" in page.inner_text(".turn:nth-child(2) .text")

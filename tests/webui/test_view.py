@@ -35,9 +35,8 @@ def test_the_newest_answer_is_seen_while_it_is_written_and_after(fake, open_page
     until(page, f"({SEEN})()")
     page.reload()
     page.wait_for_selector(".turn:last-child .turn-line")
-    assert (
-        page.evaluate(SEEN) and page.locator(".strip").count() == 1
-    )  # the choice is remembered, for the newest
+    # the choice is remembered, for the newest
+    assert page.evaluate(SEEN) and page.locator(".strip").count() == 1
 
 
 def test_who_scrolls_away_is_left_alone_and_can_come_back(fake, open_page):
