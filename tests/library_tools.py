@@ -91,6 +91,22 @@ def picture(seed=0, size=(16, 12)):
     return Image.fromarray(noise.to(torch.uint8).numpy(), "RGB")
 
 
+def flip(path, at):
+    """Changes one bit of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def saved(library, *chunks, clock=None):
+    """Saves chunks, a second apart if there is a clock; returns the only one, or all of them."""
+    for chunk in chunks:
+        if clock is not None:
+            clock.now += 1
+        library.store.save(chunk)
+    return chunks if len(chunks) > 1 else chunks[0]
+
+
 def everything(root, sidecars=False):
     """Returns all files below a folder, relative to it, except the catalogue, the lock, the marker, and (by default)
     the sidecars of existing originals."""

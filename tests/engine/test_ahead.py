@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import fields
+from unittest.mock import Mock
 
 import pytest
 from engine_kit import family, ids, pause, prompt_of, request_of, text_chunk, until
@@ -267,9 +268,7 @@ def test_a_step_whose_tokens_cannot_be_read_ends_its_answers_and_the_next_are_ri
     """The device fails while the tokens of a step are on their way, behind which another one has been launched."""
     (expected,) = run(make_engine(ahead=False), [request_of(PROMPTS[2], "full", 6)])
     engine, draw, fetch, failing = make_engine(ahead=True), sampling._draw, sampling._fetch, []
-
-    def broken():
-        raise RuntimeError("the device is lost")
+    broken = Mock(side_effect=RuntimeError("the device is lost"))
 
     def fetched(tokens):
         failing.append(engine.ahead._launched is None and len(failing) == 3)

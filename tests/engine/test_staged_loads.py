@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -323,11 +324,7 @@ def test_without_page_locked_memory_for_the_host_tier_the_ring_is_used_and_its_b
     library = pinned(1 << 30)
     for chunk in (chunks := save(library, 3)):
         library.store._tiers[0]._remove(chunk.key)
-
-    def refused(shape, dtype, page_locked):
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(host, "memory_for", refused)
+    monkeypatch.setattr(host, "memory_for", Mock(side_effect=RuntimeError("CUDA error: out of memory")))
     run = loads(library.store)
     run.start(chunks)
     run.wait()

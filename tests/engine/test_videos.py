@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -208,10 +209,7 @@ def test_the_same_processor_made_twice_gives_the_same_recipe(name):
 
 
 def test_a_model_whose_clips_fail_the_self_test_takes_none_and_says_why(monkeypatch):
-    def fails(loaded):
-        raise ModelRefused("qwen2_vl: logits differ")
-
-    monkeypatch.setattr(load, "video_self_test", fails)
+    monkeypatch.setattr(load, "video_self_test", Mock(side_effect=ModelRefused("qwen2_vl: logits differ")))
     loaded = LoadedModel(*make_video_model("qwen2_vl"), "tiny")
     assert loaded.info.modalities == ("text", "image", "video") and loaded.info.no_clips is None
     load._clips_tested(loaded, Proofs())

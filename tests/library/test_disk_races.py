@@ -8,10 +8,12 @@ from library_tools import (
     chunks,
     drop,
     everything,
+    flip,
     in_threads,
     make_chunk,
     read,
     read_in_parts,
+    saved,
     size_of,
     text_key,
 )
@@ -81,8 +83,7 @@ def test_a_bounded_number_of_deletions_is_remembered_and_nothing_deleted_comes_b
     for file in files:
         library.files.delete("ann", file.id)
     assert len(deleted) <= 8
-    for chunk in late:
-        library.store.save(chunk)
+    saved(library, *late)
     assert not everything(library.root)
     # the oldest deletion, and a new request for the same content
     assert library.store.open(late[0].key) is None
@@ -106,14 +107,10 @@ def test_a_forgotten_deletion_refuses_only_saves_that_were_looked_up_too_long_ag
 
 
 def damaged(library, chunk):
-    """Saves a chunk, opens it and then damages the last byte of its KV; returns the open chunk."""
+    """Saves a chunk, opens it and then damages a byte of its KV; returns the open chunk."""
     library.store.save(chunk)
     stored = library.store.open(chunk.key)
-    path = library.store.path(chunk.key)
-    raw = bytearray(path.read_bytes())
-    raw[4096] ^= 1
-    with path.open("r+b") as file:
-        file.write(raw)
+    flip(library.store.path(chunk.key), 4096)
     return stored
 
 
@@ -170,8 +167,7 @@ def test_a_reader_that_finds_no_file_leaves_the_row_alone_that_was_saved_since(o
 def test_a_bad_header_condemns_only_the_file_that_was_opened(open_library):
     files = Meanwhile()
     library = open_library(filesystem=files)
-    chunk = make_chunk()
-    library.store.save(chunk)
+    chunk = saved(library, make_chunk())
     path = library.store.path(chunk.key)
     path.write_bytes(b"damaged")
     stored = library.store.find([chunk.key])[chunk.key]

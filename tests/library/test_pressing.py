@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from library_tools import (
     kill,
     make_chunk,
     read,
+    saved,
     size_of,
     text_key,
 )
@@ -139,8 +141,7 @@ def test_a_crash_at_any_change_loses_no_chunk(tmp_path, replaced):
     for at in range(100):
         root = tmp_path / str(at)
         with Library.open(root, clock=Clock()) as library:
-            for chunk in CHUNKS[:2]:
-                library.store.save(chunk)
+            saved(library, *CHUNKS[:2])
         files = CrashingFiles(10**9)
         library = Library.open(root, filesystem=files, clock=Clock())
         files.at = files.changes + at
@@ -165,11 +166,9 @@ def test_a_crash_at_any_change_loses_no_chunk(tmp_path, replaced):
 
 
 def test_a_replaced_file_that_could_not_be_removed_goes_at_the_next_start(tmp_path):
-    class Kept(FileSystem):
-        def remove(self, path):
-            raise OSError("it is held")
-
-    library = Library.open(tmp_path, filesystem=Kept())
+    files = FileSystem()
+    files.remove = Mock(side_effect=OSError("it is held"))
+    library = Library.open(tmp_path, filesystem=files)
     library.store.save(CHUNKS[0])
     assert outcomes(press(library, replaced=True)) == ["pressed"] and len(everything(tmp_path)) == 2
     kill(library)
@@ -181,8 +180,7 @@ def test_a_replaced_file_that_could_not_be_removed_goes_at_the_next_start(tmp_pa
 def test_nothing_is_evicted_for_a_pressed_form_but_it_may_take_the_place_of_its_source(open_library):
     size = size_of(CHUNKS[0])
     library = open_library(disk_bytes=2 * size + 100)
-    for chunk in CHUNKS[:2]:
-        library.store.save(chunk)
+    saved(library, *CHUNKS[:2])
     done = press(library)
     assert outcomes(done) == ["left"] * 2 and "without evicting" in done[0].why
     assert all(holds(library, chunk) for chunk in CHUNKS[:2]) and library.store.stats()["evicted"] == 0
@@ -194,8 +192,7 @@ def test_nothing_is_evicted_for_a_pressed_form_but_it_may_take_the_place_of_its_
 def test_a_full_disk_leaves_the_uncompressed_forms(open_library):
     disk = FullDisk()
     library = open_library(filesystem=disk)
-    for chunk in CHUNKS[:2]:
-        library.store.save(chunk)
+    saved(library, *CHUNKS[:2])
     disk.left = 100
     assert outcomes(press(library, replaced=True)) == ["left"] * 2
     disk.left = None

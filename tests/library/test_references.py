@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -151,16 +152,13 @@ async def test_content_of_another_reference_stays(library):
 async def test_listeners_get_committed_changes_and_their_errors_are_logged(library):
     heard = []
 
-    def bad(change):
-        raise RuntimeError
-
     def good(change):
         what, reference = change
         seen = library.references.many([reference.id])
         assert seen == ([] if what == "removed" else [reference])
         heard.append((what, reference.version))
 
-    library.references.listeners += [bad, good]
+    library.references.listeners += [Mock(side_effect=RuntimeError), good]
     added = await library.references.add(b"one", "t", title="T")
     await library.references.replace(added.id, b"two")
     library.references.remove(added.id)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -134,11 +135,7 @@ def test_an_export_that_cannot_begin_ends_its_request_and_releases_its_blocks(ex
 
 def test_a_device_that_cannot_be_read_at_all_ends_the_request_and_not_the_engine(order, monkeypatch):
     """The first export makes what reads the device."""
-
-    def lost(device):
-        raise RuntimeError("no stream is left")
-
-    monkeypatch.setattr(kv_export, "readback_for", lost)
+    monkeypatch.setattr(kv_export, "readback_for", Mock(side_effect=RuntimeError("no stream is left")))
     exporter, runner = KVExporter(), runner_with(paged())
     exporter.export(runner, "a", order)
     assert "no stream is left" in runner.report.faults["a"].message
