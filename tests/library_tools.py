@@ -5,7 +5,6 @@ import errno
 import io
 import os
 import sqlite3
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import torch
@@ -113,13 +112,6 @@ def everything(root, sidecars=False):
     found = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     found = {name for name in found if not name.startswith(("catalog.sqlite", "lock", "mpic-library.json"))}
     return found if sidecars else found - {f"{name}.json" for name in found}
-
-
-def in_threads(work, arguments):
-    """Runs ``work`` with each of the arguments, all at once; raises the exception of one of them."""
-    arguments = list(arguments)
-    with ThreadPoolExecutor(len(arguments)) as pool:
-        return list(pool.map(work, arguments))
 
 
 class Clock:

@@ -13,6 +13,8 @@ from typing import Any
 
 import families
 import httpx
+import pydantic
+import pytest
 import torch
 from fake_engine import FakeEngine
 from PIL import Image
@@ -25,7 +27,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from mpic.api.requests import ChatRequest
 from mpic.config import Config
+from mpic.http.errors import from_validation
 from mpic.keys import KeyLimits
 from mpic.library import Library
 from mpic.prompt import ChatTemplate
@@ -195,6 +199,18 @@ async def post_raw(app, path, incoming, sent, leaves=None, content_type="applica
 def refusal(answer):
     """Status and code of an error."""
     return answer.status_code, answer.json()["error"]["code"]
+
+
+def invalid(body):
+    """The error of a chat request that is not valid."""
+    with pytest.raises(pydantic.ValidationError) as caught:
+        ChatRequest.model_validate(body)
+    return from_validation([{**e, "loc": ("body", *e["loc"])} for e in caught.value.errors()], body, True)
+
+
+def refused_field(answer):
+    """Status, code and parameter of an error."""
+    return *refusal(answer), answer.json()["error"]["param"]
 
 
 def events(text):

@@ -9,6 +9,7 @@ import threading
 import time
 
 import torch
+from threads_kit import started
 
 WAIT = 60.0  # seconds after which a test that waits has failed
 
@@ -32,8 +33,7 @@ class SlowDevice:
         self.broken = False
         self._random, self._delays = random.Random(seed), delays
         self._work: queue.Queue = queue.Queue()
-        self._thread = threading.Thread(target=self._copy, daemon=True)
-        self._thread.start()
+        self._thread = started(self._copy, daemon=True)
 
     @torch.inference_mode()  # in which vLLM's steps run
     def _copy(self) -> None:

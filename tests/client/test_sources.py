@@ -5,11 +5,11 @@ import bz2
 import gzip
 import io
 import os
-import threading
 
 import httpx
 import pytest
 from server_helpers import png
+from threads_kit import started
 from watched import opened
 
 import mpic
@@ -102,8 +102,7 @@ def unsized(request, tmp_path):
     else:
         source = other = tmp_path / "named"
         os.mkfifo(other)
-    writer = threading.Thread(target=write, args=(other,))
-    writer.start()
+    writer = started(write, other)
     yield source
     writer.join()
     if request.param == "pipe":

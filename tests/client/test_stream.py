@@ -8,6 +8,7 @@ import threading
 
 import httpx
 import pytest
+from threads_kit import started
 
 import mpic
 from mpic.client.inprocess import AsyncInProcess
@@ -145,8 +146,7 @@ def test_a_stream_that_another_thread_reads_is_closed_and_its_reader_sees_the_en
     with mpic.MPIC(url, max_retries=0) as client:
         stream, read = client.chat.completions.create("hi", stream=True), []
         assert next(stream).text == "one"
-        reader = threading.Thread(target=lambda: read.append(next(stream, "the end")), daemon=True)
-        reader.start()
+        reader = started(lambda: read.append(next(stream, "the end")), daemon=True)
         while not stream._chunks.gi_running:
             reader.join(0.01)
         stream.close()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from engine_kit import MemoryStore, assert_oracle, family, ids, prompt_of, submit, text_chunk, until
+from threads_kit import started
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, IntegrityError
@@ -313,8 +314,7 @@ def test_closing_waits_for_what_is_read_back(make_engine):
     readback = read_slowly(engine)
     futures = [engine.compile(text_chunk(ids(95 + i, 40))) for i in range(3)]
     until(lambda: engine.transfers._returning == 3)
-    closing = threading.Thread(target=engine.close, name="closing")
-    closing.start()
+    closing = started(engine.close, name="closing")
     readback.go.set()
     closing.join(60)
     assert len(store.chunks) == 3 and all(future.result(1) == 40 for future in futures)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from unittest.mock import Mock
 
 import pytest
 from engine_kit import MemoryStore, assert_same, ids, image_chunk, logits_of, prompt_of, text_chunk
 from extend_kit import SAID, Lookup, ask, begun, chunks_of, extended, searching, spell
 from families import random_image
+from threads_kit import started
 
 from mpic.errors import FileNotFound, MPICError, UnsupportedParameter
 from mpic.kv.chunk import Chunk
@@ -82,8 +82,7 @@ def test_cancelling_while_searching_frees_everything(make_engine):
 def test_closing_the_engine_while_a_request_searches_fails_it(make_engine):
     engine = make_engine()
     _, lookup, stream = searching(engine, "full", 9)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
+    closing = started(engine.close)
     with pytest.raises(Exception, match="stopped"):
         stream.result()
     lookup.gate.set()

@@ -21,6 +21,7 @@ from engine_kit import (
     until,
 )
 from families import VISION_FAMILIES, random_image
+from threads_kit import started
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, EngineStopped
@@ -299,8 +300,7 @@ def test_a_chunk_deleted_during_its_load_serves_earlier_requests_and_nobody_else
     link = submit(engine, prompt)
     beside(engine)
     store.chunks.clear()
-    deleting = threading.Thread(target=lambda: engine.forget(STORED))
-    deleting.start()
+    deleting = started(lambda: engine.forget(STORED))
     store.allow(99)
     assert_oracle("llama", prompt, "mpic-4", link)
     deleting.join(30)
@@ -344,8 +344,7 @@ def test_closing_does_not_wait_for_the_loads_that_a_step_waits_for(stored):
     engine, store = stored("llama", [STORED])
     link = submit(engine, prompt_of(ids(1, 6), STORED, ids(4, 5)))
     beside(engine)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
+    closing = started(engine.close)
     with pytest.raises(EngineStopped):
         link.result()
     store.allow(99)  # the read under way is the only thing left

@@ -8,6 +8,7 @@ import pytest
 import transformers as tf
 from engine_kit import MemoryStore, ids, pause, prompt_of, request_of, text_chunk, until
 from families import TEXT
+from threads_kit import started
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import ContextLengthExceeded, EngineStopped, IntegrityError, MPICError, UnsupportedParameter
@@ -85,8 +86,7 @@ def test_a_document_deleted_while_a_request_is_prepared_is_not_remembered(make_e
     monkeypatch.setattr(engine.linker, "_make", slow)
     answers = []
     request = request_of(prompt_of(DOCUMENT, ids(1, 3)), "mpic-4", 2)
-    thread = threading.Thread(target=lambda: answers.append(engine.submit(request).result()))
-    thread.start()
+    thread = started(lambda: answers.append(engine.submit(request).result()))
     inside.wait(30)
     engine.forget(DOCUMENT)
     go.set()
@@ -255,8 +255,7 @@ def test_a_request_that_arrives_while_the_engine_stops_fails(make_engine):
     stream = engine.submit(request_of(prompt_of(ids(1, 5)), "full"))
     future = engine.compile(DOCUMENT)
     prepared(engine)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
+    closing = started(engine.close)
     until(lambda: engine._inbox.closed)
     go.set()
     closing.join(30)

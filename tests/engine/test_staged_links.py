@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 from engine_kit import assert_oracle, family, ids, prompt_of, submit, text_chunk, until
 from slow_device import SlowDevice
+from threads_kit import started
 
 from mpic.config import ConfigError
 from mpic.durable import FileSystem
@@ -157,8 +158,7 @@ def test_an_engine_that_is_closed_while_chunks_are_read_ends_with_all_copies_don
     device.go.clear()
     streams = [submit(engine, prompt) for prompt in prompts()]
     until(lambda: engine.transfers._ring.held == RING.slots)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
+    closing = started(engine.close)
     until(lambda: engine._inbox.closed)
     device.go.set()
     closing.join(60)

@@ -14,6 +14,7 @@ import torch
 from engine_kit import until
 from library_tools import make_chunk, text_key
 from slow_device import SlowDevice
+from threads_kit import started
 
 from mpic.durable import FileSystem
 from mpic.engine.native.device_load import DeviceLoad
@@ -263,8 +264,7 @@ def test_closing_ends_every_load_once_and_copies_are_over_before_the_memory_is_g
     run.device.go.clear()
     run.start(chunks)
     until(lambda: run.ring.held == 2)
-    closing = threading.Thread(target=run.close)
-    closing.start()
+    closing = started(run.close)
     closing.join(60)
     assert not closing.is_alive() and not run.ring._free
     assert len(run.ends) == len(chunks)

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from engine_kit import MemoryStore, ids, text_chunk, until
+from threads_kit import started
 
 from mpic.engine.native.loader import ChunkLoad, LoadQueue, loaders_for
 from mpic.errors import EngineStopped
@@ -54,8 +55,7 @@ def test_closing_writes_what_is_compiled_and_not_yet_at_the_writer(make_engine):
     except AssertionError:
         store.go.set()
         raise
-    closing = threading.Thread(target=engine.close)
-    closing.start()
+    closing = started(engine.close)
     store.go.set()
     closing.join(60)
     assert len(store.chunks) == 4 and all(future.result(1) == 40 for future in futures)

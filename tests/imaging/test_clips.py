@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import socket
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from threads_kit import started
 from video_kit import RULES, animation, movie, pictures
 
 from mpic.errors import InvalidVideo, MPICError, NoVideoDecoder, VideoTooCostly, VideoTooLarge
@@ -160,8 +160,7 @@ def test_a_session_description_that_begins_as_matroska_opens_no_socket():
         except InvalidVideo as error:
             refused.append(error)
 
-    reading = threading.Thread(target=read, daemon=True)
-    reading.start()
+    reading = started(read, daemon=True)
     while reading.is_alive():
         assert f":{port:04X} " not in Path("/proc/net/udp").read_text()
         time.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -121,12 +122,11 @@ def test_only_documents_are_cut(library):
 def test_an_inline_clip_is_decoded_once_for_each_user(library, monkeypatch):
     from mpic.library import inline
 
-    decoded = []
-    key = inline.clip_key
-    monkeypatch.setattr(inline, "clip_key", lambda *args: decoded.append(args) or key(*args))
+    decoded = Mock(wraps=inline.clip_key)
+    monkeypatch.setattr(inline, "clip_key", decoded)
     chunks = [taking(library).files.inline_clip("ann", GIF) for _ in range(3)]
-    assert len(decoded) == 1 and len({chunk.key for chunk in chunks}) == 1
-    assert library.files.inline_clip("bob", GIF).owner == "bob" and len(decoded) == 2
+    assert decoded.call_count == 1 and len({chunk.key for chunk in chunks}) == 1
+    assert library.files.inline_clip("bob", GIF).owner == "bob" and decoded.call_count == 2
 
 
 def test_clips_survive_a_start_a_backup_of_the_catalogue_and_its_loss(open_library):

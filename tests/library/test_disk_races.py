@@ -9,7 +9,6 @@ from library_tools import (
     drop,
     everything,
     flip,
-    in_threads,
     make_chunk,
     read,
     read_in_parts,
@@ -17,6 +16,7 @@ from library_tools import (
     size_of,
     text_key,
 )
+from threads_kit import in_threads, started
 
 from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, NotFound
@@ -46,8 +46,7 @@ def test_a_chunk_deleted_while_it_is_saved_does_not_come_back(open_library, how)
     file = library.files.add("ann", b"some text", "t.txt")
     chunk = make_chunk(text_key("some text"))
     gate.closed = True
-    saving = threading.Thread(target=library.store.save, args=(chunk,))
-    saving.start()
+    saving = started(library.store.save, chunk)
     assert gate.reached.wait(20)
     if how == "one":
         drop(library.store, chunk.key, library.catalog)

@@ -7,8 +7,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from engine_kit import family, ids, prompt_of, request_of, text_chunk
-from library_tools import drop, flip, in_threads, make_chunk, read, saved, text_key
+from library_tools import drop, flip, make_chunk, read, saved, text_key
 from page_locking import page_locked
+from threads_kit import in_threads
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, IntegrityError

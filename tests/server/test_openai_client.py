@@ -3,11 +3,11 @@ exception classes for every kind of refusal."""
 
 import base64
 import itertools
-import threading
 
 import openai
 import pytest
 from server_helpers import png
+from threads_kit import in_threads
 
 from mpic.keys import KeyLimits
 
@@ -228,10 +228,6 @@ def test_a_full_queue_is_a_rate_limit_too(connect):
             assert error.response.headers["retry-after"]
             results.append(error.code)
 
-    threads = [threading.Thread(target=go, args=(client,)) for client in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(go, clients)
     refused = results.count("queue_full")
     assert 1 <= refused <= 9 and results.count(300) == 14 - refused

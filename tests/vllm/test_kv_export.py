@@ -13,6 +13,7 @@ import torch
 from engine_kit import until
 from paged_kit import BLOCK, LAYERS, TOKENS, chunk, paged
 from safetensors.torch import load_file
+from threads_kit import started
 from torch import nn
 
 from mpic.engine.vllm.plugin import kv_export
@@ -168,8 +169,7 @@ def test_an_export_that_fails_later_tells_the_frontend_and_releases_its_blocks(
 
 def test_with_several_pipeline_stages_a_step_waits_until_the_blocks_are_read(exporter, device, order):
     """Its scheduler may already have given them away in a step that follows."""
-    exporting = threading.Thread(target=exporter.export, args=(runner_with(paged(), stages=2), "a", order))
-    exporting.start()
+    exporting = started(exporter.export, runner_with(paged(), stages=2), "a", order)
     exporting.join(0.05)
     assert exporting.is_alive()
     device.computed.set()
@@ -207,8 +207,7 @@ def test_with_several_pipeline_stages_a_step_does_not_wait_for_the_disk(
         for name, order in orders.items():
             exporter.export(runner, name, order)
 
-    stepping = threading.Thread(target=steps, daemon=True)
-    stepping.start()
+    stepping = started(steps, daemon=True)
     stepping.join(WAIT / 10)
     assert not stepping.is_alive(), "a step waits for a file of an earlier chunk"
     assert exporter.released(set("abc")) == set("abc") and not any(tmp_path.glob("*/*.safetensors"))
