@@ -139,7 +139,6 @@ def test_a_link_follows_its_loads_layer_by_layer_while_a_missing_chunk_compiles_
     assert_oracle(name, prompt, policy, stream)
     counters = engine.stats()["counters"]
     assert counters["links_beside_loads"] >= 1 and "rows_thrown_away" not in counters
-    engine.check()
 
 
 @pytest.mark.parametrize("policy", ["reuse-2step", "cacheblend-25"])
@@ -188,7 +187,6 @@ def test_two_requests_link_a_loading_chunk_at_different_bases(stored):
     for prompt, stream in zip(prompts, streams, strict=True):
         assert_oracle("llama", prompt, "mpic-4", stream)
     assert engine.stats()["counters"]["chunks_from_disk"] == 2
-    engine.check()
 
 
 def test_requests_that_follow_anothers_load_report_the_same_tier(stored, monkeypatch):
@@ -276,7 +274,6 @@ def test_a_step_loses_its_patience_and_the_link_is_computed_again_when_its_chunk
     assert_oracle("llama", prompt, "mpic-4", link)
     counters = engine.stats()["counters"]
     assert counters["links_beside_loads"] == 1 and "load_failures" not in counters
-    engine.check()
 
 
 def test_a_link_whose_other_load_has_not_begun_does_not_hold_the_step(stored):
@@ -307,7 +304,6 @@ def test_a_chunk_deleted_during_its_load_serves_earlier_requests_and_nobody_else
     assert not engine.device.chunks
     again = submit(engine, prompt).result().usage
     assert (again.prefix_hit, again.chunks[0].tier) == (0, "compiled")
-    engine.check()
 
 
 def test_a_chunk_deleted_during_a_load_that_then_fails_still_serves_earlier_requests(stored):
@@ -322,7 +318,6 @@ def test_a_chunk_deleted_during_a_load_that_then_fails_still_serves_earlier_requ
     assert_oracle("llama", prompt, "mpic-4", link)
     until(lambda: not engine.device.chunks)
     assert not store.chunks
-    engine.check()
 
 
 def test_a_request_aborted_while_its_step_waits_leaves_the_chunk_for_the_next(stored):
@@ -337,7 +332,6 @@ def test_a_request_aborted_while_its_step_waits_leaves_the_chunk_for_the_next(st
     stream = submit(engine, prompt)
     assert_oracle("llama", prompt, "mpic-4", stream)
     assert engine.stats()["counters"].get("chunk_hits", 0) == 1
-    engine.check()
 
 
 def test_closing_does_not_wait_for_the_loads_that_a_step_waits_for(stored):
@@ -383,4 +377,3 @@ def test_requests_that_preempt_each_other_while_loads_run_keep_their_answers(sto
     alone, _ = stored("llama", [STORED], allowed=99)
     for prompt, stream in zip(prompts, streams, strict=True):
         assert stream.result().token_ids == submit(alone, prompt, tokens=60).result().token_ids
-    engine.check()

@@ -74,4 +74,3 @@ def test_an_aborted_request_gives_its_pages_back_before_the_next_step(make_engin
     assert streams[1].result().finish_reason == "abort"
     with_both = [steps for steps, running in seen if running == 2 and steps > at + 1]
     assert len(with_both) <= 1  # at most the step under way when it was asked for
-    engine.check()

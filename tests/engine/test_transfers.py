@@ -42,7 +42,6 @@ def test_compiled_chunks_wait_pinned_in_the_pool_for_a_slow_writer_and_all_are_s
     assert [future.result(60) for future in futures] == [40] * 8
     assert {key.chunk for key in store.chunks} == {chunk.key for chunk in chunks}
     until(lambda: not engine.transfers.busy)
-    engine.check()
 
 
 def test_closing_writes_what_is_compiled_and_not_yet_at_the_writer(make_engine):

@@ -123,7 +123,6 @@ def test_a_reader_of_a_bad_file_leaves_the_file_alone_that_has_taken_its_place(l
     with pytest.raises(CorruptFile):
         read_again(first, chunk.kv)
     assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
-    library.check()
 
 
 class Meanwhile(FileSystem):
@@ -160,7 +159,6 @@ def test_a_reader_that_finds_no_file_leaves_the_row_alone_that_was_saved_since(o
     with pytest.raises(NotFound):
         read(stored, chunk.kv)
     assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
-    library.check()
 
 
 def test_a_bad_header_condemns_only_the_file_that_was_opened(open_library):
@@ -179,7 +177,6 @@ def test_a_bad_header_condemns_only_the_file_that_was_opened(open_library):
     with pytest.raises(CorruptFile):
         read(stored, chunk.kv)
     assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
-    library.check()
 
 
 def test_many_threads_on_a_small_budget(open_library):

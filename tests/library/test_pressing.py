@@ -186,7 +186,6 @@ def test_nothing_is_evicted_for_a_pressed_form_but_it_may_take_the_place_of_its_
     assert all(holds(library, chunk) for chunk in CHUNKS[:2]) and library.store.stats()["evicted"] == 0
     assert outcomes(press(library, replaced=True)) == ["pressed"] * 2
     assert library.store.stats()["evicted"] == 0
-    library.check()
 
 
 def test_a_full_disk_leaves_the_uncompressed_forms(open_library):
