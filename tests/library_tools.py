@@ -165,6 +165,16 @@ class Unreadable(FileSystem):
         return super().read(fd, into, offset)
 
 
+class Connection:
+    """A connection to a database, of which tests change a method."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
 class Crash(BaseException):
     """The machine stops here."""
 

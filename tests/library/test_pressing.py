@@ -73,7 +73,6 @@ def test_every_chunk_of_the_model_gets_its_pressed_form_and_keeps_its_own(full):
         assert (one.before, one.after) == (size_of(chunk), size_of(compressed(chunk)))
         assert holds(full, chunk) and holds(full, compressed(chunk))
     assert holds(full, OTHER) and full.store.stats()["chunks"] == 9
-    full.check()
 
 
 def test_replacing_removes_what_was_pressed_and_nothing_else(full):
@@ -88,7 +87,6 @@ def test_replacing_removes_what_was_pressed_and_nothing_else(full):
     for chunk in CHUNKS:
         assert holds(full, compressed(chunk)) and full.store.missing_reason(chunk.key) == "recipe"
     assert full.store.missing_reason(text_key("never")) == "new"
-    full.check()
     assert full.reconcile()["leftovers"] == 0
     full.store.save(CHUNKS[0])  # whoever asks for it compiles it again
     assert holds(full, CHUNKS[0])
@@ -112,7 +110,6 @@ def test_again_it_finds_everything_there_and_a_later_replacement_only_removes(fu
     assert full.store.stats()["saved"] == saved and full.store.stats()["chunks"] == 5
     assert outcomes(press(full, replaced=True)) == ["model"]
     assert all(holds(full, compressed(chunk)) for chunk in CHUNKS)
-    full.check()
 
 
 def test_only_one_users_chunks(full):
@@ -133,7 +130,6 @@ def test_an_interruption_keeps_what_is_done_and_the_next_call_goes_on(full, repl
     assert [holds(full, compressed(chunk)) for chunk in CHUNKS] == [True, True, False, False]
     done = outcomes(press(full, replaced))
     assert done == ["already"] * (0 if replaced else 2) + ["pressed"] * 2 + ["model"]
-    full.check()
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -208,7 +204,6 @@ def test_a_damaged_file_is_put_aside_and_a_missing_one_noticed_while_others_are_
     assert "damaged and was put aside" in done[0].why and done[1].why == "is gone"
     assert [full.store.missing_reason(key) for key in KEYS[:2]] == ["corrupt", "corrupt"]
     assert len(list((full.root / "quarantine").glob("*"))) == 1
-    full.check()
 
 
 def test_a_file_that_cannot_be_read_now_stays(open_library):

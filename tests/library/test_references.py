@@ -39,7 +39,6 @@ async def test_a_reference_comes_back_as_it_was_added(library, clock):
 
 
 async def test_a_text_reference_is_tokenized_and_readable(library):
-    library.references.tokenize = lambda text: tuple(text.encode())
     added = await library.references.add("Grüße".encode(), "t.txt", title="T")
     assert library.references.text(added) == "Grüße"
     assert library.references.chunk(added).token_ids == tuple("Grüße".encode())
@@ -324,7 +323,6 @@ async def test_retired_versions_are_collected_at_the_next_start(tmp_path):
 
 
 async def test_version_numbers_continue_when_an_id_is_used_again(library):
-    library.references.tokenize = lambda text: tuple(text.encode())
     held = []
     for text in (b"one", b"three"):
         await library.references.add(text, "t.txt", title="T", id="ref_same")
@@ -339,7 +337,6 @@ async def test_version_numbers_continue_when_an_id_is_used_again(library):
 
 async def test_an_id_used_again_is_never_mistaken_for_the_earlier_reference(library):
     references = library.references
-    references.tokenize = lambda text: tuple(text.encode())
     old = await references.add(b"old words", "x", title="o", id="ref_a")
     references.remove("ref_a")
     new = await references.add(b"new words", "x", title="n", id="ref_a")

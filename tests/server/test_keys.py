@@ -6,6 +6,7 @@ import stat
 from contextlib import closing
 
 import pytest
+from library_tools import Connection
 from threads_kit import started
 
 from mpic.errors import BadRequest, StorageFull
@@ -177,14 +178,8 @@ def test_mistakes_on_the_command_line(mpic, keys):
 
 
 def test_a_login_on_a_full_disk_says_so_and_later_ones_work(keys):
-    class FullDisk:
+    class FullDisk(Connection):
         """A connection whose transaction SQLite undoes itself when the disk is full."""
-
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
 
         def execute(self, sql, *values):
             if sql == "COMMIT":
