@@ -140,9 +140,8 @@ def test_the_servers_errors_are_raised_here(client, stream):
         ask("IMAGE#NOBODY")
     with pytest.raises(mpic.ContextLengthExceeded):
         ask("x" * 5000)
-    with pytest.raises(mpic.UnsupportedParameter) as caught:
+    with pytest.raises(mpic.UnsupportedParameter, check=lambda error: error.param == "verbosity"):
         ask(extra_body={"verbosity": "low"})
-    assert caught.value.param == "verbosity"
     with pytest.raises(mpic.ModelNotFound):
         ask(model="other")
     with pytest.raises(TypeError, match="unknown option 'polcy'"):
