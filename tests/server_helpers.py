@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import json
 import time
@@ -28,7 +29,8 @@ from transformers import (
 )
 
 from mpic.api.requests import ChatRequest
-from mpic.config import Config
+from mpic.config import Config, EngineConfig
+from mpic.engine import load_engine
 from mpic.http.errors import from_validation
 from mpic.keys import KeyLimits
 from mpic.library import Library
@@ -107,6 +109,10 @@ def png(colour: str = "red", size: tuple[int, int] = (32, 24)) -> bytes:
     return buffer.getvalue()
 
 
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
 @dataclass
 class Server:
     """The server under test, with helpers for tests."""
@@ -152,6 +158,15 @@ async def fake_server(root, template, engine=None, config=None, clock=time.time)
     config = config or Config()
     library = Library.open(root, config.library.limits(), clock=clock)
     async with running(create_app(engine or FakeEngine(), library, template, config)) as server:
+        yield server
+
+
+@asynccontextmanager
+async def real_server(root, model, **options):
+    """The application over a real engine for the model in a folder; the options are the engine's."""
+    library = Library.open(root)
+    engine, processor = load_engine(EngineConfig(model=str(model), **options), library.store)
+    async with running(create_app(engine, library, ChatTemplate(processor))) as server:
         yield server
 
 

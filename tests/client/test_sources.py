@@ -1,6 +1,5 @@
 """Values that a client accepts as a file. A string is a path only where the program allows it."""
 
-import base64
 import bz2
 import gzip
 import io
@@ -8,7 +7,7 @@ import os
 
 import httpx
 import pytest
-from server_helpers import png
+from server_helpers import data_url, png
 from threads_kit import started
 from watched import opened
 
@@ -16,7 +15,7 @@ import mpic
 from mpic.client.sources import Upload, image_data_url
 
 NOBODY = "http://127.0.0.1:9"  # nothing is sent
-URL = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+URL = data_url(png())
 
 
 @pytest.fixture

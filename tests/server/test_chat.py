@@ -1,19 +1,18 @@
 """Chat completions over HTTP: whole, streamed, broken off."""
 
 import asyncio
-import base64
 import json
 
 import pytest
 from api_shapes import assert_shape
 from fake_engine import ANSWER, CHUNK_TOKENS
-from server_helpers import events, fake_server, png, post_raw, refusal, said, wait_until
+from server_helpers import data_url, events, fake_server, png, post_raw, refusal, said, wait_until
 
 from mpic.api.completion import ChatCompletion, ChatCompletionChunk
 from mpic.config import Config, EngineConfig
 from mpic.errors import CompileFailed
 
-DATA_URL = "data:image/png;base64," + base64.b64encode(png()).decode()
+DATA_URL = data_url(png())
 
 
 # ---- answers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import runpy
 from pathlib import Path
 from unittest.mock import Mock
@@ -10,7 +9,7 @@ from unittest.mock import Mock
 import httpx
 import openai
 import pytest
-from server_helpers import POOL_PAGES, png
+from server_helpers import POOL_PAGES, data_url, png
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "agent_frames.py"
 STEPS, WINDOW, FRAME = 80, 6, 16
@@ -56,7 +55,7 @@ async def test_a_frame_that_is_sent_again_is_not_decoded_again(server, monkeypat
 
     decoded = Mock(wraps=inline.image_key)
     monkeypatch.setattr(inline, "image_key", decoded)
-    url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    url = data_url(png())
     for _ in range(3):
         answer = await server.ask([{"type": "image_url", "image_url": {"url": url}}])
         assert answer.status_code == 200, answer.text

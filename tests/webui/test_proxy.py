@@ -1,14 +1,13 @@
 """The access proxy of the web interface, with plain requests and an engine that computes nothing."""
 
 import asyncio
-import base64
 from itertools import product
 from unittest.mock import AsyncMock
 from urllib.parse import unquote
 
 import pytest
 from fake_engine import FakeEngine
-from server_helpers import chat_template, png, running
+from server_helpers import chat_template, data_url, png, running
 from watched import opened
 
 from mpic.config import Config, LibraryConfig
@@ -258,7 +257,7 @@ async def test_no_text_that_a_page_sends_is_opened_as_a_file(server, tmp_path_fa
             for part in ("thumbs", "samples", "plots", "static", "v1/files", "v1/references"):
                 asked.append(await server.http.get(f"/ui/{part}/{text}"))
     assert seen == [] and len(asked) > 20 and all(answer.status_code < 500 for answer in asked)
-    private = "data:image/png;base64," + base64.b64encode(png()).decode()
+    private = data_url(png())
     assert (await server.http.post("/ui/v1/references/search", json={"image": private})).status_code < 500
 
 
