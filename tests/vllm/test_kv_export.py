@@ -4,7 +4,6 @@ early."""
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,6 +12,7 @@ import torch
 from engine_kit import until
 from paged_kit import BLOCK, LAYERS, TOKENS, chunk, paged
 from safetensors.torch import load_file
+from slow_device import LateDevice
 from threads_kit import started
 from torch import nn
 
@@ -26,33 +26,6 @@ from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, part_name
 WAIT = 60.0
 BLOCKS = (5, 2, 7)
 WIDTH = 8
-
-
-class LateDevice:
-    """``Readback`` of a device that computes what it was given when ``computed`` is set.
-
-    Attributes:
-        readers: names of the threads that read.
-    """
-
-    def __init__(self) -> None:
-        self.computed = threading.Event()
-        self.readers: set[str] = set()
-        self.error: Exception | None = None
-
-    def mark(self):
-        return self.computed
-
-    @contextmanager
-    def behind(self, mark):
-        assert mark.wait(WAIT)
-        yield
-
-    def to_host(self, source):
-        self.readers.add(threading.current_thread().name)
-        if self.error is not None:
-            raise self.error
-        return source.clone()
 
 
 TEXT = PromptInputs(None, (), {})
