@@ -66,21 +66,25 @@ def save_tiny_llava(folder: Path, seed: int = 0) -> Path:
     """
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer()
-    size = {"height": 32, "width": 32}
     own = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     text = {**families.TEXT, **own, "vocab_size": len(tokenizer)}
     model = families.llava(text, tokenizer.convert_tokens_to_ids("<image>"))
     model.eval().save_pretrained(folder)
-    LlavaProcessor(
-        CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size),
+    llava_processor(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def llava_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
+    """A processor of images with 32 x 32 pixels in patches of 8."""
+    return LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
         tokenizer,
         patch_size=8,
         vision_feature_select_strategy="default",
         image_token="<image>",
         num_additional_image_tokens=1,
         chat_template=CHATML,
-    ).save_pretrained(folder)
-    return folder
+    )
 
 
 def with_bos(**special: Any) -> PreTrainedTokenizerFast:

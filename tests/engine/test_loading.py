@@ -29,6 +29,7 @@ from mpic.kv.barrier import LoadProgress
 from mpic.link import BARE, Wrapping, parse_policy
 
 STORED, OTHER, MISSING = (text_chunk(ids(70 + i, n)) for i, n in enumerate((23, 17, 11)))
+PROMPT = prompt_of(ids(1, 6), STORED, ids(4, 5))
 POLICIES = ["reuse", "mpic-4", "legolink-3", "legolink-0", "attnlink-6", "block-1", "random-30"]
 FOREVER = 1000.0
 
@@ -255,23 +256,21 @@ def test_a_request_that_computes_is_not_held_up_by_anothers_loads(stored):
     engine, store = stored("llama", [STORED])
     plain = submit(engine, prompt_of(ids(9, 7)), "full", 200)
     next(iter(plain))
-    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
-    link = submit(engine, prompt)
+    link = submit(engine, PROMPT)
     assert len(plain.result().token_ids) == 199  # although the link's loads do not move
     assert engine.stats()["counters"]["finished_length"] == 1
     store.allow(99)
-    assert_oracle("llama", prompt, "mpic-4", link)
+    assert_oracle("llama", PROMPT, "mpic-4", link)
 
 
 def test_a_step_loses_its_patience_and_the_link_is_computed_again_when_its_chunk_is_there(stored):
     engine, store = stored("llama", [STORED], patience=0.01)
-    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
-    link = submit(engine, prompt)
+    link = submit(engine, PROMPT)
     until(lambda: engine.stats()["counters"].get("rows_thrown_away", 0) > 0)
     plain = prompt_of(ids(9, 7))
     assert_oracle("llama", plain, "full", submit(engine, plain, "full"))
     store.allow(99)
-    assert_oracle("llama", prompt, "mpic-4", link)
+    assert_oracle("llama", PROMPT, "mpic-4", link)
     counters = engine.stats()["counters"]
     assert counters["links_beside_loads"] == 1 and "load_failures" not in counters
 
@@ -293,50 +292,47 @@ def test_a_link_whose_other_load_has_not_begun_does_not_hold_the_step(stored):
 
 def test_a_chunk_deleted_during_its_load_serves_earlier_requests_and_nobody_else(stored):
     engine, store = stored("llama", [STORED])
-    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
-    link = submit(engine, prompt)
+    link = submit(engine, PROMPT)
     beside(engine)
     store.chunks.clear()
     deleting = started(lambda: engine.forget(STORED))
     store.allow(99)
-    assert_oracle("llama", prompt, "mpic-4", link)
+    assert_oracle("llama", PROMPT, "mpic-4", link)
     deleting.join(30)
     assert not engine.device.chunks
-    again = submit(engine, prompt).result().usage
+    again = submit(engine, PROMPT).result().usage
     assert (again.prefix_hit, again.chunks[0].tier) == (0, "compiled")
 
 
 def test_a_chunk_deleted_during_a_load_that_then_fails_still_serves_earlier_requests(stored):
     engine, store = stored("llama", [STORED])
     store.fails_at = 2
-    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
-    link = submit(engine, prompt)
+    link = submit(engine, PROMPT)
     beside(engine)
     engine.tombstones.mark(STORED)
     engine._post(lambda: engine.scheduler.memory.forget(STORED.owner, STORED.key))
     store.allow(99)
-    assert_oracle("llama", prompt, "mpic-4", link)
+    assert_oracle("llama", PROMPT, "mpic-4", link)
     until(lambda: not engine.device.chunks)
     assert not store.chunks
 
 
 def test_a_request_aborted_while_its_step_waits_leaves_the_chunk_for_the_next(stored):
     engine, store = stored("llama", [STORED])
-    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
-    link = submit(engine, prompt)
+    link = submit(engine, PROMPT)
     beside(engine)
     link.abort()
     store.allow(99)
     link.result()
     all_ready(engine)
-    stream = submit(engine, prompt)
-    assert_oracle("llama", prompt, "mpic-4", stream)
+    stream = submit(engine, PROMPT)
+    assert_oracle("llama", PROMPT, "mpic-4", stream)
     assert engine.stats()["counters"].get("chunk_hits", 0) == 1
 
 
 def test_closing_does_not_wait_for_the_loads_that_a_step_waits_for(stored):
     engine, store = stored("llama", [STORED])
-    link = submit(engine, prompt_of(ids(1, 6), STORED, ids(4, 5)))
+    link = submit(engine, PROMPT)
     beside(engine)
     closing = started(engine.close)
     with pytest.raises(EngineStopped):
