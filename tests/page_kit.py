@@ -6,12 +6,8 @@ from server_helpers import png
 from small_models import SMALL_SAMPLES
 
 BOX = "#box"
-AWAY = (
-    "ERR_CONNECTION_REFUSED",
-    "ERR_EMPTY_RESPONSE",
-    "ERR_CONNECTION_RESET",
-    "ERR_INCOMPLETE_CHUNKED_ENCODING",
-)
+AWAY = ("ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE")
+AWAY += ("ERR_CONNECTION_RESET", "ERR_INCOMPLETE_CHUNKED_ENCODING")
 """Complaints of the browser about a server that is not there."""
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 TABLET = {"viewport": {"width": 820, "height": 1180}, "has_touch": True}

@@ -187,15 +187,8 @@ def test_commands_of_a_conversation_are_checked_at_once(mpic, url, pictures):
     path = str(pictures[0]).replace(" ", "\\ ")
     lines = [f"/upload {path} SHOWN", "/upload /no/file", "/upload", "/policy best", "/policy mpic-7"]
     lines += ["/upload it's.png", "/upload ~nobody-here/a.png"]
-    lines += [
-        "/retrieval sometimes",
-        "/retrieval always",
-        "/retrieval",
-        "/help",
-        "/files",
-        "/again best",
-        "/quit",
-    ]
+    lines += ["/retrieval sometimes", "/retrieval always", "/retrieval"]
+    lines += ["/help", "/files", "/again best", "/quit"]
     result = CliRunner().invoke(cli.app, ["chat", "--url", url], input="\n".join(lines) + "\n")
     status, out = result.exit_code, result.output
     assert status == 0 and "IMAGE#SHOWN: created" in out and "/no/file: No such file" in out

@@ -113,12 +113,8 @@ def test_a_family_has_failed_when_one_of_its_tests_has():
 @pytest.fixture
 def registry(monkeypatch):
     """The names of classes that vLLM has, in place of vLLM."""
-    supported = {
-        "LlamaForCausalLM",
-        "Gemma2ForCausalLM",
-        "Gemma4ForCausalLM",
-        "LlavaForConditionalGeneration",
-    }
+    supported = {"LlamaForCausalLM", "Gemma2ForCausalLM"}
+    supported |= {"Gemma4ForCausalLM", "LlavaForConditionalGeneration"}
     module = types.ModuleType("vllm.model_executor.models")
     module.ModelRegistry = types.SimpleNamespace(get_supported_archs=lambda: supported)
     for name in ("vllm", "vllm.model_executor"):

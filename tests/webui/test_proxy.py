@@ -114,15 +114,8 @@ async def test_routes_that_the_page_does_not_need_are_closed_to_logged_in_visito
     assert (await server.http.request(method, path, headers=who)).status_code == 404
 
 
-BEHIND = [
-    "/ui/",
-    "/ui/about",
-    "/ui/alive",
-    "/ui/live",
-    "/ui/policy",
-    "/ui/samples/GRACE",
-    "/ui/static/app.js",
-]
+BEHIND = ["/ui/", "/ui/about", "/ui/alive", "/ui/live"]
+BEHIND += ["/ui/policy", "/ui/samples/GRACE", "/ui/static/app.js"]
 BEHIND += ["/ui/thumbs/file-x", "/ui/plots/ttft.png", "/ui/v1/files", "/ui/v1/references", "/ui/v1/savings"]
 
 
