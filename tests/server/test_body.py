@@ -47,9 +47,8 @@ async def test_whole_surrogate_pairs_and_escapes_are_text(server):
 
 async def test_large_bodies_are_parsed_on_another_thread(server, monkeypatch):
     threads, parse = [], json_routes.parse
-    monkeypatch.setattr(
-        json_routes, "parse", lambda *args: threads.append(threading.get_ident()) or parse(*args)
-    )
+    noted = lambda *args: threads.append(threading.get_ident()) or parse(*args)
+    monkeypatch.setattr(json_routes, "parse", noted)
     for size in (10, 2 * json_routes.LARGE):
         await server.ask("x" * size)
     small, large = threads
