@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
+
+from threads_kit import started
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGS = [
@@ -62,8 +63,7 @@ def serving(app, port: int = 0) -> Iterator[str]:
 
     sock = socket.create_server(("127.0.0.1", port))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
+    thread = started(server.run, [sock])
     try:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:

@@ -135,6 +135,22 @@ def assert_oracle(name: str, prompt, policy: str, stream) -> None:
     assert_same(logits_of(stream, TOKENS), expected_of(name, prompt, policy))
 
 
+def check_and_close(engines) -> None:
+    """Ends engines; the memory of those that still run has to be accounted for."""
+    for engine in engines:
+        if not engine._inbox.closed:
+            engine.check()
+        engine.close()
+
+
+def submit_together(engine, requests) -> list:
+    """Submits requests while the engine's thread waits, so that it finds all of them at once."""
+    go = pause(engine)
+    streams = [engine.submit(request) for request in requests]
+    go.set()
+    return streams
+
+
 def pause(engine) -> threading.Event:
     """Stops the engine's thread between two steps until the event is set: what is sent by then is there together."""
     inside, go = threading.Event(), threading.Event()
@@ -158,9 +174,10 @@ def until(condition) -> None:
 
 class MemoryStore:
     """A ``ChunkStore`` in a dictionary. ``damage(key)`` makes the next read of a chunk fail its checksum; ``delay``
-    (seconds) slows reading."""
+    (seconds) slows reading; ``kind`` is the class of the chunks that it finds."""
 
-    def __init__(self, delay: float = 0.0) -> None:
+    def __init__(self, delay: float = 0.0, kind: type[MemoryChunk] | None = None) -> None:
+        self.kind = kind or MemoryChunk
         self.chunks: dict[KVKey, ChunkKV] = {}
         self.damaged: set[KVKey] = set()
         self.delay = delay
@@ -168,11 +185,11 @@ class MemoryStore:
         self.full = False
 
     def find(self, keys: Sequence[KVKey]) -> dict[KVKey, MemoryChunk]:
-        return {key: MemoryChunk(self, self.chunks[key]) for key in keys if key in self.chunks}
+        return {key: self.kind(self, self.chunks[key]) for key in keys if key in self.chunks}
 
     def open(self, key: KVKey) -> MemoryChunk | None:
         chunk = self.chunks.get(key)
-        return MemoryChunk(self, chunk) if chunk is not None else None
+        return self.kind(self, chunk) if chunk is not None else None
 
     def save(self, chunk: ChunkKV) -> None:
         if self.full:

@@ -109,7 +109,9 @@ class FakeStream:
 class FakeEngine(Engine):
     """See the module. ``held`` are the ids of requests whose pages are not freed yet."""
 
-    def __init__(self, context: int = 512, pool: int = 400, pause: float = 0.0) -> None:
+    def __init__(
+        self, context: int = 512, pool: int = 400, pause: float = 0.0, hold_compiles: bool = False
+    ) -> None:
         self.info = ModelInfo(
             "fake", "0" * 64, "fake", context, "float32", "cpu", ("text", "image"), "reference"
         )
@@ -123,7 +125,7 @@ class FakeEngine(Engine):
         self.compiled: list[Chunk] = []
         self.forgotten: list[Chunk] = []
         self.compile_error: Exception | None = None
-        self.hold_compiles = False
+        self.hold_compiles = hold_compiles
         self.pending: list[Future[int]] = []
         self.closed = False
 

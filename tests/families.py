@@ -19,18 +19,9 @@ from torch import nn
 from mpic.evals.models.oracle import IMAGE_TYPES, PREFIX_TYPES
 from mpic.model.loaded import LoadedModel
 
-TEXT = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+TEXT = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+TEXT |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 IMAGE_TOKEN = 5
 Sizes = dict[str, Any]
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -105,13 +96,8 @@ def _gpt_oss(text: Sizes) -> nn.Module:
 
 def _llama4(text: Sizes) -> nn.Module:
     """Windows in chunks; layers without rotary embedding; pairs of neighbouring dimensions."""
-    sizes = {
-        **text,
-        "head_dim": 16,
-        "num_hidden_layers": 4,
-        "num_local_experts": 2,
-        "intermediate_size_mlp": 64,
-    }
+    sizes = {**text, "head_dim": 16, "num_hidden_layers": 4}
+    sizes |= {"num_local_experts": 2, "intermediate_size_mlp": 64}
     layers = {"no_rope_layers": [1, 0, 1, 1], "attention_chunk_size": 10}
     return tf.Llama4ForCausalLM(tf.Llama4TextConfig(**sizes, **layers))
 
@@ -119,13 +105,8 @@ def _llama4(text: Sizes) -> nn.Module:
 def _gemma4(text: Sizes) -> nn.Module:
     """Heads of two sizes, fewer key heads in some layers, keys shared between layers, embeddings in every layer."""
     sizes = {**text, "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 5, "num_kv_shared_layers": 2}
-    kinds = [
-        "sliding_attention",
-        "sliding_attention",
-        "full_attention",
-        "sliding_attention",
-        "full_attention",
-    ]
+    kinds = ["sliding_attention", "sliding_attention"]
+    kinds += ["full_attention", "sliding_attention", "full_attention"]
     more = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8}
     per_layer = {"vocab_size_per_layer_input": text["vocab_size"], "sliding_window": 8, "layer_types": kinds}
     return tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**sizes, **more, **per_layer))
@@ -133,21 +114,11 @@ def _gemma4(text: Sizes) -> nn.Module:
 
 def _deepseek(text: Sizes) -> nn.Module:
     """Multi-head latent attention: only the last dimensions of a key turn, and values are smaller than keys."""
-    latent = {
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-    }
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16}
+    latent |= {"qk_rope_head_dim": 8, "v_head_dim": 12}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-    sizes = {
-        **latent,
-        **text,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 2,
-    }
+    sizes = {**latent, **text, "num_key_value_heads": 4}
+    sizes |= {"moe_intermediate_size": 32, "first_k_dense_replace": 2}
     return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**sizes, **experts))
 
 
@@ -169,13 +140,8 @@ def _llava_next(text: Sizes) -> nn.Module:
 
 
 def _qwen2_vl(text: Sizes) -> nn.Module:
-    vision = {
-        "depth": 2,
-        "embed_dim": 32,
-        "num_heads": 2,
-        "patch_size": 8,
-        "hidden_size": text["hidden_size"],
-    }
+    vision = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+    vision |= {"patch_size": 8, "hidden_size": text["hidden_size"]}
     text = {**text, "rope_parameters": _mrope(text)}
     config = tf.Qwen2VLConfig(text_config=text, vision_config=vision, **_QWEN_VL)
     return tf.Qwen2VLForConditionalGeneration(config)
@@ -288,15 +254,8 @@ def _qwen_processor() -> object:
 
 
 TEXT_FAMILIES = {"llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "phi3": _phi3}
-FEATURES = {
-    "gemma3": _gemma3,
-    "gemma2": _gemma2,
-    "gpt_oss": _gpt_oss,
-    "llama4": _llama4,
-    "gemma4": _gemma4,
-    "deepseek": _deepseek,
-    "rotaries": _rotaries,
-}
+FEATURES = {"gemma3": _gemma3, "gemma2": _gemma2, "gpt_oss": _gpt_oss, "llama4": _llama4}
+FEATURES |= {"gemma4": _gemma4, "deepseek": _deepseek, "rotaries": _rotaries}
 """One family for each thing that layers may have beside causal attention with one rotary embedding."""
 TEXT_FAMILIES |= FEATURES
 VISION_FAMILIES = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import uvicorn
 from fake_engine import FakeEngine
+from threads_kit import started
 
 from mpic.config import Config, ServerConfig
 from mpic.keys import KeyStore
@@ -168,8 +168,7 @@ def front_server(root: Path, template: Any, limits: ServerConfig = LIMITS, app: 
     with bind("127.0.0.1", 0) as sock:
         server = _Server(uvicorn_config(app, limits, connections))
         server.connections = connections
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
+        thread = started(server.run, [sock])
         try:
             assert eventually(lambda: server.started)
             yield Front(sock.getsockname()[1], connections, engine, key)

@@ -5,7 +5,6 @@ import errno
 import io
 import os
 import sqlite3
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import torch
@@ -91,19 +90,28 @@ def picture(seed=0, size=(16, 12)):
     return Image.fromarray(noise.to(torch.uint8).numpy(), "RGB")
 
 
+def flip(path, at):
+    """Changes one bit of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def saved(library, *chunks, clock=None):
+    """Saves chunks, a second apart if there is a clock; returns the only one, or all of them."""
+    for chunk in chunks:
+        if clock is not None:
+            clock.now += 1
+        library.store.save(chunk)
+    return chunks if len(chunks) > 1 else chunks[0]
+
+
 def everything(root, sidecars=False):
     """Returns all files below a folder, relative to it, except the catalogue, the lock, the marker, and (by default)
     the sidecars of existing originals."""
     found = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     found = {name for name in found if not name.startswith(("catalog.sqlite", "lock", "mpic-library.json"))}
     return found if sidecars else found - {f"{name}.json" for name in found}
-
-
-def in_threads(work, arguments):
-    """Runs ``work`` with each of the arguments, all at once; raises the exception of one of them."""
-    arguments = list(arguments)
-    with ThreadPoolExecutor(len(arguments)) as pool:
-        return list(pool.map(work, arguments))
 
 
 class Clock:
@@ -155,6 +163,16 @@ class Unreadable(FileSystem):
         if self.broken and offset >= self.begin:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return super().read(fd, into, offset)
+
+
+class Connection:
+    """A connection to a database, of which tests change a method."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
 
 
 class Crash(BaseException):

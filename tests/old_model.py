@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from server_helpers import CHATML, byte_tokenizer
+from server_helpers import byte_tokenizer, llava_processor
 from transformers import (
-    CLIPImageProcessor,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    LlavaProcessor,
 )
 
 
@@ -20,7 +18,6 @@ def save_model(folder: Path) -> Path:
     """Saves a random LLaVA of three small layers, always the same one, with processor and chat template."""
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
-    size = {"height": 32, "width": 32}
     vision = CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=48,
@@ -45,13 +42,5 @@ def save_model(folder: Path) -> Path:
         vision_config=vision, text_config=text, image_token_id=image_token, vision_feature_layer=-1
     )
     LlavaForConditionalGeneration(config).eval().save_pretrained(folder)
-    LlavaProcessor(
-        CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size),
-        tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        image_token="<image>",
-        num_additional_image_tokens=1,
-        chat_template=CHATML,
-    ).save_pretrained(folder)
+    llava_processor(tokenizer).save_pretrained(folder)
     return folder

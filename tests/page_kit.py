@@ -6,12 +6,8 @@ from server_helpers import png
 from small_models import SMALL_SAMPLES
 
 BOX = "#box"
-AWAY = (
-    "ERR_CONNECTION_REFUSED",
-    "ERR_EMPTY_RESPONSE",
-    "ERR_CONNECTION_RESET",
-    "ERR_INCOMPLETE_CHUNKED_ENCODING",
-)
+AWAY = ("ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE")
+AWAY += ("ERR_CONNECTION_RESET", "ERR_INCOMPLETE_CHUNKED_ENCODING")
 """Complaints of the browser about a server that is not there."""
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 TABLET = {"viewport": {"width": 820, "height": 1180}, "has_touch": True}
@@ -20,9 +16,25 @@ TABLET = {"viewport": {"width": 820, "height": 1180}, "has_touch": True}
 def ask(page, text):
     """Asks and waits for the end of the answer."""
     turns = page.locator(".turn").count()
+    send(page, text)
+    page.wait_for_selector(f".turn:nth-child({turns + 1}) .turn-line")
+
+
+def send(page, text):
+    """Asks, and waits for nothing."""
     page.fill(BOX, text)
     page.press(BOX, "Enter")
-    page.wait_for_selector(f".turn:nth-child({turns + 1}) .turn-line")
+
+
+def begin(page, text):
+    """Asks and waits until the answer is being written."""
+    send(page, text)
+    page.wait_for_selector(".writing")
+
+
+def press(page, *keys):
+    for key in keys:
+        page.keyboard.press(key)
 
 
 def reload(page):
@@ -35,6 +47,17 @@ def new_chat(page):
     """Begins a chat and waits until it is shown."""
     page.click("#new-chat")
     page.wait_for_selector("#welcome:visible")
+
+
+def open_chat(page):
+    """Opens the newest chat of the list."""
+    page.click("#chat-list a")
+    page.wait_for_selector(".turn")
+
+
+def questions(page):
+    """Returns the questions that the page shows."""
+    return [text.removeprefix("You asked:").strip() for text in page.locator(".bubble").all_inner_texts()]
 
 
 def more(page, turn, action):
@@ -72,6 +95,11 @@ def log_in(page, key):
     page.fill("#key", key)
     page.press("#key", "Enter")
     page.wait_for_selector("body[data-ready]")
+
+
+def log_out(page):
+    page.click("#logout button")
+    page.wait_for_selector("#key")
 
 
 def until(page, true, steps=1000):

@@ -55,6 +55,8 @@ class HashEmbedder:
 class Shelf:
     """A library, its retriever, and short ways to fill them."""
 
+    closed = False
+
     def __init__(self, root: Path, embedder=None, **options) -> None:
         self.library = Library.open(root)
         self.library.references.tokenize = lambda text: tuple(text.encode())
@@ -73,6 +75,7 @@ class Shelf:
         return reference
 
     def close(self) -> None:
+        self.closed = True
         self.retriever.close()
         self.library.close()
 
@@ -113,11 +116,8 @@ class Held:
     """Makes a method of an embedder wait: each call continues after a ``release``, and ``reached`` awaits the first."""
 
     def __init__(self, embedder, method: str = "texts") -> None:
-        self._entered, self._gate, embed = (
-            threading.Event(),
-            threading.Semaphore(0),
-            getattr(embedder, method),
-        )
+        self._entered, self._gate = threading.Event(), threading.Semaphore(0)
+        embed = getattr(embedder, method)
 
         def held(items):
             self._entered.set()

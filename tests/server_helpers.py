@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import json
 import time
@@ -13,6 +14,8 @@ from typing import Any
 
 import families
 import httpx
+import pydantic
+import pytest
 import torch
 from fake_engine import FakeEngine
 from PIL import Image
@@ -25,7 +28,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from mpic.config import Config
+from mpic.api.requests import ChatRequest
+from mpic.config import Config, EngineConfig
+from mpic.engine import load_engine
+from mpic.http.errors import from_validation
 from mpic.keys import KeyLimits
 from mpic.library import Library
 from mpic.prompt import ChatTemplate
@@ -39,6 +45,7 @@ CHATML = (
 )
 
 POOL_PAGES = 64  # pages of the real server's pool: half of the tiny model's context, 12,288 bytes each
+SMALL_POOL = {"pool_bytes": POOL_PAGES * 12_288, "log_level": "warning"}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -59,21 +66,25 @@ def save_tiny_llava(folder: Path, seed: int = 0) -> Path:
     """
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer()
-    size = {"height": 32, "width": 32}
     own = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     text = {**families.TEXT, **own, "vocab_size": len(tokenizer)}
     model = families.llava(text, tokenizer.convert_tokens_to_ids("<image>"))
     model.eval().save_pretrained(folder)
-    LlavaProcessor(
-        CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size),
+    llava_processor(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def llava_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
+    """A processor of images with 32 x 32 pixels in patches of 8."""
+    return LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
         tokenizer,
         patch_size=8,
         vision_feature_select_strategy="default",
         image_token="<image>",
         num_additional_image_tokens=1,
         chat_template=CHATML,
-    ).save_pretrained(folder)
-    return folder
+    )
 
 
 def with_bos(**special: Any) -> PreTrainedTokenizerFast:
@@ -100,6 +111,10 @@ def png(colour: str = "red", size: tuple[int, int] = (32, 24)) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", size, colour).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 @dataclass
@@ -151,6 +166,15 @@ async def fake_server(root, template, engine=None, config=None, clock=time.time)
 
 
 @asynccontextmanager
+async def real_server(root, model, **options):
+    """The application over a real engine for the model in a folder; the options are the engine's."""
+    library = Library.open(root)
+    engine, processor = load_engine(EngineConfig(model=str(model), **options), library.store)
+    async with running(create_app(engine, library, ChatTemplate(processor))) as server:
+        yield server
+
+
+@asynccontextmanager
 async def running(app):
     """An application in this process, from start-up to shut-down."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -194,6 +218,18 @@ async def post_raw(app, path, incoming, sent, leaves=None, content_type="applica
 def refusal(answer):
     """Status and code of an error."""
     return answer.status_code, answer.json()["error"]["code"]
+
+
+def invalid(body):
+    """The error of a chat request that is not valid."""
+    with pytest.raises(pydantic.ValidationError) as caught:
+        ChatRequest.model_validate(body)
+    return from_validation([{**e, "loc": ("body", *e["loc"])} for e in caught.value.errors()], body, True)
+
+
+def refused_field(answer):
+    """Status, code and parameter of an error."""
+    return *refusal(answer), answer.json()["error"]["param"]
 
 
 def events(text):

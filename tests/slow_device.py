@@ -7,10 +7,39 @@ import queue
 import random
 import threading
 import time
+from contextlib import contextmanager
 
 import torch
+from threads_kit import started
 
 WAIT = 60.0  # seconds after which a test that waits has failed
+
+
+class LateDevice:
+    """``Readback`` of a device that computes what it was given when ``computed`` is set.
+
+    Attributes:
+        readers: names of the threads that read.
+    """
+
+    def __init__(self) -> None:
+        self.computed = threading.Event()
+        self.readers: set[str] = set()
+        self.error: Exception | None = None
+
+    def mark(self):
+        return self.computed
+
+    @contextmanager
+    def behind(self, mark):
+        assert mark.wait(WAIT)
+        yield
+
+    def to_host(self, source):
+        self.readers.add(threading.current_thread().name)
+        if self.error is not None:
+            raise self.error
+        return source.clone()
 
 
 class SlowDevice:
@@ -32,8 +61,7 @@ class SlowDevice:
         self.broken = False
         self._random, self._delays = random.Random(seed), delays
         self._work: queue.Queue = queue.Queue()
-        self._thread = threading.Thread(target=self._copy, daemon=True)
-        self._thread.start()
+        self._thread = started(self._copy, daemon=True)
 
     @torch.inference_mode()  # in which vLLM's steps run
     def _copy(self) -> None:

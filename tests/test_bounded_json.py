@@ -82,9 +82,8 @@ def test_pairs_are_never_cut_in_two():
 )
 def test_bounds(bounds, fits, beyond, what):
     assert read(fits, bounds) == json.loads(fits)
-    with pytest.raises(TooMuch) as caught:
+    with pytest.raises(TooMuch, check=lambda error: error.what == what):
         read(beyond, bounds)
-    assert caught.value.what == what
 
 
 def test_data_urls_do_not_count_as_text():
@@ -97,9 +96,8 @@ def test_data_urls_do_not_count_as_text():
 def test_white_space_without_end_is_refused(monkeypatch):
     monkeypatch.setattr(bounded_json, "LOOSE", 1_000)
     assert read(b"[" + b" " * 900 + b"]", Bounds()) == []
-    with pytest.raises(TooMuch) as caught:
+    with pytest.raises(TooMuch, check=lambda error: error.what == "loose"):
         read(b"[" + b" " * 1_100 + b"]", Bounds())
-    assert caught.value.what == "loose"
 
 
 def test_a_text_beyond_a_bound_is_never_parsed(monkeypatch):

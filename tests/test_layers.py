@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {
-    "kernels": "mpic.kernels",
-    "retriever": "mpic.retriever",
-    "webui": "mpic.webui",
-    "data": "mpic.data",
-}
+FOLDERS = {name: f"mpic.{name}" for name in ("kernels", "retriever", "webui", "data")}
 """Top-level folders that are parts of the package (``setup.py``)."""
 
 LAYERS = [

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import textwrap
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,16 +40,12 @@ def test_memory_of_failed_work_is_no_longer_set_aside(monkeypatch):
 
 
 def test_every_way_of_saying_that_memory_is_exhausted_becomes_one_error():
-    def too_much():
-        torch.empty(1 << 60, dtype=torch.uint8)
-
-    def no_memory():
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    def no_thread():
-        raise RuntimeError("can't start new thread")
-
-    for fail in (too_much, no_memory, no_thread, lambda: bytearray(1 << 60)):
+    for fail in (
+        lambda: torch.empty(1 << 60, dtype=torch.uint8),
+        lambda: bytearray(1 << 60),
+        Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")),
+        Mock(side_effect=RuntimeError("can't start new thread")),
+    ):
         with pytest.raises(OutOfMemory), memory.as_errors():
             fail()
     for other in (ValueError("x"), RuntimeError("shapes do not match"), FileNotFoundError(2, "gone")):

@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {
-    "kernels": "mpic.kernels",
-    "retriever": "mpic.retriever",
-    "webui": "mpic.webui",
-    "data": "mpic.data",
-}
+FOLDERS = {name: f"mpic.{name}" for name in ("kernels", "retriever", "webui", "data")}
 
 
 def load(path):

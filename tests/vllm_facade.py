@@ -34,12 +34,8 @@ class Bench:
 
     def __init__(self, root: Path, **config: Any) -> None:
         self.library = Library.open(root)
-        settings = {
-            "model": str(SMALL),
-            "pool_bytes": 1 << 28,
-            "max_running": 8,
-            "vllm_args": '{"block_size": 32}',
-        }
+        settings = {"model": str(SMALL), "pool_bytes": 1 << 28}
+        settings |= {"max_running": 8, "vllm_args": '{"block_size": 32}'}
         config = EngineConfig(engine="vllm", **{**settings, **config})
         others = psutil.Process().children(recursive=True)
         self.engine, processor = load_engine(config, self.library.store)

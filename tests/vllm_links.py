@@ -16,7 +16,7 @@ from oracle import Oracle
 from mpic.engine.accounting import segment_shapes
 from mpic.engine.vllm.wire import ChunkRef, CompileOrder, LinkOrder, make_link_order, packet_ids
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKV, KVKey, Recipe
-from mpic.kv.file import write
+from mpic.kv.file import ChunkFile, write
 from mpic.link import BARE, Wrapping, make_plan, parse_policy
 from mpic.packet.adapter import Adapter
 from mpic.prompt.segments import ChunkSegment, Prompt
@@ -113,6 +113,14 @@ class Linker:
             self._made[chunk.key, wrapping] = self.save(chunk, *self.compiled(chunk, wrapping), wrapping)
         return self._made[chunk.key, wrapping]
 
+    def stored(self, chunk: Chunk, wrapping: Wrapping = BARE) -> tuple[ChunkInputs, torch.Tensor]:
+        """Returns a chunk's inputs and KV as its file has them."""
+        inputs, (name, _) = self.file(chunk, wrapping)
+        file = ChunkFile(self.files / name)
+        kv = torch.empty(file.shape.extent(len(inputs)))
+        list(file.read_layers(kv))
+        return inputs, kv
+
     def save(
         self, chunk: Chunk, inputs: ChunkInputs, kv: torch.Tensor, wrapping: Wrapping = BARE
     ) -> tuple[ChunkInputs, tuple[str, str]]:
@@ -193,6 +201,12 @@ class Linker:
         selection = select(prompt, inputs, policy)
         ids, logits = oracle.generate(prompt, inputs, policy, selection, tokens, BOS)
         return ids, torch.log_softmax(logits[0], -1)
+
+
+def assert_close(answer: kit.GreedyAnswer, expected: tuple[list[int], torch.Tensor]) -> None:
+    """The ids of an answer and the log-distribution of its first token are those that ``expected`` has."""
+    assert answer.ids == expected[0]
+    assert (answer.logprobs - expected[1]).abs().max() < 1e-4
 
 
 def replaced(order: LinkOrder, chunk: int, **fields: Any) -> LinkOrder:

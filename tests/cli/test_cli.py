@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from server_helpers import png
@@ -163,9 +164,8 @@ def test_a_batch_goes_on_after_a_failure(mpic, pictures, url, tmp_path):
     told = json.loads(out)
     assert status == 1 and [("error" in one) for one in told] == [True, False, True, True, False]
     assert mpic("files", "delete", "EIFFEL_2025", "NOTES", "--url", url)[0] == 0
-    status, _, err = mpic(
-        "upload", *pictures, "--url", "http://127.0.0.1:9"
-    )  # nothing can be uploaded at all
+    # nothing can be uploaded at all
+    status, _, err = mpic("upload", *pictures, "--url", "http://127.0.0.1:9")
     assert status == 1 and err.count("[unreachable]") == 1
 
 
@@ -187,15 +187,8 @@ def test_commands_of_a_conversation_are_checked_at_once(mpic, url, pictures):
     path = str(pictures[0]).replace(" ", "\\ ")
     lines = [f"/upload {path} SHOWN", "/upload /no/file", "/upload", "/policy best", "/policy mpic-7"]
     lines += ["/upload it's.png", "/upload ~nobody-here/a.png"]
-    lines += [
-        "/retrieval sometimes",
-        "/retrieval always",
-        "/retrieval",
-        "/help",
-        "/files",
-        "/again best",
-        "/quit",
-    ]
+    lines += ["/retrieval sometimes", "/retrieval always", "/retrieval"]
+    lines += ["/help", "/files", "/again best", "/quit"]
     result = CliRunner().invoke(cli.app, ["chat", "--url", url], input="\n".join(lines) + "\n")
     status, out = result.exit_code, result.output
     assert status == 0 and "IMAGE#SHOWN: created" in out and "/no/file: No such file" in out
@@ -211,15 +204,11 @@ def test_ctrl_c_cancels_the_line_and_ctrl_d_ends(monkeypatch, capsys):
 
     from mpic.cli.repl import ReplSession, run_repl
 
-    typed = iter([KeyboardInterrupt, KeyboardInterrupt, EOFError])
-
-    def answer(prompt):
-        raise next(typed)
-
-    monkeypatch.setattr("builtins.input", answer)
+    typed = Mock(side_effect=[KeyboardInterrupt, KeyboardInterrupt, EOFError])
+    monkeypatch.setattr("builtins.input", typed)
     health = SimpleNamespace(model={"name": "tiny"}, policy="mpic-16", policies=("full",))
     run_repl(ReplSession(SimpleNamespace(health=lambda: health)), cli.out)
-    assert next(typed, None) is None and "/help explains" in capsys.readouterr().out
+    assert typed.call_count == 3 and "/help explains" in capsys.readouterr().out
 
 
 def test_handles_from_file_names(tmp_path):

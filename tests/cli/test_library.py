@@ -27,24 +27,11 @@ def root(tmp_path):
     return tmp_path / "library"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "",
-        "ls",
-        "show",
-        "check",
-        "gc",
-        "export",
-        "import",
-        "quota",
-        "pin",
-        "backup",
-        "restore",
-        "recover",
-        "press",
-    ],
-)
+COMMANDS = ["ls", "show", "check", "gc", "export", "import", "quota", "pin"]
+COMMANDS += ["backup", "restore", "recover", "press"]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_teaches(mpic, command):
     status, out, _ = mpic(*command.split(), "--help")
     assert status == 0 and "Usage" in out and len(out.splitlines()) > 8

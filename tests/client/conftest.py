@@ -4,11 +4,9 @@ once."""
 import asyncio
 
 import pytest
-from server_helpers import POOL_PAGES
+from server_helpers import SMALL_POOL
 
 from mpic import MPIC, AsyncMPIC
-
-POOL = {"pool_bytes": POOL_PAGES * 12_288, "log_level": "warning"}
 
 
 class Blocking:
@@ -46,10 +44,10 @@ def client(request, url, tiny_model):
     local = request.param.endswith("in-process")
     if request.param.startswith("async"):
         loop = asyncio.new_event_loop()
-        made = AsyncMPIC.local(tiny_model, **POOL) if local else AsyncMPIC(url)
+        made = AsyncMPIC.local(tiny_model, **SMALL_POOL) if local else AsyncMPIC(url)
         with Blocking(made, loop) as client:
             yield client
         loop.close()
     else:
-        with MPIC.local(tiny_model, **POOL) if local else MPIC(url) as client:
+        with MPIC.local(tiny_model, **SMALL_POOL) if local else MPIC(url) as client:
             yield client

@@ -65,6 +65,17 @@ def test_a_refusal_says_how_long_the_server_asks_to_wait(cls):
     assert from_response(sent(cls("later"))).retry_after == cls("later").retry_after
 
 
+def scripted(answer):
+    """A client of a server that gives this answer, or fails with this error."""
+
+    def respond(request):
+        if isinstance(answer, httpx.RequestError):
+            raise answer
+        return answer
+
+    return mpic.MPIC(transport=httpx.MockTransport(respond))
+
+
 def test_nobody_there():
     with mpic.MPIC("http://127.0.0.1:9", max_retries=0) as client:
         with pytest.raises(mpic.Unreachable, match="mpic serve"):
@@ -72,19 +83,12 @@ def test_nobody_there():
 
 
 def test_too_late():
-    def late(request):
-        raise httpx.ReadTimeout("timed out", request=request)
-
-    with mpic.MPIC(transport=httpx.MockTransport(late)) as client:
-        with pytest.raises(mpic.TimedOut):
-            client.health()
+    with scripted(httpx.ReadTimeout("timed out")) as client, pytest.raises(mpic.TimedOut):
+        client.health()
 
 
 def test_a_client_without_a_free_connection_says_so():
-    def full(request):
-        raise httpx.PoolTimeout("", request=request)
-
-    with mpic.MPIC(transport=httpx.MockTransport(full)) as client:
+    with scripted(httpx.PoolTimeout("")) as client:
         with pytest.raises(mpic.TimedOut, match=r"no connection .* was free"):
             client.health()
 
@@ -129,19 +133,14 @@ def test_a_key_that_cannot_be_sent_is_refused_at_once_and_not_shown(kind, key):
 
 
 def test_an_answer_that_cannot_be_decoded_is_a_bad_response():
-    def broken(request):
-        return httpx.Response(200, headers={"content-encoding": "gzip"}, content=b"not gzip")
-
-    with mpic.MPIC(transport=httpx.MockTransport(broken)) as client:
+    broken = httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"not gzip"))
+    with scripted(broken) as client:
         with pytest.raises(mpic.client.BadResponse, match="decoded"):
             client.health()
 
 
 def test_a_request_that_cannot_be_sent_is_an_error_of_the_client():
-    def refused(request):
-        raise httpx.LocalProtocolError("Illegal header value", request=request)
-
-    with mpic.MPIC(transport=httpx.MockTransport(refused)) as client:
+    with scripted(httpx.LocalProtocolError("Illegal header value")) as client:
         with pytest.raises(mpic.client.ClientError, match="cannot be sent") as caught:
             client.health()
     assert not isinstance(caught.value, mpic.client.Unreachable)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fake_engine import FakeEngine
@@ -123,11 +124,8 @@ def test_ctrl_c_during_the_start_closes_what_it_opened(build, tmp_path, monkeypa
     def interrupted(work, loop):
         future = real(work, loop)
         monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", real)
-        future.result = interrupt
+        future.result = Mock(side_effect=KeyboardInterrupt)
         return future
-
-    def interrupt():
-        raise KeyboardInterrupt
 
     real = asyncio.run_coroutine_threadsafe
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
@@ -149,13 +147,9 @@ def test_a_stream_that_is_open_when_its_server_ends_is_an_error_of_the_client(bu
 
 def test_an_application_that_cannot_be_made_closes_engine_and_library(tmp_path, monkeypatch):
     engine = FakeEngine()
-
-    def no_app(*given):
-        raise mpic.MPICError("no app")
-
     monkeypatch.setattr("mpic.engine.load_engine", lambda *given: (engine, None))
     monkeypatch.setattr("mpic.prompt.ChatTemplate", lambda processor: None)
-    monkeypatch.setattr("mpic.server.app.create_app", no_app)
+    monkeypatch.setattr("mpic.server.app.create_app", Mock(side_effect=mpic.MPICError("no app")))
     config = mpic.config.load_config(None, {"data_dir": str(tmp_path), "device": "cpu"})
     with pytest.raises(mpic.MPICError, match="no app"):
         run.build(config)

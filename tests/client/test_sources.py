@@ -1,22 +1,21 @@
 """Values that a client accepts as a file. A string is a path only where the program allows it."""
 
-import base64
 import bz2
 import gzip
 import io
 import os
-import threading
 
 import httpx
 import pytest
-from server_helpers import png
+from server_helpers import data_url, png
+from threads_kit import started
 from watched import opened
 
 import mpic
 from mpic.client.sources import Upload, image_data_url
 
 NOBODY = "http://127.0.0.1:9"  # nothing is sent
-URL = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+URL = data_url(png())
 
 
 @pytest.fixture
@@ -102,8 +101,7 @@ def unsized(request, tmp_path):
     else:
         source = other = tmp_path / "named"
         os.mkfifo(other)
-    writer = threading.Thread(target=write, args=(other,))
-    writer.start()
+    writer = started(write, other)
     yield source
     writer.join()
     if request.param == "pipe":

@@ -8,6 +8,7 @@ import threading
 
 import httpx
 import pytest
+from threads_kit import started
 
 import mpic
 from mpic.client.inprocess import AsyncInProcess
@@ -45,9 +46,12 @@ class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
         self.closed = True
 
 
+def over(body):
+    return httpx.MockTransport(lambda request: httpx.Response(200, stream=body))
+
+
 def open_stream(body):
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=body))
-    return mpic.MPIC(transport=transport, max_retries=0).chat.completions.create("hi", stream=True)
+    return mpic.MPIC(transport=over(body), max_retries=0).chat.completions.create("hi", stream=True)
 
 
 def read(data, size, way):
@@ -56,8 +60,7 @@ def read(data, size, way):
         return "".join(open_stream(body).texts()), body
 
     async def main():
-        transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=body))
-        async with mpic.AsyncMPIC(transport=transport) as client:
+        async with mpic.AsyncMPIC(transport=over(body)) as client:
             stream = await client.chat.completions.create("hi", stream=True)
             return "".join([piece async for piece in stream.texts()])
 
@@ -82,9 +85,8 @@ def test_an_error_in_the_middle_is_raised(way):
 @pytest.mark.parametrize(("code", "status"), [("engine_stopped", 503), ("not_known_here", 500)])
 def test_an_error_in_the_middle_has_the_status_of_its_kind_and_not_that_of_the_stream(code, status):
     body = {"error": {**mpic.EngineStopped("gone").body()["error"], "code": code}}
-    with pytest.raises(mpic.MPICError) as caught:
+    with pytest.raises(mpic.MPICError, check=lambda error: (error.code, error.status) == (code, status)):
         read(b"data: " + json.dumps(body).encode() + b"\n\n", 1000, "sync")
-    assert (caught.value.code, caught.value.status) == (code, status)
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])
@@ -143,8 +145,7 @@ def test_a_stream_that_another_thread_reads_is_closed_and_its_reader_sees_the_en
     with mpic.MPIC(url, max_retries=0) as client:
         stream, read = client.chat.completions.create("hi", stream=True), []
         assert next(stream).text == "one"
-        reader = threading.Thread(target=lambda: read.append(next(stream, "the end")), daemon=True)
-        reader.start()
+        reader = started(lambda: read.append(next(stream, "the end")), daemon=True)
         while not stream._chunks.gi_running:
             reader.join(0.01)
         stream.close()
@@ -153,32 +154,29 @@ def test_a_stream_that_another_thread_reads_is_closed_and_its_reader_sees_the_en
         assert read == ["the end"]
 
 
-def test_a_stream_that_another_task_reads_is_closed_and_its_reader_sees_the_end(silent):
+async def closed_under_its_reader(client):
+    """Closes a stream that another task reads; returns what that task sees at last."""
+    stream = await client.chat.completions.create("hi", stream=True)
+    assert (await anext(stream)).text == "one"
+    reader = asyncio.ensure_future(anext(stream, "the end"))
+    await asyncio.sleep(0)
+    await stream.close()
+    return await asyncio.wait_for(reader, 30)
+
+
+async def test_a_stream_that_another_task_reads_is_closed_and_its_reader_sees_the_end(silent):
     url, left = silent
-
-    async def main():
-        async with mpic.AsyncMPIC(url, max_retries=0) as client:
-            stream = await client.chat.completions.create("hi", stream=True)
-            assert (await anext(stream)).text == "one"
-            reader = asyncio.ensure_future(anext(stream, "the end"))
-            await asyncio.sleep(0)
-            await stream.close()
-            assert await asyncio.to_thread(left.wait, 30)
-            assert await asyncio.wait_for(reader, 30) == "the end"
-
-    asyncio.run(main())
+    async with mpic.AsyncMPIC(url, max_retries=0) as client:
+        assert await closed_under_its_reader(client) == "the end"
+        assert await asyncio.to_thread(left.wait, 30)
 
 
-def test_an_async_stream_that_is_dropped_unread_leaves_the_server(silent):
+async def test_an_async_stream_that_is_dropped_unread_leaves_the_server(silent):
     url, left = silent
-
-    async def main():
-        async with mpic.AsyncMPIC(url, max_retries=0) as client:
-            await client.chat.completions.create("hi", stream=True)
-            gc.collect()
-            assert await asyncio.to_thread(left.wait, 30)
-
-    asyncio.run(main())
+    async with mpic.AsyncMPIC(url, max_retries=0) as client:
+        await client.chat.completions.create("hi", stream=True)
+        gc.collect()
+        assert await asyncio.to_thread(left.wait, 30)
 
 
 class Endless:
@@ -196,16 +194,7 @@ class Endless:
         self.left = True
 
 
-def test_a_stream_in_process_that_another_task_reads_is_closed_and_its_reader_sees_the_end():
+async def test_a_stream_in_process_that_another_task_reads_is_closed_and_its_reader_sees_the_end():
     app = Endless()
-
-    async def main():
-        async with mpic.AsyncMPIC("http://x", transport=AsyncInProcess(app), max_retries=0) as client:
-            stream = await client.chat.completions.create("hi", stream=True)
-            assert (await anext(stream)).text == "one"
-            reader = asyncio.ensure_future(anext(stream, "the end"))
-            await asyncio.sleep(0)
-            await stream.close()
-            assert app.left and await asyncio.wait_for(reader, 30) == "the end"
-
-    asyncio.run(main())
+    async with mpic.AsyncMPIC("http://x", transport=AsyncInProcess(app), max_retries=0) as client:
+        assert await closed_under_its_reader(client) == "the end" and app.left

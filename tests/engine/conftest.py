@@ -1,11 +1,11 @@
-"""Engines made and closed per test."""
+"""Engines made, checked and closed per test."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_kit import adapter, family
+from engine_kit import adapter, check_and_close, family
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.model.loaded import LoadedModel
@@ -25,5 +25,4 @@ def make_engine() -> Iterator[Callable[..., NativeEngine]]:
         return engines[-1]
 
     yield make
-    for engine in engines:
-        engine.close()
+    check_and_close(engines)

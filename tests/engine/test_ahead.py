@@ -3,12 +3,13 @@ when the next step has been launched."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import fields
+from unittest.mock import Mock
 
 import pytest
-from engine_kit import family, ids, pause, prompt_of, request_of, text_chunk, until
+from engine_kit import family, ids, prompt_of, request_of, submit_together, text_chunk, until
 from extend_kit import Lookup, Words
+from threads_kit import started
 
 from mpic.engine.base import GenerationRequest, GenerationUsage, Sampling
 from mpic.engine.native import cuda_graphs, sampling, static_decode
@@ -47,10 +48,7 @@ def asked(prompts=PROMPTS, tokens=TOKENS, policy="mpic-4", **options):
 
 
 def run(engine, requests) -> list:
-    go = pause(engine)
-    streams = [engine.submit(request) for request in requests]
-    go.set()
-    answers = [stream.result() for stream in streams]
+    answers = [stream.result() for stream in submit_together(engine, requests)]
     engine.check()
     return [(a.text, list(a.token_ids), a.finish_reason, counts(a.usage)) for a in answers]
 
@@ -150,7 +148,6 @@ def test_a_request_that_arrives_meanwhile_is_scheduled_after_the_step_that_was_l
     for deltas, (text, tokens, _) in zip(rest, alone, strict=True):
         assert text.endswith("".join(delta.text for delta in deltas))
         assert tokens[1:] == [token for delta in deltas for token in delta.token_ids]
-    engine.check()
 
 
 def test_a_request_that_arrives_does_not_wait_for_the_answers_that_run(make_engine, monkeypatch):
@@ -175,16 +172,13 @@ def test_a_request_that_arrives_does_not_wait_for_the_answers_that_run(make_engi
 def test_an_aborted_answer_disturbs_nobody_and_frees_its_memory(make_engine):
     (expected,) = run(make_engine(ahead=False), [request_of(PROMPTS[1], "full", 60)])
     engine = make_engine(ahead=True)
-    go = pause(engine)
-    aborted = engine.submit(request_of(PROMPTS[2], "full", 900))
-    stays = engine.submit(request_of(PROMPTS[1], "full", 60))
-    go.set()
+    requests = [request_of(PROMPTS[2], "full", 900), request_of(PROMPTS[1], "full", 60)]
+    aborted, stays = submit_together(engine, requests)
     for _, _ in zip(range(3), aborted, strict=False):
         pass
     aborted.abort()
     assert list(stays.result().token_ids) == expected[1]
     until(lambda: engine.scheduler.idle)
-    engine.check()
 
 
 def test_an_answer_that_searches_is_paused_behind_its_call(make_engine):
@@ -236,7 +230,6 @@ def test_a_failed_step_is_not_gone_ahead_from(make_engine, monkeypatch):
     with pytest.raises(Exception, match="the device is lost"):
         engine.submit(request_of(PROMPTS[2], "full", 6)).result()
     assert len(engine.submit(request_of(PROMPTS[2], "full", 6)).result().token_ids) == 6
-    engine.check()
 
 
 def test_an_engine_that_is_closed_with_a_step_launched_ends_its_answers_with_the_reason(
@@ -246,16 +239,12 @@ def test_an_engine_that_is_closed_with_a_step_launched_ends_its_answers_with_the
 
     def read(self):
         if engine.ahead._launched is not None and not closing:
-            closing.append(threading.Thread(target=engine.close))
-            closing[0].start()
+            closing.append(started(engine.close))
             until(lambda: engine._inbox.closed)
         return choices(self)
 
     monkeypatch.setattr(Drawing, "choices", read)
-    go = pause(engine)
-    streams = [engine.submit(request_of(prompt, "full", 900)) for prompt in PROMPTS[1:3]]
-    go.set()
-    for stream in streams:
+    for stream in submit_together(engine, [request_of(prompt, "full", 900) for prompt in PROMPTS[1:3]]):
         with pytest.raises(EngineStopped):
             stream.result()
     closing[0].join(60)
@@ -267,9 +256,7 @@ def test_a_step_whose_tokens_cannot_be_read_ends_its_answers_and_the_next_are_ri
     """The device fails while the tokens of a step are on their way, behind which another one has been launched."""
     (expected,) = run(make_engine(ahead=False), [request_of(PROMPTS[2], "full", 6)])
     engine, draw, fetch, failing = make_engine(ahead=True), sampling._draw, sampling._fetch, []
-
-    def broken():
-        raise RuntimeError("the device is lost")
+    broken = Mock(side_effect=RuntimeError("the device is lost"))
 
     def fetched(tokens):
         failing.append(engine.ahead._launched is None and len(failing) == 3)

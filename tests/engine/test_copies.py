@@ -8,7 +8,19 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from engine_kit import MemoryStore, assert_oracle, family, ids, prompt_of, submit, text_chunk, until
+from engine_kit import (
+    MemoryChunk,
+    MemoryStore,
+    assert_oracle,
+    check_and_close,
+    family,
+    ids,
+    prompt_of,
+    submit,
+    text_chunk,
+    until,
+)
+from threads_kit import started
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, IntegrityError
@@ -67,8 +79,7 @@ def late():
         return engine, engine.transfers._copies
 
     yield make
-    for engine in engines:
-        engine.close()
+    check_and_close(engines)
 
 
 @pytest.mark.parametrize("policy", ["reuse", "mpic-4", "random-20"])
@@ -77,38 +88,26 @@ def test_answers_over_copied_chunks_equal_the_oracle(policy, late):
     assert_oracle("llama", PROMPT, policy, submit(engine, PROMPT, policy))
     assert copies.orders == len(CHUNKS)
     assert copies.done == len(copies.started) == len(CHUNKS) * engine.model.shape.layers
-    engine.check()
-
-
-class Asked(MemoryStore):
-    """Delivers the first layer at once and every other one only when a step waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = [threading.Event() for _ in range(99)]
-        self.asked[0].set()
-
-    def find(self, keys):
-        found = super().find(keys)
-        for chunk in found.values():
-            chunk.read_layers = lambda destination, chunk=chunk: self._layers(chunk, destination)
-        return found
-
-    def _layers(self, chunk, destination):
-        for layer, values in enumerate(chunk._chunk.kv):
-            assert self.asked[layer].wait(60)
-            destination[layer].copy_(values)
-            yield layer
 
 
 def test_a_layer_waits_for_its_own_copy_and_for_no_later_one(late, monkeypatch):
-    store = Asked()
-    engine, copies = late(store=store)
+    """The first layer is delivered at once and every other one only when a step waits for it."""
+    asked = [threading.Event() for _ in range(99)]
+    asked[0].set()
+
+    class Asked(MemoryChunk):
+        def read_layers(self, destination):
+            for layer, values in enumerate(self._chunk.kv):
+                assert asked[layer].wait(60)
+                destination[layer].copy_(values)
+                yield layer
+
+    engine, copies = late(store=MemoryStore(kind=Asked))
     seen = []
     before, wait = LayerBarrier.wait, LoadProgress.wait
 
     def asking(self, layer, seconds):
-        store.asked[layer].set()
+        asked[layer].set()
         return wait(self, layer, seconds)
 
     def watched(self, layer):
@@ -137,22 +136,15 @@ def test_an_answer_without_that_order_would_be_wrong(late, monkeypatch):
 def test_copies_of_a_load_that_failed_are_over_before_its_memory_is_used_again(late):
     """The damaged chunk is compiled into the very extent that its first layers were being copied into."""
 
-    class Half(MemoryStore):
-        def find(self, keys):
-            found = super().find(keys)
-            for chunk in found.values():
-                chunk.read_layers = lambda destination, chunk=chunk: broken(chunk, destination)
-            return found
+    class Half(MemoryChunk):
+        def read_layers(self, destination):
+            destination[0].fill_(123.0)
+            yield 0
+            raise CorruptFile("layer 1 is damaged")
 
-    def broken(chunk, destination):
-        destination[0].fill_(123.0)
-        yield 0
-        raise CorruptFile("layer 1 is damaged")
-
-    engine, copies = late(store=Half())
+    engine, copies = late(store=MemoryStore(kind=Half))
     assert_oracle("llama", PROMPT, "mpic-4", submit(engine, PROMPT))
     assert copies.done == len(copies.started) == len(CHUNKS)
-    engine.check()
 
 
 def test_a_layer_that_did_not_arrive_in_time_is_not_followed():
@@ -200,25 +192,20 @@ def test_a_dynamic_policy_decides_over_copies_that_have_happened(late, monkeypat
     for load in ended:
         engine._post(lambda load=load: loaded(*load))
     assert len(loads) == len(CHUNKS) and None not in loads
-    engine.check()
 
 
 # ---- what lies in page-locked memory, and what is read back
 
 
 def test_a_chunk_that_lies_in_page_locked_memory_is_copied_from_there(late):
-    class Lending(MemoryStore):
-        def find(self, keys):
-            found = super().find(keys)
-            for chunk in found.values():
-                chunk.lend = lambda chunk=chunk: chunk._chunk.kv
-            return found
+    class Lent(MemoryChunk):
+        def lend(self):
+            return self._chunk.kv
 
-    engine, copies = late(store=Lending())
+    engine, copies = late(store=MemoryStore(kind=Lent))
     copies.buffer = None  # nothing is staged
     assert_oracle("llama", PROMPT, "mpic-4", submit(engine, PROMPT, "mpic-4"))
     assert copies.done == len(copies.started) == len(CHUNKS) * engine.model.shape.layers
-    engine.check()
 
 
 class SlowReadback:
@@ -273,7 +260,6 @@ def test_compiled_chunks_are_read_back_while_the_engine_goes_on_and_stay_where_t
     make_engine(store=other).compile(chunk).result(60)
     [saved], [expected] = store.chunks.values(), other.chunks.values()
     assert torch.equal(saved.kv, expected.kv)
-    engine.check()
 
 
 @pytest.mark.parametrize("sink", [0, 4])
@@ -304,7 +290,6 @@ def test_a_chunk_that_cannot_be_read_back_is_not_saved_and_can_still_be_linked(m
     assert (resident.extent.fixed, resident.refs) == (0, 0) and resident.ready
     prompt = prompt_of(ids(3, 5), CHUNKS[0], ids(4, 6))
     assert_oracle("llama", prompt, "mpic-4", submit(engine, prompt))
-    engine.check()
 
 
 def test_closing_waits_for_what_is_read_back(make_engine):
@@ -313,8 +298,7 @@ def test_closing_waits_for_what_is_read_back(make_engine):
     readback = read_slowly(engine)
     futures = [engine.compile(text_chunk(ids(95 + i, 40))) for i in range(3)]
     until(lambda: engine.transfers._returning == 3)
-    closing = threading.Thread(target=engine.close, name="closing")
-    closing.start()
+    closing = started(engine.close, name="closing")
     readback.go.set()
     closing.join(60)
     assert len(store.chunks) == 3 and all(future.result(1) == 40 for future in futures)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
-from engine_kit import TOKENS, assert_same, expected_of, ids, logits_of, prompt_of, submit, text_chunk
+from engine_kit import (
+    TOKENS,
+    assert_same,
+    expected_of,
+    ids,
+    logits_of,
+    prompt_of,
+    request_of,
+    submit,
+    submit_together,
+    text_chunk,
+)
 from extend_kit import chunks_of
 
 from mpic.engine.native import decide
@@ -17,18 +26,8 @@ PROMPTS = [
 
 
 def ask_together(engine, asked):
-    """Submits requests while the engine's thread waits, so that it finds all of them at once."""
-    held, looked = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        looked.set()
-        assert held.wait(20)
-
-    engine._post(hold)
-    assert looked.wait(20)
-    streams = [submit(engine, prompt, policy) for prompt, policy in asked]
-    held.set()
-    return [logits_of(stream, TOKENS) for stream in streams]
+    requests = [request_of(prompt, policy, TOKENS, logprobs=300) for prompt, policy in asked]
+    return [logits_of(stream, TOKENS) for stream in submit_together(engine, requests)]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_vl"])
@@ -79,4 +78,3 @@ def test_a_pass_that_fails_fails_its_own_requests_alone(make_engine, monkeypatch
     with pytest.raises(Exception, match="no memory for that"):
         bad.result()
     assert_same(logits_of(good, TOKENS), expected_of("llama", PROMPTS[0], "cacheblend-15"))
-    engine.check()

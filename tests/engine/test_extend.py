@@ -44,7 +44,6 @@ def test_a_link_in_the_middle_of_an_answer_equals_one_from_the_start_and_the_ora
     assert_same(linked, extended(name, prompt, policy, call, lookup, b, document, a))
     whole = from_the_start(prompt, call, lookup.insert([Hit(c, {}) for c in (b, document, a)], 1))
     assert_same(linked, logits_of(ask(make_engine(name), whole, policy, 4), 4))
-    engine.check()
 
 
 def test_the_usage_counts_what_was_inserted_as_prompt_and_says_what_was_found(make_engine):
@@ -189,7 +188,6 @@ def test_prefetch_brings_a_stored_chunk_to_the_device_and_ignores_others(make_en
     assert [key.chunk for key in engine.device.chunks] == [document.key] and store.reads == 1
     answer = ask(engine, prompt_of(ids(1, 3), document, ids(2, 3)), "reuse", 2).result()
     assert answer.usage.chunks[0].tier == "device"
-    engine.check()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -211,4 +209,3 @@ def test_random_batches_of_requests_that_search_equal_the_oracle(seed, make_engi
         assert got_ids[: len(call)] == call
         rest = got_ids[len(call) :], got[len(call) :]
         assert_same(rest, extended(name, prompt, policy, call, Lookup(call), *found))
-    engine.check()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from unittest.mock import Mock
 
 import pytest
 from engine_kit import MemoryStore, assert_same, ids, image_chunk, logits_of, prompt_of, text_chunk
 from extend_kit import SAID, Lookup, ask, begun, chunks_of, extended, searching, spell
 from families import random_image
+from threads_kit import started
 
 from mpic.errors import FileNotFound, MPICError, UnsupportedParameter
 from mpic.kv.chunk import Chunk
@@ -41,7 +41,6 @@ def test_a_model_that_cannot_go_on_without_a_reference_ends_its_answer_and_repor
     *_, last = ask(engine, prompt, "reuse", SAID + 4, lookup)
     assert (last.text, last.finish_reason, last.token_ids) == ("Nothing was found.", "stop", ())
     assert last.retrieval.error == last.usage.retrieval[0].error == "nothing_found"
-    engine.check()
 
 
 def test_a_reference_that_cannot_be_read_is_left_out_and_the_others_are_linked(make_engine):
@@ -64,7 +63,6 @@ def test_references_that_do_not_fit_the_pool_are_dropped_from_the_end(make_engin
     assert [c["id"] for c in round.citations] == [document.label] and round.error is None
     answer = ask(engine, prompt, "reuse", 8, Lookup(call, big)).result()
     assert answer.usage.retrieval[0].error == "pool_too_small" and len(answer.token_ids) == 8
-    engine.check()
 
 
 def test_cancelling_while_searching_frees_everything(make_engine):
@@ -76,14 +74,12 @@ def test_cancelling_while_searching_frees_everything(make_engine):
     assert engine.pool.free_pages == engine.pool.pages - resident
     lookup.gate.set()
     ask(engine, prompt, "full", 2).result()
-    engine.check()
 
 
 def test_closing_the_engine_while_a_request_searches_fails_it(make_engine):
     engine = make_engine()
     _, lookup, stream = searching(engine, "full", 9)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
+    closing = started(engine.close)
     with pytest.raises(Exception, match="stopped"):
         stream.result()
     lookup.gate.set()
@@ -109,7 +105,6 @@ def test_a_reference_deleted_while_it_is_linked_is_seen_by_nobody_else(make_engi
     lookup.gate.set()
     assert len(stream.result().token_ids) == 8
     assert all(key.chunk != b.key for key in engine.device.chunks)
-    engine.check()
 
 
 def test_a_chunk_deleted_while_its_prefetch_is_prepared_does_not_come_back(make_engine, monkeypatch):
@@ -150,7 +145,6 @@ def test_a_slow_or_damaged_stored_reference_is_linked_as_a_resident_one(trouble,
     got_ids, got = logits_of(ask(engine, prompt, "mpic-5", SAID + 4, lookup), SAID + 4)
     expected = extended("llama", prompt, "mpic-5", call, lookup, b, document)
     assert_same((got_ids[SAID:], got[SAID:]), expected)
-    engine.check()
 
 
 @pytest.mark.parametrize("policy", ["prefix", "mpic-5"])
@@ -168,4 +162,3 @@ def test_a_prefix_that_another_request_splits_during_the_search_stays_mapped_as_
     ask(engine, prompt_of([*text[:20], 7, 8, 9]), policy, 1).result()
     lookup.gate.set()
     assert_same(logits_of(paused, SAID + 4), expected)
-    engine.check()

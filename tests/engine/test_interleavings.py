@@ -83,12 +83,9 @@ class UnsteadyStore(MemoryStore):
     """Layers arrive late, and now and then one is damaged, as drawn from a seed."""
 
     def __init__(self, held: MemoryStore, seed: int, failures: float) -> None:
-        super().__init__()
+        super().__init__(kind=UnsteadyChunk)
         self.chunks = dict(held.chunks)
         self.random, self.failures = random.Random(seed), failures
-
-    def find(self, keys):
-        return {key: UnsteadyChunk(self, self.chunks[key]) for key in keys if key in self.chunks}
 
 
 class UnsteadyChunk(MemoryChunk):

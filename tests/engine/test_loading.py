@@ -21,6 +21,7 @@ from engine_kit import (
     until,
 )
 from families import VISION_FAMILIES, random_image
+from threads_kit import started
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, EngineStopped
@@ -28,6 +29,7 @@ from mpic.kv.barrier import LoadProgress
 from mpic.link import BARE, Wrapping, parse_policy
 
 STORED, OTHER, MISSING = (text_chunk(ids(70 + i, n)) for i, n in enumerate((23, 17, 11)))
+PROMPT = prompt_of(ids(1, 6), STORED, ids(4, 5))
 POLICIES = ["reuse", "mpic-4", "legolink-3", "legolink-0", "attnlink-6", "block-1", "random-30"]
 FOREVER = 1000.0
 
@@ -138,7 +140,6 @@ def test_a_link_follows_its_loads_layer_by_layer_while_a_missing_chunk_compiles_
     assert_oracle(name, prompt, policy, stream)
     counters = engine.stats()["counters"]
     assert counters["links_beside_loads"] >= 1 and "rows_thrown_away" not in counters
-    engine.check()
 
 
 @pytest.mark.parametrize("policy", ["reuse-2step", "cacheblend-25"])
@@ -187,7 +188,6 @@ def test_two_requests_link_a_loading_chunk_at_different_bases(stored):
     for prompt, stream in zip(prompts, streams, strict=True):
         assert_oracle("llama", prompt, "mpic-4", stream)
     assert engine.stats()["counters"]["chunks_from_disk"] == 2
-    engine.check()
 
 
 def test_requests_that_follow_anothers_load_report_the_same_tier(stored, monkeypatch):
@@ -228,9 +228,8 @@ def test_a_load_that_fails_at_any_layer_costs_a_compile_and_nothing_wrong_is_ser
         assert_oracle("llama", prompt, "mpic-4", stream)
     counters = engine.stats()["counters"]
     assert counters["load_failures"] == 1
-    assert counters["tokens_compiled"] == sum(
-        len(c.token_ids) for c in (STORED, MISSING)
-    )  # each of them once
+    # each of them once
+    assert counters["tokens_compiled"] == sum(len(c.token_ids) for c in (STORED, MISSING))
     assert ("rows_thrown_away" in counters) == (layer > 0)
     for prompt in prompts:  # from the prefix cache now
         assert_oracle("llama", prompt, "mpic-4", submit(engine, prompt))
@@ -257,26 +256,23 @@ def test_a_request_that_computes_is_not_held_up_by_anothers_loads(stored):
     engine, store = stored("llama", [STORED])
     plain = submit(engine, prompt_of(ids(9, 7)), "full", 200)
     next(iter(plain))
-    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
-    link = submit(engine, prompt)
+    link = submit(engine, PROMPT)
     assert len(plain.result().token_ids) == 199  # although the link's loads do not move
     assert engine.stats()["counters"]["finished_length"] == 1
     store.allow(99)
-    assert_oracle("llama", prompt, "mpic-4", link)
+    assert_oracle("llama", PROMPT, "mpic-4", link)
 
 
 def test_a_step_loses_its_patience_and_the_link_is_computed_again_when_its_chunk_is_there(stored):
     engine, store = stored("llama", [STORED], patience=0.01)
-    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
-    link = submit(engine, prompt)
+    link = submit(engine, PROMPT)
     until(lambda: engine.stats()["counters"].get("rows_thrown_away", 0) > 0)
     plain = prompt_of(ids(9, 7))
     assert_oracle("llama", plain, "full", submit(engine, plain, "full"))
     store.allow(99)
-    assert_oracle("llama", prompt, "mpic-4", link)
+    assert_oracle("llama", PROMPT, "mpic-4", link)
     counters = engine.stats()["counters"]
     assert counters["links_beside_loads"] == 1 and "load_failures" not in counters
-    engine.check()
 
 
 def test_a_link_whose_other_load_has_not_begun_does_not_hold_the_step(stored):
@@ -296,57 +292,49 @@ def test_a_link_whose_other_load_has_not_begun_does_not_hold_the_step(stored):
 
 def test_a_chunk_deleted_during_its_load_serves_earlier_requests_and_nobody_else(stored):
     engine, store = stored("llama", [STORED])
-    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
-    link = submit(engine, prompt)
+    link = submit(engine, PROMPT)
     beside(engine)
     store.chunks.clear()
-    deleting = threading.Thread(target=lambda: engine.forget(STORED))
-    deleting.start()
+    deleting = started(lambda: engine.forget(STORED))
     store.allow(99)
-    assert_oracle("llama", prompt, "mpic-4", link)
+    assert_oracle("llama", PROMPT, "mpic-4", link)
     deleting.join(30)
     assert not engine.device.chunks
-    again = submit(engine, prompt).result().usage
+    again = submit(engine, PROMPT).result().usage
     assert (again.prefix_hit, again.chunks[0].tier) == (0, "compiled")
-    engine.check()
 
 
 def test_a_chunk_deleted_during_a_load_that_then_fails_still_serves_earlier_requests(stored):
     engine, store = stored("llama", [STORED])
     store.fails_at = 2
-    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
-    link = submit(engine, prompt)
+    link = submit(engine, PROMPT)
     beside(engine)
     engine.tombstones.mark(STORED)
     engine._post(lambda: engine.scheduler.memory.forget(STORED.owner, STORED.key))
     store.allow(99)
-    assert_oracle("llama", prompt, "mpic-4", link)
+    assert_oracle("llama", PROMPT, "mpic-4", link)
     until(lambda: not engine.device.chunks)
     assert not store.chunks
-    engine.check()
 
 
 def test_a_request_aborted_while_its_step_waits_leaves_the_chunk_for_the_next(stored):
     engine, store = stored("llama", [STORED])
-    prompt = prompt_of(ids(1, 6), STORED, ids(4, 5))
-    link = submit(engine, prompt)
+    link = submit(engine, PROMPT)
     beside(engine)
     link.abort()
     store.allow(99)
     link.result()
     all_ready(engine)
-    stream = submit(engine, prompt)
-    assert_oracle("llama", prompt, "mpic-4", stream)
+    stream = submit(engine, PROMPT)
+    assert_oracle("llama", PROMPT, "mpic-4", stream)
     assert engine.stats()["counters"].get("chunk_hits", 0) == 1
-    engine.check()
 
 
 def test_closing_does_not_wait_for_the_loads_that_a_step_waits_for(stored):
     engine, store = stored("llama", [STORED])
-    link = submit(engine, prompt_of(ids(1, 6), STORED, ids(4, 5)))
+    link = submit(engine, PROMPT)
     beside(engine)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
+    closing = started(engine.close)
     with pytest.raises(EngineStopped):
         link.result()
     store.allow(99)  # the read under way is the only thing left
@@ -385,4 +373,3 @@ def test_requests_that_preempt_each_other_while_loads_run_keep_their_answers(sto
     alone, _ = stored("llama", [STORED], allowed=99)
     for prompt, stream in zip(prompts, streams, strict=True):
         assert stream.result().token_ids == submit(alone, prompt, tokens=60).result().token_ids
-    engine.check()

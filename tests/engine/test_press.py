@@ -106,7 +106,6 @@ def test_a_link_of_compressed_chunks_equals_the_oracle_with_the_removed_keys_mas
     expected = expected_of(name, prompt, policy, kept=kept)
     assert_same(first, expected)
     assert_same(logits_of(submit(engine, prompt, policy), TOKENS), expected)
-    engine.check()
 
 
 def layers_of(token_ids: tuple[int, ...], observed: int) -> list[LayerKV]:

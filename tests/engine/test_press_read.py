@@ -88,7 +88,6 @@ def test_images_are_pressed_without_the_vision_encoder(make_engine):
     prompt = over(*(pressed(chunk, "knorm-50-5") for chunk in unreadable))
     _, uses = answer(engine, prompt, "mpic-5")
     assert {tier for tier, _, _ in uses} == {"disk"}
-    engine.check()
 
 
 def test_no_link_may_follow_the_layers_of_a_chunk_that_is_pressed_after_them(make_engine, monkeypatch):
@@ -138,7 +137,6 @@ def test_what_cannot_be_read_or_pressed_is_compiled(how, make_engine, monkeypatc
     assert [tier for tier, _, _ in uses] == ["compiled"]
     assert engine.stats()["counters"]["load_failures"] == 1
     until(lambda: any(key.recipe.press for key in store.chunks))
-    engine.check()
 
 
 def test_uncompressed_chunks_are_never_made_of_compressed_ones(make_engine):

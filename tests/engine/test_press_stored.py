@@ -100,9 +100,8 @@ def test_families_with_images_and_several_rotations_are_pressed_as_when_compiled
 
 
 def test_keys_behind_sink_tokens_are_unrotated_from_where_they_were_compiled(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        Leverage, "sketch", 8
-    )  # as in larger heads: a sketch sees how far all keys are rotated
+    # as in larger heads: a sketch sees how far all keys are rotated
+    monkeypatch.setattr(Leverage, "sketch", 8)
     model, press = model_of("llama", "float32"), "leverage-50-5"
     with Library.open(tmp_path / "stored") as stored, Library.open(tmp_path / "compiled") as compiled:
         compile_into(stored, model, "llama", CHUNKS[:2], ["legolink-0"])

@@ -16,13 +16,8 @@ from mpic.model.loaded import LoadedModel
 from mpic.model.quantize import quantize_weights
 from mpic.model.selftest import self_test
 
-LATENTS = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-}
+LATENTS = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16}
+LATENTS |= {"qk_rope_head_dim": 16, "v_head_dim": 16}
 """Sizes of multi-head latent attention that 4 bits a weight fit."""
 
 

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 import transformers as tf
-from engine_kit import MemoryStore, ids, pause, prompt_of, request_of, text_chunk, until
+from engine_kit import MemoryStore, ids, pause, prompt_of, request_of, submit_together, text_chunk, until
 from families import TEXT
+from threads_kit import started
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import ContextLengthExceeded, EngineStopped, IntegrityError, MPICError, UnsupportedParameter
@@ -85,8 +86,7 @@ def test_a_document_deleted_while_a_request_is_prepared_is_not_remembered(make_e
     monkeypatch.setattr(engine.linker, "_make", slow)
     answers = []
     request = request_of(prompt_of(DOCUMENT, ids(1, 3)), "mpic-4", 2)
-    thread = threading.Thread(target=lambda: answers.append(engine.submit(request).result()))
-    thread.start()
+    thread = started(lambda: answers.append(engine.submit(request).result()))
     inside.wait(30)
     engine.forget(DOCUMENT)
     go.set()
@@ -144,7 +144,6 @@ def test_options_that_nothing_can_be_drawn_by_end_their_request_alone(make_engin
     with pytest.raises(MPICError, match="TypeError"):
         broken.result()
     assert len(other.result().token_ids) == 20 and upload.result(30) == 40
-    engine.check()
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}])
@@ -166,7 +165,6 @@ def test_logits_that_are_not_numbers_end_their_request_alone(make_engine, monkey
     with pytest.raises(IntegrityError, match="not numbers"):
         broken.result()
     assert len(other.result().token_ids) == 20
-    engine.check()
 
 
 def test_a_prefix_hit_does_not_count_twice_against_a_sliding_window(make_engine):
@@ -197,7 +195,6 @@ def test_a_compile_of_a_resident_chunk_ends_although_the_next_request_needs_its_
     go.set()
     assert future.result(30) == 40
     assert len(stream.result().token_ids) == 20
-    engine.check()
 
 
 def test_a_compile_of_a_chunk_that_is_being_loaded_ends_with_the_load(make_engine):
@@ -213,7 +210,6 @@ def test_a_compile_of_a_chunk_that_is_being_loaded_ends_with_the_load(make_engin
     store.open = find
     stream.result()
     assert future.result(30) == 40
-    engine.check()
 
 
 def test_nobody_can_cancel_a_compile_and_so_stop_the_engine(make_engine):
@@ -231,10 +227,8 @@ def test_a_chunk_that_could_not_be_saved_and_was_evicted_is_not_called_corrupt(m
     engine = make_engine(store=store, pages=16)
     prompt = prompt_of(DOCUMENT, ids(1, 3))
     ask(engine, prompt, "reuse", 2)
-    go = pause(engine)
-    big = engine.submit(request_of(prompt_of(ids(1, 100)), "full", 20))
-    again = engine.submit(request_of(prompt, "reuse", 2))
-    go.set()
+    requests = [request_of(prompt_of(ids(1, 100)), "full", 20), request_of(prompt, "reuse", 2)]
+    big, again = submit_together(engine, requests)
     big.result()
     use = again.result().usage.chunks[0]
     assert (use.tier, use.reason) == ("compiled", "new")
@@ -255,8 +249,7 @@ def test_a_request_that_arrives_while_the_engine_stops_fails(make_engine):
     stream = engine.submit(request_of(prompt_of(ids(1, 5)), "full"))
     future = engine.compile(DOCUMENT)
     prepared(engine)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
+    closing = started(engine.close)
     until(lambda: engine._inbox.closed)
     go.set()
     closing.join(30)

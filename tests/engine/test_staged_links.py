@@ -6,10 +6,12 @@ from __future__ import annotations
 import random
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 from engine_kit import assert_oracle, family, ids, prompt_of, submit, text_chunk, until
 from slow_device import SlowDevice
+from threads_kit import started
 
 from mpic.config import ConfigError
 from mpic.durable import FileSystem
@@ -130,11 +132,7 @@ def test_whatever_comes_late_or_wrong_from_the_disk_answers_equal_the_oracle(see
 
 def test_page_locked_memory_that_cannot_be_had_is_an_error_of_the_configuration(linked):
     engine, device, _ = linked()
-
-    def refused(shape, dtype):
-        raise RuntimeError("CUDA error: out of memory")
-
-    device.buffer = refused
+    device.buffer = Mock(side_effect=RuntimeError("CUDA error: out of memory"))
     with pytest.raises(ConfigError, match=r"2 x 512 bytes .*set staging_slots or staging_slot_bytes lower"):
         engine.transfers.copy_beside(device, RING)
 
@@ -160,8 +158,7 @@ def test_an_engine_that_is_closed_while_chunks_are_read_ends_with_all_copies_don
     device.go.clear()
     streams = [submit(engine, prompt) for prompt in prompts()]
     until(lambda: engine.transfers._ring.held == RING.slots)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
+    closing = started(engine.close)
     until(lambda: engine._inbox.closed)
     device.go.set()
     closing.join(60)

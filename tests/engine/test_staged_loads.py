@@ -7,12 +7,14 @@ import os
 import random
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
 from engine_kit import until
 from library_tools import make_chunk, text_key
 from slow_device import SlowDevice
+from threads_kit import started
 
 from mpic.durable import FileSystem
 from mpic.engine.native.device_load import DeviceLoad
@@ -262,8 +264,7 @@ def test_closing_ends_every_load_once_and_copies_are_over_before_the_memory_is_g
     run.device.go.clear()
     run.start(chunks)
     until(lambda: run.ring.held == 2)
-    closing = threading.Thread(target=run.close)
-    closing.start()
+    closing = started(run.close)
     closing.join(60)
     assert not closing.is_alive() and not run.ring._free
     assert len(run.ends) == len(chunks)
@@ -323,11 +324,7 @@ def test_without_page_locked_memory_for_the_host_tier_the_ring_is_used_and_its_b
     library = pinned(1 << 30)
     for chunk in (chunks := save(library, 3)):
         library.store._tiers[0]._remove(chunk.key)
-
-    def refused(shape, dtype, page_locked):
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(host, "memory_for", refused)
+    monkeypatch.setattr(host, "memory_for", Mock(side_effect=RuntimeError("CUDA error: out of memory")))
     run = loads(library.store)
     run.start(chunks)
     run.wait()

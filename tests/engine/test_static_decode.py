@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 import torch
-from engine_kit import family, ids, logits_of, pause, prompt_of, request_of, text_chunk
+from engine_kit import family, ids, logits_of, prompt_of, request_of, submit_together, text_chunk
 from tape import Tape, captured
 
 from mpic.engine.native import cuda_graphs, device_memory, static_decode
@@ -46,12 +46,8 @@ def answers(monkeypatch):
         monkeypatch.setattr("mpic.engine.native.engine.static_decode_for", given)
         with closing(NativeEngine(family(name).loaded, pages=64, page_size=16, cuda_graphs=graphs)) as engine:
             engine.pool.arena.fill_(float("nan"))
-            go = pause(engine)
-            streams = [
-                engine.submit(request_of(p, policy, n, logprobs=300))
-                for p, n in zip(PROMPTS, TOKENS, strict=True)
-            ]
-            go.set()
+            asked = zip(PROMPTS, TOKENS, strict=True)
+            streams = submit_together(engine, [request_of(p, policy, n, logprobs=300) for p, n in asked])
             found = [logits_of(stream, n) for stream, n in zip(streams, TOKENS, strict=True)]
             engine.check()
         return found, engine.stats()["counters"]

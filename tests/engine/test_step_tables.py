@@ -50,9 +50,8 @@ def test_advanced_tables_give_the_answers_of_tables_made_anew(answers, monkeypat
     found, tables = answers(attention, own, tokens)
     assert tables.advanced > 0
     monkeypatch.setattr(StepTables, "_continues", lambda self, alone: False)
-    expected, anew = answers(
-        "auto" if attention == "triton" else attention, own, tokens
-    )  # one is slow enough
+    # one is slow enough
+    expected, anew = answers("auto" if attention == "triton" else attention, own, tokens)
     assert anew.advanced == 0
     for (got, logits), (wanted, wanted_logits) in zip(found, expected, strict=True):
         assert got == wanted and (logits - wanted_logits).abs().max() < 1e-4

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from engine_kit import MemoryStore, ids, text_chunk, until
+from threads_kit import started
 
 from mpic.engine.native.loader import ChunkLoad, LoadQueue, loaders_for
 from mpic.errors import EngineStopped
@@ -41,7 +42,6 @@ def test_compiled_chunks_wait_pinned_in_the_pool_for_a_slow_writer_and_all_are_s
     assert [future.result(60) for future in futures] == [40] * 8
     assert {key.chunk for key in store.chunks} == {chunk.key for chunk in chunks}
     until(lambda: not engine.transfers.busy)
-    engine.check()
 
 
 def test_closing_writes_what_is_compiled_and_not_yet_at_the_writer(make_engine):
@@ -54,8 +54,7 @@ def test_closing_writes_what_is_compiled_and_not_yet_at_the_writer(make_engine):
     except AssertionError:
         store.go.set()
         raise
-    closing = threading.Thread(target=engine.close)
-    closing.start()
+    closing = started(engine.close)
     store.go.set()
     closing.join(60)
     assert len(store.chunks) == 4 and all(future.result(1) == 40 for future in futures)

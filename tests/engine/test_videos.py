@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
 from engine_kit import TOKENS, assert_same, expected_of, inputs_of, logits_of, prompt_of, request_of
 from families import random_image
+from server_helpers import data_url
 from video_kit import (
     VIDEO_FAMILIES,
     animation,
@@ -54,12 +56,6 @@ class Resolver(InlineResolver):
         return clip_chunk(data, self._owner)
 
 
-def url(data: bytes) -> str:
-    import base64
-
-    return f"data:video/gif;base64,{base64.b64encode(data).decode()}"
-
-
 def conversation() -> list[dict]:
     text = lambda words: {"type": "text", "text": words}
     return [
@@ -67,11 +63,11 @@ def conversation() -> list[dict]:
             "role": "user",
             "content": [
                 text("First "),
-                {"type": "video_url", "video_url": {"url": url(CLIPS["first"])}},
+                {"type": "video_url", "video_url": {"url": data_url(CLIPS["first"], "video/gif")}},
                 text(" then "),
                 {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
                 text(" and "),
-                {"type": "video_url", "video_url": {"url": url(CLIPS["second"])}},
+                {"type": "video_url", "video_url": {"url": data_url(CLIPS["second"], "video/gif")}},
                 text(" differ?"),
             ],
         }
@@ -89,12 +85,9 @@ def prompt_for(name: str):
 
 
 def expected_of_stock(name: str):
-    content = [
-        {"type": {"video_url": "video", "image_url": "image"}.get(part["type"], "text"), **part}
-        for part in conversation()[0]["content"]
-    ]
+    content = conversation()[0]["content"]
     for part in content:
-        part["type"] = {"video_url": "video", "image_url": "image"}.get(part["type"], part["type"])
+        part["type"] = part["type"].removesuffix("_url")
     processor = video_family(name).loaded.processor
     made = stock_inputs(processor, [{"role": "user", "content": content}], [PICTURE], [FIRST, SECOND], RATE)
     return made, stock_answer(video_family(name).stock, made, TOKENS)
@@ -208,10 +201,7 @@ def test_the_same_processor_made_twice_gives_the_same_recipe(name):
 
 
 def test_a_model_whose_clips_fail_the_self_test_takes_none_and_says_why(monkeypatch):
-    def fails(loaded):
-        raise ModelRefused("qwen2_vl: logits differ")
-
-    monkeypatch.setattr(load, "video_self_test", fails)
+    monkeypatch.setattr(load, "video_self_test", Mock(side_effect=ModelRefused("qwen2_vl: logits differ")))
     loaded = LoadedModel(*make_video_model("qwen2_vl"), "tiny")
     assert loaded.info.modalities == ("text", "image", "video") and loaded.info.no_clips is None
     load._clips_tested(loaded, Proofs())

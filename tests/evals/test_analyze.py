@@ -160,27 +160,12 @@ def test_the_command_writes_its_figures_and_numbers(tmp_path, monkeypatch):
 
 
 def test_the_command_sums_up_several_samples(tmp_path):
-    words = [
-        "--model",
-        str(SMALL),
-        "--chunks",
-        "2",
-        "--out",
-        str(tmp_path),
-        "--policies",
-        "reuse",
-        "--samples",
-        "3",
-    ]
+    words = ["--model", str(SMALL), "--chunks", "2", "--out"]
+    words += [str(tmp_path), "--policies", "reuse", "--samples", "3"]
     result = CliRunner().invoke(cli.app, words)
     assert result.exit_code == 0, result.output
-    names = {
-        "attention-scores.png",
-        "important-tokens.png",
-        "attention-groups.png",
-        "sinks.png",
-        "analysis.json",
-    }
+    names = {"attention-scores.png", "important-tokens.png"}
+    names |= {"attention-groups.png", "sinks.png", "analysis.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
     numbers = json.loads((tmp_path / "analysis.json").read_text())
     assert (numbers["prompts"], numbers["chunks"], numbers["layers_where_important"]["of"]) == (3, 2, 4)

@@ -50,13 +50,8 @@ def test_runs_are_drawn_side_by_side(tmp_path):
         (tmp_path / name).mkdir()
         both = [*answers("full", [1, 1]), *answers("reuse", [1, 0])]
         (tmp_path / name / "answers.jsonl").write_text(lines_of(both))
-    words = [
-        "plot",
-        str(tmp_path / "fixed"),
-        str(tmp_path / "paragraph"),
-        "--out",
-        str(tmp_path / "split.png"),
-    ]
+    words = ["plot", str(tmp_path / "fixed"), str(tmp_path / "paragraph")]
+    words += ["--out", str(tmp_path / "split.png")]
     done = CliRunner().invoke(cli.app, words)
     assert done.exit_code == 0 and (tmp_path / "split.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "fixed" / "answers.jsonl").write_text("")
@@ -138,23 +133,13 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
     bench["rows"] = [{"table": "t", "x": 1}, {"table": "u", "y": 2}]
     (tmp_path / "b.json").write_text(json.dumps(bench))
     (tmp_path / "b.png").touch()
-    marks = [
-        "losses run",
-        "losses run:world-image,world-card",
-        "summary run mpic-16",
-        "cells run",
-        "counts score run",
-    ]
+    marks = ["losses run", "losses run:world-image,world-card"]
+    marks += ["summary run mpic-16", "cells run", "counts score run"]
     grid = [PolicyAnswer("niah", 0, f"600@{d}#0", "full", scores={"contains": d / 50}) for d in (0, 50)]
     (tmp_path / "grid").mkdir()
     (tmp_path / "grid" / "answers.jsonl").write_text(lines_of(grid))
-    marks += [
-        "needles grid full",
-        "runs mpic-16: run",
-        "same run full mpic-16",
-        "bench b.json u",
-        "bench later.json",
-    ]
+    marks += ["needles grid full", "runs mpic-16: run"]
+    marks += ["same run full mpic-16", "bench b.json u", "bench later.json"]
     path = tmp_path / "report.md"
     made = "".join(f"<!-- made: {mark} -->\nold\n<!-- end -->\n" for mark in marks)
     path.write_text(f"Before\n{made}After\n")
@@ -170,15 +155,8 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
     assert fill(path) == len(marks) and path.read_text() == text
 
 
-WRONG = [
-    "",
-    "nothing run",
-    "losses",
-    "losses run",
-    "losses run:world-image",
-    "counts speed run",
-    "needles run",
-]
+WRONG = ["", "nothing run", "losses", "losses run"]
+WRONG += ["losses run:world-image", "counts speed run", "needles run"]
 
 
 @pytest.mark.parametrize("mark", [*WRONG, "bench b.json other"])

@@ -199,23 +199,29 @@ raise SystemExit(space["main"](sys.argv[2:]))
 """
 
 
-def test_a_bare_machine_imports_every_section_and_the_script_comes_to_its_end(tmp_path):
-    """Runs in an interpreter that has only a bare machine's packages, without an installed ``mpic``."""
-    site, out = bare_site.make(tmp_path / "site"), tmp_path / "rows.jsonl"
-    options = ["--device", "cpu", "--out", str(out), "--sections", CHOSEN]
+def on_a_bare_machine(tmp_path, *words) -> str:
+    """The output of an interpreter that has only a bare machine's packages, without an installed ``mpic``."""
+    site = bare_site.make(tmp_path / "site")
     environment = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "OMP_NUM_THREADS", "TMPDIR")}
-    command = [sys.executable, "-S", "-c", ALONE, str(SCRIPT), *options]
     where = {"env": environment | {"PYTHONPATH": str(site)}, "cwd": site, "timeout": 200}
+    command = [sys.executable, "-S", *map(str, words)]
     done = subprocess.run(command, **where, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith(str(ROOT / "kernels" / "__init__.py"))  # the package of the checkout
+    return done.stdout
+
+
+def test_a_bare_machine_imports_every_section_and_the_script_comes_to_its_end(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    options = ["--device", "cpu", "--out", out, "--sections", CHOSEN]
+    said = on_a_bare_machine(tmp_path, "-c", ALONE, SCRIPT, *options)
+    assert said.startswith(str(ROOT / "kernels" / "__init__.py"))  # the package of the checkout
     lines, log = record.read(out), Path(f"{out}.log")
     ends = record.ends(lines)
     for name in ("machine", "ceilings", "copies", "dma", "attention"):
         assert ends[name]["status"] == "ok", log.read_text()
     for name, package in (("tests", "pytest"), ("vllm", "vllm")):
         assert ends[name]["status"] == "left out" and package in ends[name]["error"]
-    assert "not installed here: " in done.stdout and "vllm" in done.stdout
+    assert "not installed here: " in said and "vllm" in said
     rows = record.latest(lines)
     assert {row["ceiling"] for row in rows if "ceiling" in row} == {"copy", "matmul", "to_device", "to_host"}
     timed = [row for row in rows if row["section"] == "attention" and row["unit"] == "us"]
@@ -238,13 +244,8 @@ if __name__ == "__main__":
 
 def test_a_process_that_a_section_starts_finds_the_checkout_on_a_bare_machine(tmp_path):
     """vLLM starts its engine in such processes. They import the script under another name, and never call it."""
-    site, found = bare_site.make(tmp_path / "site"), tmp_path / "found.py"
+    found, starter = tmp_path / "found.py", tmp_path / "starter.py"
     found.write_text("import mpic.kernels, mpic.kv.readback\nprint(mpic.kernels.__file__)\n")
-    starter = tmp_path / "starter.py"
     starter.write_text(SPAWNED)
-    environment = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "OMP_NUM_THREADS", "TMPDIR")}
-    command = [sys.executable, "-S", str(starter), str(SCRIPT), str(found)]
-    where = {"env": environment | {"PYTHONPATH": str(site)}, "cwd": site, "timeout": 200}
-    done = subprocess.run(command, **where, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip() == str(ROOT / "kernels" / "__init__.py")
+    said = on_a_bare_machine(tmp_path, starter, SCRIPT, found)
+    assert said.strip() == str(ROOT / "kernels" / "__init__.py")

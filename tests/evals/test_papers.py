@@ -136,10 +136,8 @@ def test_it_runs_on_small_files_in_the_same_formats(paper, tmp_path, tiny_model,
     if paper.stem == "epic":
         assert needle_tables(answers)["mpic-8"][0] == ["depth", "300", "500"]
     write_report(tmp_path / "out")
-    assert (
-        "tasks.png" in (tmp_path / "out" / "report.md").read_text()
-        and (tmp_path / "out" / "tasks.png").exists()
-    )
+    assert "tasks.png" in (tmp_path / "out" / "report.md").read_text()
+    assert (tmp_path / "out" / "tasks.png").exists()
     assert "answer tokens" in (tmp_path / "out" / "report.md").read_text()
     assert (tmp_path / "out" / "lengths.png").exists()
 

@@ -83,9 +83,8 @@ def test_an_engines_own_thread_is_watched_and_left_as_it_was():
     assert found.steps == 1 and set(found.parts) <= set(PARTS) and set(found.layers) == {0, 1}
     assert sum(found.parts.values()) == pytest.approx(found.total)
     projections = 4 * 64 * 64 + 3 * 64 * 96
-    assert found.operations == 2 * (
-        2 * 40 * projections + 64 * 300
-    )  # the last row alone meets the vocabulary
+    # the last row alone meets the vocabulary
+    assert found.operations == 2 * (2 * 40 * projections + 64 * 300)
     assert found.parts[ATTENTION] > 0 and found.parts[MATRIX] > 0
 
 

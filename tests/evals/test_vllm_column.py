@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -112,12 +113,8 @@ def test_a_family_has_failed_when_one_of_its_tests_has():
 @pytest.fixture
 def registry(monkeypatch):
     """The names of classes that vLLM has, in place of vLLM."""
-    supported = {
-        "LlamaForCausalLM",
-        "Gemma2ForCausalLM",
-        "Gemma4ForCausalLM",
-        "LlavaForConditionalGeneration",
-    }
+    supported = {"LlamaForCausalLM", "Gemma2ForCausalLM"}
+    supported |= {"Gemma4ForCausalLM", "LlavaForConditionalGeneration"}
     module = types.ModuleType("vllm.model_executor.models")
     module.ModelRegistry = types.SimpleNamespace(get_supported_archs=lambda: supported)
     for name in ("vllm", "vllm.model_executor"):
@@ -155,15 +152,12 @@ def test_what_is_known_before_anything_is_served(
     assert on_vllm.check_on_vllm(family, kind, tmp_path / "log") == Row(family, kind, result, reason)
 
 
-def test_links_of_a_served_checkpoint_are_compared_with_the_oracle(registry, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("family", "kind"), [("llama", TEXT), ("llava", IMAGES)])
+def test_links_of_a_served_checkpoint_are_compared_with_the_oracle(
+    family, kind, registry, monkeypatch, tmp_path
+):
     served_by(monkeypatch, native)
-    row = on_vllm.check_on_vllm("llama", TEXT, tmp_path / "log")
-    assert row.result == "verified" and float(row.reason) < LIMIT
-
-
-def test_links_of_images_are_compared_too(registry, monkeypatch, tmp_path):
-    served_by(monkeypatch, native)
-    row = on_vllm.check_on_vllm("llava", IMAGES, tmp_path / "log")
+    row = on_vllm.check_on_vllm(family, kind, tmp_path / "log")
     assert row.result == "verified" and float(row.reason) < LIMIT, row
 
 
@@ -182,14 +176,9 @@ def test_links_of_images_are_compared_too(registry, monkeypatch, tmp_path):
 def test_a_family_with_images_is_right_when_texts_and_images_are(
     texts, images, expected, registry, monkeypatch, tmp_path
 ):
-    def compare_images(*given):
-        if isinstance(images, Exception):
-            raise images
-        return images
-
     served_by(monkeypatch, lambda config: (types.SimpleNamespace(close=lambda: None), None))
     monkeypatch.setattr(on_vllm, "compare", lambda engine, model: texts)
-    monkeypatch.setattr(on_vllm, "compare_images", compare_images)
+    monkeypatch.setattr(on_vllm, "compare_images", Mock(side_effect=[images]))
     row = on_vllm.check_on_vllm("llava", IMAGES, tmp_path / "log")
     assert row.result == expected[0] and row.reason.startswith(expected[1])
 

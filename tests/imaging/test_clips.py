@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import socket
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from threads_kit import started
 from video_kit import RULES, animation, movie, pictures
 
 from mpic.errors import InvalidVideo, MPICError, NoVideoDecoder, VideoTooCostly, VideoTooLarge
@@ -160,8 +160,7 @@ def test_a_session_description_that_begins_as_matroska_opens_no_socket():
         except InvalidVideo as error:
             refused.append(error)
 
-    reading = threading.Thread(target=read, daemon=True)
-    reading.start()
+    reading = started(read, daemon=True)
     while reading.is_alive():
         assert f":{port:04X} " not in Path("/proc/net/udp").read_text()
         time.sleep(0.01)
@@ -235,11 +234,9 @@ def test_a_clip_is_known_by_its_first_bytes():
         assert not is_animated(animation(FRAMES[:1], format=format))
     out = io.BytesIO()
     FRAMES[0].save(out, "JPEG")
-    assert (
-        not is_animated(out.getvalue())
-        and not is_animated(b"GIF89a")
-        and not is_animated(b"\x89PNG\r\n\x1a\n")
-    )
+    assert not is_animated(out.getvalue())
+    assert not is_animated(b"GIF89a")
+    assert not is_animated(b"\x89PNG\r\n\x1a\n")
 
 
 def test_an_image_that_claims_to_be_animated_and_has_one_frame_is_an_image():

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from engine_kit import until
 from odd_images import EXIF_BOMBS, flat_png, many_scans, photo, saved, two_headers
+from threads_kit import started
 
 from mpic.errors import DecoderBusy, ImageTooCostly, ImageTooLarge, OutOfMemory
 from mpic.imaging import decoder as decoder_module
@@ -94,9 +95,9 @@ def test_callers_are_served_in_order_so_small_images_do_not_overtake_a_large_one
             hold.wait(60)
 
     holds = [threading.Event() for _ in range(3)]
-    threads = [threading.Thread(target=take, args=(i, size, holds[i])) for i, size in enumerate((60, 95, 10))]
-    for i, thread in enumerate(threads):
-        thread.start()
+    threads = []
+    for i, size in enumerate((60, 95, 10)):
+        threads.append(started(take, i, size, holds[i]))
         until(lambda i=i: len(order) + budget.waiting == i + 1)
     assert order == [0]  # the third would fit beside the first, but the second came before
     for i, hold in enumerate(holds):
@@ -112,15 +113,11 @@ def test_when_too_many_wait_more_are_refused_but_not_the_engines_own():
         with budget.taken(1, 10, patient):
             release.wait(60)
 
-    threads = [threading.Thread(target=hold) for _ in range(3)]
-    for thread in threads:
-        thread.start()
+    threads = [started(hold) for _ in range(3)]
     until(lambda: budget.waiting == 2)
-    with pytest.raises(DecoderBusy) as refused:
+    with pytest.raises(DecoderBusy, check=lambda error: error.status == 429 and error.retry_after > 0):
         hold()
-    assert refused.value.status == 429 and refused.value.retry_after > 0
-    threads.append(threading.Thread(target=hold, args=(True,)))
-    threads[-1].start()
+    threads.append(started(hold, True))
     until(lambda: budget.waiting == 3)
     release.set()
     for thread in threads:
@@ -142,9 +139,8 @@ def test_a_process_that_is_killed_is_a_passing_error_and_replaced(decoder, monke
         return real(self, order, data)
 
     monkeypatch.setattr(worker_pool.WorkerProcess, "run", killed)
-    with pytest.raises(OutOfMemory) as error:
+    with pytest.raises(OutOfMemory, check=lambda error: (error.status, error.code) == (503, "out_of_memory")):
         decoder.identify(LARGE[0], RULES, BUDGET)
-    assert (error.value.status, error.value.code) == (503, "out_of_memory")
     monkeypatch.undo()
     assert decoder.identify(LARGE[0], RULES, BUDGET).width == 1700
     assert decoder.in_workers.running == 0 and not psutil.pid_exists(pid)
@@ -282,8 +278,7 @@ def test_eight_large_images_at_once_take_the_memory_of_two_and_it_is_given_back(
 
         decoder.identify(data, rules, 1 << 30)
         before = total()
-        watcher = threading.Thread(target=watch)
-        watcher.start()
+        watcher = started(watch)
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda i: decoder.identify(data, rules, 1 << 30), range(8)))
         done.set()

@@ -40,9 +40,8 @@ def cases(draw):
 def test_products_are_exact_but_for_one_rounding(dtype, case):
     x, weight, bias = (None if part is None else part.to(dtype) for part in case)
     wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    terms = (
-        x.double().abs() @ weight.double().abs().T + 1
-    )  # what rounding errors of a sum are in proportion to
+    # what rounding errors of a sum are in proportion to
+    terms = x.double().abs() @ weight.double().abs().T + 1
     error = (KERNELS[dtype](x, weight, bias).double() - wanted).abs()
     assert (error <= 2e-7 * terms + (0 if dtype == torch.float32 else 2.0**-8 * wanted.abs())).all()
 

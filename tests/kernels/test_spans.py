@@ -223,8 +223,6 @@ def test_the_keys_of_single_rows_are_written_once_where_they_are_the_values_too(
     extent, k = memory.view(2, 1, 1, 5, 8), torch.randn(1, 2, 8)
     writes = RowWrites(memory, [0, 1], [extent, extent], [3, 1])
     writes.write(1, k, k)
-    assert (
-        torch.equal(extent[1, 0, :, [3, 1]], k)
-        and not extent[0].any()
-        and not extent[1, 0, 0, [0, 2, 4]].any()
-    )
+    assert torch.equal(extent[1, 0, :, [3, 1]], k)
+    assert not extent[0].any()
+    assert not extent[1, 0, 0, [0, 2, 4]].any()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from page_locking import HostAllocator, page_locked
+from threads_kit import in_threads
 
 from mpic.kv import copies, readback, staging
 from mpic.kv.page_locked import PageLocked, page_locked_bytes
@@ -124,23 +124,14 @@ def test_memory_that_cannot_be_had_is_not_counted():
 def test_threads_share_one_budget():
     memory, allocator = page_locked()
     memory.allow(owner := Owner(), 4 * 8 * KIB)
-    failed = []
 
     def work(seed: int) -> None:
         chosen = random.Random(seed)
-        try:
-            for _ in range(300):
-                memory.empty((chosen.randint(1, 8 * KIB),), torch.uint8)  # each has one block at most
-        except BaseException as error:
-            failed.append(error)
-            raise
+        for _ in range(300):
+            memory.empty((chosen.randint(1, 8 * KIB),), torch.uint8)  # each has one block at most
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failed and allocator.most <= 4 * 8 * KIB and owner
+    in_threads(work, range(4))
+    assert allocator.most <= 4 * 8 * KIB and owner
 
 
 def test_the_staging_ring_and_the_slots_of_a_readback_have_budgets_and_whole_chunks_are_counted(monkeypatch):

@@ -16,7 +16,7 @@ def open_library(tmp_path, clock):
 
     def open_one(check=True, filesystem=None, **limits):
         library = Library.open(tmp_path / "library", Limits(**limits), filesystem=filesystem, clock=clock)
-        library.files.tokenize = lambda text: tuple(text.encode())
+        library.files.tokenize = library.references.tokenize = lambda text: tuple(text.encode())
         opened.append((library, check))
         return library
 

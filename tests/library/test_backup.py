@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
-from library_tools import chunks, encoded, everything, make_chunk, text_key
+from library_tools import chunks, encoded, everything, make_chunk, saved, text_key
 
 from mpic.errors import BadRequest, ForeignFolder, IntegrityError, StorageFull, Unavailable
 from mpic.keys import KeyStore
@@ -26,8 +26,7 @@ def fill(library):
     library.files.add("bob", encoded(), "b.png", "B", 10**6)
     library.caches.create("ann", [CachedText("one", 0, 3), CachedText("two", 3, 6)], name="C")
     asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_1"))
-    for chunk in (*chunks(3), make_chunk(text_key("r", owner=SHARED))):
-        library.store.save(chunk)
+    saved(library, *chunks(3), make_chunk(text_key("r", owner=SHARED)))
     library.set_quota("ann", files=7)
 
 

@@ -5,7 +5,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import replace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import psutil
 import pytest
@@ -111,18 +111,12 @@ def test_layers_are_announced_in_order_when_their_bytes_are_in_place(tmp_path):
 
 
 def test_reads_are_large(tmp_path):
-    sizes = []
-
-    class Watching(FileSystem):
-        def read(self, fd, into, offset):
-            sizes.append(len(into))
-            return super().read(fd, into, offset)
-
+    files = FileSystem()
     chunk = make_chunk(n=512, layers=7, heads=4, dim=64)  # a layer is 1 MiB
-    stored = ChunkFile(written(tmp_path, chunk), chunk.key, Watching())
-    sizes.clear()
-    assert torch.equal(read(stored, chunk.kv), chunk.kv)
-    assert sizes == [IO_BYTES, IO_BYTES, IO_BYTES, 1 << 20]
+    stored = ChunkFile(written(tmp_path, chunk), chunk.key, files)
+    with patch.object(files, "read", wraps=files.read) as reads:
+        assert torch.equal(read(stored, chunk.kv), chunk.kv)
+    assert [len(call.args[1]) for call in reads.call_args_list] == [IO_BYTES, IO_BYTES, IO_BYTES, 1 << 20]
 
 
 def test_short_writes_and_short_reads_are_completed(tmp_path):
@@ -139,11 +133,6 @@ def test_short_writes_and_short_reads_are_completed(tmp_path):
     assert same_inputs(stored.inputs, chunk.inputs)
 
 
-def opened_and_read(path, chunk):
-    stored = ChunkFile(path, chunk.key)
-    return stored.inputs, read(stored, chunk.kv)
-
-
 class Whole:
     """A chunk, its file's bytes, and a place for damaged copies."""
 
@@ -152,8 +141,11 @@ class Whole:
         self.path = written(folder, self.chunk)
         self.raw = self.path.read_bytes()
 
-    def __iter__(self):
-        return iter((self.chunk, self.raw, self.path))
+    def read(self, data):
+        """Returns the inputs and the KV in a file of other bytes."""
+        self.path.write_bytes(data)
+        stored = ChunkFile(self.path, self.chunk.key)
+        return stored.inputs, read(stored, self.chunk.kv)
 
     def __repr__(self):
         return "whole"
@@ -167,37 +159,32 @@ def whole(tmp_path_factory):
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_every_flipped_bit_is_detected(whole, data):
-    chunk, raw, path = whole
-    bit = data.draw(st.integers(0, 8 * len(raw) - 1), label="bit")
-    damaged = bytearray(raw)
+    bit = data.draw(st.integers(0, 8 * len(whole.raw) - 1), label="bit")
+    damaged = bytearray(whole.raw)
     damaged[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(damaged)
     with pytest.raises(CorruptFile):
-        opened_and_read(path, chunk)
+        whole.read(damaged)
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_every_truncation_and_every_extension_is_detected(whole, data):
-    chunk, raw, path = whole
+    raw = whole.raw
     size = data.draw(st.integers(0, len(raw) - 1) | st.integers(len(raw) + 1, len(raw) + BLOCK), label="size")
-    path.write_bytes(raw[:size].ljust(size, b"\0"))
     with pytest.raises(CorruptFile):
-        opened_and_read(path, chunk)
+        whole.read(raw[:size].ljust(size, b"\0"))
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_swapped_blocks_are_detected(whole, data):
-    chunk, raw, path = whole
-    blocks = [raw[i : i + 64] for i in range(0, len(raw), 64)]
+    blocks = [whole.raw[i : i + 64] for i in range(0, len(whole.raw), 64)]
     i, j = (data.draw(st.integers(0, len(blocks) - 1)) for _ in range(2))
     if blocks[i] == blocks[j]:
         return
     blocks[i], blocks[j] = blocks[j], blocks[i]
-    path.write_bytes(b"".join(blocks))
     with pytest.raises(CorruptFile):
-        opened_and_read(path, chunk)
+        whole.read(b"".join(blocks))
 
 
 json_values = st.recursive(
@@ -221,16 +208,12 @@ def forged(raw, change):
 
 
 def test_the_helper_that_forges_headers_works(whole):
-    chunk, raw, path = whole
-    path.write_bytes(forged(raw, lambda header: None))
-    assert torch.equal(opened_and_read(path, chunk)[1], chunk.kv)
+    assert torch.equal(whole.read(forged(whole.raw, lambda header: None))[1], whole.chunk.kv)
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_a_nonsensical_header_with_a_right_checksum_never_raises_anything_else(whole, data):
-    chunk, raw, path = whole
-
     def change(header):
         entry = data.draw(st.sampled_from([*header]), label="entry")
         place, name = header, entry
@@ -241,17 +224,15 @@ def test_a_nonsensical_header_with_a_right_checksum_never_raises_anything_else(w
         else:
             place[name] = data.draw(json_values, label="value")
 
-    path.write_bytes(forged(raw, change))
+    damaged = forged(whole.raw, change)
     with suppress(CorruptFile):
-        opened_and_read(path, chunk)
+        whole.read(damaged)
 
 
 @pytest.mark.parametrize("name", ["kv.000", "kv.002", "pad", "token_ids", "embeds", "deepstack"])
 def test_a_header_that_leaves_out_a_tensor_is_refused(whole, name):
-    chunk, raw, path = whole
-    path.write_bytes(forged(raw, lambda header: header.pop(name)))
     with pytest.raises(CorruptFile):
-        opened_and_read(path, chunk)
+        whole.read(forged(whole.raw, lambda header: header.pop(name)))
 
 
 def test_foreign_files_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Documents that are cut: their chunks belong to the file as one chunk does."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 from library_tools import make_chunk
@@ -103,10 +104,7 @@ def test_another_cut_that_was_asked_for_is_another_file(cutting):
 
 
 def test_a_cut_that_is_impossible_says_so_each_time(cutting):
-    def cut(text, split):
-        raise BadRequest("too many")
-
-    cutting.files.cut = cut
+    cutting.files.cut = Mock(side_effect=BadRequest("too many"))
     file = cutting.files.add("ann", b"abcdefgh", "1.txt", split=SPLIT)
     for _ in range(2):
         with pytest.raises(BadRequest, match="too many"):

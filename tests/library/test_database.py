@@ -5,7 +5,8 @@ import time
 from contextlib import closing
 
 import pytest
-from library_tools import everything, in_threads
+from library_tools import everything
+from threads_kit import in_threads
 
 from mpic.database import translation
 from mpic.errors import DatabaseBusy, DatabaseDamaged, DatabaseFailed, StorageFull

@@ -1,7 +1,7 @@
 """The disk tier when files are bad or gone, the disk is full or the process is killed: intact chunks are still
 found."""
 
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,9 +11,11 @@ from library_tools import (
     chunks,
     drop,
     everything,
+    flip,
     make_chunk,
     read,
     read_in_parts,
+    saved,
     text_key,
 )
 
@@ -23,16 +25,8 @@ from mpic.kv.chunk import ChunkKV
 from mpic.kv.file import ChunkFile
 
 
-def flip(path, at):
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
-
-
 def test_a_chunk_that_is_gone_or_bad_when_it_is_read_raises(library):
-    gone, bad = chunks(2)
-    for chunk in (gone, bad):
-        library.store.save(chunk)
+    gone, bad = saved(library, *chunks(2))
     found = library.store.find([gone.key, bad.key])
     library.store.path(gone.key).unlink()
     flip(library.store.path(bad.key), 4100)
@@ -46,8 +40,7 @@ def test_a_chunk_that_is_gone_or_bad_when_it_is_read_raises(library):
 
 @pytest.mark.parametrize("at", [0, 50, 4096, -1])
 def test_a_bad_file_is_moved_aside_counted_and_compiled_again(library, at):
-    chunk = make_chunk(image=True)
-    library.store.save(chunk)
+    chunk = saved(library, make_chunk(image=True))
     flip(library.store.path(chunk.key), at)
     stored = library.store.open(chunk.key)
     if stored is not None:
@@ -63,9 +56,7 @@ def test_a_bad_file_is_moved_aside_counted_and_compiled_again(library, at):
 
 
 def test_a_file_of_another_model_is_moved_aside(library):
-    ours, theirs = make_chunk(), make_chunk(text_key(model="b2" * 32))
-    library.store.save(ours)
-    library.store.save(theirs)
+    ours, theirs = saved(library, make_chunk(), make_chunk(text_key(model="b2" * 32)))
     library.store.path(ours.key).write_bytes(library.store.path(theirs.key).read_bytes())
     assert library.store.open(ours.key) is None
     assert library.store.missing_reason(ours.key) == "corrupt"
@@ -95,8 +86,7 @@ def test_a_deleted_chunk_leaves_the_quarantine_too(library):
 
 
 def test_a_file_that_vanished_is_compiled_again(library):
-    chunk = make_chunk()
-    library.store.save(chunk)
+    chunk = saved(library, make_chunk())
     library.store.path(chunk.key).unlink()
     assert library.store.open(chunk.key) is None
     assert library.store.missing_reason(chunk.key) == "corrupt"
@@ -105,22 +95,12 @@ def test_a_file_that_vanished_is_compiled_again(library):
 
 
 def test_a_file_that_cannot_be_opened_now_stays_ready(open_library):
-    class TooMany(FileSystem):
-        broken = False
-
-        def open(self, path):
-            if self.broken:
-                raise OSError(24, "too many open files")
-            return super().open(path)
-
-    files = TooMany()
+    files = FileSystem()
     library = open_library(filesystem=files)
-    chunk = make_chunk()
-    library.store.save(chunk)
-    files.broken = True
-    assert library.store.open(chunk.key) is None
-    assert library.store.stats()["unreadable"] == 1
-    files.broken = False
+    chunk = saved(library, make_chunk())
+    with patch.object(files, "open", side_effect=OSError(24, "too many open files")):
+        assert library.store.open(chunk.key) is None
+        assert library.store.stats()["unreadable"] == 1
     assert library.store.open(chunk.key)
 
 
@@ -128,8 +108,7 @@ def test_a_file_that_cannot_be_opened_now_stays_ready(open_library):
 def test_a_file_that_cannot_be_read_now_stays_and_is_replaced_by_the_next_save(open_library, how):
     disk = Unreadable(begin=4096)
     library = open_library(filesystem=disk)
-    chunk = make_chunk()
-    library.store.save(chunk)
+    chunk = saved(library, make_chunk())
     path = library.store.path(chunk.key)
     before = path.stat().st_ino
     stored = library.store.find([chunk.key])[chunk.key]
@@ -150,11 +129,9 @@ def test_a_file_that_cannot_be_read_now_stays_and_is_replaced_by_the_next_save(o
     assert library.store.stats()["saved"] == 2
 
 
-def test_exhausted_memory_leaves_a_file_as_it_is(library, monkeypatch):
-    chunk = make_chunk()
-    library.store.save(chunk)
-    with monkeypatch.context() as patch:
-        patch.setattr(ChunkFile, "_read_inputs", Mock(side_effect=MemoryError()))
+def test_exhausted_memory_leaves_a_file_as_it_is(library):
+    chunk = saved(library, make_chunk())
+    with patch.object(ChunkFile, "_read_inputs", side_effect=MemoryError()):
         assert library.store.open(chunk.key) is None
     library.store.save(chunk)
     stats = library.store.stats()
@@ -165,8 +142,7 @@ def test_exhausted_memory_leaves_a_file_as_it_is(library, monkeypatch):
 def test_a_chunk_without_a_row_that_cannot_be_read_at_the_start_is_adopted_by_a_later_one(open_library):
     disk = Unreadable()
     library = open_library(filesystem=disk)
-    chunk = make_chunk()
-    library.store.save(chunk)
+    chunk = saved(library, make_chunk())
     with library.catalog.write() as db:
         db.execute("DELETE FROM chunks")
     library.close()
@@ -181,9 +157,7 @@ def test_a_chunk_without_a_row_that_cannot_be_read_at_the_start_is_adopted_by_a_
 
 def test_starting_up_makes_files_and_rows_agree(open_library):
     library = open_library(check=False)
-    gone, cut, good = chunks(3)
-    for chunk in (gone, cut, good):
-        library.store.save(chunk)
+    gone, cut, good = saved(library, *chunks(3))
     library.store.path(gone.key).unlink()
     with library.store.path(cut.key).open("r+b") as file:
         file.truncate(100)

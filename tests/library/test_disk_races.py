@@ -8,13 +8,15 @@ from library_tools import (
     chunks,
     drop,
     everything,
-    in_threads,
+    flip,
     make_chunk,
     read,
     read_in_parts,
+    saved,
     size_of,
     text_key,
 )
+from threads_kit import in_threads, started
 
 from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, NotFound
@@ -44,8 +46,7 @@ def test_a_chunk_deleted_while_it_is_saved_does_not_come_back(open_library, how)
     file = library.files.add("ann", b"some text", "t.txt")
     chunk = make_chunk(text_key("some text"))
     gate.closed = True
-    saving = threading.Thread(target=library.store.save, args=(chunk,))
-    saving.start()
+    saving = started(library.store.save, chunk)
     assert gate.reached.wait(20)
     if how == "one":
         drop(library.store, chunk.key, library.catalog)
@@ -81,8 +82,7 @@ def test_a_bounded_number_of_deletions_is_remembered_and_nothing_deleted_comes_b
     for file in files:
         library.files.delete("ann", file.id)
     assert len(deleted) <= 8
-    for chunk in late:
-        library.store.save(chunk)
+    saved(library, *late)
     assert not everything(library.root)
     # the oldest deletion, and a new request for the same content
     assert library.store.open(late[0].key) is None
@@ -106,14 +106,10 @@ def test_a_forgotten_deletion_refuses_only_saves_that_were_looked_up_too_long_ag
 
 
 def damaged(library, chunk):
-    """Saves a chunk, opens it and then damages the last byte of its KV; returns the open chunk."""
+    """Saves a chunk, opens it and then damages a byte of its KV; returns the open chunk."""
     library.store.save(chunk)
     stored = library.store.open(chunk.key)
-    path = library.store.path(chunk.key)
-    raw = bytearray(path.read_bytes())
-    raw[4096] ^= 1
-    with path.open("r+b") as file:
-        file.write(raw)
+    flip(library.store.path(chunk.key), 4096)
     return stored
 
 
@@ -127,7 +123,6 @@ def test_a_reader_of_a_bad_file_leaves_the_file_alone_that_has_taken_its_place(l
     with pytest.raises(CorruptFile):
         read_again(first, chunk.kv)
     assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
-    library.check()
 
 
 class Meanwhile(FileSystem):
@@ -164,14 +159,12 @@ def test_a_reader_that_finds_no_file_leaves_the_row_alone_that_was_saved_since(o
     with pytest.raises(NotFound):
         read(stored, chunk.kv)
     assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
-    library.check()
 
 
 def test_a_bad_header_condemns_only_the_file_that_was_opened(open_library):
     files = Meanwhile()
     library = open_library(filesystem=files)
-    chunk = make_chunk()
-    library.store.save(chunk)
+    chunk = saved(library, make_chunk())
     path = library.store.path(chunk.key)
     path.write_bytes(b"damaged")
     stored = library.store.find([chunk.key])[chunk.key]
@@ -184,7 +177,6 @@ def test_a_bad_header_condemns_only_the_file_that_was_opened(open_library):
     with pytest.raises(CorruptFile):
         read(stored, chunk.kv)
     assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
-    library.check()
 
 
 def test_many_threads_on_a_small_budget(open_library):

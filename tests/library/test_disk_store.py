@@ -1,6 +1,7 @@
 """The disk tier: it finds chunks again, stays within its budget, and tells why a chunk is gone."""
 
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from library_tools import (
     make_chunk,
     read,
     same_inputs,
+    saved,
     size_of,
     text_key,
 )
@@ -41,21 +43,16 @@ def test_the_disk_store_keeps_the_engines_contract(library):
 
 
 def test_a_prompts_chunks_are_found_by_one_query_and_no_file_is_opened_before_it_is_read(open_library):
-    class Watching(FileSystem):
-        opened = 0
-
-        def open(self, path):
-            Watching.opened += 1
-            return super().open(path)
-
-    library = open_library(filesystem=Watching())
+    files = FileSystem()
+    files.open = Mock(wraps=files.open)
+    library = open_library(filesystem=files)
     kept = chunks(3)
-    for chunk in kept[:2]:
-        library.store.save(chunk)
+    saved(library, *kept[:2])
     queries, read_rows = [], library.catalog.read
     library.catalog.read = lambda *a, **k: queries.append(1) or read_rows(*a, **k)
     found = library.store.find([chunk.key for chunk in (*kept, kept[0])])
-    assert set(found) == {kept[0].key, kept[1].key} and len(queries) == 1 and Watching.opened == 0
+    assert set(found) == {kept[0].key, kept[1].key} and len(queries) == 1
+    files.open.assert_not_called()
     assert torch.equal(read(found[kept[0].key], kept[0].kv), kept[0].kv)
     assert same_inputs(found[kept[1].key].inputs, kept[1].inputs)
 
@@ -64,8 +61,7 @@ def test_a_prompts_chunks_are_found_by_one_query_and_no_file_is_opened_before_it
 def test_reading_ahead_advises_the_system_of_the_whole_file_and_never_fails(library, monkeypatch):
     advice = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, *rest: advice.append((os.fstat(fd).st_size, *rest)))
-    chunk = make_chunk()
-    library.store.save(chunk)
+    chunk = saved(library, make_chunk())
     (stored,) = library.store.find([chunk.key]).values()
     path = library.store.path(chunk.key)
     stored.read_ahead()
@@ -78,8 +74,7 @@ def test_reading_ahead_advises_the_system_of_the_whole_file_and_never_fails(libr
 
 
 def test_names_hold_whole_digests_and_never_the_user(library):
-    chunk = make_chunk(text_key(owner="../ann@example.org"))
-    library.store.save(chunk)
+    chunk = saved(library, make_chunk(text_key(owner="../ann@example.org")))
     (name,) = everything(library.root)
     model, owner, file = name.split("/")[1:]
     assert model == MODEL[:12] and len(owner) == 64 and "ann" not in name
@@ -89,9 +84,7 @@ def test_names_hold_whole_digests_and_never_the_user(library):
 @pytest.mark.parametrize("end", [Library.close, kill])
 def test_stored_chunks_survive_a_restart_and_a_kill(open_library, end):
     library = open_library()
-    kept = chunks(3)
-    for chunk in kept:
-        library.store.save(chunk)
+    kept = saved(library, *chunks(3))
     end(library)
     library = open_library()
     assert not any(library.recovered.values())
@@ -100,8 +93,7 @@ def test_stored_chunks_survive_a_restart_and_a_kill(open_library, end):
 
 
 def test_saving_twice_writes_once(library):
-    chunk = make_chunk()
-    library.store.save(chunk)
+    chunk = saved(library, make_chunk())
     library.store.save(chunk)
     assert library.store.stats()["saved"] == 1
 
@@ -120,8 +112,7 @@ def test_the_reason_says_what_is_different(library):
 
 def test_two_models_and_recipes_live_side_by_side(library):
     kept = [make_chunk(text_key(model=m * 32, sink=s), seed=s) for m in ("a1", "b2") for s in (0, 4)]
-    for chunk in kept:
-        library.store.save(chunk)
+    saved(library, *kept)
     for chunk in kept:
         assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
 
@@ -132,9 +123,7 @@ def test_two_models_and_recipes_live_side_by_side(library):
 def test_the_least_recently_used_goes_first(open_library, clock):
     a, b, c, d = chunks(4)
     library = open_library(disk_bytes=3 * size_of(a))
-    for chunk in (a, b, c):
-        clock.now += 1
-        library.store.save(chunk)
+    saved(library, a, b, c, clock=clock)
     clock.now += 1
     assert library.store.open(a.key)
     clock.now += 1
@@ -152,9 +141,7 @@ def test_the_least_recently_used_goes_first(open_library, clock):
 def test_last_use_survives_a_restart(open_library, clock):
     a, b, c = chunks(3)
     library = open_library(disk_bytes=2 * size_of(a))
-    for chunk in (a, b):
-        clock.now += 1
-        library.store.save(chunk)
+    saved(library, a, b, clock=clock)
     clock.now += 1
     library.store.open(a.key)
     library.close()
@@ -178,9 +165,7 @@ def test_a_library_reopened_with_a_smaller_budget_is_whole_and_makes_room_at_the
 ):
     a, b, c = chunks(3)
     library = open_library(disk_bytes=2 * size_of(a))
-    for chunk in (a, b):
-        clock.now += 1
-        library.store.save(chunk)
+    saved(library, a, b, clock=clock)
     library.close()
     library = open_library(disk_bytes=size_of(a))
     library.check()
@@ -217,9 +202,8 @@ def test_the_disk_store_behaves_like_an_lru_dictionary(tmp_path_factory, steps):
         chunk = known[i]
         if step == "save":
             if i not in model:
-                assert not library.store.find(
-                    [chunk.key]
-                )  # as the engine does before it compiles a deleted chunk
+                # as the engine does before it compiles a deleted chunk
+                assert not library.store.find([chunk.key])
                 model = [*model, i][-3:]
             library.store.save(chunk)
         elif step == "open":

@@ -80,10 +80,6 @@ def test_a_library_that_an_earlier_version_has_open_cannot_be_opened(root, clock
     Library.open(root, clock=clock).close()
 
 
-def remove(root):
-    shutil.rmtree(root)
-
-
 def replace(root):
     root.rename(root.with_name("away"))
     root.mkdir()
@@ -95,10 +91,9 @@ def replace_the_marker(root):
     (root / MARKER).write_bytes(data)
 
 
-@pytest.mark.parametrize("go", [remove, replace, lose_catalogue, replace_the_marker])
+@pytest.mark.parametrize("go", [shutil.rmtree, replace, lose_catalogue, replace_the_marker])
 def test_a_library_whose_folder_is_gone_stores_and_creates_nothing(open_library, go):
     library = open_library(check=False)
-    library.references.tokenize = library.files.tokenize
     fill(library)
     file = library.files.by_handle("ann", "H0")
     go(library.root)

@@ -1,5 +1,7 @@
 """Identities of files that were decoded before."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from mpic.errors import InvalidImage
@@ -19,10 +21,7 @@ def test_the_least_recently_used_file_is_forgotten_and_decoded_again():
 
 
 def test_a_file_that_is_refused_is_refused_again():
-    def refuse():
-        raise InvalidImage("no image")
-
     keys = ImageKeys()
     for _ in range(2):
         with pytest.raises(InvalidImage):
-            keys.key("ann", b"x", refuse)
+            keys.key("ann", b"x", Mock(side_effect=InvalidImage("no image")))

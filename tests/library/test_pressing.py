@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from library_tools import (
     kill,
     make_chunk,
     read,
+    saved,
     size_of,
     text_key,
 )
@@ -71,7 +73,6 @@ def test_every_chunk_of_the_model_gets_its_pressed_form_and_keeps_its_own(full):
         assert (one.before, one.after) == (size_of(chunk), size_of(compressed(chunk)))
         assert holds(full, chunk) and holds(full, compressed(chunk))
     assert holds(full, OTHER) and full.store.stats()["chunks"] == 9
-    full.check()
 
 
 def test_replacing_removes_what_was_pressed_and_nothing_else(full):
@@ -86,7 +87,6 @@ def test_replacing_removes_what_was_pressed_and_nothing_else(full):
     for chunk in CHUNKS:
         assert holds(full, compressed(chunk)) and full.store.missing_reason(chunk.key) == "recipe"
     assert full.store.missing_reason(text_key("never")) == "new"
-    full.check()
     assert full.reconcile()["leftovers"] == 0
     full.store.save(CHUNKS[0])  # whoever asks for it compiles it again
     assert holds(full, CHUNKS[0])
@@ -110,7 +110,6 @@ def test_again_it_finds_everything_there_and_a_later_replacement_only_removes(fu
     assert full.store.stats()["saved"] == saved and full.store.stats()["chunks"] == 5
     assert outcomes(press(full, replaced=True)) == ["model"]
     assert all(holds(full, compressed(chunk)) for chunk in CHUNKS)
-    full.check()
 
 
 def test_only_one_users_chunks(full):
@@ -131,7 +130,6 @@ def test_an_interruption_keeps_what_is_done_and_the_next_call_goes_on(full, repl
     assert [holds(full, compressed(chunk)) for chunk in CHUNKS] == [True, True, False, False]
     done = outcomes(press(full, replaced))
     assert done == ["already"] * (0 if replaced else 2) + ["pressed"] * 2 + ["model"]
-    full.check()
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -139,8 +137,7 @@ def test_a_crash_at_any_change_loses_no_chunk(tmp_path, replaced):
     for at in range(100):
         root = tmp_path / str(at)
         with Library.open(root, clock=Clock()) as library:
-            for chunk in CHUNKS[:2]:
-                library.store.save(chunk)
+            saved(library, *CHUNKS[:2])
         files = CrashingFiles(10**9)
         library = Library.open(root, filesystem=files, clock=Clock())
         files.at = files.changes + at
@@ -165,11 +162,9 @@ def test_a_crash_at_any_change_loses_no_chunk(tmp_path, replaced):
 
 
 def test_a_replaced_file_that_could_not_be_removed_goes_at_the_next_start(tmp_path):
-    class Kept(FileSystem):
-        def remove(self, path):
-            raise OSError("it is held")
-
-    library = Library.open(tmp_path, filesystem=Kept())
+    files = FileSystem()
+    files.remove = Mock(side_effect=OSError("it is held"))
+    library = Library.open(tmp_path, filesystem=files)
     library.store.save(CHUNKS[0])
     assert outcomes(press(library, replaced=True)) == ["pressed"] and len(everything(tmp_path)) == 2
     kill(library)
@@ -181,21 +176,18 @@ def test_a_replaced_file_that_could_not_be_removed_goes_at_the_next_start(tmp_pa
 def test_nothing_is_evicted_for_a_pressed_form_but_it_may_take_the_place_of_its_source(open_library):
     size = size_of(CHUNKS[0])
     library = open_library(disk_bytes=2 * size + 100)
-    for chunk in CHUNKS[:2]:
-        library.store.save(chunk)
+    saved(library, *CHUNKS[:2])
     done = press(library)
     assert outcomes(done) == ["left"] * 2 and "without evicting" in done[0].why
     assert all(holds(library, chunk) for chunk in CHUNKS[:2]) and library.store.stats()["evicted"] == 0
     assert outcomes(press(library, replaced=True)) == ["pressed"] * 2
     assert library.store.stats()["evicted"] == 0
-    library.check()
 
 
 def test_a_full_disk_leaves_the_uncompressed_forms(open_library):
     disk = FullDisk()
     library = open_library(filesystem=disk)
-    for chunk in CHUNKS[:2]:
-        library.store.save(chunk)
+    saved(library, *CHUNKS[:2])
     disk.left = 100
     assert outcomes(press(library, replaced=True)) == ["left"] * 2
     disk.left = None
@@ -212,7 +204,6 @@ def test_a_damaged_file_is_put_aside_and_a_missing_one_noticed_while_others_are_
     assert "damaged and was put aside" in done[0].why and done[1].why == "is gone"
     assert [full.store.missing_reason(key) for key in KEYS[:2]] == ["corrupt", "corrupt"]
     assert len(list((full.root / "quarantine").glob("*"))) == 1
-    full.check()
 
 
 def test_a_file_that_cannot_be_read_now_stays(open_library):

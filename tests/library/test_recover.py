@@ -12,6 +12,7 @@ from library_tools import (
     everything,
     lose_catalogue,
     make_chunk,
+    saved,
     text_key,
 )
 
@@ -58,8 +59,7 @@ def fill(library, clock):
     library.references.pin("ref_1")
     asyncio.run(library.references.replace("ref_1", b"new", title="R 2", description="d"))
     library.references.collect_retired()
-    for chunk in (*chunks(2), make_chunk(text_key("new", owner=SHARED))):
-        library.store.save(chunk)
+    saved(library, *chunks(2), make_chunk(text_key("new", owner=SHARED)))
     library.set_quota("ann", files=7, disk=10**6)
 
 

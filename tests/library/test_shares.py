@@ -223,7 +223,6 @@ def test_usage_adds_up_over_a_life(open_library, clock):
     clock.now += 60
     library.files.collect_expired()
     assert [row[:3] for row in library.usage()] == [("ann", "disk", 2)]
-    library.check()
 
 
 # Originals

@@ -7,7 +7,7 @@ from contextlib import suppress
 from threading import Lock
 
 import pytest
-from library_tools import CrashingFiles, FullDisk, encoded, everything, picture, text_key
+from library_tools import Connection, CrashingFiles, FullDisk, encoded, everything, picture, text_key
 
 from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, HandleTaken, StorageFull, StorageQuotaExceeded
@@ -194,19 +194,13 @@ def test_a_replacement_that_is_refused_leaves_the_old_file_recoverable(tmp_path)
         assert again.id == old.id and library.files.content("ann", again.id) == b"6bytes"
 
 
-class FailingCommit:
+class FailingCommit(Connection):
     """The connection of a catalogue whose next commit fails."""
-
-    def __init__(self, inner):
-        self._inner = inner
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
 
     def execute(self, sql, *values):
         if sql == "COMMIT":
             raise sqlite3.OperationalError("the disk does not answer")
-        return self._inner.execute(sql, *values)
+        return self.inner.execute(sql, *values)
 
 
 CHANGES = {

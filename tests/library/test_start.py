@@ -6,7 +6,7 @@ import shutil
 import sqlite3
 
 import pytest
-from library_tools import Clock, everything, kill, make_chunk, text_key
+from library_tools import Clock, everything, kill, lose_catalogue, make_chunk, text_key
 
 from mpic.errors import DatabaseDamaged, IntegrityError, ReferenceNotFound
 from mpic.library import Library, Limits
@@ -19,26 +19,9 @@ def catalogue(root):
     return sorted(root.glob("catalog.sqlite*"))
 
 
-def lose(root):
-    for path in catalogue(root):
-        path.unlink()
-
-
 def empty(root):
-    lose(root)
+    lose_catalogue(root)
     (root / "catalog.sqlite").touch()
-
-
-def cut(root):
-    os.truncate(root / "catalog.sqlite", (root / "catalog.sqlite").stat().st_size // 2)
-
-
-def cut_short(root):
-    os.truncate(root / "catalog.sqlite", 50)
-
-
-def overwrite(root):
-    (root / "catalog.sqlite").write_bytes(b"\xa5" * 8192)
 
 
 def overwrite_a_page(root):
@@ -48,13 +31,21 @@ def overwrite_a_page(root):
 
 
 def replace_by_another_database(root):
-    lose(root)
+    lose_catalogue(root)
     with sqlite3.connect(root / "catalog.sqlite") as db:
         db.execute("CREATE TABLE bookmarks (url TEXT)")
         db.execute("PRAGMA user_version = 3")
 
 
-DAMAGES = [lose, empty, cut, cut_short, overwrite, overwrite_a_page, replace_by_another_database]
+DAMAGES = {
+    "lost": lose_catalogue,
+    "empty": empty,
+    "cut": lambda root: os.truncate(root / "catalog.sqlite", (root / "catalog.sqlite").stat().st_size // 2),
+    "cut short": lambda root: os.truncate(root / "catalog.sqlite", 50),
+    "overwritten": lambda root: (root / "catalog.sqlite").write_bytes(b"\xa5" * 8192),
+    "a page overwritten": overwrite_a_page,
+    "another database": replace_by_another_database,
+}
 
 
 def contents(root):
@@ -65,7 +56,7 @@ def contents(root):
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "without a marker"])
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_start_with_a_lost_or_damaged_catalogue_refuses_and_names_recover(root, clock, damage, marked):
     damage(root)
     if not marked:
@@ -78,7 +69,7 @@ def test_a_start_with_a_lost_or_damaged_catalogue_refuses_and_names_recover(root
 
 def test_a_crash_while_a_library_is_created_needs_no_recovery(tmp_path):
     Library.open(tmp_path).close()
-    for damage in (lose, empty):
+    for damage in (lose_catalogue, empty):
         damage(tmp_path)
         with Library.open(tmp_path) as library:
             library.files.add("ann", b"some text", "t.txt")

@@ -2,12 +2,14 @@
 
 import random
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 import torch
 from engine_kit import family, ids, prompt_of, request_of, text_chunk
-from library_tools import drop, in_threads, make_chunk, read, text_key
+from library_tools import drop, flip, make_chunk, read, saved, text_key
 from page_locking import page_locked
+from threads_kit import in_threads
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, IntegrityError
@@ -99,11 +101,7 @@ def test_chunks_read_from_disk_are_copied_to_host_memory(tiered):
 def test_host_memory_that_cannot_be_had_costs_neither_a_save_nor_a_read(tiered, monkeypatch, error):
     remote, chunk = Remote(), make_chunk()
     library = tiered(remote=[remote])
-
-    def unavailable(*arguments):
-        raise error
-
-    monkeypatch.setattr(host, "memory_for", unavailable)
+    monkeypatch.setattr(host, "memory_for", Mock(side_effect=error))
     library.store.save(chunk)
     assert chunk.key in remote.chunks  # the tiers behind it have the chunk
     tiers = library.stats()["tiers"]
@@ -124,10 +122,7 @@ def test_an_abandoned_read_promotes_nothing(tiered):
 def test_a_damaged_file_is_never_promoted(tiered):
     library, chunk = tiered(), make_chunk()
     library.store.disk.save(chunk)
-    path = library.store.path(chunk.key)
-    data = bytearray(path.read_bytes())
-    data[4096 + 100] ^= 1
-    path.write_bytes(data)
+    flip(library.store.path(chunk.key), 4096 + 100)
     with pytest.raises(CorruptFile):
         read(library.store.find([chunk.key])[chunk.key], chunk.kv)
     assert library.store.find([chunk.key]) == {} and library.store.missing_reason(chunk.key) == "corrupt"
@@ -137,8 +132,7 @@ def test_a_deleted_content_leaves_every_tier(tiered):
     remote = Remote()
     library = tiered(remote=[remote])
     file = library.files.add("ann", b"text", "t")
-    chunk = make_chunk(KVKey("ann", file.key, "a1" * 32, Recipe("float32")))
-    library.store.save(chunk)
+    chunk = saved(library, make_chunk(KVKey("ann", file.key, "a1" * 32, Recipe("float32"))))
     assert remote.chunks
     reading = library.store.find([chunk.key])[chunk.key]
     library.files.delete("ann", file.id)
@@ -175,8 +169,7 @@ def test_host_memory_keeps_its_budget_and_the_shares_of_users(tiered):
     chunks = {name: make_chunk(text_key(name, owner=name[0])) for name in names}
     size = kv_bytes(chunks["a1"])
     library = tiered(host_bytes=4 * size)
-    for chunk in chunks.values():
-        library.store.save(chunk)
+    saved(library, *chunks.values())
     tiers = {name: library.store.open(chunk.key).tier for name, chunk in chunks.items()}
     assert tiers == {"a1": "host", "a2": "host", "b1": "disk", "b2": "disk", "b3": "host", "b4": "host"}
     stats = library.stats()["tiers"]["host"]

@@ -5,7 +5,8 @@ import threading
 
 import numpy as np
 import pytest
-from library_tools import encoded, everything, in_threads, picture
+from library_tools import encoded, everything, picture
+from threads_kit import in_threads
 
 from mpic.errors import (
     BadRequest,
@@ -191,18 +192,13 @@ def test_a_file_that_could_not_be_compiled_is_compiled_again_when_it_is_uploaded
 
 
 def test_of_concurrent_uploads_of_the_same_bytes_one_file_is_left(library):
-    start, ids = threading.Barrier(4), []
+    start = threading.Barrier(4)
 
-    def add():
+    def add(i):
         start.wait()
-        ids.append(library.files.add("ann", b"same", "f", handle="H").id)
+        return library.files.add("ann", b"same", "f", handle="H").id
 
-    threads = [threading.Thread(target=add) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(ids) == 4 and len(set(ids)) == 1
+    assert len(set(in_threads(add, range(4)))) == 1
     assert len(library.files.page("ann").files) == len(everything(library.root)) == 1
 
 

@@ -14,16 +14,8 @@ from mpic.link import POLICIES, Need, SegmentShape, engines, make_plan, parse_po
 
 NAMES = ["full", "prefix", "reuse", "reuse-2step", "mpic-0", "mpic-7", "mpic-500", "legolink-3", "legolink-0"]
 NAMES += ["attnlink-5", "attnlink-0", "block-1", "random-30", "random-0", "random-100"]
-NAMES += [
-    "cacheblend-15",
-    "cacheblend-0",
-    "cacheblend-100",
-    "packet",
-    "packet-0",
-    "packet-7",
-    "a3-15",
-    "a3-100",
-]
+NAMES += ["cacheblend-15", "cacheblend-0", "cacheblend-100"]
+NAMES += ["packet", "packet-0", "packet-7", "a3-15", "a3-100"]
 segments = st.lists(
     st.builds(lambda n, c: SegmentShape(n, max(1, n // 2) if c else n, c), st.integers(1, 40), st.booleans()),
     min_size=1,

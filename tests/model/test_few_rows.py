@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,11 +78,8 @@ def test_weights_that_come_to_lie_otherwise_or_have_no_kernel_multiply_with_torc
     layer = copy.deepcopy(_layers(loaded)[0])
     layer.weight.data = layer.weight.data.T.contiguous().T  # as wrappers of quantised checkpoints set it
     torch.testing.assert_close(layer(torch.ones(1, 64)), layer.weight.sum(1)[None])
-
-    def unavailable(dtype):
-        raise linear.KernelUnavailable("no kernel for this dtype on this processor")
-
-    monkeypatch.setattr(linear, "load", unavailable)
+    unavailable = linear.KernelUnavailable("no kernel for this dtype on this processor")
+    monkeypatch.setattr(linear, "load", Mock(side_effect=unavailable))
     few_rows._most_rows.cache_clear()
     try:
         layer = _layers(loaded)[1]

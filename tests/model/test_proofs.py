@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -144,13 +145,8 @@ def test_a_source_edited_in_place_is_tested_again_even_with_its_old_time_and_siz
 def test_sources_of_ours_and_of_transformers_are_covered(place):
     loaded = start(place)
     own, others = proof_subject._own_sources(), proof_subject._model_sources(loaded)
-    for name in (
-        "model/hooks.py",
-        "model/selftest.py",
-        "kernels/attention.py",
-        "kernels/stream.c",
-        "kv/pool.py",
-    ):
+    ours = ("model/hooks.py", "model/selftest.py", "kernels/attention.py", "kernels/stream.c", "kv/pool.py")
+    for name in ours:
         assert any(path.endswith(name) for path in own)
     for name in ("modeling_llama.py", "masking_utils.py", "modeling_rope_utils.py", "nn/modules/linear.py"):
         assert any(path.endswith(name) for path in others)
@@ -184,10 +180,7 @@ def test_nothing_is_kept_if_a_source_has_changed_since_the_process_began(place, 
 
 
 def test_a_failing_test_is_not_kept(place, monkeypatch):
-    def fails(loaded):
-        raise ModelRefused("logits differ")
-
-    monkeypatch.setattr(load, "self_test", fails)
+    monkeypatch.setattr(load, "self_test", Mock(side_effect=ModelRefused("logits differ")))
     for _ in range(2):
         with pytest.raises(ModelRefused, match="differ"):
             start(place)
@@ -263,9 +256,6 @@ def test_the_newest_proofs_are_kept(place):
 
 
 def test_a_start_goes_on_where_the_file_cannot_be_written(place, ran, monkeypatch, caplog):
-    def full(*arguments):
-        raise OSError(28, "no space left")
-
-    monkeypatch.setattr("mpic.model.proofs.write_durably", full)
+    monkeypatch.setattr("mpic.model.proofs.write_durably", Mock(side_effect=OSError(28, "no space left")))
     start(place)
     assert len(ran) == 1 and "cannot be written" in caplog.text

@@ -9,6 +9,7 @@ from chat_models import byte_level
 from hostile_texts import demo, prose, sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads_kit import in_threads
 
 from mpic import cancel
 from mpic.prompt import slice_cache
@@ -114,11 +115,7 @@ def test_threads_share_it_and_the_count_stays_right():
                 assert found == [int(name)] * 7
             cache.keep("u", name, [int(name)] * 7)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 3, 5, 7)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, (1, 3, 5, 7))
     assert cache.held == sum(map(len, cache._ids.values())) <= 50
 
 

@@ -1,4 +1,4 @@
-"""Libraries with retrievers, opened and closed for each test."""
+"""Libraries with retrievers, opened, checked and closed for each test."""
 
 from __future__ import annotations
 
@@ -20,4 +20,6 @@ def open_shelf(tmp_path) -> Iterator[Callable[..., Shelf]]:
 
     yield make
     for shelf in shelves:
+        if not shelf.closed:
+            shelf.retriever.check()
         shelf.close()

@@ -23,7 +23,6 @@ def test_a_restart_reads_the_index_file_and_a_damaged_or_stale_one_is_rebuilt_an
     shelf = open_shelf()
     for i in range(5):
         shelf.add(f"fact {i} of word{i}", f"t{i}")
-    shelf.close()
     shelf = open_shelf()
     assert titles(shelf, "word3", top_k=1) == ["t3"] and shelf.retriever.status()["index"] == "file"
     assert shelf.embedder.batches == [1]  # the query
@@ -54,7 +53,6 @@ def test_an_index_file_that_cannot_be_read_is_only_a_cache_that_is_rebuilt(open_
     shelf = open_shelf()
     assert titles(shelf, "a lamp") == ["lamp"]
     assert "Permission denied" in shelf.retriever.status()["index"]
-    shelf.retriever.check()
 
 
 def test_an_index_file_without_a_vector_of_the_catalogue_is_rebuilt(open_shelf):
@@ -63,11 +61,9 @@ def test_an_index_file_without_a_vector_of_the_catalogue_is_rebuilt(open_shelf):
     shelf.add("a boat", "boat")
     opened = shelf.retriever._opened()
     opened.index.remove(opened.rows.ids() - {min(opened.rows.ids())})
-    shelf.close()
     shelf = open_shelf()
     assert titles(shelf, "a boat", top_k=1) == ["boat"]
     assert "does not have the vectors" in shelf.retriever.status()["index"]
-    shelf.retriever.check()
 
 
 @pytest.mark.parametrize("rebuilds", [True, False])
@@ -84,7 +80,6 @@ def test_a_vector_that_did_not_reach_the_index_is_found_nevertheless(open_shelf,
     if rebuilds:
         assert titles(shelf, "a lamp") == ["lamp"]
         shelf.retriever.check()
-    shelf.close()
     shelf = open_shelf()
     assert titles(shelf, "a lamp") == ["lamp"]
     assert shelf.retriever.search(Query("a lamp"))[0].score > 0.99
@@ -190,7 +185,6 @@ def test_references_that_cannot_be_embedded_are_reported_and_do_not_stop_the_oth
     assert [failed["id"] for failed in shelf.retriever.status()["failed"]] == ["ref_nothing"]
     with pytest.raises(EmbeddingFailed):
         titles(shelf, "nothing")
-    shelf.retriever.check()
 
 
 class Alive:
@@ -250,7 +244,6 @@ def test_a_replaced_reference_is_not_found_by_its_old_content_even_if_embedding_
     held.release()
     assert shelf.retriever.flush() and titles(shelf, "a lamp") == []
     assert shelf.retriever.status()["vectors"] == 0
-    shelf.retriever.check()
 
 
 def test_an_embedder_that_fails_completely_is_reported_without_blaming_references(open_shelf):
@@ -300,7 +293,6 @@ def test_references_added_during_reindexing_are_searchable_before_it_ends(open_s
     assert shelf.retriever.flush(50) and shelf.retriever.status()["reindexing"]
     held.release()
     assert wait(shelf) and shelf.retriever.status()["missing"] == 0
-    shelf.retriever.check()
 
 
 def test_missing_weights_are_reported_and_the_library_works(open_shelf, tmp_path):
@@ -323,7 +315,6 @@ def test_a_reference_removed_while_it_waits_is_not_indexed(open_shelf):
     shelf.library.references.remove(id)
     held.release()
     assert shelf.retriever.flush() and shelf.retriever.status()["vectors"] == 0
-    shelf.retriever.check()
 
 
 def test_an_id_used_again_while_it_is_embedded_does_not_get_the_old_vector(open_shelf):

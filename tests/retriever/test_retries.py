@@ -106,7 +106,6 @@ def test_a_batch_that_fails_is_indexed_later(open_shelf, at_once, error):
     shelf.add("a lamp", "lamp", flush=False)
     assert wait_for_problem(shelf, 3) and wait(shelf)
     assert titles(shelf, "a lamp") == ["lamp"] and shelf.retriever.status()["problem"] is None
-    shelf.retriever.check()
 
 
 def test_a_removal_that_fails_is_made_later(open_shelf, at_once):
@@ -117,7 +116,6 @@ def test_a_removal_that_fails_is_made_later(open_shelf, at_once):
     shelf.library.references.remove("ref_lamp")
     assert wait_for_problem(shelf, 3) and wait(shelf)
     assert shelf.retriever.status()["vectors"] == 0
-    shelf.retriever.check()
 
 
 def test_reindexing_goes_on_after_batches_that_fail(open_shelf, at_once):

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from fake_engine import CHUNK_TOKENS, FakeEngine
@@ -13,20 +14,15 @@ from mpic.server import background
 
 @pytest.fixture
 async def server(tmp_path, template):
-    engine = FakeEngine()
-    engine.hold_compiles = True
-    async with fake_server(tmp_path, template, engine) as server:
+    async with fake_server(tmp_path, template, FakeEngine(hold_compiles=True)) as server:
         yield server
 
 
 async def uploads(server, key, count):
     for i in range(count):
-        answer = await server.http.post(
-            "/v1/files",
-            data={"purpose": "user_data"},
-            files={"file": (f"{i}.txt", f"text {i} of {key}".encode())},
-            headers=key,
-        )
+        files = {"file": (f"{i}.txt", f"text {i} of {key}".encode())}
+        form = {"purpose": "user_data"}
+        answer = await server.http.post("/v1/files", data=form, files=files, headers=key)
         assert answer.status_code == 200, answer.text
 
 
@@ -70,18 +66,10 @@ async def test_clips_hold_up_neither_the_documents_of_their_user_nor_the_clips_o
 
 async def test_savings_that_the_disk_refuses_are_written_later(tmp_path, template, monkeypatch):
     monkeypatch.setattr(background, "SAVE_SECONDS", 0.01)
-    refused = []
     async with fake_server(tmp_path, template) as server:
         ledger = server.app.state.mpic.savings
-        opened = ledger._open
-
-        def read_only():
-            refused.append(1)
-            raise OSError(30, "Read-only file system")
-
-        monkeypatch.setattr(ledger, "_open", read_only)
-        assert (await server.ask()).status_code == 200
-        await wait_until(lambda: len(refused) > 1)
-        monkeypatch.setattr(ledger, "_open", opened)
+        with patch.object(ledger, "_open", side_effect=OSError(30, "Read-only file system")) as refused:
+            assert (await server.ask()).status_code == 200
+            await wait_until(lambda: refused.call_count > 1)
         await wait_until(lambda: not ledger._days)
         assert (await asyncio.to_thread(ledger.days, None, ""))[0][1] == 1

@@ -12,13 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from PIL import Image
-from server_helpers import CHATML, gemma3_processor, png, running, with_bos
-
-from mpic.config import EngineConfig
-from mpic.engine import load_engine
-from mpic.library import Library
-from mpic.prompt import ChatTemplate
-from mpic.server import create_app
+from server_helpers import CHATML, gemma3_processor, png, real_server, with_bos
 
 SIZE = {"height": 32, "width": 32}
 BETWEEN = "<|im_start|>user\n{}(RED) and {}(BLUE) differ in<|im_end|>\n<|im_start|>assistant\n"
@@ -71,10 +65,8 @@ def stock_answer(model: Path, text: str, images: list[bytes], is_prefix: bool, t
 
 async def answers_of(folder: Path, model: Path, images: dict[str, bytes]) -> dict[str, tuple[str, int, int]]:
     """Returns the server's answer under each policy, with the tokens that were reused and recomputed."""
-    library = Library.open(folder / "data")
-    engine, processor = load_engine(EngineConfig(model=str(model), pool_bytes=1 << 22), library.store)
     found = {}
-    async with running(create_app(engine, library, ChatTemplate(processor))) as server:
+    async with real_server(folder / "data", model, pool_bytes=1 << 22) as server:
         for handle, data in images.items():
             await server.uploaded(data, f"{handle}.png", handle=handle)
         for policy in ("full", "mpic-4", "reuse"):

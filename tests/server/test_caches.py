@@ -82,8 +82,7 @@ async def test_ttl_is_extended_and_ends(tmp_path, template):
         assert {c["expires_at"] for c in longer["chunks"]} == {longer["expires_at"]}
         later = 101
         assert (await server.http.get(f"/v1/caches/{cache['id']}")).status_code == 200
-        gone = await server.http.get(f"/v1/caches/{other['id']}")
-        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "cache_not_found")
+        assert refusal(await server.http.get(f"/v1/caches/{other['id']}")) == (404, "cache_not_found")
         forever = (await server.http.patch(f"/v1/caches/{cache['id']}", json={"ttl": None})).json()
         assert forever["expires_at"] is None
         server.app.state.background._collect()
@@ -109,9 +108,7 @@ async def test_delete_one_chunk_then_the_rest(server):
 
 
 async def test_caches_survive_a_restart(tmp_path, template):
-    held = FakeEngine()
-    held.hold_compiles = True
-    async with fake_server(tmp_path, template, held) as server:
+    async with fake_server(tmp_path, template, FakeEngine(hold_compiles=True)) as server:
         cache = (await create(server, text="kept", name="k")).json()
     async with fake_server(tmp_path, template) as server:
         assert (await server.settled(cache["id"], "caches"))["state"] == "ready"

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from api_shapes import assert_shape
 from fake_engine import ANSWER, FakeEngine
-from server_helpers import events, fake_server, refusal, wait_until
+from server_helpers import events, fake_server, refusal, refused_field, wait_until
 
 from mpic.api.completion import ChatCompletion
 from mpic.config import Config, ServerConfig
@@ -63,9 +63,7 @@ async def test_an_image_handle_needs_an_image(server):
     ],
 )
 async def test_refused_fields(server, fields, status, code, param):
-    answer = await server.ask(**fields)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (status, code, param)
+    assert refused_field(await server.ask(**fields)) == (status, code, param)
 
 
 async def test_a_prompt_that_is_too_long_disturbs_nothing(tmp_path, template):

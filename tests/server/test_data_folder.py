@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from server_helpers import fake_server, refusal, wait_until
+from threads_kit import started
 
 from mpic import MPIC, AsyncMPIC
 from mpic.client.inprocess import AsyncInProcess
@@ -138,8 +139,7 @@ def test_a_backup_of_a_running_server_holds_everything_acknowledged_and_can_be_s
                 if stop.wait(0.01):
                     break
 
-    worker = threading.Thread(target=upload)
-    worker.start()
+    worker = started(upload)
     try:
         while len(acknowledged) < 3:
             stop.wait(0.01)

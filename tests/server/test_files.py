@@ -5,7 +5,7 @@ import time
 
 import pytest
 from fake_engine import CHUNK_TOKENS, FakeEngine
-from server_helpers import fake_server, png, refusal, wait_until
+from server_helpers import fake_server, png, refusal, refused_field, wait_until
 
 from mpic.errors import CompileFailed, EngineStopped
 
@@ -15,8 +15,7 @@ def lifetime(seconds):
 
 
 async def test_upload_is_compiled_in_the_background(tmp_path, template):
-    engine = FakeEngine()
-    engine.hold_compiles = True
+    engine = FakeEngine(hold_compiles=True)
     async with fake_server(tmp_path, template, engine) as server:
         file = (await server.upload(handle="EIFFEL")).json()
         theirs = {"object": "file", "bytes": len(png()), "filename": "red.png", "purpose": "vision"}
@@ -48,8 +47,7 @@ async def test_a_compile_failure_shows_and_an_unexpected_one_leaks_nothing(serve
 
 @pytest.mark.parametrize("how", ["refused", "still waiting"])
 async def test_uncompiled_files_are_compiled_at_the_next_start(tmp_path, template, how):
-    engine = FakeEngine()
-    engine.hold_compiles = how == "still waiting"
+    engine = FakeEngine(hold_compiles=how == "still waiting")
     engine.compile_error = EngineStopped("stopping")
     async with fake_server(tmp_path, template, engine) as server:
         id = (await server.upload()).json()["id"]
@@ -132,16 +130,13 @@ async def test_expiry(tmp_path, template):
     ],
 )
 async def test_refused_uploads(server, data, form, code, param):
-    answer = await server.upload(data, "x.png", **form)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, code, param)
+    assert refused_field(await server.upload(data, "x.png", **form)) == (400, code, param)
     assert (await server.http.get("/v1/files")).json()["data"] == []
 
 
 async def test_a_handle_names_one_file(server):
     first = await server.uploaded(handle="TOWER")
-    answer = await server.upload(b"text", "t.txt", handle="tower")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "handle_taken")
+    assert refusal(await server.upload(b"text", "t.txt", handle="tower")) == (409, "handle_taken")
     again = (await server.upload(handle="tower")).json()
     assert again == {**first, "outcome": "unchanged"}
     assert len(server.engine.compiled) == 1  # it was not compiled again

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import runpy
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
-from server_helpers import POOL_PAGES, png
+from server_helpers import POOL_PAGES, data_url, png
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "agent_frames.py"
 STEPS, WINDOW, FRAME = 80, 6, 16
@@ -53,16 +53,17 @@ def test_frames_that_left_the_window_are_evicted_from_the_device(steps, url):
 async def test_a_frame_that_is_sent_again_is_not_decoded_again(server, monkeypatch):
     from mpic.library import inline
 
-    decoded = []
-    key = inline.image_key
-    monkeypatch.setattr(inline, "image_key", lambda *args: decoded.append(args) or key(*args))
-    url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    decoded = Mock(wraps=inline.image_key)
+    monkeypatch.setattr(inline, "image_key", decoded)
+    url = data_url(png())
     for _ in range(3):
         answer = await server.ask([{"type": "image_url", "image_url": {"url": url}}])
         assert answer.status_code == 200, answer.text
-    assert len(decoded) == 1
+    assert decoded.call_count == 1
     other = server.library.files.inline_image("somebody else", png())
-    assert len(decoded) == 2 and other.owner == "somebody else", "what another user sent is not looked up"
+    assert decoded.call_count == 2 and other.owner == "somebody else", (
+        "what another user sent is not looked up"
+    )
 
 
 @pytest.mark.parametrize("kind", ["video", "input_video"])

@@ -55,9 +55,8 @@ async def lenient(tmp_path, template):
 
 async def test_chat(lenient):
     async def send(body):
-        content = json.dumps(
-            body
-        ).encode()  # escapes what is not ASCII: half pairs arrive as JSON allows them
+        # escapes what is not ASCII: half pairs arrive as JSON allows them
+        content = json.dumps(body).encode()
         headers = {"content-type": "application/json"}
         return await lenient.http.post("/v1/chat/completions", content=content, headers=headers)
 

@@ -129,12 +129,10 @@ async def test_a_request_that_needs_no_key_may_not_send_much(server):
 async def test_only_our_own_cookie_is_parsed(server, monkeypatch, path):
     """Undoing the quotes of one takes time quadratic in its length, on the event loop, before any key is checked."""
     parsed = []
-
-    def noted(parse):
-        return lambda *args: parsed.append(args[-1]) or parse(*args)
-
-    monkeypatch.setattr(starlette.requests, "cookie_parser", noted(starlette.requests.cookie_parser))
-    monkeypatch.setattr(SimpleCookie, "load", noted(SimpleCookie.load))
+    for owner, name in ((starlette.requests, "cookie_parser"), (SimpleCookie, "load")):
+        parse = getattr(owner, name)
+        noted = lambda *args, parse=parse: parsed.append(args[-1]) or parse(*args)
+        monkeypatch.setattr(owner, name, noted)
     server.app.state.mpic.keys.create("root", "admin")
     hostile = 'a="' + '\\"' * 10_000 + '"; mpic_session="\\"\\""; mpic_session=abc-_1; '
     hostile += "mpic_session=" + "x" * 500

@@ -13,9 +13,8 @@ from mpic.server.run import build
 async def test_the_next_start_uses_the_proofs_unless_the_tests_are_to_run_always(
     tmp_path, tiny_model, monkeypatch
 ):
-    monkeypatch.setattr(
-        proof_subject, "_began", lambda: float("inf")
-    )  # sources may be edited while tests run
+    # sources may be edited while tests run
+    monkeypatch.setattr(proof_subject, "_began", lambda: float("inf"))
     flags = {"data_dir": str(tmp_path / "library"), "model": tiny_model, "pool_bytes": 1 << 22}
 
     async def shown(**more):
@@ -26,7 +25,6 @@ async def test_the_next_start_uses_the_proofs_unless_the_tests_are_to_run_always
     assert (tmp_path / "library" / NAME).is_file()
     assert "nothing it depends on has changed" in await shown()
     assert await shown(self_test="always") == "passed at this start"
-    assert "ran again at this start" in await shown(
-        attention="reference"
-    )  # as text, with the other attention
+    # as text, with the other attention
+    assert "ran again at this start" in await shown(attention="reference")
     assert "ran again" not in await shown(attention="reference")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import dataclasses
 import gc
 from concurrent.futures import Future
@@ -13,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 from odd_images import flat_png, photo, saved
 from PIL import Image
-from server_helpers import fake_server, png, refusal, wait_until
+from server_helpers import data_url, fake_server, png, refusal, wait_until
 
 from mpic import memory
 from mpic.config import Config, LibraryConfig
@@ -27,7 +26,7 @@ LARGE = flat_png(1700)
 
 
 def inline(data):
-    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    url = data_url(data)
     return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
 
 
@@ -138,7 +137,7 @@ async def test_inline_images_are_not_kept_decoded(server):
 
 
 async def test_an_undecodable_search_image_is_refused_even_without_references(server):
-    body = {"image": "data:image/png;base64," + base64.b64encode(png()[:-30]).decode()}
+    body = {"image": data_url(png()[:-30])}
     answer = await server.http.post("/v1/references/search", json=body)
     assert refusal(answer) == (400, "invalid_image") and answer.json()["error"]["param"] == "image"
 

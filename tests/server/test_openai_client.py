@@ -1,13 +1,12 @@
 """The stock ``openai`` client against a running server with API keys: all of its features that we serve, and its own
 exception classes for every kind of refusal."""
 
-import base64
 import itertools
-import threading
 
 import openai
 import pytest
-from server_helpers import png
+from server_helpers import data_url, png
+from threads_kit import in_threads
 
 from mpic.keys import KeyLimits
 
@@ -71,7 +70,7 @@ def test_create_list_retrieve_wait_content_delete(connect):
 
 def test_image_by_data_url_and_by_file_id_are_the_same_chunk(connect):
     client = connect(f"chat-{next(names)}")
-    url = "data:image/png;base64," + base64.b64encode(png("blue")).decode()
+    url = data_url(png("blue"))
     file = client.files.create(file=("blue.png", png("blue")), purpose="vision")
     client.files.wait_for_processing(file.id, poll_interval=0.02)
     by_id, by_url = (
@@ -228,10 +227,6 @@ def test_a_full_queue_is_a_rate_limit_too(connect):
             assert error.response.headers["retry-after"]
             results.append(error.code)
 
-    threads = [threading.Thread(target=go, args=(client,)) for client in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(go, clients)
     refused = results.count("queue_full")
     assert 1 <= refused <= 9 and results.count(300) == 14 - refused

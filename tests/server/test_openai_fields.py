@@ -5,12 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pydantic
 import pytest
+from server_helpers import invalid
 
 from mpic.api.openai_fields import BY_NAME, OPENAI_FIELDS, table
 from mpic.api.requests import ChatRequest
-from mpic.http.errors import from_validation
 
 ROOT = Path(__file__).parents[2]
 CASES = [(field, value) for field in OPENAI_FIELDS for value in (None, *field.yes)]
@@ -31,12 +30,6 @@ def request(field, value):
     return body, f"messages[0].content[0].{field.inside}.{field.name}"
 
 
-def refusal(body):
-    with pytest.raises(pydantic.ValidationError) as caught:
-        ChatRequest.model_validate(body)
-    return from_validation([{**e, "loc": ("body", *e["loc"])} for e in caught.value.errors()], body, True)
-
-
 @pytest.mark.parametrize(("field", "value"), CASES, ids=name)
 def test_values_that_change_nothing_are_taken(field, value):
     ChatRequest.model_validate(request(field, value)[0])
@@ -45,7 +38,7 @@ def test_values_that_change_nothing_are_taken(field, value):
 @pytest.mark.parametrize(("field", "value"), REFUSED, ids=name)
 def test_values_that_would_change_something_are_refused_by_name(field, value):
     body, path = request(field, value)
-    error = refusal(body)
+    error = invalid(body)
     assert (error.code, error.param, error.status) == ("unsupported_parameter", path, 400)
     assert f"{path} is not supported by this server: {field.why}" == error.message
 
@@ -59,14 +52,14 @@ def test_every_field_has_examples_and_words(field):
 def test_one_tool_at_a_time_cannot_be_asked_for():
     tools = [{"type": "function", "function": {"name": "f"}}]
     body, path = request(BY_NAME["parallel_tool_calls"], False)
-    error = refusal({**body, "tools": tools})
+    error = invalid({**body, "tools": tools})
     assert (error.code, error.param) == ("unsupported_parameter", path)
     ChatRequest.model_validate({**body, "tools": tools, "parallel_tool_calls": True})
 
 
 @pytest.mark.parametrize("unknown", ["nonsense", "top_k"])
 def test_unknown_fields_are_refused_by_name(unknown):
-    error = refusal({"messages": [{"role": "user", "content": "hello"}], unknown: 1})
+    error = invalid({"messages": [{"role": "user", "content": "hello"}], unknown: 1})
     assert (error.code, error.param) == ("unsupported_parameter", unknown)
 
 

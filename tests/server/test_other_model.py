@@ -1,12 +1,6 @@
 """A library that was compiled by one model and is served by another."""
 
-from server_helpers import running, save_tiny_llava
-
-from mpic.config import EngineConfig
-from mpic.engine import load_engine
-from mpic.library import Library
-from mpic.prompt import ChatTemplate
-from mpic.server import create_app
+from server_helpers import real_server, save_tiny_llava
 
 
 async def test_another_models_chunk_is_never_used(tmp_path):
@@ -14,9 +8,7 @@ async def test_another_models_chunk_is_never_used(tmp_path):
     answers = []
     for seed in (0, 0, 1):
         model = save_tiny_llava(tmp_path / f"model{seed}", seed)
-        library = Library.open(tmp_path / "data")
-        engine, processor = load_engine(EngineConfig(model=str(model), pool_bytes=1 << 20), library.store)
-        async with running(create_app(engine, library, ChatTemplate(processor))) as server:
+        async with real_server(tmp_path / "data", model, pool_bytes=1 << 20) as server:
             if not answers:
                 await server.uploaded(handle="PIC")
             [file] = (await server.http.get("/v1/files")).json()["data"]

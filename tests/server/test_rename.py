@@ -1,11 +1,7 @@
 """Files get another handle: prompts find them by the new one, nothing is compiled again."""
 
 import pytest
-from server_helpers import png
-
-
-def refusal(answer):
-    return answer.status_code, answer.json()["error"]["code"]
+from server_helpers import png, refusal
 
 
 async def test_a_file_is_found_by_its_new_handle_only(server):
@@ -13,11 +9,8 @@ async def test_a_file_is_found_by_its_new_handle_only(server):
     changed = await server.http.patch(f"/v1/files/{file['id']}", json={"handle": "New.1"})
     assert changed.status_code == 200 and changed.json()["handle"] == "New.1"
     assert changed.json()["expires_at"] == file["expires_at"]
-    ask = lambda name: server.http.post(
-        "/v1/chat/completions", json={"messages": [{"role": "user", "content": f"IMAGE#{name} ?"}]}
-    )
-    assert (await ask("NEW.1")).status_code == 200
-    assert refusal(await ask("OLD")) == (404, "unknown_handle")
+    assert (await server.ask("IMAGE#NEW.1 ?")).status_code == 200
+    assert refusal(await server.ask("IMAGE#OLD ?")) == (404, "unknown_handle")
     assert (await server.uploaded(png("blue"), handle="OLD"))["handle"] == "OLD"  # it is free again
 
 
@@ -31,9 +24,8 @@ async def test_a_handle_that_is_taken_or_impossible_is_refused_and_the_old_one_s
         assert refusal(await server.http.patch(path, json={"handle": bad})) == (400, "bad_request"), bad
     assert refusal(await server.http.patch(path, json={})) == (400, "bad_request")
     assert (await server.http.get(path)).json()["handle"] == "ONE"
-    assert (await server.http.patch(path, json={"handle": "one"})).json()[
-        "handle"
-    ] == "one"  # its own, in small letters
+    own = await server.http.patch(path, json={"handle": "one"})
+    assert own.json()["handle"] == "one"
 
 
 async def test_a_new_handle_survives_the_loss_of_the_catalogue(server):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from mpic.prompt import slice_cache
@@ -13,25 +15,19 @@ TIMES = 12
 async def test_a_users_long_prompt_is_tokenized_once(server, monkeypatch, retrieval):
     monkeypatch.setattr(slice_cache, "LEAST", 100)
     sliced = server.app.state.mpic.template.documents
-    tokenized = []
-    plain = sliced._fast
-
-    def counted(text):
-        tokenized.append(text)
-        return plain(text)
-
-    monkeypatch.setattr(sliced, "_fast", counted)
+    tokenize = Mock(wraps=sliced._fast)
+    monkeypatch.setattr(sliced, "_fast", tokenize)
     question = f"{retrieval} " + "long and longer " * TIMES
 
     async def asked(headers):
-        tokenized.clear()
+        tokenize.reset_mock()
         body = {
             "messages": [{"role": "user", "content": question}],
             "mpic": {"retrieval": {"mode": retrieval}},
         }
         answer = await server.http.post("/v1/chat/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
-        return sum(text.count("longer") for text in tokenized)
+        return sum(call.args[0].count("longer") for call in tokenize.call_args_list)
 
     alice, bob = server.key("alice"), server.key("bob")
     assert await asked(alice) == TIMES

@@ -8,13 +8,12 @@ from unittest.mock import Mock
 import chat_models
 import pytest
 import torch
-from server_helpers import events, png, running, wait_until
+from server_helpers import events, png, real_server, running, wait_until
 from small_models import SMALL
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mpic.config import Config, EngineConfig
+from mpic.config import Config
 from mpic.data.generator import references
-from mpic.engine import load_engine
 from mpic.engine.native.engine import NativeEngine
 from mpic.library import Library
 from mpic.link import BARE
@@ -28,9 +27,7 @@ QUESTION = "What code does the ladder have?"
 
 @pytest.fixture
 async def demo(tmp_path):
-    library = Library.open(tmp_path)
-    engine, processor = load_engine(EngineConfig(model=str(SMALL), pool_bytes=1 << 27), library.store)
-    async with running(create_app(engine, library, ChatTemplate(processor), Config())) as server:
+    async with real_server(tmp_path, SMALL, pool_bytes=1 << 27) as server:
         yield server
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from fake_engine import CHUNK_TOKENS
-from server_helpers import png
+from server_helpers import png, refusal
 
 from mpic.engine.base import ChunkUse, GenerationUsage
 from mpic.errors import DatabaseDamaged
@@ -104,37 +104,29 @@ async def test_the_api_shows_what_was_saved_and_what_was_never_reused(server):
     used = await server.uploaded(png("red"), handle="USED")
     idle = await server.uploaded(png("blue"), handle="IDLE")
     for stream in (False, True):
-        body = {"messages": [{"role": "user", "content": "IMAGE#USED what?"}], "stream": stream}
-        assert (await server.http.post("/v1/chat/completions", json=body)).status_code == 200
+        assert (await server.ask("IMAGE#USED what?", stream=stream)).status_code == 200
     found = (await server.http.get("/v1/savings")).json()
     assert found["total"]["answers"] == 2 and found["total"]["saved_tokens"] == 2 * (CHUNK_TOKENS - 16)
     assert [day["answers"] for day in found["days"]] == [2] and found["users"] == []
     items = {item["name"]: item for item in found["items"]}
     assert items["USED"]["uses"] == 2 and items["USED"]["id"] == used["id"]
-    assert (
-        items["IDLE"]["uses"] == 0
-        and items["IDLE"]["last_used"] is None
-        and items["IDLE"]["id"] == idle["id"]
-    )
+    assert items["IDLE"]["uses"] == 0
+    assert items["IDLE"]["last_used"] is None
+    assert items["IDLE"]["id"] == idle["id"]
     assert found["items"][0]["name"] == "IDLE"  # the least reused first
     everyone = (await server.http.get("/v1/savings?scope=all&days=7")).json()
     assert [user["user"] for user in everyone["users"]] == ["local"] and everyone["items"] == []
 
 
 async def test_savings_of_one_user_are_not_shown_to_another(server):
-    ann, bob, root = (
-        server.app.state.mpic.keys.create(n, r)[0]
-        for n, r in (("ann", "user"), ("bob", "user"), ("root", "admin"))
-    )
-    bearer = lambda key: {"authorization": f"Bearer {key}"}
+    ann, bob, root = server.key("ann"), server.key("bob"), server.key("root", "admin")
     body = {"messages": [{"role": "user", "content": "hi"}]}
-    assert (await server.http.post("/v1/chat/completions", json=body, headers=bearer(ann))).status_code == 200
+    assert (await server.http.post("/v1/chat/completions", json=body, headers=ann)).status_code == 200
     get = server.http.get
-    assert (await get("/v1/savings", headers=bearer(ann))).json()["total"]["answers"] == 1
-    assert (await get("/v1/savings", headers=bearer(bob))).json()["total"]["answers"] == 0
-    refused = await get("/v1/savings?scope=all", headers=bearer(bob))
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
-    assert (await get("/v1/savings?scope=all", headers=bearer(root))).json()["users"][0]["user"] == "ann"
+    assert (await get("/v1/savings", headers=ann)).json()["total"]["answers"] == 1
+    assert (await get("/v1/savings", headers=bob)).json()["total"]["answers"] == 0
+    assert refusal(await get("/v1/savings?scope=all", headers=bob)) == (403, "forbidden")
+    assert (await get("/v1/savings?scope=all", headers=root)).json()["users"][0]["user"] == "ann"
 
 
 async def test_the_ledger_is_part_of_a_backup(server, tmp_path_factory):

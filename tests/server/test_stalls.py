@@ -100,9 +100,8 @@ def test_other_requests_do_not_wait(request_of, url, watches):
         for watch in watches:
             watch.reset()
         with httpx.Client(base_url=url, timeout=httpx.Timeout(60, read=4)) as http:
-            with contextlib.suppress(
-                httpx.ReadTimeout
-            ):  # it goes on beside the others until its client leaves
+            # it goes on beside the others until its client leaves
+            with contextlib.suppress(httpx.ReadTimeout):
                 http.post(path, content=body, headers=headers)
         time.sleep(0.2)
         if not tries_left or all(watch.longest < SECONDS and watch.count > 5 for watch in watches):

@@ -156,9 +156,8 @@ async def test_tokenizing_stops_when_the_client_leaves(tmp_path, monkeypatch):
             note(texts)
             if len(recorder.sizes) == 3:
                 loop.call_soon_threadsafe(leaves.set)
-            time.sleep(
-                0.02 if len(recorder.sizes) < 10 else 0.2
-            )  # in which the loop learns that the client left
+            # in which the loop learns that the client left
+            time.sleep(0.02 if len(recorder.sizes) < 10 else 0.2)
 
         monkeypatch.setattr(recorder, "_note", noting)
         body = json.dumps({"messages": [{"role": "user", "content": prose(8_000_000)}]}).encode()

@@ -1,10 +1,8 @@
 """Two users of one server: neither sees, lists, links, times or evicts what the other has."""
 
-import base64
-
 import httpx
 import pytest
-from server_helpers import png, refusal
+from server_helpers import data_url, png, refusal
 from typer.testing import CliRunner
 
 from mpic import MPIC, cli
@@ -114,7 +112,7 @@ def test_a_user_cannot_link_the_other_users_data(two, hers):
 def test_equal_content_of_another_user_saves_no_time(two, hers):
     """Counts, tiers and reasons (and so times) do not reveal whether another user has sent the same content before."""
     ann, ben = two
-    url = "data:image/png;base64," + base64.b64encode(IMAGE).decode()
+    url = data_url(IMAGE)
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
     assert ann.usage(content)["chunks"][0]["tier"] in ("device", "disk", "host")
     [his] = ben.usage(content)["chunks"]

@@ -1,21 +1,13 @@
 """Errors of requests name the field, in OpenAI's shape."""
 
-import pydantic
 import pytest
+from server_helpers import invalid
 
-from mpic.api.requests import ChatRequest
-from mpic.http.errors import as_mpic_error, from_validation
+from mpic.http.errors import as_mpic_error
 
 HELLO = {"role": "user", "content": "hello"}
 ASK = {"messages": [HELLO]}
 OBFUSCATED = {"stream": True, "stream_options": {"include_obfuscation": True}}
-
-
-def refusal(fields):
-    body = {**ASK, **fields}
-    with pytest.raises(pydantic.ValidationError) as caught:
-        ChatRequest.model_validate(body)
-    return from_validation([{**e, "loc": ("body", *e["loc"])} for e in caught.value.errors()], body, True)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +40,7 @@ def refusal(fields):
     ],
 )
 def test_bad_values(fields, code, param):
-    error = refusal(fields)
+    error = invalid({**ASK, **fields})
     assert (error.code, error.param) == (code, param)
     assert error.status == 400
 
@@ -67,7 +59,7 @@ def test_bad_values(fields, code, param):
 def test_bad_parts(part, code, param):
     if "type" not in part and "text" not in part:
         [part["type"]] = part
-    error = refusal({"messages": [{"role": "user", "content": [part]}]})
+    error = invalid({"messages": [{"role": "user", "content": [part]}]})
     assert (error.code, error.param) == (code, f"messages[0].content[0]{param}")
 
 

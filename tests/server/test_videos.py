@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-
 import pytest
-from server_helpers import refusal, running
+from server_helpers import data_url, real_server, refusal
 from video_kit import (
     animation,
     make_video_model,
@@ -16,22 +14,13 @@ from video_kit import (
     stock_inputs,
 )
 
-from mpic.config import EngineConfig
-from mpic.engine import load_engine
-from mpic.library import Library
-from mpic.prompt import ChatTemplate
-from mpic.server import create_app
-
 FRAMES, OTHERS = pictures(1, 12), pictures(2, 8, 32, 48)
 GIF, WEBP = animation(FRAMES), animation(OTHERS, format="WEBP")
-
-
-def url(data: bytes, kind: str = "video/mp4") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+MP4 = data_url(GIF, "video/mp4")
 
 
 def clip(data: bytes) -> dict:
-    return {"type": "video_url", "video_url": {"url": url(data)}}
+    return {"type": "video_url", "video_url": {"url": data_url(data, "video/mp4")}}
 
 
 def text(words: str) -> dict:
@@ -45,9 +34,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 async def seeing(tmp_path, model):
-    library = Library.open(tmp_path / "data")
-    engine, processor = load_engine(EngineConfig(model=str(model), pool_bytes=1 << 22), library.store)
-    async with running(create_app(engine, library, ChatTemplate(processor))) as server:
+    async with real_server(tmp_path / "data", model, pool_bytes=1 << 22) as server:
         yield server
 
 
@@ -97,16 +84,13 @@ async def test_the_model_says_that_it_takes_videos(seeing):
         ({"type": "video_url", "video_url": {"url": "https://localhost/a.mp4"}}, (400, "bad_request")),
         ({"type": "video_url", "video_url": {"url": "data:text/plain;base64,AAAA"}}, (400, "invalid_video")),
         ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,%%%%"}}, (400, "invalid_video")),
-        ({"type": "video_url", "video_url": {"url": url(b"no clip at all")}}, (400, "invalid_video")),
-        ({"type": "video_url", "video_url": {"url": url(GIF[: len(GIF) // 2])}}, (400, "invalid_video")),
-        (
-            {"type": "video_url", "video_url": {"url": url(animation(FRAMES[:1], format="PNG"))}},
-            (400, "invalid_video"),
-        ),
-        ({"type": "video_url", "video_url": {"url": url(GIF), "fps": 1}}, (400, "unsupported_parameter")),
+        (clip(b"no clip at all"), (400, "invalid_video")),
+        (clip(GIF[: len(GIF) // 2]), (400, "invalid_video")),
+        (clip(animation(FRAMES[:1], format="PNG")), (400, "invalid_video")),
+        ({"type": "video_url", "video_url": {"url": MP4, "fps": 1}}, (400, "unsupported_parameter")),
         ({"type": "video_url", "video_url": {"url": "file-none"}}, (404, "file_not_found")),
-        ({"type": "image_url", "image_url": {"url": url(WEBP, "image/webp")}}, (400, "animated_image")),
-        ({"type": "input_video", "input_video": {"url": url(GIF)}}, (400, "unsupported_modality")),
+        ({"type": "image_url", "image_url": {"url": data_url(WEBP, "image/webp")}}, (400, "animated_image")),
+        ({"type": "input_video", "input_video": {"url": MP4}}, (400, "unsupported_modality")),
     ],
 )
 async def test_what_is_no_clip_is_refused_by_name(seeing, part, refused):

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.train import curriculum
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
 
 
 @pytest.fixture(autouse=True)

@@ -18,12 +18,6 @@ from mpic.data.generator import (
 )
 from mpic.data.generator.documents import reference_fact
 from mpic.data.generator.mix import Mix
-from mpic.data.generator.tokenizer import build_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
 
 
 def _spelled(conversation: Conversation) -> str:

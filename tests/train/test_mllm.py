@@ -13,17 +13,11 @@ from transformers.cache_utils import DynamicCache
 from typer.testing import CliRunner
 
 from mpic.data.generator import Generator, messages
-from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.train import cli
 from mpic.train.batch import Encoder, collate, collate_branches, embed
 from mpic.train.initial_weights import structured_init
 from mpic.train.mllm import Settings, initial_model, train_mllm
 from mpic.train.model import build_model, load_model, save_model
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from transformers import AutoProcessor
 
 from mpic.data.generator import Document, Generator, Image, messages
 from mpic.data.generator.images import BACKGROUNDS, LARGE, draw_scene, render_large
-from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.data.generator.words import NUMBERS
 from mpic.data.generator.worlds import SECOND as WORLD
 from mpic.train import vision_patches
@@ -23,11 +22,6 @@ from mpic.train.model import build_model, load_model, save_model
 from mpic.train.sink_weights import SINK
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
 
 
 @pytest.fixture(scope="module")

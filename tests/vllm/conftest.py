@@ -3,6 +3,8 @@ this folder runs where vLLM is not installed."""
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from vllm_outcomes import Outcomes
 
 from mpic.evals.models import vllm_results
+from mpic.kv.file import ChunkFile
 
 collect_ignore_glob = [] if vllm_kit.available() else ["test_*.py"]
 _outcomes = Outcomes(
@@ -32,9 +35,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     vllm_kit.staying.close()
-    is_worker = hasattr(
-        session.config, "workerinput"
-    )  # of pytest-xdist; the process that started it hears of all tests
+    # of pytest-xdist; the process that started it hears of all tests
+    is_worker = hasattr(session.config, "workerinput")
     if session.config.getoption("--parity") and vllm_kit.available() and not vllm_kit.V2 and not is_worker:
         vllm_results.record(_outcomes.rows(), vllm_results.installed_version())
 
@@ -72,6 +74,21 @@ def next_is_served(linker):
 
     yield
     serves_the_next(linker)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Lets the KV of files be read only after ``go`` is set; ``reads`` has the names of those that were begun."""
+    disk, read = SimpleNamespace(go=threading.Event(), reads=[]), ChunkFile.read_layers
+
+    def waiting(self, destination):
+        disk.reads.append(self.path.name)
+        assert disk.go.wait(60)
+        yield from read(self, destination)
+
+    monkeypatch.setattr(ChunkFile, "read_layers", waiting)
+    yield disk
+    disk.go.set()
 
 
 @pytest.fixture(scope="module")

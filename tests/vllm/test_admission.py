@@ -3,7 +3,6 @@ for."""
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -18,7 +17,7 @@ from mpic.engine.vllm.plugin.host_memory import HostMemory
 from mpic.engine.vllm.plugin.step_messages import StepReport
 from mpic.engine.vllm.wire import ChunkRef, LinkOrder
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
-from mpic.kv.file import ChunkFile, write
+from mpic.kv.file import write
 
 SHAPE, HIDDEN, IMAGE = KVShape(2, 1, 4), 4, 9
 TOKENS, TEXT = 8, 3
@@ -84,45 +83,29 @@ def make(tmp_path):
         one.host.close()
 
 
-@pytest.fixture
-def disk(monkeypatch):
-    """Lets the KV of files be read only after ``go`` is set; ``reads`` has the names of those that were begun."""
-    disk = SimpleNamespace(go=threading.Event(), reads=[])
-    read = ChunkFile.read_layers
-
-    def waiting(self, destination):
-        disk.reads.append(self.path.name)
-        assert disk.go.wait(60)
-        yield from read(self, destination)
-
-    monkeypatch.setattr(ChunkFile, "read_layers", waiting)
-    yield disk
-    disk.go.set()
-
-
-def test_a_link_whose_image_could_not_be_opened_in_time_waits_for_it(make, disk):
+def test_a_link_whose_image_could_not_be_opened_in_time_waits_for_it(make, slow_disk):
     scheduler = make(patience=0.0)
     scheduler.link("a")
-    until(lambda: disk.reads == ["a.kv"])  # the only reader is busy
+    until(lambda: slow_disk.reads == ["a.kv"])  # the only reader is busy
     request = scheduler.link("b", image=True)
     for _ in range(5):
         assert scheduler.admission.claim(request, 0) is None
         assert scheduler.tracked(request).fault is None
-    disk.go.set()
+    slow_disk.go.set()
     assert scheduler.decided(request) in (0, TOKENS)
 
 
-def test_a_link_whose_image_is_open_goes_on_without_its_kv(make, disk):
+def test_a_link_whose_image_is_open_goes_on_without_its_kv(make, slow_disk):
     scheduler = make(patience=0.0)
     request = scheduler.link("a", image=True)
     assert scheduler.decided(request) == 0
     assert scheduler.tracked(request).fallback == [(0, "late")] and scheduler.tracked(request).chunks
 
 
-def test_a_text_that_could_not_be_opened_in_time_is_computed(make, disk):
+def test_a_text_that_could_not_be_opened_in_time_is_computed(make, slow_disk):
     scheduler = make(patience=0.0)
     scheduler.link("a")
-    until(lambda: disk.reads == ["a.kv"])
+    until(lambda: slow_disk.reads == ["a.kv"])
     request = scheduler.link("b")
     assert scheduler.decided(request) == 0
     assert scheduler.tracked(request).fallback == [(0, "late")] and not scheduler.tracked(request).chunks
@@ -176,7 +159,7 @@ def test_a_preempted_answer_whose_prompt_was_evicted_is_linked_again(answering):
     assert step(scheduler, request, TOKENS, 2 * TEXT).links
 
 
-def test_a_step_without_work_waits_for_files_and_for_nothing_else(answering, disk, monkeypatch):
+def test_a_step_without_work_waits_for_files_and_for_nothing_else(answering, slow_disk, monkeypatch):
     scheduler, _ = answering
     waits = Mock(wraps=scheduler.host.wait)
     monkeypatch.setattr(scheduler.host, "wait", waits)
@@ -185,7 +168,7 @@ def test_a_step_without_work_waits_for_files_and_for_nothing_else(answering, dis
     request = scheduler.link("b")
     step(scheduler)
     assert waits.call_count == 1
-    disk.go.set()
+    slow_disk.go.set()
     scheduler.decided(request)
     step(scheduler)
     assert waits.call_count == 1

@@ -4,18 +4,18 @@ request ends."""
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from engine_kit import ids
+from library_tools import flip
 from vllm_faults import BOTH, DOCUMENT, IMAGE, PATIENCE, TEXT, answer_to, refused
 from vllm_links import MODEL
 
 from mpic.kv.chunk import ChunkKV, KVKey, Recipe
-from mpic.kv.file import ChunkFile, write
+from mpic.kv.file import write
 from mpic.link import BARE, parse_policy
 
 pytestmark = pytest.mark.usefixtures("next_is_served")
@@ -32,36 +32,6 @@ def copy(linker, chunk, wrapping=BARE) -> tuple:
 def fallback(linker, file) -> list:
     """Links a text over a file; returns the chunks that were computed instead."""
     return answer_to(linker, *linker.link(TEXT, "mpic-4", files={0: file})).report["fallback"]
-
-
-def flipped(position: int):
-    def damage(linker, path, chunk):
-        raw = bytearray(path.read_bytes())
-        raw[position] ^= 1
-        path.write_bytes(raw)
-
-    return damage
-
-
-def cut(linker, path, chunk):
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def emptied(linker, path, chunk):
-    path.write_bytes(b"")
-
-
-def foreign(linker, path, chunk):
-    path.write_bytes(os.urandom(8000))
-
-
-def endless_header(linker, path, chunk):
-    raw = path.read_bytes()
-    path.write_bytes(b"\xff" * 7 + b"\x7f" + raw[8:])
-
-
-def gone(linker, path, chunk):
-    path.unlink()
 
 
 def a_folder(linker, path, chunk):
@@ -89,10 +59,7 @@ def changed(change):
     """Writes a valid file with the same key and other contents."""
 
     def damage(linker, path, chunk):
-        inputs, (name, _) = linker.file(chunk)
-        kv = torch.empty(3, 2, 2, len(inputs), 32)
-        list(ChunkFile(linker.files / name).read_layers(kv))
-        _, (fresh, _) = linker.save(chunk, *change(inputs, kv))
+        _, (fresh, _) = linker.save(chunk, *change(*linker.stored(chunk)))
         (linker.files / fresh).rename(path)
 
     return damage
@@ -110,14 +77,17 @@ def one_token_less(inputs, kv):
 
 
 FILES = {
-    "missing": (gone, "missing"),
-    "a damaged layer": (flipped(3 * 4096), "corrupt"),
-    "a damaged header": (flipped(100), "corrupt"),
-    "a damaged end": (flipped(-1), "corrupt"),
-    "cut off": (cut, "corrupt"),
-    "empty": (emptied, "corrupt"),
-    "no file of ours": (foreign, "corrupt"),
-    "a header without end": (endless_header, "corrupt"),
+    "missing": (lambda linker, path, chunk: path.unlink(), "missing"),
+    "a damaged layer": (lambda linker, path, chunk: flip(path, 3 * 4096), "corrupt"),
+    "a damaged header": (lambda linker, path, chunk: flip(path, 100), "corrupt"),
+    "a damaged end": (lambda linker, path, chunk: flip(path, -1), "corrupt"),
+    "cut off": (lambda linker, path, chunk: path.write_bytes(path.read_bytes()[:-100]), "corrupt"),
+    "empty": (lambda linker, path, chunk: path.write_bytes(b""), "corrupt"),
+    "no file of ours": (lambda linker, path, chunk: path.write_bytes(os.urandom(8000)), "corrupt"),
+    "a header without end": (
+        lambda linker, path, chunk: path.write_bytes(b"\xff" * 7 + b"\x7f" + path.read_bytes()[8:]),
+        "corrupt",
+    ),
     "a folder": (a_folder, "mismatch"),
     "a pipe": (a_pipe, "mismatch"),
     "another chunk": (another_chunk, "mismatch"),
@@ -216,20 +186,6 @@ def test_a_file_outside_of_the_folders_is_never_read(linker, chunk, prompt):
     refused(linker, *linker.link(prompt, "mpic-4", files={0: file}), "leads out", "forbidden")
 
 
-@pytest.fixture
-def slow_disk(monkeypatch):
-    """Lets inputs be read, and KV only after the event is set."""
-    event, read = threading.Event(), ChunkFile.read_layers
-
-    def waiting(self, destination):
-        assert event.wait(60)
-        yield from read(self, destination)
-
-    monkeypatch.setattr(ChunkFile, "read_layers", waiting)
-    yield event
-    event.set()
-
-
 @pytest.mark.parametrize("policy", ["mpic-4", "packet-4"])
 @pytest.mark.parametrize("prompt", [TEXT, BOTH], ids=["text", "image"])
 def test_late_chunks_are_computed_and_reported(linker, slow_disk, prompt, policy, monkeypatch):
@@ -241,7 +197,7 @@ def test_late_chunks_are_computed_and_reported(linker, slow_disk, prompt, policy
     answer = answer_to(linker, request, params)
     assert answer.report["fallback"] == [(i, "late") for i in range(count)]
     assert answer.report["load_ms"] >= 1e3 * PATIENCE and answer.report["reused"] == 0
-    slow_disk.set()
+    slow_disk.go.set()
     (whole,) = linker.run(*zip(linker.link(prompt, policy.replace("4", "1000000"))))
     assert answer.ids == whole.ids
 
@@ -258,5 +214,5 @@ def test_others_are_served_while_a_link_waits_for_its_files(linker, slow_disk):
     while vllm.has_unfinished_requests():
         order += [done.request_id for done in vllm.step() if done.finished]
         if order:
-            slow_disk.set()
+            slow_disk.go.set()
     assert order == ["goes on", "waits"]

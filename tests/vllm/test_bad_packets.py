@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from vllm_faults import BOTH, DOCUMENT, IMAGE, TEXT, answer_to, refused
-from vllm_links import MODEL
+from vllm_links import MODEL, assert_close
 
 from mpic.engine.vllm.wire import FIRST_SOFT, CompileOrder, packet_ids
 from mpic.kv.chunk import ChunkKV, KVKey, Recipe
-from mpic.kv.file import ChunkFile, write
+from mpic.kv.file import write
 from mpic.link import Wrapping
 
 pytestmark = pytest.mark.usefixtures("next_is_served")
@@ -21,9 +20,7 @@ ALL = "packet-1000000"
 
 def with_adapter(linker, chunk, digest: str) -> tuple[str, str]:
     """Writes a packet's file once more as one of an adapter with this digest; returns its path and key."""
-    inputs, (name, _) = linker.file(chunk, PACKET)
-    kv = torch.empty(3, 2, 2, len(inputs), 32)
-    list(ChunkFile(linker.files / name).read_layers(kv))
+    inputs, kv = linker.stored(chunk, PACKET)
     key = KVKey(chunk.owner, chunk.key, MODEL, Recipe("float32", packet=digest))
     write(linker.files / f"{digest[:4]}.kv", ChunkKV(key, inputs, kv))
     return f"{digest[:4]}.kv", key.digest
@@ -33,8 +30,7 @@ def assert_computed(linker, files, codes) -> None:
     """Links a text over a packet that cannot be used: all of it is computed, with the adapter's vectors."""
     request, params = linker.link(TEXT, "packet", files=files)
     (answer,) = linker.run([request], [params])
-    expected, logprobs = linker.expected(TEXT, ALL)
-    assert answer.ids == expected and (answer.logprobs - logprobs).abs().max() < 1e-4
+    assert_close(answer, linker.expected(TEXT, ALL))
     again = answer_to(linker, {**request, "cache_salt": "again"}, params)
     assert again.report["fallback"] == codes and again.report["reused"] == 0
 
@@ -63,8 +59,7 @@ def test_links_with_more_rows_than_the_limit_compute_packets_whole(linker, monke
     admission = linker.llm.llm_engine.engine_core.engine_core.scheduler.connector._admission
     monkeypatch.setattr(admission, "_most_rows", 1)
     (answer,) = linker.run(*zip(linker.link(BOTH, "packet")))
-    expected, logprobs = linker.expected(BOTH, ALL)
-    assert answer.ids == expected and (answer.logprobs - logprobs).abs().max() < 1e-4
+    assert_close(answer, linker.expected(BOTH, ALL))
 
 
 def test_trained_tokens_that_the_adapter_does_not_have_are_refused(linker, monkeypatch):
@@ -97,9 +92,7 @@ def test_parameters_that_look_up_ids_of_the_prompt_are_refused_with_trained_toke
 
 
 def test_a_text_without_embeddings_is_no_packet(linker):
-    inputs, (name, key) = linker.file(DOCUMENT, PACKET)
-    kv = torch.empty(3, 2, 2, len(inputs), 32)
-    list(ChunkFile(linker.files / name).read_layers(kv))
+    inputs, kv = linker.stored(DOCUMENT, PACKET)
     _, file = linker.save(DOCUMENT, replace(inputs, embeds=None), kv, PACKET)
-    assert file[1] == key
+    assert file[1] == linker.file(DOCUMENT, PACKET)[1][1]
     assert_computed(linker, {0: file}, [(0, "mismatch")])

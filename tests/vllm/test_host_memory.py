@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pickle
 import random
-import threading
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from engine_kit import until
+from library_tools import flip
 from page_locking import page_locked
 
 from mpic.engine.vllm.plugin import host_memory
@@ -58,19 +57,11 @@ def finish(memory: HostMemory, load) -> None:
     until(lambda: load.done or memory.wait(0.01))
 
 
-@pytest.fixture
-def held(monkeypatch):
-    """Files whose KV is read after ``go`` is set; ``reads`` has the names of those that were begun."""
-    held, read = SimpleNamespace(go=threading.Event(), reads=[]), ChunkFile.read_layers
-
-    def slow(self, to):
-        held.reads.append(self.path.name)
-        assert held.go.wait(60)
-        return read(self, to)
-
-    monkeypatch.setattr(ChunkFile, "read_layers", slow)
-    yield held
-    held.go.set()
+def loaded(memory: HostMemory, wanted):
+    """Loads chunks to the end."""
+    load = memory.load(wanted)
+    finish(memory, load)
+    return load
 
 
 def test_chunks_stay_until_others_need_their_memory(make, wanted, monkeypatch):
@@ -79,8 +70,7 @@ def test_chunks_stay_until_others_need_their_memory(make, wanted, monkeypatch):
     monkeypatch.setattr(ChunkFile, "read_layers", noted)
     memory = make(3)
     for i in (0, 1, 2, 0, 3, 0, 1):  # 1 was the least recently used when 3 came
-        load = memory.load([wanted[i]])
-        finish(memory, load)
+        load = loaded(memory, [wanted[i]])
         assert load.chunks[0].state == "ready" and (load.chunks[0].kv == i).all()
         memory.release(load)
     assert reads == ["0.kv", "1.kv", "2.kv", "3.kv", "1.kv"]
@@ -152,12 +142,10 @@ def test_a_file_that_could_not_be_read_is_tried_again(make, wanted, tmp_path):
     memory = make(3)
     good = (tmp_path / "0.kv").read_bytes()
     (tmp_path / "0.kv").write_bytes(good[:-1])
-    load = memory.load(wanted[:2])
-    finish(memory, load)
+    load = loaded(memory, wanted[:2])
     assert [chunk.code for chunk in load.chunks] == ["corrupt", ""]
     (tmp_path / "0.kv").write_bytes(good)
-    again = memory.load(wanted[:1])
-    finish(memory, again)
+    again = loaded(memory, wanted[:1])
     assert again.chunks[0].state == "ready"
 
 
@@ -165,21 +153,19 @@ def test_a_disk_that_does_not_answer_fails_a_load_and_not_the_readers(make, want
     memory = make(3)
     with monkeypatch.context() as patch:
         patch.setattr("mpic.kv.file.read_all", Mock(side_effect=OSError(5, "Input/output error")))
-        load = memory.load(wanted[:1])
-        finish(memory, load)
+        load = loaded(memory, wanted[:1])
     assert (load.chunks[0].state, load.chunks[0].code) == ("failed", "corrupt")
-    again = memory.load(wanted[:1])
-    finish(memory, again)
+    again = loaded(memory, wanted[:1])
     assert again.chunks[0].state == "ready"
 
 
-def test_one_chunk_is_read_once_for_all_that_wait_for_it(make, wanted, held):
+def test_one_chunk_is_read_once_for_all_that_wait_for_it(make, wanted, slow_disk):
     memory = make(3)
     loads = [memory.load([wanted[0], wanted[0]]), memory.load(wanted[:1])]
-    held.go.set()
+    slow_disk.go.set()
     for load in loads:
         finish(memory, load)
-    assert held.reads == ["0.kv"] and loads[0].chunks[0] is loads[0].chunks[1] is loads[1].chunks[0]
+    assert slow_disk.reads == ["0.kv"] and loads[0].chunks[0] is loads[0].chunks[1] is loads[1].chunks[0]
 
 
 def test_the_inputs_of_all_chunks_are_read_before_the_kv_of_any(make, wanted, monkeypatch):
@@ -194,24 +180,23 @@ def test_the_inputs_of_all_chunks_are_read_before_the_kv_of_any(make, wanted, mo
     assert done == [(what, f"{i}.kv") for what in ("inputs", "kv") for i in range(3)]
 
 
-def test_a_chunk_that_nobody_waits_for_any_more_is_not_read(make, wanted, held):
+def test_a_chunk_that_nobody_waits_for_any_more_is_not_read(make, wanted, slow_disk):
     memory = make(5, readers=1)
     first = memory.load(wanted[:1])
-    until(lambda: held.reads)
+    until(lambda: slow_disk.reads)
     given_up, again, last = memory.load(wanted[1:3]), memory.load(wanted[2:3]), memory.load(wanted[3:4])
     memory.release(given_up)
-    held.go.set()
+    slow_disk.go.set()
     for load in (first, again, last):
         finish(memory, load)
-    assert held.reads == ["0.kv", "2.kv", "3.kv"]
+    assert slow_disk.reads == ["0.kv", "2.kv", "3.kv"]
     finish(memory, back := memory.load(wanted[1:2]))
-    assert back.chunks[0].state == "ready" and held.reads[-1] == "1.kv"
+    assert back.chunks[0].state == "ready" and slow_disk.reads[-1] == "1.kv"
 
 
 def test_another_process_reads_its_own_heads_and_layers(make, wanted, tmp_path):
     memory = make(1)
-    load = memory.load(wanted[3:4])
-    finish(memory, load)
+    load = loaded(memory, wanted[3:4])
     there = pickle.loads(pickle.dumps(load.chunks[0]))
     (layer,) = there.slice_kv(range(1, 2), range(1))
     assert there.kv is None and torch.equal(layer, torch.full((2, 1, TOKENS, 4), 3.0))
@@ -225,11 +210,8 @@ def test_without_workers_in_this_process_no_kv_is_kept_and_a_damaged_file_is_sti
     make, wanted, tmp_path
 ):
     memory = make(3, keep_kv=False)
-    data = bytearray((tmp_path / "1.kv").read_bytes())
-    data[-1] ^= 1
-    (tmp_path / "1.kv").write_bytes(data)
-    load = memory.load(wanted[:2])
-    finish(memory, load)
+    flip(tmp_path / "1.kv", -1)
+    load = loaded(memory, wanted[:2])
     assert [chunk.state for chunk in load.chunks] == ["ready", "failed"]
     assert load.chunks[0].kv is None and load.chunks[1].code == "corrupt"
     there = pickle.loads(pickle.dumps(load.chunks[0])).slice_kv(range(2), range(1))
@@ -254,15 +236,12 @@ def test_the_embeddings_of_a_texts_packet_do_not_stay_in_host_memory(tmp_path, k
     )
     expected = Expected(SHAPE, torch.float32, width, 0, adapter)
     memory = HostMemory([tmp_path], 4 * BYTES, 1, expected, keep_kv)
-    load = memory.load([("packet.kv", key.digest, TOKENS)])
-    finish(memory, load)
+    load = loaded(memory, [("packet.kv", key.digest, TOKENS)])
     memory.close()
     [chunk] = load.chunks
     worker = pickle.loads(pickle.dumps(chunk)).given_inputs()
     assert chunk.state == "ready" and chunk.inputs.token_ids.tolist()[2:7] == list(range(5))
     for inputs in (chunk.inputs, worker):
-        held = {
-            one.untyped_storage().data_ptr(): one.untyped_storage()
-            for one in (inputs.token_ids, inputs.positions)
-        }
-        assert inputs.embeds is None and sum(one.nbytes() for one in held.values()) == 2 * TOKENS * 8
+        storages = [one.untyped_storage() for one in (inputs.token_ids, inputs.positions)]
+        held = {one.data_ptr(): one.nbytes() for one in storages}
+        assert inputs.embeds is None and sum(held.values()) == 2 * TOKENS * 8

@@ -4,14 +4,16 @@ early."""
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from engine_kit import until
 from paged_kit import BLOCK, LAYERS, TOKENS, chunk, paged
 from safetensors.torch import load_file
+from slow_device import LateDevice
+from threads_kit import started
 from torch import nn
 
 from mpic.engine.vllm.plugin import kv_export
@@ -24,33 +26,6 @@ from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, part_name
 WAIT = 60.0
 BLOCKS = (5, 2, 7)
 WIDTH = 8
-
-
-class LateDevice:
-    """``Readback`` of a device that computes what it was given when ``computed`` is set.
-
-    Attributes:
-        readers: names of the threads that read.
-    """
-
-    def __init__(self) -> None:
-        self.computed = threading.Event()
-        self.readers: set[str] = set()
-        self.error: Exception | None = None
-
-    def mark(self):
-        return self.computed
-
-    @contextmanager
-    def behind(self, mark):
-        assert mark.wait(WAIT)
-        yield
-
-    def to_host(self, source):
-        self.readers.add(threading.current_thread().name)
-        if self.error is not None:
-            raise self.error
-        return source.clone()
 
 
 TEXT = PromptInputs(None, (), {})
@@ -134,11 +109,7 @@ def test_an_export_that_cannot_begin_ends_its_request_and_releases_its_blocks(ex
 
 def test_a_device_that_cannot_be_read_at_all_ends_the_request_and_not_the_engine(order, monkeypatch):
     """The first export makes what reads the device."""
-
-    def lost(device):
-        raise RuntimeError("no stream is left")
-
-    monkeypatch.setattr(kv_export, "readback_for", lost)
+    monkeypatch.setattr(kv_export, "readback_for", Mock(side_effect=RuntimeError("no stream is left")))
     exporter, runner = KVExporter(), runner_with(paged())
     exporter.export(runner, "a", order)
     assert "no stream is left" in runner.report.faults["a"].message
@@ -171,8 +142,7 @@ def test_an_export_that_fails_later_tells_the_frontend_and_releases_its_blocks(
 
 def test_with_several_pipeline_stages_a_step_waits_until_the_blocks_are_read(exporter, device, order):
     """Its scheduler may already have given them away in a step that follows."""
-    exporting = threading.Thread(target=exporter.export, args=(runner_with(paged(), stages=2), "a", order))
-    exporting.start()
+    exporting = started(exporter.export, runner_with(paged(), stages=2), "a", order)
     exporting.join(0.05)
     assert exporting.is_alive()
     device.computed.set()
@@ -210,8 +180,7 @@ def test_with_several_pipeline_stages_a_step_does_not_wait_for_the_disk(
         for name, order in orders.items():
             exporter.export(runner, name, order)
 
-    stepping = threading.Thread(target=steps, daemon=True)
-    stepping.start()
+    stepping = started(steps, daemon=True)
     stepping.join(WAIT / 10)
     assert not stepping.is_alive(), "a step waits for a file of an earlier chunk"
     assert exporter.released(set("abc")) == set("abc") and not any(tmp_path.glob("*/*.safetensors"))

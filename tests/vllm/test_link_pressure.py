@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
 import vllm_kit as kit
 from engine_kit import ids, image_chunk, prompt_of, text_chunk
 from families import random_image
-from vllm_links import Linker, engine
+from slow_device import LateDevice
+from vllm_links import Linker, assert_close, engine
 
 from mpic.engine.vllm.wire import CompileOrder
 
@@ -101,9 +100,7 @@ def test_a_link_cut_into_steps_equals_the_oracle(linker):
         answers = linker.run(*zip(linker.link(prompt, "mpic-20")))
         assert answers[0].ids == linker.expected(prompt, "mpic-20")[0]
         (answer,) = linker.run(*zip(linker.link(prompt, policy)))
-        expected, logprobs = linker.expected(prompt, policy)
-        assert answer.ids == expected
-        assert (answer.logprobs - logprobs).abs().max() < 1e-4
+        assert_close(answer, linker.expected(prompt, policy))
     idle(linker)
 
 
@@ -168,8 +165,7 @@ def test_an_aborted_link_leaves_nothing_half_written_in_the_prefix_cache(linker)
         vllm.abort_request([f"aborted-{steps}"])
         vllm.step()
         (answer,) = linker.run([request], [params])
-        assert answer.ids == alone.ids
-        assert (answer.logprobs - alone.logprobs).abs().max() < 1e-4
+        assert_close(answer, (alone.ids, alone.logprobs))
         core(linker).scheduler.reset_prefix_cache()
     idle(linker)
 
@@ -179,8 +175,7 @@ def test_two_links_with_one_salt_at_once_do_not_read_each_other_half_written(lin
     (alone,) = linker.run(*zip(linker.link(prompt, "random-60")))
     twins = [linker.link(prompt, "random-60", salt="twins") for _ in range(3)]
     for answer in linker.run(*zip(*twins, strict=True)):
-        assert answer.ids == alone.ids
-        assert (answer.logprobs - alone.logprobs).abs().max() < 1e-4
+        assert_close(answer, (alone.ids, alone.logprobs))
     idle(linker)
 
 
@@ -206,24 +201,6 @@ def test_links_with_one_salt_are_computed_in_the_same_steps_and_found_afterwards
     idle(linker)
 
 
-class Held:
-    """A readback that reads nothing before it is let go."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-
-    def mark(self) -> None:
-        pass
-
-    @contextmanager
-    def behind(self, mark):
-        assert self.go.wait(60)
-        yield
-
-    def to_host(self, source):
-        return source.clone()
-
-
 def compile_request(linker, vllm, name: str) -> list[int]:
     """Asks to compile a text of two steps; returns its tokens."""
     from vllm import SamplingParams
@@ -245,7 +222,7 @@ def test_blocks_of_a_compiled_chunk_are_kept_until_they_are_read_while_others_ar
     request, params = linker.link(prompt, policy)
     idle(linker)
     exporter, vllm = get_kv_transfer_group()._exporter, linker.llm.llm_engine
-    usual, held = exporter._readback, Held()
+    usual, held = exporter._readback, LateDevice()
     exporter._readback = held
     try:
         tokens = compile_request(linker, vllm, "kept")
@@ -259,7 +236,7 @@ def test_blocks_of_a_compiled_chunk_are_kept_until_they_are_read_while_others_ar
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert list(scheduler.requests) and free == BLOCKS - 1 - -(-len(tokens) // kit.BLOCK)
     finally:
-        held.go.set()
+        held.computed.set()
         exporter._readback = usual
     idle(linker)
     inputs, kv = read_compiled(linker.files / "kept")

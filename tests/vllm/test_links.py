@@ -10,7 +10,7 @@ import vllm_kit as kit
 from engine_kit import ids, image_chunk, prompt_of, text_chunk
 from families import random_image
 from oracle import Oracle
-from vllm_links import BOS, Linker, engine, random_adapter
+from vllm_links import BOS, Linker, assert_close, engine, random_adapter
 
 from mpic.link import BARE, Wrapping
 from mpic.model.loaded import LoadedModel
@@ -44,16 +44,11 @@ def prompt_for(name: str):
     return prompt_of([1, *ids(1, 26)], a, ids(2, 3), b, c, ids(3, 2), a, ids(4, 14))
 
 
-def close(answer: kit.GreedyAnswer, expected: tuple[list[int], torch.Tensor]) -> None:
-    assert answer.ids == expected[0]
-    torch.testing.assert_close(answer.logprobs, expected[1], atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_link_equals_the_oracle(linker, policy):
     prompt = prompt_for(linker.name)
     (answer,) = linker.run(*zip(linker.link(prompt, policy)))
-    close(answer, linker.expected(prompt, policy))
+    assert_close(answer, linker.expected(prompt, policy))
     assert answer.cached > 0
 
 
@@ -95,11 +90,11 @@ def test_links_and_plain_requests_share_a_batch(linker):
     asked += [linker.link(first, "mpic-16"), ({"prompt_token_ids": [1, *ids(6, 40)]}, None)]
     (alone,) = linker.run([asked[-1][0]], [None])
     answers = linker.run(*zip(*asked, strict=True))
-    close(answers[0], linker.expected(first, "mpic-4"))
-    close(answers[1], (full.ids, full.logprobs))
-    close(answers[2], linker.expected(second, "random-30"))
-    close(answers[3], linker.expected(first, "mpic-16"))
-    close(answers[4], (alone.ids, alone.logprobs))
+    assert_close(answers[0], linker.expected(first, "mpic-4"))
+    assert_close(answers[1], (full.ids, full.logprobs))
+    assert_close(answers[2], linker.expected(second, "random-30"))
+    assert_close(answers[3], linker.expected(first, "mpic-16"))
+    assert_close(answers[4], (alone.ids, alone.logprobs))
 
 
 def test_blocks_of_links_are_never_found_by_plain_requests(linker):
@@ -108,7 +103,7 @@ def test_blocks_of_links_are_never_found_by_plain_requests(linker):
     (before,) = linker.run([{**text, "cache_salt": "another"}], [None])
     linker.run(*zip(linker.link(prompt, "mpic-0"), linker.link(prompt, "reuse")))
     (after,) = linker.run([text], [None])
-    close(after, (before.ids, before.logprobs))
+    assert_close(after, (before.ids, before.logprobs))
 
 
 def test_a_later_turn_with_the_same_salt_finds_its_own_blocks(linker):
@@ -125,7 +120,7 @@ def test_a_later_turn_with_the_same_salt_finds_its_own_blocks(linker):
     assert answer.ids == linker.expected(second, "mpic-4")[0]
     again = [linker.link(second, "mpic-4", "conversation") for _ in range(3)]
     for answer in linker.run(*zip(*again, strict=True)):
-        close(answer, linker.expected(second, "mpic-4"))
+        assert_close(answer, linker.expected(second, "mpic-4"))
 
 
 @pytest.mark.parametrize("wrapping", [BARE, Wrapping(sink=4), Wrapping(packet=True)])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_kit import ids, prompt_of, request_of, text_chunk, until
 from library_tools import make_chunk
+from threads_kit import started
 from vllm_kit import make_tokenizer
 
 from mpic.config import EngineConfig
@@ -39,8 +40,7 @@ class Stub:
 
     def __init__(self, *_: object) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever)
-        self._thread.start()
+        self._thread = started(self.loop.run_forever)
         self.go = threading.Event()
         self.compiles = 0
 
@@ -113,8 +113,7 @@ def test_a_request_aborted_before_its_first_step_ends_its_stream(engine):
 def test_a_request_that_comes_while_the_engine_closes_ends_with_an_error(engine):
     go = hold(engine)
     stream = engine.submit(request())
-    closing = threading.Thread(target=engine.close)
-    closing.start()
+    closing = started(engine.close)
     until(lambda: engine._stopping)
     go.set()
     with pytest.raises(EngineStopped):

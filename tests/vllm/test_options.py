@@ -229,10 +229,7 @@ def test_weights_are_read_once_until_a_file_changes(tmp_path, monkeypatch, descr
 def test_weights_are_not_loaded_for_their_fingerprint_where_their_files_tell_it(
     tmp_path, monkeypatch, described
 ):
-    def loaded(*args):
-        raise AssertionError("the weights were loaded")
-
-    monkeypatch.setattr(digests, "load_weights", loaded)
+    monkeypatch.setattr(digests, "load_weights", Mock(side_effect=AssertionError("the weights were loaded")))
     assert describe_model(EngineConfig(model=str(SMALL)), True).digest == described.digest
     folder = tmp_path / "model"
     shutil.copytree(SMALL, folder)

@@ -257,9 +257,8 @@ def test_a_mapped_chunk_that_is_read_before_the_last_copy_is_done_would_be_wrong
     )
     Placement(cache, rotation, [one(cache, list(kv), slice(0, TOKENS))], staging).finish()
     device.go.set()
-    SlowDevice.wait(
-        device, start(torch.empty(1), device.buffer((1,), torch.float32))
-    )  # all before it is done
+    # all before it is done
+    SlowDevice.wait(device, start(torch.empty(1), device.buffer((1,), torch.float32)))
     assert len(targets) == LAYERS and torch.equal(targets[0], targets[2]), "the last layer came twice"
 
 
@@ -268,12 +267,8 @@ def test_transfers_are_bounded_and_those_of_the_first_layers_come_first(device):
     writes, _ = writes_of(cache, device)
     layer = TOKENS * TOKEN
     found = transfers(writes, TransferSizes(2 * layer, layer))
-    assert [(len(t.layers), t.layers.start) for t in found if t.write is writes[0]] == [
-        (1, 0),
-        (1, 1),
-        (1, 2),
-    ]
-    assert [t.layers for t in found if t.write is writes[1]] == [range(0, 1), range(1, 2), range(2, 3)]
+    for write in writes:
+        assert [t.layers for t in found if t.write is write] == [range(0, 1), range(1, 2), range(2, 3)]
     found = transfers(writes, TransferSizes(2 * layer, 2 * layer))
     assert [t.layers for t in found if t.write is writes[0]] == [range(0, 2), range(2, 3)]
     assert [t.layers.start for t in found] == sorted(t.layers.start for t in found)

@@ -13,13 +13,8 @@ import pytest
 
 HERE = Path(__file__).parent
 SOME = "cut_into_steps or preempted_while_it_answers or in_the_same_steps or before_it_serves or until_they_are_read"
-WHOLE = (
-    "test_links.py",
-    "test_link_pressure.py",
-    "test_faults.py",
-    "test_bad_files.py",
-    "test_beside_forward.py",
-)
+WHOLE = ("test_links.py", "test_link_pressure.py", "test_faults.py")
+WHOLE += ("test_bad_files.py", "test_beside_forward.py")
 
 
 def run(*names: str) -> None:

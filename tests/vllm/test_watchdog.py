@@ -41,9 +41,8 @@ def test_it_ends_when_its_parent_is_killed(first):
         assert child.is_running()
         parent.kill()
         _, alive = psutil.wait_procs([child], 30)
-        assert all(
-            p.status() == psutil.STATUS_ZOMBIE for p in alive
-        )  # whoever adopted it may not look after it
+        # whoever adopted it may not look after it
+        assert all(p.status() == psutil.STATUS_ZOMBIE for p in alive)
 
 
 def test_a_process_of_another_parent_is_left_alone():

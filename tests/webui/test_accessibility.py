@@ -2,7 +2,7 @@
 
 import pytest
 from axe import SOURCE, Audit
-from page_kit import BOX, PHONE, add, ask, focused, log_in, look, tab_to
+from page_kit import BOX, PHONE, add, ask, focused, log_in, look, press, tab_to
 from server_helpers import png
 
 HIT_AREAS = """() => [...(document.querySelector('dialog:modal') || document).querySelectorAll(
@@ -133,13 +133,9 @@ def test_tabbing_through_the_composer_opens_nothing_and_what_is_open_closes(fake
     assert page.locator(".picker-panel:visible").count() == 1
     page.keyboard.press("Tab")  # leaving it closes it
     assert page.locator(".pop-panel:visible").count() == 0 and page.input_value(BOX) == "typed"
-    page.keyboard.press("Shift+Tab")
-    page.keyboard.press("Enter")
-    page.keyboard.press("Escape")
+    press(page, "Shift+Tab", "Enter", "Escape")
     assert page.locator(".pop-panel:visible").count() == 0 and "Policy" in focused(page)  # back where one was
-    page.keyboard.press("Enter")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("Enter")
+    press(page, "Enter", "ArrowDown", "Enter")
     assert "mpic-32" in page.inner_text(".picker >> nth=0")
 
 
@@ -150,8 +146,7 @@ def test_a_whole_conversation_by_keyboard_alone(fake, open_page):
     page.keyboard.type("What is in image#")
     assert page.locator("#handle-list li").count() == 2
     page.wait_for_selector("#announcer:has-text('2 handles')", state="attached")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("Enter")
+    press(page, "ArrowDown", "Enter")
     page.keyboard.type("and IMAGE#g")
     page.keyboard.press("Tab")
     page.keyboard.type("?")
@@ -162,14 +157,10 @@ def test_a_whole_conversation_by_keyboard_alone(fake, open_page):
     page.keyboard.press("Enter")
     page.wait_for_selector(".turn-line")
     assert focused(page) == "box"  # the next question may follow
-    page.wait_for_selector(
-        "#announcer:has-text('Answer: The tower')", state="attached"
-    )  # said to screen readers
+    # said to screen readers
+    page.wait_for_selector("#announcer:has-text('Answer: The tower')", state="attached")
     tab_to(page, "more", key="Shift+Tab")
-    page.keyboard.press("Enter")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("Enter")
+    press(page, "Enter", "ArrowDown", "ArrowDown", "Enter")
     page.wait_for_selector(".verdict")
     tab_to(page, "facts", key="Shift+Tab")
     page.keyboard.press("Enter")

@@ -119,9 +119,8 @@ def test_an_admin_adds_finds_and_removes_references(demo_url, open_page):
     page = open_page(f"{demo_url}/ui/#references")
     page.wait_for_selector("#shelf-note:has-text('No references yet.')")
     page.click(".add-reference summary")
-    assert (
-        page.get_attribute("#add-title", "placeholder") is None
-    )  # nothing that looks like a text already there
+    # nothing that looks like a text already there
+    assert page.get_attribute("#add-title", "placeholder") is None
     for name in ("beach", "tower"):
         page.set_input_files("#add-file", SMALL_SAMPLES / f"{name}.png")
         page.fill("#add-title", f"The {name}")

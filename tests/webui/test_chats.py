@@ -3,7 +3,21 @@
 import json
 from pathlib import Path
 
-from page_kit import AWAY, BOX, add, ask, kept, log_in, more, new_chat, reload, until
+from page_kit import (
+    AWAY,
+    BOX,
+    add,
+    ask,
+    kept,
+    log_in,
+    log_out,
+    more,
+    new_chat,
+    open_chat,
+    questions,
+    reload,
+    until,
+)
 
 HOSTILE = "<img src=x onerror=alert(1)> ${1+1} {{value}} `x` </textarea> \"'&"
 
@@ -22,9 +36,8 @@ def test_chats_survive_reload_and_restart_and_can_be_opened_renamed_exported(fak
     fake.stop()
     fake.start()
     reload(page)
-    assert page.locator(".turn").count() == 1 and "Something else" in page.inner_text(
-        ".bubble"
-    )  # where one was
+    # where one was
+    assert page.locator(".turn").count() == 1 and "Something else" in page.inner_text(".bubble")
     page.click("#chat-list a:has-text('What is the first')")
     page.wait_for_selector(".turn:nth-child(2)")
     assert "taller than the museum" in page.inner_text(".turn:nth-child(2) .text")
@@ -73,32 +86,27 @@ def test_turns_are_edited_answered_again_and_deleted_and_each_can_be_taken_back(
     ask(page, "one")
     ask(page, "two")
     undo = lambda: page.click(".toast:last-child >> text=Undo")
-    questions = lambda: [
-        t.removeprefix("You asked:").strip() for t in page.locator(".bubble").all_inner_texts()
-    ]
 
     more(page, 1, "Delete this turn")
-    assert questions() == ["two"]
+    assert questions(page) == ["two"]
     undo()
-    assert questions() == ["one", "two"]
+    assert questions(page) == ["one", "two"]
     more(page, 1, "Edit the question")
     page.fill(".edit-box", "one, in other words")
     page.keyboard.press("Enter")
     page.wait_for_selector(".turn .turn-line")
-    assert questions() == ["one, in other words"]
+    assert questions(page) == ["one, in other words"]
     undo()
-    assert questions() == ["one", "two"]
+    assert questions(page) == ["one", "two"]
     fake.engine.answer = "Another answer."
     more(page, 2, "Answer again")
     page.wait_for_selector(".turn:nth-child(2) .text:has-text('Another answer.')")
     page.wait_for_selector(".turn:nth-child(2) .turn-line")
     undo()
     until(page, lambda: "taller" in page.inner_text(".turn:nth-child(2) .text"))
-    until(
-        page, lambda: [text for text, said in kept(page)] == ["one", "two"] and "taller" in kept(page)[1][1]
-    )
+    until(page, lambda: [text for text, _ in kept(page)] == ["one", "two"] and "taller" in kept(page)[1][1])
     reload(page)
-    assert questions() == ["one", "two"] and "taller" in page.inner_text(".turn:nth-child(2) .text")
+    assert questions(page) == ["one", "two"] and "taller" in page.inner_text(".turn:nth-child(2) .text")
 
 
 def test_a_deleted_file_comes_back_within_ten_seconds_and_leaving_the_page_deletes_it(fake, open_page):
@@ -129,12 +137,10 @@ def test_drafts_survive_a_reload_another_chat_and_a_login(fake, open_page):
     new_chat(page)
     assert page.input_value(BOX) == ""
     page.fill(BOX, "and one for a new chat")
-    page.click("#logout button")
-    page.wait_for_selector("#key")
+    log_out(page)
     log_in(page, key)
     assert page.input_value(BOX) == "and one for a new chat"
-    page.click("#chat-list a")
-    page.wait_for_selector(".turn")
+    open_chat(page)
     assert page.input_value(BOX) == "a draft here"
 
 
@@ -153,8 +159,7 @@ def test_two_people_share_a_browser_and_neither_sees_anything_of_the_other(fake,
     ask(page, "Ann's secret")
     anns, id = page.url, page.get_attribute(".file", "data-id")
     page.fill(BOX, "Ann's draft")
-    page.click("#logout button")
-    page.wait_for_selector("#key")
+    log_out(page)
     log_in(page, keys["bob"])
     page.goto(anns)  # her chat's own address
     page.wait_for_selector("body[data-ready]")
@@ -163,8 +168,7 @@ def test_two_people_share_a_browser_and_neither_sees_anything_of_the_other(fake,
     assert titles(page) == [] and page.locator(".turn").count() == 0 and page.input_value(BOX) == ""
     assert "Ann" not in page.content() and page.locator(".file").count() == 0
     assert page.evaluate("id => fetch(`/ui/thumbs/${id}`).then(r => r.status)", id) == 404
-    page.click("#logout button")
-    page.wait_for_selector("#key")
+    log_out(page)
     log_in(page, keys["ann"])
     assert titles(page) == ["Ann's secret"]
 

@@ -1,6 +1,6 @@
 """When the server disappears and returns, or a key ends, the page explains it and recovers by itself."""
 
-from page_kit import AWAY, BOX, add, ask, log_in, look, reload, until
+from page_kit import AWAY, BOX, add, ask, begin, log_in, log_out, look, reload, send, until
 
 
 def test_a_server_that_is_down_is_said_in_words_and_a_question_waits_for_it(fake, open_page):
@@ -9,8 +9,7 @@ def test_a_server_that_is_down_is_said_in_words_and_a_question_waits_for_it(fake
     fake.stop()
     page.wait_for_selector("#notice:visible")  # nobody has clicked anything
     assert "cannot be reached" in page.inner_text("#notice") and "kept" not in page.inner_text("#toasts")
-    page.fill(BOX, "Are you there?")
-    page.keyboard.press("Enter")
+    send(page, "Are you there?")
     page.wait_for_selector("text=asked again as soon as it is back")
     fake.start()
     page.wait_for_selector(".turn-line")
@@ -21,9 +20,7 @@ def test_a_server_that_is_down_is_said_in_words_and_a_question_waits_for_it(fake
 def test_an_answer_that_is_cut_off_is_kept_as_far_as_it_came_and_can_be_asked_again(fake, open_page):
     page = open_page(fake.url, expected=AWAY)
     fake.engine.pause = 0.5
-    page.fill(BOX, "Tell me")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".writing")
+    begin(page, "Tell me")
     fake.stop()
     page.wait_for_selector(".turn .error, .turn .hint")
     fake.start()
@@ -95,11 +92,9 @@ def test_the_page_is_painted_before_the_server_has_said_anything_and_nothing_jum
     )
     page.goto(fake.url)
     until(page, "performance.getEntriesByName('first-contentful-paint').length > 0")
-    assert (
-        page.locator("#views").is_visible()
-        and page.locator(BOX).is_visible()
-        and page.locator("#send").is_visible()
-    )
+    assert page.locator("#views").is_visible()
+    assert page.locator(BOX).is_visible()
+    assert page.locator("#send").is_visible()
     until(page, lambda: held)
     held[0].continue_()
     page.wait_for_selector("body[data-ready]")
@@ -111,9 +106,7 @@ def test_the_page_is_painted_before_the_server_has_said_anything_and_nothing_jum
 def test_an_answer_can_be_stopped_and_the_engine_is_told(fake, open_page):
     fake.engine.pause = 0.4
     page = open_page(fake.url)
-    page.fill(BOX, "Tell me everything.")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".writing")
+    begin(page, "Tell me everything.")
     page.click("#stop")
     page.wait_for_selector(".stopped")
     assert page.locator("#send").is_visible() and not page.locator("#stop").is_visible()
@@ -145,13 +138,11 @@ def test_an_open_page_becomes_that_of_the_user_who_logs_in_in_another_tab_before
     log_in(page, keys["ann"])
     ask(page, "Ann's first question")
     page.route("**/v1/chat/completions", lambda route: route.abort())
-    page.fill(BOX, "Ann's second question")
-    page.keyboard.press("Enter")
+    send(page, "Ann's second question")
     page.route("**/ui/alive", lambda route: route.abort())
     page.wait_for_selector("text=asked again as soon as it is back")
     other = open_page(fake.url, context=page.context, expected=("401", "404"))
-    other.click("#logout button")
-    other.wait_for_selector("#key")
+    log_out(other)
     log_in(other, keys["bob"])
     asked = len(fake.engine.requests)
     page.unroute("**/v1/chat/completions")

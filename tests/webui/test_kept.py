@@ -1,12 +1,8 @@
 """The browser keeps chats, drafts and settings with two tabs open, little room, or none at all."""
 
-from page_kit import BOX, ask, look, more, new_chat, reload, until
+from page_kit import BOX, ask, begin, look, more, new_chat, open_chat, questions, reload, send, until
 
 QUEUED = "text=asked again as soon as it is back"
-
-
-def questions(page):
-    return [t.removeprefix("You asked:").strip() for t in page.locator(".bubble").all_inner_texts()]
 
 
 def test_two_tabs_that_ask_in_one_chat_at_the_same_time_keep_both_questions(fake, open_page):
@@ -15,8 +11,7 @@ def test_two_tabs_that_ask_in_one_chat_at_the_same_time_keep_both_questions(fake
     other = open_page(page.url, context=page.context)
     fake.engine.pause = 0.2
     for tab, text in ((page, "one"), (other, "two")):
-        tab.fill(BOX, text)
-        tab.press(BOX, "Enter")
+        send(tab, text)
     until(other, lambda: len(fake.engine.requests) == 3)
     fake.engine.pause = 0.0
     for tab in (page, other):
@@ -55,8 +50,7 @@ def test_a_long_draft_is_whole_after_another_view_and_another_chat(fake, open_pa
         page.click(f"#views [data-view={view}]")
     assert page.input_value(BOX) == long
     new_chat(page)
-    page.click("#chat-list a")
-    page.wait_for_selector(".turn")
+    open_chat(page)
     assert page.input_value(BOX) == long
 
 
@@ -69,8 +63,7 @@ def test_a_draft_for_which_there_is_no_room_is_said_and_lasts_as_long_as_the_pag
     page.fill(BOX, "a draft")
     page.wait_for_selector(".toast:has-text('no room for this draft')")
     new_chat(page)
-    page.click("#chat-list a")
-    page.wait_for_selector(".turn")
+    open_chat(page)
     assert page.input_value(BOX) == "a draft"
 
 
@@ -79,8 +72,7 @@ def test_a_draft_of_a_new_chat_is_there_after_another_chat_was_opened(fake, open
     ask(page, "one")
     new_chat(page)
     page.fill(BOX, "for a new chat")
-    page.click("#chat-list a")
-    page.wait_for_selector(".turn")
+    open_chat(page)
     assert page.input_value(BOX) == ""
     new_chat(page)
     assert page.input_value(BOX) == "for a new chat"
@@ -97,8 +89,7 @@ def test_without_storage_the_page_works_and_says_once_that_nothing_is_kept(fake,
     assert page.locator(".toast:has-text('keeps nothing of this page')").count() == 1
     ask(page, "one")
     new_chat(page)
-    page.click("#chat-list a")
-    page.wait_for_selector(".turn")
+    open_chat(page)
     assert questions(page) == ["one"]
 
 
@@ -126,8 +117,7 @@ def test_every_question_asked_while_the_server_is_away_is_answered_in_order(fake
     look(page)
     page.wait_for_selector("#notice:visible")
     for n, text in enumerate(("one", "two", "three"), 1):
-        page.fill(BOX, text)
-        page.press(BOX, "Enter")
+        send(page, text)
         until(page, lambda n=n: page.locator(QUEUED).count() == n)
     fake.start()
     look(page)
@@ -139,9 +129,7 @@ def test_every_question_asked_while_the_server_is_away_is_answered_in_order(fake
 def test_the_link_to_the_chat_leads_back_to_an_answer_that_is_being_written(fake, open_page):
     page = open_page(fake.url)
     fake.engine.pause = 0.2
-    page.fill(BOX, "one")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".writing")
+    begin(page, "one")
     page.click("#views [data-view=policies]")
     page.wait_for_selector("#view-policies:visible")
     page.click("#views [data-view=chat]")

@@ -1,13 +1,13 @@
 """The access proxy of the web interface, with plain requests and an engine that computes nothing."""
 
 import asyncio
-import base64
 from itertools import product
+from unittest.mock import AsyncMock
 from urllib.parse import unquote
 
 import pytest
 from fake_engine import FakeEngine
-from server_helpers import chat_template, png, running
+from server_helpers import chat_template, data_url, png, running
 from watched import opened
 
 from mpic.config import Config, LibraryConfig
@@ -63,11 +63,9 @@ async def test_the_page_runs_nothing_that_is_not_a_file_of_this_server(server):
     assert policy["require-trusted-types-for"] == "'script'" and policy["frame-ancestors"] == "'none'"
     assert not any(word in answer.headers["content-security-policy"] for word in ("unsafe", "http"))
     assert "http" not in answer.text.replace("http-equiv", "")
-    assert (
-        "<script>" not in answer.text
-        and "style=" not in answer.text
-        and " on" not in answer.text.split("<body>")[0]
-    )
+    assert "<script>" not in answer.text
+    assert "style=" not in answer.text
+    assert " on" not in answer.text.split("<body>")[0]
     for name, file in static_files().items():
         text = file.data.decode()
         assert "innerHTML" not in text and "eval(" not in text and "document.write" not in text, name
@@ -116,15 +114,8 @@ async def test_routes_that_the_page_does_not_need_are_closed_to_logged_in_visito
     assert (await server.http.request(method, path, headers=who)).status_code == 404
 
 
-BEHIND = [
-    "/ui/",
-    "/ui/about",
-    "/ui/alive",
-    "/ui/live",
-    "/ui/policy",
-    "/ui/samples/GRACE",
-    "/ui/static/app.js",
-]
+BEHIND = ["/ui/", "/ui/about", "/ui/alive", "/ui/live"]
+BEHIND += ["/ui/policy", "/ui/samples/GRACE", "/ui/static/app.js"]
 BEHIND += ["/ui/thumbs/file-x", "/ui/plots/ttft.png", "/ui/v1/files", "/ui/v1/references", "/ui/v1/savings"]
 
 
@@ -226,26 +217,15 @@ OUTSIDE = [
 async def test_names_of_pictures_and_scripts_do_not_lead_out_of_their_folders(server):
     """The paths are sent as raw requests, because a client would normalise them."""
     scope = {"type": "http", "method": "GET", "query_string": b"", "headers": [(b"host", b"127.0.0.1")]}
-    scope |= {
-        "root_path": "",
-        "scheme": "http",
-        "http_version": "1.1",
-        "client": ("127.0.0.1", 1),
-        "server": None,
-    }
-    said = []
-
-    async def send(message):
-        said.append(message)
-
-    async def receive():
-        return {"type": "http.request", "body": b"", "more_body": False}
-
+    scope |= {"root_path": "", "scheme": "http", "http_version": "1.1"}
+    scope |= {"client": ("127.0.0.1", 1), "server": None}
+    send = AsyncMock()
+    receive = AsyncMock(return_value={"type": "http.request", "body": b"", "more_body": False})
     for folder, path in product(("static", "assets", "thumbs", "plots"), OUTSIDE):
-        said.clear()
+        send.reset_mock()
         raw = f"/ui/{folder}/{path}"
         await server.app({**scope, "path": unquote(raw), "raw_path": raw.encode()}, receive, send)
-        assert said[0]["status"] in (403, 404), raw
+        assert send.await_args_list[0].args[0]["status"] in (403, 404), raw
 
 
 async def test_no_text_that_a_page_sends_is_opened_as_a_file(server, tmp_path_factory):
@@ -270,7 +250,7 @@ async def test_no_text_that_a_page_sends_is_opened_as_a_file(server, tmp_path_fa
             for part in ("thumbs", "samples", "plots", "static", "v1/files", "v1/references"):
                 asked.append(await server.http.get(f"/ui/{part}/{text}"))
     assert seen == [] and len(asked) > 20 and all(answer.status_code < 500 for answer in asked)
-    private = "data:image/png;base64," + base64.b64encode(png()).decode()
+    private = data_url(png())
     assert (await server.http.post("/ui/v1/references/search", json={"image": private})).status_code < 500
 
 
@@ -301,8 +281,7 @@ async def test_a_wrong_key_and_a_strangers_form_are_refused(server):
 
 
 async def test_logging_out_and_revoking_end_a_session_at_once(server, log_in):
-    ann = await log_in("ann")
-    bob = await log_in("bob")
+    ann, bob = await log_in("ann"), await log_in("bob")
     assert (await server.http.get("/ui/", headers=ann)).status_code == 200
     await server.http.post("/ui/logout", headers=ann)
     assert (await server.http.get("/ui/", headers=ann)).status_code == 401
@@ -312,8 +291,7 @@ async def test_logging_out_and_revoking_end_a_session_at_once(server, log_in):
 
 
 async def test_a_login_outlasts_the_server_until_its_key_is_revoked(server, log_in, tmp_path):
-    ann = await log_in("ann")
-    bob = await log_in("bob")
+    ann, bob = await log_in("ann"), await log_in("bob")
     [key] = [k for k in server.keys.listing() if k.user == "bob"]
     later = KeyStore(tmp_path)  # as the next start opens it
     assert later.logged_in(ann["cookie"].split("=")[1]).user == "ann"

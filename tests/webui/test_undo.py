@@ -1,10 +1,6 @@
 """Undo puts back one thing, and nothing that came after it is lost."""
 
-from page_kit import BOX, ask, kept, more, new_chat, reload, until
-
-
-def questions(page):
-    return [t.removeprefix("You asked:").strip() for t in page.locator(".bubble").all_inner_texts()]
+from page_kit import BOX, ask, begin, kept, more, new_chat, open_chat, questions, reload, send, until
 
 
 def shows(page, *expected):
@@ -61,8 +57,7 @@ def test_undo_after_another_chat_was_opened_puts_the_turn_into_its_own_chat(fake
     ask(page, "two")
     more(page, 1, "Delete this turn")
     new_chat(page)
-    page.click("#chat-list a")
-    page.wait_for_selector(".turn")
+    open_chat(page)
     undo(page, 1)
     shows(page, "one", "two")
     more(page, 2, "Delete this turn")
@@ -78,8 +73,7 @@ def test_undo_while_another_answer_is_written_leaves_no_turn_that_is_written_for
     page = open_page(fake.url)
     ask(page, "one")
     fake.engine.pause = 0.3
-    page.fill(BOX, "two")
-    page.keyboard.press("Enter")
+    send(page, "two")
     page.wait_for_selector(".turn:nth-child(2) .writing")
     more(page, 1, "Delete this turn")
     undo(page, 1)
@@ -118,9 +112,7 @@ def test_enter_and_escape_of_an_input_method_neither_send_nor_close(fake, open_p
 def test_all_chats_deleted_while_one_is_answered_stay_deleted_with_their_drafts(fake, open_page):
     page = open_page(fake.url)
     fake.engine.pause = 0.2
-    page.fill(BOX, "one")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".writing")
+    begin(page, "one")
     page.click("#settings-open")
     page.click("dialog button:text-is('Delete all chats')")
     page.click("dialog button:text-is('Delete all')")

@@ -14,6 +14,11 @@ def put(page, *names):
     )
 
 
+def catch_posts(page, pattern, handle):
+    """Hands over what the page would send there."""
+    page.route(pattern, lambda route: handle(route) if route.request.method == "POST" else route.continue_())
+
+
 def test_a_hundredth_file_with_the_same_name_gets_a_handle(fake, open_page):
     for n in range(1, 101):
         handle = "FILE" if n == 1 else f"FILE_{n}"
@@ -31,13 +36,11 @@ def test_a_handle_that_is_taken_again_and_again_ends_with_words_and_not_with_a_h
     sent = []
 
     def refuse(route):
-        if route.request.method != "POST":
-            return route.continue_()
         sent.append(route.request.url)
         error = {"error": {"code": "handle_taken", "message": "you already have a file with this handle"}}
-        return route.fulfill(status=409, content_type="application/json", body=json.dumps(error))
+        route.fulfill(status=409, content_type="application/json", body=json.dumps(error))
 
-    page.route("**/ui/v1/files", refuse)
+    catch_posts(page, "**/ui/v1/files", refuse)
     put(page, "写真.png")
     page.wait_for_selector(".upload.failed:has-text('you already have')")
     assert 1 < len(sent) < 10
@@ -47,12 +50,10 @@ def test_a_failed_upload_can_be_tried_again_and_is_then_there_once(fake, open_pa
     page = open_page(fake.url, expected=("ERR_FAILED", "ERR_CONNECTION"))
 
     def lose(route):
-        if route.request.method != "POST":
-            return route.continue_()
         route.fetch()  # the server has the file, but its answer does not arrive
-        return route.abort()
+        route.abort()
 
-    page.route("**/ui/v1/files", lose)
+    catch_posts(page, "**/ui/v1/files", lose)
     put(page, "photo.png")
     page.wait_for_selector(".upload.failed")
     page.unroute("**/ui/v1/files")
@@ -88,22 +89,15 @@ def test_a_request_that_gets_no_answer_gives_way_to_the_next(fake, open_page):
 
 def test_a_reference_that_is_added_by_two_clicks_is_added_once(fake, open_page):
     page = open_page(f"{fake.url}#references")
-    sent, held = [], []
-
-    def hold(route):
-        if route.request.method != "POST":
-            return route.continue_()
-        sent.append(route.request.url)
-        return held.append(route)
-
-    page.route("**/ui/v1/references", hold)
+    sent = []
+    catch_posts(page, "**/ui/v1/references", sent.append)
     page.click(".add-reference summary")
     page.set_input_files("#add-file", [{"name": "a.png", "mimeType": "image/png", "buffer": png()}])
     page.click(".add-reference .primary")
-    until(page, lambda: held)
+    until(page, lambda: sent)
     assert page.locator(".add-reference .primary").is_disabled()
     page.evaluate("document.querySelector('.add-reference form').requestSubmit()")
-    held[0].continue_()
+    sent[0].continue_()
     page.wait_for_selector(".reference")
     until(page, lambda: page.locator(".add-reference .primary").is_enabled())
     assert len(sent) == 1

@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from page_kit import BOX, PHONE, TABLET, add, ask, reload, until
+from page_kit import PHONE, TABLET, add, ask, begin, reload, until
 
 DESK = {"viewport": {"width": 1280, "height": 900}}
 SEEN = """() => {
@@ -22,9 +22,7 @@ def test_the_newest_answer_is_seen_while_it_is_written_and_after(fake, open_page
         ask(page, f"IMAGE#RED What is in image RED, in so many words that they fill a line or two? {n}")
         assert page.evaluate(SEEN)
     fake.engine.pause = 0.3
-    page.fill(BOX, "And now slowly?")
-    page.press(BOX, "Enter")
-    page.wait_for_selector(".writing")
+    begin(page, "And now slowly?")
     for _ in range(5):
         page.wait_for_timeout(60)
         assert page.evaluate(SEEN)
@@ -37,9 +35,8 @@ def test_the_newest_answer_is_seen_while_it_is_written_and_after(fake, open_page
     until(page, f"({SEEN})()")
     page.reload()
     page.wait_for_selector(".turn:last-child .turn-line")
-    assert (
-        page.evaluate(SEEN) and page.locator(".strip").count() == 1
-    )  # the choice is remembered, for the newest
+    # the choice is remembered, for the newest
+    assert page.evaluate(SEEN) and page.locator(".strip").count() == 1
 
 
 def test_who_scrolls_away_is_left_alone_and_can_come_back(fake, open_page):
@@ -47,9 +44,7 @@ def test_who_scrolls_away_is_left_alone_and_can_come_back(fake, open_page):
     for n in range(4):
         ask(page, f"question {n}")
     fake.engine.pause = 0.15
-    page.fill(BOX, "slowly")
-    page.press(BOX, "Enter")
-    page.wait_for_selector(".writing")
+    begin(page, "slowly")
     page.hover("#scroller")
     page.mouse.wheel(0, -2000)
     page.wait_for_selector("#to-newest:visible")
