@@ -4,7 +4,7 @@ import { announce, copy, failed, toast, undoable } from './ui.js';
 import { get, stream } from './api.js';
 import { away, onBack } from './connection.js';
 import * as store from './store.js';
-import * as library from './library.js';
+import { mentioned, refresh as refreshFiles } from './files.js';
 import { open as openFile } from './viewer.js';
 import { renderTurn, running } from './turn.js';
 import { merge, newTurn, putBack, takeOut, touch, turnOf } from './turns.js';
@@ -186,7 +186,7 @@ const answer = async (turn, run) => {
   show();
   if (run.state === 'done') announce(`Answer: ${run.text.trim()}`);
   if (!away()) setTimeout(resume, run.state === 'queued' ? 500 : 0);
-  library.refresh();
+  refreshFiles();
   learn();
   document.dispatchEvent(new Event('mpic-answered'));
 };
@@ -211,7 +211,7 @@ export const ask = async (text) => {
   if (busy()) return;
   const { current } = chat;
   current.title ||= titleOf(text);
-  const turn = newTurn(current.turns, { text, files: library.mentioned(text), answer: newRun(store.settings.policy) });
+  const turn = newTurn(current.turns, { text, files: mentioned(text), answer: newRun(store.settings.policy) });
   current.turns.push(turn);
   const element = h('li', { class: 'turn' });
   views.set(turn.id, { editing: false, editor: null, expanded: store.settings.details, element });
@@ -265,7 +265,7 @@ const compare = (turn) => {
 };
 
 const regenerate = (turn) => change('The earlier answer was replaced.', [turn], () => {
-  Object.assign(turn, { answer: newRun(store.settings.policy), again: null, files: library.mentioned(turn.text) });
+  Object.assign(turn, { answer: newRun(store.settings.policy), again: null, files: mentioned(turn.text) });
   answer(turn, turn.answer);
 });
 
@@ -273,7 +273,7 @@ const resend = (turn, text) => {
   const { turns } = chat.current, index = turns.indexOf(turn), replaced = turns.slice(index);
   change('The question was replaced, and what came after it.', replaced, (current) => {
     if (!current.named && index === 0) current.title = titleOf(text);
-    const made = newTurn(turns, { text, files: library.mentioned(text), answer: newRun(store.settings.policy) });
+    const made = newTurn(turns, { text, files: mentioned(text), answer: newRun(store.settings.policy) });
     takeOut(current, replaced);
     current.turns.push(made);
     drawAll();

@@ -1,14 +1,7 @@
 // Completion of handles in the box: IMAGE# and FILE# open a list of what they may name.
 import { $, composing, fold, h, mention, picture } from './dom.js';
 import { announce } from './ui.js';
-
-/** Puts a text into the box as if it had been typed. */
-export const write = (box, text, caret) => {
-  box.value = text;
-  box.dispatchEvent(new Event('input', { bubbles: true }));
-  box.focus();
-  box.setSelectionRange(caret, caret);
-};
+import { write } from './box.js';
 
 /** Completes handles in `box`; `files` gives those there are. */
 export const completeHandles = (box, files) => {

@@ -1,13 +1,13 @@
 // The box for a question: chips of what it names, pickers, drafts that survive.
 import { $, HANDLE, composing, fold, h, handleIn, iconButton, picture } from './dom.js';
 import { ask, busy, chat, onChange, stop } from './chat.js';
-import { completeHandles, write } from './completion.js';
-import * as library from './library.js';
+import { box, write } from './box.js';
+import { completeHandles } from './completion.js';
+import * as files from './files.js';
 import * as store from './store.js';
 import { failed, toast } from './ui.js';
 
 const KEEP_MS = 300;
-const box = () => $('#box');
 
 const fit = () => {
   box().style.height = 'auto';
@@ -15,7 +15,7 @@ const fit = () => {
 };
 
 const takeOut = (kind, name) => {
-  const known = library.known();
+  const known = files.known();
   const left = box().value.replace(HANDLE, (whole, k, word) => {
     const other = handleIn(word, known);
     return k === kind && fold(other) === fold(name) ? word.slice(other.length) : whole;
@@ -26,7 +26,7 @@ const takeOut = (kind, name) => {
 
 /** Shows the files that the question names. */
 export const showChips = () => {
-  const known = library.known(), seen = new Set(), chips = [];
+  const known = files.known(), seen = new Set(), chips = [];
   for (const match of box().value.matchAll(HANDLE)) {
     const name = handleIn(match[2], known), file = known.get(fold(name));
     if (!name || seen.has(fold(name))) continue;
@@ -36,13 +36,6 @@ export const showChips = () => {
       iconButton('close', `Take ${name} out of the question`, () => takeOut(match[1], name), { class: 'chip-x' })));
   }
   $('#chips').replaceChildren(...chips);
-};
-
-/** Puts a handle where the caret is. */
-export const insert = (name) => {
-  const area = box(), before = area.value.slice(0, area.selectionStart), after = area.value.slice(area.selectionStart);
-  const piece = (before && !/\s$/.test(before) ? ' ' : '') + name + (/^\s/.test(after) ? '' : ' ');
-  write(area, before + piece + after, (before + piece).length);
 };
 
 let timer = 0, place = null, shownChat = null, unkept = false;
@@ -93,7 +86,7 @@ const shown = () => {
 /** Connects the box. */
 export const startComposer = () => {
   const area = box();
-  completeHandles(area, () => library.files);
+  completeHandles(area, () => files.files);
   area.addEventListener('input', () => {
     fit();
     showChips();
@@ -107,5 +100,5 @@ export const startComposer = () => {
   $('#composer').addEventListener('submit', submit);
   $('#stop').addEventListener('click', () => { stop(); area.focus(); });
   onChange(shown);
-  library.onFiles(showChips);
+  files.onFiles(showChips);
 };

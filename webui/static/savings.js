@@ -4,7 +4,7 @@ import { get } from './api.js';
 import { announce, failed } from './ui.js';
 import { keep, settings } from './store.js';
 import { open } from './viewer.js';
-import * as library from './library.js';
+import { files, remove } from './files.js';
 
 const RANGES = [[7, '7 days'], [30, '30 days'], [90, '90 days'], [365, 'a year']];
 const DAY = 86_400_000, HIGH = 120, WIDE = 640;
@@ -54,7 +54,7 @@ const unused = (found) => {
       scope === 'mine' && button('Delete', (event) => {
         const row = event.target.closest('li');
         row.hidden = true;
-        library.remove(library.files.find((file) => file.id === item.id) || { id: item.id, filename: item.name }, () => { row.hidden = false; });
+        remove(files.find((file) => file.id === item.id) || { id: item.id, filename: item.name }, () => { row.hidden = false; });
       }, { class: 'button small danger', 'aria-label': `Delete ${item.name}` }))))];
 };
 

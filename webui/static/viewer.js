@@ -2,8 +2,8 @@
 import { button, count, date, h, mention, size } from './dom.js';
 import { get, send } from './api.js';
 import { dialog, download, failed } from './ui.js';
-import { insert } from './composer.js';
-import * as library from './library.js';
+import { insert } from './box.js';
+import { rename } from './files.js';
 
 const MOST_CHARS = 200_000;
 
@@ -61,7 +61,7 @@ const showFile = async (id) => {
     ['Size', size(file.bytes)], ['Added', date(file.created_at)], ['Expires', file.expires_at && date(file.expires_at)],
     ['Kept compiled in', file.tiers?.join(', ')], ['Id', file.id]];
   await show(`/v1/files/${id}`, file, mention(file), rows, (close) => [
-    button('Rename', () => { close(); library.rename(file); }, { class: 'button' }),
+    button('Rename', () => { close(); rename(file); }, { class: 'button' }),
     button('Put into the question', () => { close(); insert(mention(file)); }, { class: 'button primary' })]);
 };
 

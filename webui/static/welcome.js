@@ -3,7 +3,8 @@ import { $, HANDLE, fold, h } from './dom.js';
 import { send } from './api.js';
 import { failed } from './ui.js';
 import { ask } from './chat.js';
-import * as library from './library.js';
+import { known, refresh } from './files.js';
+import { uploadFile } from './uploads.js';
 
 const WAIT_MS = 20_000;
 
@@ -21,16 +22,16 @@ const pictured = (sample) => {
 };
 
 const prepare = async (sample) => {
-  const there = library.known();
+  const there = known();
   for (const [handle, name] of Object.entries(sample.files)) {
     if (there.has(fold(handle))) continue;
     const blob = await (await send(`/samples/${handle}`)).blob();
-    if (!await library.uploadFile(new File([blob], name, { type: blob.type }), handle)) return false;
+    if (!await uploadFile(new File([blob], name, { type: blob.type }), handle)) return false;
   }
   const until = Date.now() + WAIT_MS;
   do {
-    await library.refresh();
-    const used = Object.keys(sample.files).map((handle) => library.known().get(fold(handle)));
+    await refresh();
+    const used = Object.keys(sample.files).map((handle) => known().get(fold(handle)));
     if (used.every((file) => file && file.state !== 'compiling')) break;
     await new Promise((done) => { setTimeout(done, 300); });
   } while (Date.now() < until);

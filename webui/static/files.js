@@ -1,0 +1,93 @@
+// The visitor's files with their states: asked for again while they change, renamed, and deleted so that it can be undone.
+import { fold, HANDLE, handleIn, mention } from './dom.js';
+import { call, get } from './api.js';
+import { failed, prompt, undoable } from './ui.js';
+
+const SOON = 1000, LATE = 10_000, SELDOM = 60_000;
+export let files = [];
+export let trouble = '';  // why they could not be listed, of the last time
+const hidden = new Set();  // deleted, but it can still be undone
+const listeners = [];
+/** Calls `act` whenever the files have changed, or could not be listed. */
+export const onFiles = (act) => listeners.push(act);
+const changed = () => { for (const act of listeners) act(); };
+
+/** The files that are to be seen. */
+export const shown = () => files.filter((file) => !hidden.has(file.id));
+
+/** The files with a handle, by the folded handle. */
+export const known = () => new Map(files.filter((file) => file.handle).map((file) => [fold(file.handle), file]));
+
+/** The files that a text names, by handle: what a turn remembers of them. */
+export const mentioned = (text) => {
+  const all = known(), out = {};
+  for (const match of text.matchAll(HANDLE)) {
+    const file = all.get(fold(handleIn(match[2], all)));
+    if (file) out[file.handle] = { id: file.id, kind: file.kind };
+  }
+  return out;
+};
+
+/** Changes a file on the server. */
+export const change = async (file, changes) => {
+  try {
+    await call('PATCH', `/v1/files/${file.id}`, changes);
+  } catch (error) { failed(error); }
+  await refresh();
+};
+
+/** Asks for another handle. */
+export const rename = async (file) => {
+  const handle = await prompt('Rename', 'Handle', file.handle || '', (text) => {
+    if (!/^[A-Za-z0-9_.-]{1,64}$/.test(text)) return 'A handle is 1 to 64 letters, digits, “_”, “.” or “-”.';
+    const other = known().get(fold(text));
+    return other && other.id !== file.id ? `You already have a file with the handle ${other.handle}.` : '';
+  });
+  if (handle && handle !== file.handle) await change(file, { handle });
+};
+
+/** Deletes a file; `undone` is called when that is taken back. */
+export const remove = (file, undone = () => {}) => undoable(`${mention(file)} was deleted.`, {
+  show: () => { hidden.add(file.id); changed(); },
+  undo: () => { hidden.delete(file.id); changed(); undone(); },
+  commit: async () => {
+    try {
+      await call('DELETE', `/v1/files/${file.id}`, undefined, { keepalive: true });
+    } catch (error) {
+      if (error.status !== 404) { hidden.delete(file.id); failed(error); }
+    }
+    refresh();
+  },
+});
+
+let wait = SOON, asked = 0;
+/** Asks for the files again. */
+export const refresh = async () => {
+  asked = Date.now();
+  try {
+    const { data } = await get('/v1/files');
+    [files, trouble] = [data, ''];
+    changed();
+  } catch (error) {
+    asked += LATE - SELDOM;  // sooner than usual
+    if (error.status && error.status !== 401) {  // that there is no connection or no login, the page says elsewhere
+      trouble = `The files could not be listed: ${error.message} This page asks again.`;
+      changed();
+    }
+  }
+};
+
+/** Asks often while something compiles, seldom otherwise, never on a hidden page. */
+export const watchFiles = () => {
+  setInterval(() => {
+    if (document.hidden) return;
+    const compiling = files.some((file) => file.state === 'compiling');
+    if (!compiling) wait = SOON;
+    if (Date.now() - asked < (compiling ? wait : SELDOM)) return;
+    if (compiling) wait = Math.min(2 * wait, LATE);
+    refresh();
+  }, 500);
+};
+
+/** Asks again soon, as after an upload. */
+export const expectChange = () => { wait = SOON; };
