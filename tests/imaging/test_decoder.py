@@ -278,7 +278,8 @@ def test_eight_large_images_at_once_take_the_memory_of_two_and_it_is_given_back(
 
         decoder.identify(data, rules, 1 << 30)
         before = total()
-        watcher = started(watch)
+        watcher = threading.Thread(target=watch)
+        watcher.start()
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda i: decoder.identify(data, rules, 1 << 30), range(8)))
         done.set()
