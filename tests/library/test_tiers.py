@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from engine_kit import family, ids, prompt_of, request_of, text_chunk
-from library_tools import drop, flip, make_chunk, read, saved, text_key
+from library_tools import Remote, drop, flip, make_chunk, read, saved, text_key
 from page_locking import page_locked
 from threads_kit import in_threads
 
@@ -18,42 +18,6 @@ from mpic.library import HostTier, Library, Limits
 from mpic.library.store import host
 from mpic.library.store.shares import TierBounds
 from mpic.library.store.tombstones import DeletedContents
-
-
-class Remote:
-    """A tier at the other end of a network, simulated by a dictionary."""
-
-    name = "remote"
-
-    class Chunk:
-        tier = "remote"
-
-        def __init__(self, chunk):
-            self.inputs, self.chunk = chunk.inputs, chunk
-
-        def read_layers(self, destination):
-            for layer, kv in enumerate(self.chunk.kv):
-                destination[layer].copy_(kv)
-                yield layer
-
-    def __init__(self):
-        self.chunks, self.requested = {}, 0
-
-    def find(self, keys):
-        self.requested += len(keys)
-        return {key: self.Chunk(self.chunks[key]) for key in keys if key in self.chunks}
-
-    def save(self, chunk):
-        self.chunks[chunk.key] = chunk
-
-    def drop(self, owner, chunk):
-        self.chunks = {k: v for k, v in self.chunks.items() if (k.owner, k.chunk) != (owner, chunk)}
-
-    def stats(self):
-        return {"requested": self.requested, "hits": 0, "chunks": len(self.chunks), "bytes": 0, "evicted": 0}
-
-    def check(self):
-        pass
 
 
 def kv_bytes(chunk):

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
+from library_tools import Remote, drop
 from PIL import Image as PILImage
 from small_models import SMALL
 from transformers import AutoProcessor, LlavaForConditionalGeneration
@@ -24,6 +25,7 @@ from mpic.data.generator.client import messages_of
 from mpic.engine.vllm.frontend.linktest import OWNER, link_test
 from mpic.errors import (
     ContextLengthExceeded,
+    CorruptFile,
     EmptyPrompt,
     EngineStopped,
     FileNotFound,
@@ -35,6 +37,7 @@ from mpic.errors import (
 )
 from mpic.kv.chunk import Chunk, ChunkKey, ChunkKV
 from mpic.kv.file import write
+from mpic.library.store.tiers import TieredStore
 from mpic.link import parse_policy
 from mpic.prompt.segments import Prompt, TextSegment
 from mpic.retriever import SearchHit
@@ -276,6 +279,31 @@ def test_a_lost_document_is_computed_in_place_and_the_usage_says_so(
     assert met.token_ids == expected.token_ids
     for a, b in zip(met.logprobs, expected.logprobs):
         assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("handle", ["IMAGE#MAP7", "FILE#TOMA"])
+def test_a_chunk_that_only_a_farther_tier_has_is_copied_to_the_disk_or_compiled(
+    bench, monkeypatch, handle, damaged
+):
+    remote, store = Remote(), bench.library.store
+    prompt = bench.prompt(f"{handle} What is there?")
+    [chunk] = prompt.chunks
+    expected = bench.ask(prompt, "reuse", user=f"before {damaged}")
+    key = bench.engine.compiler.key(chunk)
+    stored = store.open(key)
+    kv = torch.empty(bench.engine.model.shape.extent(len(stored.inputs)))
+    assert len(list(stored.read_layers(kv))) == len(kv)
+    remote.save(ChunkKV(key, stored.inputs, kv))
+    drop(store, key, bench.library.catalog)
+    if damaged:
+        monkeypatch.setattr(Remote.Chunk, "read_layers", Mock(side_effect=CorruptFile("gone bad")))
+    monkeypatch.setattr(bench.engine.compiler, "_store", TieredStore(store, (), [remote]))
+    answer = bench.ask(prompt, "reuse", user=f"after {damaged}")
+    [use] = answer.usage.chunks
+    assert use.tier == ("compiled" if damaged else "remote")
+    assert bench.file_of(chunk).exists() and answer.token_ids == expected.token_ids
+    assert (use.reused, answer.usage.recomputed) == (use.tokens, 0) and whole(answer.usage)
 
 
 def test_an_answer_that_ends_by_a_stop_string_says_what_became_of_its_chunks(bench):

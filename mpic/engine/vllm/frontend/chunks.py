@@ -91,6 +91,7 @@ class LinkedChunk:
         ids: its token ids, as prompts have them.
         rotary_length: rotary positions it takes; 0 while they are not known.
         stored: True if the store has its file, as far as is known.
+        farther: the tier beyond the disk that alone has it, or None. vLLM's processes read files of the disk.
         spooled: its file outside the store.
         prompt: the chunk alone, rendered for its compile.
         packet: number of its tokens that an adapter adds.
@@ -103,6 +104,7 @@ class LinkedChunk:
     ids: tuple[int, ...]
     rotary_length: int
     stored: bool = False
+    farther: str | None = None
     spooled: SpooledFile | None = None
     prompt: VLLMPrompt | None = None
     packet: int = 0

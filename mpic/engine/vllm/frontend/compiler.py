@@ -25,7 +25,7 @@ from mpic.engine.vllm.frontend.prompts import VLLMPrompt
 from mpic.errors import CompileFailed, CorruptFile, MPICError, NotFound, OutOfMemory
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKV, KVKey
 from mpic.kv.file import write
-from mpic.kv.store import ChunkStore
+from mpic.kv.store import ChunkStore, StoredChunk
 from mpic.link import BARE, Policy, Wrapping
 from mpic.model.load import DTYPES
 
@@ -76,7 +76,8 @@ class ChunkCompiler:
             packet = sum(self._model.soft_tokens(key.recipe))
             if chunk.token_ids is not None:
                 ids = self._model.prompt_ids(chunk.token_ids, key.recipe)
-                linked.append(LinkedChunk(chunk, key, ids, len(ids), stored is not None, packet=packet))
+                have = (stored is not None, _beyond_the_disk(stored))
+                linked.append(LinkedChunk(chunk, key, ids, len(ids), *have, packet=packet))
                 continue
             size, prompt = self._sizes.get(key), None
             if (size is None or not size.rotary_length) and stored is not None:
@@ -90,10 +91,9 @@ class ChunkCompiler:
                 prompt = self._client.wait(self._render(chunk, key))
                 size = self._remember(key, len(prompt.ids) - key.recipe.sink, 0)
             ids = self._model.prompt_ids((self._model.image,) * (size.tokens - packet), key.recipe)
+            have = (stored is not None, _beyond_the_disk(stored))
             linked.append(
-                LinkedChunk(
-                    chunk, key, ids, size.rotary_length, stored is not None, prompt=prompt, packet=packet
-                )
+                LinkedChunk(chunk, key, ids, size.rotary_length, *have, prompt=prompt, packet=packet)
             )
         return linked
 
@@ -132,6 +132,7 @@ class ChunkCompiler:
     async def ensure(self, linked: Sequence[LinkedChunk], arrived: float) -> int:
         """Makes sure that all these chunks have files; returns how many tokens had to be compiled for that."""
         missing: dict[KVKey, list[LinkedChunk]] = {}
+        await asyncio.gather(*(self._bring(one) for one in linked if one.farther is not None))
         for one in linked:
             hit = one.stored or one.spooled is not None
             if one.tier == "none":
@@ -149,6 +150,15 @@ class ChunkCompiler:
             if isinstance(result, BaseException):
                 raise result
         return sum(done)
+
+    async def _bring(self, linked: LinkedChunk) -> None:
+        """Copies a chunk of a farther tier to the disk. One that cannot be read, or that the disk does not take, is
+        compiled."""
+        whole = await asyncio.to_thread(self._readable, linked)
+        linked.stored = whole and self._store.path(linked.key).is_file()
+        if linked.stored:
+            linked.tier = linked.farther or "none"
+        linked.farther = None
 
     async def _ensure(self, key: KVKey, users: list[LinkedChunk], arrived: float) -> int:
         """Compiles a chunk once for all places of a request that link it; returns its number of tokens."""
@@ -298,3 +308,8 @@ class ChunkCompiler:
         for path in self._spool.glob("*"):
             if SPOOLED_NAME.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _beyond_the_disk(stored: StoredChunk | None) -> str | None:
+    """Returns the name of the tier that has a chunk, if that is one beyond the disk."""
+    return stored.tier if stored is not None and stored.tier not in ("host", "disk") else None
