@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,11 @@ from vllm_kit import make_tokenizer
 
 from mpic.engine.base import ChunkUse, Delta, GenerationUsage, TokenLogprob
 from mpic.engine.vllm.frontend.linktest import CHUNK, link_test
+from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.errors import ModelRefused
 
 MODEL = SimpleNamespace(tokenizer=make_tokenizer("llama"), image=None, bos=1, dtype="float32")
+MODEL.some_words = partial(ModelDescription.some_words, MODEL)
 
 
 def engine(reused: int, logprob: float = -0.5, reason: str | None = None):

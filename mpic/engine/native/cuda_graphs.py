@@ -13,7 +13,7 @@ import torch
 
 from mpic.engine.native.batch import BatchSlice, Rows
 from mpic.engine.native.runner import Runner
-from mpic.engine.native.static_decode import StaticDecode, Work, bucket_sizes
+from mpic.engine.native.static_decode import Capture, StaticDecode, Work, bucket_sizes
 from mpic.errors import IntegrityError, ModelRefused
 from mpic.kernels.span import Span
 from mpic.kv.pool import Extent
@@ -74,12 +74,15 @@ def reserved_bytes(model: LoadedModel, most: int, choice: str) -> int:
     return StaticAttention(attention, nowhere, most).nbytes + logits + graphs + _WORKSPACE
 
 
-def static_decode_for(runner: Runner, most: int, choice: str) -> StaticDecode | None:
+def static_decode_for(
+    runner: Runner, most: int, choice: str, capture: Capture | None = None
+) -> StaticDecode | None:
     """Returns the static decoding steps of an engine, or None. The reason is logged where static steps were to be
     expected.
 
     Args:
         choice: ``on``, ``off``, or ``auto``: on where the device is CUDA and the model's layers allow it.
+        capture: replaces the capture by CUDA in tests.
 
     Raises:
         ModelRefused: ``choice`` is ``on``, and the device or the model does not allow it.
@@ -89,7 +92,8 @@ def static_decode_for(runner: Runner, most: int, choice: str) -> StaticDecode | 
         return None
     before, began = _allocated(device), time.monotonic()
     try:
-        capture = GraphCapture(device) if device.type == "cuda" else None
+        if device.type == "cuda":
+            capture = capture or GraphCapture(device)
         decode = StaticDecode(model, runner.pool, most, capture)
         error = compare(decode, runner)
     except Exception as error:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from mpic.cli.common import out
+from rich.console import Console
 
 FEW = ("llama", "mistral", "qwen3", "gemma3", "gemma3_text", "gpt_oss", "smollm3", "deepseek_v3", "mamba")
 
@@ -42,6 +41,7 @@ def check(
     from mpic.evals.models.sweep import sweep
     from mpic.evals.models.table import markdown
 
+    out = Console(markup=False, emoji=False, highlight=False)
     chosen = families or list(FEW)
     wanted = [(name, kind) for kind in MAPPINGS for name in known(kind) if all_ or name in chosen]
     vllm = _vllm_version(engine, table)
