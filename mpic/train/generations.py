@@ -174,7 +174,7 @@ SECOND = Generation(
     links=PATCH_LINKS[:3] + PATCH_LINKS[5:6],
     watch_every=1500.0,
     held=held_circuits,
-    continued_from=0.3,
+    continued_from=0.7,  # with conversations of more than the smallest size, which are what a finished model lacks
 )  # fmt: skip
 """576 tokens an image, each of its own patch; documents of 300 to 1,000 tokens; 8,192 of context; attention sinks."""
 
