@@ -18,6 +18,10 @@ EXPLAINED = {
         "Growing documents",
         "Without reuse the first token waits longer with every token of the documents; linked documents hardly matter.",
     ),
+    "peers": (
+        "Beside other servers",
+        "First tokens and decoding beside transformers, vLLM and llama.cpp on the same weights.",
+    ),
     "rates": (
         "Users who return",
         "First tokens and throughput while users ask about their files again, every policy at the same rates.",
