@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,23 @@ def of(bench: Bench, *parts) -> Prompt:
 
 def whole(usage) -> bool:
     return usage.prompt_tokens == usage.reused + usage.prefix_hit + usage.computed
+
+
+def damage(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 3)
+        file.write(os.urandom(64))
+
+
+def lost(bench, question, how, policy="legolink-0"):
+    """Returns a question about a chunk whose file was stored and is lost, and the reason that will be given."""
+    wrapping = parse_policy(policy).wrapping
+    # one that nobody has read yet, because the scheduler keeps in memory what it has read
+    own = lambda part: (
+        replace(part, chunk=replace(part.chunk, owner="reader")) if hasattr(part, "chunk") else part
+    )
+    prompt = Prompt(tuple(map(own, bench.prompt(question).segments)))
+    [chunk] = prompt.chunks
+    bench.engine.compile(chunk, wrapping).result(60)
+    how(bench.file_of(chunk, wrapping))
+    return prompt, "missing" if how is Path.unlink else "corrupt"

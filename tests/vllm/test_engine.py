@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -16,7 +14,7 @@ from library_tools import Remote, drop
 from PIL import Image as PILImage
 from small_models import SMALL
 from transformers import AutoProcessor, LlavaForConditionalGeneration
-from vllm_facade import MANIFEST, WRAPPINGS, compile_the_same, idle, of, whole
+from vllm_facade import MANIFEST, WRAPPINGS, compile_the_same, damage, idle, lost, of, whole
 
 from mpic.api.requests import RetrievalOptions
 from mpic.config import RetrievalConfig
@@ -230,26 +228,6 @@ def test_a_chunk_deleted_while_it_is_linked_is_not_stored_again(bench):
     bench.engine.forget(*bench.library.files.delete("local", file.id).chunks)
     assert stream.result().finish_reason in ("stop", "length")
     assert not bench.file_of(chunk).exists()
-
-
-def damage(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 3)
-        file.write(os.urandom(64))
-
-
-def lost(bench, question, how, policy="legolink-0"):
-    """A question about a chunk whose file was stored and is lost, and the reason that will be given."""
-    wrapping = parse_policy(policy).wrapping
-    # one that nobody has read yet, because the scheduler keeps in memory what it has read
-    own = lambda part: (
-        replace(part, chunk=replace(part.chunk, owner="reader")) if hasattr(part, "chunk") else part
-    )
-    prompt = Prompt(tuple(map(own, bench.prompt(question).segments)))
-    [chunk] = prompt.chunks
-    bench.engine.compile(chunk, wrapping).result(60)
-    how(bench.file_of(chunk, wrapping))
-    return prompt, "missing" if how is Path.unlink else "corrupt"
 
 
 @pytest.mark.parametrize("handle, how", [("BEACH", Path.unlink), ("PARTY", damage)])
