@@ -33,9 +33,7 @@ def analyze(
         "world-image"
     ),
     path: Annotated[Path | None, typer.Option(help="the task's local file, if it reads one")] = None,
-    images: Annotated[
-        Path | None, typer.Option(help="the folder of the task's images, if it needs one")
-    ] = None,
+    images: Annotated[Path | None, typer.Option(help="the task's folder of images, if any")] = None,
     chunks: Annotated[int, typer.Option(min=1, help="images and documents in the prompt")] = 3,
     sample: Annotated[int, typer.Option(min=0, help="which sample of the task")] = 0,
     samples: Annotated[
@@ -45,9 +43,7 @@ def analyze(
         ),
     ] = 1,
     policies: Annotated[str, typer.Option(help="static policies, with commas")] = POLICIES,
-    packet: Annotated[
-        Path | None, typer.Option(help="the adapter of packets; left out: the one beside the model")
-    ] = None,
+    packet: Annotated[Path | None, typer.Option(help="adapter of packets; left out: the model's")] = None,
     layer: Annotated[int | None, typer.Option(help="of the attention maps; left out: the middle one")] = None,
     out: Annotated[Path, typer.Option(help="folder for figures and numbers")] = Path("analysis"),
 ) -> None:
