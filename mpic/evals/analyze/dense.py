@@ -84,7 +84,7 @@ class DenseLink:
 
     @property
     def asking(self) -> torch.Tensor:
-        """Which rows are behind the last chunk: those of the question."""
+        """Returns, for every row, whether it stands behind the last chunk, as those of the question do."""
         return self.rows >= max((place.start + place.length for place in self.places), default=0)
 
 

@@ -125,4 +125,5 @@ def first_shares(places: torch.Tensor, counts: Sequence[int]) -> dict[str, list[
 
 
 def rounded(values: Iterable[Any]) -> list[float]:
+    """Returns values as JSON keeps them here, to four decimals."""
     return [round(float(value), 4) for value in values]

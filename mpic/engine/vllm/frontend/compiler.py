@@ -132,7 +132,11 @@ class ChunkCompiler:
     async def ensure(self, linked: Sequence[LinkedChunk], arrived: float) -> int:
         """Makes sure that all these chunks have files; returns how many tokens had to be compiled for that."""
         missing: dict[KVKey, list[LinkedChunk]] = {}
-        await asyncio.gather(*(self._bring(one) for one in linked if one.farther is not None))
+        farther: dict[KVKey, list[LinkedChunk]] = {}
+        for one in linked:
+            if one.farther is not None:
+                farther.setdefault(one.key, []).append(one)
+        await asyncio.gather(*map(self._bring, farther.values()))
         for one in linked:
             hit = one.stored or one.spooled is not None
             if one.tier == "none":
@@ -151,14 +155,16 @@ class ChunkCompiler:
                 raise result
         return sum(done)
 
-    async def _bring(self, linked: LinkedChunk) -> None:
-        """Copies a chunk of a farther tier to the disk. One that cannot be read, or that the disk does not take, is
-        compiled."""
-        whole = await asyncio.to_thread(self._readable, linked)
-        linked.stored = whole and self._store.path(linked.key).is_file()
-        if linked.stored:
-            linked.tier = linked.farther or "none"
-        linked.farther = None
+    async def _bring(self, users: list[LinkedChunk]) -> None:
+        """Copies a chunk of a farther tier to the disk, for all places of a request that link it. One that cannot be
+        read, or that the disk does not take, is compiled."""
+        path = self._store.path(users[0].key)
+        async with self._slots:  # its KV is in memory, as of a compile
+            whole = path.is_file() or await asyncio.to_thread(self._readable, users[0])
+        for user in users:
+            user.stored = whole and path.is_file()
+            user.tier = user.farther if user.stored and user.farther else user.tier
+            user.farther = None
 
     async def _ensure(self, key: KVKey, users: list[LinkedChunk], arrived: float) -> int:
         """Compiles a chunk once for all places of a request that link it; returns its number of tokens."""
