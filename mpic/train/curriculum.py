@@ -71,7 +71,8 @@ PATCH_STEPS = (
     ),
     CurriculumStep(0.70, _FULL_COUNTS, _FULL, 2560, (8, 8, 8, 8, 8, 8, 8, 12)),
     CurriculumStep(0.85, _FULL_COUNTS, _FULL, 4096, (8, 12, 16, 24, 24)),
-    CurriculumStep(1.01, _FULL_COUNTS, _FULL, 5120, (12, 16, 24, 24, 24, 24)),
+    # ten whole images are 5,760 tokens; behind eight, 1,500 rows hold the 72 questions
+    CurriculumStep(1.01, _FULL_COUNTS, _FULL, 6144, (12, 16, 24, 24, 24, 24)),
 )
 
 
