@@ -16,8 +16,9 @@ import numpy as np
 
 from mpic.data.generator import documents, questions
 from mpic.data.generator.conversation import number_word
-from mpic.data.generator.images import Scene, draw_scene, render
+from mpic.data.generator.images import Scene, draw_scene
 from mpic.data.generator.words import OBJECTS, POSITIONS, Split, draw_people
+from mpic.data.generator.worlds import FIRST, World
 
 ATTRIBUTES = ("city", "job", "pet", "friend")
 CAPTIONS, SEARCHES = 0.45, 0.43  # shares of the queries for pictures; the rest are questions
@@ -201,11 +202,16 @@ def fact_text(rng: random.Random, split: Split, attribute: str, subject: str, va
 
 
 class Pairs:
-    """Draws pairs from a seed. The same seed and split give the same pairs."""
+    """Draws pairs from a seed. The same seed, split and worlds give the same pairs.
 
-    def __init__(self, seed: int, split: Split = "train") -> None:
+    Args:
+        worlds: what pictures may be drawn as, each as often as another.
+    """
+
+    def __init__(self, seed: int, split: Split = "train", worlds: Sequence[World] = (FIRST,)) -> None:
         self.rng = random.Random(f"pairs-{split}-{seed}")
         self.split: Split = split
+        self.worlds = worlds
 
     def image(self) -> list[Pair]:
         """Returns a picture and a query for it, whole or partial; often a second one, of the same colours and
@@ -221,7 +227,8 @@ class Pairs:
         return self._pictured(scene, caption(self.rng, self.split, scene), NONE)
 
     def _pictured(self, scene: Scene, query: str, wants: frozenset[str]) -> Pair:
-        image = render(scene, self.rng, self.split)
+        world = self.rng.choice(self.worlds) if len(self.worlds) > 1 else self.worlds[0]
+        image = world.render(scene, self.rng, self.split)
         return Pair(query, image, frozenset({str(scene)}), wants, shown(scene))
 
     def paraphrase(self) -> Pair:

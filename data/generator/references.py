@@ -1,6 +1,7 @@
-"""The reference set of `data/references`: 200 images and texts for a retrieval library, and queries with the truth.
+"""The reference sets of `data/references` and, of the second generation, `data/references-large`: 200 images and texts
+for a retrieval library, and queries with the truth.
 
-    python -m mpic.data.generator.references [--out FOLDER] [--seed N]
+    python -m mpic.data.generator.references [--generation 1|2] [--out FOLDER] [--seed N]
 
 All of it is from the held-out half of the generated world. `references.jsonl` has one entry a line: pictures
 (`path`), one-sentence facts and descriptions of pictures (`text`). `queries.jsonl` holds what finds which entry:
@@ -26,20 +27,24 @@ from PIL import Image as PILImage
 
 from mpic.data.generator import questions
 from mpic.data.generator.documents import draw_value, reference_fact
-from mpic.data.generator.images import Scene, draw_scene, render
+from mpic.data.generator.images import Scene, draw_scene
 from mpic.data.generator.pairs import caption
 from mpic.data.generator.words import COLOURS, OBJECTS, SHAPES, draw_people
+from mpic.data.generator.worlds import WORLDS
 
-FOLDER = Path(__file__).parents[1] / "references"
+_DATA = Path(__file__).parents[1]
+FOLDERS = {1: _DATA / "references", 2: _DATA / "references-large"}
+"""Generation -> where its reference set is."""
 SEED = 30
 KEYED, PLAIN, DESCRIBED, PEOPLE, THINGS = 30, 60, 40, 20, 10
 COMMON = 3  # colours of each shape that any picture may have; the others are kept for keys
 
 
 class ReferenceSet:
-    """Entries and queries, drawn from a seed."""
+    """Entries and queries, drawn from a seed; `generation` is that of the pictures."""
 
-    def __init__(self, seed: int = SEED) -> None:
+    def __init__(self, seed: int = SEED, generation: int = 1) -> None:
+        self.world = WORLDS[generation]
         self.rng = random.Random(f"references-{seed}")
         self.pixels: dict[str, Any] = {}  # path -> image
         self.entries: list[dict[str, Any]] = []
@@ -63,7 +68,7 @@ class ReferenceSet:
         self.queries.append({"id": id, "task": task, "form": form, "truth": truth, **content})
 
     def _draw(self, path: str, scene: Scene) -> str:
-        self.pixels[path] = render(scene, self.rng, "eval")
+        self.pixels[path] = self.world.render(scene, self.rng, "eval")
         return path
 
     def _scene(self, key: tuple[str, str] | None = None) -> Scene:
@@ -139,7 +144,7 @@ def _objects(scene: Scene) -> list[str]:
     return [f"{c} {s}" for _, c, s in scene.objects]
 
 
-def load(folder: Path = FOLDER) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def load(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns (entries, queries) of a written reference set; paths are absolute."""
 
     def rows(name: str) -> Iterator[dict[str, Any]]:
@@ -153,12 +158,13 @@ def load(folder: Path = FOLDER) -> tuple[list[dict[str, Any]], list[dict[str, An
 def main() -> None:
     """Write the reference set."""
     parser = argparse.ArgumentParser(description="Write the retrieval reference set.")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder (default: data/references)")
+    parser.add_argument("--generation", type=int, choices=sorted(WORLDS), default=2, help="of the demo model")
+    parser.add_argument("--out", type=Path, help="folder (default: where that of the generation is)")
     parser.add_argument("--seed", type=int, default=SEED, help="another seed gives another library")
     args = parser.parse_args()
-    references = ReferenceSet(args.seed)
-    references.write(args.out)
-    print(f"{len(references.entries)} entries and {len(references.queries)} queries in {args.out}")
+    references, out = ReferenceSet(args.seed, args.generation), args.out or FOLDERS[args.generation]
+    references.write(out)
+    print(f"{len(references.entries)} entries and {len(references.queries)} queries in {out}")
 
 
 if __name__ == "__main__":

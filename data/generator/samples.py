@@ -22,14 +22,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from PIL import Image as PILImage
 
 from mpic.data.bundled import SAMPLES
 from mpic.data.generator import documents, questions
 from mpic.data.generator.conversation import Conversation, Document, Image, Part, Turn
 from mpic.data.generator.documents import Fact
-from mpic.data.generator.images import BACKGROUNDS, POSITIONS, Scene, render, render_large
+from mpic.data.generator.images import BACKGROUNDS, POSITIONS, Scene
 from mpic.data.generator.tasks import SYSTEMS
 from mpic.data.generator.wordings import WORDINGS
 from mpic.data.generator.worlds import WORLDS
@@ -90,14 +89,9 @@ class Samples:
         self.facts = dict(self._facts())
         self.chunks: dict[str, Image | Document] = {}
         for handle, scene in self.scenes.items():
-            self.chunks[handle] = Image(self._render(scene), handle)
+            self.chunks[handle] = Image(self.world.render(scene, self.rng, "eval"), handle)
         for handle, fact in self.facts.items():
             self.chunks[handle] = Document(fact.text, handle)
-
-    def _render(self, scene: Scene) -> np.ndarray:
-        if self.world.scattered:
-            return render_large(scene, self.rng, "eval")[0]
-        return render(scene, self.rng, "eval")
 
     def _facts(self) -> Iterator[tuple[str, Fact]]:
         words, scattered = self.world.words, self.world.scattered

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
+import numpy as np
+
 from mpic.data.generator.conversation import Labels
-from mpic.data.generator.images import LARGE, SIZE
+from mpic.data.generator.images import LARGE, SIZE, Scene, render, render_large
+from mpic.data.generator.words import Split
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class World:
     words: tuple[int, int]
     scattered: bool
     labels: Labels = "around"
+
+    def render(self, scene: Scene, rng: random.Random, split: Split) -> np.ndarray:
+        """Returns a picture of a scene, uint8 `[size, size, 3]`."""
+        return render(scene, rng, split) if self.size == SIZE else render_large(scene, rng, split)[0]
 
 
 FIRST = World(SIZE, (44, 100), scattered=False)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 app = command_app(
     "Images and texts that a model may look up while it answers (`mpic.retrieval` in a chat request). Everybody reads "
     "and searches, administrators write.\n\nTry it: `mpic references import-samples`, then `mpic references search "
-    "'code of ladder'`."
+    "'code of piano'`."
 )
 
 Id = Annotated[str, typer.Argument(help="the reference")]
@@ -152,10 +152,15 @@ def import_(
 
 @client_command(app, "import-samples")
 def import_samples(client: MPIC, as_json: Json = False) -> None:
-    """Add the bundled set of the demo model's world: 90 pictures, 40 descriptions, 70 facts."""
-    from mpic.data.generator.references import FOLDER
+    """Add the bundled set of the demo model's world: 90 pictures, 40 descriptions, 70 facts.
 
-    import_(client, FOLDER / "references.jsonl", as_json)
+    Of the two sets it takes the one whose pictures the server's model knows.
+    """
+    from mpic.data.bundled import generation_for
+    from mpic.data.generator.references import FOLDERS
+
+    folder = FOLDERS[generation_for(client.health().model.context_length)]
+    import_(client, folder / "references.jsonl", as_json)
 
 
 @client_command(app, "reindex")

@@ -1,8 +1,8 @@
-"""Evaluates retrieval on the bundled reference set: whether references are found, whether the model searches, and
-whether the answers are correct.
+"""Evaluates retrieval on the bundled reference set of a model's generation: whether references are found, whether the
+model searches, and whether the answers are correct.
 
 *Recall* of the retriever over 200 entries, against the generator's truth. *Answers* to the questions whose facts are
-only in the library (``form`` question of ``data/references/queries.jsonl``), greedy, exact match: without a library,
+only in the library (``form`` question of its ``queries.jsonl``), greedy, exact match: without a library,
 with ``auto``, and with the right reference in the prompt where the model expects one. *Searches*: how often the model
 asks when it must (those questions) and when it need not (held-out questions about what is in the context).
 """
@@ -48,15 +48,15 @@ TOKENS = 32
 
 def evaluate(policy: str = "mpic-16", limit: int = 1000, model: str | None = None) -> dict[str, Any]:
     """Evaluates everything and returns a report that can be JSON. It takes minutes on a CPU."""
-    entries, queries = references.load()
-    with tempfile.TemporaryDirectory(prefix="mpic-eval-") as folder:
-        library = Library.open(Path(folder))
+    with tempfile.TemporaryDirectory(prefix="mpic-eval-") as data_dir:
+        library = Library.open(Path(data_dir))
         config = EngineConfig(model=model or bundled_model())
         engine, processor = load_engine(config, library.store)
         setup = RetrievalSetup(engine, library, ChatTemplate(processor), policy)
+        entries, queries = references.load(setup.references)
         try:
             results = asyncio.run(
-                import_references(references.FOLDER / "references.jsonl", LibraryTarget(library.references))
+                import_references(setup.references / "references.jsonl", LibraryTarget(library.references))
             )
             assert all(result.outcome == "added" for result in results), results
             assert setup.retriever.flush(300)
@@ -104,11 +104,18 @@ def _rank(retriever: Retriever, query: dict[str, Any], filter: dict[str, Any] | 
 
 
 class RetrievalSetup:
-    """An engine and a library, with several ways to ask."""
+    """An engine and a library, with several ways to ask.
+
+    Attributes:
+        generation: that of the pictures and documents which suit the model.
+        references: the folder of its reference set.
+    """
 
     def __init__(self, engine: Engine, library: Library, template: ChatTemplate, policy: str) -> None:
         library.files.tokenize = library.references.tokenize = template.tokenize_document
         config = RetrievalConfig()
+        self.generation = generation_for(engine.info.context_length)
+        self.references = references.FOLDERS[self.generation]
         self.engine, self.library, self.template = engine, library, template
         self.policy = parse_policy(policy)
         self.style = call_style(template, config)
@@ -144,7 +151,7 @@ class RetrievalSetup:
 
 def answers(setup: RetrievalSetup, queries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns shares of exact answers by kind of reference: without, with the right reference, and with ``auto``."""
-    calls = {q["truth"]: q["text"] for q in references.load()[1] if q["form"] == "search"}
+    calls = {q["truth"]: q["text"] for q in references.load(setup.references)[1] if q["form"] == "search"}
     plain = [setup.plain([{"role": "user", "content": q["text"]}]) for q in queries]
     columns = {
         "no library": setup.run(plain),
@@ -180,7 +187,7 @@ def answers(setup: RetrievalSetup, queries: Sequence[dict[str, Any]]) -> list[di
 
 def searches(setup: RetrievalSetup, questions: int) -> list[dict[str, Any]]:
     """Returns by task how often the model searches although the answer is in the context."""
-    rows, world = [], WORLDS[generation_for(setup.engine.info.context_length)]
+    rows, world = [], WORLDS[setup.generation]
     for task in CONTEXT_TASKS:
         requests = []
         for seed in range(questions):

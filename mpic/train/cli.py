@@ -77,6 +77,9 @@ def clip(
             exists=True, file_okay=False, help="go on from this finished model; give another --seed"
         ),
     ] = None,
+    generation: Annotated[
+        list[int] | None, typer.Option(min=1, max=2, help="of the pictures; default: both, in equal parts")
+    ] = None,
     device: Device = "auto",
     seed: Seed = 0,
     resume: Resume = False,
@@ -84,7 +87,7 @@ def clip(
     """Train the image and text embedder of the retriever: a small open_clip model.
 
     About ten minutes of one core. OUT becomes a folder that open_clip loads as `local-dir:OUT`, with the training
-    curves and scores.json: recall@1 over held-out items and over the bundled reference set. An interrupted run resumes
+    curves and scores.json: recall@1 over held-out items and over the bundled reference sets. An interrupted run resumes
     with `--resume` from its last evaluation.
     """
     from mpic.train import clip_scores
@@ -93,10 +96,11 @@ def clip(
     if precision not in ("fp32", "bf16"):
         raise typer.BadParameter("fp32 or bf16", param_hint="--precision")
     chosen = {"images": images, "texts": texts, "precision": precision, "threads": threads, "start": start}
+    chosen["generations"] = tuple(sorted(set(generation or (1, 2))))
     rates = {"muon_lr": muon_lr, "adam_lr": adam_lr}
     train_clip(Settings(out=out, steps=steps, device=device, seed=seed, resume=resume, **rates, **chosen))
     for name, value in clip_scores.write(out)["held out: recall@1 over 200 items, five draws"].items():
-        typer.echo(f"{name:20s} recall@1 {100 * value['mean']:5.1f} %")
+        typer.echo(f"{name:32s} recall@1 {100 * value['mean']:5.1f} %")
     typer.echo(f"{out} is ready: open_clip.create_model_and_transforms('local-dir:{out}')")
 
 

@@ -22,10 +22,13 @@ import numpy as np
 import open_clip
 import torch
 from open_clip.loss import ClipLoss
+from PIL import Image
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from mpic.data.generator.images import SIZE
 from mpic.data.generator.pairs import Pair, Pairs
+from mpic.data.generator.worlds import WORLDS
 from mpic.train import clip_model
 from mpic.train.checkpoint import may_start
 from mpic.train.clip_scores import score
@@ -56,6 +59,7 @@ class Settings:
     text_layers: int = 2
     threads: int = 0  # 0: as many as torch likes
     seed: int = 0
+    generations: tuple[int, ...] = (1, 2)  # of the pictures
     device: str = "auto"
     precision: str = "fp32"
     evaluate_every: int = 100
@@ -83,8 +87,13 @@ def encode_text(model: open_clip.CLIP, ids: torch.Tensor) -> torch.Tensor:
 
 
 def pixels(images: Sequence[np.ndarray]) -> torch.Tensor:
-    """Returns generated images as the model's preprocessing gives them (they have its size already)."""
-    batch = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
+    """Returns generated images as the model's preprocessing gives them."""
+    size = (SIZE, SIZE)
+    fitted = [
+        i if i.shape[:2] == size else np.asarray(Image.fromarray(i).resize(size, Image.Resampling.BICUBIC))
+        for i in images
+    ]
+    batch = torch.from_numpy(np.stack(fitted)).permute(0, 3, 1, 2).float() / 255
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (clip_model.MEAN, clip_model.STD))
     return (batch - mean) / std
 
@@ -176,7 +185,8 @@ class ClipTrainer:
     def train_step(self) -> float:
         """Trains on one batch; returns the loss."""
         s = self.settings
-        batch = Pairs(s.seed * 1_000_003 + self.step).batch(s.images, s.texts)
+        worlds = [WORLDS[generation] for generation in s.generations]
+        batch = Pairs(s.seed * 1_000_003 + self.step, "train", worlds).batch(s.images, s.texts)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=s.precision == "bf16"):
             entries, queries = self.features(*batch)
         self.loss.also = answered([*batch[0], *batch[1]]).to(self.device)

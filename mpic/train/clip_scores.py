@@ -1,4 +1,4 @@
-"""Scores of a CLIP: recall at k over held-out pairs and over the bundled reference set.
+"""Scores of a CLIP: recall at k over held-out pairs and over the bundled reference sets, by generation of the pictures.
 
 python -m mpic.train.clip_scores data/models/clip        (writes scores.json there; a minute)
 """
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from mpic.data.generator import references
 from mpic.data.generator.pairs import Pair, Pairs
+from mpic.data.generator.worlds import WORLDS
 from mpic.train import clip_model
 
 ITEMS = 200
@@ -44,10 +45,10 @@ def image_features(model: Any, images: torch.Tensor, device: Any = "cpu") -> tor
     return F.normalize(torch.cat(rows).float(), dim=-1)
 
 
-def held_out(seed: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
+def held_out(seed: int, generation: int = 1) -> tuple[list[Pair], list[Pair], list[Pair]]:
     """Returns 200 pictures with captions, 200 facts with queries, 200 pairs of captions; no two answer the same
     query."""
-    pairs = Pairs(seed, "eval")
+    pairs = Pairs(seed, "eval", [WORLDS[generation]])
     seen: set[str] = set()
     pictures = pairs.distinct([pairs.captioned], ITEMS, seen)
     facts = pairs.distinct([pairs.fact, pairs.same_person], ITEMS, seen)
@@ -57,26 +58,43 @@ def held_out(seed: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
 def score(
     model: Any, tokenize: Callable, pixels: Callable, seed: int = 1, device: Any = "cpu"
 ) -> dict[str, float]:
-    """Returns recall@1 over `held_out(seed)`, each kind among its own 200 entries, and `search_recall`."""
-    pictures, facts, captions = held_out(seed)
+    """Returns recall@1 over `held_out(seed)`, each kind among its own 200 entries, and `search_recall`; of pictures by
+    generation."""
     truth = torch.arange(ITEMS, device=device)
-    images = image_features(model, pixels([p.entry for p in pictures]), device)
-    captioned = text_features(model, tokenize, [p.query for p in pictures], device)
-    scores = {
-        "text to image": recall(captioned, images, truth),
-        "image to text": recall(images, captioned, truth),
-    }
+    scores = {}
+    for generation in WORLDS:
+        pictures, _, _ = held_out(seed, generation)
+        images = image_features(model, pixels([p.entry for p in pictures]), device)
+        captioned = text_features(model, tokenize, [p.query for p in pictures], device)
+        searched = search_recall(model, tokenize, pixels, seed, generation, device)
+        for name, value in (
+            ("text to image", recall(captioned, images, truth)),
+            ("image to text", recall(images, captioned, truth)),
+            ("search to picture", searched),
+        ):
+            scores[picture_score(name, generation)] = value
+    _, facts, captions = held_out(seed)
     for name, group in (("question to fact", facts), ("caption to caption", captions)):
         asked = text_features(model, tokenize, [p.query for p in group], device)
         scores[name] = recall(
             asked, text_features(model, tokenize, [str(p.entry) for p in group], device), truth
         )
-    scores["search to picture"] = search_recall(model, tokenize, pixels, seed, device)
     return {name: round(value, 4) for name, value in scores.items()}
 
 
+def picture_score(name: str, generation: int) -> str:
+    """Returns the name of a score of pictures of a generation."""
+    return name if generation == 1 else f"{name}, generation {generation}"
+
+
 def search_recall(
-    model: Any, tokenize: Callable, pixels: Callable, seed: int, device: Any = "cpu", libraries: int = 5
+    model: Any,
+    tokenize: Callable,
+    pixels: Callable,
+    seed: int,
+    generation: int = 1,
+    device: Any = "cpu",
+    libraries: int = 5,
 ) -> float:
     """Returns recall@1 of one-object searches ("picture with a red circle") in libraries made as the bundled one is.
 
@@ -85,7 +103,7 @@ def search_recall(
     """
     found = []
     for number in range(libraries):
-        library = references.ReferenceSet(1000 * seed + number)
+        library = references.ReferenceSet(1000 * seed + number, generation)
         shown = [e for e in library.entries if e["kind"] == "image"]
         texts = [e for e in library.entries if e["kind"] == "text"]
         entries = torch.cat(
@@ -103,10 +121,12 @@ def search_recall(
     return sum(found) / len(found)
 
 
-def score_references(model: Any, preprocess: Callable, tokenize: Callable) -> dict[str, dict[str, float]]:
-    """Returns recall over the bundled reference set by task and form: among all 200 entries, and among the right kind
+def score_references(
+    model: Any, preprocess: Callable, tokenize: Callable, generation: int = 1
+) -> dict[str, dict[str, float]]:
+    """Returns recall over a bundled reference set by task and form: among all 200 entries, and among the right kind
     only."""
-    entries, queries = references.load()
+    entries, queries = references.load(references.FOLDERS[generation])
 
     def features(rows: list[dict[str, Any]]) -> torch.Tensor:
         out = torch.empty(len(rows), model.text_projection.shape[1])
@@ -154,7 +174,12 @@ def evaluate(folder: Path, seeds: Sequence[int] = (1, 2, 3, 4, 5)) -> dict[str, 
     }
     return {
         "held out: recall@1 over 200 items, five draws": held_out,
-        "reference set": score_references(model, preprocess, tokenize),
+        **{
+            picture_score("reference set", generation): score_references(
+                model, preprocess, tokenize, generation
+            )
+            for generation in WORLDS
+        },
     }
 
 

@@ -4,16 +4,21 @@ import json
 import random
 
 import numpy as np
+import pytest
 from PIL import Image as PILImage
 
 from mpic.data.generator.images import draw_scene
 from mpic.data.generator.pairs import Pairs, twin
-from mpic.data.generator.references import FOLDER, ReferenceSet, load
+from mpic.data.generator.references import FOLDERS, SEED, ReferenceSet, load
+from mpic.data.generator.worlds import WORLDS
+
+both = pytest.mark.parametrize("generation", FOLDERS)
 
 
-def test_the_same_seed_gives_the_bundled_files(tmp_path):
-    ReferenceSet().write(tmp_path)
-    made, bundled = ({p.relative_to(f): p for p in f.rglob("*.*")} for f in (tmp_path, FOLDER))
+@both
+def test_the_same_seed_gives_the_bundled_files(generation, tmp_path):
+    ReferenceSet(SEED, generation).write(tmp_path)
+    made, bundled = ({p.relative_to(f): p for p in f.rglob("*.*")} for f in (tmp_path, FOLDERS[generation]))
     assert made.keys() == bundled.keys()
     for name, path in made.items():
         if path.suffix == ".png":  # pixels, because compressors differ
@@ -23,14 +28,16 @@ def test_the_same_seed_gives_the_bundled_files(tmp_path):
     assert sum(p.stat().st_size for p in bundled.values()) < 3_000_000
 
 
-def test_entries_and_queries_refer_to_what_exists():
-    entries, queries = load()
+@both
+def test_entries_and_queries_refer_to_what_exists(generation):
+    entries, queries = load(FOLDERS[generation])
+    side = WORLDS[generation].size
     by_id = {entry["id"]: entry for entry in entries}
     assert len(by_id) == len(entries) == 200 and len({q["id"] for q in queries}) == len(queries)
     for row in (*entries, *queries):
         assert ("path" in row) != ("text" in row)
         if "path" in row:
-            assert PILImage.open(row["path"]).size == (64, 64)
+            assert PILImage.open(row["path"]).size == (side, side)
     for query in queries:
         asked, kind = query["task"].split("->")
         assert by_id[query["truth"]]["kind"] == kind
@@ -38,8 +45,9 @@ def test_entries_and_queries_refer_to_what_exists():
     assert {q["task"] for q in queries} == {"text->image", "image->text", "text->text"}
 
 
-def test_what_a_query_names_is_in_one_entry_only():
-    entries, queries = load()
+@both
+def test_what_a_query_names_is_in_one_entry_only(generation):
+    entries, queries = load(FOLDERS[generation])
     keys = {e["metadata"]["key"] for e in entries if "key" in e["metadata"]}
     for key in keys:
         assert sum(key in e["metadata"].get("objects", ()) for e in entries) == 1

@@ -16,10 +16,12 @@ from PIL import Image
 import mpic.data
 from mpic.config import ConfigError
 from mpic.data.generator.pairs import Pair, Pairs
+from mpic.data.generator.worlds import FIRST, SECOND, WORLDS
 from mpic.train import clip_model
 from mpic.train.clip import ClipTrainer, PairLoss, Settings, answered, encode_text, pixels, train_clip
 from mpic.train.clip_scores import (
     image_features,
+    picture_score,
     recall,
     score,
     score_references,
@@ -74,8 +76,10 @@ def test_images_of_other_sizes_and_shapes_are_taken(bundled):
     assert a @ b > 0.8
 
 
-def test_training_sees_images_as_preprocessing_gives_them(bundled):
-    image = Pairs(3, "eval").captioned().entry
+@pytest.mark.parametrize("world", [FIRST, SECOND])
+def test_training_sees_images_as_preprocessing_gives_them(bundled, world):
+    image = Pairs(3, "eval", [world]).captioned().entry
+    assert image.shape[0] == world.size
     assert torch.allclose(pixels([image])[0], bundled[1](Image.fromarray(image)), atol=1e-5)
 
 
@@ -92,18 +96,22 @@ def test_recall_over_held_out_items_is_what_the_card_promises(bundled, shown):
         assert value >= promised[name]["lowest"] - 0.07, name
 
 
-def test_recall_over_the_reference_set(bundled):
-    scores = score_references(*bundled)
-    kept = json.loads((BUNDLED / "scores.json").read_text())["reference set"]
+@pytest.mark.parametrize("generation", WORLDS)
+def test_recall_over_the_reference_set(bundled, generation):
+    scores = score_references(*bundled, generation)
+    kept = json.loads((BUNDLED / "scores.json").read_text())[picture_score("reference set", generation)]
     assert scores.keys() == kept.keys()
     for name, values in scores.items():
         assert abs(values["recall@1"] - kept[name]["recall@1"]) < 0.04, name
 
 
-def test_a_search_for_one_object_finds_its_picture_in_libraries_the_model_was_not_chosen_on(bundled, shown):
+@pytest.mark.parametrize("generation", WORLDS)
+def test_a_search_for_one_object_finds_its_picture_in_libraries_the_model_was_not_chosen_on(
+    bundled, shown, generation
+):
     model, _, tokenize = bundled
 
-    assert search_recall(model, tokenize, shown, seed=78, libraries=3) > 0.9
+    assert search_recall(model, tokenize, shown, 78, generation, libraries=3) > 0.9
 
 
 def test_recall_counts_the_true_entry_among_the_best():
