@@ -17,7 +17,15 @@ from typer.testing import CliRunner
 
 from mpic.evals.bench import cli
 from mpic.evals.bench.harness import BENCHES, Bench, BenchDevice, BenchFailed, Series, Ticker
-from mpic.evals.bench.peers import cases, groups, llama_server, lmcache_server, openvino_genai, peers, plain_vllm
+from mpic.evals.bench.peers import (
+    cases,
+    groups,
+    llama_server,
+    lmcache_server,
+    openvino_genai,
+    peers,
+    plain_vllm,
+)
 from mpic.evals.bench.peers.gguf_file import write_gguf
 from mpic.evals.bench.peers.groups import Group
 from mpic.evals.bench.peers.prompts import First, Questions, Settings, flat

@@ -168,9 +168,7 @@ def _changes(entry: Bench, repeats: int | None, size: str | None, only: str | No
         chosen = tuple(name.strip() for name in only.split(","))
         if unknown := [name for name in chosen if name not in entry.cases]:
             has = ", ".join(entry.cases) or "no cases to choose from"
-            raise typer.BadParameter(
-                f"bench {entry.name} has {has}, not '{unknown[0]}'", param_hint="--only"
-            )
+            raise typer.BadParameter(f"bench {entry.name} has {has}, not '{unknown[0]}'", param_hint="--only")
         changes["only"] = chosen
     return changes
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from mpic.errors import MPICError
 from mpic.evals.bench.harness import BenchFailed
 from mpic.evals.bench.peers.prompts import First, Peer, Questions, Settings
 
@@ -22,12 +21,6 @@ LAST_BLOCK = 64
 """Most tokens at the end of a repeated prompt that a cache of blocks may compute again."""
 
 
-class UnknownCase(MPICError):
-    """``--only`` names a case that there is not."""
-
-    code = "unknown_case"
-
-
 def answers_case(count: int) -> str:
     """Returns the name of the case with so many answers at once."""
     return f"{count} answer{'s' * (count > 1)} over the documents"
@@ -37,10 +30,10 @@ def wanted(settings: Settings, cases: tuple[str, ...]) -> tuple[str, ...]:
     """Returns those of the cases that the settings ask for.
 
     Raises:
-        UnknownCase: the settings name another one.
+        ValueError: the settings name a case that there is not.
     """
     if unknown := [name for name in settings.only if name not in CASES]:
-        raise UnknownCase(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}", param="only")
+        raise ValueError(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
     return tuple(name for name in cases if not settings.only or name in settings.only)
 
 

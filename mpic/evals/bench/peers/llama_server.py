@@ -85,9 +85,13 @@ class LlamaServer:
     def rate(self, prompts: Sequence[Prompt], tokens: int) -> float:
         ids = [flat(prompt) for prompt in prompts]
         self._times(ids[0], 1, 0)
-        if len(ids) > 1:  # the other slots are given the documents of the first, rather than compute them, too
+        if (
+            len(ids) > 1
+        ):  # the other slots are given the documents of the first, rather than compute them, too
             self._slot(0, "save", "documents")
-        for slot, one in enumerate(ids[1:], 1):  # a slot keeps its documents, and computes the new question alone
+        for slot, one in enumerate(
+            ids[1:], 1
+        ):  # a slot keeps its documents, and computes the new question alone
             self._slot(slot, "restore", "documents")
             self._times(one, 1, slot)
         with ThreadPoolExecutor(len(ids)) as readers:

@@ -39,7 +39,7 @@ class LMCache(plain_vllm.VLLM):
 
         settings = weights.settings
         kept = settings.kept_tokens * settings.decoder.token_bytes(weights.placement.dtype)
-        gibibytes = f"{2 * kept / 2**30 + 0.1:.1f}"
+        gibibytes = f"{kept / 2**30 + 0.1:.1f}"
         port, http = free_port(), free_port()
         options = ["--host", "127.0.0.1", "--port", str(port), "--http-port", str(http)]
         options += ["--l1-size-gb", gibibytes, "--l1-init-size-gb", gibibytes, "--eviction-policy", "LRU"]
@@ -58,9 +58,8 @@ class LMCache(plain_vllm.VLLM):
         except BaseException:
             self._server.close()
             raise
-        self.detail = (
-            f"lmcache {version('lmcache')}, server {' '.join(options[6:])}, {CONNECTOR}; {NO_BLENDING}; {self.detail}"
-        )
+        ours = f"lmcache {version('lmcache')}, server {' '.join(options[6:])}, {CONNECTOR}"
+        self.detail = f"{ours}; {NO_BLENDING}; {self.detail}"
 
     def reset(self) -> None:
         super().reset()

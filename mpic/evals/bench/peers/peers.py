@@ -105,7 +105,13 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     ]
     compared = ratios(settings, samples)
     rows += [
-        {"table": RATIOS, "column": name, "min": min(some), "median": statistics.median(some), "max": max(some)}
+        {
+            "table": RATIOS,
+            "column": name,
+            "min": min(some),
+            "median": statistics.median(some),
+            "max": max(some),
+        }
         for name, some in compared.items()
     ]
     headline = {name: statistics.median(some) for name, some in compared.items()}

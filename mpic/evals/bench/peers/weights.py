@@ -81,6 +81,4 @@ def write_weights(
     description = describe(model, decoder)
     del model
     gc.collect()
-    return Weights(
-        settings, placement, path, file, images, torch.get_num_threads(), description
-    )
+    return Weights(settings, placement, path, file, images, torch.get_num_threads(), description)
