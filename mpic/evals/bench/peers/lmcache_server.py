@@ -7,14 +7,15 @@ import os
 import sys
 from importlib.metadata import version
 
+from mpic.engine.vllm.frontend.options import prepare_environment
 from mpic.evals.bench.peers import plain_vllm
 from mpic.evals.bench.peers.process import ServerProcess, free_port
 from mpic.evals.bench.peers.weights import Weights
 
 CONNECTOR = "LMCacheMPConnector"
 NO_BLENDING = (
-    "documents are found as parts of a prefix alone: what its server says it can do beyond that (--engine-type blend) "
-    "needs a connector that is not in its package"
+    "only prefixes are found again: its server refuses to blend (--engine-type blend) with engine-driven transfers, the "
+    "only ones that CPUs have"
 )
 
 
@@ -35,6 +36,7 @@ class LMCache(plain_vllm.VLLM):
     name = "LMCache"
 
     def __init__(self, weights: Weights) -> None:
+        prepare_environment()  # before vLLM is imported
         from vllm.config import KVTransferConfig
 
         settings = weights.settings
@@ -43,6 +45,8 @@ class LMCache(plain_vllm.VLLM):
         port, http = free_port(), free_port()
         options = ["--host", "127.0.0.1", "--port", str(port), "--http-port", str(http)]
         options += ["--l1-size-gb", gibibytes, "--l1-init-size-gb", gibibytes, "--eviction-policy", "LRU"]
+        if weights.placement.device.type == "cpu":  # by default it would copy from a GPU by itself
+            options += ["--supported-transfer-mode", "engine_driven"]
         command = [sys.executable, "-m", "lmcache.cli.main", "server", *options, "--disable-observability"]
         # the hashes of a prompt must be the same in both processes
         os.environ.setdefault("PYTHONHASHSEED", "0")
