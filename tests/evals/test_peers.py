@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from contextlib import contextmanager
@@ -325,6 +326,19 @@ def test_a_llama_server_that_does_not_start_ends_the_bench_with_its_words(tmp_pa
     weights = write_weights(SETTINGS, BenchDevice(CPU, torch.float32), tmp_path, images=False, gguf=True)
     with pytest.raises(BenchFailed, match="llama-server did not start:\nerror: unsupported model"):
         llama_server.LlamaServer(weights)
+
+
+def test_peers_that_cannot_be_asked_about_images_say_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMA_SERVER", fake_server(tmp_path))
+    monkeypatch.setenv("OPTIMUM_CLI", fake_server(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    placement = BenchDevice(CPU, torch.float32)
+    text, images = (
+        write_weights(SETTINGS, placement, tmp_path, images, gguf=False) for images in (False, True)
+    )
+    assert llama_server.why_not(text) is None and openvino_genai.why_not(text) is None
+    assert "mmproj" in llama_server.why_not(images) and "models of text" in openvino_genai.why_not(images)
+    assert plain_vllm.why_not(images) is None and lmcache_server.why_not(images) is None
 
 
 def test_a_converter_that_fails_ends_the_bench_with_its_words(tmp_path, monkeypatch):

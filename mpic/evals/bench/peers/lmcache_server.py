@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from importlib.metadata import version
@@ -14,8 +15,8 @@ from mpic.evals.bench.peers.weights import Weights
 
 CONNECTOR = "LMCacheMPConnector"
 NO_BLENDING = (
-    "only prefixes are found again: its server refuses to blend (--engine-type blend) with engine-driven transfers, the "
-    "only ones that CPUs have"
+    "only prefixes are found again: its server refuses to blend (--engine-type blend) with engine-driven transfers, "
+    "the only ones that CPUs have"
 )
 
 
@@ -41,7 +42,7 @@ class LMCache(plain_vllm.VLLM):
 
         settings = weights.settings
         kept = settings.kept_tokens * settings.decoder.token_bytes(weights.placement.dtype)
-        gibibytes = f"{kept / 2**30 + 0.1:.1f}"
+        gibibytes = str(math.ceil(kept / 2**30 + 0.1))  # whole ones are what it takes
         port, http = free_port(), free_port()
         options = ["--host", "127.0.0.1", "--port", str(port), "--http-port", str(http)]
         options += ["--l1-size-gb", gibibytes, "--l1-init-size-gb", gibibytes, "--eviction-policy", "LRU"]

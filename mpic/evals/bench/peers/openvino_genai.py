@@ -69,7 +69,7 @@ def convert(weights: Weights) -> Path:
 
 class GenAI:
     """OpenVINO GenAI with prefix caching; keys and values are kept in the dtype of the weights instead of 8 bits, its
-    default, so that it computes the same model.
+    default, so that it computes the same model; in float32 where the processor lacks that dtype.
 
     Raises:
         BenchFailed: the weights could not be converted.
@@ -82,12 +82,14 @@ class GenAI:
 
         self._folder, self._weights = convert(weights), weights
         self._numbers = itertools.count()
+        wanted = PRECISIONS[weights.dtype]
+        self._precision = wanted if _has(wanted) else "f32"
         self._pipeline: Any = None
         self.reset()
-        precision = PRECISIONS[weights.dtype]
+        lacks = "" if wanted == self._precision else f", since this processor lacks {wanted}"
         self.detail = (
-            f"openvino_genai {openvino_genai.__version__}, asked for {precision} ({_computes(precision)}), "
-            f"{precision} KV, prefix caching, continuous batching; in this process"
+            f"openvino_genai {openvino_genai.__version__}, {self._precision} and {self._precision} KV{lacks}; prefix "
+            f"caching, continuous batching, {weights.threads} threads; in this process"
         )
 
     def next_token(self, prompt: Prompt) -> int:
@@ -115,10 +117,9 @@ class GenAI:
         schedule = openvino_genai.SchedulerConfig()
         schedule.enable_prefix_caching = True
         schedule.num_kv_blocks = settings.kept_tokens // BLOCK + 2
-        precision = PRECISIONS[self._weights.dtype]
         properties = {
-            "INFERENCE_PRECISION_HINT": precision,
-            "KV_CACHE_PRECISION": precision,
+            "INFERENCE_PRECISION_HINT": self._precision,
+            "KV_CACHE_PRECISION": self._precision,
             "INFERENCE_NUM_THREADS": self._weights.threads,
         }
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(
@@ -150,10 +151,9 @@ class GenAI:
         return answers
 
 
-def _computes(precision: str) -> str:
-    """Says in what a CPU computes that is asked for a precision, which it may not have."""
+def _has(precision: str) -> bool:
+    """Returns whether a CPU computes in a precision; with another one it would compute in f32, and refuse keys and
+    values that are not."""
     import openvino
 
-    capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    has = {"f32": "FP32", "f16": "FP16", "bf16": "BF16"}[precision] in capabilities
-    return "which this processor has" if has else "which this processor lacks: it computes in f32"
+    return precision.upper() in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
