@@ -20,7 +20,7 @@ EXPLAINED = {
     ),
     "peers": (
         "Beside other servers",
-        "First tokens and decoding beside transformers, vLLM and llama.cpp on the same weights.",
+        "First tokens and decoding beside transformers, vLLM, LMCache, llama.cpp and OpenVINO on the same weights.",
     ),
     "rates": (
         "Users who return",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import sys
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 
@@ -10,16 +14,30 @@ import pytest
 import torch
 from bench_kit import run_bench
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
-from mpic.evals.bench.harness import BENCHES, BenchDevice, BenchFailed, Series
-from mpic.evals.bench.peers import llama_server, peers, plain_vllm
+from mpic.evals.bench import cli
+from mpic.evals.bench.harness import BENCHES, Bench, BenchDevice, BenchFailed, Series, Ticker
+from mpic.evals.bench.peers import (
+    cases,
+    groups,
+    llama_server,
+    lmcache_server,
+    openvino_genai,
+    peers,
+    plain_vllm,
+)
 from mpic.evals.bench.peers.gguf_file import write_gguf
-from mpic.evals.bench.peers.prompts import Questions, Settings, flat
-from mpic.evals.bench.workload import DecoderShape, random_model
+from mpic.evals.bench.peers.groups import Group
+from mpic.evals.bench.peers.prompts import First, Questions, Settings, flat
+from mpic.evals.bench.peers.weights import write_weights
+from mpic.evals.bench.workload import DecoderShape, TowerShape, random_model
 
 TINY = DecoderShape(layers=2, hidden=128, heads=4, kv_heads=2, intermediate=96, vocabulary=300, context=1024)
+TOWER = TowerShape(layers=1, hidden=32, heads=2, size=56, patch=8)
 SETTINGS = Settings(
     TINY,
+    TOWER,
     documents=3,
     document_tokens=48,
     system=8,
@@ -35,10 +53,15 @@ CPU = torch.device("cpu")
 IDS = torch.arange(11, 43)[None]
 
 
+def left_out(weights=None):
+    return "left out"
+
+
 @pytest.fixture
 def alone(monkeypatch):
-    """Neither vLLM nor llama.cpp is found."""
-    monkeypatch.setattr(plain_vllm, "why_not", lambda: "left out")
+    """No peer but transformers is found."""
+    for peer in (plain_vllm, lmcache_server, openvino_genai):
+        monkeypatch.setattr(peer, "why_not", left_out)
     monkeypatch.setattr(llama_server, "program", lambda: None)
 
 
@@ -71,34 +94,155 @@ def test_two_questions_about_the_documents_in_order_differ_behind_them():
 
 def test_peers_that_are_not_installed_are_named_with_the_reason(alone, tmp_path, monkeypatch):
     result, _ = run_bench(monkeypatch, {"peers": SETTINGS}, tmp_path, "peers", "--device", "cpu")
-    assert set(result["headline"]) == {"shuffled_best_peer_over_mpic32", "fresh_transformers_over_mpic"}
+    assert set(result["headline"]) == {
+        "shuffled_best_peer_over_mpic32",
+        "fresh_transformers_over_mpic",
+        "shuffled_images_best_peer_over_mpic32",
+    }
     missing = result["settings"]["not measured"]
-    assert missing["vLLM"] == "left out" and "LLAMA_SERVER" in missing["llama.cpp"]
-    cases = {
+    assert missing["vLLM"] == missing["LMCache"] == missing["OpenVINO GenAI, images"] == "left out"
+    assert "LLAMA_SERVER" in missing["llama.cpp"]
+    columns = {
         row["table"]: {r["column"] for r in result["rows"] if r["table"] == row["table"]}
         for row in result["rows"]
     }
-    assert cases[peers.SHUFFLED] == {"MPIC prefix", "MPIC mpic-32", "MPIC legolink-16", "transformers"}
-    assert cases[peers.AGAIN] == {"MPIC prefix"}, "transformers keeps nothing between prompts"
-    assert cases[peers.answers_case(3)] == {"MPIC mpic-32", "transformers"}
+    assert columns[cases.SHUFFLED] == columns[cases.IMAGES] == {*cases.LINKS, cases.PREFIX, cases.STOCK}
+    assert columns[cases.NEW_IMAGES] == {cases.PREFIX, cases.STOCK}
+    assert columns[cases.AGAIN] == {cases.PREFIX}, "transformers keeps nothing between prompts"
+    assert columns[cases.answers_case(3)] == {"MPIC mpic-32", "transformers"}
+    assert columns[peers.RATIOS] == set(result["headline"])
+    agreement = result["settings"]["same next token as transformers"]
+    assert agreement["MPIC prefix"] == agreement["MPIC prefix, images"] == "4 of 4"
+
+
+def test_peers_that_start_one_at_a_time_are_ended_before_the_next(alone, monkeypatch):
+    started, ended = [], []
+    start = peers.groups()[0].start
+
+    @contextmanager
+    def counted(weights, questions):
+        assert len(started) == len(ended), "the last one is still there"
+        with start(weights, questions) as found:
+            started.append(len(found))
+            yield found
+        ended.append(len(found))
+
+    monkeypatch.setattr(peers, "groups", lambda: [Group("here", counted)])
+    settings = replace(SETTINGS, together=False, repeats=2, only=("shuffled",))
+    report = peers.run(settings, BenchDevice(CPU, torch.float32), Ticker())
+    assert started == [4, 4] and ended == [4, 4]
+    assert "one peer at a time" in report.notes["turns"]
+    assert {row["table"] for row in report.rows} == {cases.SHUFFLED, peers.RATIOS}
 
 
 def test_a_peer_that_computes_another_model_ends_the_bench(alone, monkeypatch):
-    monkeypatch.setattr(peers.Stock, "next_token", lambda self, ids: 7)
-    with pytest.raises(BenchFailed, match="transformers generates another token than MPIC"):
-        peers.run(SETTINGS, BenchDevice(CPU, torch.float32), peers.Ticker())
+    monkeypatch.setattr(groups.Stock, "next_token", lambda self, prompt: 7)
+    with pytest.raises(BenchFailed, match="transformers generates another token than transformers"):
+        peers.run(SETTINGS, BenchDevice(CPU, torch.float32), Ticker())
+
+
+class Cached:
+    """A peer whose cache finds so many tokens of every prompt but the first."""
+
+    name = "cached"
+
+    def __init__(self, found: int | None) -> None:
+        self._found = found
+
+    def reset(self) -> None:
+        pass
+
+    def first(self, prompt) -> First:
+        return First(1.0, self._found)
+
+
+@pytest.mark.parametrize(
+    "only, found, words",
+    [
+        ("shuffled", SETTINGS.system + 40, "held the first 48 tokens of the prompt, not 10 or less"),
+        ("fresh", 40, "held the first 40 tokens of the prompt, not 2 or less"),
+        ("short", 20, "held the first 20 tokens"),
+        ("images", SETTINGS.system + 40, "held the first 48 tokens"),
+        ("new-images", SETTINGS.system + 40, "held the first 48 tokens"),
+    ],
+)
+def test_a_cache_that_finds_more_than_the_case_says_ends_the_bench(only, found, words):
+    settings = replace(SETTINGS, only=(only,))
+    questions = Questions(settings, "images" in only)
+    with pytest.raises(BenchFailed, match=words):
+        cases.turn_of(settings, Cached(found), questions, 0)
+    assert cases.turn_of(settings, Cached(0), questions, 1) == cases.turn_of(
+        settings, Cached(None), questions, 2
+    )
+
+
+def test_a_cache_that_has_not_kept_the_prompt_ends_the_bench():
+    settings = replace(SETTINGS, only=("again",))
+    with pytest.raises(BenchFailed, match=f"not {SETTINGS.length - 64} or more"):
+        cases.turn_of(settings, Cached(0), Questions(settings), 0)
 
 
 def test_every_headline_has_a_goal():
-    columns = ("MPIC prefix", *peers.LINKS, "transformers", "vLLM", "llama.cpp")
-    cases = (*peers.FIRST, *map(peers.answers_case, Settings().answers))
-    samples = {(case, column): Series(1.0, [2.0]) for case in cases for column in columns}
-    assert set(peers.headline(Settings(), samples)) == set(BENCHES["peers"].wants)
+    columns = (cases.PREFIX, *cases.LINKS, cases.STOCK, peers.VLLM, peers.LLAMA, peers.GENAI)
+    every = (*cases.FIRST, *map(cases.answers_case, Settings().answers))
+    samples = {(case, column): Series(1.0, [2.0]) for case in every for column in columns}
+    assert set(peers.ratios(Settings(), samples)) == set(BENCHES["peers"].wants)
+
+
+def test_a_case_that_is_measured_again_takes_its_place_in_the_file(alone, tmp_path, monkeypatch):
+    def settings(self, quick, **changes):
+        return replace(SETTINGS, **changes)
+
+    monkeypatch.setattr(Bench, "configured", settings)
+    path = tmp_path / "peers.json"
+
+    def bench(*options):
+        return CliRunner().invoke(cli.app, ["peers", "--device", "cpu", "--json", str(path), *options])
+
+    assert bench("--only", "shuffled,short").exit_code == 0
+    first = json.loads(path.read_text())
+    assert bench("--only", "short", "--repeats", "2").exit_code == 0
+    second = json.loads(path.read_text())
+
+    def rows(result, table):
+        return [row for row in result["rows"] if row["table"] == table]
+
+    assert rows(first, cases.SHUFFLED) == rows(second, cases.SHUFFLED)
+    assert rows(first, cases.SHORT) != rows(second, cases.SHORT)
+    assert len(rows(first, cases.SHORT)) == len(rows(second, cases.SHORT))
+    assert first["headline"] == second["headline"] and rows(first, peers.RATIOS) == rows(second, peers.RATIOS)
+    assert list(second["settings"]["remade"]) == [cases.SHORT]
+    assert second["settings"]["remade"][cases.SHORT]["repeats"] == 2 and second["settings"]["repeats"] == 1
+    refused = bench("--only", "short", "--dtype", "bfloat16")
+    assert refused.exit_code != 0 and "device or dtype" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["peers", "--only", "shuffled,nothing"], "not 'nothing'"),
+        (["peers", "--size", "7b"], "110m, 2b, not '7b'"),
+        (["ttft", "--size", "2b"], "one size alone"),
+        (["ttft", "--only", "shuffled"], "no cases to choose from"),
+    ],
+)
+def test_sizes_and_cases_that_there_are_not_are_refused(options, words):
+    refused = CliRunner().invoke(cli.app, options, env={"COLUMNS": "300", "TERM": "dumb"})
+    assert refused.exit_code == 2 and words in refused.output
+
+
+def test_the_large_size_is_that_of_the_decoder_of_qwen2_vl_2b():
+    large = BENCHES["peers"].configured(size="2b")
+    decoder = large.decoder
+    assert (decoder.layers, decoder.hidden, decoder.intermediate, decoder.kv_heads) == (28, 1536, 8960, 2)
+    assert decoder.hidden // decoder.heads == 128 and not large.together
+    quick = BENCHES["peers"].configured(True, size="2b")
+    assert quick.decoder == BENCHES["peers"].configured(True).decoder and not quick.together
 
 
 FAKE = """
     #!{python}
-    import json, sys, time
+    import itertools, json, sys, time
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
     if "--version" in sys.argv:
@@ -115,6 +259,9 @@ FAKE = """
     folder, _, name = option("--model").rpartition("/")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name)
 
+    slots, saved = {{}}, {{}}
+    event = lambda left, found: {{"content": "w", "stop": left == 0, "timings": {{"cache_n": found}}}}
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200 if self.path == "/health" else 404)
@@ -122,8 +269,13 @@ FAKE = """
 
         def do_POST(self):
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path.startswith("/slots/"):
+                return self.slot(int(self.path.split("/")[2].split("?")[0]), self.path.split("action=")[1], asked)
             assert 0 <= asked["id_slot"] < int(option("--parallel")), asked["id_slot"]
             assert len(asked["prompt"]) + asked["n_predict"] <= int(option("--ctx-size")) // int(option("--parallel"))
+            slot = slots.setdefault(asked["id_slot"], [])
+            found = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(slot, asked["prompt"])))
+            slots[asked["id_slot"]] = asked["prompt"]
             with torch.inference_mode():
                 token = int(model(input_ids=torch.tensor([asked["prompt"]])).logits[0, -1].argmax())
             self.send_response(200)
@@ -132,9 +284,17 @@ FAKE = """
                 self.wfile.write(json.dumps({{"tokens": [token]}}).encode())
                 return
             for left in range(asked["n_predict"], -1, -1):
-                self.wfile.write(b"data: " + json.dumps({{"content": "w", "stop": left == 0}}).encode() + b"\\n\\n")
+                self.wfile.write(b"data: " + json.dumps(event(left, found)).encode() + b"\\n\\n")
                 self.wfile.flush()
                 time.sleep(0.01)  # answers that are asked for at once are then generated at the same time
+
+        def slot(self, number, action, asked):
+            if action == "save":
+                saved[asked["filename"]] = slots[number]
+            else:
+                slots[number] = saved[asked["filename"]] if action == "restore" else []
+            self.send_response(200)
+            self.end_headers()
 
         def log_message(self, *args):
             pass
@@ -150,12 +310,12 @@ def fake_server(folder: Path, fails: bool = False) -> str:
     return str(path)
 
 
-def test_llama_cpp_is_asked_over_http_with_the_same_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr(plain_vllm, "why_not", lambda: "left out")
-    monkeypatch.setenv("LLAMA_SERVER", fake_server(tmp_path))
-    report = peers.run(SETTINGS, BenchDevice(CPU, torch.float32), peers.Ticker())
-    assert report.notes["peers"]["llama.cpp"].startswith("llama.cpp 7 (fake), 16-bit KV")
-    assert report.notes["same next token as MPIC"]["llama.cpp"] == "4 of 4"
+def test_llama_cpp_is_asked_over_http_with_the_same_weights(alone, tmp_path, monkeypatch):
+    monkeypatch.setattr(llama_server, "program", lambda: fake_server(tmp_path))
+    report = peers.run(replace(SETTINGS, only=cases.TEXT_CASES), BenchDevice(CPU, torch.float32), Ticker())
+    detail = report.notes["peers"]["llama.cpp"]
+    assert detail.startswith("llama.cpp 7 (fake), float32 weights, float16 KV")
+    assert report.notes["same next token as transformers"]["llama.cpp"] == "4 of 4"
     assert {"again_llama_over_mpic", "decode1_mpic_over_llama", "decode3_mpic_over_llama"} < set(
         report.headline
     )
@@ -163,6 +323,29 @@ def test_llama_cpp_is_asked_over_http_with_the_same_weights(tmp_path, monkeypatc
 
 def test_a_llama_server_that_does_not_start_ends_the_bench_with_its_words(tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_SERVER", fake_server(tmp_path, fails=True))
-    model = random_model(TINY, BenchDevice(CPU, torch.float32))
+    weights = write_weights(SETTINGS, BenchDevice(CPU, torch.float32), tmp_path, images=False, gguf=True)
     with pytest.raises(BenchFailed, match="llama-server did not start:\nerror: unsupported model"):
-        llama_server.LlamaServer(SETTINGS, model, tmp_path, 1)
+        llama_server.LlamaServer(weights)
+
+
+def test_peers_that_cannot_be_asked_about_images_say_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMA_SERVER", fake_server(tmp_path))
+    monkeypatch.setenv("OPTIMUM_CLI", fake_server(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    placement = BenchDevice(CPU, torch.float32)
+    text, images = (
+        write_weights(SETTINGS, placement, tmp_path, images, gguf=False) for images in (False, True)
+    )
+    assert llama_server.why_not(text) is None and openvino_genai.why_not(text) is None
+    assert "mmproj" in llama_server.why_not(images) and "models of text" in openvino_genai.why_not(images)
+    assert plain_vllm.why_not(images) is None and lmcache_server.why_not(images) is None
+
+
+def test_a_converter_that_fails_ends_the_bench_with_its_words(tmp_path, monkeypatch):
+    weights = write_weights(SETTINGS, BenchDevice(CPU, torch.float32), tmp_path, images=False, gguf=False)
+    program = tmp_path / "optimum-cli"
+    program.write_text("#!/bin/sh\necho no such architecture >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("OPTIMUM_CLI", str(program))
+    with pytest.raises(BenchFailed, match="optimum-cli did not convert the weights:\nno such architecture"):
+        openvino_genai.convert(weights)

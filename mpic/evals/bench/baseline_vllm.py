@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpic.config import EngineConfig
 from mpic.engine.vllm.frontend.options import engine_args
+from mpic.evals.bench.harness import BenchFailed
 from mpic.kv.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -55,18 +57,27 @@ class PlainVLLM:
     Args:
         model: the result of ``mpic.engine.vllm.frontend.model.describe_model``.
         cpu: the result of ``prepare_environment``, which must have been called.
+        more: vLLM's arguments that are not among those of ``config``, by name.
 
     Raises:
         ConfigError: vLLM did not start.
     """
 
-    def __init__(self, config: EngineConfig, model: ModelDescription, cpu: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelDescription,
+        cpu: bool,
+        more: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         from mpic.engine.vllm.frontend.client import VLLMClient  # imports vLLM
 
         args = engine_args(config, model, cpu, Path(config.model), 0)
         stock = type(args)(model=config.model)
         for name in OURS:
             setattr(args, name, getattr(stock, name))
+        for name, value in more.items():
+            setattr(args, name, value)
         self._client = VLLMClient(args, model.image)
 
     def ask(
@@ -99,6 +110,15 @@ class PlainVLLM:
             ids += output.outputs[0].token_ids
             cached = output.num_cached_tokens or 0
         return TimedAnswer(len(prompt.ids), cached, began, tuple(times), tuple(ids))
+
+    def reset(self) -> None:
+        """Empties the prefix cache, and the caches of images. Nothing may be running.
+
+        Raises:
+            BenchFailed: vLLM kept its blocks.
+        """
+        if not self._client.wait(self._client.forget_prompts()):
+            raise BenchFailed("vLLM did not empty its prefix cache")
 
     def close(self) -> None:
         self._client.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -32,7 +32,8 @@ from mpic.evals.bench import (  # noqa: F401 - each registers itself
     ttft,
     ttft_vllm,
 )
-from mpic.evals.bench.harness import BENCHES, Bench, BenchDevice, Ticker
+from mpic.evals.bench.harness import BENCHES, Bench, BenchDevice, Report, Ticker
+from mpic.evals.bench.merge import earlier, merged
 from mpic.evals.bench.peers import peers  # noqa: F401
 from mpic.evals.bench.results import as_json, machine, print_report, save_plot, write
 from mpic.model.load import DTYPES, choose_device
@@ -72,7 +73,10 @@ def show() -> None:
 
 def _help(entry: Bench) -> str:
     goals = ", ".join(f"`{name}` {goal}" for name, goal in entry.wants.items())
-    return f"{entry.summary[0].upper()}{entry.summary[1:]}.\n\nHeadline: {goals}."
+    lines = [f"{entry.summary[0].upper()}{entry.summary[1:]}.", f"Headline: {goals}."]
+    lines += [f"Sizes: {', '.join(entry.sizes)}."] if entry.sizes else []
+    lines += [f"Cases: {', '.join(entry.cases)}."] if entry.cases else []
+    return "\n\n".join(lines)
 
 
 def _command(native: Bench) -> None:
@@ -96,28 +100,27 @@ def _command(native: Bench) -> None:
         device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")] = "auto",
         dtype: Annotated[str, typer.Option(help=f"auto (float32), {', '.join(DTYPES)}")] = "auto",
         threads: Annotated[int | None, typer.Option(min=1, help="threads of torch on the CPU")] = None,
+        size: Annotated[str | None, typer.Option(help="another size, of a bench that has several")] = None,
+        only: Annotated[
+            str | None,
+            typer.Option(
+                help="cases, separated by commas, of a bench that has them; the others in the file of --json stay"
+            ),
+        ] = None,
     ) -> None:
         entry = native.on(engine)
         if entry is None:
             raise typer.BadParameter(f"bench {native.name} measures {engines}, not '{engine}'")
-        if threads and not entry.in_process:
-            raise typer.BadParameter(
-                f"what bench {native.name} measures runs in a process of its own, which reads OMP_NUM_THREADS; "
-                "vLLM reads VLLM_CPU_OMP_THREADS_BIND"
-            )
-        if dtype != "auto" and dtype not in DTYPES:
-            raise typer.BadParameter(f"unknown dtype '{dtype}'; one of auto, {', '.join(DTYPES)}")
-        if repeats and "repeats" not in entry.settings.__dataclass_fields__:
-            raise typer.BadParameter(
-                f"bench {entry.name} measures no rounds to repeat", param_hint="--repeats"
-            )
+        _check_options(entry, threads, dtype, repeats)
         if entry.on_cpu:
             _check_on_cpu(entry.name, device, dtype)
             device = "cpu"
+        changes = _changes(entry, repeats, size, only)
         if threads:
             torch.set_num_threads(threads)
         placement = BenchDevice(choose_device(device), DTYPES.get(dtype, torch.float32))
-        settings = entry.configured(quick, **({"repeats": repeats} if repeats else {}))
+        settings = entry.configured(quick, **changes)
+        old = earlier(json_path, entry, settings, placement) if only and json_path else None
         # raised as an exception, so that started processes end, too
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         errors = Console(stderr=True)
@@ -126,8 +129,48 @@ def _command(native: Bench) -> None:
             report = entry.run(settings, placement, ticker)
         print_report(entry, report, Console())
         if json_path is not None:
-            write(json_path, as_json(entry, settings, placement, report))
-            save_plot(json_path.with_suffix(".png"), report)
+            _keep(json_path, entry, as_json(entry, settings, placement, report), report, old)
+
+
+def _keep(
+    path: Path, entry: Bench, result: dict[str, Any], report: Report, old: dict[str, Any] | None
+) -> None:
+    """Writes a result, or its cases into an old one, and a plot of the whole beside it."""
+    if old is not None:
+        result = merged(old, result)
+        if (draw := entry.draw) is not None:
+            report.plot = lambda figure: draw(figure, result["rows"])
+    write(path, result)
+    save_plot(path.with_suffix(".png"), report)
+
+
+def _check_options(entry: Bench, threads: int | None, dtype: str, repeats: int | None) -> None:
+    if threads and not entry.in_process:
+        raise typer.BadParameter(
+            f"what bench {entry.name} measures runs in a process of its own, which reads OMP_NUM_THREADS; "
+            "vLLM reads VLLM_CPU_OMP_THREADS_BIND"
+        )
+    if dtype != "auto" and dtype not in DTYPES:
+        raise typer.BadParameter(f"unknown dtype '{dtype}'; one of auto, {', '.join(DTYPES)}")
+    if repeats and "repeats" not in entry.settings.__dataclass_fields__:
+        raise typer.BadParameter(f"bench {entry.name} measures no rounds to repeat", param_hint="--repeats")
+
+
+def _changes(entry: Bench, repeats: int | None, size: str | None, only: str | None) -> dict[str, Any]:
+    """Returns the settings that the options change."""
+    changes: dict[str, Any] = {"repeats": repeats} if repeats else {}
+    if size is not None:
+        if size not in entry.sizes:
+            has = ", ".join(entry.sizes) or "one size alone"
+            raise typer.BadParameter(f"bench {entry.name} has {has}, not '{size}'", param_hint="--size")
+        changes["size"] = size
+    if only is not None:
+        chosen = tuple(name.strip() for name in only.split(","))
+        if unknown := [name for name in chosen if name not in entry.cases]:
+            has = ", ".join(entry.cases) or "no cases to choose from"
+            raise typer.BadParameter(f"bench {entry.name} has {has}, not '{unknown[0]}'", param_hint="--only")
+        changes["only"] = chosen
+    return changes
 
 
 def _check_on_cpu(name: str, device: str, dtype: str) -> None:

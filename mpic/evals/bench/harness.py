@@ -80,6 +80,10 @@ class Bench:
         engine: the engine it measures; the native one is registered first and has the others in ``others``.
         in_process: True if it runs in this process, where the number of threads can be set.
         on_cpu: True if it always measures the CPU in float32, whatever other device there is.
+        sizes: the fields that ``--size NAME`` changes; the first size changes none. Empty: it has one size.
+        cases: short names of the parts that ``--only`` selects, for settings with a field ``only``. The rows of a case
+            have a table of their own.
+        draw: function that draws the rows of a result into a matplotlib figure, for a bench with cases.
     """
 
     name: str
@@ -91,15 +95,19 @@ class Bench:
     engine: str = "native"
     in_process: bool = True
     on_cpu: bool = False
+    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    cases: Sequence[str] = ()
+    draw: Callable[[Any, Sequence[Row]], None] | None = None
     others: dict[str, Bench] = field(default_factory=dict)
 
     def on(self, engine: str) -> Bench | None:
         """Returns the bench for an engine, or None if it does not measure that engine."""
         return self if engine == self.engine else self.others.get(engine)
 
-    def configured(self, quick: bool = False, **changes: Any) -> Any:
-        """Returns the bench's settings: full, or the quick ones, with changes on top."""
-        return replace(self.settings(), **{**(self.quick if quick else {}), **changes})
+    def configured(self, quick: bool = False, size: str | None = None, **changes: Any) -> Any:
+        """Returns the bench's settings: full, or those of a size, then the quick ones, with changes on top."""
+        sized = self.sizes[size] if size else {}
+        return replace(self.settings(), **{**sized, **(self.quick if quick else {}), **changes})
 
 
 BENCHES: dict[str, Bench] = {}

@@ -169,7 +169,11 @@ def make_pair(
     Args:
         gain: multiplies the weights; more than 1 makes attention sharp, so that answers depend on what is linked.
     """
-    model = random_model(decoder, placement, tower, gain, seed)
+    return pair_of(random_model(decoder, placement, tower, gain, seed), decoder, tower)
+
+
+def pair_of(model: nn.Module, decoder: DecoderShape, tower: TowerShape | None = None) -> ModelPair:
+    """Returns a model of ``random_model``, self-tested, and a stock one beside it with the same weights."""
     stock = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     stock.set_attn_implementation("sdpa")
     loaded = LoadedModel(model, tower.processor() if tower else None, "random")

@@ -228,6 +228,14 @@ class VLLMClient:
                 async for output in outputs:
                     yield output
 
+    async def forget_prompts(self) -> bool:
+        """Empties vLLM's prefix cache and its caches of processed and encoded images, for measurements; a connector
+        keeps what it has. Returns False if a running request kept its blocks."""
+        done = await self._llm.reset_prefix_cache()
+        await self._llm.reset_mm_cache()
+        await self._llm.reset_encoder_cache()
+        return bool(done)
+
     async def execute(self, prompt: VLLMPrompt, order: CompileOrder) -> None:
         """Computes a prompt only for the effect of its order.
 
