@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +94,7 @@ class _PassStruct(ctypes.Structure):
 
 
 class Decoder:
-    """The layers of one model; made by ``DecoderKernel.decoder``. Only one thread may call it at a time.
+    """The layers of one model; made by ``DecoderKernel.decoder``.
 
     Args:
         function: ``decode`` of decoder.c.
@@ -118,12 +119,17 @@ class Decoder:
             *(self._table.ctypes.data, weights.last_norm.data_ptr()),
             *(weights.epsilon, weights.head_epsilon, weights.scale),
         )
-        self._pass = _PassStruct()
+        self._pass, self._lock = _PassStruct(), threading.Lock()
         self._room: list[torch.Tensor] = []
         self._rows = 0  # for which there is room
 
     def __call__(
-        self, state: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, writes: RowWrites, rows: StreamRows
+        self,
+        state: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        writes: RowWrites,
+        rows: StreamRows,
     ) -> torch.Tensor:
         """Runs all layers; keys and values are written, then attended to.
 
@@ -147,14 +153,15 @@ class Decoder:
         slots = len(self._kept.layers), 2 * self._kv_heads * count
         if not fits or writes.index.shape != slots or writes.memory.shape[1] != self._head_dim:
             raise ValueError(f"cpu-decoder cannot run a step of {tuple(state.shape)} {state.dtype}")
-        if count > self._rows:
-            self._make_room(count)
         out, this = torch.empty_like(state), self._pass
-        this.step, this.rows = rows.address, count
-        this.state, this.out = state.data_ptr(), out.data_ptr()
-        this.cosine, this.sine = cosine.data_ptr(), sine.data_ptr()
-        this.memory, this.slots = writes.memory.data_ptr(), writes.index.data_ptr()
-        self._function(self._struct, this)
+        with self._lock:  # the memory to work in is one
+            if count > self._rows:
+                self._make_room(count)
+            this.step, this.rows = rows.address, count
+            this.state, this.out = state.data_ptr(), out.data_ptr()
+            this.cosine, this.sine = cosine.data_ptr(), sine.data_ptr()
+            this.memory, this.slots = writes.memory.data_ptr(), writes.index.data_ptr()
+            self._function(self._struct, this)
         return out
 
     def _make_room(self, rows: int) -> None:

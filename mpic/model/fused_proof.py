@@ -35,8 +35,29 @@ _LENGTHS = (3, 17, 41)
 _CHUNK, _BASES = 30, (0, 60, 200)
 """Tokens of the chunk, and the bases at which the rows see it."""
 _COMPUTING = {"add", "cat", "cos", "mul", "neg", "rms_norm", "_fused_rms_norm", "silu", "sin"}
-_MOVING = {"_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "copy_", "detach", "empty", "empty_like", "expand"}
-_MOVING |= {"index", "index_copy_", "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze"}
+_MOVING = {
+    "_to_copy",
+    "_unsafe_view",
+    "alias",
+    "clone",
+    "contiguous",
+    "copy_",
+    "detach",
+    "empty",
+    "empty_like",
+    "expand",
+}
+_MOVING |= {
+    "index",
+    "index_copy_",
+    "permute",
+    "reshape",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+}
 _MOVING |= {"stack", "t", "to", "transpose", "unbind", "unsqueeze", "view"}
 _OPERATIONS = _COMPUTING | _MOVING
 """The operations that a model's way may have beside its linear layers and attention, which torch does not see."""
@@ -77,11 +98,15 @@ def difference(loaded: LoadedModel, fused: FusedStep) -> float:
     try:
         for run in (_watched(loaded), fused.run):
             step = _step(loaded, rows)
-            logits = run(RowInputs(inputs.ids, inputs.embeds.clone()), positions, step, wanted)
+            logits = run(inputs, positions, step, wanted)
             if logits is None:
                 raise ModelRefused("the step of the proof is not one that is fused")
             written = step.single_writes.memory[step.single_writes.index.flatten()]
             found.append((logits, written.float()))
+    except ModelRefused:
+        raise
+    except Exception as error:
+        raise ModelRefused(f"a fused step could not run: {type(error).__name__}: {error}") from error
     finally:
         loaded.fused = loaded_fused
     error = max(_relative(got, wanted) for wanted, got in zip(*found, strict=True))

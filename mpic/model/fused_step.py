@@ -1,7 +1,8 @@
 """Steps in which every row stands alone (decoding), run by one call of ``mpic.kernels.decoder``.
 
 It is made for decoders with the structure that ``fused_layers.py`` describes, and used once ``fused_proof.py`` has
-shown that it computes what the model does. Steps with anything else to do go through the model's modules (``hooks.py``).
+shown that it computes what the model does. Steps with anything else to do go through the model's modules
+(``hooks.py``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 NOTE = "fused_step_note"
 """The detail of a model that says why steps are not fused; empty where they are."""
+NOT_STREAM = "single rows do not attend with cpu-stream"
 _FAR = 100_000
 """A position at which pairs of low frequencies have turned, too."""
 
@@ -45,8 +47,15 @@ class FusedStep:
         if not loaded.is_plain or loaded.latents or loaded.shape.parts != 2:
             raise Unfused("its layers do not all attend in the plain way")
         kind = loaded.kinds[0]
+        if not loaded.streams:
+            raise Unfused(loaded.attention_note or NOT_STREAM)
         head = loaded.model.get_output_embeddings()
-        if not isinstance(kind.rotary, Rotary) or kind.rotary.interleaved or kind.rotary.start or head is None:
+        if (
+            not isinstance(kind.rotary, Rotary)
+            or kind.rotary.interleaved
+            or kind.rotary.start
+            or head is None
+        ):
             raise Unfused("it has no rotary embedding of halves of a head, or no output projection")
         try:
             kernel = decoder.load(kind.dim, loaded.dtype)
@@ -75,7 +84,8 @@ class FusedStep:
             return None
         cosine, sine = self._turn(positions)
         writes, rows = step.single_writes, step.kinds[0].singles
-        hidden = self._decoder(inputs.embeds.clone(), cosine, sine, writes, rows)
+        state = inputs.embeds.clone(memory_format=torch.contiguous_format)
+        hidden = self._decoder(state, cosine, sine, writes, rows)
         self.counters["fused_steps"] += 1
         return self._head(hidden[wanted]).float()
 

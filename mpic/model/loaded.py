@@ -25,6 +25,7 @@ from mpic.model import hooks, vision
 from mpic.model.clip_sampling import refusal, sampling_digest
 from mpic.model.facts import find_facts
 from mpic.model.few_rows import use_few_rows
+from mpic.model.fused_step import NOT_STREAM, NOTE
 from mpic.model.identity import VERIFIED, bos_id, eos_ids, fingerprint, preprocessing_digest
 from mpic.model.info import ModelInfo
 from mpic.model.latent import layout_of
@@ -182,6 +183,8 @@ class LoadedModel:
         """
         self._use_attention(name)
         details = self.info.details | self._attention_details
+        if self.fused is not None:
+            details[NOTE] = "" if self.streams else NOT_STREAM
         self.info = replace(self.info, attention=self.attention_name, details=details)
 
     def _use_attention(self, name: str) -> None:
