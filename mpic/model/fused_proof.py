@@ -74,6 +74,7 @@ def use_fused_step(loaded: LoadedModel, proofs: Proofs | None = None) -> None:
         fused = FusedStep(loaded)
         error = (proofs or Proofs()).error_of(loaded, "fused step", lambda loaded: difference(loaded, fused))
         log.info("%s: fused decoding steps, relative error %.1e", loaded.info.name, error)
+        fused.counters.clear()
         loaded.fused = fused
     except (Unfused, ModelRefused) as reason:
         note = reason.message if isinstance(reason, ModelRefused) else str(reason)
