@@ -1,7 +1,7 @@
 """Notices when a model's modules are no longer what they were: hooks, replaced modules, weights that lie elsewhere.
 
-Whoever reads weights past their modules has to see this before every use, so it takes about two microseconds a layer of a
-decoder: it looks at the dictionaries of modules, which stay the same objects.
+Whoever reads weights past their modules has to see this before every use, so it takes about two microseconds a layer of
+a decoder: it looks at the dictionaries of modules, which stay the same objects.
 """
 
 from __future__ import annotations
