@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(
 def _loaded(name="llama", dtype=torch.float32, text=None, model=None):
     model = make_model(name, text=text)[0] if model is None else model
     with torch.no_grad():
-        for key, parameter in model.named_parameters():  # else biases are zero, and weights of norms one
+        for parameter in model.parameters():  # else biases are zero, and weights of norms one
             if parameter.ndim == 1 and parameter.is_floating_point():
                 parameter.add_(torch.randn(parameter.shape).to(parameter.dtype) / 3)
     loaded = LoadedModel(model.to(dtype), None, name)
