@@ -93,7 +93,7 @@ class _PassStruct(ctypes.Structure):
     ]
 
 
-class Decoder:
+class DecoderLayers:
     """The layers of one model; made by ``DecoderKernel.decoder``.
 
     Args:
@@ -217,9 +217,9 @@ class DecoderKernel:
         self._function.argtypes = [ctypes.POINTER(_DecoderStruct), ctypes.POINTER(_PassStruct)]
         self._function.restype = None
 
-    def decoder(self, weights: DecoderWeights, half: int) -> Decoder:
-        """Returns the decoder of a model; see ``Decoder``."""
-        return Decoder(self._function, self.head_dim, weights, half)
+    def decoder(self, weights: DecoderWeights, half: int) -> DecoderLayers:
+        """Returns the layers of a model; see ``DecoderLayers``."""
+        return DecoderLayers(self._function, self.head_dim, weights, half)
 
 
 @functools.cache

@@ -7,18 +7,37 @@ their order, ``fused_proof.py`` finds out by running the model.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Set as AbstractSet
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from mpic.kernels.decoder import DecoderWeights, LayerWeights, Product
 from mpic.model.few_rows import FewRowsLinear
+from mpic.model.hooks import Step
 from mpic.model.norms import OneCallNorm
+from mpic.model.structure import RowInputs
 
 _LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
+
+
+NOTE = "fused_step_note"
+"""The detail of a model that says why its steps are not fused; empty where they are."""
+NOT_STREAM = "single rows do not attend with cpu-stream"
+
+
+class StepsInOneCall(Protocol):
+    """What a loaded model knows of its fused steps (``mpic.model.fused_step.FusedStep``)."""
+
+    counters: Counter[str]
+
+    def run(
+        self, inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor
+    ) -> torch.Tensor | None: ...
 
 
 class Unfused(Exception):

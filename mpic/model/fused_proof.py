@@ -19,8 +19,8 @@ from mpic.kernels.attention import SpanCall
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Pool
-from mpic.model.fused_layers import Unfused
-from mpic.model.fused_step import NOTE, FusedStep
+from mpic.model.fused_layers import NOTE, Unfused
+from mpic.model.fused_step import FusedStep
 from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
 from mpic.model.proofs import Proofs

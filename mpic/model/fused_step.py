@@ -8,7 +8,6 @@ shown that it computes what the model does. Steps with anything else to do go th
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,18 +15,13 @@ from torch import nn
 from mpic.kernels import decoder
 from mpic.kernels.c_kernel import KernelUnavailable
 from mpic.kernels.stream import StreamRows
-from mpic.model.fused_layers import Unfused, read_decoder
+from mpic.model.fused_layers import NOT_STREAM, NOTE, Unfused, read_decoder
 from mpic.model.hooks import Step
+from mpic.model.loaded import LoadedModel
 from mpic.model.module_watch import ModuleWatch
 from mpic.model.rotary import Rotary
 from mpic.model.structure import RowInputs, plain_ids
 
-if TYPE_CHECKING:
-    from mpic.model.loaded import LoadedModel
-
-NOTE = "fused_step_note"
-"""The detail of a model that says why steps are not fused; empty where they are."""
-NOT_STREAM = "single rows do not attend with cpu-stream"
 _FAR = 100_000
 """A position at which pairs of low frequencies have turned, too."""
 

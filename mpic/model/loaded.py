@@ -25,7 +25,7 @@ from mpic.model import hooks, vision
 from mpic.model.clip_sampling import refusal, sampling_digest
 from mpic.model.facts import find_facts
 from mpic.model.few_rows import use_few_rows
-from mpic.model.fused_step import NOT_STREAM, NOTE
+from mpic.model.fused_layers import NOT_STREAM, NOTE, StepsInOneCall
 from mpic.model.identity import VERIFIED, bos_id, eos_ids, fingerprint, preprocessing_digest
 from mpic.model.info import ModelInfo
 from mpic.model.latent import layout_of
@@ -43,7 +43,6 @@ from mpic.model.trace import ForwardTrace
 
 if TYPE_CHECKING:
     from mpic.kernels.stream import StreamKernel
-    from mpic.model.fused_step import FusedStep
     from mpic.model.triton_attention import TritonAttention
 
 
@@ -76,7 +75,7 @@ class LoadedModel:
         self.mrope = 3 if hasattr(self._inner, "get_rope_index") else 1
         self.context_length = context_limit(self.text_config)
         self.image_token_id: int | None = getattr(self.config, "image_token_id", None)
-        self.fused: FusedStep | None = None
+        self.fused: StepsInOneCall | None = None
         self.extra_inputs: dict[str, Any] = {}  # of the forward that runs, beside embeddings and positions
         self._takes_per_layer = "per_layer_inputs" in inspect.signature(self.model.forward).parameters
         self.text_model.register_forward_pre_hook(self._inject, with_kwargs=True)

@@ -33,7 +33,7 @@ from mpic.evals.bench.workload import (
     request_of,
 )
 from mpic.model import hooks
-from mpic.model.fused_step import NOTE
+from mpic.model.fused_layers import NOTE
 
 CPU = BenchDevice(torch.device("cpu"), torch.float32)
 TINY = DecoderShape(layers=2, hidden=64, heads=2, intermediate=96, vocabulary=300, context=2048)

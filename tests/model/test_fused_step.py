@@ -17,8 +17,8 @@ from mpic.kernels.attention import SpanCall
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Pool
+from mpic.model.fused_layers import NOTE
 from mpic.model.fused_proof import TOLERANCE, use_fused_step
-from mpic.model.fused_step import NOTE
 from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
 from mpic.model.proofs import Proofs

@@ -40,7 +40,7 @@ from mpic.evals.bench.workload import (
 )
 from mpic.evals.flops import Flops
 from mpic.kv.chunk import Chunk
-from mpic.model.fused_step import NOTE
+from mpic.model.fused_layers import NOTE
 from mpic.model.loaded import LoadedModel
 
 MODULES = ", by modules"

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiler
 
 from mpic.engine.native.engine import NativeEngine
-from mpic.kernels.decoder import Decoder
+from mpic.kernels.decoder import DecoderLayers
 from mpic.kernels.linear import LinearKernel
 from mpic.model import hooks
 
@@ -109,7 +109,7 @@ def _marked(engine: NativeEngine, products: _Products) -> Iterator[None]:
         (engine.runner.tables, "step", TABLES),
         (engine.model, "forward", MODEL),
         (hooks, "_layer", ATTENTION),
-        (Decoder, "__call__", FUSED),
+        (DecoderLayers, "__call__", FUSED),
     ]
     if engine.model.fused is None:  # a layer with another forward would not be fused
         layers = enumerate(engine.model.text_model.layers)
