@@ -63,22 +63,37 @@ _OPERATIONS = _COMPUTING | _MOVING
 """The operations that a model's way may have beside its linear layers and attention, which torch does not see."""
 
 
-def use_fused_step(loaded: LoadedModel, proofs: Proofs | None = None) -> None:
-    """Has the model run its decoding steps fused if that is proved, and notes the reason if not.
+def use_fused_step(loaded: LoadedModel) -> None:
+    """Has the model run its decoding steps fused if that is proved now, and notes the reason if not."""
+    prove_fused_step(loaded, find_fused_step(loaded), Proofs())
+
+
+def find_fused_step(loaded: LoadedModel) -> FusedStep | None:
+    """Returns the fused steps of a model, which are not proved yet; None where it has none, and notes the reason."""
+    loaded.fused, loaded.info.details[NOTE] = None, ""
+    try:
+        return FusedStep(loaded)
+    except (Unfused, ModelRefused) as reason:
+        loaded.info.details[NOTE] = reason.message if isinstance(reason, ModelRefused) else str(reason)
+        return None
+
+
+def prove_fused_step(loaded: LoadedModel, fused: FusedStep | None, proofs: Proofs) -> None:
+    """Has the model use its fused steps, if there are some, once they are proved; else notes the reason.
 
     Args:
-        proofs: those of earlier starts, which need not run again; None: it runs.
+        proofs: those of earlier starts, which need not run again.
     """
-    loaded.fused, note = None, ""
+    if fused is None:
+        return
     try:
-        fused = FusedStep(loaded)
-        error = (proofs or Proofs()).error_of(loaded, "fused step", lambda loaded: difference(loaded, fused))
-        log.info("%s: fused decoding steps, relative error %.1e", loaded.info.name, error)
-        fused.counters.clear()
-        loaded.fused = fused
-    except (Unfused, ModelRefused) as reason:
-        note = reason.message if isinstance(reason, ModelRefused) else str(reason)
-    loaded.info.details[NOTE] = note
+        error = proofs.error_of(loaded, "fused step", lambda loaded: difference(loaded, fused))
+    except ModelRefused as reason:
+        loaded.info.details[NOTE] = reason.message
+        return
+    log.info("%s: fused decoding steps, relative error %.1e", loaded.info.name, error)
+    fused.counters.clear()
+    loaded.fused = fused
 
 
 @torch.inference_mode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ import transformers as tf
 from families import TEXT, make_model
 from torch import nn
 
+from mpic.errors import ModelRefused
 from mpic.kernels import c_kernel, decoder, linear, stream
 from mpic.kernels.attention import SpanCall
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Pool
+from mpic.model import fused_proof
 from mpic.model.fused_layers import NOTE
-from mpic.model.fused_proof import TOLERANCE, use_fused_step
+from mpic.model.fused_proof import TOLERANCE, find_fused_step, prove_fused_step, use_fused_step
 from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
 from mpic.model.proofs import Proofs
@@ -273,10 +276,17 @@ def test_a_proof_that_is_kept_is_not_repeated_and_a_failure_is_not_kept(tmp_path
     monkeypatch.setattr("mpic.model.proofs.subject", lambda loaded, test: test)
     tmp_path.chmod(0o700)
     loaded, path = _loaded(), tmp_path / "self-tests.json"
-    use_fused_step(loaded, Proofs(path))
-    monkeypatch.setattr("mpic.model.fused_proof.difference", lambda *args: pytest.fail("it ran again"))
-    use_fused_step(loaded, Proofs(path))
-    assert loaded.fused is not None
+    difference = fused_proof.difference
+    monkeypatch.setattr(fused_proof, "difference", Mock(side_effect=ModelRefused("it differs")))
+    for _ in range(2):
+        prove_fused_step(loaded, find_fused_step(loaded), Proofs(path))
+        assert loaded.fused is None and loaded.info.details[NOTE] == "it differs"
+    assert fused_proof.difference.call_count == 2 and not path.exists()
+    monkeypatch.setattr(fused_proof, "difference", Mock(side_effect=difference))
+    for _ in range(2):
+        prove_fused_step(loaded, find_fused_step(loaded), Proofs(path))
+        assert loaded.fused is not None and loaded.info.details[NOTE] == ""
+    assert fused_proof.difference.call_count == 1
 
 
 def test_weights_that_do_not_fit_together_are_refused(llama):
