@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -22,6 +23,8 @@ import torch
 _COMPILERS = ("cc", "gcc", "clang")
 _OPTIONS = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC")
 _LEVELS = {"AVX512": "-march=x86-64-v4", "AVX2": "-march=x86-64-v3"}
+
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 libraries: dict[Path, str] = {}
 """The built files that this process has loaded, with the SHA-256 that they had then."""
@@ -67,9 +70,8 @@ def _built(compiler: str, source: Path, name: str, wanted: Sequence[str]) -> Pat
         options += [_LEVELS[level]] if level in _LEVELS else []
     options += wanted
     version = _run(compiler, "--version")
-    key = hashlib.sha256("\0".join([source.read_text(), machine, version, *options]).encode()).hexdigest()[
-        :16
-    ]
+    parts = [*_texts(source), machine, version, *options]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = _cache_folder()
     path = folder / f"{source.stem}-{name}-{key}.so"
     if path.exists():
@@ -81,6 +83,13 @@ def _built(compiler: str, source: Path, name: str, wanted: Sequence[str]) -> Pat
         _run(compiler, "-shared", str(object_), "-o", str(library), "-lm")
         os.replace(library, path)
     return path
+
+
+def _texts(source: Path) -> list[str]:
+    """Returns the text of a C file, and those of the files beside it that it includes."""
+    text = source.read_text()
+    beside = [source.with_name(name) for name in _INCLUDE.findall(text)]
+    return [text, *(part for file in beside for part in _texts(file))]
 
 
 def _cache_folder() -> Path:

@@ -52,8 +52,8 @@ INLINE vec times(vec sum, chunk a, chunk b) { return (vec)_mm512_dpbf16_ps((__m5
 #else
 typedef uint16_t chunk __attribute__((vector_size(2 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
-INLINE vec widen(chunk x) { return (vec)(__builtin_convertvector(x, bits) << 16); }
-INLINE vec times(vec sum, chunk a, chunk b) { return sum + widen(a) * widen(b); }
+INLINE vec wide_chunk(chunk x) { return (vec)(__builtin_convertvector(x, bits) << 16); }
+INLINE vec times(vec sum, chunk a, chunk b) { return sum + wide_chunk(a) * wide_chunk(b); }
 #endif
 #endif
 
@@ -132,10 +132,11 @@ INLINE void all_rows(const int count, int64_t o, const number *weights, const nu
   }
 }
 
-/* out [rows, outputs] = x [rows, inputs] times the transpose of weights [outputs, inputs], plus bias [outputs] or null. */
-void multiply(const number *weights, const number *bias, const number *x, int64_t x_row, number *out, int64_t out_row,
-              int64_t rows, int64_t outputs, int64_t inputs, int64_t threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (outputs * inputs > SMALL)
+/* out [rows, outputs] = x [rows, inputs] times the transpose of weights [outputs, inputs], plus bias [outputs] or null.
+ * All threads of a team call it and share the work; they do not wait for each other at the end. */
+static void multiply_together(const number *weights, const number *bias, const number *x, int64_t x_row, number *out,
+                              int64_t out_row, int64_t rows, int64_t outputs, int64_t inputs) {
+#pragma omp for schedule(static) nowait
   for (int64_t o = 0; o < outputs; o += OUTPUTS) {
     if (outputs - o >= OUTPUTS)
       all_rows(OUTPUTS, o, weights, bias, x, x_row, out, out_row, rows, inputs);
@@ -143,4 +144,11 @@ void multiply(const number *weights, const number *bias, const number *x, int64_
       for (int64_t last = o; last < outputs; last++)
         all_rows(1, last, weights, bias, x, x_row, out, out_row, rows, inputs);
   }
+}
+
+/* The same, by a team of its own. */
+void multiply(const number *weights, const number *bias, const number *x, int64_t x_row, number *out, int64_t out_row,
+              int64_t rows, int64_t outputs, int64_t inputs, int64_t threads) {
+#pragma omp parallel num_threads(threads) if (outputs * inputs > SMALL)
+  multiply_together(weights, bias, x, x_row, out, out_row, rows, outputs, inputs);
 }

@@ -81,17 +81,10 @@ def load(dtype: torch.dtype) -> LinearKernel:
     Raises:
         KernelUnavailable: with the reason.
     """
-    if dtype not in DTYPES:
-        raise KernelUnavailable(
-            f"it multiplies float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
-        )
-    bf16 = dtype == torch.bfloat16
-    pairs = bf16 and torch.cpu._is_avx512_bf16_supported()
-    how = "bf16 pairs" if pairs else "bf16" if bf16 else "fp32"
+    how, options = variant(dtype)
     level = torch.backends.cpu.get_cpu_capability().split("_")[0]
     if (level, how) not in MOST_ROWS:
         raise KernelUnavailable(f"torch is as fast, or was not compared, on {level} with {how}")
-    options = [f"-DBFLOAT16={int(bf16)}", *(["-mavx512bf16"] if pairs else [])]
     function = c_kernel.build(SOURCE, how.replace(" ", "-"), options).multiply
     address, i64 = ctypes.c_void_p, ctypes.c_int64
     function.argtypes = [address, address, address, i64, address, *[i64] * 5]
@@ -99,6 +92,22 @@ def load(dtype: torch.dtype) -> LinearKernel:
     kernel = LinearKernel(function, dtype, MOST_ROWS[level, how])
     _prove(kernel)
     return kernel
+
+
+def variant(dtype: torch.dtype) -> tuple[str, list[str]]:
+    """Returns how numbers of a dtype are multiplied on this processor, and the options that compile it.
+
+    Raises:
+        KernelUnavailable: it multiplies other dtypes.
+    """
+    if dtype not in DTYPES:
+        raise KernelUnavailable(
+            f"it multiplies float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+        )
+    bf16 = dtype == torch.bfloat16
+    pairs = bf16 and torch.cpu._is_avx512_bf16_supported()
+    how = "bf16 pairs" if pairs else "bf16" if bf16 else "fp32"
+    return how, [f"-DBFLOAT16={int(bf16)}", *(["-mavx512bf16"] if pairs else [])]
 
 
 def _prove(kernel: LinearKernel) -> None:

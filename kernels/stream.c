@@ -291,18 +291,23 @@ static void merge(const Step *step, int64_t row, int64_t head, const float *sink
 }
 
 /* One layer of a step. `query` has numbers at [head * head_stride + row * row_stride + i]; `out [rows, heads, DIM]`.
- * `softcap` is 0 without one, `sinks [heads]` is null without them. */
+ * `softcap` is 0 without one, `sinks [heads]` is null without them. All threads of a team call it and share the work; they
+ * do not wait for each other at the end. */
+static void attend_together(const Step *step, int64_t layer, const number *query, int64_t head_stride,
+                            int64_t row_stride, float scale, float softcap, const float *sinks, float *out) {
+  const int64_t tasks = step->sections * step->kv_heads, merges = step->rows * step->heads;
+#pragma omp for schedule(dynamic)
+  for (int64_t i = 0; i < tasks; i++)
+    task(step, step->section + i / step->kv_heads, layer, i % step->kv_heads, query, head_stride, row_stride,
+         scale * LOG2E, softcap * LOG2E);
+#pragma omp for schedule(static) nowait
+  for (int64_t i = 0; i < merges; i++)
+    merge(step, i / step->heads, i % step->heads, sinks, out + i * DIM);
+}
+
+/* The same, by a team of its own. */
 void attend(const Step *step, int64_t layer, const number *query, int64_t head_stride, int64_t row_stride, float scale,
             float softcap, const float *sinks, float *out) {
-  const int64_t tasks = step->sections * step->kv_heads, merges = step->rows * step->heads;
 #pragma omp parallel num_threads(step->threads)
-  {
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < tasks; i++)
-      task(step, step->section + i / step->kv_heads, layer, i % step->kv_heads, query, head_stride, row_stride,
-           scale * LOG2E, softcap * LOG2E);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < merges; i++)
-      merge(step, i / step->heads, i % step->heads, sinks, out + i * DIM);
-  }
+  attend_together(step, layer, query, head_stride, row_stride, scale, softcap, sinks, out);
 }

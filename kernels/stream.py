@@ -107,6 +107,11 @@ class StreamRows:
             work.data_ptr(),
         )
 
+    @property
+    def address(self) -> int:
+        """Address of the tables (``Step`` of stream.c), valid as long as this object."""
+        return ctypes.addressof(self._step)
+
     def advance(self) -> StreamRows | None:
         """See ``SingleRows.advance``; None when a row's last section is full."""
         if (self._ends[self._growing] == SECTION).any():

@@ -19,6 +19,11 @@ class RowWrites:
         targets: ``[layers, parts, kv_heads, slots, head_dim]``, the extent that each row is written to. With one part
             the values are the keys, and the keys are written.
         slots: of each row.
+
+    Attributes:
+        memory: ``[n, head_dim]``, a view of the given one.
+        index: ``[layers, parts * kv_heads * rows]`` int64, the rows of ``memory`` that are written in a layer.
+        count: number of single rows.
     """
 
     def __init__(
@@ -34,17 +39,17 @@ class RowWrites:
         steps = [np.arange(n).reshape(-1, *[1] * (3 - axis)) for axis, n in enumerate((layers, parts, heads))]
         index = first + steps[0] * to_layer + steps[1] * to_part + steps[2] * to_head
         table = upload({"index": index.reshape(layers, -1), "rows": np.array(rows)}, memory.device)
-        self._memory = memory.view(-1, dim)
-        self._index, self._rows, self._parts = table["index"], table["rows"], parts
-        self._of_layer, self._count = self._index.unbind(0), len(rows)
+        self.memory = memory.view(-1, dim)
+        self.index, self._rows, self._parts = table["index"], table["rows"], parts
+        self._of_layer, self.count = self.index.unbind(0), len(rows)
 
     def advance(self) -> None:
         """Moves every row to its next slot."""
-        self._index.add_(1)
+        self.index.add_(1)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes the rows' keys and values of ``k, v [kv_heads, T, head_dim]`` of all rows of a step."""
         both = k[None] if self._parts == 1 else torch.stack([k, v])
-        if self._count != k.shape[1]:  # otherwise they are all there are, in order
+        if self.count != k.shape[1]:  # otherwise they are all there are, in order
             both = both.index_select(2, self._rows)
-        self._memory.index_copy_(0, self._of_layer[layer], both.reshape(-1, both.shape[-1]))
+        self.memory.index_copy_(0, self._of_layer[layer], both.reshape(-1, both.shape[-1]))

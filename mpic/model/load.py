@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from mpic.errors import ModelRefused
+from mpic.model.fused_proof import find_fused_step, prove_fused_step
 from mpic.model.image_selftest import image_self_test
 from mpic.model.loaded import LoadedModel
 from mpic.model.own_code import own_code
@@ -86,11 +87,15 @@ def load_model(
     name = model_name(path)
     loaded = LoadedModel(model, processor, name)
     proofs = proofs or Proofs()
+    fused = find_fused_step(
+        loaded
+    )  # before any proof, because proofs name the kernels that have been loaded by then
     error = proofs.error_of(loaded, "text", self_test)
     if loaded.has_vision:
         error = max(error, proofs.error_of(loaded, "images", image_self_test))
     if loaded.no_clips is None:
         error = max(error, _clips_tested(loaded, proofs))
+    prove_fused_step(loaded, fused, proofs)
     log.info("%s: self-test %s, relative error %.1e (%s)", name, proofs.summary, error, loaded.attention_name)
     if loaded.attention_note:
         log.warning("%s: decoding is slower than it could be: %s", name, loaded.attention_note)

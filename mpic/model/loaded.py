@@ -25,6 +25,7 @@ from mpic.model import hooks, vision
 from mpic.model.clip_sampling import refusal, sampling_digest
 from mpic.model.facts import find_facts
 from mpic.model.few_rows import use_few_rows
+from mpic.model.fused_layers import NOT_STREAM, NOTE, StepsInOneCall
 from mpic.model.identity import VERIFIED, bos_id, eos_ids, fingerprint, preprocessing_digest
 from mpic.model.info import ModelInfo
 from mpic.model.latent import layout_of
@@ -55,6 +56,9 @@ class LoadedModel:
 
     Raises:
         ModelRefused: results would be wrong; the message says why.
+
+    Attributes:
+        fused: runs the steps that fit it (``mpic.model.fused_proof`` sets it); None: every step runs the modules.
     """
 
     def __init__(self, model: nn.Module, processor: Any = None, name: str = "model") -> None:
@@ -71,6 +75,7 @@ class LoadedModel:
         self.mrope = 3 if hasattr(self._inner, "get_rope_index") else 1
         self.context_length = context_limit(self.text_config)
         self.image_token_id: int | None = getattr(self.config, "image_token_id", None)
+        self.fused: StepsInOneCall | None = None
         self.extra_inputs: dict[str, Any] = {}  # of the forward that runs, beside embeddings and positions
         self._takes_per_layer = "per_layer_inputs" in inspect.signature(self.model.forward).parameters
         self.text_model.register_forward_pre_hook(self._inject, with_kwargs=True)
@@ -177,6 +182,8 @@ class LoadedModel:
         """
         self._use_attention(name)
         details = self.info.details | self._attention_details
+        if self.fused is not None:
+            details[NOTE] = "" if self.streams else NOT_STREAM
         self.info = replace(self.info, attention=self.attention_name, details=details)
 
     def _use_attention(self, name: str) -> None:
@@ -293,6 +300,10 @@ class LoadedModel:
         Returns:
             fp32 logits ``[w, vocabulary]``.
         """
+        if self.fused is not None:
+            logits = self.fused.run(inputs, positions, step, wanted)
+            if logits is not None:
+                return logits
         step.layers_seen.clear()
         if self.triton is not None and step.kernel is None:
             step.kernel = self.triton.prepare(step, len(inputs.embeds))

@@ -12,6 +12,7 @@ from mpic.evals.bench import profile, step_profile
 from mpic.evals.bench.harness import BenchDevice, Ticker
 from mpic.evals.bench.step_profile import (
     ATTENTION,
+    FUSED,
     LOOP,
     MATRIX,
     MODEL,
@@ -32,6 +33,7 @@ from mpic.evals.bench.workload import (
     request_of,
 )
 from mpic.model import hooks
+from mpic.model.fused_layers import NOTE
 
 CPU = BenchDevice(torch.device("cpu"), torch.float32)
 TINY = DecoderShape(layers=2, hidden=64, heads=2, intermediate=96, vocabulary=300, context=2048)
@@ -74,7 +76,7 @@ def test_turns_of_the_engine_that_compute_nothing_do_not_count():
 
 def test_an_engines_own_thread_is_watched_and_left_as_it_was():
     pair, ids = make_pair(TINY, CPU), Ids(TINY.vocabulary)
-    before = hooks._layer
+    before, pair.loaded.fused = hooks._layer, None
     with engine_for(pair.loaded, 512) as engine:
         found = profile_steps(
             engine, lambda: first_token(engine, request_of(prompt_of(ids.fresh(40)), "full", 1))
@@ -86,6 +88,18 @@ def test_an_engines_own_thread_is_watched_and_left_as_it_was():
     # the last row alone meets the vocabulary
     assert found.operations == 2 * (2 * 40 * projections + 64 * 300)
     assert found.parts[ATTENTION] > 0 and found.parts[MATRIX] > 0
+
+
+def test_a_fused_step_is_one_part_and_no_layer_is_watched():
+    pair, ids = make_pair(TINY, CPU), Ids(TINY.vocabulary)
+    if pair.loaded.fused is None:
+        pytest.skip(pair.loaded.info.details[NOTE])
+    with engine_for(pair.loaded, 512) as engine:
+        request = request_of(prompt_of(ids.fresh(40)), "full", 6)
+        found = profile_steps(engine, lambda: engine.submit(request).result())
+        assert engine.stats()["counters"]["fused_steps"] >= 4
+    assert found.parts[FUSED] > 0 and not found.layers
+    assert sum(found.parts.values()) == pytest.approx(found.total)
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
@@ -107,4 +121,4 @@ def test_a_gpu_is_referred_to_the_bench_that_profiles_gpus():
 
 
 def test_the_parts_are_listed_once_each():
-    assert len(set(step_profile.PARTS)) == len(step_profile.PARTS) == 8
+    assert len(set(step_profile.PARTS)) == len(step_profile.PARTS) == 9

@@ -205,7 +205,7 @@ class NativeEngine(Engine):
 
     def stats(self) -> dict[str, Any]:
         memory = (self.device, self.memory, self.scheduler, self.transfers)
-        steps = (self.decider, self.outputs, self.ahead, self.runner.static)
+        steps = (self.decider, self.outputs, self.ahead, self.runner.static, self.model.fused)
         counted = [dict(owner.counters) for owner in (*memory, *steps) if owner is not None]
         return {
             **stats(self.scheduler, self.pool),

@@ -4,24 +4,28 @@ Four kinds of steps of the native engine on a CPU: linking resident chunks, comp
 cached, and decoding one answer and several. A profiler slows down what it watches, Python most. The title of each table
 has the time of a step that was not watched; shares are those of watched ones. The way from a socket to the engine and
 back is not here: ``mpic bench serving --engine native-http`` has it.
+
+Where decoding steps are fused (``mpic.model.fused_step``), all layers are one part of them, so the same steps are
+watched a second time as the model's modules run them.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from mpic.config import ConfigError
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench, median_seconds
-from mpic.evals.bench.step_profile import ATTENTION, MATRIX, OTHER, PARTS, StepProfile, profile_steps
+from mpic.evals.bench.step_profile import ATTENTION, FUSED, MATRIX, OTHER, PARTS, StepProfile, profile_steps
 from mpic.evals.bench.workload import (
     BENCH_DECODER,
     DecoderShape,
@@ -36,7 +40,11 @@ from mpic.evals.bench.workload import (
 )
 from mpic.evals.flops import Flops
 from mpic.kv.chunk import Chunk
+from mpic.model.fused_layers import NOTE
+from mpic.model.loaded import LoadedModel
 
+MODULES = ", by modules"
+"""Behind the name of a kind of steps that could be fused and are not."""
 Work = Callable[[], int]
 """Runs some steps; returns the pairs of row and key that a layer has attended to, 0 where they are not counted."""
 
@@ -99,10 +107,11 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """
     if placement.device.type != "cpu":
         raise ConfigError("bench profile measures the CPU; `make bench-gpu` profiles a GPU", param="device")
-    ticker.expect(3 + len(settings.batches))
+    pair = make_pair(settings.decoder, placement, seed=settings.seed)
+    ways = (True, False) if pair.loaded.fused else (False,)
+    ticker.expect(3 + len(ways) * len(settings.batches))
     with ticker.step("what the machine can do"):
         peak = _peaks(settings, placement)
-    pair = make_pair(settings.decoder, placement, seed=settings.seed)
     counts, ids = Flops(pair.loaded), Ids(settings.decoder.vocabulary, settings.seed)
     linked, most = settings.chunks * settings.chunk_tokens, max(settings.batches)
     own = settings.text + 64 * settings.chunks + settings.tokens
@@ -115,8 +124,8 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     with engine_for(pair.loaded, linked + 2 * settings.fresh + (most + 2) * own) as engine:
         chunks = ids.chunks(settings.chunks, settings.chunk_tokens)
         compile_all(engine, chunks)
-        for name, case in _cases(engine, settings, ids, chunks).items():
-            with ticker.step(name), case as work:
+        for name, (fused, case) in _cases(engine, settings, ids, chunks, ways).items():
+            with ticker.step(name), _way(engine.model, fused), case as work:
                 work()  # warm
                 unwatched = _step_seconds(engine, work, settings.repeats)
                 attended = [0]
@@ -125,11 +134,13 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
                 )
             flops = counts.layers * counts.pair * attended[-1]
             rows += _rows(name, found, unwatched, flops, peak)
-            headline |= _headline(name.replace(" ", ""), found, unwatched, flops, peak)
+            headline |= _headline(name, found, unwatched, flops, peak)
     notes = {
         "model": pair.description,
         "linked_tokens": linked,
         "shares": "of steps that a profiler watches, which are slower; step_ms says how long a step takes without one",
+        "fused_step": pair.loaded.info.details[NOTE]
+        or f"decoding; the same by the model's modules: '{MODULES}'",
         "Python": "a step that is not watched, less the time of the operations in watched ones; attention counts whole",
     }
     return Report(rows, headline, notes, lambda figure: _plot(figure, profiles))
@@ -160,8 +171,14 @@ def _peaks(settings: Settings, placement: BenchDevice) -> dict[str, float]:
 
 
 def _cases(
-    engine: NativeEngine, settings: Settings, ids: Ids, chunks: list[Chunk]
-) -> dict[str, AbstractContextManager[Work]]:
+    engine: NativeEngine, settings: Settings, ids: Ids, chunks: list[Chunk], ways: Sequence[bool]
+) -> dict[str, tuple[bool, AbstractContextManager[Work]]]:
+    """Returns each kind of step: whether its steps are fused, and its work.
+
+    Args:
+        ways: whether decoding steps are fused, one for each time that they are watched.
+    """
+
     def link() -> int:
         prompt = ids.framed(chunks, settings.text)
         return first_token(engine, request_of(prompt, settings.policy, 1))[1].attended
@@ -169,8 +186,22 @@ def _cases(
     def fresh() -> int:
         return first_token(engine, request_of(prompt_of(ids.fresh(settings.fresh)), "full", 1))[1].attended
 
-    batches = {f"decode {n}": _decoding(engine, settings, ids, chunks, n) for n in settings.batches}
-    return {"link": nullcontext(link), "fresh": nullcontext(fresh), **batches}
+    cases: dict[str, tuple[bool, AbstractContextManager[Work]]] = {
+        "link": (False, nullcontext(link)),
+        "fresh": (False, nullcontext(fresh)),
+    }
+    for number, fused in enumerate(ways):
+        for batch in settings.batches:
+            name = f"decode {batch}{MODULES if number else ''}"
+            cases[name] = (fused, _decoding(engine, settings, ids, chunks, batch))
+    return cases
+
+
+@contextmanager
+def _way(model: LoadedModel, fused: bool) -> Iterator[None]:
+    """Keeps steps from being fused unless they are to be."""
+    with nullcontext() if fused else patch.object(model, "fused", None):
+        yield
 
 
 @contextmanager
@@ -233,13 +264,16 @@ def _headline(
 ) -> dict[str, float]:
     if not found.steps:
         raise BenchFailed(f"no step of {name} was watched: its answers had ended")
-    operations = sum(found.parts[part] for part in (MATRIX, ATTENTION, OTHER)) / found.steps
+    operations = sum(found.parts[part] for part in (MATRIX, ATTENTION, FUSED, OTHER)) / found.steps
     products = found.parts[MATRIX]
     if name.startswith("decode"):
-        return {
-            f"{name}_python_ms": 1e3 * (unwatched - operations),
-            f"{name}_products_of_memory_speed": found.bytes / products / peak["copy, bytes read and written"],
-        }
+        short, headline = name.removesuffix(MODULES).replace(" ", ""), {}
+        if not name.endswith(MODULES):
+            headline[f"{short}_python_ms"] = 1e3 * (unwatched - operations)
+        if not found.parts[FUSED]:  # which has most products, and does not say how long they took
+            speed = found.bytes / products / peak["copy, bytes read and written"]
+            headline[f"{short}_products_of_memory_speed"] = speed
+        return headline
     best = peak["matrix product, FLOP"]
     return {
         f"{name}_products_of_peak": found.operations / products / best,

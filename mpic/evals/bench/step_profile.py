@@ -18,15 +18,17 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiler
 
 from mpic.engine.native.engine import NativeEngine
+from mpic.kernels.decoder import DecoderLayers
 from mpic.kernels.linear import LinearKernel
 from mpic.model import hooks
 
 STEP = "step"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 PACKED = ("aten::_weight_int8pack_mm", "aten::_weight_int4pack_mm_for_cpu")
-ATTENTION, MATRIX, OTHER, MODEL, TABLES, SCHEDULING, RESULTS, LOOP = (
+ATTENTION, MATRIX, FUSED, OTHER, MODEL, TABLES, SCHEDULING, RESULTS, LOOP = (
     "attention",
     "matrix products",
+    "all layers in one call",
     "norms, rotary, activations, copies",
     "Python of the model",
     "step tables and inputs",
@@ -34,7 +36,7 @@ ATTENTION, MATRIX, OTHER, MODEL, TABLES, SCHEDULING, RESULTS, LOOP = (
     "sampling and results",
     "rest of the step",
 )
-PARTS = (MATRIX, ATTENTION, OTHER, MODEL, TABLES, SCHEDULING, RESULTS, LOOP)
+PARTS = (MATRIX, ATTENTION, FUSED, OTHER, MODEL, TABLES, SCHEDULING, RESULTS, LOOP)
 _LAYER = "layer "
 
 
@@ -46,7 +48,8 @@ class StepProfile:
         steps: how many there were.
         total: from the beginning to the end of every step.
         parts: by name of ``PARTS``.
-        layers: of each decoder layer, everything in it included.
+        layers: of each decoder layer, everything in it included; none of a model whose steps are fused
+            (``mpic.model.fused_step``), which has one part for products, attention and the rest of all layers.
         operations: of the matrix products with 16- or 32-bit weights.
         bytes: that these products read and wrote, every matrix once a product.
     """
@@ -106,8 +109,11 @@ def _marked(engine: NativeEngine, products: _Products) -> Iterator[None]:
         (engine.runner.tables, "step", TABLES),
         (engine.model, "forward", MODEL),
         (hooks, "_layer", ATTENTION),
-        *((layer, "forward", f"{_LAYER}{n}") for n, layer in enumerate(engine.model.text_model.layers)),
+        (DecoderLayers, "__call__", FUSED),
     ]
+    if engine.model.fused is None:  # a layer with another forward would not be fused
+        layers = enumerate(engine.model.text_model.layers)
+        places += [(layer, "forward", f"{_LAYER}{n}") for n, layer in layers]
     with ExitStack() as stack:
         for owner, name, mark in places:
             stack.enter_context(patch.object(owner, name, _in_mark(getattr(owner, name), mark)))
@@ -186,7 +192,7 @@ def _part(event: Any, around: str) -> str:
     name = event.name
     if name == STEP:
         return LOOP
-    if name in (ATTENTION, MATRIX, MODEL, TABLES, SCHEDULING, RESULTS):
+    if name in (ATTENTION, MATRIX, FUSED, MODEL, TABLES, SCHEDULING, RESULTS):
         return name
     if around not in (MODEL, MATRIX, OTHER):
         return around

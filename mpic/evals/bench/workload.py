@@ -22,6 +22,7 @@ from mpic.evals.bench.harness import BenchDevice, BenchFailed
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.kv.store import ChunkStore
 from mpic.link import BARE, Wrapping, parse_policy
+from mpic.model.fused_proof import use_fused_step
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import self_test
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
@@ -178,6 +179,7 @@ def pair_of(model: nn.Module, decoder: DecoderShape, tower: TowerShape | None = 
     stock.set_attn_implementation("sdpa")
     loaded = LoadedModel(model, tower.processor() if tower else None, "random")
     self_test(loaded)
+    use_fused_step(loaded)
     return ModelPair(loaded, stock, describe(stock, decoder))
 
 

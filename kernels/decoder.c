@@ -1,0 +1,211 @@
+/* All layers of a Llama-like decoder for rows that stand alone, by one team of threads.
+ *
+ * Each layer is: RMS norm, queries, keys and values, an RMS norm of every head where the model has one, rotation, keys and
+ * values to their slots, attention (stream.c), output product (linear.c), residual, RMS norm, gate and up, SiLU(gate) * up,
+ * down, residual. The last one is followed by the decoder's own norm. The threads share the work of each part and wait for
+ * each other behind it. In bf16, numbers are rounded where the model written in torch's operations rounds them.
+ *
+ * decoder.py compiles this file with the options of both files below, and fills the tables.
+ */
+#include "stream.c"
+
+#include "linear.c"
+
+#define RUN 1024 /* numbers of an activation that one thread computes in a row */
+
+typedef struct {
+  const number *weight, *bias; /* null: no bias */
+} Product;
+
+/* A row of the table that decoder.py: DecoderKernel fills. Norms of heads are null in models without them. */
+typedef struct {
+  const number *before_attention;
+  Product query, key, value;
+  const number *query_norm, *key_norm;
+  Product output;
+  const number *before_gate;
+  Product gate, up, down;
+} Layer;
+
+/* decoder.py: _DecoderStruct. */
+typedef struct {
+  int64_t layers, hidden, heads, kv_heads, inner, half; /* half: pairs (i, i + half) of a head that turn */
+  const Layer *layer;
+  const number *last_norm;
+  float epsilon, head_epsilon, scale; /* scale: of attention scores */
+} Decoder;
+
+/* decoder.py: _PassStruct. From `normed` on it is memory to work in. */
+typedef struct {
+  const Step *step;
+  int64_t rows;
+  number *state, *out;        /* [rows, hidden] inputs of the first layer, overwritten; results */
+  const float *cosine, *sine; /* [rows, half] */
+  number *memory;
+  const int64_t *slots; /* [layers, 2, kv_heads, rows] where keys and values go, in heads from the memory's begin */
+  number *normed, *product;     /* [rows, hidden] */
+  number *query, *attended;     /* [rows, heads, DIM] */
+  number *key, *value;          /* [rows, kv_heads, DIM] */
+  number *gate, *up;            /* [rows, inner] */
+  float *sums;                  /* [rows, heads, DIM]; the same memory as `attended` in fp32 */
+} Pass;
+
+/* Numbers [0, LANES) at p; zeros behind the last one of `left`. */
+INLINE vec several(const number *p, int64_t left) {
+  halves x = {0};
+  if (left >= LANES)
+    memcpy(&x, p, sizeof x);
+  else
+    memcpy(&x, p, sizeof(number) * left);
+  return widen(x);
+}
+
+#if BFLOAT16
+/* To the nearest, ties to even, as `narrow` does. */
+INLINE halves narrow_all(vec x) {
+  const bits nan = (bits)(x != x), b = (bits)x;
+  return __builtin_convertvector((((b + 0x7fff + ((b >> 16) & 1)) >> 16) & ~nan) | (0x7fc0 & nan), halves);
+}
+#else
+INLINE halves narrow_all(vec x) { return x; }
+#endif
+
+INLINE void keep(number *p, vec x, int64_t left) {
+  const halves y = narrow_all(x);
+  if (left >= LANES)
+    memcpy(p, &y, sizeof y);
+  else
+    memcpy(p, &y, sizeof(number) * left);
+}
+
+/* x as it is after it has been kept. */
+INLINE vec rounded_all(vec x) { return widen(narrow_all(x)); }
+INLINE float rounded_one(float x) { return wide(narrow(x)); }
+
+/* RMS norm of n numbers, to which those at `added` are added first unless it is null. `to` may be `from`. */
+static void normalize(number *from, const number *added, const number *weight, int64_t n, float epsilon, number *to) {
+  vec squares = {0};
+  for (int64_t i = 0; i < n; i += LANES) {
+    vec x = several(from + i, n - i);
+    if (added) {
+      x = rounded_all(x + several(added + i, n - i));
+      keep(from + i, x, n - i);
+    }
+    squares += x * x;
+  }
+  const float factor = 1 / sqrtf(sum(squares) / n + epsilon);
+  for (int64_t i = 0; i < n; i += LANES)
+    keep(to + i, rounded_all(several(from + i, n - i) * factor) * several(weight + i, n - i), n - i);
+}
+
+/* All rows; with `residual` the last product is added to them first. */
+static void normalize_rows(const Decoder *d, const Pass *p, int residual, const number *weight, number *to) {
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < p->rows; row++)
+    normalize(p->state + row * d->hidden, residual ? p->product + row * d->hidden : 0, weight, d->hidden, d->epsilon,
+              to + row * d->hidden);
+}
+
+static void product(const Pass *p, Product by, const number *x, int64_t inputs, number *out, int64_t outputs) {
+  multiply_together(by.weight, by.bias, x, inputs, out, outputs, p->rows, outputs, inputs);
+}
+
+/* Rotates a head by the position of its row. */
+static void turn(const Decoder *d, const Pass *p, int64_t row, number *head) {
+  const float *cosine = p->cosine + row * d->half, *sine = p->sine + row * d->half;
+  for (int64_t i = 0; i < d->half; i++) {
+    const float a = wide(head[i]), b = wide(head[i + d->half]);
+    head[i] = narrow(rounded_one(a * cosine[i]) - rounded_one(b * sine[i]));
+    head[i + d->half] = narrow(rounded_one(b * cosine[i]) + rounded_one(a * sine[i]));
+  }
+}
+
+/* Norms and rotation of a layer's queries and keys; keys and values go to their slots. */
+static void place_heads(const Decoder *d, const Pass *p, const Layer *layer, int64_t number_of_layer) {
+  const int64_t *slots = p->slots + number_of_layer * 2 * d->kv_heads * p->rows;
+  const int64_t each = d->heads + 2 * d->kv_heads;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < p->rows * each; i++) {
+    const int64_t row = i / each, head = i % each, kv = head - d->heads; /* from 0: keys, from kv_heads: values */
+    if (kv >= d->kv_heads) {
+      const number *value = p->value + (row * d->kv_heads + kv - d->kv_heads) * DIM;
+      memcpy(p->memory + slots[kv * p->rows + row] * DIM, value, sizeof(number) * DIM);
+      continue;
+    }
+    number *own = kv < 0 ? p->query + (row * d->heads + head) * DIM : p->key + (row * d->kv_heads + kv) * DIM;
+    const number *norm = kv < 0 ? layer->query_norm : layer->key_norm;
+    if (norm) normalize(own, 0, norm, DIM, d->head_epsilon, own);
+    turn(d, p, row, own);
+    if (kv >= 0) memcpy(p->memory + slots[kv * p->rows + row] * DIM, own, sizeof(number) * DIM);
+  }
+}
+
+/* Attention of all rows over their spans, to `attended`. */
+static void attend_rows(const Decoder *d, const Pass *p, int64_t number_of_layer) {
+  const int64_t width = d->heads * DIM;
+  attend_together(p->step, number_of_layer, p->query, DIM, width, d->scale, 0, 0, p->sums);
+#pragma omp barrier
+#if BFLOAT16
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < p->rows * width; i += DIM)
+    for (int64_t j = 0; j < DIM; j += LANES) {
+      vec x = {0};
+      memcpy(&x, p->sums + i + j, sizeof(float) * (DIM - j < LANES ? DIM - j : LANES));
+      keep(p->attended + i + j, x, DIM - j);
+    }
+#endif
+}
+
+/* gate = SiLU(gate) * up, where SiLU(x) = x / (1 + exp(-x)); of e^x only those with x <= 0 are computed. */
+static void activate(const Decoder *d, const Pass *p) {
+  const int64_t all = p->rows * d->inner;
+#pragma omp for schedule(static)
+  for (int64_t from = 0; from < all; from += RUN) {
+    const int64_t end = from + RUN < all ? from + RUN : all;
+    for (int64_t i = from; i < end; i += LANES) {
+      const vec x = several(p->gate + i, end - i);
+      const ints positive = x > 0;
+      const vec e = power((vec)((ints)x | INT32_MIN) * LOG2E), one = (vec){0} + 1.0f;
+      const vec over = (vec)(((ints)one & positive) | ((ints)e & ~positive));
+      keep(p->gate + i, rounded_all(x * (over / (1.0f + e))) * several(p->up + i, end - i), end - i);
+    }
+  }
+}
+
+static void run_layer(const Decoder *d, const Pass *p, int64_t number_of_layer) {
+  const Layer *layer = d->layer + number_of_layer;
+  const int64_t width = d->heads * DIM, kv_width = d->kv_heads * DIM;
+  normalize_rows(d, p, number_of_layer > 0, layer->before_attention, p->normed);
+  product(p, layer->query, p->normed, d->hidden, p->query, width);
+  product(p, layer->key, p->normed, d->hidden, p->key, kv_width);
+  product(p, layer->value, p->normed, d->hidden, p->value, kv_width);
+#pragma omp barrier
+  place_heads(d, p, layer, number_of_layer);
+  attend_rows(d, p, number_of_layer);
+  product(p, layer->output, p->attended, width, p->product, d->hidden);
+#pragma omp barrier
+  normalize_rows(d, p, 1, layer->before_gate, p->normed);
+  product(p, layer->gate, p->normed, d->hidden, p->gate, d->inner);
+  product(p, layer->up, p->normed, d->hidden, p->up, d->inner);
+#pragma omp barrier
+  activate(d, p);
+  product(p, layer->down, p->gate, d->inner, p->product, d->hidden);
+#pragma omp barrier
+}
+
+/* Whether there is so much to do that more than one thread is faster. */
+static int is_large(const Decoder *d, const Pass *p) {
+  int64_t tokens = 0;
+  for (int64_t i = 0; i < p->step->sections; i++) tokens += p->step->section[i].tokens;
+  const int64_t widest = d->inner > d->heads * DIM ? d->inner : d->heads * DIM;
+  return d->hidden * widest > SMALL || tokens * d->kv_heads * DIM > SMALL;
+}
+
+/* A step of all layers. */
+void decode(const Decoder *d, const Pass *p) {
+#pragma omp parallel num_threads(p->step->threads) if (is_large(d, p))
+  {
+    for (int64_t layer = 0; layer < d->layers; layer++) run_layer(d, p, layer);
+    normalize_rows(d, p, 1, d->last_norm, p->out);
+  }
+}

@@ -1,0 +1,238 @@
+"""All layers of a Llama-like decoder in one call, for rows that stand alone on the CPU: builds ``decoder.c``, calls it.
+
+A step of one row runs about ten modules a layer, each of a few microseconds of Python, and a dozen small operations of
+torch between them. For small models and small batches that is more than the numbers take. The C file is made of those
+of the kernels that serve such rows layer by layer (``stream.c``, ``linear.c``), so the results differ by rounding
+alone. Weights are read where they lie.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mpic.kernels import c_kernel, linear, stream
+from mpic.kernels.stream import StreamRows
+from mpic.kernels.writes import RowWrites
+
+SOURCE = Path(__file__).with_name("decoder.c")
+
+_I64, _F32, _ADDRESS = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class Product(NamedTuple):
+    """A linear layer: ``weight [outputs, inputs]`` and ``bias [outputs]`` or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+class LayerWeights(NamedTuple):
+    """The weights of a layer, in the order in which they are used. Those of norms are ``[hidden]``, or ``[head_dim]``
+    for norms of heads, which are None in models without them."""
+
+    before_attention: torch.Tensor
+    query: Product
+    key: Product
+    value: Product
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: Product
+    before_gate: torch.Tensor
+    gate: Product
+    up: Product
+    down: Product
+
+    @property
+    def flat(self) -> list[torch.Tensor | None]:
+        """The tensors in the order of ``Layer`` in decoder.c."""
+        return [part for one in self for part in (one if isinstance(one, Product) else [one])]
+
+
+class DecoderWeights(NamedTuple):
+    """A decoder without embeddings and output projection.
+
+    Args:
+        last_norm: ``[hidden]``.
+        epsilon, head_epsilon: of the norms, and of those of heads.
+        scale: of attention scores.
+    """
+
+    layers: list[LayerWeights]
+    last_norm: torch.Tensor
+    epsilon: float
+    head_epsilon: float
+    scale: float
+
+
+class _DecoderStruct(ctypes.Structure):
+    """``Decoder`` of decoder.c."""
+
+    _fields_ = [
+        *((name, _I64) for name in ["layers", "hidden", "heads", "kv_heads", "inner", "half"]),
+        *((name, _ADDRESS) for name in ["layer", "last_norm"]),
+        *((name, _F32) for name in ["epsilon", "head_epsilon", "scale"]),
+    ]
+
+
+class _PassStruct(ctypes.Structure):
+    """``Pass`` of decoder.c."""
+
+    _fields_ = [
+        ("step", _ADDRESS),
+        ("rows", _I64),
+        *((name, _ADDRESS) for name in ["state", "out", "cosine", "sine", "memory", "slots"]),
+        *((name, _ADDRESS) for name in ["normed", "product", "query", "attended", "key", "value"]),
+        *((name, _ADDRESS) for name in ["gate", "up", "sums"]),
+    ]
+
+
+class DecoderLayers:
+    """The layers of one model; made by ``DecoderKernel.decoder``.
+
+    Args:
+        function: ``decode`` of decoder.c.
+        half: pairs of dimensions ``(i, i + half)`` of a head that turn.
+
+    Raises:
+        ValueError: weights of other dtypes or devices, or of sizes that do not fit together.
+    """
+
+    def __init__(self, function: Any, head_dim: int, weights: DecoderWeights, half: int) -> None:
+        first = weights.layers[0]
+        self._inner, self._hidden = first.gate.weight.shape
+        self._heads, self._kv_heads = (len(p.weight) // head_dim for p in (first.query, first.key))
+        self._head_dim, self._half, self.dtype = head_dim, half, first.before_attention.dtype
+        self._refuse(weights)
+        table = [[0 if w is None else w.data_ptr() for w in layer.flat] for layer in weights.layers]
+        self._table = np.array(table, dtype=np.int64)
+        self._kept = weights  # kept alive, because C holds their addresses
+        self._function = function
+        self._struct = _DecoderStruct(
+            *(len(table), self._hidden, self._heads, self._kv_heads, self._inner, half),
+            *(self._table.ctypes.data, weights.last_norm.data_ptr()),
+            *(weights.epsilon, weights.head_epsilon, weights.scale),
+        )
+        self._pass, self._lock = _PassStruct(), threading.Lock()
+        self._room: list[torch.Tensor] = []
+        self._rows = 0  # for which there is room
+
+    def __call__(
+        self,
+        state: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        writes: RowWrites,
+        rows: StreamRows,
+    ) -> torch.Tensor:
+        """Runs all layers; keys and values are written, then attended to.
+
+        Args:
+            state: ``[T, hidden]``, the inputs of the first layer; overwritten.
+            cosine, sine: ``[T, half]`` fp32, of the rows' positions.
+            writes, rows: the tables of the step, in which all T rows stand alone, in order.
+
+        Returns:
+            ``[T, hidden]`` behind the last norm.
+
+        Raises:
+            ValueError: tensors of other sizes, dtypes or layouts.
+        """
+        count = len(state)
+        fits = state.shape == (count, self._hidden) and state.dtype is self.dtype and state.is_contiguous()
+        for table in (cosine, sine):
+            fits = fits and table.shape == (count, self._half) and table.dtype is torch.float32
+            fits = fits and table.is_contiguous()
+        fits = fits and count == writes.count == len(rows.rows) and writes.memory.dtype is self.dtype
+        slots = len(self._kept.layers), 2 * self._kv_heads * count
+        if not fits or writes.index.shape != slots or writes.memory.shape[1] != self._head_dim:
+            raise ValueError(f"cpu-decoder cannot run a step of {tuple(state.shape)} {state.dtype}")
+        out, this = torch.empty_like(state), self._pass
+        with self._lock:  # the memory to work in is one
+            if count > self._rows:
+                self._make_room(count)
+            this.step, this.rows = rows.address, count
+            this.state, this.out = state.data_ptr(), out.data_ptr()
+            this.cosine, this.sine = cosine.data_ptr(), sine.data_ptr()
+            this.memory, this.slots = writes.memory.data_ptr(), writes.index.data_ptr()
+            self._function(self._struct, this)
+        return out
+
+    def _make_room(self, rows: int) -> None:
+        """Allocates the memory that a step of so many rows works in."""
+        own, kv = self._heads * self._head_dim, self._kv_heads * self._head_dim
+        widths = {"normed": self._hidden, "product": self._hidden, "query": own, "attended": own, "key": kv}
+        widths |= {"value": kv, "gate": self._inner, "up": self._inner}
+        room = {name: torch.empty(rows * width, dtype=self.dtype) for name, width in widths.items()}
+        is_fp32 = self.dtype is torch.float32
+        room["sums"] = room["attended"] if is_fp32 else torch.empty(rows * own)
+        for name, memory in room.items():
+            setattr(self._pass, name, memory.data_ptr())
+        self._room, self._rows = list(room.values()), rows
+
+    def _refuse(self, weights: DecoderWeights) -> None:
+        """Raises ValueError if weights cannot be read as those of one decoder."""
+        own, kv = self._heads * self._head_dim, self._kv_heads * self._head_dim
+        inputs = {"query": own, "key": kv, "value": kv, "gate": self._inner, "up": self._inner}
+        sizes = {name: (outputs, self._hidden) for name, outputs in inputs.items()}
+        sizes |= {"output": (self._hidden, own), "down": (self._hidden, self._inner)}
+        norms = {"before_attention": self._hidden, "before_gate": self._hidden}
+        norms |= {"query_norm": self._head_dim, "key_norm": self._head_dim}
+        self._refuse_tensor("last_norm", weights.last_norm, (self._hidden,))
+        for number, layer in enumerate(weights.layers):
+            for name, part in layer._asdict().items():
+                if isinstance(part, Product):
+                    self._refuse_tensor(f"{name} of layer {number}", part.weight, sizes[name])
+                    if part.bias is not None:
+                        self._refuse_tensor(f"bias of {name} of layer {number}", part.bias, sizes[name][:1])
+                elif part is not None:
+                    self._refuse_tensor(f"{name} of layer {number}", part, (norms[name],))
+        if self._heads % self._kv_heads or 2 * self._half > self._head_dim:
+            raise ValueError(f"{self._heads} heads over {self._kv_heads}, of which {self._half} pairs turn")
+
+    def _refuse_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        fits = tuple(tensor.shape) == shape and tensor.dtype is self.dtype
+        if not fits or not tensor.is_cpu or not tensor.is_contiguous():
+            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {self.dtype}")
+
+
+class DecoderKernel:
+    """The kernel for one head dimension and dtype; ``load`` makes it.
+
+    Args:
+        most_rows: up to how many rows its products are faster than torch's (``linear.MOST_ROWS``).
+    """
+
+    name = "cpu-decoder"
+
+    def __init__(self, head_dim: int, library: ctypes.CDLL, most_rows: int) -> None:
+        self.head_dim, self.most_rows = head_dim, most_rows
+        self._function = library.decode
+        self._function.argtypes = [ctypes.POINTER(_DecoderStruct), ctypes.POINTER(_PassStruct)]
+        self._function.restype = None
+
+    def decoder(self, weights: DecoderWeights, half: int) -> DecoderLayers:
+        """Returns the layers of a model; see ``DecoderLayers``."""
+        return DecoderLayers(self._function, self.head_dim, weights, half)
+
+
+@functools.cache
+def load(head_dim: int, dtype: torch.dtype) -> DecoderKernel:
+    """Builds the kernel, or takes it from the cache folder. The kernels that it is made of have proved themselves;
+    whether it computes what a model does is proved with the model (``mpic.model.fused_proof``).
+
+    Raises:
+        KernelUnavailable: with the reason.
+    """
+    most_rows = linear.load(dtype).most_rows
+    stream.load(head_dim, dtype)
+    how, options = linear.variant(dtype)
+    name = f"{head_dim}-{how.replace(' ', '-')}"
+    options = [*options, f"-DSECTION={stream.SECTION}", f"-DDIM={head_dim}"]
+    return DecoderKernel(head_dim, c_kernel.build(SOURCE, name, options), most_rows)

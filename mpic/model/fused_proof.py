@@ -1,0 +1,170 @@
+"""The proof that a fused step computes what the model's own modules do, before it serves anything.
+
+A step of a few rows is run both ways: rows of different lengths over keys and values of their own and over those of a
+chunk that each sees at another base. Logits have to agree, and so do the keys and values that every layer writes. The
+operations of the model's way are listed, too: one that a fused step does not have (a limit on values, a choice by their
+size) may make no difference for these rows and make one for others.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpic.errors import ModelRefused
+from mpic.kernels.attention import SpanCall
+from mpic.kernels.span import Span
+from mpic.kernels.writes import RowWrites
+from mpic.kv.pool import Pool
+from mpic.model.fused_layers import NOTE, Unfused
+from mpic.model.fused_step import FusedStep
+from mpic.model.hooks import Step
+from mpic.model.loaded import LoadedModel
+from mpic.model.proofs import Proofs
+from mpic.model.structure import RowInputs, as_plain
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+"""Largest ``|difference| / max |value|`` of logits, and of keys and values. Both ways round at the same places."""
+_LENGTHS = (3, 17, 41)
+"""Tokens before each row."""
+_CHUNK, _BASES = 30, (0, 60, 200)
+"""Tokens of the chunk, and the bases at which the rows see it."""
+_COMPUTING = {"add", "cat", "cos", "mul", "neg", "rms_norm", "_fused_rms_norm", "silu", "sin"}
+_MOVING = {
+    "_to_copy",
+    "_unsafe_view",
+    "alias",
+    "clone",
+    "contiguous",
+    "copy_",
+    "detach",
+    "empty",
+    "empty_like",
+    "expand",
+}
+_MOVING |= {
+    "index",
+    "index_copy_",
+    "permute",
+    "reshape",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+}
+_MOVING |= {"stack", "t", "to", "transpose", "unbind", "unsqueeze", "view"}
+_OPERATIONS = _COMPUTING | _MOVING
+"""The operations that a model's way may have beside its linear layers and attention, which torch does not see."""
+
+
+def use_fused_step(loaded: LoadedModel) -> None:
+    """Has the model run its decoding steps fused if that is proved now, and notes the reason if not."""
+    prove_fused_step(loaded, find_fused_step(loaded), Proofs())
+
+
+def find_fused_step(loaded: LoadedModel) -> FusedStep | None:
+    """Returns the fused steps of a model, which are not proved yet; None where it has none, and notes the reason."""
+    loaded.fused, loaded.info.details[NOTE] = None, ""
+    try:
+        return FusedStep(loaded)
+    except (Unfused, ModelRefused) as reason:
+        loaded.info.details[NOTE] = reason.message if isinstance(reason, ModelRefused) else str(reason)
+        return None
+
+
+def prove_fused_step(loaded: LoadedModel, fused: FusedStep | None, proofs: Proofs) -> None:
+    """Has the model use its fused steps, if there are some, once they are proved; else notes the reason.
+
+    Args:
+        proofs: those of earlier starts, which need not run again.
+    """
+    if fused is None:
+        return
+    try:
+        error = proofs.error_of(loaded, "fused step", lambda loaded: difference(loaded, fused))
+    except ModelRefused as reason:
+        loaded.info.details[NOTE] = reason.message
+        return
+    log.info("%s: fused decoding steps, relative error %.1e", loaded.info.name, error)
+    fused.counters.clear()
+    loaded.fused = fused
+
+
+@torch.inference_mode()
+def difference(loaded: LoadedModel, fused: FusedStep) -> float:
+    """Returns the largest relative difference between the two ways of a step.
+
+    Raises:
+        ModelRefused: it is too large, or the model's way has operations that a fused step has not.
+    """
+    rows = min(len(_LENGTHS), fused.most_rows)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, loaded.text_config.vocab_size, (rows,), generator=generator)
+    inputs = loaded.rows(as_plain(loaded.config, ids))
+    far = torch.tensor([7, 330, loaded.context_length - 9][:rows])
+    positions = torch.stack([far + 2 * axis for axis in range(loaded.mrope)])
+    wanted, found = torch.arange(rows), []
+    loaded_fused, loaded.fused = loaded.fused, None
+    try:
+        for run in (_watched(loaded), fused.run):
+            step = _step(loaded, rows)
+            logits = run(inputs, positions, step, wanted)
+            if logits is None:
+                raise ModelRefused("the step of the proof is not one that is fused")
+            written = step.single_writes.memory[step.single_writes.index.flatten()]
+            found.append((logits, written.float()))
+    except ModelRefused:
+        raise
+    except Exception as error:
+        raise ModelRefused(f"a fused step could not run: {type(error).__name__}: {error}") from error
+    finally:
+        loaded.fused = loaded_fused
+    error = max(_relative(got, wanted) for wanted, got in zip(*found, strict=True))
+    limit = TOLERANCE[loaded.dtype]
+    if not error <= limit:
+        raise ModelRefused(f"a fused step differs from the model's own by {error:.1e} (limit {limit:.0e})")
+    return error
+
+
+def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
+
+
+def _step(loaded: LoadedModel, rows: int) -> Step:
+    """Returns a step of single rows over a small pool of its own with random contents, the same each time."""
+    pages = (max(_LENGTHS) + 2) * (rows + 1)
+    pool = Pool(loaded.shape, pages, 1, loaded.dtype)
+    pool.arena.normal_(generator=torch.Generator().manual_seed(3))
+    chunk = pool.kv(pool.alloc(_CHUNK))
+    own = [pool.kv(pool.alloc(length + 1)) for length in _LENGTHS[:rows]]
+    calls: list[SpanCall] = []
+    for row, (view, length, base) in enumerate(zip(own, _LENGTHS, _BASES, strict=False)):
+        calls.append(SpanCall(slice(row, row + 1), Span(view, 0, length + 1), first=True))
+        calls.append(SpanCall(slice(row, row + 1), Span(chunk, 0, _CHUNK, base=base)))
+    kinds = [loaded.kind_calls(0, [])._replace(singles=loaded.single_rows(0, calls))]
+    writes = RowWrites(pool.arena, range(rows), [view.data for view in own], _LENGTHS[:rows])
+    return Step([], kinds, loaded.kind_of, loaded.partial, single_writes=writes)
+
+
+class _Operations(TorchDispatchMode):
+    """Raises ModelRefused at an operation that a fused step has not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _OPERATIONS:
+            raise ModelRefused(f"the model also computes {name}")
+        return func(*args, **(kwargs or {}))
+
+
+def _watched(loaded: LoadedModel) -> Any:
+    def run(inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor) -> torch.Tensor:
+        with _Operations():
+            return loaded.forward(inputs, positions, step, wanted)
+
+    return run

@@ -1,0 +1,143 @@
+"""Steps in which every row stands alone (decoding), run by one call of ``mpic.kernels.decoder``.
+
+It is made for decoders with the structure that ``fused_layers.py`` describes, and used once ``fused_proof.py`` has
+shown that it computes what the model does. Steps with anything else to do go through the model's modules
+(``hooks.py``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from mpic.kernels import decoder
+from mpic.kernels.c_kernel import KernelUnavailable
+from mpic.kernels.stream import StreamRows
+from mpic.model.fused_layers import NOT_STREAM, NOTE, Unfused, read_decoder
+from mpic.model.hooks import Step
+from mpic.model.loaded import LoadedModel
+from mpic.model.module_watch import ModuleWatch
+from mpic.model.rotary import Rotary
+from mpic.model.structure import RowInputs, plain_ids
+
+_FAR = 100_000
+"""A position at which pairs of low frequencies have turned, too."""
+
+
+class FusedStep:
+    """The fused steps of a model.
+
+    Raises:
+        Unfused: the model cannot be run this way; the message says why.
+
+    ``counters``: ``fused_steps``.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        if loaded.device.type != "cpu":
+            raise Unfused(f"it runs on the CPU, not on {loaded.device.type}")
+        if not loaded.is_plain or loaded.latents or loaded.shape.parts != 2:
+            raise Unfused("its layers do not all attend in the plain way")
+        kind = loaded.kinds[0]
+        if not loaded.streams:
+            raise Unfused(loaded.attention_note or NOT_STREAM)
+        head = loaded.model.get_output_embeddings()
+        if (
+            not isinstance(kind.rotary, Rotary)
+            or kind.rotary.interleaved
+            or kind.rotary.start
+            or head is None
+        ):
+            raise Unfused("it has no rotary embedding of halves of a head, or no output projection")
+        try:
+            kernel = decoder.load(kind.dim, loaded.dtype)
+        except KernelUnavailable as reason:
+            raise Unfused(str(reason)) from reason
+        self._axes, scale = _axes_and_scale(loaded, kind.rotary.half)
+        try:
+            weights = read_decoder(loaded.text_model, scale)
+            self._decoder = kernel.decoder(weights, kind.rotary.half)
+        except ValueError as reason:
+            raise Unfused(str(reason)) from reason
+        self._frequencies = kind.rotary.frequencies.float()
+        embedding = getattr(loaded.text_model, "rotary_emb", None)
+        self._scaling = float(getattr(embedding, "attention_scaling", 1.0))
+        self._loaded, self._head, self.most_rows = loaded, head, kernel.most_rows
+        self._dtype, self._change = loaded.dtype, ""
+        self._watch = ModuleWatch(_modules_of(loaded.model, loaded.text_model))
+        self.counters: Counter[str] = Counter()
+
+    def run(
+        self, inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Runs a step if it has nothing but rows that stand alone. Arguments and result are those of
+        ``LoadedModel.forward``; None: it has to be run through the model's modules, and nothing has been written."""
+        if not self._takes(inputs, step):
+            return None
+        cosine, sine = self._turn(positions)
+        writes, rows = step.single_writes, step.kinds[0].singles
+        state = inputs.embeds.clone(memory_format=torch.contiguous_format)
+        hidden = self._decoder(state, cosine, sine, writes, rows)
+        self.counters["fused_steps"] += 1
+        return self._head(hidden[wanted]).float()
+
+    def _takes(self, inputs: RowInputs, step: Step) -> bool:
+        count = len(inputs.embeds)
+        if not 0 < count <= self.most_rows or inputs.deepstack is not None:
+            return False
+        if step.kernel is not None or step.barrier is not None or step.observed or step.writes:
+            return False
+        kind, writes = step.kinds[0], step.single_writes
+        if kind.calls or writes is None or writes.count != count or type(kind.singles) is not StreamRows:
+            return False
+        return not self._changed()
+
+    def _changed(self) -> bool:
+        """Returns whether the modules have changed since the proof, and says so in the model's details."""
+        change = self._watch.change()
+        if change != self._change:
+            self._change = change
+            note = f"the model has {change} since it was proved" if change else ""
+            self._loaded.info.details[NOTE] = note
+        return bool(change)
+
+    def _turn(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns cosine and sine ``[T, half]`` fp32 of positions ``[1 or 3, T]``, rounded as the model's own are."""
+        of_pairs = positions[self._axes] if len(positions) > 1 else positions
+        angle = of_pairs.T.float().contiguous() * self._frequencies
+        cosine, sine = angle.cos(), angle.sin()
+        if self._scaling != 1.0:
+            cosine, sine = cosine * self._scaling, sine * self._scaling
+        if self._dtype is not torch.float32:
+            cosine, sine = cosine.to(self._dtype).float(), sine.to(self._dtype).float()
+        return cosine, sine
+
+
+def _modules_of(model: nn.Module, text_model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that a step replaces: the decoder's, and those around it."""
+    around = [one for one in model.modules() if one is not text_model and _contains(one, text_model)]
+    unused = text_model.get_input_embeddings()
+    return [*around, *(one for one in text_model.modules() if one is not unused)]
+
+
+def _contains(outer: nn.Module, inner: nn.Module) -> bool:
+    return any(one is inner for one in outer.modules())
+
+
+@torch.inference_mode()
+def _axes_and_scale(loaded: LoadedModel, half: int) -> tuple[torch.Tensor, float]:
+    """Returns the axis of the positions ``[half]`` that turns each pair of a head, and the scale of attention scores,
+    both as the first layer's attention is seen to have them."""
+    inputs = loaded.rows(torch.tensor(plain_ids(loaded.config, 4)))
+    none = torch.zeros(loaded.mrope, 4, dtype=torch.int64)
+    here = loaded.probe(inputs, none, 0, [4], [[]])
+    axes = torch.zeros(half, dtype=torch.int64)
+    for axis in range(loaded.mrope):
+        moved = none.clone()
+        moved[axis] = _FAR
+        there = loaded.probe(inputs, moved, 0, [4], [[]])
+        turned = (there.keys != here.keys).any(0).any(0)
+        axes[turned[:half] | turned[half : 2 * half]] = axis
+    return axes, here.scale

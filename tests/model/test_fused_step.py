@@ -1,0 +1,312 @@
+"""Decoding steps in one call: what the model's modules compute, or the modules themselves with a reason."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+import transformers as tf
+from families import TEXT, make_model
+from torch import nn
+
+from mpic.errors import ModelRefused
+from mpic.kernels import c_kernel, decoder, linear, stream
+from mpic.kernels.attention import SpanCall
+from mpic.kernels.span import Span
+from mpic.kernels.writes import RowWrites
+from mpic.kv.pool import Pool
+from mpic.model import fused_proof
+from mpic.model.fused_layers import NOTE
+from mpic.model.fused_proof import TOLERANCE, find_fused_step, prove_fused_step, use_fused_step
+from mpic.model.hooks import Step
+from mpic.model.loaded import LoadedModel
+from mpic.model.proofs import Proofs
+from mpic.model.quantize import quantize_weights
+from mpic.model.structure import RowInputs
+
+DTYPES = [torch.float32, torch.bfloat16]
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": None},
+    "llava": {},
+    "qwen2_vl": {},
+}
+try:
+    for _dtype in DTYPES:
+        linear.load(_dtype)
+    AVAILABLE = True
+except c_kernel.KernelUnavailable:
+    AVAILABLE = False
+pytestmark = pytest.mark.skipif(
+    not AVAILABLE, reason="no C compiler, or a processor on which torch is as fast"
+)
+
+
+def _loaded(name="llama", dtype=torch.float32, text=None, model=None):
+    model = make_model(name, text=text)[0] if model is None else model
+    with torch.no_grad():
+        for parameter in model.parameters():  # else biases are zero, and weights of norms one
+            if parameter.ndim == 1 and parameter.is_floating_point():
+                parameter.add_(torch.randn(parameter.shape).to(parameter.dtype) / 3)
+    loaded = LoadedModel(model.to(dtype), None, name)
+    use_fused_step(loaded)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return _loaded()
+
+
+def _case(loaded, rows, lengths=(3, 600, 40), bases=(0, 500, 77)):
+    """Returns a step of single rows with own tokens of mixed lengths, two chunks that rows see at their own bases, one
+    of them twice, then its inputs and its memory. The same contents each time."""
+    pool = Pool(loaded.shape, 1200 + 650 * rows, 1, loaded.dtype)
+    pool.arena.normal_(generator=torch.Generator().manual_seed(1))
+    chunks = [pool.kv(pool.alloc(n)) for n in (530, 20)]
+    calls, own, slots = [], [], []
+    for row in range(rows):
+        length = lengths[row % 3] + row
+        own.append(pool.kv(pool.alloc(length + 2)))
+        slots.append(length)
+        calls.append(SpanCall(slice(row, row + 1), Span(own[-1], 0, length + 1), first=True))
+        for number, chunk in enumerate((*chunks, chunks[1])):
+            span = Span(chunk, 2 * row, chunk.data.shape[3], base=bases[(row + number) % 3] + number)
+            if row % 4 != 3 and span.tokens > 0:
+                calls.append(SpanCall(slice(row, row + 1), span))
+    kinds = [loaded.kind_calls(0, [])._replace(singles=loaded.single_rows(0, calls))]
+    writes = RowWrites(pool.arena, range(rows), [view.data for view in own], slots)
+    step = Step([], kinds, loaded.kind_of, loaded.partial, single_writes=writes)
+    generator = torch.Generator().manual_seed(2)
+    inputs = loaded.rows(torch.randint(9, 200, (rows,), generator=generator))
+    positions = torch.randint(0, 2000, (loaded.mrope, rows), generator=generator)
+    return step, inputs, positions, pool.arena
+
+
+def _both(loaded, rows, wanted=None):
+    """Returns logits and memory after a step through the modules, and after the same step fused."""
+    wanted = torch.arange(rows) if wanted is None else wanted
+    results, fused = [], loaded.fused
+    for way in (None, fused):
+        loaded.fused = way
+        step, inputs, positions, arena = _case(loaded, rows)
+        before = fused.counters["fused_steps"]
+        results.append((loaded.forward(inputs, positions, step, wanted), arena))
+        assert fused.counters["fused_steps"] - before == (way is not None)
+    return results
+
+
+def _assert_same(loaded, results):
+    (wanted, memory), (got, fused_memory) = results
+    for one, other in ((got, wanted), (fused_memory.float(), memory.float())):
+        assert (one - other).abs().max() <= TOLERANCE[loaded.dtype] * other.abs().max()
+    assert got.dtype == torch.float32 and got.shape == wanted.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_keys_and_values_are_those_of_the_modules(name, dtype):
+    loaded = _loaded(name, dtype, FAMILIES[name])
+    assert loaded.fused is not None and loaded.info.details[NOTE] == ""
+    for rows in {min(rows, loaded.fused.most_rows) for rows in (1, 3, 16)}:
+        _assert_same(loaded, _both(loaded, rows))
+
+
+def test_only_wanted_logits_are_computed_in_their_order(llama):
+    results = _both(llama, 4, torch.tensor([3, 1]))
+    assert len(results[1][0]) == 2
+    _assert_same(llama, results)
+    assert _both(llama, 2, torch.zeros(0, dtype=torch.int64))[1][0].shape == (0, TEXT["vocab_size"])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_results_do_not_depend_on_the_number_of_threads(threads):
+    """Sizes at which several threads share the work: a product of more than 2^15 weights."""
+    loaded = _loaded(text={"hidden_size": 256, "intermediate_size": 520})
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = _both(loaded, 3)[1]
+        torch.set_num_threads(threads)
+        together = _both(loaded, 3)[1]
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone[0], together[0]) and torch.equal(alone[1], together[1])
+
+
+UNUSUAL = {
+    "windows": ("mistral", {}, "do not all attend in the plain way"),
+    "products of its own": ("phi3", {}, "layer 0 also has"),
+    "another activation": ("llama", {"hidden_act": "gelu"}, "another activation than SiLU"),
+    "capped scores": ("gemma2", {}, "do not all attend in the plain way"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_a_model_with_something_unusual_keeps_its_modules_and_says_why(case):
+    name, text, reason = UNUSUAL[case]
+    loaded = _loaded(name, text=text)
+    assert loaded.fused is None and reason in loaded.info.details[NOTE]
+
+
+CHANGES = {
+    "a factor": (lambda forward, mlp, x: 0.9 * forward(mlp, x), "differs from the model's own"),
+    "a limit that the proof does not reach": (
+        lambda forward, mlp, x: forward(mlp, x.clamp(-1e4, 1e4)),
+        "also computes clamp",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_no_part_shows_is_found_by_running_the_model(what, monkeypatch):
+    change, reason = CHANGES[what]
+    kind = tf.models.llama.modeling_llama.LlamaMLP
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda mlp, x: change(forward, mlp, x))
+    loaded = _loaded()
+    assert loaded.fused is None and reason in loaded.info.details[NOTE]
+
+
+def test_a_family_with_factors_keeps_its_modules():
+    loaded = _loaded(model=tf.GraniteForCausalLM(tf.GraniteConfig(**TEXT, residual_multiplier=0.9)).eval())
+    assert loaded.fused is None and "the model also computes div" in loaded.info.details[NOTE]
+
+
+def test_quantised_weights_keep_their_modules():
+    model = make_model("llama", text={"hidden_size": 64})[0].to(torch.bfloat16)
+    quantize_weights(model, "int8")
+    loaded = _loaded(model=model, dtype=torch.bfloat16)
+    assert loaded.fused is None and "the kernel for few rows does not multiply" in loaded.info.details[NOTE]
+
+
+def test_another_attention_keeps_the_modules(llama):
+    llama.choose_attention("reference")
+    try:
+        assert "cpu-stream" in llama.info.details[NOTE]
+        step, inputs, positions, _ = _case(llama, 2)
+        assert llama.fused.run(inputs, positions, step, torch.arange(2)) is None
+    finally:
+        llama.choose_attention("auto")
+    assert llama.info.details[NOTE] == ""
+
+
+@pytest.mark.parametrize("what", ["hook", "pre-hook", "forward", "module", "weight", "memory"])
+def test_modules_that_change_are_run_and_the_change_is_told(what):
+    loaded = _loaded()
+    layer, seen = loaded.text_model.layers[1], []
+    mlp = layer.mlp
+    if what == "hook":
+        hook = layer.register_forward_hook(lambda *args: seen.append(1))
+    elif what == "pre-hook":
+        hook = mlp.up_proj.register_forward_pre_hook(lambda *args: seen.append(1))
+    elif what == "forward":
+        layer.forward = lambda *args, **kwargs: (seen.append(1), type(layer).forward(layer, *args, **kwargs))[
+            1
+        ]
+    elif what == "module":
+        mlp.down_proj = nn.Linear(mlp.down_proj.in_features, mlp.down_proj.out_features, bias=False)
+    elif what == "weight":
+        mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight * 2, requires_grad=False)
+    else:
+        mlp.down_proj.weight.data = mlp.down_proj.weight.data * 2
+    fused = loaded.fused
+    step, inputs, positions, _ = _case(loaded, 2)
+    loaded.forward(inputs, positions, step, torch.arange(2))
+    assert not fused.counters["fused_steps"] and "since it was proved" in loaded.info.details[NOTE]
+    if what in ("hook", "pre-hook", "forward"):
+        assert seen
+    if what in ("hook", "pre-hook"):
+        hook.remove()
+        loaded.forward(inputs, positions, step, torch.arange(2))
+        assert fused.counters["fused_steps"] == 1 and loaded.info.details[NOTE] == ""
+
+
+@pytest.mark.parametrize("what", ["barrier", "observed", "writes", "kernel", "deepstack", "rows", "calls"])
+def test_steps_with_anything_else_to_do_run_the_modules(llama, what):
+    rows = llama.fused.most_rows + 1 if what == "rows" else 2
+    step, inputs, positions, arena = _case(llama, rows)
+    before = arena.clone()
+    if what == "deepstack":
+        inputs = inputs._replace(deepstack=(torch.zeros(2, dtype=torch.bool), torch.zeros(1, 0, 64)))
+    elif what == "calls":
+        step.kinds[0] = step.kinds[0]._replace(calls=[SpanCall(slice(0, 1), Span(None, 0, 1))])
+    elif what != "rows":
+        step = replace(step, **{what: [object()] if what in ("observed", "writes") else SimpleNamespace()})
+    assert llama.fused.run(inputs, positions, step, torch.arange(rows)) is None
+    assert torch.equal(arena, before)
+
+
+BROKEN = {
+    "the residual": ("decoder.c", "x = rounded_all(x + several(added + i, n - i));", ""),
+    "the rotation": ("decoder.c", "- rounded_one(b * sine[i])", "+ rounded_one(b * sine[i])"),
+    "the activation": ("decoder.c", "x * (over / (1.0f + e))", "x"),
+    "the place of values": ("decoder.c", "kv - d->kv_heads) * DIM;", "0) * DIM;"),
+    "the bias": ("linear.c", "(bias ? wide(bias[o]) : 0.0f)", "0.0f"),
+    "norms of heads": ("decoder.c", "if (norm) normalize", "if (0) normalize"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_kernel_that_computes_something_else_is_found_and_not_used(what, tmp_path, monkeypatch):
+    name, right, wrong = BROKEN[what]
+    for source in (decoder.SOURCE, linear.SOURCE, stream.SOURCE):
+        shutil.copy(source, tmp_path)
+    text = (tmp_path / name).read_text()
+    assert right in text
+    (tmp_path / name).write_text(text.replace(right, wrong))
+    monkeypatch.setattr(decoder, "SOURCE", tmp_path / "decoder.c")
+    monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
+    linear.load(torch.float32), stream.load(32 if "heads" in what else 16, torch.float32)
+    decoder.load.cache_clear()
+    try:
+        loaded = _loaded("qwen3" if "heads" in what else "qwen2")
+    finally:
+        decoder.load.cache_clear()
+    assert loaded.fused is None and "differs from the model's own" in loaded.info.details[NOTE]
+
+
+def test_a_proof_that_is_kept_is_not_repeated_and_a_failure_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpic.model.proofs.subject", lambda loaded, test: test)
+    tmp_path.chmod(0o700)
+    loaded, path = _loaded(), tmp_path / "self-tests.json"
+    difference = fused_proof.difference
+    monkeypatch.setattr(fused_proof, "difference", Mock(side_effect=ModelRefused("it differs")))
+    for _ in range(2):
+        prove_fused_step(loaded, find_fused_step(loaded), Proofs(path))
+        assert loaded.fused is None and loaded.info.details[NOTE] == "it differs"
+    assert fused_proof.difference.call_count == 2 and not path.exists()
+    monkeypatch.setattr(fused_proof, "difference", Mock(side_effect=difference))
+    for _ in range(2):
+        prove_fused_step(loaded, find_fused_step(loaded), Proofs(path))
+        assert loaded.fused is not None and loaded.info.details[NOTE] == ""
+    assert fused_proof.difference.call_count == 1
+
+
+def test_weights_that_do_not_fit_together_are_refused(llama):
+    weights = llama.fused._decoder._kept
+    kernel = decoder.load(16, torch.float32)
+    wrong = [weights.layers[0]._replace(before_gate=torch.ones(3)), *weights.layers[1:]]
+    with pytest.raises(ValueError, match="before_gate of layer 0"):
+        kernel.decoder(weights._replace(layers=wrong), 8)
+    with pytest.raises(ValueError, match="pairs turn"):
+        kernel.decoder(weights, 9)
+    step, inputs, positions, _ = _case(llama, 2)
+    turn = llama.fused._turn(positions)
+    with pytest.raises(ValueError, match="cannot run a step"):
+        llama.fused._decoder(inputs.embeds[:1].clone(), *turn, step.single_writes, step.kinds[0].singles)
+
+
+def test_embedded_rows_are_fused_too(llama):
+    """Rows that are not embeddings of tokens, such as those of an adapter."""
+    step, inputs, positions, _ = _case(llama, 2)
+    embeds = torch.randn(2, TEXT["hidden_size"]).T.contiguous().T
+    kept = embeds.clone()
+    assert llama.fused.run(RowInputs(inputs.ids, embeds), positions, step, torch.arange(2)) is not None
+    assert torch.equal(embeds, kept)
