@@ -59,7 +59,10 @@ class InitialWeights:
     """The weights in the making; a subclass may lay the residual stream out otherwise.
 
     Attributes:
-        recency: the rotary pairs with which a head looks for the most recent word of a flag.
+        recency: flag -> the rotary pairs with which a head looks for its most recent word, and how strong each is.
+            Faster pairs look less far back; together they say `sum(strength * cos(distance * frequency))`.
+        beyond: flag -> what is taken off that score at every distance. A sum of cosines comes back to more than half of
+            its height again and again over a long prompt.
         matching: the layers of the heads that match.
     """
 
@@ -68,8 +71,12 @@ class InitialWeights:
     tags = TAGS
     slow = SLOW
     after_words = 0  # features between the word block and the tags
-    recency = {"label": range(3, 15), "name": range(4, 15), "content": range(8, 15)}
-    recency_strength: ClassVar[dict[str, float]] = {}
+    recency: ClassVar[dict[str, dict[int, float]]] = {
+        "label": dict.fromkeys(range(3, 15), 4.0),
+        "name": dict.fromkeys(range(4, 15), 4.0),
+        "content": dict.fromkeys(range(8, 15), 4.0),
+    }
+    beyond: ClassVar[dict[str, float]] = {}
     matching: tuple[int, ...] = (1, 2, 3)
 
     def __init__(
@@ -135,13 +142,17 @@ class InitialWeights:
             key[i + HALF, 0] = amplitude * math.sin(distance * self.frequency[i])
         return self._write(head, query, key)
 
-    def recent(self, head: int, flag: str, pairs: range, strength: float) -> torch.Tensor:
-        """Writes a head that attends to the most recent flagged word; more and faster pairs look less far back."""
+    def recent(self, head: int, flag: str) -> torch.Tensor:
+        """Writes a head that attends to the most recent word of a flag."""
         query, key = torch.zeros(HEAD, self.width), torch.zeros(HEAD, self.width)
-        amplitude = math.sqrt(8 * strength) / 2.5
-        for i in pairs:
+        scores = {
+            **self.recency[flag],
+            HALF - 1: -self.beyond.get(flag, 0.0),
+        }  # the slowest pair does not turn
+        for i, strength in scores.items():
+            amplitude = math.sqrt(8 * abs(strength)) / 2.5
             query[i, 0] = amplitude
-            key[i, 1 + self.flags.index(flag)] = amplitude
+            key[i, 1 + self.flags.index(flag)] = math.copysign(amplitude, strength)
         return self._write(head, query, key)
 
     def _write(self, head: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -189,10 +200,7 @@ def structured_init(
     last.weight[0], last.bias[0] = 0, IMAGE_CONSTANT
 
     behind = {distance: init.previous(distance - 1, distance) for distance in (1, 2)}
-    label, name, content = (
-        init.recent(head, flag, pairs, init.recency_strength.get(flag, 4.0))
-        for head, (flag, pairs) in enumerate(init.recency.items(), 4)
-    )
+    label, name, content = (init.recent(head, flag) for head, flag in enumerate(init.recency, 4))
     init.lookups(Tags(label, name, content, behind))
     for layer in init.matching[:2]:
         init.match(layer, 0, (init.identity, behind[1], 1.5))  # induction

@@ -19,7 +19,7 @@ from mpic.train.batch import collate, collate_branches, embed_rows, shared_token
 from mpic.train.curriculum import PATCH_STEPS, draw_group, encoded, grid
 from mpic.train.generations import SECOND, generation_at
 from mpic.train.model import build_model, load_model, save_model
-from mpic.train.sink_weights import SINK
+from mpic.train.sink_weights import FLAGS, SINK
 
 torch.set_num_threads(1)
 
@@ -127,6 +127,18 @@ class _Described(Generator):
         words = torch.from_numpy(vision_patches.Targets(encoder)(scene, cover))[None]
         shown = words[..., 0] != encoder.word("nothing")
         return vision_patches.wanted(model, words, shown, torch.arange(576)[None], torch.tensor([number]))[0]
+
+
+def test_a_label_reaches_a_dozen_tokens_and_none_later_in_the_longest_prompt(model):
+    config = model.config.text_config
+    frequency = config.rope_parameters["rope_theta"] ** (-torch.arange(32) / 32)
+    distance = torch.arange(config.max_position_embeddings)[:, None] * frequency
+    attention = model.model.language_model.layers[0].self_attn
+    query, key = (p.weight[4 * 64 : 4 * 64 + 32] for p in (attention.q_proj, attention.k_proj))
+    constant, label = 2.5, 2.5  # about what normalised words have
+    score = (distance.cos() * query[:, 0] * constant * key[:, 1 + FLAGS.index("label")] * label).sum(1) / 8
+    assert score[:15].min() > 10 and (score[2:13] < score[:11] - 0.5).all()
+    assert score[64:].max() < 0.1  # labels of other images, thousands of tokens before
 
 
 def test_a_patch_is_taught_what_it_shows_itself(encoder):
