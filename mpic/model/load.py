@@ -87,9 +87,8 @@ def load_model(
     name = model_name(path)
     loaded = LoadedModel(model, processor, name)
     proofs = proofs or Proofs()
-    fused = find_fused_step(
-        loaded
-    )  # before any proof, because proofs name the kernels that have been loaded by then
+    # before any proof, because proofs name the kernels that have been loaded by then
+    fused = find_fused_step(loaded)
     error = proofs.error_of(loaded, "text", self_test)
     if loaded.has_vision:
         error = max(error, proofs.error_of(loaded, "images", image_self_test))
