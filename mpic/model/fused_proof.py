@@ -37,8 +37,8 @@ _CHUNK, _BASES = 30, (0, 60, 200)
 _COMPUTING = {"add", "cat", "cos", "mul", "neg", "rms_norm", "_fused_rms_norm", "silu", "sin"}
 _MOVING = {
     "_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "copy_", "detach", "empty", "empty_like", "expand",
-    "index", "index_copy_", "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "t",
-    "to", "transpose", "unbind", "unsqueeze", "view",
+    "index", "index_copy_", "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "stack",
+    "t", "to", "transpose", "unbind", "unsqueeze", "view",
 }  # fmt: skip
 _OPERATIONS = _COMPUTING | _MOVING
 """The operations that a model's way may have beside its linear layers and attention, which torch does not see."""
