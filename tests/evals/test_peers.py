@@ -28,7 +28,7 @@ from mpic.evals.bench.peers import (
     plain_vllm,
 )
 from mpic.evals.bench.peers.gguf_file import write_gguf
-from mpic.evals.bench.peers.groups import Group
+from mpic.evals.bench.peers.groups import PeerGroup
 from mpic.evals.bench.peers.prompts import First, Questions, Settings, flat
 from mpic.evals.bench.peers.weights import write_weights
 from mpic.evals.bench.workload import DecoderShape, TowerShape, random_model
@@ -127,7 +127,7 @@ def test_peers_that_start_one_at_a_time_are_ended_before_the_next(alone, monkeyp
             yield found
         ended.append(len(found))
 
-    monkeypatch.setattr(peers, "groups", lambda: [Group("here", counted)])
+    monkeypatch.setattr(peers, "groups", lambda: [PeerGroup("here", counted)])
     settings = replace(SETTINGS, together=False, repeats=2, only=("shuffled",))
     report = peers.run(settings, BenchDevice(CPU, torch.float32), Ticker())
     assert started == [4, 4] and ended == [4, 4]

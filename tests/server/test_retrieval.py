@@ -49,7 +49,7 @@ def cited(message):
 
 
 async def test_the_demo_model_searches_answers_and_cites(demo):
-    entries, queries = references.load()
+    entries, queries = references.load(references.FOLDERS[1])
     facts = [e for e in entries if e["id"].startswith("fact")][60:64]
     for entry in facts:
         await add(demo, f"ref_{entry['id']}", entry["text"].encode(), title=entry["title"])

@@ -12,6 +12,7 @@ from server_helpers import png
 
 import mpic
 from mpic import MPIC
+from mpic.errors import EmbedderMismatch
 from mpic.evals.demo import running_server
 from mpic.library import Library, upkeep
 
@@ -73,6 +74,11 @@ def test_references_are_found(upgraded):
     url, had = upgraded
     with MPIC(url, had["keys"]["root"]) as client:
         assert client.references.retrieve(had["reference"]).metadata == {"year": 2025}
+        with pytest.raises(EmbedderMismatch, match="mpic references reindex"):
+            client.references.search("green")  # the bundled CLIP of that version had other weights
+        state = client.references.reindex()
+        while state.reindexing and state.problem is None:
+            state = client.references.index()
         assert [hit.id for hit in client.references.search("green", filter={"year": 2025})] == [
             had["reference"]
         ]

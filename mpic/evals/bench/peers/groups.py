@@ -18,7 +18,7 @@ Start = Callable[[Weights, Questions], AbstractContextManager[list[Peer]]]
 
 
 @dataclass(frozen=True)
-class Group:
+class PeerGroup:
     """Peers that start and end together.
 
     Args:
@@ -54,7 +54,7 @@ def _server(made: Callable[[Weights], Peer]) -> Start:
     return start
 
 
-def groups() -> list[Group]:
+def groups() -> list[PeerGroup]:
     """Returns all of them, this process first: the others are compared with it."""
     servers = (
         (plain_vllm.VLLM, plain_vllm.why_not),
@@ -63,6 +63,6 @@ def groups() -> list[Group]:
         (openvino_genai.GenAI, openvino_genai.why_not),
     )
     return [
-        Group("MPIC and transformers", _in_process),
-        *(Group(made.name, _server(made), why_not) for made, why_not in servers),
+        PeerGroup("MPIC and transformers", _in_process),
+        *(PeerGroup(made.name, _server(made), why_not) for made, why_not in servers),
     ]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mpic.evals.bench.harness import BenchFailed
-from mpic.evals.bench.peers.process import ServerProcess, free_port
+from mpic.evals.bench.peers.process import PeerProcess, free_port
 from mpic.evals.bench.peers.prompts import First, flat
 from mpic.evals.bench.peers.weights import Weights
 from mpic.evals.bench.ttft_vllm import rate
@@ -64,7 +64,7 @@ class LlamaServer:
         found = program()
         assert found is not None and weights.gguf is not None, "why_not() was not asked"
         command = [found, "--model", str(weights.gguf), *options, "--slot-save-path", str(saved)]
-        self._server = ServerProcess("llama-server", command, folder / "llama-server.log", port)
+        self._server = PeerProcess("llama-server", command, folder / "llama-server.log", port)
         self._http = self._server.http
         self.detail = (
             f"llama.cpp {_version(found)}, {weights.dtype} weights, float16 KV (its default), prompt caching; "

@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 from mpic.engine.vllm.frontend.options import prepare_environment
 from mpic.evals.bench.peers import plain_vllm
-from mpic.evals.bench.peers.process import ServerProcess, free_port
+from mpic.evals.bench.peers.process import PeerProcess, free_port
 from mpic.evals.bench.peers.weights import Weights
 
 CONNECTOR = "LMCacheMPConnector"
@@ -53,7 +53,7 @@ class LMCache(plain_vllm.VLLM):
         os.environ.setdefault("PYTHONHASHSEED", "0")
         os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
         log = weights.folder.parent / "lmcache.log"
-        self._server = ServerProcess("LMCache's server", command, log, http, "/healthcheck")
+        self._server = PeerProcess("LMCache's server", command, log, http, "/healthcheck")
         extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
         transfer = KVTransferConfig(
             kv_connector=CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra

@@ -16,7 +16,7 @@ START_SECONDS = 300.0
 REQUEST_SECONDS = 1800.0
 
 
-class ServerProcess:
+class PeerProcess:
     """Starts a server and waits until it is healthy.
 
     Args:

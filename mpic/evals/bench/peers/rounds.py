@@ -12,7 +12,7 @@ import torch
 
 from mpic.evals.bench.harness import BenchFailed, Series, Ticker, rotated
 from mpic.evals.bench.peers.cases import STOCK, turn_of
-from mpic.evals.bench.peers.groups import Group
+from mpic.evals.bench.peers.groups import PeerGroup
 from mpic.evals.bench.peers.prompts import Peer, Questions
 from mpic.evals.bench.peers.stock import Stock
 from mpic.evals.bench.peers.weights import Weights
@@ -39,7 +39,7 @@ class Measured:
     agreement: dict[str, str] = field(default_factory=dict)
 
 
-def measure(weights: Weights, groups: Sequence[Group], ticker: Ticker) -> Measured:
+def measure(weights: Weights, groups: Sequence[PeerGroup], ticker: Ticker) -> Measured:
     """Measures all peers of the groups, whose first one has transformers in it.
 
     With ``together`` every round lets each peer have a turn and begins with another one, and the first round is cold.
@@ -85,7 +85,7 @@ def measure(weights: Weights, groups: Sequence[Group], ticker: Ticker) -> Measur
 
 @contextmanager
 def _started(
-    groups: Sequence[Group], weights: Weights, questions: Questions, ticker: Ticker
+    groups: Sequence[PeerGroup], weights: Weights, questions: Questions, ticker: Ticker
 ) -> Iterator[list[Peer]]:
     peers: list[Peer] = []
     with ExitStack() as stack:
