@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 _LARGE = HERE / "samples-large"
 SAMPLES = {"demo": HERE / "samples", "demo-plain": HERE / "samples", "large": _LARGE, "large-plain": _LARGE}
 """Demo model -> the folder of its samples. `demo` is of the first generation; `large`, of the second, is what
-`mpic train mllm --generation 2` makes: of it there are the weights of three runs, `large-plain`, to train on
+`mpic train mllm --generation 2` makes: of it there are the weights of four runs, `large-plain`, to train on
 (docs/demo-model.md). The plain ones have had ordinary training only."""
 
 
