@@ -31,7 +31,7 @@ NOT_STREAM = "single rows do not attend with cpu-stream"
 
 
 class StepsInOneCall(Protocol):
-    """What a loaded model knows of its fused steps (``mpic.model.fused_step.FusedStep``)."""
+    """The interface through which a loaded model runs its fused steps (``mpic.model.fused_step.FusedStep``)."""
 
     counters: Counter[str]
 

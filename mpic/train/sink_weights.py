@@ -51,9 +51,9 @@ THRESHOLD = 5.5  # of the squared length, over the constant's square
 LABEL_STRENGTHS = (
     0.17, 0.29, 0.27, 1.08, 1.50, 3.74, 3.89, 3.20, 2.97, 2.68, 1.68, 1.58, 1.28, 3.04, 1.67,
 )  # fmt: skip
-"""Of the rotary pairs from the fastest on, in the head that looks for the most recent label. With `BEYOND_LABEL` the
-score falls from 17 to 11 over 14 tokens, and is never above 0 from 64 to 8,192 tokens: of all strengths that do this,
-those with the smallest sum (a linear program)."""
+"""The strengths of the rotary pairs, from the fastest on, in the head that looks for the most recent label. With
+`BEYOND_LABEL` the score falls from 17 to 11 over 14 tokens, and is never above 0 from 64 to 8,192 tokens. A linear
+program found them: of all strengths that do this they have the smallest sum."""
 BEYOND_LABEL = 12.4
 
 

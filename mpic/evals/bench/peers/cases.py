@@ -1,4 +1,4 @@
-"""What is measured of every peer, and the checks that a measurement is what its case says."""
+"""The cases that the bench measures of every peer, and the checks that a measurement fits its case."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ def turn_of(settings: Settings, peer: Peer, questions: Questions, turn: int) -> 
     return dict(measure(settings, peer, questions, turn, cases))
 
 
-Measured = Iterator[tuple[str, float]]
+Timings = Iterator[tuple[str, float]]
+"""Cases and what was measured: milliseconds to a first token, or tokens per second."""
 
 
 def _texts(
     settings: Settings, peer: Peer, questions: Questions, turn: int, cases: tuple[str, ...]
-) -> Measured:
+) -> Timings:
     if "shuffled" in cases:
-        yield SHUFFLED, _system_alone(settings, peer, lambda: peer.first(questions.shuffled(turn)))
+        yield SHUFFLED, _system_alone(settings, peer, SHUFFLED, lambda: peer.first(questions.shuffled(turn)))
     if peer.name not in LINKS:
         again = "again" in cases and peer.name != STOCK
         if "fresh" in cases or again:
@@ -78,16 +79,16 @@ def _texts(
 
 def _images(
     settings: Settings, peer: Peer, questions: Questions, turn: int, cases: tuple[str, ...]
-) -> Measured:
+) -> Timings:
     if "images" in cases:
-        yield IMAGES, _system_alone(settings, peer, lambda: peer.first(questions.shuffled(turn)))
+        yield IMAGES, _system_alone(settings, peer, IMAGES, lambda: peer.first(questions.shuffled(turn)))
     if "new-images" in cases and peer.name not in LINKS:
-        yield NEW_IMAGES, _system_alone(settings, peer, lambda: peer.first(questions.unseen()))
+        yield NEW_IMAGES, _system_alone(settings, peer, NEW_IMAGES, lambda: peer.first(questions.unseen()))
 
 
-def _system_alone(settings: Settings, peer: Peer, ask: Callable[[], First]) -> float:
+def _system_alone(settings: Settings, peer: Peer, case: str, ask: Callable[[], First]) -> float:
     """Measures a long prompt of whose beginning a cache may hold the system prompt, and no document."""
-    return _found(peer, SHUFFLED, ask(), most=settings.system + BY_CHANCE)
+    return _found(peer, case, ask(), most=settings.system + BY_CHANCE)
 
 
 def _found(peer: Peer, case: str, first: First, least: int = 0, most: int | None = None) -> float:

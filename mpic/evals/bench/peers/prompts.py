@@ -78,7 +78,8 @@ class Settings:
 
 
 SIZES = {"110m": {}, "2b": {"decoder": LARGE, "together": False, "repeats": 2}}
-"""What ``--size`` changes. Two copies of the large model do not fit into the memory of a small machine."""
+"""The settings that each ``--size`` changes. Peers of the large model do not run together, because two copies of it do
+not fit into the memory of a small machine."""
 
 
 class First(NamedTuple):
