@@ -13,12 +13,12 @@ implementation: one file with a ``Partial`` and one line in ``mpic.kernels.backe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
-from mpic.kernels import masked
+from mpic.kernels import cpu, masked
 from mpic.kernels.span import Span
 
 _KEPT_CUTS = 16
@@ -98,12 +98,28 @@ class SpanCall(NamedTuple):
     visible: torch.Tensor | None = None
 
 
+class GatheredCalls(NamedTuple):
+    """Calls over some slots of one extent, which each layer copies into one memory before it attends to them.
+
+    ``mpic.kernels.gathered`` makes them of a chunk that a policy has cut into many spans.
+
+    Args:
+        source: the keys and values of the extent.
+        slots: ``[kept]`` int64, the slots in the order in which the calls' spans count them.
+        calls: at least one call, none of them causal; ``visible`` as in any call.
+    """
+
+    source: KVView
+    slots: torch.Tensor
+    calls: tuple[SpanCall, ...]
+
+
 class Extras(NamedTuple):
     """The parts of a layer's softmax other than its scores.
 
     Args:
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
-        sinks: ``[heads]``, one logit per head that joins the softmax of every row once and has no value (gpt-oss), or
+        sinks: ``[heads]``, one logit per head that gathers the softmax of every row once and has no value (gpt-oss), or
             None.
     """
 
@@ -168,7 +184,7 @@ def rotate(q: torch.Tensor, rotation: QueryRotation) -> torch.Tensor:
 
 def attend(
     q: torch.Tensor,
-    calls: Sequence[SpanCall],
+    calls: Sequence[SpanCall | GatheredCalls],
     scale: float,
     partial: Partial,
     rotation: Rotation,
@@ -196,15 +212,16 @@ def attend(
         return singles.attend(q, layer, scale, extras)
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
-    for call in calls:
+    for call, keys, values, is_copy in _read(calls, layer):
         queries, turn = q[:, call.rows], rotation(call.span.base)
         if turn is not None:
             queries = rotate(queries, turn)
-        keys, values = call.span.source.layers(call.span.lo, call.span.hi)[layer]
         if kv_heads is not None:
             keys, values = keys[:kv_heads, :, :dim], values[:kv_heads, :, :dim]
         if call.visible is None and extras.softcap is None:
             o, l = partial(queries[None], keys[None], values[None], call.causal, scale)
+        elif is_copy and extras.softcap is None and q.device.type == "cpu":
+            o, l = cpu.suffixes(queries[None], keys[None], values[None], scale, call.visible)
         else:
             arguments = (call.causal, scale, call.visible, extras.softcap)
             o, l = masked.partial(queries[None], keys[None], values[None], *arguments)
@@ -214,6 +231,24 @@ def attend(
     if singles is not None:
         out[singles.rows] = singles.attend(q, layer, scale, extras)
     return out
+
+
+def _read(
+    calls: Sequence[SpanCall | GatheredCalls], layer: int
+) -> Iterator[tuple[SpanCall, torch.Tensor, torch.Tensor, bool]]:
+    """Yields every call with the keys and values of its span, ``[kv_heads, tokens, head_dim]`` each, and whether these
+    are a copy. The copy of one chunk goes when that of the next one has been made."""
+    for call in calls:
+        if not isinstance(call, GatheredCalls):
+            yield call, *call.span.source.layers(call.span.lo, call.span.hi)[layer], False
+            continue
+        keys, values = call.source.layers(0, call.source.data.shape[3])[layer]
+        is_pair = values is not keys  # else the values are the keys
+        keys = keys.index_select(1, call.slots)
+        values = values.index_select(1, call.slots) if is_pair else keys
+        for part in call.calls:
+            slots = slice(part.span.lo, part.span.hi)
+            yield part, keys[:, slots], values[:, slots], True
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, o: torch.Tensor, l: torch.Tensor, first: bool) -> None:

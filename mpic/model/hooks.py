@@ -23,6 +23,7 @@ from mpic.errors import ModelRefused
 from mpic.kernels.attention import (
     PLAIN,
     Extras,
+    GatheredCalls,
     KVView,
     Partial,
     Rotation,
@@ -66,7 +67,7 @@ class KindCalls(NamedTuple):
         kv_heads: number of KV heads of the layers, if the model also has layers with more or larger heads; else None.
     """
 
-    calls: list[SpanCall]
+    calls: list[SpanCall | GatheredCalls]
     singles: SingleRows | None
     rotation: Rotation
     kv_heads: int | None = None

@@ -15,7 +15,7 @@ from torch import nn
 from mpic.errors import IntegrityError, ModelRefused
 from mpic.imaging.clips import Clip, Sample
 from mpic.kernels import reference
-from mpic.kernels.attention import Partial, QueryRotation, SingleRows, SpanCall
+from mpic.kernels.attention import GatheredCalls, Partial, QueryRotation, SingleRows, SpanCall
 from mpic.kernels.backends import backend, row_blocks, single_rows
 from mpic.kernels.patterns import Pattern
 from mpic.kernels.singles import Singles
@@ -229,6 +229,12 @@ class LoadedModel:
         return {"attention_blocks": getattr(blocks, "name", own), **notes}
 
     @property
+    def gathers_spans(self) -> bool:
+        """True where blocks of rows attend to a chunk's many spans together (``mpic.kernels.gathered``): on a CPU,
+        except with the reference, which attends span by span. On CUDA it is not measured; Triton has its own tables."""
+        return self.device.type == "cpu" and self.triton is None and self.partial is not reference.partial
+
+    @property
     def is_uneven(self) -> bool:
         """True where layers have different numbers or sizes of key heads; the smaller ones leave a part of their memory
         unused."""
@@ -279,7 +285,7 @@ class LoadedModel:
             return self.streams[kind].rows(calls, facts.heads, facts.rotary.rotations, kv_heads)
         return Singles.of(calls, self.partial, facts.rotary.rotations, kv_heads)
 
-    def kind_calls(self, kind: int, calls: list[SpanCall]) -> hooks.KindCalls:
+    def kind_calls(self, kind: int, calls: list[SpanCall | GatheredCalls]) -> hooks.KindCalls:
         """Returns the calls of blocks of rows in a step, for layers of a kind."""
         facts = self.kinds[kind]
         return hooks.KindCalls(calls, None, facts.rotary.rotation, facts.kv_heads if self.is_uneven else None)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mpic.engine.native.batch import BatchSlice, Rows
-from mpic.kernels.attention import KVView, SingleRows, SpanCall, Write
+from mpic.kernels.attention import GatheredCalls, KVView, SingleRows, SpanCall, Write
+from mpic.kernels.gathered import calls_over
 from mpic.kernels.patterns import Blocks, Pattern, fresh_calls, pieces
 from mpic.kernels.span import Span
 from mpic.kernels.windows import Stretch, span_calls
@@ -46,6 +47,8 @@ class PlacedSlice(NamedTuple):
     Args:
         fresh: the slots that the tokens write.
         spans: the spans that the tokens see besides their own extent.
+        gathers: True if a chunk's many spans are attended to together (``mpic.kernels.gathered``) by blocks of rows in
+            layers without windows.
     """
 
     rows: Rows
@@ -54,12 +57,13 @@ class PlacedSlice(NamedTuple):
     start: int
     fresh: Span[KVView]
     spans: list[Span[KVView]]
+    gathers: bool
 
     @property
     def write(self) -> Write:
         return Write(slice(self.start, self.start + self.hi - self.lo), self.fresh)
 
-    def calls(self, pattern: Pattern) -> list[SpanCall]:
+    def calls(self, pattern: Pattern) -> list[SpanCall | GatheredCalls]:
         """Returns the attention calls of the rows in layers of a pattern, those over their own tokens first."""
         places = None if pattern.window is None else self.rows.places()[: self.hi]
         # every token is still inside the window
@@ -94,15 +98,10 @@ class PlacedSlice(NamedTuple):
         before = [Stretch(own._replace(lo=0, hi=own.lo), 0)] if own.lo else []
         return fresh_calls(Pattern(None, kind), self.start, np.empty(rows), own, before, blocks)
 
-    def _spans(self, kind: Blocks | None) -> list[SpanCall]:
+    def _spans(self, kind: Blocks | None) -> list[SpanCall | GatheredCalls]:
         """Returns the calls over mapped spans, each of which the rows see whole."""
-        made = []
-        for span in self.spans:
-            first = max(self.lo, span.first(kind is not None))
-            if first < self.hi:
-                rows = slice(self.start + first - self.lo, self.start + self.hi - self.lo)
-                made.append(SpanCall(rows, span))
-        return made
+        gathers = self.gathers and self.hi - self.lo > 1
+        return list(calls_over(self.spans, self.lo, self.hi, self.start, kind is not None, gathers))
 
     def _windowed_spans(
         self, pattern: Pattern, places: np.ndarray, blocks: Sequence[tuple[int, int]]
@@ -244,9 +243,10 @@ class StepTables:
         rows, lo, hi = part
         own, before = self._pool.kv(rows.extent), lo - rows.mapped
         spans = [span._replace(source=self._pool.kv(span.source)) for span in rows.spans]
-        return PlacedSlice(rows, lo, hi, start, Span(own, before, before + hi - lo), spans)
+        fresh = Span(own, before, before + hi - lo)
+        return PlacedSlice(rows, lo, hi, start, fresh, spans, self._model.gathers_spans)
 
-    def _calls(self, parts: Sequence[PlacedSlice]) -> dict[Pattern, list[SpanCall]]:
+    def _calls(self, parts: Sequence[PlacedSlice]) -> dict[Pattern, list[SpanCall | GatheredCalls]]:
         """Returns the calls of the rows for each kind of layer. Kinds with the same pattern share them."""
         patterns = {kind.pattern for kind in self._model.kinds}
         return {pattern: [call for part in parts for call in part.calls(pattern)] for pattern in patterns}
