@@ -1,9 +1,10 @@
 /* Span attention of single rows on the CPU: keys and values are read once, at the speed of memory.
  *
- * A span is cut into sections of at most SECTION tokens, and a task is one section of one key head: all scores of the
- * section, their exponentials, then the weighted sum of its values, so memory is read in two straight streams. A task
- * leaves a partial (weighted values, maximum, sum) for each query that reads the section; at the end each row merges
- * its own, as in Flash-Decoding (Dao et al., 2023). The result does not depend on the number of threads.
+ * A span is cut into sections of at most SECTION tokens; many short spans of one chunk are together in sections that list
+ * their slots. A task is one section of one key head: all scores of the section, their exponentials, then the weighted sum
+ * of its values, so memory is read in two straight streams. A task leaves a partial (weighted values, maximum, sum) for
+ * each query that reads the section; at the end each row merges its own, as in Flash-Decoding (Dao et al., 2023). The
+ * result does not depend on the number of threads.
  *
  * stream.py compiles this file for the machine it runs on and the shape of the model: DIM is the head's dimension,
  * BFLOAT16 is 0 or 1. It is written in GCC's vector extension and needs GCC 12 or newer (clang has the same extension
@@ -48,6 +49,7 @@ typedef struct {
   int64_t layer, head, token; /* distances */
   int64_t tokens;         /* 1 to SECTION */
   int64_t first, readers; /* partials [first, first + readers) are its */
+  const int32_t *slots;   /* [tokens] the token that stands at each place of the section; null: 0, 1, 2... */
 } Section;
 
 /* stream.py: _Step. */
@@ -134,13 +136,16 @@ INLINE vec sums(vec *a) {
 }
 #endif
 
-/* Scores of LANES / rows tokens for `rows` queries, [token, row]. Tokens behind `last` repeat it. */
-INLINE vec products(const int rows, const number *keys, int64_t stride, int last, const number *soon,
-                    const float *query) {
+/* Token i of a section that has `slots`, or none: `listed` is a constant, so that sections without pay nothing. */
+INLINE int64_t token_at(const int listed, const int32_t *slots, int i) { return listed ? slots[i] : i; }
+
+/* Scores of LANES / rows tokens from `slot` on for `rows` queries, [token, row]. Tokens behind `last` repeat it. */
+INLINE vec products(const int rows, const int listed, const number *keys, int64_t stride, const int32_t *slots,
+                    int slot, int last, const number *soon, const float *query) {
   vec sum[LANES];
 #pragma GCC unroll 16
   for (int j = 0; j < LANES / rows; j++) {
-    const number *key = keys + stride * (j < last ? j : last);
+    const number *key = keys + stride * token_at(listed, slots, slot + (j < last ? j : last));
     fetch(soon + stride * j);
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) sum[j * rows + r] = part(key, 0) * load(query + r * PARTS * LANES);
@@ -153,14 +158,14 @@ INLINE vec products(const int rows, const number *keys, int64_t stride, int last
 }
 
 /* Parts [from, from + width) of the values, weighted by `scores [tokens, rows]`. */
-INLINE void weighted(const int rows, const int from, const int width, const number *values, int64_t stride,
-                     int tokens, const float *scores, float *const *out) {
+INLINE void weighted(const int rows, const int listed, const int from, const int width, const number *values,
+                     int64_t stride, const int32_t *slots, int tokens, const float *scores, float *const *out) {
   vec sum[ACCUMULATORS] = {{0}};
   for (int j = 0; j < tokens; j++) {
-    fetch(values + stride * (j + AHEAD));
+    fetch(values + stride * (token_at(listed, slots, j) + AHEAD));
 #pragma GCC unroll 16
     for (int i = 0; i < width; i++) {
-      vec v = part(values + stride * j, from + i);
+      vec v = part(values + stride * token_at(listed, slots, j), from + i);
 #pragma GCC unroll 4
       for (int r = 0; r < rows; r++) sum[r * width + i] += v * scores[j * rows + r];
     }
@@ -180,17 +185,18 @@ static __attribute__((noinline)) void capped(float *scores, int n, float cap) {
 }
 
 /* `rows` queries (a constant: 1, 2 or 4) over one section. `query [rows, PARTS * LANES]`; `out[r]` is a SLOT. */
-INLINE void tile(const int rows, const number *keys, const number *values, int64_t stride, int tokens,
-                 const float *query, float cap, float *const *out) {
+INLINE void tile(const int rows, const int listed, const number *keys, const number *values, int64_t stride,
+                 const int32_t *slots, int tokens, const float *query, float cap, float *const *out) {
   const int step = LANES / rows; /* tokens whose scores fill a vector */
   const int padded = (tokens + step - 1) / step * step;
   float scores[(SECTION + LANES) * TILE] __attribute__((aligned(64))); /* [padded, rows] */
   for (int slot = 0; slot < padded; slot += step) {
     const int ahead = slot + AHEAD;
-    const number *key = keys + stride * slot;
-    const number *soon = ahead < tokens ? keys + stride * ahead : values + stride * (ahead - tokens);
-    vec s = slot + step <= tokens ? products(rows, key, stride, step, soon, query)
-                                  : products(rows, key, stride, tokens - slot - 1, soon, query);
+    const int64_t first = token_at(listed, slots, 0), there = token_at(listed, slots, slot) + AHEAD;
+    const number *soon = ahead < tokens ? keys + stride * there : values + stride * (first + ahead - tokens);
+    vec s = slot + step <= tokens
+                ? products(rows, listed, keys, stride, slots, slot, step, soon, query)
+                : products(rows, listed, keys, stride, slots, slot, tokens - slot - 1, soon, query);
     memcpy(scores + slot * rows, &s, sizeof s);
   }
   if (cap > 0) capped(scores, tokens * rows, cap);
@@ -214,19 +220,21 @@ INLINE void tile(const int rows, const number *keys, const number *values, int64
 
 #pragma GCC unroll 32
   for (int from = 0; from < PARTS; from += ACCUMULATORS / rows)
-    weighted(rows, from, PARTS - from < ACCUMULATORS / rows ? PARTS - from : ACCUMULATORS / rows, values, stride, tokens,
-             scores, out);
+    weighted(rows, listed, from, PARTS - from < ACCUMULATORS / rows ? PARTS - from : ACCUMULATORS / rows, values,
+             stride, slots, tokens, scores, out);
 }
 
-static void tile1(const number *k, const number *v, int64_t s, int n, const float *q, float c, float *const *out) {
-  tile(1, k, v, s, n, q, c, out);
-}
-static void tile2(const number *k, const number *v, int64_t s, int n, const float *q, float c, float *const *out) {
-  tile(2, k, v, s, n, q, c, out);
-}
-static void tile4(const number *k, const number *v, int64_t s, int n, const float *q, float c, float *const *out) {
-  tile(4, k, v, s, n, q, c, out);
-}
+#define TILE_OF(rows)                                                                                             \
+  static void tile##rows(const number *k, const number *v, int64_t stride, const int32_t *slots, int n,           \
+                         const float *q, float cap, float *const *out) {                                          \
+    if (slots)                                                                                                    \
+      tile(rows, 1, k, v, stride, slots, n, q, cap, out);                                                         \
+    else                                                                                                          \
+      tile(rows, 0, k, v, stride, slots, n, q, cap, out);                                                         \
+  }
+TILE_OF(1)
+TILE_OF(2)
+TILE_OF(4)
 
 /* A query, scaled and rotated by minus the span's base, to fp32 with zeros behind its last number. */
 static void rotated(const Step *step, const number *from, int64_t partial, float scale, float *to) {
@@ -261,8 +269,8 @@ static void task(const Step *step, const Section *section, int64_t layer, int64_
       rotated(step, from, partial, scale, block + r * PARTS * LANES);
       out[r] = step->work + (partial * step->heads + head) * SLOT;
     }
-    (rows == 4 ? tile4 : rows == 2 ? tile2 : tile1)(keys, values, section->token, section->tokens, block,
-                                                             cap, out);
+    (rows == 4 ? tile4 : rows == 2 ? tile2 : tile1)(keys, values, section->token, section->slots, section->tokens,
+                                                    block, cap, out);
     done += rows;
   }
 }

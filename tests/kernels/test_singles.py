@@ -73,17 +73,26 @@ def cases(draw, dtype=torch.float32):
         extent[LAYER, :, :, lo : lo + n] = torch.randn(2, kv_heads, n, dim)
         return Span(KVView(extent.to(dtype)), lo, lo + n)
 
+    def cut(whole: Span) -> list[Span]:
+        """The span, or many that leave out every seventh slot of it."""
+        if whole.tokens < 64 or draw(st.booleans()):
+            return [whole]
+        return [
+            whole._replace(lo=lo + 1, hi=min(lo + 7, whole.hi)) for lo in range(whole.lo, whole.hi - 1, 7)
+        ]
+
     count = draw(st.integers(1, 5))
     rows = sorted(draw(st.lists(st.integers(0, 8), min_size=count, max_size=count, unique=True)))
-    calls = [SpanCall(slice(row, row + 1), span()) for row in rows]
+    calls = [[SpanCall(slice(row, row + 1), span())] for row in rows]
     bases = st.sampled_from([0, 0, 1, 700, 30_000, -4])
     for _ in range(draw(st.integers(0, 4))):
-        shared = span()
+        pieces = cut(span())
         for row in draw(st.lists(st.sampled_from(rows), min_size=1, max_size=count, unique=True)):
-            calls.append(SpanCall(slice(row, row + 1), shared._replace(base=draw(bases))))
+            base = draw(bases)
+            calls.append([SpanCall(slice(row, row + 1), one._replace(base=base)) for one in pieces])
     strided = torch.randn(9, kv_heads * group, dim).to(dtype).transpose(0, 1)
     rotary = Rotary(draw(st.sampled_from([dim // 2, dim // 4])), draw(st.booleans()))
-    return Case(strided, draw(st.permutations(calls)), rotary)
+    return Case(strided, [call for one in draw(st.permutations(calls)) for call in one], rotary)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
