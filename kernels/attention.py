@@ -119,7 +119,7 @@ class Extras(NamedTuple):
 
     Args:
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
-        sinks: ``[heads]``, one logit per head that gathers the softmax of every row once and has no value (gpt-oss), or
+        sinks: ``[heads]``, one logit per head that joins the softmax of every row once and has no value (gpt-oss), or
             None.
     """
 
