@@ -1,5 +1,5 @@
 """Demo models, sample images and documents, evaluation sets (`mpic.data`)."""
 
-DEFAULT = "demo"
+DEFAULT = "large"
 """The bundled model that is served when none is named. Another one becomes the default by this line: everything asks
 for it here (docs/demo-model.md, "When the weights are final")."""

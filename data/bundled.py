@@ -9,9 +9,8 @@ from mpic.data import DEFAULT
 HERE = Path(__file__).parent
 _LARGE = HERE / "samples-large"
 SAMPLES = {"demo": HERE / "samples", "demo-plain": HERE / "samples", "large": _LARGE, "large-plain": _LARGE}
-"""Demo model -> the folder of its samples. `demo` is of the first generation; `large`, of the second, is what
-`mpic train mllm --generation 2` makes: of it there are the weights of four runs, `large-plain`, to train on
-(docs/demo-model.md). The plain ones have had ordinary training only."""
+"""Demo model -> the folder of its samples. `demo` is of the first generation, `large` of the second; the plain ones
+have had ordinary training only (docs/demo-model.md)."""
 
 
 def model_folder(name: str = DEFAULT) -> Path:

@@ -24,7 +24,7 @@ from mpic.evals.demo import running_server
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "screenshots"
-REFERENCES = Path(str(files("mpic.data"))) / "references" / "images"
+REFERENCES = Path(str(files("mpic.data"))) / "references-large" / "images"
 SAMPLES = samples_folder(DEFAULT)
 COMMON = 144  # how many of the picture's 256 colours are its most frequent ones
 DESKTOP = {"viewport": {"width": 1280, "height": 1000}}
@@ -117,7 +117,7 @@ def upload(page, *names: str) -> None:
 
 def complete(page) -> None:
     page.focus("#box")
-    page.keyboard.type("Which has more shapes, IMAGE#SHAPES4 or IMAGE#SHA", delay=5)
+    page.keyboard.type("What do you see in IMAGE#SHAPES4 and in IMAGE#SHA", delay=5)
     page.wait_for_selector("#handle-list:visible")
 
 
@@ -140,7 +140,7 @@ def searching(page) -> None:
         )
     page.click(".picker >> nth=1")
     page.get_by_role("option", name="Search when needed").click()
-    for number, question in enumerate(("What is the pet of Tina Wood?", "What code does the ladder have?")):
+    for number, question in enumerate(("What is the pet of Tina Field?", "What code does the door have?")):
         ask(page, question, number)
     page.click(".turn:last-child .facts")
 

@@ -89,7 +89,7 @@ def attempt(image: str) -> None:
             time.sleep(1)
         print(f"ready after {time.monotonic() - start:.0f} s, as user {buildah(*run, 'id', '-un')}")
         asked = [f"MPIC_API_KEY={key}", *mpic]
-        print(buildah(*run, "env", *asked, "upload", "/opt/mpic/data/samples/eiffel2025.png"))
+        print(buildah(*run, "env", *asked, "upload", "/opt/mpic/data/samples-large/eiffel2025.png"))
         print(buildah(*run, "env", *asked, "chat", "-m", QUESTION))
     finally:
         if server.poll() is None:

@@ -40,21 +40,21 @@ class PageQuestion:
 
 QUESTIONS = (
     ("one", "One drawing", "IMAGE#SHAPES2 What is the colour of the circle in image SHAPES2?"),
-    ("two", "Two drawings in a sentence", "Which has more shapes, IMAGE#SHAPES4 or IMAGE#SHAPES3?"),
+    ("two", "Two drawings", "IMAGE#SHAPES4 IMAGE#SHAPES3 In image SHAPES3, what is top left?"),
     (
         "three",
         "Three drawings",
-        "IMAGE#RING_STAR IMAGE#CIRCLE_TRIANGLE IMAGE#SHAPES4 In image RING_STAR, what is bottom left?",
+        "IMAGE#RING_STAR IMAGE#CIRCLE_TRIANGLE IMAGE#SHAPES4 In image SHAPES4, what is bottom left?",
     ),
     (
         "three-reversed",
         "The same three, another order",
-        "IMAGE#SHAPES4 IMAGE#CIRCLE_TRIANGLE IMAGE#RING_STAR In image RING_STAR, what is bottom left?",
+        "IMAGE#SHAPES4 IMAGE#CIRCLE_TRIANGLE IMAGE#RING_STAR In image SHAPES4, what is bottom left?",
     ),
     (
         "two-hop",
         "Two people, two steps",
-        "FILE#GRACE FILE#HUGO What city does the friend of Grace Hart live in?",
+        "FILE#GRACE FILE#EMMA What city does the friend of Emma Page live in?",
     ),
     (
         "eight-images",

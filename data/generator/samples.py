@@ -5,7 +5,8 @@
 
 Ten images and eight documents with handles, in the held-out half of the generated world: sprites, names, handles and
 filler sentences that training never sees. So are the wordings of most questions; comparisons inside a sentence, the
-last person and one "where" are asked in wordings of the training half, because the demo model is unsure in others.
+last person and one "where" are asked in wordings of the training half, because the demo model is unsure in others, and
+so are the questions over eight images. Which questions are asked was chosen from what the models can answer.
 Every question is built as one of the generator's own conversations and then written as a client would send it, with
 `IMAGE#NAME` and `FILE#NAME` in the text or as parts, so that a server spells it as the demo models were taught. The
 same seed gives the same files.
@@ -164,11 +165,14 @@ class Samples:
 
     @functools.cached_property
     def questions(self) -> list[SampleQuestion]:
-        """All questions, from one image to eight chunks of both kinds; of the second generation also eight images."""
-        people = self._friend("VERA", "NICO", "city")
+        """All questions, from one image to eight chunks of both kinds. The second generation is asked about eight
+        images, too, and neither to compare images nor who comes last, which it has not learnt."""
+        first = self.generation == 1
+        person, friend, other = ("VERA", "NICO", "TOMA") if first else ("NICO", "TOMA", "KARO")
+        people = self._friend(person, friend, "city")
         place = self._image("MAP7", "position", 2)
-        last = self._ask("last city", taught=True)
-        cities = {h: self.facts[h].facts["city"] for h in ("NICO", "TOMA")}
+        # drawn here, so that the wordings stay what they were
+        orders = list(self._last_person() if first else self._either_order())
         return [
             SampleQuestion(
                 "colour", "image", self._over("EIFFEL2025", self._image("EIFFEL2025", "colour", 0))
@@ -180,8 +184,7 @@ class Samples:
             SampleQuestion(
                 "caption", "image", self._over("LOUVRE2025", self._image("LOUVRE2025", "caption"))
             ),
-            SampleQuestion("more-shapes", "images in a sentence", self._more("EIFFEL2025", "BEACH")),
-            SampleQuestion("fewer-shapes", "images in a sentence", self._more("BEACH", "GARDEN")),
+            *(self._comparisons() if first else self._two_images()),
             SampleQuestion(
                 "one-of-four",
                 "images",
@@ -195,10 +198,9 @@ class Samples:
                 "hidden-code", "documents", self._over("PLAN5 ALPS3 MENU6", self._needle("ALPS3")), True
             ),
             SampleQuestion("biography", "documents", self._over("TOMA KARO", self._person("KARO", "job"))),
-            SampleQuestion("two-hop", "two-hop", self._over("VERA NICO", people)),
-            SampleQuestion("two-hop-reversed", "two-hop", self._over("NICO TOMA VERA", people)),
-            SampleQuestion("last-person", "order", self._over("NICO TOMA", (last, cities["TOMA"]))),
-            SampleQuestion("last-person-reversed", "order", self._over("TOMA NICO", (last, cities["NICO"]))),
+            SampleQuestion("two-hop", "two-hop", self._over(f"{person} {friend}", people)),
+            SampleQuestion("two-hop-reversed", "two-hop", self._over(f"{friend} {other} {person}", people)),
+            *orders,
             SampleQuestion(
                 "image-and-documents",
                 "mixed",
@@ -220,15 +222,35 @@ class Samples:
                     self._image("PARTY", "colour", 3),
                 ),
             ),
-            *(self._eight_images() if self.generation == 2 else ()),
+            *(() if first else self._eight_images()),
         ]
+
+    def _comparisons(self) -> Iterator[SampleQuestion]:
+        yield SampleQuestion("more-shapes", "images in a sentence", self._more("EIFFEL2025", "BEACH"))
+        yield SampleQuestion("fewer-shapes", "images in a sentence", self._more("BEACH", "GARDEN"))
+
+    def _two_images(self) -> Iterator[SampleQuestion]:
+        star = self._image("GARDEN", "position", 0)
+        yield SampleQuestion("two-images", "images", self._over("BEACH GARDEN", star))
+        yield SampleQuestion("two-images-reversed", "images", self._over("GARDEN BEACH", star))
+
+    def _last_person(self) -> Iterator[SampleQuestion]:
+        last = self._ask("last city", taught=True)
+        for id, order in (("last-person", "NICO TOMA"), ("last-person-reversed", "TOMA NICO")):
+            city = self.facts[order.split()[-1]].facts["city"]
+            yield SampleQuestion(id, "order", self._over(order, (last, city)))
+
+    def _either_order(self) -> Iterator[SampleQuestion]:
+        pet = self._person("KARO", "pet")
+        yield SampleQuestion("person", "order", self._over("VERA KARO", pet))
+        yield SampleQuestion("person-reversed", "order", self._over("KARO VERA", pet))
 
     def _eight_images(self) -> Iterator[SampleQuestion]:
         """Yields questions over the same eight images, each time in another order and behind an instruction that other
         questions lack, so that no prompt begins as another does."""
         handles = list(IMAGES)[:8]
         asked = (
-            ("GARDEN", "colour", 3), ("EIFFEL2025", "position", 3), ("LOUVRE2025", "colour", 2), ("PARTY", "digit", 1),
+            ("GARDEN", "colour", 3), ("EIFFEL2025", "shape", 3), ("LOUVRE2025", "shape", 2), ("PARTY", "digit", 1),
             ("BEACH", "shape", 2), ("TOWER", "colour", 2),
         )  # fmt: skip
         for turn, (handle, kind, at) in enumerate(asked):

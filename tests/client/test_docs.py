@@ -12,6 +12,7 @@ import pytest
 from small_models import SMALL_SAMPLES
 
 from mpic import MPIC
+from mpic.data.bundled import DEFAULT, samples_folder
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/quickstart.md", "docs/api.md", "docs/sdk.md")
@@ -38,7 +39,7 @@ def place(url, tiny_model):
         "http://127.0.0.1:8000": url,
         "MPIC()": f"MPIC({url!r})",
         "MPIC.local(": f"MPIC.local({tiny_model!r}, pool_bytes=1 << 20, ",
-        'model="demo"': 'model="tiny", max_tokens=8',  # the tiny model seldom ends an answer by itself
+        f'model="{DEFAULT}"': 'model="tiny", max_tokens=8',  # the tiny model seldom ends an answer by itself
         "mpic chat -m": "mpic chat --max-tokens 8 -m",
         '"mpic": {"policy"': '"max_tokens": 8, "mpic": {"policy"',
         'GARDEN?", policy': 'GARDEN?", max_tokens=8, policy',
@@ -64,7 +65,8 @@ def test_the_page_can_be_followed_twice_in_one_shell(page, place, url, tmp_path)
         (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {run} "$@"\n')
         (tools / name).chmod(0o755)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "samples").symlink_to(SMALL_SAMPLES)  # samples for which the tiny model has room
+    # samples for which the tiny model has room, under the name of those of the default model
+    (tmp_path / "data" / samples_folder(DEFAULT).name).symlink_to(SMALL_SAMPLES)
     shown = blocks(page)
     assert shown
     once = place(as_script(shown))

@@ -81,9 +81,9 @@ def test_a_sample_question_adds_what_it_needs_and_its_names_fit_the_pictures(dem
     assert "mpic serve --model" in said
     page.click("[data-sample=two]")
     page.wait_for_selector(".facts")
-    assert page.inner_text(".answer .text").strip() == "4 and 3, so the first"
+    assert page.inner_text(".answer .text").strip() == "blue star"
     handles = page.evaluate("[...document.querySelectorAll('.file')].map(e => e.dataset.handle).sort()")
-    assert handles == ["SHAPES3", "SHAPES4"]  # of three and of four shapes, as the names say
+    assert handles == ["SHAPES3", "SHAPES4"]
     ask(page, "FILE#NOTHING what?")
     assert "unknown_handle" in page.inner_text(".error")
     assert page.input_value(BOX) == "FILE#NOTHING what?"  # to be mended, not to be typed again

@@ -6,7 +6,7 @@ import { keep, settings } from './store.js';
 
 const CHECK_MS = 250;
 const costs = ({ lost, fewer }) => (fewer === null || fewer === undefined ? 'Not measured on the demo model.'
-  : `On the demo model: ${lost.toFixed(1)} of 100 points lost, ${fewer.toFixed(1)} times fewer operations.`);
+  : `On the demo model: ${lost > 0 ? `${lost.toFixed(1)} of 100 points` : 'no points'} lost, ${fewer.toFixed(1)} times fewer operations.`);
 
 /** A picker with one line for each choice: {value, name, about, note}. `chosen` is called with what is chosen. */
 const picker = (label, choices, current, chosen, more = {}) => {
