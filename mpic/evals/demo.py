@@ -1,6 +1,6 @@
 """``mpic demo``: start the server, upload the samples, ask, compare the policies' answers.
 
-The samples are described by ``data/samples/manifest.json``::
+The samples are described by the ``manifest.json`` of their folder (``data/samples-large``)::
 
     {"files": [{"path": "tower.png", "handle": "TOWER", "kind": "image"}, ...],
      "questions": [{"id": "one-image", "kind": "image", "expected": "red",

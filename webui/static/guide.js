@@ -20,7 +20,7 @@ export const showGuide = ({ policies, plots }) => {
     h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'Policies' }, h('table', { class: 'table' },
       h('thead', {}, h('tr', {}, ['Policy', 'What it does', 'Points lost, of 100', 'Fewer operations'].map((head) => h('th', { scope: 'col' }, head)))),
       h('tbody', {}, policies.map(row)))),
-    h('p', { class: 'hint' }, 'Points and operations were measured on the demo model (docs/evidence). Other models differ: mpic eval measures yours.'),
+    h('p', { class: 'hint' }, 'Points and operations were measured on the demo model (docs/evidence); below 0, more answers were right than without reuse. Other models differ: mpic eval measures yours.'),
     h('h2', {}, 'What was measured'),
     plots.length ? h('div', { class: 'plots' }, plots.map(figure)) : h('p', { class: 'hint' }, 'No results are kept with this installation; make bench measures on your machine.'));
 };
