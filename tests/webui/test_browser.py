@@ -84,6 +84,10 @@ def test_a_sample_question_adds_what_it_needs_and_its_names_fit_the_pictures(dem
     assert page.inner_text(".answer .text").strip() == "blue star"
     handles = page.evaluate("[...document.querySelectorAll('.file')].map(e => e.dataset.handle).sort()")
     assert handles == ["SHAPES3", "SHAPES4"]
+    page.click("#new-chat")
+    ask(page, "Which has more shapes, IMAGE#SHAPES4 or IMAGE#SHAPES3?")
+    page.wait_for_selector(".facts")
+    assert page.inner_text(".answer .text").strip() == "4 and 3, so the first"  # as the names say
     ask(page, "FILE#NOTHING what?")
     assert "unknown_handle" in page.inner_text(".error")
     assert page.input_value(BOX) == "FILE#NOTHING what?"  # to be mended, not to be typed again
