@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ from mpic.kernels.attention import Partial
 
 if TYPE_CHECKING:
     from mpic.kernels.block import BlockKernel
+    from mpic.kernels.block_spans import BlockSpanKernel
     from mpic.kernels.stream import StreamKernel
 
 
@@ -57,3 +58,18 @@ def row_blocks(
         return block.load(dims), ""
     except block.KernelUnavailable as error:
         return None, str(error)
+
+
+def block_spans(
+    device: torch.device, dtype: torch.dtype, dims: Sequence[int]
+) -> tuple[list[BlockSpanKernel], str]:
+    """Returns a kernel for blocks of rows over all their spans for each of some head dimensions, or none and the reason
+    ("" where none exists for the device)."""
+    from mpic.kernels import block_spans
+
+    if device.type != "cpu":
+        return [], ""
+    try:
+        return [block_spans.load(dim, dtype) for dim in dims], ""
+    except block_spans.KernelUnavailable as error:
+        return [], str(error)

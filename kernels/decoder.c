@@ -1,4 +1,5 @@
-/* All layers of a Llama-like decoder for rows that stand alone, by one team of threads.
+/* The layers of a Llama-like decoder: all of them for rows that stand alone (`decode`), by one team of threads, and what
+ * stands between the products of a layer for blocks of rows (`between`), whose products and attention are others'.
  *
  * Each layer is: RMS norm, queries, keys and values, an RMS norm of every head where the model has one, rotation, keys and
  * values to their slots, attention (stream.c), output product (linear.c), residual, RMS norm, gate and up, SiLU(gate) * up,
@@ -37,12 +38,14 @@ typedef struct {
 
 /* decoder.py: _PassStruct. From `normed` on it is memory to work in. */
 typedef struct {
-  const Step *step;
-  int64_t rows;
+  const Step *step; /* null in blocks */
+  int64_t rows, threads;
   number *state, *out;        /* [rows, hidden] inputs of the first layer, overwritten; results */
   const float *cosine, *sine; /* [rows, half] */
   number *memory;
-  const int64_t *slots; /* [layers, 2, kv_heads, rows] where keys and values go, in heads from the memory's begin */
+  const int64_t *slots;  /* [layers, 2, kv_heads, rows] where keys and values go, in heads from the memory's begin */
+  const int64_t *places; /* or [rows, 4]: address of layer 0 and key head 0 (0: not written), and distances to the next
+                          * layer, from keys to values and to the next head, in numbers */
   number *normed, *product;     /* [rows, hidden] */
   number *query, *attended;     /* [rows, heads, DIM] */
   number *key, *value;          /* [rows, kv_heads, DIM] */
@@ -111,8 +114,8 @@ static void product(const Pass *p, Product by, const number *x, int64_t inputs, 
 }
 
 /* Rotates a head by the position of its row. */
-static void turn(const Decoder *d, const Pass *p, int64_t row, number *head) {
-  const float *cosine = p->cosine + row * d->half, *sine = p->sine + row * d->half;
+static void turn(const Decoder *d, const Pass *p, int64_t row, number *restrict head) {
+  const float *restrict cosine = p->cosine + row * d->half, *restrict sine = p->sine + row * d->half;
   for (int64_t i = 0; i < d->half; i++) {
     const float a = wide(head[i]), b = wide(head[i + d->half]);
     head[i] = narrow(rounded_one(a * cosine[i]) - rounded_one(b * sine[i]));
@@ -120,23 +123,31 @@ static void turn(const Decoder *d, const Pass *p, int64_t row, number *head) {
   }
 }
 
+/* Where a row's numbers of a layer go, of its key heads (`kv` from 0) and value heads (from kv_heads); null: nowhere. */
+INLINE number *place_of(const Decoder *d, const Pass *p, int64_t number_of_layer, int64_t kv, int64_t row) {
+  if (!p->places) return p->memory + p->slots[(number_of_layer * 2 * d->kv_heads + kv) * p->rows + row] * DIM;
+  const int64_t *at = p->places + 4 * row, is_value = kv >= d->kv_heads;
+  if (!at[0]) return 0;
+  return (number *)at[0] + number_of_layer * at[1] + is_value * at[2] + (kv - is_value * d->kv_heads) * at[3];
+}
+
 /* Norms and rotation of a layer's queries and keys; keys and values go to their slots. */
-static void place_heads(const Decoder *d, const Pass *p, const Layer *layer, int64_t number_of_layer) {
-  const int64_t *slots = p->slots + number_of_layer * 2 * d->kv_heads * p->rows;
+static void place_heads(const Decoder *d, const Pass *p, int64_t number_of_layer) {
+  const Layer *layer = d->layer + number_of_layer;
   const int64_t each = d->heads + 2 * d->kv_heads;
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < p->rows * each; i++) {
     const int64_t row = i / each, head = i % each, kv = head - d->heads; /* from 0: keys, from kv_heads: values */
-    if (kv >= d->kv_heads) {
-      const number *value = p->value + (row * d->kv_heads + kv - d->kv_heads) * DIM;
-      memcpy(p->memory + slots[kv * p->rows + row] * DIM, value, sizeof(number) * DIM);
-      continue;
+    number *own = kv < 0             ? p->query + (row * d->heads + head) * DIM
+                  : kv < d->kv_heads ? p->key + (row * d->kv_heads + kv) * DIM
+                                     : p->value + (row * d->kv_heads + kv - d->kv_heads) * DIM;
+    if (kv < d->kv_heads) {
+      const number *norm = kv < 0 ? layer->query_norm : layer->key_norm;
+      if (norm) normalize(own, 0, norm, DIM, d->head_epsilon, own);
+      turn(d, p, row, own);
     }
-    number *own = kv < 0 ? p->query + (row * d->heads + head) * DIM : p->key + (row * d->kv_heads + kv) * DIM;
-    const number *norm = kv < 0 ? layer->query_norm : layer->key_norm;
-    if (norm) normalize(own, 0, norm, DIM, d->head_epsilon, own);
-    turn(d, p, row, own);
-    if (kv >= 0) memcpy(p->memory + slots[kv * p->rows + row] * DIM, own, sizeof(number) * DIM);
+    number *to = kv < 0 ? 0 : place_of(d, p, number_of_layer, kv, row);
+    if (to) memcpy(to, own, sizeof(number) * DIM);
   }
 }
 
@@ -180,7 +191,7 @@ static void run_layer(const Decoder *d, const Pass *p, int64_t number_of_layer) 
   product(p, layer->key, p->normed, d->hidden, p->key, kv_width);
   product(p, layer->value, p->normed, d->hidden, p->value, kv_width);
 #pragma omp barrier
-  place_heads(d, p, layer, number_of_layer);
+  place_heads(d, p, number_of_layer);
   attend_rows(d, p, number_of_layer);
   product(p, layer->output, p->attended, width, p->product, d->hidden);
 #pragma omp barrier
@@ -203,9 +214,24 @@ static int is_large(const Decoder *d, const Pass *p) {
 
 /* A step of all layers. */
 void decode(const Decoder *d, const Pass *p) {
-#pragma omp parallel num_threads(p->step->threads) if (is_large(d, p))
+#pragma omp parallel num_threads(p->threads) if (is_large(d, p))
   {
     for (int64_t layer = 0; layer < d->layers; layer++) run_layer(d, p, layer);
     normalize_rows(d, p, 1, d->last_norm, p->out);
+  }
+}
+
+/* What stands between the products of a layer, for blocks of rows; decoder.py: BlockPart. */
+enum { BEFORE_ATTENTION, HEADS, BEFORE_GATE, ACTIVATION, LAST };
+
+void between(const Decoder *d, const Pass *p, int64_t part, int64_t number_of_layer) {
+  const Layer *layer = d->layer + number_of_layer;
+#pragma omp parallel num_threads(p->threads) if (p->rows * d->inner > SMALL)
+  switch (part) {
+    case BEFORE_ATTENTION: normalize_rows(d, p, number_of_layer > 0, layer->before_attention, p->normed); break;
+    case HEADS: place_heads(d, p, number_of_layer); break;
+    case BEFORE_GATE: normalize_rows(d, p, 1, layer->before_gate, p->normed); break;
+    case ACTIVATION: activate(d, p); break;
+    case LAST: normalize_rows(d, p, 1, d->last_norm, p->out); break;
   }
 }

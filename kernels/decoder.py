@@ -1,4 +1,5 @@
-"""All layers of a Llama-like decoder in one call, for rows that stand alone on the CPU: builds ``decoder.c``, calls it.
+"""The layers of a Llama-like decoder on the CPU: builds ``decoder.c``, calls it. All of them in one call for rows that
+stand alone; ``decoder_blocks.py`` runs blocks of rows.
 
 A step of one row runs about ten modules a layer, each of a few microseconds of Python, and a dozen small operations of
 torch between them. For small models and small batches that is more than the numbers take. The C file is made of those
@@ -71,7 +72,7 @@ class DecoderWeights(NamedTuple):
     scale: float
 
 
-class _DecoderStruct(ctypes.Structure):
+class DecoderStruct(ctypes.Structure):
     """``Decoder`` of decoder.c."""
 
     _fields_ = [
@@ -81,13 +82,14 @@ class _DecoderStruct(ctypes.Structure):
     ]
 
 
-class _PassStruct(ctypes.Structure):
+class PassStruct(ctypes.Structure):
     """``Pass`` of decoder.c."""
 
     _fields_ = [
         ("step", _ADDRESS),
         ("rows", _I64),
-        *((name, _ADDRESS) for name in ["state", "out", "cosine", "sine", "memory", "slots"]),
+        ("threads", _I64),
+        *((name, _ADDRESS) for name in ["state", "out", "cosine", "sine", "memory", "slots", "places"]),
         *((name, _ADDRESS) for name in ["normed", "product", "query", "attended", "key", "value"]),
         *((name, _ADDRESS) for name in ["gate", "up", "sums"]),
     ]
@@ -108,18 +110,18 @@ class DecoderLayers:
         first = weights.layers[0]
         self._inner, self._hidden = first.gate.weight.shape
         self._heads, self._kv_heads = (len(p.weight) // head_dim for p in (first.query, first.key))
-        self._head_dim, self._half, self.dtype = head_dim, half, first.before_attention.dtype
+        self.head_dim, self.dtype = head_dim, first.before_attention.dtype
+        self.weights, self._half = weights, half  # kept alive, because C holds their addresses
         self._refuse(weights)
         table = [[0 if w is None else w.data_ptr() for w in layer.flat] for layer in weights.layers]
         self._table = np.array(table, dtype=np.int64)
-        self._kept = weights  # kept alive, because C holds their addresses
         self._function = function
-        self._struct = _DecoderStruct(
+        self.struct = DecoderStruct(
             *(len(table), self._hidden, self._heads, self._kv_heads, self._inner, half),
             *(self._table.ctypes.data, weights.last_norm.data_ptr()),
             *(weights.epsilon, weights.head_epsilon, weights.scale),
         )
-        self._pass, self._lock = _PassStruct(), threading.Lock()
+        self._pass, self._lock = PassStruct(), threading.Lock()
         self._room: list[torch.Tensor] = []
         self._rows = 0  # for which there is room
 
@@ -145,45 +147,59 @@ class DecoderLayers:
             ValueError: tensors of other sizes, dtypes or layouts.
         """
         count = len(state)
-        fits = state.shape == (count, self._hidden) and state.dtype is self.dtype and state.is_contiguous()
-        for table in (cosine, sine):
-            fits = fits and table.shape == (count, self._half) and table.dtype is torch.float32
-            fits = fits and table.is_contiguous()
-        fits = fits and count == writes.count == len(rows.rows) and writes.memory.dtype is self.dtype
-        slots = len(self._kept.layers), 2 * self._kv_heads * count
-        if not fits or writes.index.shape != slots or writes.memory.shape[1] != self._head_dim:
+        fits = (
+            self.takes(state, cosine, sine)
+            and count == writes.count == len(rows.rows)
+            and writes.memory.dtype is self.dtype
+        )
+        slots = len(self.weights.layers), 2 * self._kv_heads * count
+        if not fits or writes.index.shape != slots or writes.memory.shape[1] != self.head_dim:
             raise ValueError(f"cpu-decoder cannot run a step of {tuple(state.shape)} {state.dtype}")
         out, this = torch.empty_like(state), self._pass
         with self._lock:  # the memory to work in is one
             if count > self._rows:
                 self._make_room(count)
-            this.step, this.rows = rows.address, count
+            this.step, this.rows, this.threads = rows.address, count, torch.get_num_threads()
             this.state, this.out = state.data_ptr(), out.data_ptr()
             this.cosine, this.sine = cosine.data_ptr(), sine.data_ptr()
             this.memory, this.slots = writes.memory.data_ptr(), writes.index.data_ptr()
-            self._function(self._struct, this)
+            self._function(self.struct, this)
         return out
+
+    def takes(self, state: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> bool:
+        """Returns whether these can be the inputs of the first layer, and the rotations of their rows."""
+        fits = state.shape == (len(state), self._hidden)
+        fits = fits and state.dtype is self.dtype and state.is_contiguous()
+        for table in (cosine, sine):
+            fits = fits and table.shape == (len(state), self._half) and table.dtype is torch.float32
+            fits = fits and table.is_contiguous()
+        return fits
+
+    def room(self, rows: int) -> dict[str, torch.Tensor]:
+        """Returns memory for a step of so many rows to work in, ``[rows, width]`` each, by the names in ``Pass``."""
+        own, kv = self._heads * self.head_dim, self._kv_heads * self.head_dim
+        widths = {"normed": self._hidden, "product": self._hidden, "query": own, "key": kv, "value": kv}
+        widths |= {"gate": self._inner, "up": self._inner}
+        return {name: torch.empty(rows, width, dtype=self.dtype) for name, width in widths.items()}
 
     def _make_room(self, rows: int) -> None:
         """Allocates the memory that a step of so many rows works in."""
-        own, kv = self._heads * self._head_dim, self._kv_heads * self._head_dim
-        widths = {"normed": self._hidden, "product": self._hidden, "query": own, "attended": own, "key": kv}
-        widths |= {"value": kv, "gate": self._inner, "up": self._inner}
-        room = {name: torch.empty(rows * width, dtype=self.dtype) for name, width in widths.items()}
+        room = self.room(rows)
+        room["attended"] = torch.empty_like(room["query"])
         is_fp32 = self.dtype is torch.float32
-        room["sums"] = room["attended"] if is_fp32 else torch.empty(rows * own)
+        room["sums"] = room["attended"] if is_fp32 else room["attended"].float()
         for name, memory in room.items():
             setattr(self._pass, name, memory.data_ptr())
         self._room, self._rows = list(room.values()), rows
 
     def _refuse(self, weights: DecoderWeights) -> None:
         """Raises ValueError if weights cannot be read as those of one decoder."""
-        own, kv = self._heads * self._head_dim, self._kv_heads * self._head_dim
+        own, kv = self._heads * self.head_dim, self._kv_heads * self.head_dim
         inputs = {"query": own, "key": kv, "value": kv, "gate": self._inner, "up": self._inner}
         sizes = {name: (outputs, self._hidden) for name, outputs in inputs.items()}
         sizes |= {"output": (self._hidden, own), "down": (self._hidden, self._inner)}
         norms = {"before_attention": self._hidden, "before_gate": self._hidden}
-        norms |= {"query_norm": self._head_dim, "key_norm": self._head_dim}
+        norms |= {"query_norm": self.head_dim, "key_norm": self.head_dim}
         self._refuse_tensor("last_norm", weights.last_norm, (self._hidden,))
         for number, layer in enumerate(weights.layers):
             for name, part in layer._asdict().items():
@@ -193,7 +209,7 @@ class DecoderLayers:
                         self._refuse_tensor(f"bias of {name} of layer {number}", part.bias, sizes[name][:1])
                 elif part is not None:
                     self._refuse_tensor(f"{name} of layer {number}", part, (norms[name],))
-        if self._heads % self._kv_heads or 2 * self._half > self._head_dim:
+        if self._heads % self._kv_heads or 2 * self._half > self.head_dim:
             raise ValueError(f"{self._heads} heads over {self._kv_heads}, of which {self._half} pairs turn")
 
     def _refuse_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -213,9 +229,10 @@ class DecoderKernel:
 
     def __init__(self, head_dim: int, library: ctypes.CDLL, most_rows: int) -> None:
         self.head_dim, self.most_rows = head_dim, most_rows
-        self._function = library.decode
-        self._function.argtypes = [ctypes.POINTER(_DecoderStruct), ctypes.POINTER(_PassStruct)]
-        self._function.restype = None
+        self._function, self.between = library.decode, library.between
+        structs = [ctypes.POINTER(DecoderStruct), ctypes.POINTER(PassStruct)]
+        self._function.argtypes, self.between.argtypes = structs, [*structs, _I64, _I64]
+        self._function.restype = self.between.restype = None
 
     def decoder(self, weights: DecoderWeights, half: int) -> DecoderLayers:
         """Returns the layers of a model; see ``DecoderLayers``."""

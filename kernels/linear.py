@@ -45,9 +45,15 @@ class LinearKernel:
     def __init__(self, function: Any, dtype: torch.dtype, most_rows: int) -> None:
         self._function, self.dtype, self.most_rows = function, dtype, most_rows
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Returns ``x W^T + b``, ``[..., outputs]``, for ``x [..., inputs]``, ``weight [outputs, inputs]`` and
-        ``bias [outputs]``; any number of rows.
+        ``bias [outputs]``; any number of rows. ``out`` is contiguous memory of that size, or None.
 
         Raises:
             ValueError: other dtypes or devices, weights that do not lie row by row, sizes that do not fit.
@@ -58,12 +64,15 @@ class LinearKernel:
         fits = fits and weight.dtype is dtype and weight.is_cpu and weight.is_contiguous()
         if fits and bias is not None:
             fits = bias.dtype is dtype and bias.is_cpu and bias.shape == (outputs,) and bias.is_contiguous()
+        if fits and out is not None:
+            fits = out.dtype is dtype and out.shape == (*x.shape[:-1], outputs) and out.is_contiguous()
         if not fits:
             raise ValueError(
                 f"{self.name} cannot multiply {tuple(x.shape)} {x.dtype} with {tuple(weight.shape)}"
             )
         rows = x.contiguous()
-        out = torch.empty((*x.shape[:-1], outputs), dtype=dtype)
+        if out is None:
+            out = torch.empty((*x.shape[:-1], outputs), dtype=dtype)
         self._function(
             weight.data_ptr(),
             None if bias is None else bias.data_ptr(),

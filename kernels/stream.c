@@ -10,38 +10,16 @@
  * BFLOAT16 is 0 or 1. It is written in GCC's vector extension and needs GCC 12 or newer (clang has the same extension
  * and has not been tried) and OpenMP.
  */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
 #ifdef __AVX512F__
-#define LANES 16
 #define ACCUMULATORS 16 /* of 32 registers */
 #else
-#define LANES 8 /* AVX2 and NEON: wider vectors would be two or four registers each, and the sums would not fit */
 #define ACCUMULATORS 12 /* of 16 registers */
 #endif
-#define PARTS ((DIM + LANES - 1) / LANES)
 #define TILE 4                   /* most queries that go over a section together */
 #define SLOT (DIM + 2)           /* floats of a partial: values, maximum (base 2), sum */
 #define AHEAD (3072 / (DIM * (int)sizeof(number)) + 1) /* tokens between what is asked for and what is used */
-#define LOG2E 1.44269504f
-#define INFINITE __builtin_inff()
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-
-#if BFLOAT16
-typedef uint16_t number;
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
-INLINE vec widen(halves x) { return (vec)(__builtin_convertvector(x, bits) << 16); }
-#else
-typedef float number;
-typedef vec halves;
-INLINE vec widen(vec x) { return x; }
-#endif
 
 /* A row of the table that stream.py: StreamRows fills. Addresses are of layer 0 and key head 0; distances count numbers. */
 typedef struct {
@@ -64,44 +42,10 @@ typedef struct {
   float *work;                /* [partials, heads, SLOT] */
 } Step;
 
-/* Part i of a head's numbers; zeros behind its last. */
-INLINE vec part(const number *p, int i) {
-  halves x = {0};
-  int left = DIM - i * LANES;
-  memcpy(&x, p + i * LANES, sizeof(number) * (left < LANES ? left : LANES));
-  return widen(x);
-}
-
-INLINE vec load(const float *p) {
-  vec x;
-  memcpy(&x, p, sizeof x);
-  return x;
-}
-
 /* Ask for a head's numbers before they are needed. */
 INLINE void fetch(const number *p) {
 #pragma GCC unroll 32
   for (int i = 0; i < DIM * (int)sizeof(number); i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
-}
-
-INLINE vec larger(vec a, vec b) {
-  ints m = a > b;
-  return (vec)(((ints)a & m) | ((ints)b & ~m));
-}
-
-/* 2^x for x <= 0 to a relative error of 2e-7, and 0 below -126: 2^integer by the exponent's bits, the rest by its
- * Taylor series. */
-INLINE vec power(vec x) {
-  const float round = 0x1.8p23f;
-  vec shifted = larger(x, (vec){0} - 127.0f) + round;
-  vec f = larger(x, (vec){0} - 127.0f) - (shifted - round);
-  vec y = 1.5403530e-4f * f + 1.3333558e-3f;
-  y = y * f + 9.6181291e-3f;
-  y = y * f + 5.5504109e-2f;
-  y = y * f + 2.4022651e-1f;
-  y = y * f + 6.9314718e-1f;
-  y = y * f + 1.0f;
-  return (vec)(((ints)y + ((ints)shifted << 23)) & (x > -126.0f));
 }
 
 #define FOLD(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

@@ -1,21 +1,23 @@
 """The proof that a fused step computes what the model's own modules do, before it serves anything.
 
-A step of a few rows is run both ways: rows of different lengths over keys and values of their own and over those of a
-chunk that each sees at another base. Logits have to agree, and so do the keys and values that every layer writes. The
-operations of the model's way are listed, too: one that a fused step does not have (a limit on values, a choice by their
-size) may make no difference for these rows and make one for others.
+Two steps are run both ways. In one a few rows stand alone, with different lengths, over keys and values of their own
+and over those of a chunk that each sees at another base; in the other two blocks of rows and one that stands alone do.
+Logits have to agree, and so do the keys and values that every layer writes. In the first one the operations of the
+model's way are listed, too: one that a fused step does not have (a limit on values, a choice by their size) may make no
+difference for these rows and make one for others.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpic.errors import ModelRefused
-from mpic.kernels.attention import SpanCall
+from mpic.kernels.attention import SpanCall, Write
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Pool
@@ -34,6 +36,8 @@ _LENGTHS = (3, 17, 41)
 """Tokens before each row."""
 _CHUNK, _BASES = 30, (0, 60, 200)
 """Tokens of the chunk, and the bases at which the rows see it."""
+_BLOCKS = ((0, 20, 13), (20, 37, 0))
+"""The first row of each block, the row behind its last, and its own tokens before."""
 _COMPUTING = {"add", "cat", "cos", "mul", "neg", "rms_norm", "_fused_rms_norm", "silu", "sin"}
 _MOVING = {
     "_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "copy_", "detach", "empty", "empty_like", "expand",
@@ -42,6 +46,9 @@ _MOVING = {
 }  # fmt: skip
 _OPERATIONS = _COMPUTING | _MOVING
 """The operations that a model's way may have beside its linear layers and attention, which torch does not see."""
+
+Run = Callable[[RowInputs, torch.Tensor, Step, torch.Tensor], "torch.Tensor | None"]
+"""A way of running a step; see ``LoadedModel.forward``."""
 
 
 def use_fused_step(loaded: LoadedModel) -> None:
@@ -68,7 +75,7 @@ def prove_fused_step(loaded: LoadedModel, fused: FusedStep | None, proofs: Proof
     if fused is None:
         return
     try:
-        error = proofs.error_of(loaded, "fused step", lambda loaded: difference(loaded, fused))
+        error = proofs.error_of(loaded, "fused steps", lambda loaded: difference(loaded, fused))
     except ModelRefused as reason:
         loaded.info.details[NOTE] = reason.message
         return
@@ -79,49 +86,75 @@ def prove_fused_step(loaded: LoadedModel, fused: FusedStep | None, proofs: Proof
 
 @torch.inference_mode()
 def difference(loaded: LoadedModel, fused: FusedStep) -> float:
-    """Returns the largest relative difference between the two ways of a step.
+    """Returns the largest relative difference between the two ways of the steps.
 
     Raises:
         ModelRefused: it is too large, or the model's way has operations that a fused step has not.
     """
-    rows = min(len(_LENGTHS), fused.most_rows)
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(0, loaded.text_config.vocab_size, (rows,), generator=generator)
-    inputs = loaded.rows(as_plain(loaded.config, ids))
-    far = torch.tensor([7, 330, loaded.context_length - 9][:rows])
-    positions = torch.stack([far + 2 * axis for axis in range(loaded.mrope)])
-    wanted, found = torch.arange(rows), []
     loaded_fused, loaded.fused = loaded.fused, None
     try:
-        for run in (_watched(loaded), fused.run):
-            step = _step(loaded, rows)
-            logits = run(inputs, positions, step, wanted)
-            if logits is None:
-                raise ModelRefused("the step of the proof is not one that is fused")
-            written = step.single_writes.memory[step.single_writes.index.flatten()]
-            found.append((logits, written.float()))
+        alone = min(len(_LENGTHS), fused.most_rows)
+        error = max(
+            _difference(loaded, _watched(loaded), fused, alone, lambda: _single_step(loaded, alone)),
+            _difference(loaded, loaded.forward, fused, _BLOCKS[-1][1] + 1, lambda: _block_step(loaded)),
+        )
     except ModelRefused:
         raise
     except Exception as error:
         raise ModelRefused(f"a fused step could not run: {type(error).__name__}: {error}") from error
     finally:
         loaded.fused = loaded_fused
-    error = max(_relative(got, wanted) for wanted, got in zip(*found, strict=True))
     limit = TOLERANCE[loaded.dtype]
     if not error <= limit:
         raise ModelRefused(f"a fused step differs from the model's own by {error:.1e} (limit {limit:.0e})")
     return error
 
 
+def _difference(
+    loaded: LoadedModel, modules: Run, fused: FusedStep, rows: int, make: Callable[[], ProofStep]
+) -> float:
+    """Returns the largest relative difference between the two ways of a step with the same contents each time."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, loaded.text_config.vocab_size, (rows,), generator=generator)
+    inputs = loaded.rows(as_plain(loaded.config, ids))
+    far = torch.linspace(7, loaded.context_length - 9, rows).long()
+    positions = torch.stack([far + 2 * axis for axis in range(loaded.mrope)])
+    wanted, found = torch.arange(rows), []
+    for run in (modules, fused.run):
+        step, written = make()
+        logits = run(inputs, positions, step, wanted)
+        if logits is None:
+            raise ModelRefused("the step of the proof is not one that is fused")
+        found.append((logits, written().float()))
+    return max(_relative(got, wanted) for wanted, got in zip(*found, strict=True))
+
+
 def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
 
 
-def _step(loaded: LoadedModel, rows: int) -> Step:
-    """Returns a step of single rows over a small pool of its own with random contents, the same each time."""
-    pages = (max(_LENGTHS) + 2) * (rows + 1)
-    pool = Pool(loaded.shape, pages, 1, loaded.dtype)
+class ProofStep(NamedTuple):
+    """A step, and a function that returns the keys and values which it has written, as one row of numbers."""
+
+    step: Step
+    written: Callable[[], torch.Tensor]
+
+
+def _pool(loaded: LoadedModel) -> Pool:
+    """Returns a small pool with random contents, the same each time."""
+    extents = [
+        _CHUNK,
+        *(length + 1 for length in _LENGTHS),
+        *(hi - lo + before for lo, hi, before in _BLOCKS),
+    ]
+    pool = Pool(loaded.shape, sum(extents), 1, loaded.dtype)
     pool.arena.normal_(generator=torch.Generator().manual_seed(3))
+    return pool
+
+
+def _single_step(loaded: LoadedModel, rows: int) -> ProofStep:
+    """Returns a step of rows that stand alone."""
+    pool = _pool(loaded)
     chunk = pool.kv(pool.alloc(_CHUNK))
     own = [pool.kv(pool.alloc(length + 1)) for length in _LENGTHS[:rows]]
     calls: list[SpanCall] = []
@@ -130,7 +163,36 @@ def _step(loaded: LoadedModel, rows: int) -> Step:
         calls.append(SpanCall(slice(row, row + 1), Span(chunk, 0, _CHUNK, base=base)))
     kinds = [loaded.kind_calls(0, [])._replace(singles=loaded.single_rows(0, calls))]
     writes = RowWrites(pool.arena, range(rows), [view.data for view in own], _LENGTHS[:rows])
-    return Step([], kinds, loaded.kind_of, loaded.partial, single_writes=writes)
+    step = Step([], kinds, loaded.kind_of, loaded.partial, single_writes=writes)
+    return ProofStep(step, lambda: writes.memory[writes.index.flatten()].flatten())
+
+
+def _block_step(loaded: LoadedModel) -> ProofStep:
+    """Returns a step of two blocks, of which some rows see a part of a chunk, and a row that stands alone."""
+    pool = _pool(loaded)
+    chunk = pool.kv(pool.alloc(_CHUNK))
+    calls: list[SpanCall] = []
+    writes: list[Write] = []
+    for (lo, hi, before), base in zip(_BLOCKS, _BASES[1:], strict=True):
+        view, rows = pool.kv(pool.alloc(before + hi - lo)), slice(lo, hi)
+        own = Span(view, before, before + hi - lo)
+        writes.append(Write(rows, own))
+        calls.append(SpanCall(rows, own, causal=True, first=True))
+        if before:
+            calls.append(SpanCall(rows, Span(view, 0, before)))
+        calls.append(SpanCall(slice(lo + 5, hi), Span(chunk, 4, _CHUNK, base=base)))
+    alone, last = pool.kv(pool.alloc(_LENGTHS[0] + 1)), _BLOCKS[-1][1]
+    single = SpanCall(slice(last, last + 1), Span(alone, 0, _LENGTHS[0] + 1), first=True)
+    kinds = [loaded.kind_calls(0, calls)._replace(singles=loaded.single_rows(0, [single]))]
+    of_single = RowWrites(pool.arena, [last], [alone.data], [_LENGTHS[0]])
+    step = Step(writes, kinds, loaded.kind_of, loaded.partial, single_writes=of_single)
+    written = [write.span.source.data[:, :, :, write.span.lo :] for write in writes]
+    return ProofStep(
+        step,
+        lambda: torch.cat(
+            [of_single.memory[of_single.index.flatten()].flatten(), *(part.flatten() for part in written)]
+        ),
+    )
 
 
 class _Operations(TorchDispatchMode):
@@ -143,7 +205,10 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _watched(loaded: LoadedModel) -> Any:
+def _watched(loaded: LoadedModel) -> Run:
+    """Returns the model's way, which raises ModelRefused at other operations. Only rows that stand alone can be
+    watched, because the attention of blocks may be torch's."""
+
     def run(inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         with _Operations():
             return loaded.forward(inputs, positions, step, wanted)

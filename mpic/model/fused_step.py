@@ -1,4 +1,5 @@
-"""Steps in which every row stands alone (decoding), run by one call of ``mpic.kernels.decoder``.
+"""Steps on the CPU without the model's modules: those in which every row stands alone (decoding) by one call of
+``mpic.kernels.decoder``, those with blocks of rows layer by layer (``mpic.kernels.decoder_blocks``).
 
 It is made for decoders with the structure that ``fused_layers.py`` describes, and used once ``fused_proof.py`` has
 shown that it computes what the model does. Steps with anything else to do go through the model's modules
@@ -7,13 +8,18 @@ shown that it computes what the model does. Steps with anything else to do go th
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
 from mpic.kernels import decoder
+from mpic.kernels.attention import Write
 from mpic.kernels.c_kernel import KernelUnavailable
+from mpic.kernels.decoder_blocks import BlockLayers
 from mpic.kernels.stream import StreamRows
 from mpic.model.fused_layers import NOT_STREAM, NOTE, Unfused, read_decoder
 from mpic.model.hooks import Step
@@ -32,7 +38,7 @@ class FusedStep:
     Raises:
         Unfused: the model cannot be run this way; the message says why.
 
-    ``counters``: ``fused_steps``.
+    ``counters``: ``fused_steps`` of rows that stand alone, ``fused_block_steps`` of all others.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -55,10 +61,11 @@ class FusedStep:
             kernel = decoder.load(kind.dim, loaded.dtype)
         except KernelUnavailable as reason:
             raise Unfused(str(reason)) from reason
-        self._axes, scale = _axes_and_scale(loaded, kind.rotary.half)
+        self._axes, self._scale = _axes_and_scale(loaded, kind.rotary.half)
         try:
-            weights = read_decoder(loaded.text_model, scale)
+            weights = read_decoder(loaded.text_model, self._scale)
             self._decoder = kernel.decoder(weights, kind.rotary.half)
+            self._blocks = BlockLayers(kernel, self._decoder)
         except ValueError as reason:
             raise Unfused(str(reason)) from reason
         self._frequencies = kind.rotary.frequencies.float()
@@ -72,27 +79,48 @@ class FusedStep:
     def run(
         self, inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor
     ) -> torch.Tensor | None:
-        """Runs a step if it has nothing but rows that stand alone. Arguments and result are those of
-        ``LoadedModel.forward``; None: it has to be run through the model's modules, and nothing has been written."""
-        if not self._takes(inputs, step):
+        """Runs a step. Arguments and result are those of ``LoadedModel.forward``; None: it has to be run through the
+        model's modules, and nothing has been written."""
+        if not len(inputs.embeds) or inputs.deepstack is not None or step.kernel is not None:
+            return None
+        if not self._loaded.streams or self._changed():
             return None
         cosine, sine = self._turn(positions)
-        writes, rows = step.single_writes, step.kinds[0].singles
         state = inputs.embeds.clone(memory_format=torch.contiguous_format)
-        hidden = self._decoder(state, cosine, sine, writes, rows)
-        self.counters["fused_steps"] += 1
+        if self._is_alone(len(state), step):
+            hidden = self._decoder(state, cosine, sine, step.single_writes, step.kinds[0].singles)
+            self.counters["fused_steps"] += 1
+        else:
+            places = self._places(len(state), step.writes)
+            hidden = self._blocks(state, cosine, sine, places, functools.partial(_attend, step, self._scale))
+            self.counters["fused_block_steps"] += 1
         return self._head(hidden[wanted]).float()
 
-    def _takes(self, inputs: RowInputs, step: Step) -> bool:
-        count = len(inputs.embeds)
-        if not 0 < count <= self.most_rows or inputs.deepstack is not None:
-            return False
-        if step.kernel is not None or step.barrier is not None or step.observed or step.writes:
+    def _is_alone(self, count: int, step: Step) -> bool:
+        """Returns whether a step has nothing but rows that stand alone, and few enough."""
+        if count > self.most_rows or step.barrier is not None or step.observed or step.writes:
             return False
         kind, writes = step.kinds[0], step.single_writes
-        if kind.calls or writes is None or writes.count != count or type(kind.singles) is not StreamRows:
+        if kind.calls or writes is None or writes.count != count:
             return False
-        return not self._changed()
+        return type(kind.singles) is StreamRows
+
+    def _places(self, count: int, writes: Sequence[Write]) -> torch.Tensor:
+        """Returns where keys and values of ``count`` rows go (``BlockLayers``): nowhere those that no write has."""
+        shape = self._loaded.shape
+        fits = (shape.layers, 2, shape.kv_heads, shape.head_dim, self._dtype, 1)
+        table = np.zeros((count, 4), dtype=np.int64)
+        for rows, span in writes:
+            kv = span.source.data
+            to_layer, to_part, to_head, to_slot, dense = kv.stride()
+            slots = np.arange(span.lo, span.hi)
+            if (*kv.shape[:3], kv.shape[4], kv.dtype, dense) != fits or span.hi > kv.shape[3]:
+                raise ValueError(
+                    f"rows cannot be written to slots {span.lo} to {span.hi} of {tuple(kv.shape)}"
+                )
+            table[rows] = 0, to_layer, to_part, to_head
+            table[rows, 0] = kv.data_ptr() + slots * (to_slot * kv.element_size())
+        return torch.from_numpy(table)
 
     def _changed(self) -> bool:
         """Returns whether the modules have changed since the proof, and says so in the model's details."""
@@ -113,6 +141,19 @@ class FusedStep:
         if self._dtype is not torch.float32:
             cosine, sine = cosine.to(self._dtype).float(), sine.to(self._dtype).float()
         return cosine, sine
+
+
+def _attend(
+    step: Step, scale: float, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Computes a layer's attention (``mpic.kernels.decoder_blocks.Attend``) in a step whose blocks are written."""
+    for rows, observed in step.observed:
+        observed.take(layer, q[:, rows], scale)
+    if step.single_writes is not None:
+        step.single_writes.write(layer, k, v)
+    if step.barrier is not None:
+        step.barrier.wait(layer)
+    return step.kinds[0].attend(q, layer, scale, step.partial)
 
 
 def _modules_of(model: nn.Module, text_model: nn.Module) -> list[nn.Module]:

@@ -32,6 +32,7 @@ from mpic.kernels.attention import (
     Write,
     attend,
 )
+from mpic.kernels.block_spans import BlockSpans
 from mpic.kernels.patterns import Pattern, fresh_calls
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
@@ -65,12 +66,26 @@ class KindCalls(NamedTuple):
         singles: the rows that stand alone, or None; blocks and singles cover every row once.
         rotation: function that returns the query rotation of a base.
         kv_heads: number of KV heads of the layers, if the model also has layers with more or larger heads; else None.
+        blocks: the tables of ``calls`` for a kernel that takes all of them at once, or None.
     """
 
     calls: list[SpanCall | GatheredCalls]
     singles: SingleRows | None
     rotation: Rotation
     kv_heads: int | None = None
+    blocks: BlockSpans | None = None
+
+    def attend(
+        self, q: torch.Tensor, layer: int, scale: float, partial: Partial, extras: Extras = PLAIN
+    ) -> torch.Tensor:
+        """Computes a layer's attention; arguments and result as ``mpic.kernels.attention.attend``."""
+        if self.blocks is None:
+            arguments = (partial, self.rotation, self.singles, layer, extras, self.kv_heads)
+            return attend(q, self.calls, scale, *arguments)
+        out = self.blocks.attend(q, layer, scale, extras)
+        if self.singles is not None:
+            out[self.singles.rows] = self.singles.attend(q, layer, scale, extras)
+        return out
 
 
 @dataclass
@@ -252,8 +267,7 @@ def _layer(step: Step | Probe, call: LayerCall) -> torch.Tensor:
             values.copy_(v[:, rows])
     if step.barrier is not None:
         step.barrier.wait(layer)
-    arguments = (step.partial, kind.rotation, kind.singles, layer, extras, kind.kv_heads)
-    out = attend(query[0], kind.calls, scale, *arguments)[None]
+    out = kind.attend(query[0], layer, scale, step.partial, extras)[None]
     return out if out.dtype is query.dtype else out.to(query.dtype)
 
 

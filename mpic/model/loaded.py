@@ -15,13 +15,12 @@ from torch import nn
 from mpic.errors import IntegrityError, ModelRefused
 from mpic.imaging.clips import Clip, Sample
 from mpic.kernels import reference
-from mpic.kernels.attention import GatheredCalls, Partial, QueryRotation, SingleRows, SpanCall
-from mpic.kernels.backends import backend, row_blocks, single_rows
+from mpic.kernels.attention import GatheredCalls, QueryRotation, SingleRows, SpanCall
 from mpic.kernels.patterns import Pattern
 from mpic.kernels.singles import Singles
 from mpic.kernels.upload import send
 from mpic.kv.chunk import LATENT_ONCE, ChunkInputs, KVShape
-from mpic.model import hooks, vision
+from mpic.model import attention_choice, hooks, vision
 from mpic.model.clip_sampling import refusal, sampling_digest
 from mpic.model.facts import find_facts
 from mpic.model.few_rows import use_few_rows
@@ -42,7 +41,6 @@ from mpic.model.structure import (
 from mpic.model.trace import ForwardTrace
 
 if TYPE_CHECKING:
-    from mpic.kernels.stream import StreamKernel
     from mpic.model.triton_attention import TritonAttention
 
 
@@ -187,20 +185,8 @@ class LoadedModel:
         self.info = replace(self.info, attention=self.attention_name, details=details)
 
     def _use_attention(self, name: str) -> None:
-        """Sets the implementations that serve rows: ``triton``, if it is not None, serves all of them. Otherwise
-        ``partial`` serves blocks of rows, and also single rows if ``streams`` (one for each kind of layer) is empty."""
-        own, partial = backend(self.device, self.dtype)
-        found = [single_rows(self.device, self.dtype, kind.dim) for kind in self.kinds]
-        streams = [stream for stream, _ in found if stream is not None]
-        reason = next((f"no cpu-stream: {reason}" for _, reason in found if reason), "")
-        self.blocks_note = ""
-        choices: dict[str, tuple[Partial, list[StreamKernel]]] = {
-            own: (partial, []),
-            "reference": (reference.partial, []),
-        }
-        if len(streams) == len(self.kinds):
-            blocks, self.blocks_note = row_blocks(self.device, self.dtype, {kind.dim for kind in self.kinds})
-            choices = {streams[0].name: (blocks or partial, streams), **choices}
+        """Sets the implementations that serve rows: ``triton``, if it is not None, serves all of them, else those of
+        the choice do."""
         self.triton: TritonAttention | None = None
         if name == "triton":
             from mpic.model.triton_attention import TritonAttention
@@ -208,25 +194,18 @@ class LoadedModel:
             own = (self.shape, self.kinds, self.kind_of, self.device, self.dtype)
             self.triton = TritonAttention(*own, {facts.softcap for facts in self.layers})
             self.attention_name, self.attention_note = self.triton.name, ""
+            self._blocks_name, self._blocks_note = self.triton.name, ""
             return
-        if name == "auto":
-            name = next(iter(choices))
-        if name not in choices:
-            why = f"; {reason}" if reason else ""
-            raise ModelRefused(
-                f"attention '{name}' does not run on {self.device} with {self.dtype}; "
-                f"available: auto, {', '.join(choices)}, triton (CUDA){why}"
-            )
-        self.attention_name, (self.partial, self.streams) = name, choices[name]
-        self.attention_note = reason
+        choice = attention_choice.choose(name, self.kinds, self.layers, self.device, self.dtype)
+        self.attention_name, self.attention_note = choice.name, choice.note
+        self.partial, self.streams, self.block_spans = choice.partial, choice.streams, choice.spans
+        self._blocks_name, self._blocks_note = choice.blocks, choice.blocks_note
 
     @property
     def _attention_details(self) -> dict[str, str]:
         """The facts that ``/health`` shows beside the name: what serves blocks of rows, and why it is not faster."""
-        blocks = self.triton or self.partial
-        own = "reference" if blocks is reference.partial else backend(self.device, self.dtype)[0]
-        notes = {"attention_blocks_note": self.blocks_note, "attention_note": self.attention_note}
-        return {"attention_blocks": getattr(blocks, "name", own), **notes}
+        notes = {"attention_blocks_note": self._blocks_note, "attention_note": self.attention_note}
+        return {"attention_blocks": self._blocks_name, **notes}
 
     @property
     def gathers_spans(self) -> bool:
@@ -288,7 +267,10 @@ class LoadedModel:
     def kind_calls(self, kind: int, calls: list[SpanCall | GatheredCalls]) -> hooks.KindCalls:
         """Returns the calls of blocks of rows in a step, for layers of a kind."""
         facts = self.kinds[kind]
-        return hooks.KindCalls(calls, None, facts.rotary.rotation, facts.kv_heads if self.is_uneven else None)
+        kv_heads, blocks = facts.kv_heads if self.is_uneven else None, None
+        if self.block_spans and self.triton is None and calls:
+            blocks = self.block_spans[kind].blocks(calls, facts.heads, facts.rotary.rotations, kv_heads)
+        return hooks.KindCalls(calls, None, facts.rotary.rotation, kv_heads, blocks)
 
     # ---- one packed forward
 

@@ -28,7 +28,7 @@ from mpic.version import VERSION
 
 RESULTS = ("self_test", "self_test_error")
 """Details of a model that the tests themselves write."""
-_SOURCES = (".py", ".c", ".json")
+_SOURCES = (".py", ".c", ".h", ".json")
 _PACKAGES = ("mpic", "mpic.kernels")
 _LIBRARIES = ("numpy", "PIL", "tokenizers", "safetensors", "torchvision", "transformers", "triton", "cv2")
 _PARTS = ("tokenizer", "image_processor", "video_processor")

@@ -84,9 +84,12 @@ def test_the_kernel_for_blocks_serves_by_itself_and_is_no_further_from_fp32_than
     assert ours < 1.3 * torchs
 
 
-def test_blocks_are_torchs_when_the_kernels_are_switched_off_and_in_fp32(models):
+def test_blocks_are_torchs_when_the_kernels_are_switched_off(models):
     bf16, fp32 = models
+    assert fp32.info.details["attention_blocks"] == "cpu-block-spans"
+    fp32.choose_attention("cpu-flash")
     assert fp32.info.details["attention_blocks"] == "cpu-flash"
+    fp32.choose_attention("auto")
     bf16.choose_attention("cpu-flash")
     assert bf16.info.details["attention_blocks"] == "cpu-flash"
     bf16.choose_attention("reference")

@@ -79,7 +79,9 @@ class Device:
     def moved(self, loaded):
         """Returns a loaded model as if it had been loaded on the device."""
         # C libraries that need the CPU
-        loaded = copy.deepcopy(loaded, {id(stream): None for stream in loaded.streams})
+        loaded = copy.deepcopy(
+            loaded, {id(kernel): None for kernel in (*loaded.streams, *loaded.block_spans)}
+        )
         for module in loaded.model.modules():
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
@@ -91,7 +93,7 @@ class Device:
         for rotary in {kind.rotary for kind in loaded.kinds}:
             rotary._device, rotary._rows = DEVICE, {}
             rotary._table = self.empty(torch.empty(2, 0, rotary.half))
-        loaded.partial, loaded.streams = cuda.efficient_partial, []
+        loaded.partial, loaded.streams, loaded.block_spans = cuda.efficient_partial, [], []
         return loaded
 
 

@@ -239,6 +239,7 @@ def test_a_library_that_does_not_load_is_no_kernel(fresh, monkeypatch):
 def test_a_kernel_that_computes_something_else_is_refused(fresh, monkeypatch):
     wrong = fresh / "wrong.c"
     wrong.write_text(stream.SOURCE.read_text().replace("scale * LOG2E", "scale * 1.4f"))
+    shutil.copy(stream.SOURCE.with_name("vectors.h"), fresh)
     monkeypatch.setattr(stream, "SOURCE", wrong)
     kernel, reason = single_rows(torch.device("cpu"), torch.float32, 64)
     assert kernel is None and "wrong results" in reason

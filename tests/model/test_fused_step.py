@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as tf
 from families import TEXT, make_model
+from fused_kit import DTYPES, FAMILIES, loaded_model, needs_fused
 from torch import nn
 
 from mpic.errors import ModelRefused
@@ -21,47 +22,18 @@ from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Pool
 from mpic.model import fused_proof
 from mpic.model.fused_layers import NOTE
-from mpic.model.fused_proof import TOLERANCE, find_fused_step, prove_fused_step, use_fused_step
+from mpic.model.fused_proof import TOLERANCE, find_fused_step, prove_fused_step
 from mpic.model.hooks import Step
-from mpic.model.loaded import LoadedModel
 from mpic.model.proofs import Proofs
 from mpic.model.quantize import quantize_weights
 from mpic.model.structure import RowInputs
 
-DTYPES = [torch.float32, torch.bfloat16]
-FAMILIES = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": None},
-    "llava": {},
-    "qwen2_vl": {},
-}
-try:
-    for _dtype in DTYPES:
-        linear.load(_dtype)
-    AVAILABLE = True
-except c_kernel.KernelUnavailable:
-    AVAILABLE = False
-pytestmark = pytest.mark.skipif(
-    not AVAILABLE, reason="no C compiler, or a processor on which torch is as fast"
-)
-
-
-def _loaded(name="llama", dtype=torch.float32, text=None, model=None):
-    model = make_model(name, text=text)[0] if model is None else model
-    with torch.no_grad():
-        for parameter in model.parameters():  # else biases are zero, and weights of norms one
-            if parameter.ndim == 1 and parameter.is_floating_point():
-                parameter.add_(torch.randn(parameter.shape).to(parameter.dtype) / 3)
-    loaded = LoadedModel(model.to(dtype), None, name)
-    use_fused_step(loaded)
-    return loaded
+pytestmark = needs_fused
 
 
 @pytest.fixture(scope="module")
 def llama():
-    return _loaded()
+    return loaded_model()
 
 
 def _case(loaded, rows, lengths=(3, 600, 40), bases=(0, 500, 77)):
@@ -112,7 +84,7 @@ def _assert_same(loaded, results):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_keys_and_values_are_those_of_the_modules(name, dtype):
-    loaded = _loaded(name, dtype, FAMILIES[name])
+    loaded = loaded_model(name, dtype, FAMILIES[name])
     assert loaded.fused is not None and loaded.info.details[NOTE] == ""
     for rows in {min(rows, loaded.fused.most_rows) for rows in (1, 3, 16)}:
         _assert_same(loaded, _both(loaded, rows))
@@ -128,7 +100,7 @@ def test_only_wanted_logits_are_computed_in_their_order(llama):
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_results_do_not_depend_on_the_number_of_threads(threads):
     """Sizes at which several threads share the work: a product of more than 2^15 weights."""
-    loaded = _loaded(text={"hidden_size": 256, "intermediate_size": 520})
+    loaded = loaded_model(text={"hidden_size": 256, "intermediate_size": 520})
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -151,7 +123,7 @@ UNUSUAL = {
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_a_model_with_something_unusual_keeps_its_modules_and_says_why(case):
     name, text, reason = UNUSUAL[case]
-    loaded = _loaded(name, text=text)
+    loaded = loaded_model(name, text=text)
     assert loaded.fused is None and reason in loaded.info.details[NOTE]
 
 
@@ -170,19 +142,21 @@ def test_what_no_part_shows_is_found_by_running_the_model(what, monkeypatch):
     kind = tf.models.llama.modeling_llama.LlamaMLP
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", lambda mlp, x: change(forward, mlp, x))
-    loaded = _loaded()
+    loaded = loaded_model()
     assert loaded.fused is None and reason in loaded.info.details[NOTE]
 
 
 def test_a_family_with_factors_keeps_its_modules():
-    loaded = _loaded(model=tf.GraniteForCausalLM(tf.GraniteConfig(**TEXT, residual_multiplier=0.9)).eval())
+    loaded = loaded_model(
+        model=tf.GraniteForCausalLM(tf.GraniteConfig(**TEXT, residual_multiplier=0.9)).eval()
+    )
     assert loaded.fused is None and "the model also computes div" in loaded.info.details[NOTE]
 
 
 def test_quantised_weights_keep_their_modules():
     model = make_model("llama", text={"hidden_size": 64})[0].to(torch.bfloat16)
     quantize_weights(model, "int8")
-    loaded = _loaded(model=model, dtype=torch.bfloat16)
+    loaded = loaded_model(model=model, dtype=torch.bfloat16)
     assert loaded.fused is None and "the kernel for few rows does not multiply" in loaded.info.details[NOTE]
 
 
@@ -199,7 +173,7 @@ def test_another_attention_keeps_the_modules(llama):
 
 @pytest.mark.parametrize("what", ["hook", "pre-hook", "forward", "module", "weight", "memory"])
 def test_modules_that_change_are_run_and_the_change_is_told(what):
-    loaded = _loaded()
+    loaded = loaded_model()
     layer, seen = loaded.text_model.layers[1], []
     mlp = layer.mlp
     if what == "hook":
@@ -228,19 +202,28 @@ def test_modules_that_change_are_run_and_the_change_is_told(what):
         assert fused.counters["fused_steps"] == 1 and loaded.info.details[NOTE] == ""
 
 
-@pytest.mark.parametrize("what", ["barrier", "observed", "writes", "kernel", "deepstack", "rows", "calls"])
+@pytest.mark.parametrize("what", ["kernel", "deepstack"])
 def test_steps_with_anything_else_to_do_run_the_modules(llama, what):
-    rows = llama.fused.most_rows + 1 if what == "rows" else 2
-    step, inputs, positions, arena = _case(llama, rows)
+    step, inputs, positions, arena = _case(llama, 2)
     before = arena.clone()
     if what == "deepstack":
         inputs = inputs._replace(deepstack=(torch.zeros(2, dtype=torch.bool), torch.zeros(1, 0, 64)))
-    elif what == "calls":
-        step.kinds[0] = step.kinds[0]._replace(calls=[SpanCall(slice(0, 1), Span(None, 0, 1))])
-    elif what != "rows":
-        step = replace(step, **{what: [object()] if what in ("observed", "writes") else SimpleNamespace()})
-    assert llama.fused.run(inputs, positions, step, torch.arange(rows)) is None
+    else:
+        step = replace(step, kernel=SimpleNamespace())
+    assert llama.fused.run(inputs, positions, step, torch.arange(2)) is None
     assert torch.equal(arena, before)
+
+
+def test_more_rows_than_its_products_are_made_for_run_as_a_block(llama):
+    rows, before = llama.fused.most_rows + 1, llama.fused.counters["fused_block_steps"]
+    results = []
+    for way in (None, llama.fused):
+        llama.fused, fused = way, llama.fused or way
+        step, inputs, positions, arena = _case(llama, rows)
+        results.append((llama.forward(inputs, positions, step, torch.arange(rows)), arena))
+        llama.fused = fused
+    _assert_same(llama, results)
+    assert llama.fused.counters["fused_block_steps"] == before + 1
 
 
 BROKEN = {
@@ -256,7 +239,7 @@ BROKEN = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_kernel_that_computes_something_else_is_found_and_not_used(what, tmp_path, monkeypatch):
     name, right, wrong = BROKEN[what]
-    for source in (decoder.SOURCE, linear.SOURCE, stream.SOURCE):
+    for source in (decoder.SOURCE, linear.SOURCE, stream.SOURCE, stream.SOURCE.with_name("vectors.h")):
         shutil.copy(source, tmp_path)
     text = (tmp_path / name).read_text()
     assert right in text
@@ -266,7 +249,7 @@ def test_a_kernel_that_computes_something_else_is_found_and_not_used(what, tmp_p
     linear.load(torch.float32), stream.load(32 if "heads" in what else 16, torch.float32)
     decoder.load.cache_clear()
     try:
-        loaded = _loaded("qwen3" if "heads" in what else "qwen2")
+        loaded = loaded_model("qwen3" if "heads" in what else "qwen2")
     finally:
         decoder.load.cache_clear()
     assert loaded.fused is None and "differs from the model's own" in loaded.info.details[NOTE]
@@ -275,7 +258,7 @@ def test_a_kernel_that_computes_something_else_is_found_and_not_used(what, tmp_p
 def test_a_proof_that_is_kept_is_not_repeated_and_a_failure_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("mpic.model.proofs.subject", lambda loaded, test: test)
     tmp_path.chmod(0o700)
-    loaded, path = _loaded(), tmp_path / "self-tests.json"
+    loaded, path = loaded_model(), tmp_path / "self-tests.json"
     difference = fused_proof.difference
     monkeypatch.setattr(fused_proof, "difference", Mock(side_effect=ModelRefused("it differs")))
     for _ in range(2):
@@ -290,7 +273,7 @@ def test_a_proof_that_is_kept_is_not_repeated_and_a_failure_is_not_kept(tmp_path
 
 
 def test_weights_that_do_not_fit_together_are_refused(llama):
-    weights = llama.fused._decoder._kept
+    weights = llama.fused._decoder.weights
     kernel = decoder.load(16, torch.float32)
     wrong = [weights.layers[0]._replace(before_gate=torch.ones(3)), *weights.layers[1:]]
     with pytest.raises(ValueError, match="before_gate of layer 0"):

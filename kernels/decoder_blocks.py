@@ -1,0 +1,128 @@
+"""The layers of a Llama-like decoder for blocks of rows on the CPU: torch's products, and ``decoder.c`` between them.
+
+Written as modules, a layer has about twenty operations between its products, each of which reads and writes all rows,
+most of them into new memory: a sixth of the time of a prompt of 512 tokens (12 layers x 768). Here these are a few
+calls, on memory that is used again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+
+import torch
+
+from mpic.kernels import linear
+from mpic.kernels.decoder import DecoderKernel, DecoderLayers, PassStruct, Product
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(layer, q [heads, T, head_dim], k [kv_heads, T, head_dim], v) -> [T, heads, head_dim]``, fp32 or the model's dtype;
+queries and keys are rotated, and keys and values are in their places if these were given."""
+
+_KEPT_ROWS = 1024
+"""Rows for which memory is kept from step to step: a larger step computes so long that allocating it does not count."""
+
+
+class BlockPart(IntEnum):
+    """A part of a layer that stands between products (``between`` of decoder.c)."""
+
+    BEFORE_ATTENTION = 0
+    HEADS = 1
+    BEFORE_GATE = 2
+    ACTIVATION = 3
+    LAST = 4
+
+
+class BlockLayers:
+    """The layers of one model for steps of any rows.
+
+    Args:
+        kernel: has made ``layers``.
+    """
+
+    def __init__(self, kernel: DecoderKernel, layers: DecoderLayers) -> None:
+        self._between, self._few = kernel.between, kernel.most_rows
+        self._layers, self._lock = layers, threading.Lock()
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def __call__(
+        self,
+        state: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        places: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Runs all layers.
+
+        Args:
+            state: ``[T, hidden]``, the inputs of the first layer; overwritten.
+            cosine, sine: ``[T, half]`` fp32, of the rows' positions.
+            places: ``[T, 4]`` int64, where a row's keys and values go: address in layer 0 and key head 0 (0: nowhere),
+                and the distances to the next layer, from keys to values and to the next head, in numbers.
+            attend: computes a layer's attention.
+
+        Returns:
+            ``[T, hidden]`` behind the last norm.
+
+        Raises:
+            ValueError: tensors of other sizes, dtypes or layouts.
+        """
+        count, layers = len(state), self._layers
+        fits = layers.takes(state, cosine, sine) and places.shape == (count, 4)
+        if not fits or places.dtype is not torch.int64 or not places.is_contiguous():
+            raise ValueError(f"cpu-decoder cannot run a step of {tuple(state.shape)} {state.dtype}")
+        out = torch.empty_like(state)
+        with self._lock:  # the memory to work in is one
+            room = self._room(count)
+            this = PassStruct(rows=count, threads=torch.get_num_threads())
+            tensors = {"state": state, "out": out, "cosine": cosine, "sine": sine, "places": places, **room}
+            for name, tensor in tensors.items():
+                setattr(this, name, tensor.data_ptr())
+            heads = [
+                room[name].view(count, -1, layers.head_dim).transpose(0, 1)
+                for name in ("query", "key", "value")
+            ]
+            for layer in range(len(layers.weights.layers)):
+                self._layer(layer, this, room, heads, attend)
+            self._between(layers.struct, this, BlockPart.LAST, layer)
+        return out
+
+    def _layer(
+        self,
+        layer: int,
+        this: PassStruct,
+        room: dict[str, torch.Tensor],
+        heads: list[torch.Tensor],
+        attend: Attend,
+    ) -> None:
+        weights, struct, count = self._layers.weights.layers[layer], self._layers.struct, this.rows
+        self._between(struct, this, BlockPart.BEFORE_ATTENTION, layer)
+        self._multiply(room["normed"], weights.query, room["query"])
+        self._multiply(room["normed"], weights.key, room["key"])
+        self._multiply(room["normed"], weights.value, room["value"])
+        self._between(struct, this, BlockPart.HEADS, layer)
+        attended = attend(layer, *heads).reshape(count, -1).to(self._layers.dtype)
+        self._multiply(attended, weights.output, room["product"])
+        self._between(struct, this, BlockPart.BEFORE_GATE, layer)
+        self._multiply(room["normed"], weights.gate, room["gate"])
+        self._multiply(room["normed"], weights.up, room["up"])
+        self._between(struct, this, BlockPart.ACTIVATION, layer)
+        self._multiply(room["gate"], weights.down, room["product"])
+
+    def _multiply(self, x: torch.Tensor, by: Product, out: torch.Tensor) -> None:
+        if len(x) <= self._few:
+            linear.load(x.dtype)(x, by.weight, by.bias, out)
+        elif by.bias is None:
+            torch.mm(x, by.weight.t(), out=out)
+        else:
+            torch.addmm(by.bias, x, by.weight.t(), out=out)
+
+    def _room(self, count: int) -> dict[str, torch.Tensor]:
+        """Returns memory for ``count`` rows."""
+        if count > _KEPT_ROWS:
+            return self._layers.room(count)
+        if not self._kept or len(self._kept["normed"]) < count:
+            self._kept = self._layers.room(count)
+        return {name: memory[:count] for name, memory in self._kept.items()}

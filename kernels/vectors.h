@@ -1,0 +1,74 @@
+/* Vectors of fp32 numbers, and heads of a key or query as vectors. For files that are compiled with DIM, the dimension of a
+ * head, and BFLOAT16, 0 or 1: the dtype of the model. In GCC's vector extension (GCC 12 or newer; clang has it, too).
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
+
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8 /* AVX2 and NEON: wider vectors would be two or four registers each, and sums would not fit */
+#endif
+#define PARTS ((DIM + LANES - 1) / LANES)
+#define LOG2E 1.44269504f
+#define INFINITE __builtin_inff()
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+
+#if BFLOAT16
+typedef uint16_t number;
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+INLINE vec widen(halves x) { return (vec)(__builtin_convertvector(x, bits) << 16); }
+#else
+typedef float number;
+typedef vec halves;
+INLINE vec widen(vec x) { return x; }
+#endif
+
+/* Part i of a head's numbers; zeros behind its last. */
+INLINE vec part(const number *p, int i) {
+  halves x = {0};
+  int left = DIM - i * LANES;
+  memcpy(&x, p + i * LANES, sizeof(number) * (left < LANES ? left : LANES));
+  return widen(x);
+}
+
+INLINE vec load(const float *p) {
+  vec x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+/* a where it is larger than b, else b. */
+INLINE vec larger(vec a, vec b) {
+#ifdef __AVX512F__
+  return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined __AVX__
+  return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  ints m = a > b;
+  return (vec)(((ints)a & m) | ((ints)b & ~m));
+#endif
+}
+
+/* 2^x for x <= 0 to a relative error of 2e-7, and 0 below -126: 2^integer by the exponent's bits, the rest by its
+ * Taylor series. */
+INLINE vec power(vec x) {
+  const float round = 0x1.8p23f;
+  vec shifted = larger(x, (vec){0} - 127.0f) + round;
+  vec f = larger(x, (vec){0} - 127.0f) - (shifted - round);
+  vec y = 1.5403530e-4f * f + 1.3333558e-3f;
+  y = y * f + 9.6181291e-3f;
+  y = y * f + 5.5504109e-2f;
+  y = y * f + 2.4022651e-1f;
+  y = y * f + 6.9314718e-1f;
+  y = y * f + 1.0f;
+  return (vec)(((ints)y + ((ints)shifted << 23)) & (x > -126.0f));
+}
