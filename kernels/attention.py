@@ -99,7 +99,7 @@ class SpanCall(NamedTuple):
 
 
 class GatheredCalls(NamedTuple):
-    """Calls over some slots of one extent, which each layer copies into one memory before it attends to them.
+    """Calls over some slots of one extent, which are attended to as if they lay side by side (``attend`` copies them).
 
     ``mpic.kernels.gathered`` makes them of a chunk that a policy has cut into many spans.
 

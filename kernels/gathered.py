@@ -2,10 +2,11 @@
 
 Policies that choose tokens one by one (CacheBlend, A3, random ones) cut a chunk of some hundred tokens into dozens of
 spans. A call for each of them turns the queries of all later rows and merges their results, for a few keys at a time.
-From ``LEAST`` spans on, each layer copies a chunk's kept slots into one memory instead: rows behind the chunk see all
-of them in one call, and recomputed rows inside it see those that stand before them.
+From ``LEAST`` spans on, a chunk's kept slots are attended to as if they lay side by side: rows behind the chunk see all
+of them in one call, and recomputed rows inside it see those that stand before them. The kernel for blocks over all
+their spans reads the slots from a list (``block_spans.py``); for others each layer copies them into one memory.
 
-For one layer of a chunk of 576 tokens cut into 75 spans, with 75 rows inside it and 400 behind, that took 7.6 ms in
+With copies, one layer of a chunk of 576 tokens cut into 75 spans, with 75 rows inside it and 400 behind, took 7.6 ms in
 place of 102 ms (8 heads of 64, fp32, one core), and with 2 rows behind 3 ms in place of 20 ms.
 """
 
@@ -21,8 +22,8 @@ from mpic.kernels.attention import GatheredCalls, KVView, SpanCall
 from mpic.kernels.span import Span
 
 LEAST = 6
-"""Fewest spans of a chunk that are copied together: with two rows behind the chunk it is even at six. With hundreds it
-pays earlier, but few spans are calls that read the chunk where it lies."""
+"""Fewest spans of a chunk that are gathered: with copies and two rows behind the chunk it is even at six. With hundreds
+it pays earlier, but few spans are calls that read the chunk where it lies."""
 _TILE = 64
 """Rows inside a chunk that are attended together: enough to be worth a call, few enough to see much the same."""
 
@@ -52,7 +53,7 @@ def calls_over(
 def _gathered(seen: Sequence[tuple[int, Span[KVView]]], end: int) -> GatheredCalls:
     """Returns the calls of the step's rows up to ``end`` over a chunk's spans, each with the first row that sees it.
 
-    The slots are copied from the last one to the first, so that a row inside the chunk sees a suffix of the copy, as
+    The slots are listed from the last one to the first, so that a row inside the chunk sees a suffix of the list, as
     rows see a suffix of a span through a window (``SpanCall.visible``)."""
     spans, firsts = [span for _, span in seen], [row for row, _ in seen]
     source, device = spans[0].source, spans[0].source.data.device

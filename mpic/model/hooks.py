@@ -7,7 +7,7 @@ step with a dummy cache of MPIC, section 4.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -151,11 +151,15 @@ class Probe:
     """A forward of whole prompts that ends at ``layer`` and keeps that layer's queries, keys and values.
 
     Layers before it attend as in a full prefill of the rows of each prompt (``lengths``); nothing is written anywhere.
-    ``patterns`` has an entry per layer, ``blocks`` one per prompt: its rows ``[lo, hi)`` that attend to each other in
-    both directions.
+
+    Args:
+        layer_calls: makes the attention of a layer and its calls.
+        patterns: an entry for each layer.
+        blocks: of each prompt, its rows ``[lo, hi)`` that attend to each other in both directions.
     """
 
     layer: int
+    layer_calls: Callable[[int, list[SpanCall | GatheredCalls]], KindCalls]
     partial: Partial
     patterns: Sequence[Pattern]
     lengths: Sequence[int]
@@ -172,13 +176,13 @@ class Probe:
             self.queries, self.keys, self.values, self.scale = query[0], key[0], value[0], scale
             raise ProbeFinished
         fresh, pattern = KVView(torch.stack([key[0], value[0]])[None]), self.patterns[layer]
-        calls: list[SpanCall] = []
+        calls: list[SpanCall | GatheredCalls] = []
         start = 0
         for length, blocks in zip(self.lengths, self.blocks, strict=True):
             span = Span(fresh, start, start + length)
             calls += fresh_calls(pattern, start, np.arange(length), span, blocks=blocks)
             start += length
-        out = attend(query[0], calls, scale, self.partial, lambda base: None, extras=extras)
+        out = self.layer_calls(layer, calls).attend(query[0], 0, scale, self.partial, extras)
         return out[None].to(query.dtype)
 
 

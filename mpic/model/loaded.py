@@ -272,6 +272,10 @@ class LoadedModel:
             blocks = self.block_spans[kind].blocks(calls, facts.heads, facts.rotary.rotations, kv_heads)
         return hooks.KindCalls(calls, None, facts.rotary.rotation, kv_heads, blocks)
 
+    def layer_calls(self, layer: int, calls: list[SpanCall | GatheredCalls]) -> hooks.KindCalls:
+        """Returns the calls of blocks of rows over keys and values of one layer alone."""
+        return self.kind_calls(self.kind_of[layer], calls)
+
     # ---- one packed forward
 
     @torch.inference_mode()
@@ -318,7 +322,7 @@ class LoadedModel:
             The inputs of the layer's attention: queries ``[heads, T, head_dim]``, keys and values ``[kv_heads, T,
             head_dim]``, rotated at ``positions``.
         """
-        probe = hooks.Probe(layer, self.partial, self.patterns, lengths, blocks)
+        probe = hooks.Probe(layer, self.layer_calls, self.partial, self.patterns, lengths, blocks)
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         with contextlib.suppress(hooks.ProbeFinished):
             self.call(inputs, positions, probe, none)

@@ -171,9 +171,9 @@ class DenseLinker:
         return DenseLink(policy.name, rows, recorder.weights, *recorder.kv(), plan.places)
 
     def _recorder(self, rows: torch.Tensor, length: int) -> Recorder:
-        return Recorder(
-            -1, self.model.partial, self.model.patterns, [len(rows)], [()], index=rows, length=length
-        )
+        model = self.model
+        given = (model.layer_calls, model.partial, model.patterns, [len(rows)], [()])
+        return Recorder(-1, *given, index=rows, length=length)
 
     def moved(self, keys: torch.Tensor, base: int) -> torch.Tensor:
         """Returns ``keys [heads, n, head_dim]`` rotated on by ``base`` positions."""
