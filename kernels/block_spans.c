@@ -40,7 +40,7 @@ typedef struct {
   int64_t first, end, calls, calls_end;
 } Block;
 
-/* block_spans.py: _StepStruct. */
+/* block_spans.py: _BlocksStruct. */
 typedef struct {
   int64_t heads, kv_heads, half, interleaved, turned, threads, blocks; /* turned: first dimension that turns */
   const Call *call;
@@ -49,7 +49,7 @@ typedef struct {
   const float *cosine, *sine; /* [angles, half] */
 } Step;
 
-/* What a layer brings. `query` has numbers at [head * head_stride + row * row_stride + i]; `out [rows, heads, DIM]`. */
+/* What a layer brings (block_spans.py: _QueriesStruct). `query` has numbers at [head * head_stride + row * row_stride + i]; `out [rows, heads, DIM]`. */
 typedef struct {
   int64_t layer, head_stride, row_stride;
   const number *query;

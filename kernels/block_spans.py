@@ -43,7 +43,7 @@ _TASKS = 4
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
-class _StepStruct(ctypes.Structure):
+class _BlocksStruct(ctypes.Structure):
     """``Step`` of block_spans.c."""
 
     _fields_ = [
@@ -55,7 +55,7 @@ class _StepStruct(ctypes.Structure):
     ]
 
 
-class _LayerStruct(ctypes.Structure):
+class _QueriesStruct(ctypes.Structure):
     """``Layer`` of block_spans.c."""
 
     _fields_ = [
@@ -88,7 +88,7 @@ class BlockSpans:
         turn = rotations(list(bases)) if bases else None
         cosine, sine, interleaved, turned = turn or QueryRotation(torch.zeros(0, 0), torch.zeros(0, 0))
         self._kept += [table, blocks, order, cosine, sine]
-        self._step = _StepStruct(
+        self._step = _BlocksStruct(
             *(heads, of_kv, cosine.shape[1], interleaved, turned, torch.get_num_threads(), len(blocks)),
             *(t.ctypes.data for t in (table, blocks, order)),
             *(cosine.data_ptr(), sine.data_ptr()),
@@ -116,7 +116,7 @@ class BlockSpans:
         out = torch.empty(rows, heads, dim)
         sinks = None if extras.sinks is None else extras.sinks.float().contiguous()
         addresses = (q.data_ptr(), None if sinks is None else sinks.data_ptr(), out.data_ptr())
-        self._kernel.function(self._step, _LayerStruct(layer, q.stride(0), q.stride(1), *addresses, scale))
+        self._kernel.function(self._step, _QueriesStruct(layer, q.stride(0), q.stride(1), *addresses, scale))
         return out
 
     def _call(
@@ -255,7 +255,7 @@ def load(head_dim: int, dtype: torch.dtype) -> BlockSpanKernel:
     function = c_kernel.build(
         SOURCE, f"{head_dim}-{str(dtype).removeprefix('torch.')}", options
     ).attend_blocks
-    function.argtypes = [ctypes.POINTER(_StepStruct), ctypes.POINTER(_LayerStruct)]
+    function.argtypes = [ctypes.POINTER(_BlocksStruct), ctypes.POINTER(_QueriesStruct)]
     function.restype = None
     kernel = BlockSpanKernel(head_dim, dtype, function)
     _prove(kernel)

@@ -42,7 +42,7 @@ class BlockLayers:
     """
 
     def __init__(self, kernel: DecoderKernel, layers: DecoderLayers) -> None:
-        self._between, self._few = kernel.between, kernel.most_rows
+        self._function, self._few = kernel.between, kernel.most_rows
         self._layers, self._lock = layers, threading.Lock()
         self._kept: dict[str, torch.Tensor] = {}
 
@@ -86,7 +86,7 @@ class BlockLayers:
             ]
             for layer in range(len(layers.weights.layers)):
                 self._layer(layer, this, room, heads, attend)
-            self._between(layers.struct, this, BlockPart.LAST, layer)
+            self._between(this, BlockPart.LAST, layer)
         return out
 
     def _layer(
@@ -97,19 +97,22 @@ class BlockLayers:
         heads: list[torch.Tensor],
         attend: Attend,
     ) -> None:
-        weights, struct, count = self._layers.weights.layers[layer], self._layers.struct, this.rows
-        self._between(struct, this, BlockPart.BEFORE_ATTENTION, layer)
+        weights, count = self._layers.weights.layers[layer], this.rows
+        self._between(this, BlockPart.BEFORE_ATTENTION, layer)
         self._multiply(room["normed"], weights.query, room["query"])
         self._multiply(room["normed"], weights.key, room["key"])
         self._multiply(room["normed"], weights.value, room["value"])
-        self._between(struct, this, BlockPart.HEADS, layer)
+        self._between(this, BlockPart.HEADS, layer)
         attended = attend(layer, *heads).reshape(count, -1).to(self._layers.dtype)
         self._multiply(attended, weights.output, room["product"])
-        self._between(struct, this, BlockPart.BEFORE_GATE, layer)
+        self._between(this, BlockPart.BEFORE_GATE, layer)
         self._multiply(room["normed"], weights.gate, room["gate"])
         self._multiply(room["normed"], weights.up, room["up"])
-        self._between(struct, this, BlockPart.ACTIVATION, layer)
+        self._between(this, BlockPart.ACTIVATION, layer)
         self._multiply(room["gate"], weights.down, room["product"])
+
+    def _between(self, this: PassStruct, part: BlockPart, layer: int) -> None:
+        self._function(self._layers.struct, this, part, layer)
 
     def _multiply(self, x: torch.Tensor, by: Product, out: torch.Tensor) -> None:
         if len(x) <= self._few:

@@ -8,6 +8,7 @@ from engine_kit import TOKENS, assert_same, expected_of, family, ids, logits_of,
 from families import FEATURES
 
 from mpic.kernels.attention import GatheredCalls
+from mpic.kernels.block_spans import BlockSpanKernel
 from mpic.model import hooks
 from mpic.model.loaded import LoadedModel
 
@@ -25,14 +26,19 @@ CASES += [("llama", "cacheblend-25"), ("llama", "a3-25")]
 
 @pytest.fixture
 def gathered(monkeypatch) -> list[GatheredCalls]:
-    """The gathered calls that layers made."""
-    made, attend = [], hooks.attend
+    """The gathered calls that layers made, or that a kernel for all of a block's spans was given."""
+    made, attend, blocks = [], hooks.attend, BlockSpanKernel.blocks
 
     def watched(q, calls, *arguments, **named):
         made.extend(call for call in calls if isinstance(call, GatheredCalls))
         return attend(q, calls, *arguments, **named)
 
+    def watched_blocks(kernel, calls, *arguments, **named):
+        made.extend(call for call in calls if isinstance(call, GatheredCalls))
+        return blocks(kernel, calls, *arguments, **named)
+
     monkeypatch.setattr(hooks, "attend", watched)
+    monkeypatch.setattr(BlockSpanKernel, "blocks", watched_blocks)
     return made
 
 
@@ -48,6 +54,19 @@ def test_requests_in_one_step_or_in_many_give_the_oracles_answers(name, policy, 
         for stream, wanted in zip(streams, expected, strict=True):
             assert_same(logits_of(stream, TOKENS), wanted)
         assert gathered
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
+def test_layers_that_copy_the_slots_give_the_oracles_answers(name, make_engine, gathered):
+    loaded = family(name).loaded
+    loaded.choose_attention("cpu-flash")
+    try:
+        assert not loaded.block_spans
+        stream = submit(make_engine(name), PROMPTS[2], "random-30")
+        assert_same(logits_of(stream, TOKENS), expected_of(name, PROMPTS[2], "random-30"))
+    finally:
+        loaded.choose_attention("auto")
+    assert gathered
 
 
 @pytest.mark.parametrize("policy", ["mpic-8", "legolink-4", "block-1", "attnlink-6"])

@@ -90,8 +90,10 @@ def test_families_that_are_not_on_the_list_run_if_they_pass_the_self_test(build)
 def test_the_self_test_refuses_a_model_whose_shifts_are_wrong(monkeypatch):
     loaded = make_family("qwen2").loaded
     rotary = loaded.kinds[0].rotary
-    right = rotary.rotation
-    monkeypatch.setattr(rotary, "rotation", lambda base: right(base + 1) if base else None)
+    one, several = rotary.rotation, rotary.rotations
+    wrong = lambda base: base + 1 if base else 0
+    monkeypatch.setattr(rotary, "rotation", lambda base: one(wrong(base)))
+    monkeypatch.setattr(rotary, "rotations", lambda bases: several(list(map(wrong, bases))))
     with pytest.raises(ModelRefused, match="differ"):
         self_test(loaded)
 

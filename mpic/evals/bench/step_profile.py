@@ -19,8 +19,9 @@ from torch.profiler import profile as profiler
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.kernels.decoder import DecoderLayers
+from mpic.kernels.decoder_blocks import BlockLayers
 from mpic.kernels.linear import LinearKernel
-from mpic.model import hooks
+from mpic.model import fused_step, hooks
 
 STEP = "step"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -89,9 +90,9 @@ class _Products:
         self.operations = self.bytes = 0
 
     def counted(self, multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def product(kernel: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+        def product(kernel: Any, x: torch.Tensor, weight: torch.Tensor, *bias_and_out: Any) -> torch.Tensor:
             with record_function(MATRIX):
-                out = multiply(kernel, x, weight, bias)
+                out = multiply(kernel, x, weight, *bias_and_out)
             self.operations += 2 * out.numel() * weight.shape[1]
             self.bytes += x.nbytes + weight.nbytes + out.nbytes
             return out
@@ -110,6 +111,8 @@ def _marked(engine: NativeEngine, products: _Products) -> Iterator[None]:
         (engine.model, "forward", MODEL),
         (hooks, "_layer", ATTENTION),
         (DecoderLayers, "__call__", FUSED),
+        (fused_step, "_attend", ATTENTION),
+        (BlockLayers, "_between", OTHER),
     ]
     if engine.model.fused is None:  # a layer with another forward would not be fused
         layers = enumerate(engine.model.text_model.layers)
@@ -192,7 +195,7 @@ def _part(event: Any, around: str) -> str:
     name = event.name
     if name == STEP:
         return LOOP
-    if name in (ATTENTION, MATRIX, FUSED, MODEL, TABLES, SCHEDULING, RESULTS):
+    if name in (ATTENTION, MATRIX, FUSED, OTHER, MODEL, TABLES, SCHEDULING, RESULTS):
         return name
     if around not in (MODEL, MATRIX, OTHER):
         return around
