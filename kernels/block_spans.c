@@ -17,8 +17,7 @@
 #define WIDTH 2 /* 12 sums in 16 registers */
 #endif
 #define STRIP 6
-#define LOWEST 3e38f
-#define TILE 64
+#define TILE 64   /* keys */
 #define BLOCK 192 /* most rows of a task, in all heads of a group */
 #define PADDED (PARTS * LANES)
 #define COLUMNS (WIDTH * LANES)
@@ -49,7 +48,8 @@ typedef struct {
   const float *cosine, *sine; /* [angles, half] */
 } Step;
 
-/* What a layer brings (block_spans.py: _QueriesStruct). `query` has numbers at [head * head_stride + row * row_stride + i]; `out [rows, heads, DIM]`. */
+/* What a layer brings (block_spans.py: _QueriesStruct). `query` has numbers at [head * head_stride + row * row_stride + i];
+ * `out [rows, heads, DIM]`. */
 typedef struct {
   int64_t layer, head_stride, row_stride;
   const number *query;
@@ -185,7 +185,7 @@ INLINE void weigh(Work *w, int row, float *scores, float *fade) {
 #pragma GCC unroll 6
   for (int r = 0; r < STRIP; r++) {
     now[r] = largest(now[r]);
-    base[r] = larger(now[r], (vec){0} - LOWEST); /* a row that has seen nothing yet has no maximum */
+    base[r] = larger(now[r], (vec){0} - 3e38f); /* a row that has seen nothing yet has no maximum */
     change[r] = w->most[row + r] - base[r][0];
     w->most[row + r] = now[r][0];
   }
