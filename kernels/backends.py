@@ -32,7 +32,9 @@ def backend(device: torch.device, dtype: torch.dtype) -> tuple[str, Partial]:
     return "reference", reference.partial
 
 
-def single_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[StreamKernel | None, str]:
+def single_rows(
+    device: torch.device, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None
+) -> tuple[StreamKernel | None, str]:
     """Returns a kernel for single rows, if the device has one, or None and the reason ("" where none exists for the
     device)."""
     from mpic.kernels import stream
@@ -40,7 +42,7 @@ def single_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> tupl
     if device.type != "cpu":
         return None, ""
     try:
-        return stream.load(head_dim, dtype), ""
+        return stream.load(head_dim, dtype, kv_dtype), ""
     except stream.KernelUnavailable as error:
         return None, str(error)
 
@@ -61,7 +63,7 @@ def row_blocks(
 
 
 def block_spans(
-    device: torch.device, dtype: torch.dtype, dims: Sequence[int]
+    device: torch.device, dtype: torch.dtype, dims: Sequence[int], kv_dtype: torch.dtype | None = None
 ) -> tuple[list[BlockSpanKernel], str]:
     """Returns a kernel for blocks of rows over all their spans for each of some head dimensions, or none and the reason
     ("" where none exists for the device)."""
@@ -70,6 +72,6 @@ def block_spans(
     if device.type != "cpu":
         return [], ""
     try:
-        return [block_spans.load(dim, dtype) for dim in dims], ""
+        return [block_spans.load(dim, dtype, kv_dtype) for dim in dims], ""
     except block_spans.KernelUnavailable as error:
         return [], str(error)

@@ -25,7 +25,7 @@
 /* A row of the table that block_spans.py: BlockSpans fills. Addresses are of layer 0 and key head 0; distances count
  * numbers. */
 typedef struct {
-  const number *keys, *values;
+  const kept *keys, *values;
   int64_t layer, head, token;  /* distances */
   int64_t first, end;          /* rows of the step */
   int64_t tokens, causal;      /* with `causal` row `first + i` sees i + 1 of them */
@@ -97,14 +97,14 @@ INLINE void transpose(vec *a) {
 }
 
 /* Tokens [first, first + count) of a call to the tile; behind them come zeros. */
-static void pack(Work *w, const Call *c, const number *keys, const number *values, int64_t first, int count) {
+static void pack(Work *w, const Call *c, const kept *keys, const kept *values, int64_t first, int count) {
   for (int t = 0; t < TILE; t += LANES)
     for (int i = 0; i < PARTS; i++) {
       vec a[LANES] = {{0}};
       for (int j = 0; j < LANES && t + j < count; j++) {
         const int64_t slot = c->slots ? c->slots[first + t + j] : first + t + j;
-        a[j] = part(keys + slot * c->token, i);
-        store(w->values + (t + j) * PADDED + i * LANES, part(values + slot * c->token, i));
+        a[j] = kept_part(keys + slot * c->token, i);
+        store(w->values + (t + j) * PADDED + i * LANES, kept_part(values + slot * c->token, i));
       }
       transpose(a);
 #pragma GCC unroll 16

@@ -40,7 +40,6 @@ MOST_ROWS, _LEAST_ROWS = 192, 48
 """Rows of a task, in all heads of a group: ``BLOCK`` of the C file, and so many that packing a tile of keys pays."""
 _TASKS = 4
 """Tasks that each thread should have, so that threads end together."""
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _BlocksStruct(ctypes.Structure):
@@ -190,12 +189,12 @@ def _blocks(
 
 
 class BlockSpanKernel:
-    """The kernel for one head dimension and dtype; ``load`` makes it."""
+    """The kernel for one head dimension, dtype of queries and dtype of keys and values; ``load`` makes it."""
 
     name = "cpu-block-spans"
 
-    def __init__(self, head_dim: int, dtype: torch.dtype, function: Any) -> None:
-        self.head_dim, self.dtype, self.function = head_dim, dtype, function
+    def __init__(self, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, function: Any) -> None:
+        self.head_dim, self.dtype, self.kv_dtype, self.function = head_dim, dtype, kv_dtype, function
 
     def __repr__(self) -> str:
         return f"{self.name} for head_dim {self.head_dim} {self.dtype}"
@@ -226,7 +225,7 @@ class BlockSpanKernel:
         _, parts, kv_heads, slots, dim = kv.shape
         if part is not None and part <= kv_heads and self.head_dim <= dim:
             kv_heads, dim = part, self.head_dim
-        fits = (dim, kv.dtype, kv.stride(4), kv.device.type) == (self.head_dim, self.dtype, 1, "cpu")
+        fits = (dim, kv.dtype, kv.stride(4), kv.device.type) == (self.head_dim, self.kv_dtype, 1, "cpu")
         fits = fits and parts in (1, 2) and not heads % kv_heads and heads // kv_heads <= MOST_ROWS
         fits = fits and 0 <= span.lo < span.hi <= (slots if listed is None else listed)
         rows = call.rows.stop - call.rows.start
@@ -241,23 +240,23 @@ class BlockSpanKernel:
 
 
 @functools.cache
-def load(head_dim: int, dtype: torch.dtype) -> BlockSpanKernel:
+def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> BlockSpanKernel:
     """Builds the kernel, or takes it from the cache folder, and proves it on a small example.
+
+    Args:
+        kv_dtype: of keys and values; None: that of the queries.
 
     Raises:
         KernelUnavailable: with the reason.
     """
-    if dtype not in _DTYPES:
-        raise KernelUnavailable(f"it reads float32 and bfloat16, not {str(dtype).removeprefix('torch.')}")
+    kv_dtype = kv_dtype or dtype
+    name, options = c_kernel.variant(head_dim, dtype, kv_dtype)
     if head_dim > LARGEST:
         raise KernelUnavailable(f"it takes heads of up to {LARGEST} dimensions, not {head_dim}")
-    options = [f"-DDIM={head_dim}", f"-DBFLOAT16={_DTYPES[dtype]}"]
-    function = c_kernel.build(
-        SOURCE, f"{head_dim}-{str(dtype).removeprefix('torch.')}", options
-    ).attend_blocks
+    function = c_kernel.build(SOURCE, name, options).attend_blocks
     function.argtypes = [ctypes.POINTER(_BlocksStruct), ctypes.POINTER(_QueriesStruct)]
     function.restype = None
-    kernel = BlockSpanKernel(head_dim, dtype, function)
+    kernel = BlockSpanKernel(head_dim, dtype, kv_dtype, function)
     _prove(kernel)
     return kernel
 
@@ -272,7 +271,7 @@ def _prove(kernel: BlockSpanKernel) -> None:
     generator = torch.Generator().manual_seed(0)
     dim, rows, others = kernel.head_dim, 70, 130
     q = torch.randn(4, rows, dim, generator=generator).to(kernel.dtype)
-    kv = torch.randn(1, 2, 2, rows + others, dim, generator=generator).to(kernel.dtype)
+    kv = torch.randn(1, 2, 2, rows + others, dim, generator=generator).to(kernel.kv_dtype)
     half = dim // 2
     angle = torch.rand(half, generator=generator)
     turn = QueryRotation(angle.cos()[None], angle.sin()[None])

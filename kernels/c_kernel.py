@@ -34,6 +34,23 @@ class KernelUnavailable(Exception):
     """A kernel cannot run here; the message says why."""
 
 
+def variant(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[str, list[str]]:
+    """Returns the name and the options of a kernel of attention for queries of one dtype over keys and values of
+    another (``vectors.h``).
+
+    Raises:
+        KernelUnavailable: it reads other dtypes.
+    """
+    name, kept = (str(one).removeprefix("torch.") for one in (dtype, kv_dtype))
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise KernelUnavailable(f"it reads float32 and bfloat16, not {name}")
+    half = kv_dtype is torch.float16
+    if not half and kv_dtype is not dtype:
+        raise KernelUnavailable(f"it reads keys and values in {name} or float16, not {kept}")
+    options = [f"-DDIM={head_dim}", f"-DBFLOAT16={int(dtype is torch.bfloat16)}", f"-DHALF_KV={int(half)}"]
+    return f"{head_dim}-{name}" + ("-half" if half else ""), options
+
+
 def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:
     """Loads what the compiler makes of a C file, which it does the first time only.
 

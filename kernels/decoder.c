@@ -42,7 +42,7 @@ typedef struct {
   int64_t rows, threads;
   number *state, *out;        /* [rows, hidden] inputs of the first layer, overwritten; results */
   const float *cosine, *sine; /* [rows, half] */
-  number *memory;
+  kept *memory;
   const int64_t *slots;  /* [layers, 2, kv_heads, rows] where keys and values go, in heads from the memory's begin */
   const int64_t *places; /* or [rows, 4]: address of layer 0 and key head 0 (0: not written), and distances to the next
                           * layer, from keys to values and to the next head, in numbers */
@@ -124,11 +124,11 @@ static void turn(const Decoder *d, const Pass *p, int64_t row, number *restrict 
 }
 
 /* Where a row's numbers of a layer go, of its key heads (`kv` from 0) and value heads (from kv_heads); null: nowhere. */
-INLINE number *place_of(const Decoder *d, const Pass *p, int64_t number_of_layer, int64_t kv, int64_t row) {
+INLINE kept *place_of(const Decoder *d, const Pass *p, int64_t number_of_layer, int64_t kv, int64_t row) {
   if (!p->places) return p->memory + p->slots[(number_of_layer * 2 * d->kv_heads + kv) * p->rows + row] * DIM;
   const int64_t *at = p->places + 4 * row, is_value = kv >= d->kv_heads;
   if (!at[0]) return 0;
-  return (number *)at[0] + number_of_layer * at[1] + is_value * at[2] + (kv - is_value * d->kv_heads) * at[3];
+  return (kept *)at[0] + number_of_layer * at[1] + is_value * at[2] + (kv - is_value * d->kv_heads) * at[3];
 }
 
 /* Norms and rotation of a layer's queries and keys; keys and values go to their slots. */
@@ -146,8 +146,8 @@ static void place_heads(const Decoder *d, const Pass *p, int64_t number_of_layer
       if (norm) normalize(own, 0, norm, DIM, d->head_epsilon, own);
       turn(d, p, row, own);
     }
-    number *to = kv < 0 ? 0 : place_of(d, p, number_of_layer, kv, row);
-    if (to) memcpy(to, own, sizeof(number) * DIM);
+    kept *to = kv < 0 ? 0 : place_of(d, p, number_of_layer, kv, row);
+    if (to) keep_head(to, own);
   }
 }
 

@@ -13,7 +13,7 @@ import ctypes
 import functools
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -99,23 +99,23 @@ class DecoderLayers:
     """The layers of one model; made by ``DecoderKernel.decoder``.
 
     Args:
-        function: ``decode`` of decoder.c.
         half: pairs of dimensions ``(i, i + half)`` of a head that turn.
 
     Raises:
         ValueError: weights of other dtypes or devices, or of sizes that do not fit together.
     """
 
-    def __init__(self, function: Any, head_dim: int, weights: DecoderWeights, half: int) -> None:
+    def __init__(self, kernel: DecoderKernel, weights: DecoderWeights, half: int) -> None:
         first = weights.layers[0]
         self._inner, self._hidden = first.gate.weight.shape
-        self._heads, self._kv_heads = (len(p.weight) // head_dim for p in (first.query, first.key))
-        self.head_dim, self.dtype = head_dim, first.before_attention.dtype
+        self.head_dim, self._kv_dtype = kernel.head_dim, kernel.kv_dtype
+        self._heads, self._kv_heads = (len(p.weight) // self.head_dim for p in (first.query, first.key))
+        self.dtype = first.before_attention.dtype
         self.weights, self._half = weights, half  # kept alive, because C holds their addresses
         self._refuse(weights)
         table = [[0 if w is None else w.data_ptr() for w in layer.flat] for layer in weights.layers]
         self._table = np.array(table, dtype=np.int64)
-        self._function = function
+        self._function = kernel.decode
         self.struct = DecoderStruct(
             *(len(table), self._hidden, self._heads, self._kv_heads, self._inner, half),
             *(self._table.ctypes.data, weights.last_norm.data_ptr()),
@@ -150,7 +150,7 @@ class DecoderLayers:
         fits = (
             self.takes(state, cosine, sine)
             and count == writes.count == len(rows.rows)
-            and writes.memory.dtype is self.dtype
+            and writes.memory.dtype is self._kv_dtype
         )
         slots = len(self.weights.layers), 2 * self._kv_heads * count
         if not fits or writes.index.shape != slots or writes.memory.shape[1] != self.head_dim:
@@ -219,7 +219,7 @@ class DecoderLayers:
 
 
 class DecoderKernel:
-    """The kernel for one head dimension and dtype; ``load`` makes it.
+    """The kernel for one head dimension, dtype and dtype of keys and values; ``load`` makes it.
 
     Args:
         most_rows: up to how many rows its products are faster than torch's (``linear.MOST_ROWS``).
@@ -227,29 +227,34 @@ class DecoderKernel:
 
     name = "cpu-decoder"
 
-    def __init__(self, head_dim: int, library: ctypes.CDLL, most_rows: int) -> None:
-        self.head_dim, self.most_rows = head_dim, most_rows
-        self._function, self.between = library.decode, library.between
+    def __init__(self, head_dim: int, kv_dtype: torch.dtype, library: ctypes.CDLL, most_rows: int) -> None:
+        self.head_dim, self.kv_dtype, self.most_rows = head_dim, kv_dtype, most_rows
+        self.decode, self.between = library.decode, library.between
         structs = [ctypes.POINTER(DecoderStruct), ctypes.POINTER(PassStruct)]
-        self._function.argtypes, self.between.argtypes = structs, [*structs, _I64, _I64]
-        self._function.restype = self.between.restype = None
+        self.decode.argtypes, self.between.argtypes = structs, [*structs, _I64, _I64]
+        self.decode.restype = self.between.restype = None
 
     def decoder(self, weights: DecoderWeights, half: int) -> DecoderLayers:
         """Returns the layers of a model; see ``DecoderLayers``."""
-        return DecoderLayers(self._function, self.head_dim, weights, half)
+        return DecoderLayers(self, weights, half)
 
 
 @functools.cache
-def load(head_dim: int, dtype: torch.dtype) -> DecoderKernel:
+def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> DecoderKernel:
     """Builds the kernel, or takes it from the cache folder. The kernels that it is made of have proved themselves;
     whether it computes what a model does is proved with the model (``mpic.model.fused_proof``).
+
+    Args:
+        kv_dtype: of keys and values; None: the model's.
 
     Raises:
         KernelUnavailable: with the reason.
     """
+    kv_dtype = kv_dtype or dtype
     most_rows = linear.load(dtype).most_rows
-    stream.load(head_dim, dtype)
+    stream.load(head_dim, dtype, kv_dtype)
     how, options = linear.variant(dtype)
-    name = f"{head_dim}-{how.replace(' ', '-')}"
-    options = [*options, f"-DSECTION={stream.SECTION}", f"-DDIM={head_dim}"]
-    return DecoderKernel(head_dim, c_kernel.build(SOURCE, name, options), most_rows)
+    name, kinds = c_kernel.variant(head_dim, dtype, kv_dtype)
+    options = [*options, *kinds, f"-DSECTION={stream.SECTION}"]
+    built = c_kernel.build(SOURCE, f"{name}-{how.replace(' ', '-')}", options)
+    return DecoderKernel(head_dim, kv_dtype, built, most_rows)

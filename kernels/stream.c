@@ -7,7 +7,7 @@
  * result does not depend on the number of threads.
  *
  * stream.py compiles this file for the machine it runs on and the shape of the model: DIM is the head's dimension,
- * BFLOAT16 is 0 or 1. It is written in GCC's vector extension and needs GCC 12 or newer (clang has the same extension
+ * BFLOAT16 and HALF_KV are 0 or 1. It is written in GCC's vector extension and needs GCC 12 or newer (clang has the same extension
  * and has not been tried) and OpenMP.
  */
 #include "vectors.h"
@@ -19,11 +19,11 @@
 #endif
 #define TILE 4                   /* most queries that go over a section together */
 #define SLOT (DIM + 2)           /* floats of a partial: values, maximum (base 2), sum */
-#define AHEAD (3072 / (DIM * (int)sizeof(number)) + 1) /* tokens between what is asked for and what is used */
+#define AHEAD (3072 / (DIM * (int)sizeof(kept)) + 1) /* tokens between what is asked for and what is used */
 
 /* A row of the table that stream.py: StreamRows fills. Addresses are of layer 0 and key head 0; distances count numbers. */
 typedef struct {
-  const number *keys, *values;
+  const kept *keys, *values;
   int64_t layer, head, token; /* distances */
   int64_t tokens;         /* 1 to SECTION */
   int64_t first, readers; /* partials [first, first + readers) are its */
@@ -43,9 +43,9 @@ typedef struct {
 } Step;
 
 /* Ask for a head's numbers before they are needed. */
-INLINE void fetch(const number *p) {
+INLINE void fetch(const kept *p) {
 #pragma GCC unroll 32
-  for (int i = 0; i < DIM * (int)sizeof(number); i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
+  for (int i = 0; i < DIM * (int)sizeof(kept); i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
 }
 
 #define FOLD(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -84,32 +84,32 @@ INLINE vec sums(vec *a) {
 INLINE int64_t token_at(const int listed, const int32_t *slots, int i) { return listed ? slots[i] : i; }
 
 /* Scores of LANES / rows tokens from `slot` on for `rows` queries, [token, row]. Tokens behind `last` repeat it. */
-INLINE vec products(const int rows, const int listed, const number *keys, int64_t stride, const int32_t *slots,
-                    int slot, int last, const number *soon, const float *query) {
+INLINE vec products(const int rows, const int listed, const kept *keys, int64_t stride, const int32_t *slots,
+                    int slot, int last, const kept *soon, const float *query) {
   vec sum[LANES];
 #pragma GCC unroll 16
   for (int j = 0; j < LANES / rows; j++) {
-    const number *key = keys + stride * token_at(listed, slots, slot + (j < last ? j : last));
+    const kept *key = keys + stride * token_at(listed, slots, slot + (j < last ? j : last));
     fetch(soon + stride * j);
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) sum[j * rows + r] = part(key, 0) * load(query + r * PARTS * LANES);
+    for (int r = 0; r < rows; r++) sum[j * rows + r] = kept_part(key, 0) * load(query + r * PARTS * LANES);
 #pragma GCC unroll 32
     for (int i = 1; i < PARTS; i++)
 #pragma GCC unroll 4
-      for (int r = 0; r < rows; r++) sum[j * rows + r] += part(key, i) * load(query + (r * PARTS + i) * LANES);
+      for (int r = 0; r < rows; r++) sum[j * rows + r] += kept_part(key, i) * load(query + (r * PARTS + i) * LANES);
   }
   return sums(sum);
 }
 
 /* Parts [from, from + width) of the values, weighted by `scores [tokens, rows]`. */
-INLINE void weighted(const int rows, const int listed, const int from, const int width, const number *values,
+INLINE void weighted(const int rows, const int listed, const int from, const int width, const kept *values,
                      int64_t stride, const int32_t *slots, int tokens, const float *scores, float *const *out) {
   vec sum[ACCUMULATORS] = {{0}};
   for (int j = 0; j < tokens; j++) {
     fetch(values + stride * (token_at(listed, slots, j) + AHEAD));
 #pragma GCC unroll 16
     for (int i = 0; i < width; i++) {
-      vec v = part(values + stride * token_at(listed, slots, j), from + i);
+      vec v = kept_part(values + stride * token_at(listed, slots, j), from + i);
 #pragma GCC unroll 4
       for (int r = 0; r < rows; r++) sum[r * width + i] += v * scores[j * rows + r];
     }
@@ -129,7 +129,7 @@ static __attribute__((noinline)) void capped(float *scores, int n, float cap) {
 }
 
 /* `rows` queries (a constant: 1, 2 or 4) over one section. `query [rows, PARTS * LANES]`; `out[r]` is a SLOT. */
-INLINE void tile(const int rows, const int listed, const number *keys, const number *values, int64_t stride,
+INLINE void tile(const int rows, const int listed, const kept *keys, const kept *values, int64_t stride,
                  const int32_t *slots, int tokens, const float *query, float cap, float *const *out) {
   const int step = LANES / rows; /* tokens whose scores fill a vector */
   const int padded = (tokens + step - 1) / step * step;
@@ -137,7 +137,7 @@ INLINE void tile(const int rows, const int listed, const number *keys, const num
   for (int slot = 0; slot < padded; slot += step) {
     const int ahead = slot + AHEAD;
     const int64_t first = token_at(listed, slots, 0), there = token_at(listed, slots, slot) + AHEAD;
-    const number *soon = ahead < tokens ? keys + stride * there : values + stride * (first + ahead - tokens);
+    const kept *soon = ahead < tokens ? keys + stride * there : values + stride * (first + ahead - tokens);
     vec s = slot + step <= tokens
                 ? products(rows, listed, keys, stride, slots, slot, step, soon, query)
                 : products(rows, listed, keys, stride, slots, slot, tokens - slot - 1, soon, query);
@@ -169,7 +169,7 @@ INLINE void tile(const int rows, const int listed, const number *keys, const num
 }
 
 #define TILE_OF(rows)                                                                                             \
-  static void tile##rows(const number *k, const number *v, int64_t stride, const int32_t *slots, int n,           \
+  static void tile##rows(const kept *k, const kept *v,     int64_t stride, const int32_t *slots, int n,           \
                          const float *q, float cap, float *const *out) {                                          \
     if (slots)                                                                                                    \
       tile(rows, 1, k, v, stride, slots, n, q, cap, out);                                                         \
@@ -202,7 +202,7 @@ static void rotated(const Step *step, const number *from, int64_t partial, float
 static void task(const Step *step, const Section *section, int64_t layer, int64_t kv_head, const number *query,
                  int64_t head_stride, int64_t row_stride, float scale, float cap) {
   const int64_t offset = layer * section->layer + kv_head * section->head;
-  const number *keys = section->keys + offset, *values = section->values + offset;
+  const kept *keys = section->keys + offset, *values = section->values + offset;
   const int64_t group = step->heads / step->kv_heads, queries = section->readers * group;
   for (int64_t done = 0; done < queries;) {
     const int64_t left = queries - done, rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;

@@ -36,7 +36,6 @@ SECTION = 512
 
 _COUNT = 5
 """Column of a section's number of tokens."""
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _StepStruct(ctypes.Structure):
@@ -155,12 +154,14 @@ def _sections(span: SharedSpan, slots: np.ndarray | None) -> Iterator[tuple[int,
 
 
 class StreamKernel:
-    """The kernel for one head dimension and dtype; ``load`` makes it."""
+    """The kernel for one head dimension, dtype of queries and dtype of keys and values; ``load`` makes it."""
 
     name = "cpu-stream"
 
-    def __init__(self, head_dim: int, dtype: torch.dtype, library: ctypes.CDLL) -> None:
-        self.head_dim, self.dtype = head_dim, dtype
+    def __init__(
+        self, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, library: ctypes.CDLL
+    ) -> None:
+        self.head_dim, self.dtype, self.kv_dtype = head_dim, dtype, kv_dtype
         self.function = library.attend
         i64, address = ctypes.c_int64, ctypes.c_void_p
         step = ctypes.POINTER(_StepStruct)
@@ -193,7 +194,7 @@ class StreamKernel:
         _, parts, kv_heads, slots, dim = kv.shape
         if part is not None and part <= kv_heads and self.head_dim <= dim:
             kv_heads, dim = part, self.head_dim
-        readable = (dim, kv.dtype, kv.stride(4)) == (self.head_dim, self.dtype, 1)
+        readable = (dim, kv.dtype, kv.stride(4)) == (self.head_dim, self.kv_dtype, 1)
         if not readable or parts not in (1, 2) or not 0 <= span.lo < span.hi <= slots or heads % kv_heads:
             raise ValueError(
                 f"{self} cannot read a span {tuple(kv.shape)} {kv.dtype} of slots {span.lo} to {span.hi} "
@@ -202,17 +203,19 @@ class StreamKernel:
 
 
 @functools.cache
-def load(head_dim: int, dtype: torch.dtype) -> StreamKernel:
+def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> StreamKernel:
     """Builds the kernel, or takes it from the cache folder, and proves it on a small example.
+
+    Args:
+        kv_dtype: of keys and values; None: that of the queries.
 
     Raises:
         KernelUnavailable: the kernel cannot be built or is wrong; the message says why.
     """
-    if dtype not in _DTYPES:
-        raise KernelUnavailable(f"it reads float32 and bfloat16, not {str(dtype).removeprefix('torch.')}")
-    options = [f"-DSECTION={SECTION}", f"-DDIM={head_dim}", f"-DBFLOAT16={_DTYPES[dtype]}"]
-    name = f"{head_dim}-{str(dtype).removeprefix('torch.')}"
-    kernel = StreamKernel(head_dim, dtype, c_kernel.build(SOURCE, name, options))
+    kv_dtype = kv_dtype or dtype
+    name, options = c_kernel.variant(head_dim, dtype, kv_dtype)
+    built = c_kernel.build(SOURCE, name, [f"-DSECTION={SECTION}", *options])
+    kernel = StreamKernel(head_dim, dtype, kv_dtype, built)
     _prove(kernel)
     return kernel
 
@@ -225,7 +228,7 @@ def _prove(kernel: StreamKernel) -> None:
         KernelUnavailable: the results differ.
     """
     generator = torch.Generator().manual_seed(0)
-    kv = torch.randn(1, 2, 2, SECTION + 3, kernel.head_dim, generator=generator).to(kernel.dtype)
+    kv = torch.randn(1, 2, 2, SECTION + 3, kernel.head_dim, generator=generator).to(kernel.kv_dtype)
     q = torch.randn(14, 1, kernel.head_dim, generator=generator).to(kernel.dtype)
     angle = torch.linspace(0, 3, kernel.head_dim // 2)
     turn = QueryRotation(angle.cos()[None], angle.sin()[None])

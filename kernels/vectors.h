@@ -1,5 +1,6 @@
 /* Vectors of fp32 numbers, and heads of a key or query as vectors. For files that are compiled with DIM, the dimension of a
- * head, and BFLOAT16, 0 or 1: the dtype of the model. In GCC's vector extension (GCC 12 or newer; clang has it, too).
+ * head; BFLOAT16, 0 or 1: the dtype of the model (`number`); and HALF_KV, 1 where keys and values are kept in fp16, else 0
+ * (`kept`). In GCC's vector extension (GCC 12 or newer; clang has it, too).
  */
 #include <math.h>
 #include <stdint.h>
@@ -39,6 +40,43 @@ INLINE vec part(const number *p, int i) {
   memcpy(&x, p + i * LANES, sizeof(number) * (left < LANES ? left : LANES));
   return widen(x);
 }
+
+#if HALF_KV
+typedef uint16_t kept;
+typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
+#if defined __AVX512F__
+INLINE vec wide_kept(shorts x) { return (vec)_mm512_cvtph_ps((__m256i)x); }
+INLINE shorts narrow_kept(vec x) { return (shorts)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
+#elif defined __F16C__
+INLINE vec wide_kept(shorts x) { return (vec)_mm256_cvtph_ps((__m128i)x); }
+INLINE shorts narrow_kept(vec x) { return (shorts)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
+#else
+typedef _Float16 fp16s __attribute__((vector_size(2 * LANES)));
+INLINE vec wide_kept(shorts x) { return __builtin_convertvector((fp16s)x, vec); }
+INLINE shorts narrow_kept(vec x) { return (shorts)__builtin_convertvector(x, fp16s); }
+#endif
+
+/* Part i of a key's or value's numbers; zeros behind its last. */
+INLINE vec kept_part(const kept *p, int i) {
+  shorts x = {0};
+  int left = DIM - i * LANES;
+  memcpy(&x, p + i * LANES, sizeof(kept) * (left < LANES ? left : LANES));
+  return wide_kept(x);
+}
+
+/* A head's numbers to where they are kept. */
+INLINE void keep_head(kept *to, const number *from) {
+  for (int i = 0; i < PARTS; i++) {
+    const shorts x = narrow_kept(part(from, i));
+    int left = DIM - i * LANES;
+    memcpy(to + i * LANES, &x, sizeof(kept) * (left < LANES ? left : LANES));
+  }
+}
+#else
+typedef number kept;
+INLINE vec kept_part(const kept *p, int i) { return part(p, i); }
+INLINE void keep_head(kept *to, const number *from) { memcpy(to, from, sizeof(number) * DIM); }
+#endif
 
 INLINE vec load(const float *p) {
   vec x;

@@ -52,4 +52,5 @@ class RowWrites:
         both = k[None] if self._parts == 1 else torch.stack([k, v])
         if self.count != k.shape[1]:  # otherwise they are all there are, in order
             both = both.index_select(2, self._rows)
-        self.memory.index_copy_(0, self._of_layer[layer], both.reshape(-1, both.shape[-1]))
+        rows = both.reshape(-1, both.shape[-1]).to(self.memory.dtype)
+        self.memory.index_copy_(0, self._of_layer[layer], rows)

@@ -30,12 +30,12 @@ needs_fused = pytest.mark.skipif(
 )
 
 
-def loaded_model(name="llama", dtype=torch.float32, text=None, model=None):
+def loaded_model(name="llama", dtype=torch.float32, text=None, model=None, kv_dtype=None):
     model = make_model(name, text=text)[0] if model is None else model
     with torch.no_grad():
         for parameter in model.parameters():  # else biases are zero, and weights of norms one
             if parameter.ndim == 1 and parameter.is_floating_point():
                 parameter.add_(torch.randn(parameter.shape).to(parameter.dtype) / 3)
-    loaded = LoadedModel(model.to(dtype), None, name)
+    loaded = LoadedModel(model.to(dtype), None, name, kv_dtype)
     use_fused_step(loaded)
     return loaded

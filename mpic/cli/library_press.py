@@ -91,6 +91,7 @@ def _load(settings: EngineConfig, press: Press) -> LoadedModel:
         settings.model,
         device=settings.device,
         dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
         quantize=settings.quantize,
         trust_remote_code=settings.trust_remote_code,
     )

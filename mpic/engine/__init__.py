@@ -63,6 +63,7 @@ def _load_native(config: EngineConfig, store: ChunkStore | None, proofs: Proofs 
         config.model,
         device=config.device,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         quantize=config.quantize,
         trust_remote_code=config.trust_remote_code,
         proofs=proofs,

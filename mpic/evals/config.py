@@ -1,12 +1,12 @@
 """The configuration of ``mpic eval run``: one TOML file, of which ``mpic eval example`` prints one (``cli.EXAMPLE``).
 
 In addition to the options in the example there are ``title`` (of the report; left out: the model's name), ``at_once``
-(questions in flight; more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype``, ``quantize``
-(``int8``, ``int4``), ``packet`` (an adapter's file instead of the one beside the model), and ``pressed`` with
-``presses``: policies that are asked over chunks under each of those presses (``mpic-16+snapkv-50``; it may stand among
-the policies, as ``single`` may: ``mpic.evals.single``). ``generation`` (1 or 2) says how large the images and documents
-of the generated world are; left out: 2 for a model with 8,192 tokens of context or more, else 1; a hub id is taken to
-have them.
+(questions in flight; more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype``, ``kv_dtype``,
+``quantize`` (``int8``, ``int4``), ``packet`` (an adapter's file instead of the one beside the model), and ``pressed``
+with ``presses``: policies that are asked over chunks under each of those presses (``mpic-16+snapkv-50``; it may stand
+among the policies, as ``single`` may: ``mpic.evals.single``). ``generation`` (1 or 2) says how large the images and
+documents of the generated world are; left out: 2 for a model with 8,192 tokens of context or more, else 1; a hub id is
+taken to have them.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class EvalConfig:
     title: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     quantize: str = ""
     packet: str = ""
     generation: int | None = None
@@ -179,6 +180,8 @@ class EvalConfig:
         kept = {"model": _identity(self.model), "seed": self.seed, "dtype": self.dtype}
         if self.quantize:
             kept["quantize"] = self.quantize
+        if self.kv_dtype != "auto":
+            kept["kv_dtype"] = self.kv_dtype
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -107,6 +107,7 @@ class Evaluator:
             model=config.model,
             device=config.device,
             dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
             quantize=config.quantize,
             packet=config.packet,
         )

@@ -46,22 +46,25 @@ def choose(
     layers: Sequence[LayerFacts],
     device: torch.device,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> AttentionChoice:
     """Returns the implementations of a name, or those that are best here (``auto``).
 
     Raises:
-        ModelRefused: it is not available for this device and dtype.
+        ModelRefused: it is not available for this device and these dtypes.
     """
     own, partial = backend(device, dtype)
     choices = [
         AttentionChoice(own, own, partial),
         AttentionChoice("reference", "reference", reference.partial),
     ]
-    found = [single_rows(device, dtype, kind.dim) for kind in kinds]
+    found = [single_rows(device, dtype, kind.dim, kv_dtype) for kind in kinds]
     reason = next((f"no cpu-stream: {reason}" for _, reason in found if reason), "")
     streams = [stream for stream, _ in found if stream is not None]
     if len(streams) == len(kinds):
-        choices.insert(0, _compiled(choices[0], streams, kinds, layers, device, dtype))
+        choices.insert(0, _compiled(choices[0], streams, kinds, layers, device, dtype, kv_dtype))
+    if kv_dtype is not dtype:
+        choices = [_other_kv(choices[0], device, dtype, kv_dtype, reason)]
     for choice in choices:
         if name in ("auto", choice.name):
             return choice._replace(note=reason)
@@ -72,6 +75,23 @@ def choose(
     )
 
 
+def _other_kv(
+    choice: AttentionChoice, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, reason: str
+) -> AttentionChoice:
+    """Returns a choice whose kernels read keys and values in another dtype than the model's.
+
+    Raises:
+        ModelRefused: there are none.
+    """
+    kept, own = (str(one).removeprefix("torch.") for one in (kv_dtype, dtype))
+    if device.type != "cpu" or dtype is not torch.float32:
+        raise ModelRefused(f"kv_dtype {kept} is for models in float32 on the CPU, not in {own} on {device}")
+    if not choice.spans:
+        why = "; ".join(filter(None, (reason, choice.blocks_note)))
+        raise ModelRefused(f"kv_dtype {kept} needs our own kernels for the CPU: {why}")
+    return choice
+
+
 def _compiled(
     torchs: AttentionChoice,
     streams: Sequence[StreamKernel],
@@ -79,6 +99,7 @@ def _compiled(
     layers: Sequence[LayerFacts],
     device: torch.device,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> AttentionChoice:
     """Returns our own kernels: for blocks the one that multiplies pairs of bf16 numbers where the processor does, else
     the one that takes all spans; torch's where neither serves the layers."""
@@ -86,7 +107,7 @@ def _compiled(
     pairs, why_not = row_blocks(device, dtype, {kind.dim for kind in kinds})
     if pairs is not None:
         return choice._replace(blocks=pairs.name, partial=pairs)
-    spans, reason = block_spans(device, dtype, [kind.dim for kind in kinds])
+    spans, reason = block_spans(device, dtype, [kind.dim for kind in kinds], kv_dtype)
     if any(facts.softcap for facts in layers):
         spans, reason = [], "its scores are capped"
     if spans:

@@ -30,8 +30,9 @@ from mpic.model.structure import RowInputs, as_plain
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-"""Largest ``|difference| / max |value|`` of logits, and of keys and values. Both ways round at the same places."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Largest ``|difference| / max |value|`` of logits, and of keys and values, by the dtype of these. Both ways round at
+the same places."""
 _LENGTHS = (3, 17, 41)
 """Tokens before each row."""
 _CHUNK, _BASES = 30, (0, 60, 200)
@@ -104,7 +105,7 @@ def difference(loaded: LoadedModel, fused: FusedStep) -> float:
         raise ModelRefused(f"a fused step could not run: {type(error).__name__}: {error}") from error
     finally:
         loaded.fused = loaded_fused
-    limit = TOLERANCE[loaded.dtype]
+    limit = TOLERANCE[loaded.kv_dtype]
     if not error <= limit:
         raise ModelRefused(f"a fused step differs from the model's own by {error:.1e} (limit {limit:.0e})")
     return error
@@ -147,7 +148,7 @@ def _pool(loaded: LoadedModel) -> Pool:
         *(length + 1 for length in _LENGTHS),
         *(hi - lo + before for lo, hi, before in _BLOCKS),
     ]
-    pool = Pool(loaded.shape, sum(extents), 1, loaded.dtype)
+    pool = Pool(loaded.shape, sum(extents), 1, loaded.kv_dtype)
     pool.arena.normal_(generator=torch.Generator().manual_seed(3))
     return pool
 

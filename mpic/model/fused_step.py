@@ -58,7 +58,7 @@ class FusedStep:
         ):
             raise Unfused("it has no rotary embedding of halves of a head, or no output projection")
         try:
-            kernel = decoder.load(kind.dim, loaded.dtype)
+            kernel = decoder.load(kind.dim, loaded.dtype, loaded.kv_dtype)
         except KernelUnavailable as reason:
             raise Unfused(str(reason)) from reason
         self._axes, self._scale = _axes_and_scale(loaded, kind.rotary.half)
@@ -108,7 +108,7 @@ class FusedStep:
     def _places(self, count: int, writes: Sequence[Write]) -> torch.Tensor:
         """Returns where keys and values of ``count`` rows go (``BlockLayers``): nowhere those that no write has."""
         shape = self._loaded.shape
-        fits = (shape.layers, 2, shape.kv_heads, shape.head_dim, self._dtype, 1)
+        fits = (shape.layers, 2, shape.kv_heads, shape.head_dim, self._loaded.kv_dtype, 1)
         table = np.zeros((count, 4), dtype=np.int64)
         for rows, span in writes:
             kv = span.source.data

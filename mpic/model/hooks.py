@@ -153,13 +153,14 @@ class Probe:
     Layers before it attend as in a full prefill of the rows of each prompt (``lengths``); nothing is written anywhere.
 
     Args:
-        layer_calls: makes the attention of a layer and its calls.
+        layer_calls: makes the attention of a layer and its calls, over keys and values in ``kv_dtype``.
         patterns: an entry for each layer.
         blocks: of each prompt, its rows ``[lo, hi)`` that attend to each other in both directions.
     """
 
     layer: int
     layer_calls: Callable[[int, list[SpanCall | GatheredCalls]], KindCalls]
+    kv_dtype: torch.dtype
     partial: Partial
     patterns: Sequence[Pattern]
     lengths: Sequence[int]
@@ -175,7 +176,7 @@ class Probe:
         if layer == self.layer:
             self.queries, self.keys, self.values, self.scale = query[0], key[0], value[0], scale
             raise ProbeFinished
-        fresh, pattern = KVView(torch.stack([key[0], value[0]])[None]), self.patterns[layer]
+        fresh, pattern = KVView(torch.stack([key[0], value[0]])[None].to(self.kv_dtype)), self.patterns[layer]
         calls: list[SpanCall | GatheredCalls] = []
         start = 0
         for length, blocks in zip(self.lengths, self.blocks, strict=True):

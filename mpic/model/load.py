@@ -58,6 +58,7 @@ def load_model(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    kv_dtype: str = "auto",
     quantize: str = "",
     trust_remote_code: bool = False,
     proofs: Proofs | None = None,
@@ -67,6 +68,7 @@ def load_model(
     Args:
         path: local folder or hub id of any transformers decoder or vision-language model.
         dtype: ``auto`` means float32 on the CPU (bfloat16 with ``quantize``) and the checkpoint's own on accelerators.
+        kv_dtype: ``float16`` keeps keys and values of a float32 model on the CPU in 16 bits; ``auto`` as the model's.
         quantize: ``int8`` or ``int4`` rounds the decoder's weights (``mpic.model.quantize``); empty for none.
         proofs: the self-tests that need not run again; None: all run.
 
@@ -85,7 +87,7 @@ def load_model(
     details = quantize_weights(model, quantize) if quantize else described(config, model)
     processor = load_processor(path, is_vision(config), trust_remote_code)
     name = model_name(path)
-    loaded = LoadedModel(model, processor, name)
+    loaded = LoadedModel(model, processor, name, None if kv_dtype == "auto" else DTYPES[kv_dtype])
     proofs = proofs or Proofs()
     # before any proof, because proofs name the kernels that have been loaded by then
     fused = find_fused_step(loaded)

@@ -51,6 +51,8 @@ class LoadedModel:
         model: a ``...ForCausalLM`` or ``...ForConditionalGeneration`` in eval mode, on its device.
         processor: its processor (vision models) or tokenizer; None for benchmarks on token ids alone.
         name: shown to people.
+        kv_dtype: of the keys and values that are kept; None: the model's. With float16 a float32 model on the CPU
+            keeps half the bytes and rounds each number to 11 significant bits.
 
     Raises:
         ModelRefused: results would be wrong; the message says why.
@@ -59,7 +61,13 @@ class LoadedModel:
         fused: runs the steps that fit it (``mpic.model.fused_proof`` sets it); None: every step runs the modules.
     """
 
-    def __init__(self, model: nn.Module, processor: Any = None, name: str = "model") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any = None,
+        name: str = "model",
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
@@ -69,6 +77,7 @@ class LoadedModel:
         self.text_model: nn.Module = decoder_of(self.model)
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self.kv_dtype = kv_dtype or self.dtype
         self.heads = self.text_config.num_attention_heads
         self.mrope = 3 if hasattr(self._inner, "get_rope_index") else 1
         self.context_length = context_limit(self.text_config)
@@ -109,6 +118,7 @@ class LoadedModel:
                 "kv_heads": self.shape.kv_heads,
                 "head_dim": self.shape.head_dim,
                 "parts": self.shape.parts,
+                "kv_dtype": self.kv_name,
                 "parameters": sum(p.numel() for p in model.parameters()),
                 **self._attention_details,
                 "few_rows_note": use_few_rows(self.model, self.text_model),
@@ -196,7 +206,9 @@ class LoadedModel:
             self.attention_name, self.attention_note = self.triton.name, ""
             self._blocks_name, self._blocks_note = self.triton.name, ""
             return
-        choice = attention_choice.choose(name, self.kinds, self.layers, self.device, self.dtype)
+        choice = attention_choice.choose(
+            name, self.kinds, self.layers, self.device, self.dtype, self.kv_dtype
+        )
         self.attention_name, self.attention_note = choice.name, choice.note
         self.partial, self.streams, self.block_spans = choice.partial, choice.streams, choice.spans
         self._blocks_name, self._blocks_note = choice.blocks, choice.blocks_note
@@ -206,6 +218,11 @@ class LoadedModel:
         """The facts that ``/health`` shows beside the name: what serves blocks of rows, and why it is not faster."""
         notes = {"attention_blocks_note": self._blocks_note, "attention_note": self.attention_note}
         return {"attention_blocks": self._blocks_name, **notes}
+
+    @property
+    def kv_name(self) -> str:
+        """The dtype of the keys and values that are kept, as recipes name it."""
+        return str(self.kv_dtype).removeprefix("torch.")
 
     @property
     def gathers_spans(self) -> bool:
@@ -322,7 +339,9 @@ class LoadedModel:
             The inputs of the layer's attention: queries ``[heads, T, head_dim]``, keys and values ``[kv_heads, T,
             head_dim]``, rotated at ``positions``.
         """
-        probe = hooks.Probe(layer, self.layer_calls, self.partial, self.patterns, lengths, blocks)
+        probe = hooks.Probe(
+            layer, self.layer_calls, self.kv_dtype, self.partial, self.patterns, lengths, blocks
+        )
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         with contextlib.suppress(hooks.ProbeFinished):
             self.call(inputs, positions, probe, none)

@@ -81,7 +81,7 @@ def compare(
     except Exception as error:
         raise ModelRefused(f"{failed}: {type(error).__name__}: {error}") from error
     difference = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-    limit = TOLERANCE.get(loaded.dtype, 2e-4)
+    limit = TOLERANCE.get(loaded.kv_dtype, 2e-4)
     if not difference <= limit:
         raise ModelRefused(
             f"{loaded.config.model_type}: {what} differ from the stock model's by {difference:.1e} "
@@ -126,7 +126,7 @@ def as_step(
     local, writes, views, at = positions.clone(), [], [], bases(positions, segments)
     for start, end, _ in segments:
         shape = loaded.shape.extent(end - start)
-        views.append(KVView(torch.full(shape, float("nan"), dtype=loaded.dtype, device=loaded.device)))
+        views.append(KVView(torch.full(shape, float("nan"), dtype=loaded.kv_dtype, device=loaded.device)))
         local[:, start:end] -= at[len(views) - 1]
         writes.append(Write(slice(start, end), Span(views[-1], 0, end - start)))
 

@@ -169,6 +169,8 @@ class _UvicornServer(uvicorn.Server):
         weights = ""
         if quantized := info.details.get("quantization"):
             weights = f", weights quantised ({quantized['method']}, {quantized['bytes'] / MiB:,.0f} MiB)"
+        if (kept := info.details.get("kv_dtype", info.dtype)) != info.dtype:
+            weights += f", keys and values in {kept}"
         checks = f"  checks   self-test {info.details['self_test']}\n" if "self_test" in info.details else ""
         here = seen_from_here(self.url)
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from unittest.mock import Mock
 
 import pytest
@@ -73,6 +74,7 @@ SETTINGS = {
     "start": start.Settings(repeats=1, packages=5),
     "retrieval": retrieval.Settings(TINY, TOWER, **INDEX, context=24, policy="mpic-4", repeats=1),
 }
+COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
 HEADLINES = {
     "retrieval": {"ann_recall", "reprefill_over_midlink"},
     "ttft": {"prefix_over_mpic32", "mpic32_over_floor"},
@@ -95,7 +97,11 @@ HEADLINES = {
         *(f"decode{n}_{kind}" for n in (1, 3) for kind in ("python_ms", "products_of_memory_speed")),
     },
     "start": {"ready_processor_seconds", "self_tested_processor_seconds"},
-    "decode": {"batch1_over_transformers", "batch3_over_transformers"},
+    "decode": {
+        f"batch{n}_{kind}"
+        for n in (1, 3)
+        for kind in ("over_transformers", *(["half_kv_over_float32"] if COMPILER else []))
+    },
 }
 CPU = BenchDevice(torch.device("cpu"), torch.float32)
 

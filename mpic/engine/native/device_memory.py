@@ -283,7 +283,7 @@ def pool_pages(model: LoadedModel, pool_bytes: int = 0, reserved: int = 0) -> in
     Raises:
         PoolTooSmall: not one page fits.
     """
-    page = PAGE_SIZE * model.shape.per_token * torch.empty(0, dtype=model.dtype).element_size()
+    page = PAGE_SIZE * model.shape.per_token * model.kv_dtype.itemsize
     if pool_bytes:
         if pool_bytes < page:
             raise PoolTooSmall(f"a page of this model takes {page} bytes; the pool was given {pool_bytes}")

@@ -96,7 +96,7 @@ class NativeEngine(Engine):
         )
         self._inbox = Inbox()
         self._post = self._inbox.post
-        self.pool = Pool(model.shape, pages, page_size, model.dtype, model.device)
+        self.pool = Pool(model.shape, pages, page_size, model.kv_dtype, model.device)
         self.runner = Runner(model, self.pool)
         # checked before any thread runs
         self.runner.static = static_decode_for(self.runner, max_running, cuda_graphs)

@@ -104,7 +104,7 @@ class ChunkLinker:
             packet = require_adapter(self._adapter, model.info.name, model.no_packets).digest
         kept = "" if (found := parse_press(press)) is None else found.name
         preprocessing = model.sampling if kind == "video" else model.preprocessing
-        return Recipe(model.info.dtype, "raw", wrapping.sink, preprocessing, packet, model.layout, kept)
+        return Recipe(model.kv_name, "raw", wrapping.sink, preprocessing, packet, model.layout, kept)
 
     def key(self, chunk: Chunk, wrapping: Wrapping = BARE) -> KVKey:
         recipe = self.recipe(wrapping, chunk.press, chunk.kind)

@@ -172,7 +172,7 @@ class DenseLinker:
 
     def _recorder(self, rows: torch.Tensor, length: int) -> Recorder:
         model = self.model
-        given = (model.layer_calls, model.partial, model.patterns, [len(rows)], [()])
+        given = (model.layer_calls, model.kv_dtype, model.partial, model.patterns, [len(rows)], [()])
         return Recorder(-1, *given, index=rows, length=length)
 
     def moved(self, keys: torch.Tensor, base: int) -> torch.Tensor:

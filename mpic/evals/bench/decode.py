@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from mpic.evals.bench.workload import (
     engine_for,
     make_pair,
     request_of,
+    with_half_kv,
 )
 from mpic.kv.chunk import Chunk
 
@@ -67,8 +69,8 @@ class Settings:
     wants={"batch1_over_transformers": ">= 1.0", "batch8_over_transformers": ">= 1.0"},
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures each batch size in several columns: different linked chunks for each request, the same chunks for all,
-    and transformers' caches."""
+    """Measures each batch size in several columns: different linked chunks for each request, with keys and values in
+    the model's dtype and in 16 bits, the same chunks for all, and transformers' caches."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     ids = Ids(settings.decoder.vocabulary, settings.seed)
     length = settings.linked + settings.text
@@ -77,18 +79,24 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     plots: dict[int, dict[str, Series]] = {}
     most = max(settings.batches)
     spare = settings.text + settings.chunks * 64 + settings.tokens + 512
-    ticker.expect(len(settings.batches) * ((settings.repeats + 1) * 3 + len(CACHES)))
-    with engine_for(pair.loaded, most * (settings.linked + 3 * spare)) as engine:
+    half, tokens = with_half_kv(pair), most * (settings.linked + 3 * spare)
+    ticker.expect(len(settings.batches) * ((settings.repeats + 1) * (4 if half else 3) + len(CACHES)))
+    with ExitStack() as opened:
+        engine = opened.enter_context(engine_for(pair.loaded, tokens))
+        halved = opened.enter_context(engine_for(half, tokens)) if half else None
         sets = []
         for i in range(most):
             ticker.say(f"compiling the chunks of request {i + 1}")
             sets.append(ids.chunks(settings.chunks, settings.chunk_tokens))
-            compile_all(engine, sets[-1])
+            for one in filter(None, (engine, halved)):
+                compile_all(one, sets[-1])
         for batch in settings.batches:
             columns: dict[str, Callable[[], float]] = {
                 "distinct": decoded(engine, settings, ids, sets[:batch]),
                 "shared": decoded(engine, settings, ids, [sets[0]] * batch),
             }
+            if halved is not None:
+                columns["half"] = decoded(halved, settings, ids, sets[:batch])
             baselines = {
                 k: StockGenerator(pair.stock, pair.loaded.shape, k, batch, length, settings.tokens)
                 for k in CACHES
@@ -102,10 +110,13 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
             columns["transformers"] = baselines[best]
             samples = plots[batch] = interleave(columns, settings.repeats, ticker)
             names = {"distinct": "linked, chunks of its own", "shared": "linked, same chunks"}
+            names["half"] = "linked, chunks of its own, KV in 16 bits"
             for name, sample in samples.items():
                 label = names.get(name, f"transformers, {best} cache")
                 rows.append({"table": f"batch {batch}", "column": label} | sample.row("tokens_per_s"))
             headline[f"batch{batch}_over_transformers"] = paired(samples["distinct"], samples["transformers"])
+            if "half" in samples:
+                headline[f"batch{batch}_half_kv_over_float32"] = paired(samples["half"], samples["distinct"])
             del columns, baselines, baseline
             gc.collect()
     notes = {

@@ -18,6 +18,7 @@ from torch import nn
 
 from mpic.engine.base import Delta, Engine, GenerationRequest, GenerationUsage, Sampling
 from mpic.engine.native.engine import NativeEngine
+from mpic.errors import ModelRefused
 from mpic.evals.bench.harness import BenchDevice, BenchFailed
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.kv.store import ChunkStore
@@ -181,6 +182,19 @@ def pair_of(model: nn.Module, decoder: DecoderShape, tower: TowerShape | None = 
     self_test(loaded)
     use_fused_step(loaded)
     return ModelPair(loaded, stock, describe(stock, decoder))
+
+
+def with_half_kv(pair: ModelPair) -> LoadedModel | None:
+    """Returns a pair's model once more, over the same weights, with keys and values in 16 bits; None where the engine
+    has no such thing."""
+    model = copy.deepcopy(pair.stock, {id(p): p for p in pair.stock.parameters()})
+    try:
+        loaded = LoadedModel(model, pair.loaded.processor, "random", torch.float16)
+    except ModelRefused:
+        return None
+    self_test(loaded)
+    use_fused_step(loaded)
+    return loaded
 
 
 def describe(model: nn.Module, decoder: DecoderShape) -> str:

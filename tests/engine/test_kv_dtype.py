@@ -1,0 +1,117 @@
+"""Keys and values in 16 bits under a model in float32: nearly its answers, half its memory and files."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+from engine_kit import family, ids, image_chunk, logits_of, prompt_of, submit, text_chunk
+from families import make_family, make_model, random_image
+from small_models import SMALL
+
+from mpic.config import ConfigError, EngineConfig, load_config
+from mpic.engine import load_engine
+from mpic.engine.native.device_memory import pool_pages
+from mpic.errors import ModelRefused
+from mpic.kernels import block_spans, c_kernel, stream
+from mpic.model.fused_layers import NOTE
+from mpic.model.fused_proof import use_fused_step
+from mpic.model.loaded import LoadedModel
+from mpic.model.selftest import self_test
+
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler on this machine"
+)
+NEAR = 4e-3
+"""Largest difference of log-probabilities: keys and values have 11 significant bits."""
+FAMILIES = ["llama", "qwen2_5_vl", "mistral", "gpt_oss", "deepseek", "phi3"]
+
+
+def halved(name: str) -> LoadedModel:
+    """A family's model that keeps its keys and values in fp16."""
+    fam = make_family(name)
+    loaded = LoadedModel(copy.deepcopy(fam.stock), fam.loaded.processor, name, torch.float16)
+    use_fused_step(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_are_those_of_keys_and_values_in_32_bits_nearly(name, make_engine):
+    loaded = halved(name)
+    self_test(loaded)
+    chunk = image_chunk(random_image(0)) if loaded.has_vision else text_chunk(ids(2, 33))
+    prompt = prompt_of(ids(3, 5), chunk, ids(4, 6), text_chunk(ids(5, 60)), ids(6, 4))
+    for policy in ("full", "reuse", "mpic-4", "cacheblend-15", "random-30"):
+        (wanted_ids, wanted), (got_ids, got) = (
+            logits_of(submit(make_engine(name, model), prompt, policy), 4)
+            for model in (family(name).loaded, loaded)
+        )
+        assert got_ids == wanted_ids
+        assert 0 < (got - wanted).abs().max() < NEAR, policy
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+def test_fused_steps_are_used_and_compute_what_the_modules_do(name, make_engine):
+    loaded = halved(name)
+    assert loaded.fused is not None, loaded.info.details[NOTE]
+    prompt = prompt_of(ids(3, 5), text_chunk(ids(2, 33)), ids(4, 6))
+    engine = make_engine(name, loaded)
+    fused = logits_of(submit(engine, prompt), 4)
+    counters = engine.stats()["counters"]
+    assert counters["fused_steps"] and counters["fused_block_steps"]
+    loaded.fused = None
+    modules = logits_of(submit(make_engine(name, loaded), prompt), 4)
+    assert fused[0] == modules[0] and (fused[1] - modules[1]).abs().max() < NEAR
+
+
+def test_memory_and_files_are_half_and_a_chunk_is_not_mistaken_for_one_in_32_bits(make_engine, tmp_path):
+    plain, half = family("llama").loaded, halved("llama")
+    assert half.info.details["kv_dtype"] == "float16" and plain.info.details["kv_dtype"] == "float32"
+    assert pool_pages(half, 1 << 20) == 2 * pool_pages(plain, 1 << 20)
+    chunk, keys = text_chunk(ids(2, 33)), []
+    for model in (plain, half):
+        engine = make_engine("llama", model)
+        assert engine.pool.page_bytes == engine.pool.page_elements * model.kv_dtype.itemsize
+        engine.compile(chunk).result()
+        keys.append(engine.linker.key(chunk))
+    assert [key.recipe.dtype for key in keys] == ["float32", "float16"] and keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(
+    "what, reason",
+    [
+        ("bfloat16", "is for models in float32 on the CPU, not in bfloat16 on cpu"),
+        ("capped", "needs our own kernels for the CPU: no cpu-block-spans: its scores are capped"),
+        ("compiler", "needs our own kernels for the CPU: no cpu-stream: no C compiler"),
+    ],
+)
+def test_what_cannot_keep_16_bits_is_refused_with_the_reason(what, reason, monkeypatch):
+    model = make_model("gemma2" if what == "capped" else "llama")[0]
+    if what == "bfloat16":
+        model = model.to(torch.bfloat16)
+    if what == "compiler":
+        stream.load.cache_clear(), block_spans.load.cache_clear()
+        monkeypatch.setattr(c_kernel.shutil, "which", lambda name: None)
+    with pytest.raises(ModelRefused, match=reason):
+        LoadedModel(model, None, "refused", torch.float16)
+
+
+def test_another_attention_that_cannot_read_16_bits_is_refused():
+    loaded = halved("llama")
+    for name in ("cpu-flash", "reference"):
+        with pytest.raises(ModelRefused, match="available: auto, cpu-stream, triton"):
+            loaded.choose_attention(name)
+
+
+def test_the_configuration_is_followed_and_a_wrong_one_refused():
+    engine, _ = load_engine(EngineConfig(model=str(SMALL), kv_dtype="float16"))
+    try:
+        assert engine.pool.arena.dtype == torch.float16 and engine.info.details["kv_dtype"] == "float16"
+    finally:
+        engine.close()
+    with pytest.raises(ConfigError, match="kv_dtype"):
+        load_config(None, {"kv_dtype": "int4"})
+    with pytest.raises(ConfigError, match="kv_dtype"):
+        load_config(None, {"engine": "vllm", "kv_dtype": "float16"})
