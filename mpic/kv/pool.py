@@ -11,8 +11,6 @@ extents slide down to make one. New views are made for every step, so an extent 
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ import torch
 from mpic.errors import IntegrityError
 from mpic.kernels.attention import KVView
 from mpic.kv.chunk import KVShape
+from mpic.kv.lazy_memory import LazyMemory
 
 _MOVE_ELEMENTS = 4 << 20
 
@@ -37,21 +36,6 @@ class Extent:
     freed: bool = False
     kept: KVView | None = None
     """See ``Pool.kv``; forgotten when the extent moves."""
-
-
-def _memory(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocates ``[elements]`` without clearing them: the system provides pages when they are touched, so even a large
-    pool starts at once.
-
-    Linux is asked for huge pages, which it may refuse. With them a core reads a span up to a quarter faster, because
-    the processor's prefetching stops at the end of a page.
-    """
-    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(elements, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # the kernel was built without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype)
 
 
 class Pool:
@@ -78,7 +62,12 @@ class Pool:
             )
         self.shape, self.pages, self.page_size = shape, pages, page_size
         self.page_elements = page_size * shape.per_token
-        self.arena = _memory(pages * self.page_elements, dtype, torch.device(device))
+        elements, device = pages * self.page_elements, torch.device(device)
+        lazy = device.type == "cpu" and LazyMemory.exists_here()
+        self._lazy = LazyMemory(elements, dtype) if lazy else None
+        self.arena = (
+            torch.empty(elements, dtype=dtype, device=device) if self._lazy is None else self._lazy.tensor
+        )
         self.extents: list[Extent] = []  # ascending by start
         self.free_pages = pages
         self.moves = 0
@@ -88,6 +77,14 @@ class Pool:
     @property
     def page_bytes(self) -> int:
         return self.page_elements * self.arena.element_size()
+
+    def provide(self, tokens: int) -> bool:
+        """Has the system provide a little of the memory for ``tokens`` behind the last extent, which a step would
+        otherwise wait for. Returns whether there is more to provide."""
+        if self._lazy is None:
+            return False
+        used = self.extents[-1].start + self.extents[-1].pages if self.extents else 0
+        return self._lazy.provide(used * self.page_bytes, self.pages_for(tokens) * self.page_bytes)
 
     def pages_for(self, tokens: int) -> int:
         return max(1, -(-tokens // self.page_size))

@@ -244,7 +244,8 @@ class NativeEngine(Engine):
 
     def _loop(self) -> None:
         while True:
-            stopping = self._inbox.wait(lambda: self._more_to_do and not self.scheduler.idle)
+            self._provide_memory()
+            stopping = self._inbox.wait(self._has_work)
             self._inbox.handle()
             if stopping:
                 break
@@ -261,6 +262,15 @@ class NativeEngine(Engine):
             item.future.set_exception(stopped)
         self.scheduler.waiting.clear()
         self.memory.fail_compiles(stopped)
+
+    def _has_work(self) -> bool:
+        return self._more_to_do and not self.scheduler.idle
+
+    def _provide_memory(self) -> None:
+        """Has memory for one more step's tokens ready before they arrive, once there has been a step."""
+        while self._counters["steps"] and not (self._inbox or self._inbox.closed or self._has_work()):
+            if not self.pool.provide(self.scheduler.budget):
+                break
 
     def _arrive(self, request: Request) -> None:
         self.outputs.unfinished.add(request)
