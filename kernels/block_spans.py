@@ -251,6 +251,9 @@ def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None)
     """
     kv_dtype = kv_dtype or dtype
     name, options = c_kernel.variant(head_dim, dtype, kv_dtype)
+    level = torch.backends.cpu.get_cpu_capability().split("_")[0]
+    if level not in ("AVX512", "AVX2") and kv_dtype is dtype:
+        raise KernelUnavailable(f"it was not compared with torch on {level}")
     if head_dim > LARGEST:
         raise KernelUnavailable(f"it takes heads of up to {LARGEST} dimensions, not {head_dim}")
     function = c_kernel.build(SOURCE, name, options).attend_blocks
@@ -263,34 +266,39 @@ def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None)
 
 def _prove(kernel: BlockSpanKernel) -> None:
     """Compares the kernel with one softmax in double precision on a small example, because a wrong build must be found
-    here, not in an answer: 70 own tokens, which are causal, and 130 others at another base.
+    here, not in an answer: 70 own tokens, which are causal; 130 others at another base, the first of which are hidden
+    from some rows; 75 that are listed; a sink.
 
     Raises:
         KernelUnavailable: the results differ.
     """
     generator = torch.Generator().manual_seed(0)
-    dim, rows, others = kernel.head_dim, 70, 130
+    dim, rows, others, listed = kernel.head_dim, 70, 130, 75
     q = torch.randn(4, rows, dim, generator=generator).to(kernel.dtype)
     kv = torch.randn(1, 2, 2, rows + others, dim, generator=generator).to(kernel.kv_dtype)
-    half = dim // 2
-    angle = torch.rand(half, generator=generator)
+    angle, sinks = torch.rand(dim // 2, generator=generator), torch.randn(4, generator=generator)
     turn = QueryRotation(angle.cos()[None], angle.sin()[None])
     view, block = KVView(kv), slice(0, rows)
+    hidden = torch.arange(rows) * 2
+    slots = torch.randperm(rows + others, generator=generator)[:listed]
+    whole = SpanCall(block, Span(view, 0, listed))
     calls = [
         SpanCall(block, Span(view, 0, rows), causal=True, first=True),
-        SpanCall(block, Span(view, rows, rows + others, base=7)),
+        SpanCall(block, Span(view, rows, rows + others, base=7), visible=hidden),
+        GatheredCalls(view, slots, (whole,)),
     ]
-    got = kernel.blocks(calls, 4, lambda bases: turn).attend(q, 0, dim**-0.5)
+    got = kernel.blocks(calls, 4, lambda bases: turn).attend(q, 0, dim**-0.5, Extras(None, sinks))
     keys, values = kv[0].double().repeat_interleave(2, 1)
     turned = rotate(q.float(), QueryRotation(angle.cos(), angle.sin())).double()
+    parts = [
+        (q.double() @ keys[:, :rows].mT).masked_fill(torch.ones(rows, rows).triu(1).bool(), -torch.inf),
+        (turned @ keys[:, rows:].mT).masked_fill(torch.arange(others) < hidden[:, None], -torch.inf),
+        q.double() @ keys[:, slots].mT,
+    ]
     scores = torch.cat(
-        [
-            (q.double() @ keys[:, :rows].mT).masked_fill(torch.ones(rows, rows).triu(1).bool(), -torch.inf),
-            turned @ keys[:, rows:].mT,
-        ],
-        2,
+        [*(part * dim**-0.5 for part in parts), sinks.double().expand(rows, 1, 4).permute(2, 0, 1)], 2
     )
-    wanted = ((scores * dim**-0.5).softmax(-1) @ values).transpose(0, 1)
-    wrong = float((got - wanted).abs().max())
+    seen = torch.cat([values, values[:, slots], torch.zeros(4, 1, dim)], 1)
+    wrong = float((got - (scores.softmax(-1) @ seen).transpose(0, 1)).abs().max())
     if not wrong < 1e-5:
         raise KernelUnavailable(f"the compiled kernel is wrong by {wrong:.1e}")

@@ -18,7 +18,7 @@ typedef struct {
   const number *weight, *bias; /* null: no bias */
 } Product;
 
-/* A row of the table that decoder.py: DecoderKernel fills. Norms of heads are null in models without them. */
+/* A row of the table that decoder.py: DecoderLayers fills. Norms of heads are null in models without them. */
 typedef struct {
   const number *before_attention;
   Product query, key, value;
@@ -28,7 +28,7 @@ typedef struct {
   Product gate, up, down;
 } Layer;
 
-/* decoder.py: _DecoderStruct. */
+/* decoder.py: DecoderStruct. */
 typedef struct {
   int64_t layers, hidden, heads, kv_heads, inner, half; /* half: pairs (i, i + half) of a head that turn */
   const Layer *layer;
@@ -36,7 +36,7 @@ typedef struct {
   float epsilon, head_epsilon, scale; /* scale: of attention scores */
 } Decoder;
 
-/* decoder.py: _PassStruct. From `normed` on it is memory to work in. */
+/* decoder.py: PassStruct. From `normed` on it is memory to work in. */
 typedef struct {
   const Step *step; /* null in blocks */
   int64_t rows, threads;
@@ -221,7 +221,7 @@ void decode(const Decoder *d, const Pass *p) {
   }
 }
 
-/* What stands between the products of a layer, for blocks of rows; decoder.py: BlockPart. */
+/* What stands between the products of a layer, for blocks of rows; decoder_blocks.py: BlockPart. */
 enum { BEFORE_ATTENTION, HEADS, BEFORE_GATE, ACTIVATION, LAST };
 
 void between(const Decoder *d, const Pass *p, int64_t part, int64_t number_of_layer) {

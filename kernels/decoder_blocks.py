@@ -43,8 +43,8 @@ class BlockLayers:
 
     def __init__(self, kernel: DecoderKernel, layers: DecoderLayers) -> None:
         self._function, self._few = kernel.between, kernel.most_rows
-        self._layers, self._lock = layers, threading.Lock()
-        self._kept: dict[str, torch.Tensor] = {}
+        self._layers = layers
+        self._memory = threading.local()  # a step may wait for loads, and others must not wait with it
 
     def __call__(
         self,
@@ -74,19 +74,17 @@ class BlockLayers:
         if not fits or places.dtype is not torch.int64 or not places.is_contiguous():
             raise ValueError(f"cpu-decoder cannot run a step of {tuple(state.shape)} {state.dtype}")
         out = torch.empty_like(state)
-        with self._lock:  # the memory to work in is one
-            room = self._room(count)
-            this = PassStruct(rows=count, threads=torch.get_num_threads())
-            tensors = {"state": state, "out": out, "cosine": cosine, "sine": sine, "places": places, **room}
-            for name, tensor in tensors.items():
-                setattr(this, name, tensor.data_ptr())
-            heads = [
-                room[name].view(count, -1, layers.head_dim).transpose(0, 1)
-                for name in ("query", "key", "value")
-            ]
-            for layer in range(len(layers.weights.layers)):
-                self._layer(layer, this, room, heads, attend)
-            self._between(this, BlockPart.LAST, layer)
+        room = self._room(count)
+        this = PassStruct(rows=count, threads=torch.get_num_threads())
+        tensors = {"state": state, "out": out, "cosine": cosine, "sine": sine, "places": places, **room}
+        for name, tensor in tensors.items():
+            setattr(this, name, tensor.data_ptr())
+        heads = [
+            room[name].view(count, -1, layers.head_dim).transpose(0, 1) for name in ("query", "key", "value")
+        ]
+        for layer in range(len(layers.weights.layers)):
+            self._layer(layer, this, room, heads, attend)
+        self._between(this, BlockPart.LAST, layer)
         return out
 
     def _layer(
@@ -126,6 +124,7 @@ class BlockLayers:
         """Returns memory for ``count`` rows."""
         if count > _KEPT_ROWS:
             return self._layers.room(count)
-        if not self._kept or len(self._kept["normed"]) < count:
-            self._kept = self._layers.room(count)
-        return {name: memory[:count] for name, memory in self._kept.items()}
+        kept: dict[str, torch.Tensor] | None = getattr(self._memory, "room", None)
+        if kept is None or len(kept["normed"]) < count:
+            kept = self._memory.room = self._layers.room(count)
+        return {name: memory[:count] for name, memory in kept.items()}

@@ -42,6 +42,19 @@ INLINE vec part(const number *p, int i) {
 }
 
 #if HALF_KV
+/* Numbers beyond fp16 become its largest; not a number stays none. */
+#define HALF_MOST 65504.0f
+INLINE vec within_half(vec x) {
+#if defined __AVX512F__
+  return (vec)_mm512_max_ps(_mm512_set1_ps(-HALF_MOST), _mm512_min_ps(_mm512_set1_ps(HALF_MOST), (__m512)x));
+#elif defined __AVX__
+  return (vec)_mm256_max_ps(_mm256_set1_ps(-HALF_MOST), _mm256_min_ps(_mm256_set1_ps(HALF_MOST), (__m256)x));
+#else
+  for (int i = 0; i < LANES; i++) x[i] = x[i] > HALF_MOST ? HALF_MOST : x[i] < -HALF_MOST ? -HALF_MOST : x[i];
+  return x;
+#endif
+}
+
 typedef uint16_t kept;
 typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
 #if defined __AVX512F__
@@ -67,7 +80,7 @@ INLINE vec kept_part(const kept *p, int i) {
 /* A head's numbers to where they are kept. */
 INLINE void keep_head(kept *to, const number *from) {
   for (int i = 0; i < PARTS; i++) {
-    const shorts x = narrow_kept(part(from, i));
+    const shorts x = narrow_kept(within_half(part(from, i)));
     int left = DIM - i * LANES;
     memcpy(to + i * LANES, &x, sizeof(kept) * (left < LANES ? left : LANES));
   }

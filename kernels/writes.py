@@ -9,6 +9,15 @@ import torch
 
 from mpic.kernels.upload import upload
 
+_MOST = torch.finfo(torch.float16).max
+
+
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns ``x`` in the dtype that keys and values are kept in. Numbers beyond fp16 become its largest."""
+    if x.dtype is dtype:
+        return x
+    return (x.clamp(-_MOST, _MOST) if dtype is torch.float16 else x).to(dtype)
+
 
 class RowWrites:
     """The slots of single rows, as rows of ``head_dim`` elements of their common memory.
@@ -52,5 +61,5 @@ class RowWrites:
         both = k[None] if self._parts == 1 else torch.stack([k, v])
         if self.count != k.shape[1]:  # otherwise they are all there are, in order
             both = both.index_select(2, self._rows)
-        rows = both.reshape(-1, both.shape[-1]).to(self.memory.dtype)
+        rows = narrowed(both.reshape(-1, both.shape[-1]), self.memory.dtype)
         self.memory.index_copy_(0, self._of_layer[layer], rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 
 import torch
@@ -33,6 +34,9 @@ class LazyMemory:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(self._memory, dtype=dtype)
         self.provided = 0
+        # mmap's own madvise holds Python's lock, so that every other thread would wait, too
+        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
+        self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     @staticmethod
     def exists_here() -> bool:
@@ -46,10 +50,11 @@ class LazyMemory:
         end = min(used + ahead, self._bytes)
         if begin >= end:
             return False
-        try:
-            self._memory.madvise(_POPULATE_WRITE, begin, min(SLICE, self._bytes - begin))
-        except OSError:  # an older kernel, or no memory is left: pages come when they are touched
-            self.provided = self._bytes
+        size = min(SLICE, self._bytes - begin)
+        if self._madvise(self.tensor.data_ptr() + begin, size, _POPULATE_WRITE):
+            self.provided = (
+                self._bytes
+            )  # an older kernel, or no memory is left: pages come when they are touched
             return False
         self.provided = begin + SLICE
         return True

@@ -107,6 +107,10 @@ def _compiled(
     pairs, why_not = row_blocks(device, dtype, {kind.dim for kind in kinds})
     if pairs is not None:
         return choice._replace(blocks=pairs.name, partial=pairs)
+    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return choice._replace(
+            blocks_note=why_not
+        )  # the kernel would compute in fp32 what torch's matrix unit does
     spans, reason = block_spans(device, dtype, [kind.dim for kind in kinds], kv_dtype)
     if any(facts.softcap for facts in layers):
         spans, reason = [], "its scores are capped"

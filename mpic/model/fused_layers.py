@@ -34,6 +34,7 @@ class StepsInOneCall(Protocol):
     """The interface through which a loaded model runs its fused steps (``mpic.model.fused_step.FusedStep``)."""
 
     counters: Counter[str]
+    note: str
 
     def run(
         self, inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor

@@ -76,29 +76,46 @@ def prove_fused_step(loaded: LoadedModel, fused: FusedStep | None, proofs: Proof
     if fused is None:
         return
     try:
-        error = proofs.error_of(loaded, "fused steps", lambda loaded: difference(loaded, fused))
+        error = proofs.error_of(loaded, "fused step", lambda loaded: difference(loaded, fused))
     except ModelRefused as reason:
         loaded.info.details[NOTE] = reason.message
         return
-    log.info("%s: fused decoding steps, relative error %.1e", loaded.info.name, error)
+    try:
+        blocks = proofs.error_of(loaded, "fused blocks", lambda loaded: block_difference(loaded, fused))
+        log.info("%s: fused steps, relative errors %.1e and %.1e", loaded.info.name, error, blocks)
+    except ModelRefused as reason:  # then decoding steps alone are fused
+        fused.leave_blocks(f"blocks of rows run the modules: {reason.message}")
     fused.counters.clear()
     loaded.fused = fused
 
 
-@torch.inference_mode()
 def difference(loaded: LoadedModel, fused: FusedStep) -> float:
-    """Returns the largest relative difference between the two ways of the steps.
+    """Returns the largest relative difference between the two ways of a step of rows that stand alone.
 
     Raises:
         ModelRefused: it is too large, or the model's way has operations that a fused step has not.
     """
+    rows = min(len(_LENGTHS), fused.most_rows)
+    return _within(loaded, _watched(loaded), fused, rows, lambda: _single_step(loaded, rows))
+
+
+def block_difference(loaded: LoadedModel, fused: FusedStep) -> float:
+    """Returns the largest relative difference between the two ways of a step with blocks of rows.
+
+    Raises:
+        ModelRefused: it is too large.
+    """
+    return _within(loaded, loaded.forward, fused, _BLOCKS[-1][1] + 1, lambda: _block_step(loaded))
+
+
+@torch.inference_mode()
+def _within(
+    loaded: LoadedModel, modules: Run, fused: FusedStep, rows: int, make: Callable[[], ProofStep]
+) -> float:
+    """Returns the difference between the two ways of a step. Raises ModelRefused if it is too large."""
     loaded_fused, loaded.fused = loaded.fused, None
     try:
-        alone = min(len(_LENGTHS), fused.most_rows)
-        error = max(
-            _difference(loaded, _watched(loaded), fused, alone, lambda: _single_step(loaded, alone)),
-            _difference(loaded, loaded.forward, fused, _BLOCKS[-1][1] + 1, lambda: _block_step(loaded)),
-        )
+        error = _difference(loaded, modules, fused, rows, make)
     except ModelRefused:
         raise
     except Exception as error:

@@ -38,7 +38,8 @@ class FusedStep:
     Raises:
         Unfused: the model cannot be run this way; the message says why.
 
-    ``counters``: ``fused_steps`` of rows that stand alone, ``fused_block_steps`` of all others.
+    ``note`` says why some steps are not fused; ``counters`` has ``fused_steps`` of rows that stand alone, and
+    ``fused_block_steps`` of all others.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -65,14 +66,14 @@ class FusedStep:
         try:
             weights = read_decoder(loaded.text_model, self._scale)
             self._decoder = kernel.decoder(weights, kind.rotary.half)
-            self._blocks = BlockLayers(kernel, self._decoder)
+            self._blocks: BlockLayers | None = BlockLayers(kernel, self._decoder)
         except ValueError as reason:
             raise Unfused(str(reason)) from reason
         self._frequencies = kind.rotary.frequencies.float()
         embedding = getattr(loaded.text_model, "rotary_emb", None)
         self._scaling = float(getattr(embedding, "attention_scaling", 1.0))
         self._loaded, self._head, self.most_rows = loaded, head, kernel.most_rows
-        self._dtype, self._change = loaded.dtype, ""
+        self._dtype, self._change, self.note = loaded.dtype, "", ""
         self._watch = ModuleWatch(_modules_of(loaded.model, loaded.text_model))
         self.counters: Counter[str] = Counter()
 
@@ -85,9 +86,12 @@ class FusedStep:
             return None
         if not self._loaded.streams or self._changed():
             return None
+        is_alone = self._is_alone(len(inputs.embeds), step)
+        if not is_alone and self._blocks is None:
+            return None
         cosine, sine = self._turn(positions)
         state = inputs.embeds.clone(memory_format=torch.contiguous_format)
-        if self._is_alone(len(state), step):
+        if is_alone:
             hidden = self._decoder(state, cosine, sine, step.single_writes, step.kinds[0].singles)
             self.counters["fused_steps"] += 1
         else:
@@ -95,6 +99,11 @@ class FusedStep:
             hidden = self._blocks(state, cosine, sine, places, functools.partial(_attend, step, self._scale))
             self.counters["fused_block_steps"] += 1
         return self._head(hidden[wanted]).float()
+
+    def leave_blocks(self, why: str) -> None:
+        """Runs no steps with blocks of rows from now on, and notes the reason in the model's details."""
+        self._blocks, self.note = None, why
+        self._loaded.info.details[NOTE] = why
 
     def _is_alone(self, count: int, step: Step) -> bool:
         """Returns whether a step has nothing but rows that stand alone, and few enough."""
@@ -127,7 +136,7 @@ class FusedStep:
         change = self._watch.change()
         if change != self._change:
             self._change = change
-            note = f"the model has {change} since it was proved" if change else ""
+            note = f"the model has {change} since it was proved" if change else self.note
             self._loaded.info.details[NOTE] = note
         return bool(change)
 

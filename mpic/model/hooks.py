@@ -35,7 +35,7 @@ from mpic.kernels.attention import (
 from mpic.kernels.block_spans import BlockSpans
 from mpic.kernels.patterns import Pattern, fresh_calls
 from mpic.kernels.span import Span
-from mpic.kernels.writes import RowWrites
+from mpic.kernels.writes import RowWrites, narrowed
 from mpic.kv.barrier import LayerBarrier
 from mpic.model.latent import ATTRIBUTE as LATENT
 from mpic.model.trace import ForwardTrace
@@ -176,7 +176,10 @@ class Probe:
         if layer == self.layer:
             self.queries, self.keys, self.values, self.scale = query[0], key[0], value[0], scale
             raise ProbeFinished
-        fresh, pattern = KVView(torch.stack([key[0], value[0]])[None].to(self.kv_dtype)), self.patterns[layer]
+        fresh, pattern = (
+            KVView(narrowed(torch.stack([key[0], value[0]])[None], self.kv_dtype)),
+            self.patterns[layer],
+        )
         calls: list[SpanCall | GatheredCalls] = []
         start = 0
         for length, blocks in zip(self.lengths, self.blocks, strict=True):
@@ -267,9 +270,9 @@ def _layer(step: Step | Probe, call: LayerCall) -> torch.Tensor:
             for rest in (keys, values):  # earlier contents of the memory must not get into a chunk's file
                 rest[heads:], rest[:heads, :, size:] = 0, 0
             keys, values = keys[:heads, :, :size], values[:heads, :, :size]
-        keys.copy_(k[:, rows])
+        keys.copy_(narrowed(k[:, rows], keys.dtype))
         if is_pair:
-            values.copy_(v[:, rows])
+            values.copy_(narrowed(v[:, rows], values.dtype))
     if step.barrier is not None:
         step.barrier.wait(layer)
     out = kind.attend(query[0], layer, scale, step.partial, extras)[None]

@@ -80,6 +80,8 @@ def load_model(
     config = load_config(path, dtype, trust_remote_code)
     own = "auto" if where.type != "cpu" else torch.bfloat16 if quantize else torch.float32
     refuse_quantized(config)
+    if kv_dtype != "auto" and kv_dtype not in DTYPES:
+        raise ModelRefused(f"unknown kv_dtype '{kv_dtype}'; available: auto, float16")
     if quantize:
         refuse_quantize(quantize, where, quantization_of(config))
     model = load_weights(path, config, DTYPES.get(dtype, own), trust_remote_code, where)

@@ -52,7 +52,7 @@ class LoadedModel:
         processor: its processor (vision models) or tokenizer; None for benchmarks on token ids alone.
         name: shown to people.
         kv_dtype: of the keys and values that are kept; None: the model's. With float16 a float32 model on the CPU
-            keeps half the bytes and rounds each number to 11 significant bits.
+            keeps half the bytes: 11 significant bits of each number, and none larger than 65,504.
 
     Raises:
         ModelRefused: results would be wrong; the message says why.
@@ -191,7 +191,7 @@ class LoadedModel:
         self._use_attention(name)
         details = self.info.details | self._attention_details
         if self.fused is not None:
-            details[NOTE] = "" if self.streams else NOT_STREAM
+            details[NOTE] = self.fused.note if self.streams else NOT_STREAM
         self.info = replace(self.info, attention=self.attention_name, details=details)
 
     def _use_attention(self, name: str) -> None:

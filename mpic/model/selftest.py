@@ -27,6 +27,8 @@ Segments = tuple[tuple[int, int, bool], ...]
 """(start, end, is_chunk) in sequence order."""
 _SEGMENTS: Segments = ((0, 9, False), (9, 23, True), (23, 30, False), (30, 41, True), (41, 47, False))
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+ROUNDED_KV = 4e-3
+"""The same of a float32 model whose keys and values are rounded to 16 bits."""
 """Largest ``|difference| / max |logit|`` (float32 rounding of a packed product; half precision rounds every layer)."""
 
 
@@ -81,7 +83,7 @@ def compare(
     except Exception as error:
         raise ModelRefused(f"{failed}: {type(error).__name__}: {error}") from error
     difference = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-    limit = TOLERANCE.get(loaded.kv_dtype, 2e-4)
+    limit = TOLERANCE.get(loaded.dtype, 2e-4) if loaded.kv_dtype is loaded.dtype else ROUNDED_KV
     if not difference <= limit:
         raise ModelRefused(
             f"{loaded.config.model_type}: {what} differ from the stock model's by {difference:.1e} "

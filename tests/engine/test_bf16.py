@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from unittest import mock
 
 import pytest
@@ -84,6 +85,9 @@ def test_the_kernel_for_blocks_serves_by_itself_and_is_no_further_from_fp32_than
     assert ours < 1.3 * torchs
 
 
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler on this machine"
+)
 def test_blocks_are_torchs_when_the_kernels_are_switched_off(models):
     bf16, fp32 = models
     assert fp32.info.details["attention_blocks"] == "cpu-block-spans"

@@ -293,3 +293,21 @@ def test_a_resident_chunk_that_is_evicted_before_its_turn_is_read_again(make_eng
     later = engine.submit(request_of(prompt, "reuse", 2))
     blocker.result()
     assert later.result().token_ids == expected
+
+
+def test_memory_for_the_next_step_is_provided_after_a_step_and_only_while_nothing_is_to_do(
+    make_engine, monkeypatch
+):
+    engine, asked = make_engine(), []
+
+    def provide(tokens: int) -> bool:
+        asked.append((tokens, engine._has_work() or bool(engine._inbox)))
+        return len(asked) < 3
+
+    monkeypatch.setattr(engine.pool, "provide", provide)
+    engine._post(lambda: None)
+    assert not asked  # before a first step the memory may never be needed
+    answer(engine, PROMPT, tokens=2)
+    until(lambda: len(asked) >= 3)
+    assert set(asked) == {(512, False)}
+    engine.close()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
-from engine_kit import family, ids, image_chunk, logits_of, prompt_of, submit, text_chunk
+from engine_kit import family, ids, image_chunk, logits_of, prompt_of, submit, text_chunk, until
 from families import make_family, make_model, random_image
 from small_models import SMALL
 
@@ -16,8 +17,13 @@ from mpic.engine import load_engine
 from mpic.engine.native.device_memory import pool_pages
 from mpic.errors import ModelRefused
 from mpic.kernels import block_spans, c_kernel, stream
+from mpic.kernels.attention import KVView, SpanCall, Write
+from mpic.kernels.span import Span
+from mpic.kernels.writes import narrowed
+from mpic.library import Library, Limits
 from mpic.model.fused_layers import NOTE
 from mpic.model.fused_proof import use_fused_step
+from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import self_test
 
@@ -66,7 +72,7 @@ def test_fused_steps_are_used_and_compute_what_the_modules_do(name, make_engine)
     assert fused[0] == modules[0] and (fused[1] - modules[1]).abs().max() < NEAR
 
 
-def test_memory_and_files_are_half_and_a_chunk_is_not_mistaken_for_one_in_32_bits(make_engine, tmp_path):
+def test_memory_is_half_and_a_chunk_is_not_mistaken_for_one_in_32_bits(make_engine):
     plain, half = family("llama").loaded, halved("llama")
     assert half.info.details["kv_dtype"] == "float16" and plain.info.details["kv_dtype"] == "float32"
     assert pool_pages(half, 1 << 20) == 2 * pool_pages(plain, 1 << 20)
@@ -115,3 +121,48 @@ def test_the_configuration_is_followed_and_a_wrong_one_refused():
         load_config(None, {"kv_dtype": "int4"})
     with pytest.raises(ConfigError, match="kv_dtype"):
         load_config(None, {"engine": "vllm", "kv_dtype": "float16"})
+
+
+@pytest.fixture
+def library(tmp_path):
+    opened = Library.open(tmp_path / "library", Limits())
+    yield opened
+    opened.close()
+
+
+def test_files_are_half_as_large_and_are_linked_and_pressed_after_a_restart(library, make_engine):
+    chunk = text_chunk(ids(2, 600))
+    prompt = prompt_of(ids(3, 5), chunk, ids(4, 6))
+    sizes, answers = [], []
+    for model in (family("llama").loaded, halved("llama")):
+        engine = make_engine("llama", model, store=library.store)
+        answers.append(logits_of(submit(engine, prompt, "mpic-4"), 4))
+        key = engine.linker.key(chunk)
+        until(lambda key=key: library.store.find([key]))
+        sizes.append(library.store.path(key).stat().st_size)
+    assert 0.45 < sizes[1] / sizes[0] < 0.6
+    later = make_engine("llama", halved("llama"), store=library.store)
+    found = submit(later, prompt, "mpic-4").result()
+    assert [use.tier for use in found.usage.chunks] == ["disk"]
+    assert list(found.token_ids) == answers[1][0] == answers[0][0]
+    pressed = prompt_of(ids(3, 5), replace(chunk, press="knorm-50"), ids(4, 6))
+    used = submit(later, pressed, "mpic-4").result().usage.chunks
+    assert [use.press for use in used] == ["knorm-50"] and used[0].tier != "compiled"
+
+
+def test_numbers_beyond_fp16_become_its_largest_in_every_way_of_writing():
+    large = torch.tensor([1e5, -3e38, float("nan"), 12.0])
+    kept = narrowed(large, torch.float16)
+    assert kept[0] == 65504 and kept[1] == -65504 and kept[2].isnan() and kept[3] == 12
+    loaded = halved("llama")
+    with torch.no_grad():
+        loaded.text_model.layers[0].self_attn.v_proj.weight.mul_(1e9)
+    view = KVView(torch.zeros(loaded.shape.extent(40), dtype=torch.float16))
+    for fused in (loaded.fused, None):
+        loaded.fused = fused
+        view.data.zero_()
+        rows, span = slice(0, 40), Span(view, 0, 40)
+        kinds = [loaded.kind_calls(0, [SpanCall(rows, span, causal=True, first=True)])]
+        step = Step([Write(rows, span)], kinds, loaded.kind_of, loaded.partial)
+        loaded.forward(loaded.rows(torch.tensor(ids(1, 40))), torch.arange(40)[None], step, torch.arange(1))
+        assert view.data[0].isfinite().all() and view.data[0, 1].abs().max() == 65504

@@ -253,8 +253,11 @@ def test_a_cpu_with_a_compiler_has_it_for_dtypes_and_heads_that_it_reads(fresh, 
         ("x * cosine[i] - y * sine[i]", "x * cosine[i] + y * sine[i]"),
         ("if (t < from || t >= to || t >= count)", "if (0)"),
         ("load(out + r * PADDED + i * LANES) * fade[r]", "load(out + r * PADDED + i * LANES)"),
+        ("c->hidden ? c->hidden[row - c->first] : 0", "0"),
+        ("c->slots ? c->slots[first + t + j] : first + t + j", "first + t + j"),
+        ("(vec){l->sinks ? 1 : 0}", "(vec){0}"),
     ],
-    ids=["scale", "mask", "rotation", "rest", "fade"],
+    ids=["scale", "mask", "rotation", "rest", "fade", "hidden", "slots", "sink"],
 )
 def test_a_kernel_that_computes_something_else_is_refused(fresh, monkeypatch, right, wrong):
     text, file = block_spans.SOURCE.read_text(), fresh / "wrong.c"

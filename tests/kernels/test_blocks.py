@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from mpic.kernels import block, c_kernel
 from mpic.kernels.backends import row_blocks
+from mpic.model import attention_choice
 
 CPU = torch.device("cpu")
 LOADED, _ = row_blocks(CPU, torch.bfloat16, (32, 64, 80, 128))
@@ -140,3 +143,11 @@ def test_a_kernel_that_computes_something_else_is_refused(tmp_path, monkeypatch)
             block.load([64])
     finally:
         block._function.cache_clear()
+
+
+def test_a_matrix_unit_keeps_the_work_of_bf16(monkeypatch):
+    """Not even the kernel for all spans takes it, which would compute in fp32."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    kinds, layers = [SimpleNamespace(dim=64)], [SimpleNamespace(softcap=None)]
+    choice = attention_choice.choose("auto", kinds, layers, CPU, torch.bfloat16, torch.bfloat16)
+    assert choice.blocks == "cpu-flash" and not choice.spans

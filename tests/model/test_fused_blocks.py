@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from fused_kit import DTYPES, FAMILIES, loaded_model, needs_fused
 
+from mpic.errors import ModelRefused
 from mpic.kernels.attention import SpanCall, Write
 from mpic.kernels.decoder_blocks import BlockLayers
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Pool
+from mpic.model import fused_proof
+from mpic.model.fused_layers import NOTE
 from mpic.model.fused_proof import TOLERANCE
 from mpic.model.hooks import Observed, Step
 
@@ -129,16 +133,31 @@ def test_presses_observe_the_queries_that_the_modules_compute(llama):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_results_do_not_depend_on_the_number_of_threads(llama, threads):
-    wanted = both(llama)[1]
+def test_results_do_not_depend_on_the_number_of_threads(threads):
+    """Sizes at which several threads share what stands between products: more than 2^15 numbers."""
+    loaded = loaded_model(text={"hidden_size": 256, "intermediate_size": 520})
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        got = both(llama)[1]
+        (wanted, memory, _), (got, fused_memory, _) = both(loaded)
     finally:
         torch.set_num_threads(before)
-    assert_near(llama, got[0], wanted[0])
-    assert_near(llama, got[1], wanted[1])
+    assert_near(loaded, got, wanted)
+    assert_near(loaded, fused_memory, memory)
+
+
+def test_blocks_that_are_not_proved_run_the_modules_and_decoding_stays_fused(monkeypatch):
+    monkeypatch.setattr(fused_proof, "block_difference", Mock(side_effect=ModelRefused("it differs")))
+    loaded = loaded_model()
+    reason = "blocks of rows run the modules: it differs"
+    assert loaded.fused is not None and loaded.info.details[NOTE] == reason
+    step, inputs, positions, arena = case(loaded)
+    before = arena.clone()
+    assert loaded.fused.run(inputs, positions, step, torch.arange(1)) is None
+    assert torch.equal(arena, before)
+    loaded.choose_attention("reference")
+    loaded.choose_attention("auto")
+    assert loaded.info.details[NOTE] == reason
 
 
 def test_memory_of_another_layout_is_refused_and_not_written(llama):

@@ -267,9 +267,10 @@ class NativeEngine(Engine):
         return self._more_to_do and not self.scheduler.idle
 
     def _provide_memory(self) -> None:
-        """Has memory for one more step's tokens ready before they arrive, once there has been a step."""
+        """Has memory for one more step's tokens ready before they arrive, once there has been a step, as long as there
+        is nothing else to do."""
         while self._counters["steps"] and not (self._inbox or self._inbox.closed or self._has_work()):
-            if not self.pool.provide(self.scheduler.budget):
+            if self.transfers.loading or not self.pool.provide(self.scheduler.budget):
                 break
 
     def _arrive(self, request: Request) -> None:

@@ -146,8 +146,8 @@ class StepTables:
     def step(self, slices: Sequence[BatchSlice], starts: Sequence[int]) -> Step:
         """Returns the step of some slices, whose rows begin at ``starts``.
 
-        Blocks of rows attend span by span; rows that stand alone go together, unless the implementation takes whole
-        steps and gathers them itself."""
+        Blocks of rows and rows that stand alone have tables of their own, unless the implementation takes whole steps
+        and gathers them itself."""
         whole = self._model.triton is not None
         placed = list(zip(slices, starts, strict=True))
         alone = [(part, start) for part, start in placed if part.hi - part.lo == 1]

@@ -50,7 +50,7 @@ class StepProfile:
         total: from the beginning to the end of every step.
         parts: by name of ``PARTS``.
         layers: of each decoder layer, everything in it included; none of a model whose steps are fused
-            (``mpic.model.fused_step``), which has one part for products, attention and the rest of all layers.
+            (``mpic.model.fused_step``). Decoding ones have one part for products, attention and the rest of all layers.
         operations: of the matrix products with 16- or 32-bit weights.
         bytes: that these products read and wrote, every matrix once a product.
     """

@@ -187,6 +187,8 @@ def pair_of(model: nn.Module, decoder: DecoderShape, tower: TowerShape | None = 
 def with_half_kv(pair: ModelPair) -> LoadedModel | None:
     """Returns a pair's model once more, over the same weights, with keys and values in 16 bits; None where the engine
     has no such thing."""
+    if pair.loaded.dtype is not torch.float32:
+        return None
     model = copy.deepcopy(pair.stock, {id(p): p for p in pair.stock.parameters()})
     try:
         loaded = LoadedModel(model, pair.loaded.processor, "random", torch.float16)
