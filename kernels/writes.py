@@ -16,7 +16,8 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns ``x`` in the dtype that keys and values are kept in. Numbers beyond fp16 become its largest."""
     if x.dtype is dtype:
         return x
-    return (x.clamp(-_MOST, _MOST) if dtype is torch.float16 else x).to(dtype)
+    kept = x.to(dtype)
+    return kept.nan_to_num(float("nan"), _MOST, -_MOST) if dtype is torch.float16 else kept
 
 
 class RowWrites:

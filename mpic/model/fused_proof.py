@@ -42,8 +42,8 @@ _BLOCKS = ((0, 20, 13), (20, 37, 0))
 _COMPUTING = {"add", "cat", "cos", "mul", "neg", "rms_norm", "_fused_rms_norm", "silu", "sin"}
 _MOVING = {
     "_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "copy_", "detach", "empty", "empty_like", "expand",
-    "index", "index_copy_", "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "stack",
-    "t", "to", "transpose", "unbind", "unsqueeze", "view",
+    "index", "index_copy_", "nan_to_num", "permute", "reshape", "select", "slice", "split", "split_with_sizes",
+    "squeeze", "stack", "t", "to", "transpose", "unbind", "unsqueeze", "view",
 }  # fmt: skip
 _OPERATIONS = _COMPUTING | _MOVING
 """The operations that a model's way may have beside its linear layers and attention, which torch does not see."""
