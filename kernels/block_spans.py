@@ -78,9 +78,10 @@ class BlockSpans:
         self._kernel, self._heads = kernel, heads
         self._kept: list[object] = [list(calls)]  # kept alive, because C holds their addresses
         bases: dict[int, int] = {}
-        rows = [self._call(call, slots, heads, kv_heads, bases) for call, slots in _single_calls(calls)]
+        single = list(_single_calls(calls))
+        rows = [self._call(call, slots, heads, kv_heads, bases) for call, slots in single]
         table = np.array(rows, dtype=np.int64)
-        firsts = [call.rows for call, _ in _single_calls(calls) if call.first]
+        firsts = [call.rows for call, _ in single if call.first]
         of_kv = kv_heads or _view(calls[0]).data.shape[2]
         blocks, order = _blocks(firsts, table[:, 5:7], heads // of_kv, of_kv)
         self._rows = max(rows.stop for rows in firsts)

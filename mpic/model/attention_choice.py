@@ -107,13 +107,13 @@ def _compiled(
     pairs, why_not = row_blocks(device, dtype, {kind.dim for kind in kinds})
     if pairs is not None:
         return choice._replace(blocks=pairs.name, partial=pairs)
+    # in fp32 the other kernel would be slower than the matrix unit, which torch uses
     if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return choice._replace(
-            blocks_note=why_not
-        )  # the kernel would compute in fp32 what torch's matrix unit does
-    spans, reason = block_spans(device, dtype, [kind.dim for kind in kinds], kv_dtype)
+        return choice._replace(blocks_note=why_not)
     if any(facts.softcap for facts in layers):
         spans, reason = [], "its scores are capped"
+    else:
+        spans, reason = block_spans(device, dtype, [kind.dim for kind in kinds], kv_dtype)
     if spans:
         return choice._replace(blocks=spans[0].name, spans=spans, blocks_note=why_not)
     return choice._replace(blocks_note="; ".join(filter(None, (why_not, f"no cpu-block-spans: {reason}"))))
