@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -35,6 +37,8 @@ from mpic.evals.bench import (
 )
 from mpic.evals.bench.baseline import StockGenerator, floors
 from mpic.evals.bench.harness import BENCHES, BenchDevice, BenchFailed, Series, Ticker, interleave, paired
+from mpic.evals.bench.merge import earlier
+from mpic.evals.bench.results import as_json
 from mpic.evals.bench.workload import DecoderShape, Ids, TowerShape, make_pair
 
 TINY = DecoderShape(layers=2, hidden=64, heads=2, intermediate=64, vocabulary=300, context=2048)
@@ -49,10 +53,12 @@ SERVED = {"pool": 3, "linked": 2, "chunk_tokens": 24, "answer": 2, "backlog": 0.
 FEW = {"policies": ("full", "cacheblend-15", "legolink-16"), "text": 8, "answer": 2}
 SETTINGS = {
     "ttft": ttft.Settings(TINY, TOWER, images=2, system=8, text=24, repeats=1, vision_repeats=1),
-    "flat": flat.Settings(decoder=TINY, documents=2, totals=(64, 128), fixed=32, text=8, repeats=1),
+    "flat": flat.Settings(
+        TINY, TINY, documents=2, totals=(64, 128), wide_totals=(128, 256), fixed=32, text=8, repeats=1
+    ),
     "overhead": overhead.Settings(TINY, counts=(1, 2), chunk_tokens=24, text=8, repeats=2),
     "rates": rates.Settings(
-        TINY, 2048, (0.1,), 2, document_tokens=48, **FEW, rates=(10.0,), seconds=1.0, repeats=2
+        TINY, ("10",), 2048, 2, document_tokens=48, **FEW, rates=(10.0,), seconds=1.0, repeats=2
     ),
     "flops": flops.Settings(decoder=TINY, counts=(1, 2), chunk_tokens=48, text=8),
     "frames": frames.Settings(TINY, TOWER, frames=8, window=3, system=8, text=4, question=8),
@@ -81,6 +87,7 @@ HEADLINES = {
     "flat": {
         *(f"{name}_growth" for name in ("full", "cacheblend15", "legolink16")),
         "legolink16_fixed_growth",
+        *(f"wide_legolink16_{kind}growth" for kind in ("", "fixed_")),
         "tokens_in_memory_over_cacheblend15",
     },
     "overhead": {"least_share_of_deciding", "most_share_of_deciding", "cacheblend15_over_legolink16"},
@@ -284,6 +291,27 @@ def test_no_two_prompts_begin_with_the_same_token_until_all_have_been_used():
     for _ in range(3):
         prompts = [ids.framed([], 4) for _ in range(15)] + [ids.spaced([], 3, 2) for _ in range(15)]
         assert len({prompt.segments[0].token_ids[0] for prompt in prompts}) == 30
+
+
+def test_shares_measured_one_by_one_make_one_result_whose_headline_is_that_of_all_of_them(
+    tmp_path, monkeypatch
+):
+    path, entry = tmp_path / "rates.json", BENCHES["rates"]
+    settings = SETTINGS["rates"]
+    alone = {}
+    monkeypatch.setattr(rates, "_headline", lambda rows: {"rows": len(rows)})
+    for share in ("10", "30"):
+        one = replace(settings, only=(share,))
+        report = entry.run(one, CPU, Ticker())
+        result = as_json(entry, one, CPU, report)
+        alone[share] = result["rows"]
+        old = earlier(path, entry, one, CPU) if path.exists() else None
+        cli._keep(path, replace(entry, headline=rates._headline), result, report, old)
+    kept = json.loads(path.read_text())
+    assert kept["rows"] == [*alone["10"], *alone["30"]]
+    assert kept["headline"] == {"rows": 6} and list(kept["settings"]["remade"]) == [
+        "documents fill 30 % of the pool"
+    ]
 
 
 def test_growth_is_told_at_sixteen_times_the_fewest_tokens_whatever_was_measured_beyond():

@@ -138,6 +138,8 @@ def _keep(
     """Writes a result, or its cases into an old one, and a plot of the whole beside it."""
     if old is not None:
         result = merged(old, result)
+        if entry.headline is not None:
+            result["headline"] = entry.headline(result["rows"])
         if (draw := entry.draw) is not None:
             report.plot = lambda figure: draw(figure, result["rows"])
     write(path, result)

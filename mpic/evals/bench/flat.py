@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,16 @@ from mpic.memory import give_back
 K, R = 16, 15
 LINKED, BLENDED = f"legolink-{K}", f"cacheblend-{R}"
 FIXED, GROWING = "documents of one size", "growing documents"
-
+WIDE = "a wide model: "
+"""Begins the name of a table about ``Settings.wide``."""
 
 _DECODER = DecoderShape(
     layers=6, hidden=768, heads=12, kv_heads=2, intermediate=2048, vocabulary=8_000, context=65_536
+)
+
+
+_WIDE = DecoderShape(
+    layers=2, hidden=3072, heads=24, kv_heads=6, intermediate=8192, vocabulary=8_000, context=32_768
 )
 
 
@@ -38,14 +44,21 @@ class Settings:
     """Sizes of the ``flat`` bench.
 
     Args:
+        decoder: the model of the whole range.
+        wide: a model in which a token's products outweigh its attention, as in those that people serve: what a linked
+            token costs grows with the number of keys that it attends to, and in a narrow model that is nearly all of
+            its cost.
         totals: tokens of all documents.
+        wide_totals: those of the wide model, the first of them and 16 times as many.
         fixed: tokens of a document of one size.
         documents: number of growing documents.
     """
 
     decoder: DecoderShape = _DECODER
+    wide: DecoderShape = _WIDE
     documents: int = 8
     totals: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 50176)
+    wide_totals: tuple[int, ...] = (1024, 4096, 16384)
     fixed: int = 512
     text: int = 64
     repeats: int = 2
@@ -58,47 +71,31 @@ class Settings:
     Settings,
     quick={
         "decoder": DecoderShape(layers=2, hidden=512, heads=8, intermediate=1024, vocabulary=2_000),
+        "wide": DecoderShape(layers=1, hidden=1024, heads=8, kv_heads=2, intermediate=4096, vocabulary=2_000),
         "totals": (512, 1024, 2048, 4096, 8192),
+        "wide_totals": (512, 8192),
         "fixed": 256,
     },
     wants={
         "full_growth": "> 16",
         "cacheblend15_growth": "> legolink16_fixed_growth",
-        "legolink16_fixed_growth": "< 6",
+        "legolink16_fixed_growth": "< 16 (EPIC: nearly linear)",
         "legolink16_growth": "< 3.5",
+        "wide_legolink16_fixed_growth": "< 6",
+        "wide_legolink16_growth": "< 2",
         "tokens_in_memory_over_cacheblend15": "> 1 (EPIC: 50 over 35 thousand)",
     },
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures a growing number of documents of one size, and a fixed number of growing ones."""
-    pair = make_pair(settings.decoder, placement, seed=settings.seed)
-    ids = Ids(settings.decoder.vocabulary, settings.seed)
-    grown = {n: [n // settings.documents] * settings.documents for n in settings.totals}
-    added = {n: [settings.fixed] * (n // settings.fixed) for n in settings.totals if n >= settings.fixed}
-    largest = max(settings.totals)
-    columns: dict[str, Callable[[], float]] = {}
-    with engine_for(pair.loaded, 2 * sum(settings.totals) + 3 * largest) as engine:
-        engine.pool.arena.zero_()  # its pages are touched, so that they do not count as memory of a request
-        subject = _FlatSubject(engine, ids, settings, placement)
-        for kind, sizes in ((FIXED, added), (GROWING, grown)):
-            for total, lengths in sizes.items():
-                chunks = ids.chunks(len(lengths), lengths[0])
-                ticker.say(f"compiling {len(lengths)} x {lengths[0]}")
-                compile_all(engine, chunks)
-                for policy in ("full", BLENDED, LINKED) if kind == FIXED else (LINKED,):
-                    columns[f"{kind} {total} {policy}"] = subject.column(total, chunks, policy)
-        ticker.expect((settings.repeats + 1) * len(columns))
-        samples = interleave(columns, settings.repeats, ticker)
-    rows = []
-    for kind, sizes in ((FIXED, added), (GROWING, grown)):
-        for total, lengths in sizes.items():
-            size = {"documents": len(lengths), "document_tokens": lengths[0], "tokens": total}
-            for policy in ("full", BLENDED, LINKED):
-                if (series := samples.get(f"{kind} {total} {policy}")) is not None:
-                    memory = subject.memory(total, policy) if kind == FIXED else {}
-                    rows.append({"table": kind, **size, "policy": policy} | series.row() | memory)
+    rows, samples, model = _measured(settings, placement, ticker, settings.decoder, settings.totals)
+    wide_rows, wide_samples, wide_model = _measured(
+        settings, placement, ticker, settings.wide, settings.wide_totals, (LINKED,)
+    )
+    rows += [row | {"table": f"{WIDE}{row['table']}"} for row in wide_rows]
     notes = {
-        "model": pair.description,
+        "model": model,
+        "wide model": wide_model,
         "sizes": _words(settings.totals),
         "sharing": "every request has fresh text before and after the documents, so only chunks are shared",
         "full": "depends on the number of tokens alone, so growing documents are measured under linking only",
@@ -110,13 +107,56 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "sizes: in proportion)",
     }
     headline = {
-        "full_growth": _growth(samples, FIXED, "full", added),
-        f"cacheblend{R}_growth": _growth(samples, FIXED, BLENDED, added),
-        f"legolink{K}_fixed_growth": _growth(samples, FIXED, LINKED, added),
-        f"legolink{K}_growth": _growth(samples, GROWING, LINKED, grown),
+        "full_growth": _growth(samples, FIXED, "full", settings.totals),
+        f"cacheblend{R}_growth": _growth(samples, FIXED, BLENDED, settings.totals),
+        f"legolink{K}_fixed_growth": _growth(samples, FIXED, LINKED, settings.totals),
+        f"legolink{K}_growth": _growth(samples, GROWING, LINKED, settings.totals),
+        f"wide_legolink{K}_fixed_growth": _growth(wide_samples, FIXED, LINKED, settings.wide_totals),
+        f"wide_legolink{K}_growth": _growth(wide_samples, GROWING, LINKED, settings.wide_totals),
         **_reach(rows),
     }
     return Report(rows, headline, notes, lambda figure: _plot(figure, rows))
+
+
+def _measured(
+    settings: Settings,
+    placement: BenchDevice,
+    ticker: Ticker,
+    decoder: DecoderShape,
+    totals: Sequence[int],
+    policies: Sequence[str] = ("full", BLENDED, LINKED),
+) -> tuple[list[Row], dict[str, Series], str]:
+    """Returns what one model takes for so many tokens: rows, the times of each column, and the model in words.
+
+    Args:
+        policies: those that are measured over documents of one size; growing ones are linked.
+    """
+    pair = make_pair(decoder, placement, seed=settings.seed)
+    ids = Ids(decoder.vocabulary, settings.seed)
+    grown = {n: [n // settings.documents] * settings.documents for n in totals}
+    added = {n: [settings.fixed] * (n // settings.fixed) for n in totals}
+    columns: dict[str, Callable[[], float]] = {}
+    with engine_for(pair.loaded, 2 * sum(totals) + 3 * max(totals)) as engine:
+        engine.pool.arena.zero_()  # its pages are touched, so that they do not count as memory of a request
+        subject = _FlatSubject(engine, ids, settings, placement)
+        for kind, sizes in ((FIXED, added), (GROWING, grown)):
+            for total, lengths in sizes.items():
+                chunks = ids.chunks(len(lengths), lengths[0])
+                ticker.say(f"compiling {len(lengths)} x {lengths[0]}")
+                compile_all(engine, chunks)
+                for policy in policies if kind == FIXED else (LINKED,):
+                    columns[f"{kind} {total} {policy}"] = subject.column(total, chunks, policy)
+        ticker.expect((settings.repeats + 1) * len(columns))
+        samples = interleave(columns, settings.repeats, ticker)
+    rows = []
+    for kind, sizes in ((FIXED, added), (GROWING, grown)):
+        for total, lengths in sizes.items():
+            size = {"documents": len(lengths), "document_tokens": lengths[0], "tokens": total}
+            for policy in policies:
+                if (series := samples.get(f"{kind} {total} {policy}")) is not None:
+                    memory = subject.memory(total, policy) if kind == FIXED else {}
+                    rows.append({"table": kind, **size, "policy": policy} | series.row() | memory)
+    return rows, samples, pair.description
 
 
 class _FlatSubject:
@@ -157,7 +197,7 @@ def _mib(size: int) -> float:
     return round(size / 2**20, 1)
 
 
-def _growth(samples: dict[str, Series], kind: str, policy: str, sizes: dict[int, Any]) -> float:
+def _growth(samples: dict[str, Series], kind: str, policy: str, sizes: Iterable[int]) -> float:
     """Returns by what the time grows while the context grows 16 times, or as far as it does."""
     low = min(sizes)
     high = max(total for total in sizes if total <= 16 * low)
@@ -170,7 +210,7 @@ def _reach(rows: Sequence[Row]) -> dict[str, float]:
         policy: [
             (row["tokens"], row["memory_MiB"])
             for row in rows
-            if row["policy"] == policy and "memory_MiB" in row
+            if row["policy"] == policy and row["table"] == FIXED and "memory_MiB" in row
         ]
         for policy in (LINKED, BLENDED)
     }
@@ -198,16 +238,18 @@ def _plot(figure: Any, rows: list[Row]) -> None:
         (growing, GROWING, "median_ms", "time to first token (ms)"),
         (memory, FIXED, "memory_MiB", "memory: pages and work (MiB)"),
     )
-    for axes, table, name, label in panels:
-        for policy in ("full", BLENDED, LINKED):
+    for axes, kind, name, label in panels:
+        wide = [(f"{WIDE}{kind}", LINKED, "--")] if axes is not memory else []
+        for table, policy, style in (*((kind, p, "-") for p in ("full", BLENDED, LINKED)), *wide):
             line = [
                 (r["tokens"], r[name])
                 for r in rows
                 if r["table"] == table and r["policy"] == policy and name in r
             ]
             if line:
-                axes.plot(*zip(*line, strict=True), marker="o", label=policy)
-        axes.set_title(table, fontsize=9)
+                label_ = policy if style == "-" else f"{policy}, wide model"
+                axes.plot(*zip(*line, strict=True), marker="o", linestyle=style, label=label_)
+        axes.set_title(kind, fontsize=9)
         axes.set(xlabel="tokens in the documents", ylabel=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -84,6 +84,8 @@ class Bench:
         cases: short names of the parts that ``--only`` selects, for settings with a field ``only``. The rows of a case
             have a table of their own.
         draw: function that draws the rows of a result into a matplotlib figure, for a bench with cases.
+        headline: function that returns the headline of all rows, for a bench whose headline compares its cases; None:
+            each case has headline numbers of its own.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Bench:
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cases: Sequence[str] = ()
     draw: Callable[[Any, Sequence[Row]], None] | None = None
+    headline: Callable[[Sequence[Row]], dict[str, float]] | None = None
     others: dict[str, Bench] = field(default_factory=dict)
 
     def on(self, engine: str) -> Bench | None:

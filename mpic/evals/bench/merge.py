@@ -49,13 +49,13 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
     A table of both in which the columns are headlines, such as one of ratios, is merged row by row.
     """
-    shared = {row["table"] for row in new["rows"] if row["column"] in new["headline"]}
+    shared = {row["table"] for row in new["rows"] if row.get("column") in new["headline"]}
     measured = {row["table"] for row in new["rows"]} - shared
-    made = {(row["table"], row["column"]) for row in new["rows"]}
+    made = {(row["table"], row.get("column")) for row in new["rows"]}
     rows = [
         row
         for row in old["rows"]
-        if row["table"] not in measured and (row["table"], row["column"]) not in made
+        if row["table"] not in measured and (row["table"], row.get("column")) not in made
     ]
     origin = {"machine": new["machine"], **new["settings"]}
     remade = {**old["settings"].get("remade", {}), **{table: origin for table in sorted(measured)}}

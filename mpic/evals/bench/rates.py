@@ -2,7 +2,8 @@
 
 Every user has documents that were compiled once, and asks about them again and again for a while. How many users there
 are follows from the share of the pool that their documents may fill; the rest is what running requests have. All
-policies get the same users, requests and times.
+policies get the same users, requests and times. A prompt is as long as those of the paper's workload, 2WikiMQA: ten
+documents, 5 thousand tokens, and a question.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,9 @@ from mpic.evals.bench.workload import (
 from mpic.kv.chunk import Chunk
 
 _DECODER = DecoderShape(layers=12, hidden=768, heads=12, intermediate=3072, kv_heads=4)
+BLENDED, LINKED = "cacheblend-15", "legolink-16"
+SHARES = {"10": 0.1, "30": 0.3, "60": 0.6}
+"""Cases: shares of the pool that the users' documents fill (EPIC's context cache ratio), in percent."""
 
 
 @dataclass(frozen=True)
@@ -35,29 +40,73 @@ class Settings:
     """Sizes of the ``rates`` bench.
 
     Args:
+        only: the cases that are measured.
         tokens: size of the pool.
-        ratios: shares of the pool that the users' documents fill (EPIC's context cache ratio).
         documents: documents of a user, who asks about all of them each time.
+        text: tokens before the documents, and of the question behind them.
         rates: requests a second of all users together.
         seconds: time for which they arrive; what has not been answered then is ended and not counted.
         repeats: runs with other times, of each cell.
     """
 
     decoder: DecoderShape = _DECODER
-    tokens: int = 65_536
-    ratios: tuple[float, ...] = (0.1, 0.3, 0.6)
-    documents: int = 4
-    document_tokens: int = 576
-    text: int = 64
+    only: tuple[str, ...] = tuple(SHARES)
+    tokens: int = 131_072
+    documents: int = 10
+    document_tokens: int = 512
+    text: int = 24
     answer: int = 8
-    policies: tuple[str, ...] = ("full", "cacheblend-15", "mpic-32", "legolink-16")
+    policies: tuple[str, ...] = ("full", BLENDED, "mpic-32", LINKED)
     rates: tuple[float, ...] = (0.25, 1.0, 4.0)
     seconds: float = 40.0
     repeats: int = 5
     seed: int = 0
 
-    def users(self, ratio: float) -> int:
-        return max(1, int(ratio * self.tokens / (self.documents * self.document_tokens)))
+    def users(self, share: str) -> int:
+        return max(1, int(SHARES[share] * self.tokens / (self.documents * self.document_tokens)))
+
+
+def _headline(rows: Sequence[Row]) -> dict[str, float]:
+    """Returns the largest ratios of two policies in a cell; none if one of them answered nothing in any."""
+    cells: dict[tuple[str, float], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((row["table"], row["offered_per_s"]), {})[row["policy"]] = row
+    pairs = [
+        (cell[LINKED], cell[BLENDED])
+        for cell in cells.values()
+        if cell[BLENDED]["requests_per_s"] and cell[LINKED]["requests_per_s"]
+    ]
+    if not pairs:
+        return {}
+    return {
+        "throughput_legolink16_over_cacheblend15": max(
+            a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs
+        ),
+        "ttft_cacheblend15_over_legolink16": max(b["ttft_ms"] / a["ttft_ms"] for a, b in pairs),
+    }
+
+
+def _draw(figure: Any, rows: Sequence[Row]) -> None:
+    panels = {"ttft_ms": "time to first token (ms)", "tokens_per_s": "throughput (tokens/s)"}
+    tables = list(dict.fromkeys(row["table"] for row in rows))
+    styles = dict(zip(tables, ("-", "--", ":"), strict=False))
+    for axes, (name, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for number, policy in enumerate(dict.fromkeys(row["policy"] for row in rows)):
+            for table in tables:
+                line = [
+                    (row["offered_per_s"], row[name], row[f"{name}_deviation"])
+                    for row in rows
+                    if (row["policy"], row["table"]) == (policy, table) and row[name] != ""
+                ]
+                if line:
+                    x, y, deviation = zip(*line, strict=True)
+                    axes.errorbar(
+                        x, y, yerr=deviation, color=f"C{number}", linestyle=styles[table], label=f"{policy}, {table}",
+                        marker="o", markersize=3, capsize=2,
+                    )  # fmt: skip
+        axes.set(xlabel="offered (requests/s)", ylabel=label, xscale="log", yscale="log")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6)
 
 
 @bench(
@@ -67,9 +116,10 @@ class Settings:
     quick={
         "decoder": DecoderShape(layers=4, hidden=256, heads=4, intermediate=512, vocabulary=2_000),
         "tokens": 16_384,
-        "ratios": (0.2, 0.6),
+        "only": ("10", "60"),
+        "documents": 4,
         "document_tokens": 256,
-        "policies": ("cacheblend-15", "legolink-16"),
+        "policies": (BLENDED, LINKED),
         "rates": (2.0, 8.0),
         "seconds": 2.0,
         "repeats": 2,
@@ -78,31 +128,39 @@ class Settings:
         "throughput_legolink16_over_cacheblend15": "> 1 (EPIC: up to 7)",
         "ttft_cacheblend15_over_legolink16": "> 1 (EPIC: up to 8)",
     },
+    cases=tuple(SHARES),
+    draw=_draw,
+    headline=_headline,
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Makes a row for each ratio, rate and policy: means over the repeats, and their deviations."""
+    """Makes a row for each share, rate and policy: means over the repeats, and their deviations."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     cells = [
-        (ratio, rate, policy)
-        for ratio in settings.ratios
+        (share, rate, policy)
+        for share in settings.only
         for rate in settings.rates
         for policy in settings.policies
     ]
     ticker.expect(len(cells) * settings.repeats)
-    measured: dict[tuple[float, float, str], list[Row]] = {cell: [] for cell in cells}
+    measured: dict[tuple[str, float, str], list[Row]] = {cell: [] for cell in cells}
     with engine_for(pair.loaded, settings.tokens) as engine:
         users = _Users(settings, engine)
-        for ratio in settings.ratios:
-            users.enter(settings.users(ratio))
+        for share in sorted(settings.only, key=settings.users):
+            users.enter(settings.users(share))
             for repeat in range(settings.repeats):
                 for rate in settings.rates:
                     for policy in settings.policies:  # in turn: other load on the machine hits all alike
-                        with ticker.step(f"{policy}: {ratio:.0%} of the pool, {rate:g}/s"):
-                            measured[ratio, rate, policy].append(users.ask(policy, rate, repeat))
+                        with ticker.step(f"{policy}: {share} % of the pool, {rate:g}/s"):
+                            measured[share, rate, policy].append(users.ask(policy, rate, repeat))
     rows = [
-        {"ratio": f"{ratio:.0%}", "users": settings.users(ratio), "offered_per_s": rate, "policy": policy}
-        | _means(measured[ratio, rate, policy])
-        for ratio, rate, policy in cells
+        {
+            "table": f"documents fill {share} % of the pool",
+            "users": settings.users(share),
+            "offered_per_s": rate,
+            "policy": policy,
+        }
+        | _means(measured[share, rate, policy])
+        for share, rate, policy in cells
     ]
     notes = {
         "model": pair.description,
@@ -112,7 +170,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "driven_out": "documents that running requests had driven out of the pool; a request compiled them again",
         "deviation": f"standard deviation over {settings.repeats} repeats with times of their own",
     }
-    return Report(rows, _headline(rows), notes, lambda figure: _plot(figure, rows))
+    return Report(rows, _headline(rows), notes, lambda figure: _draw(figure, rows))
 
 
 class _Users:
@@ -168,47 +226,3 @@ def _means(repeats: list[Row]) -> Row:
         row[name] = round(statistics.mean(values), digits) if values else ""
         row[f"{name}_deviation"] = round(statistics.pstdev(values), digits) if values else ""
     return row | {name: sum(one[name] for one in repeats) for name in ("ended", "driven_out")}
-
-
-def _headline(rows: list[Row]) -> dict[str, float]:
-    """Returns the largest ratios of two policies in a cell; none if one of them answered nothing in any."""
-    cells: dict[tuple[str, float], dict[str, Row]] = {}
-    for row in rows:
-        cells.setdefault((row["ratio"], row["offered_per_s"]), {})[row["policy"]] = row
-    pairs = [
-        (cell["legolink-16"], cell["cacheblend-15"])
-        for cell in cells.values()
-        if cell["cacheblend-15"]["requests_per_s"] and cell["legolink-16"]["requests_per_s"]
-    ]
-    if not pairs:
-        return {}
-    return {
-        "throughput_legolink16_over_cacheblend15": max(
-            a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs
-        ),
-        "ttft_cacheblend15_over_legolink16": max(b["ttft_ms"] / a["ttft_ms"] for a, b in pairs),
-    }
-
-
-def _plot(figure: Any, rows: list[Row]) -> None:
-    panels = {"ttft_ms": "time to first token (ms)", "tokens_per_s": "throughput (tokens/s)"}
-    ratios = list(dict.fromkeys(row["ratio"] for row in rows))
-    styles = dict(zip(ratios, ("-", "--", ":", "-."), strict=False))
-    for axes, (name, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        for number, policy in enumerate(dict.fromkeys(row["policy"] for row in rows)):
-            for ratio in ratios:
-                line = [
-                    (row["offered_per_s"], row[name], row[f"{name}_deviation"])
-                    for row in rows
-                    if (row["policy"], row["ratio"]) == (policy, ratio) and row[name] != ""
-                ]
-                if line:
-                    x, y, deviation = zip(*line, strict=True)
-                    label_ = f"{policy}, {ratio}"
-                    axes.errorbar(
-                        x, y, yerr=deviation, color=f"C{number}", linestyle=styles.get(ratio, "-"), label=label_,
-                        marker="o", markersize=3, capsize=2,
-                    )  # fmt: skip
-        axes.set(xlabel="offered (requests/s)", ylabel=label, xscale="log", yscale="log")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
