@@ -103,7 +103,7 @@ HEADLINES = {
         *(f"{case}_{kind}_of_peak" for case in ("link", "fresh") for kind in ("products", "attention")),
         *(f"decode{n}_{kind}" for n in (1, 3) for kind in ("python_ms", "products_of_memory_speed")),
     },
-    "start": {"ready_processor_seconds", "self_tested_processor_seconds"},
+    "start": {"ready_processor_seconds", "self_tested_processor_seconds", "ready_over_libraries"},
     "decode": {
         f"batch{n}_{kind}"
         for n in (1, 3)

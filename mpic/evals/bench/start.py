@@ -1,8 +1,10 @@
 """Measures how long ``mpic serve`` takes until it answers, and what it spends its time on.
 
 Every start is a process of its own. Processor seconds are compared, because other work on the machine changes them less
-than the time on the clock. Starts take turns: with self-tests that run (``self_test = always``), and with their proofs
-kept (``mpic.model.proofs``). The first start of each is not counted: it fills the page cache and writes the proofs.
+than the time on the clock. Starts take turns: with self-tests that run (``self_test = always``), with their proofs kept
+(``mpic.model.proofs``), and a script that only imports the libraries and loads the model with transformers, which is
+the least that a server made of them takes. The first start of each is not counted: it fills the page cache and writes
+the proofs.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import os
 import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -25,7 +29,16 @@ from mpic.config import bundled_model
 from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench
 from mpic.evals.demo import server_process
 
-KEPT, ALWAYS = "when-changed", "always"
+KEPT, ALWAYS, BARE = "when-changed", "always", "no server: the libraries and the model alone"
+SCRIPT = """
+import sys
+import fastapi, psutil, torch, uvicorn
+from transformers import AutoModelForImageTextToText, AutoProcessor
+AutoModelForImageTextToText.from_pretrained(sys.argv[1]), AutoProcessor.from_pretrained(sys.argv[1])
+process = psutil.Process()
+times = process.cpu_times()
+print(times.user, times.system, process.memory_info().rss / 2**20)
+"""
 IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \| +(\S+)")
 """A line of Python's ``-X importtime``: microseconds of a module alone, and its name."""
 OWN_FOLDERS = ("torch", "transformers")
@@ -65,14 +78,16 @@ class Start:
     wants={
         "ready_processor_seconds": "< 2.5",
         "self_tested_processor_seconds": "more by what the tests take",
+        "ready_over_libraries": "1: nothing of our own",
     },
     in_process=False,
     on_cpu=True,
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Makes a row for each way to start, then one for each of the most expensive packages."""
-    ticker.expect(2 * (settings.repeats + 1) + 1)
+    ticker.expect(3 * (settings.repeats + 1) + 1)
     samples: dict[str, list[Start]] = {ALWAYS: [], KEPT: []}
+    bare: list[Start] = []
     with tempfile.TemporaryDirectory() as folder:
         for round_number in range(settings.repeats + 1):
             for way, starts in samples.items():
@@ -80,12 +95,19 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
                 with ticker.step(way), server as (start, _):
                     if round_number:
                         starts.append(start)
+            with ticker.step(BARE):
+                loaded = _loaded(settings.model)
+            if round_number:
+                bare.append(loaded)
         with ticker.step("imports"), started(settings.model, Path(folder) / KEPT, imports=True) as (_, lines):
             rows = _imports(lines, settings.packages)
-    table = [_row(way, starts) for way, starts in samples.items()]
+    table = [_row(way, starts) for way, starts in {**samples, BARE: bare}.items()]
     headline = {
         "ready_processor_seconds": statistics.median(one.processor for one in samples[KEPT]),
         "self_tested_processor_seconds": statistics.median(one.processor for one in samples[ALWAYS]),
+        "ready_over_libraries": statistics.median(
+            ours.processor / theirs.processor for ours, theirs in zip(samples[KEPT], bare, strict=True)
+        ),
     }
     notes = {
         "model": settings.model or "the bundled one",
@@ -123,6 +145,21 @@ def started(
         user, system = times.user + times.children_user, times.system + times.children_system
         lines = server.log.read_text(errors="replace").splitlines()
         yield Start(user + system, system, clock, held / 2**20), lines
+
+
+def _loaded(model: str) -> Start:
+    """Returns what a process takes that imports the libraries and loads a model with transformers, without a server."""
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, model or bundled_model()],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise BenchFailed("transformers alone did not load the model")
+    user, system, mib = map(float, done.stdout.split())
+    return Start(user + system, system, time.perf_counter() - began, mib)
 
 
 def _row(way: str, starts: list[Start]) -> Row:
