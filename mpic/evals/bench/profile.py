@@ -5,8 +5,8 @@ cached, and decoding one answer and several. A profiler slows down what it watch
 has the time of a step that was not watched; shares are those of watched ones. The way from a socket to the engine and
 back is not here: ``mpic bench serving --engine native-http`` has it.
 
-Where decoding steps are fused (``mpic.model.fused_step``), all layers are one part of them, so the same steps are
-watched a second time as the model's modules run them.
+Steps are fused where they can be (``mpic.model.fused_step``), as in a server. All layers are then one part of a decoding
+step, so these are watched a second time as the model's modules run them.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _peaks(settings: Settings, placement: BenchDevice) -> dict[str, float]:
 def _cases(
     engine: NativeEngine, settings: Settings, ids: Ids, chunks: list[Chunk], ways: Sequence[bool]
 ) -> dict[str, tuple[bool, AbstractContextManager[Work]]]:
-    """Returns each kind of step: whether its steps are fused, and its work.
+    """Returns each kind of step: whether its steps are fused where they can be, and its work.
 
     Args:
         ways: whether decoding steps are fused, one for each time that they are watched.
@@ -187,8 +187,8 @@ def _cases(
         return first_token(engine, request_of(prompt_of(ids.fresh(settings.fresh)), "full", 1))[1].attended
 
     cases: dict[str, tuple[bool, AbstractContextManager[Work]]] = {
-        "link": (False, nullcontext(link)),
-        "fresh": (False, nullcontext(fresh)),
+        "link": (True, nullcontext(link)),
+        "fresh": (True, nullcontext(fresh)),
     }
     for number, fused in enumerate(ways):
         for batch in settings.batches:
