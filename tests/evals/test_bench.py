@@ -95,7 +95,12 @@ HEADLINES = {
     "flops": {"full_over_mpic32", "cacheblend15_over_legolink16"},
     "frames": {"prefix_over_mpic16", "mpic16_growth"},
     "memory": {f"copies_over_shared{at}" for at in ("", "_at_most_chunks", "_at_highest_rate")},
-    "serving": {"legolink16_over_cacheblend15", "mpic32_over_prefix", "p99_prefix_over_mpic32"},
+    "serving": {
+        "legolink16_over_cacheblend15",
+        "operations_cacheblend15_over_legolink16",
+        "mpic32_over_prefix",
+        "p99_prefix_over_mpic32",
+    },
     "load": {"cold_over_raw", "warm_over_memcpy", "lookup_p50_ms", "lookup_p99_ms"},
     "parallel": {"worst_over_limit", "many_serial_over_parallel"},
     "sampling": {"top_p_peaked_sequential_over_batch", "top_p_flat_sequential_over_batch"},

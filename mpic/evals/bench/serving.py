@@ -28,6 +28,8 @@ from mpic.evals.bench.workload import (
     make_pair,
     request_of,
 )
+from mpic.evals.flops import Flops
+from mpic.link import parse_policy
 
 _DECODER = DecoderShape(layers=12, hidden=768, heads=12, intermediate=3072)
 BACKLOG, ARRIVALS, UNCACHED = "backlog", "arrivals at random", "chunks nobody has compiled"
@@ -71,7 +73,8 @@ class Settings:
         "seconds": 2.0,
     },
     wants={
-        "legolink16_over_cacheblend15": "> 1 (papers: up to 7)",
+        "legolink16_over_cacheblend15": "as many as operations allow (papers: up to 7)",
+        "operations_cacheblend15_over_legolink16": "the limit of the former, counted",
         "mpic32_over_prefix": "> 1",
         "p99_prefix_over_mpic32": "> 1",
     },
@@ -81,6 +84,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     tokens = 6 * settings.pool * settings.chunk_tokens + 64 * (settings.linked * settings.chunk_tokens + 512)
     peaks: dict[str, float] = {}
+    counted: dict[str, float] = {}
     ticker.expect(len(settings.policies) * (1 + len(settings.shares)) + 1 + len(settings.ratios))
     with engine_for(pair.loaded, min(tokens, 120_000)) as engine:
         sender = _PoolSender(settings, engine)
@@ -89,7 +93,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         for policy in settings.policies:
             with ticker.step(f"{policy}: backlog"):
                 rows.append(sender.backlog(policy))
-            peaks[policy] = rows[-1]["requests_per_s"]
+            peaks[policy], counted[policy] = rows[-1]["requests_per_s"], rows[-1]["gflop"]
         for policy in settings.policies:
             for share in settings.shares:
                 with ticker.step(f"{policy}: {share:.0%} of its peak"):
@@ -104,6 +108,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     notes = {
         "model": pair.description,
         "peak": "requests finished a second while the queue is never empty",
+        "gflop": "operations to the first token, counted; where they are what takes the time, peaks go with them",
         "arrivals": "Poisson, the same unit pattern for every policy, stretched to its rate",
         "p99_prefix_over_mpic32": "at the same rate; of few requests the 99th percentile is nearly the slowest",
         "prefix": "a user's requests share no prefix, as chunks come in random order behind fresh text",
@@ -111,6 +116,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     p99 = {r["policy"]: r["ttft_p99_ms"] for r in rows if r.get("offered_per_s") == round(common, 3)}
     headline = {
         "legolink16_over_cacheblend15": peaks["legolink-16"] / peaks["cacheblend-15"],
+        "operations_cacheblend15_over_legolink16": counted["cacheblend-15"] / counted["legolink-16"],
         "mpic32_over_prefix": peaks["mpic-32"] / peaks["prefix"],
         "p99_prefix_over_mpic32": p99["prefix"] / p99["mpic-32"],
     }
@@ -121,7 +127,7 @@ class _PoolSender:
     """Sends requests over a pool of chunks, as a backlog or at random times."""
 
     def __init__(self, settings: Settings, engine: NativeEngine) -> None:
-        self._settings, self._engine = settings, engine
+        self._settings, self._engine, self._flops = settings, engine, Flops(engine)
         self._ids = Ids(settings.decoder.vocabulary, settings.seed)
         self.pool = self._ids.chunks(settings.pool, settings.chunk_tokens)
 
@@ -136,7 +142,7 @@ class _PoolSender:
         """Sends enough requests at once to keep the engine busy for a while."""
         rng = random.Random(self._settings.seed)
         first_token(self._engine, self.request(policy, rng))
-        alone, _ = first_token(self._engine, self.request(policy, rng))
+        alone, usage = first_token(self._engine, self.request(policy, rng))
         count = backlog_size(2 * self._settings.backlog, alone / 1e3)
         served = send(self._engine, [self.request(policy, rng) for _ in range(count)], [0.0] * count)
         elapsed = max(one.arrived + one.ended for one in served)
@@ -144,6 +150,7 @@ class _PoolSender:
             "table": BACKLOG,
             "policy": policy,
             "requests": count,
+            "gflop": round(self._flops.of(usage, parse_policy(policy)) / 1e9, 2),
             "alone_ttft_ms": round(alone, 1),
             "requests_per_s": round(count / elapsed, 3),
             "tokens_per_s": round(sum(one.usage.prompt_tokens for one in served) / elapsed),
