@@ -3,8 +3,8 @@
 Every start is a process of its own. Processor seconds are compared, because other work on the machine changes them less
 than the time on the clock. Starts take turns: with self-tests that run (``self_test = always``), with their proofs kept
 (``mpic.model.proofs``), and a script that only imports the libraries and loads the model with transformers, which is
-the least that a server made of them takes. The first start of each is not counted: it fills the page cache and writes
-the proofs.
+the least that a server made of them takes. The first round is not counted: it fills the page cache and writes the
+proofs.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ class Settings:
 
     Args:
         model: folder of the model; empty: the bundled one.
+        uncounted: rounds before those that count.
         packages: rows of the table of imports.
     """
 
     model: str = ""
+    uncounted: int = 1
     repeats: int = 5
     packages: int = 20
 
@@ -85,19 +87,20 @@ class Start:
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Makes a row for each way to start, then one for each of the most expensive packages."""
-    ticker.expect(3 * (settings.repeats + 1) + 1)
+    ticker.expect(3 * (settings.uncounted + settings.repeats) + 1)
     samples: dict[str, list[Start]] = {ALWAYS: [], KEPT: []}
     bare: list[Start] = []
     with tempfile.TemporaryDirectory() as folder:
-        for round_number in range(settings.repeats + 1):
+        for round_number in range(settings.uncounted + settings.repeats):
+            counts = round_number >= settings.uncounted
             for way, starts in samples.items():
                 server = started(settings.model, Path(folder) / way, "--self-test", way)
                 with ticker.step(way), server as (start, _):
-                    if round_number:
+                    if counts:
                         starts.append(start)
             with ticker.step(BARE):
                 loaded = _loaded(settings.model)
-            if round_number:
+            if counts:
                 bare.append(loaded)
         with ticker.step("imports"), started(settings.model, Path(folder) / KEPT, imports=True) as (_, lines):
             rows = _imports(lines, settings.packages)
