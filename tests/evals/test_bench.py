@@ -207,12 +207,14 @@ def test_memory_fails_when_an_answer_depends_on_its_company(monkeypatch):
 
 
 def test_the_peak_of_a_backlog_counts_from_its_first_request(monkeypatch):
-    sender = serving._PoolSender(serving.Settings(pool=4, chunk_tokens=4), None)
+    sender = serving._PoolSender(
+        serving.Settings(pool=4, chunk_tokens=4), None, Mock(of=Mock(return_value=2e9))
+    )
     served = arrivals.Served(5.0, 1.0, 5.0, GenerationUsage())
     monkeypatch.setattr(serving, "first_token", lambda *_: (1000.0, GenerationUsage()))
     monkeypatch.setattr(serving, "send", lambda engine, requests, times: [served for _ in requests])
     row = sender.backlog("reuse")
-    assert row["requests_per_s"] == row["requests"] / 10
+    assert row["requests_per_s"] == row["requests"] / 10 and row["gflop"] == 2
 
 
 def test_the_time_of_deciding_is_part_of_the_time_to_the_first_token_and_none_without_a_choice():
@@ -238,9 +240,11 @@ def test_requests_that_are_not_answered_in_time_are_ended_and_do_not_count():
     served = arrivals.send(Engine(), range(5), [0.0, 0.01, 0.02, 0.03, 0.04], until=0.06)
     assert len(served) == 3 and {3, 4} <= set(aborted)
     figures = rates._figures(served, 5, 2.0)
-    assert (figures["requests_per_s"], figures["tokens_per_s"], figures["ended"]) == (1.5, 15, 2)
+    assert (figures["requests_per_s"], figures["tokens_per_s"], figures["unanswered"]) == (1.5, 15, 2)
     nothing = rates._figures([], 5, 2.0)
-    assert rates._means([nothing, nothing]) | {"ttft_ms": "", "ended": 10} == rates._means([nothing, nothing])
+    assert rates._means([nothing, nothing]) | {"ttft_ms": "", "unanswered": 10} == rates._means(
+        [nothing, nothing]
+    )
     assert rates._means([figures, {**figures, "tokens_per_s": 25}])["tokens_per_s_deviation"] == 5
 
 
@@ -313,9 +317,9 @@ def test_shares_measured_one_by_one_make_one_result_whose_headline_is_that_of_al
         old = earlier(path, entry, one, CPU) if path.exists() else None
         cli._keep(path, replace(entry, headline=rates._headline), result, report, old)
     kept = json.loads(path.read_text())
-    assert kept["rows"] == [*alone["10"], *alone["30"]]
+    assert kept["rows"] == [*alone["10"], *alone["30"]] and kept["settings"]["only"] == ["10", "30"]
     assert kept["headline"] == {"rows": 6} and list(kept["settings"]["remade"]) == [
-        "documents fill 30 % of the pool"
+        "share of the pool that documents fill: 30 %"
     ]
 
 

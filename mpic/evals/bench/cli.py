@@ -139,7 +139,8 @@ def _keep(
     if old is not None:
         result = merged(old, result)
         if entry.headline is not None:
-            result["headline"] = entry.headline(result["rows"])
+            headline = entry.headline(result["rows"])
+            result["headline"] = {name: round(float(value), 4) for name, value in headline.items()}
         if (draw := entry.draw) is not None:
             report.plot = lambda figure: draw(figure, result["rows"])
     write(path, result)

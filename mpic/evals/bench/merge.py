@@ -52,16 +52,19 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     shared = {row["table"] for row in new["rows"] if row.get("column") in new["headline"]}
     measured = {row["table"] for row in new["rows"]} - shared
     made = {(row["table"], row.get("column")) for row in new["rows"]}
-    rows = [
+    kept = [
         row
         for row in old["rows"]
         if row["table"] not in measured and (row["table"], row.get("column")) not in made
     ]
+    tables = list(dict.fromkeys(row["table"] for row in (*old["rows"], *new["rows"])))
+    rows = sorted([*kept, *new["rows"]], key=lambda row: tables.index(row["table"]))
+    cases = dict.fromkeys((*old["settings"].get("only", ()), *new["settings"].get("only", ())))
     origin = {"machine": new["machine"], **new["settings"]}
     remade = {**old["settings"].get("remade", {}), **{table: origin for table in sorted(measured)}}
     return {
         **old,
-        "settings": {**old["settings"], "remade": remade},
-        "rows": [*rows, *new["rows"]],
+        "settings": {**old["settings"], "only": list(cases), "remade": remade},
+        "rows": rows,
         "headline": {**old["headline"], **new["headline"]},
     }

@@ -6,7 +6,8 @@ has the time of a step that was not watched; shares are those of watched ones. T
 back is not here: ``mpic bench serving --engine native-http`` has it.
 
 Steps are fused where they can be (``mpic.model.fused_step``), as in a server. All layers are then one part of a
-decoding step, so these are watched a second time as the model's modules run them.
+decoding step, so decoding steps are watched a second time, as the model's modules run them. Fused links and fresh
+prompts have no table of layers.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "linked_tokens": linked,
         "shares": "of steps that a profiler watches, which are slower; step_ms says how long a step takes without one",
         "fused_step": pair.loaded.info.details[NOTE]
-        or f"decoding; the same by the model's modules: '{MODULES}'",
+        or f"all steps; decoding by the model's modules, too: '{MODULES}'",
         "Python": "a step that is not watched, less the time of the operations in watched ones; attention counts whole",
     }
     return Report(rows, headline, notes, lambda figure: _plot(figure, profiles))

@@ -31,8 +31,10 @@ from mpic.kv.chunk import Chunk
 
 _DECODER = DecoderShape(layers=12, hidden=768, heads=12, intermediate=3072, kv_heads=4)
 BLENDED, LINKED = "cacheblend-15", "legolink-16"
+FILLED = "share of the pool that documents fill: "
 SHARES = {"10": 0.1, "30": 0.3, "60": 0.6}
-"""Cases: shares of the pool that the users' documents fill (EPIC's context cache ratio), in percent."""
+"""Shares of the pool that the users' documents may fill (EPIC's context cache ratio), by the name of their case, which
+is the share in percent. Users are whole, so they fill a little less."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Settings:
         only: the cases that are measured.
         tokens: size of the pool.
         documents: documents of a user, who asks about all of them each time.
-        text: tokens before the documents, and of the question behind them.
+        text: tokens around the documents: half of them before, half, the question, behind.
         rates: requests a second of all users together.
         seconds: time for which they arrive; what has not been answered then is ended and not counted.
         repeats: runs with other times, of each cell.
@@ -67,7 +69,7 @@ class Settings:
 
 
 def _headline(rows: Sequence[Row]) -> dict[str, float]:
-    """Returns the largest ratios of two policies in a cell; none if one of them answered nothing in any."""
+    """Returns the largest ratios of two policies in a cell; none if both answered something in no cell."""
     cells: dict[tuple[str, float], dict[str, Row]] = {}
     for row in rows:
         cells.setdefault((row["table"], row["offered_per_s"]), {})[row["policy"]] = row
@@ -101,7 +103,8 @@ def _draw(figure: Any, rows: Sequence[Row]) -> None:
                 if line:
                     x, y, deviation = zip(*line, strict=True)
                     axes.errorbar(
-                        x, y, yerr=deviation, color=f"C{number}", linestyle=styles[table], label=f"{policy}, {table}",
+                        x, y, yerr=deviation, color=f"C{number}", linestyle=styles[table],
+                        label=f"{policy}, {table.removeprefix(FILLED)}",
                         marker="o", markersize=3, capsize=2,
                     )  # fmt: skip
         axes.set(xlabel="offered (requests/s)", ylabel=label, xscale="log", yscale="log")
@@ -154,8 +157,9 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
                             measured[share, rate, policy].append(users.ask(policy, rate, repeat))
     rows = [
         {
-            "table": f"documents fill {share} % of the pool",
+            "table": f"{FILLED}{share} %",
             "users": settings.users(share),
+            "repeats": settings.repeats,
             "offered_per_s": rate,
             "policy": policy,
         }
@@ -166,9 +170,10 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "model": pair.description,
         "arrivals": "Poisson, each request of a user drawn at random, the same for every policy; fresh text before and "
         "behind the documents, so that nothing is found in the prefix cache",
-        "ended": "requests that were not answered when the time was over; they count in nothing else",
+        "unanswered": "requests that were not answered when the time was over; they count in nothing else, so that the "
+        "times of an overloaded policy are those of its first requests",
         "driven_out": "documents that running requests had driven out of the pool; a request compiled them again",
-        "deviation": f"standard deviation over {settings.repeats} repeats with times of their own",
+        "deviation": "standard deviation over the repeats, which have times of their own",
     }
     return Report(rows, _headline(rows), notes, lambda figure: _draw(figure, rows))
 
@@ -214,7 +219,7 @@ def _figures(served: list[Served], sent: int, seconds: float) -> Row:
         "ttft_ms": statistics.mean(first) if first else float("nan"),
         "requests_per_s": len(served) / seconds,
         "tokens_per_s": sum(one.usage.prompt_tokens for one in served) / seconds,
-        "ended": sent - len(served),
+        "unanswered": sent - len(served),
         "driven_out": sum(use.tier == "compiled" for one in served for use in one.usage.chunks),
     }
 
@@ -225,4 +230,4 @@ def _means(repeats: list[Row]) -> Row:
         values = [one[name] for one in repeats if not math.isnan(one[name])]  # where anything was answered
         row[name] = round(statistics.mean(values), digits) if values else ""
         row[f"{name}_deviation"] = round(statistics.pstdev(values), digits) if values else ""
-    return row | {name: sum(one[name] for one in repeats) for name in ("ended", "driven_out")}
+    return row | {name: sum(one[name] for one in repeats) for name in ("unanswered", "driven_out")}
