@@ -269,7 +269,7 @@ def _plot(figure: Any, rows: list[Row]) -> None:
         axes.set(xlabel="tokens in the documents", ylabel=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=7, loc="lower right")
         axes.grid(alpha=0.3)
 
 
