@@ -269,7 +269,8 @@ def _plot(figure: Any, rows: list[Row]) -> None:
         axes.set(xlabel="tokens in the documents", ylabel=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.legend(fontsize=7, loc="lower right")
+        axes.margins(y=0.3)
+        axes.legend(fontsize=7, loc="upper left")
         axes.grid(alpha=0.3)
 
 
