@@ -38,7 +38,7 @@ K, R = 16, 15
 LINKED, BLENDED = f"legolink-{K}", f"cacheblend-{R}"
 FIXED, GROWING = "documents of one size", "growing documents"
 WIDE = "a wide model: "
-"""What the names of the tables about ``Settings.wide`` begin with."""
+"""The name of every table about ``Settings.wide`` begins with this."""
 
 _DECODER = DecoderShape(
     layers=6, hidden=768, heads=12, kv_heads=2, intermediate=2048, vocabulary=8_000, context=65_536
