@@ -323,6 +323,11 @@ def test_shares_measured_one_by_one_make_one_result_whose_headline_is_that_of_al
     ]
 
 
+def test_totals_that_make_no_document_are_refused_before_anything_is_computed():
+    with pytest.raises(BenchFailed, match="31 tokens make no document of 32"):
+        BENCHES["flat"].run(replace(SETTINGS["flat"], totals=(31, 64)), CPU, Ticker())
+
+
 def test_growth_is_told_at_sixteen_times_the_fewest_tokens_whatever_was_measured_beyond():
     times = {1024: 10.0, 4096: 20.0, 16384: 30.0, 50176: 90.0}
     samples = {f"k {n} p": Series(0.0, [ms]) for n, ms in times.items()}

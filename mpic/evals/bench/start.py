@@ -2,8 +2,8 @@
 
 Every start is a process of its own. Processor seconds are compared, because other work on the machine changes them less
 than the time on the clock. Starts take turns: with self-tests that run (``self_test = always``), with their proofs kept
-(``mpic.model.proofs``), and a script that only imports the libraries and loads the model with transformers, which is
-the least that a server made of them takes. The first round is not counted: it fills the page cache and writes the
+(``mpic.model.proofs``), and a script that only imports the libraries and loads the model with transformers, which a
+server made of them has to do, too. The first round is not counted: it fills the page cache and writes the
 proofs.
 """
 
