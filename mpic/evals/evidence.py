@@ -6,14 +6,14 @@ A Markdown file marks where a table belongs::
     <!-- end -->
 
 and the text between the two lines is replaced. A run is a folder, by its path from the file; ``RUN:TASK,TASK`` are
-some tasks of it.
+some tasks of it, ``RUN:TASK@4,8`` its questions about so many chunks.
 
 ===================================================  ====================================================
 ``summary RUN [POLICIES]``                           a row a policy
 ``losses RUN [POLICIES]``                            a row a task: points lost, with 95 % intervals
 ``cells RUN [POLICIES]``                             a row a task and number of chunks: scores and times
-``counts score|ttft|gflop|computed RUN [POLICIES]``  a row a number of chunks
-``lengths RUN [POLICIES]``                           a row a range of prompt lengths: scores
+``counts WHAT RUN [POLICIES]``                       a row a number of chunks (``report.count_table``)
+``lengths RUN [POLICIES]``                           a row a range of prompt lengths: points lost
 ``runs POLICIES: RUN ...``                           a row a run: score of ``full``, points lost
 ``needles RUN POLICIES``                             scores by length (column) and depth (row), a table a policy
 ``same RUN A B``                                     to how many questions two policies gave the same answer
@@ -40,7 +40,7 @@ from mpic.evals.compare import cells_of, compare_policies, score
 from mpic.evals.lengths import length_table
 from mpic.evals.methods import read_table
 from mpic.evals.pressed import pair_table, pressed_table
-from mpic.evals.report import (
+from mpic.evals.tables import (
     cell_table,
     count_table,
     loss_table,
@@ -79,12 +79,22 @@ def fill(path: Path) -> int:
 
 
 def _answers(folder: Path, run: str) -> list[PolicyAnswer]:
-    name, _, tasks = run.partition(":")
-    wanted = tasks.split(",")
-    answers = [answer for answer in read_answers(folder / name) if not tasks or answer.task in wanted]
+    name, _, wanted = run.partition(":")
+    tasks, _, counts = wanted.partition("@")
+    answers = [
+        answer
+        for answer in read_answers(folder / name)
+        if (not tasks or answer.task in tasks.split(","))
+        and (not counts or str(answer.chunks) in counts.split(","))
+    ]
     if not answers:
-        raise BadRequest(f"{folder / name} holds no answers" + (f" to {tasks}" if tasks else ""))
+        raise BadRequest(f"{folder / name} holds no answers" + (f" to {wanted}" if wanted else ""))
     return answers
+
+
+def _name(run: str) -> str:
+    name, _, counts = run.partition("@")
+    return Path(name.partition(":")[0]).name + (f", {counts.replace(',', ', ')} chunks" if counts else "")
 
 
 def _summary(folder: Path, run: str, *policies: str) -> str:
@@ -121,9 +131,7 @@ def _runs(folder: Path, *words: str) -> str:
         full = [answer for cell in cells.values() for answer in cell["full"]]
         pieces = sum(answer.pieces for answer in full) / len(full)
         points = [str(found[policy].lost) for policy in policies]
-        rows.append(
-            [Path(run.partition(":")[0]).name, str(len(full)), f"{pieces:.1f}", f"{score(full):.1f}", *points]
-        )
+        rows.append([_name(run), str(len(full)), f"{pieces:.1f}", f"{score(full):.1f}", *points])
     return markdown_table(rows)
 
 
@@ -174,9 +182,11 @@ def _bench(folder: Path, file: str, *tables: str) -> str:
         groups.setdefault(row.get("table", result["bench"]), []).append(row)
     if missing := set(tables) - set(groups):
         raise BadRequest(f"{path.name} has no table {', '.join(sorted(missing))}")
-    blocks = [
-        f"`{path.stem}`, on {result['machine']}; {result['settings'].get('model', '')}:".replace("; :", ":")
-    ]
+    settings = result["settings"]
+    words = [f"`{path.stem}`, on {result['machine']}", settings.get("model")]
+    words += [f"seed {settings['seed']}" if settings.get("seed") is not None else None]
+    words += [f"{settings['repeats']} repeats" if settings.get("repeats") else None]
+    blocks = ["; ".join(word for word in words if word) + ":"]
     for title, rows in groups.items():
         if tables and title not in tables:
             continue

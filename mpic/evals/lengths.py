@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpic.evals.answers import PolicyAnswer
-from mpic.evals.compare import cells_of, policies_of, score
+from mpic.evals.compare import cells_of, lost, policies_of, score
 
 BINS = 4
 """Ranges of lengths with about as many questions each."""
@@ -37,14 +37,15 @@ def by_length(answers: Iterable[PolicyAnswer]) -> list[tuple[int, int, dict[str,
 
 
 def length_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> list[list[str]]:
-    """Returns one row per range of prompt lengths (tokens), and one column per policy with its score."""
+    """Returns one row per range of prompt lengths (tokens): the score of ``full``, and one column per policy with the
+    points it lost against that and their 95 % interval."""
     found = by_length(answers)
-    policies = [policy for policy in found[0][2] if not only or policy in only] if found else []
-    rows = [["prompt tokens", "questions", *policies]]
+    policies = [p for p in found[0][2] if p != "full" and (not only or p in only)] if found else []
+    rows = [["prompt tokens", "questions", "full", *policies]]
     for low, high, mine in found:
-        rows.append(
-            [f"{low} to {high}", str(len(mine["full"])), *(f"{score(mine[p]):.1f}" for p in policies)]
-        )
+        full = mine["full"]
+        points = [str(lost([(mine[policy], full)])) for policy in policies]
+        rows.append([f"{low} to {high}", str(len(full)), f"{score(full):.1f}", *points])
     return rows
 
 

@@ -17,7 +17,8 @@ from mpic.evals.compare import cells_of, compare_policies, interval, losses
 from mpic.evals.evidence import fill
 from mpic.evals.lengths import length_table
 from mpic.evals.plots import by_chunks, pareto
-from mpic.evals.report import advice, count_table, loss_table
+from mpic.evals.report import advice
+from mpic.evals.tables import count_table, loss_table
 
 
 def answers(policy, right, task="world-card", chunks=2, **more):
@@ -38,10 +39,13 @@ def test_scores_by_length_have_the_same_questions_for_every_policy():
             answer.prompt_tokens = 100 * number
         found += mine
     rows = length_table(answers("full", [1]) + answers("reuse", [0]))
-    assert rows == [["prompt tokens", "questions", "full", "reuse"], ["0 to 0", "1", "100.0", "0.0"]]
+    assert rows[0] == ["prompt tokens", "questions", "full", "reuse"]
+    assert rows[1] == ["0 to 0", "1", "100.0", "+100.0 [+100.0, +100.0]"]
     head, *rows = length_table(found)
     assert head[2:] == ["full", "reuse", "mpic-16"] and [row[1] for row in rows] == ["2", "2", "1", "1"]
-    assert [row[3] for row in rows] == ["100.0", "100.0", "0.0", "0.0"]  # of the six that all have answered
+    # of the six that all have answered
+    assert [row[3].split()[0] for row in rows] == ["+0.0", "+0.0", "+100.0", "+100.0"]
+    assert length_table(found, ["mpic-16"])[0][2:] == ["full", "mpic-16"]
     assert rows[0][0] == "0 to 100" and rows[-1][0] == "500 to 500"
 
 
@@ -129,7 +133,8 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
     (tmp_path / "run").mkdir()
     kept = [*answers("full", [1] * 4, pieces=2), *answers("mpic-16", [1, 1, 1, 0], pieces=2)]
     (tmp_path / "run" / "answers.jsonl").write_text(lines_of(kept))
-    bench = {"bench": "b", "machine": "m", "settings": {}, "headline": {"a_over_b": 2.5}}
+    bench = {"bench": "b", "machine": "m", "headline": {"a_over_b": 2.5}}
+    bench["settings"] = {"model": "tiny", "seed": 0, "repeats": 5}
     bench["rows"] = [{"table": "t", "x": 1}, {"table": "u", "y": 2}]
     (tmp_path / "b.json").write_text(json.dumps(bench))
     (tmp_path / "b.png").touch()
@@ -138,7 +143,7 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
     grid = [PolicyAnswer("niah", 0, f"600@{d}#0", "full", scores={"contains": d / 50}) for d in (0, 50)]
     (tmp_path / "grid").mkdir()
     (tmp_path / "grid" / "answers.jsonl").write_text(lines_of(grid))
-    marks += ["needles grid full", "runs mpic-16: run"]
+    marks += ["needles grid full", "runs mpic-16: run", "runs mpic-16: run:world-card@2,3"]
     marks += ["same run full mpic-16", "bench b.json u", "bench later.json"]
     path = tmp_path / "report.md"
     made = "".join(f"<!-- made: {mark} -->\nold\n<!-- end -->\n" for mark in marks)
@@ -147,16 +152,17 @@ def test_a_reports_tables_are_filled_from_runs_and_benches(tmp_path):
     text = path.read_text()
     assert text.startswith("Before\n") and text.endswith("After\n") and "old" not in text
     assert "| world-card | 4 | 100.0 | +25.0 [+0.0, +66.7] |" in text
+    assert "| run | 4 | 2.0 |" in text and "| run, 2, 3 chunks | 4 | 2.0 |" in text
     assert "same answer to 4 of 4 questions" in text
     assert "`full`:\n\n| depth | 600 |" in text and "| 50 % | 100 |" in text
-    assert "![b](b.png)" in text
+    assert "![b](b.png)" in text and "`b`, on m; tiny; seed 0; 5 repeats:" in text
     assert "| y |" in text and "| x |" not in text and "**2.50**" in text
     assert "Not measured yet: `mpic bench later" in text
     assert fill(path) == len(marks) and path.read_text() == text
 
 
 WRONG = ["", "nothing run", "losses", "losses run"]
-WRONG += ["losses run:world-image", "counts speed run", "needles run"]
+WRONG += ["losses run:world-image", "losses run:world-card@9", "counts speed run", "needles run"]
 
 
 @pytest.mark.parametrize("mark", [*WRONG, "bench b.json other"])
@@ -191,6 +197,11 @@ def test_a_policy_that_lacks_a_task_is_left_out_where_numbers_of_chunks_are_comp
     by_chunks(figure, both)
     for axes in figure.axes:
         assert [line.get_label() for line in axes.get_lines()] == ["full"]
+    assert count_table(both, "lost") == [
+        ["chunks", "questions", "full", "reuse", "mpic-16"],
+        ["2", "4", "75.0", "+0.0 [+0.0, +0.0]", ""],
+        ["4", "4", "75.0", "", ""],
+    ]
     card = [one for one in both if one.task == "world-card"]
     assert count_table(card, "score")[1] == ["2", "100.0", "100.0", "100.0"]
 

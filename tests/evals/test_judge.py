@@ -14,7 +14,8 @@ from mpic.evals.answers import PolicyAnswer, lines_of
 from mpic.evals.compare import compare_policies
 from mpic.evals.config import EvalConfig, Judge, TaskEntry
 from mpic.evals.judge import Grader, JudgeFailed, judge_run, read_grades
-from mpic.evals.report import by_task, grade_table, write_report
+from mpic.evals.report import by_task, write_report
+from mpic.evals.tables import grade_table
 from mpic.evals.tasks import Options, Sample, find
 
 JUDGE = Judge("http://judge/v1", "grader", "short")

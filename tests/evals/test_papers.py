@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from mpic.evals.config import load_eval_config
-from mpic.evals.report import needle_tables, write_report
+from mpic.evals.report import write_report
 from mpic.evals.run import Evaluator, _Session
+from mpic.evals.tables import needle_tables
 from mpic.evals.tasks import TaskError, find
 
 PAPERS = sorted((Path(__file__).resolve().parents[2] / "papers").glob("*.toml"))

@@ -94,7 +94,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "file_system": fs,
     }
     headline = {"worst_over_limit": worst, "many_serial_over_parallel": many[0]["serial_over_parallel"]}
-    return Report(rows + many, headline, notes, lambda figure: _plot(figure, rows, settings.chunks))
+    return Report(rows + many, headline, notes, lambda figure: _plot(figure, rows + many))
 
 
 def _measure(
@@ -242,20 +242,34 @@ def _rows(
     return rows, worst
 
 
-def _plot(figure: Any, rows: list[Row], chunks: int) -> None:
-    axes = figure.subplots()
-    missing = [row["missing"] for row in rows]
-    for name, style in (
-        ("serial", "o-"),
-        ("parallel", "o-"),
-        ("limit", "k--"),
-        ("compute", ":"),
-        ("loads", ":"),
-    ):
-        label = "one after the other" if name == "serial" else name
-        axes.plot(missing, [row[f"{name}_ms"] for row in rows], style, label=label)
-    axes.set_xlabel(f"missing chunks of {chunks}, the others on a cold disk")
-    axes.set_ylabel("time to first token (ms)")
-    axes.set_ylim(bottom=0)
-    axes.set_xticks(missing)
-    axes.legend()
+def _plot(figure: Any, rows: Sequence[Row]) -> None:
+    """Draws a panel for each number of chunks: times by how many of them are missing."""
+    counts = list(dict.fromkeys(row["chunks"] for row in rows))
+    panels = figure.subplots(1, len(counts), squeeze=False, width_ratios=[3] + [2] * (len(counts) - 1))[0]
+    for axes, chunks in zip(panels, counts, strict=True):
+        mine = [row for row in rows if row["chunks"] == chunks]
+        missing = [row["missing"] for row in mine]
+        for name, style in (
+            ("serial", "o-"),
+            ("parallel", "o-"),
+            ("limit", "k--"),
+            ("compute", ":"),
+            ("loads", ":"),
+        ):
+            label = "one after the other" if name == "serial" else name
+            values = [row[f"{name}_ms"] for row in mine]
+            if len(mine) > 1:
+                axes.plot(missing, values, style, label=label)
+            else:
+                axes.bar(label, values)
+                axes.tick_params(axis="x", rotation=25)
+        axes.set_xlabel(
+            f"missing chunks of {chunks}, the others on a cold disk"
+            if len(mine) > 1
+            else f"{chunks} chunks on a cold disk"
+        )
+        axes.set_ylabel("time to first token (ms)")
+        axes.set_ylim(bottom=0)
+        if len(mine) > 1:
+            axes.set_xticks(missing)
+            axes.legend()
