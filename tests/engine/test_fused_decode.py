@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_kit import ids, logits_of, prompt_of, request_of, submit_together, text_chunk
+from families import make_model
 from fused_kit import loaded_model, needs_fused
 
 from mpic.engine.native.fused_decode import AHEAD
 from mpic.kernels.stream import SECTION
+from mpic.model.few_rows import FewRowsLinear
 
 pytestmark = needs_fused
 TOKENS = (9, 14, AHEAD + 20)
@@ -80,11 +82,9 @@ def test_what_has_changed_around_the_layers_is_run_through_its_modules(what, mak
 
 
 def test_an_output_projection_of_another_kind_is_run_as_it_is(make_engine):
-    class Louder(torch.nn.Linear):
+    class Louder(FewRowsLinear):
         def forward(self, x):
             return 2 * super().forward(x)
-
-    from families import make_model
 
     model = make_model("llama")[0]
     model.lm_head.__class__ = Louder
@@ -103,7 +103,11 @@ def test_steps_begin_with_tokens_again_when_other_requests_have_come_and_gone(ma
     between = engine.submit(request_of(prompt_of(ids(30, 20)), "full", 40))
     between.result()
     before = _counted(engine)
-    _assert_equal(first, _answers(engine))
+    for (wanted, wanted_logits), (got, logits) in zip(first, _answers(engine), strict=True):
+        assert (
+            got == wanted
+        )  # what the prefix cache holds is not computed again, so that logits differ by rounding
+        torch.testing.assert_close(logits, wanted_logits, atol=1e-4, rtol=1e-4)
     assert _counted(engine) > before
 
 

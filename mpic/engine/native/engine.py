@@ -327,9 +327,10 @@ class NativeEngine(Engine):
         return True
 
     def _decide(self) -> bool:
-        """Lets dynamic policies look at their prompts. The rows they choose join the next step."""
+        """Lets dynamic policies look at the first prompts that wait for it. The rows they choose join the next step."""
         undecided = self.scheduler.undecided()
-        self.decider.decide(undecided, self.scheduler.decided, self.outputs.fail)
+        if undecided:
+            self.decider.decide(undecided, self.scheduler.decided, self.outputs.fail)
         return bool(undecided)
 
     def _commit(self, slices: list[BatchSlice], logits: torch.Tensor, barrier: LayerBarrier) -> None:
