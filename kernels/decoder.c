@@ -212,12 +212,34 @@ static int is_large(const Decoder *d, const Pass *p) {
   return d->hidden * widest > SMALL || tokens * d->kv_heads * DIM > SMALL;
 }
 
+/* All layers and the last norm, by the threads of a team. */
+static void run_layers(const Decoder *d, const Pass *p) {
+  for (int64_t layer = 0; layer < d->layers; layer++) run_layer(d, p, layer);
+  normalize_rows(d, p, 1, d->last_norm, p->out);
+}
+
 /* A step of all layers. */
 void decode(const Decoder *d, const Pass *p) {
 #pragma omp parallel num_threads(p->threads) if (is_large(d, p))
+  run_layers(d, p);
+}
+
+/* What stands before and behind the layers; token_decoder.py: EndsStruct. */
+typedef struct {
+  const number *embedding; /* [vocabulary, hidden] */
+  Product head;
+  int64_t outputs; /* of the head */
+} Ends;
+
+/* A step from the rows' tokens to their logits [rows, outputs]. */
+void decode_tokens(const Decoder *d, const Pass *p, const Ends *ends, const int64_t *token, number *logits) {
+#pragma omp parallel num_threads(p->threads) if (is_large(d, p) || d->hidden * ends->outputs > SMALL)
   {
-    for (int64_t layer = 0; layer < d->layers; layer++) run_layer(d, p, layer);
-    normalize_rows(d, p, 1, d->last_norm, p->out);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < p->rows; row++)
+      memcpy(p->state + row * d->hidden, ends->embedding + token[row] * d->hidden, sizeof(number) * d->hidden);
+    run_layers(d, p);
+    product(p, ends->head, p->out, d->hidden, logits, ends->outputs);
   }
 }
 

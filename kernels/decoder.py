@@ -4,7 +4,7 @@ stand alone; ``decoder_blocks.py`` runs blocks of rows.
 A step of one row runs about ten modules a layer, each of a few microseconds of Python, and a dozen small operations of
 torch between them. For small models and small batches that is more than the numbers take. The C file is made of those
 of the kernels that serve such rows layer by layer (``stream.c``, ``linear.c``), so the results differ by rounding
-alone. Weights are read where they lie.
+alone. Weights are read where they lie. ``token_decoder.py`` runs the same from tokens to logits.
 """
 
 from __future__ import annotations
@@ -107,17 +107,17 @@ class DecoderLayers:
 
     def __init__(self, kernel: DecoderKernel, weights: DecoderWeights, half: int) -> None:
         first = weights.layers[0]
-        self._inner, self._hidden = first.gate.weight.shape
+        self._inner, self.hidden = first.gate.weight.shape
         self.head_dim, self._kv_dtype = kernel.head_dim, kernel.kv_dtype
         self._heads, self._kv_heads = (len(p.weight) // self.head_dim for p in (first.query, first.key))
         self.dtype = first.before_attention.dtype
-        self.weights, self._half = weights, half  # kept alive, because C holds their addresses
+        self.weights, self.half = weights, half  # kept alive, because C holds their addresses
         self._refuse(weights)
         table = [[0 if w is None else w.data_ptr() for w in layer.flat] for layer in weights.layers]
         self._table = np.array(table, dtype=np.int64)
         self._function = kernel.decode
         self.struct = DecoderStruct(
-            *(len(table), self._hidden, self._heads, self._kv_heads, self._inner, half),
+            *(len(table), self.hidden, self._heads, self._kv_heads, self._inner, half),
             *(self._table.ctypes.data, weights.last_norm.data_ptr()),
             *(weights.epsilon, weights.head_epsilon, weights.scale),
         )
@@ -147,18 +147,16 @@ class DecoderLayers:
             ValueError: tensors of other sizes, dtypes or layouts.
         """
         count = len(state)
-        fits = (
-            self.takes(state, cosine, sine)
-            and count == writes.count == len(rows.rows)
-            and writes.memory.dtype is self._kv_dtype
-        )
-        slots = len(self.weights.layers), 2 * self._kv_heads * count
-        if not fits or writes.index.shape != slots or writes.memory.shape[1] != self.head_dim:
+        if (
+            not self.takes(state, cosine, sine)
+            or count != len(rows.rows)
+            or not self.writes_to(writes, count)
+        ):
             raise ValueError(f"cpu-decoder cannot run a step of {tuple(state.shape)} {state.dtype}")
         out, this = torch.empty_like(state), self._pass
         with self._lock:  # the memory to work in is one
             if count > self._rows:
-                self._make_room(count)
+                self._room, self._rows = self.make_room(this, count), count
             this.step, this.rows, this.threads = rows.address, count, torch.get_num_threads()
             this.state, this.out = state.data_ptr(), out.data_ptr()
             this.cosine, this.sine = cosine.data_ptr(), sine.data_ptr()
@@ -168,51 +166,59 @@ class DecoderLayers:
 
     def takes(self, state: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> bool:
         """Returns whether these can be the inputs of the first layer, and the rotations of their rows."""
-        fits = state.shape == (len(state), self._hidden)
+        fits = state.shape == (len(state), self.hidden)
         fits = fits and state.dtype is self.dtype and state.is_contiguous()
         for table in (cosine, sine):
-            fits = fits and table.shape == (len(state), self._half) and table.dtype is torch.float32
+            fits = fits and table.shape == (len(state), self.half) and table.dtype is torch.float32
             fits = fits and table.is_contiguous()
         return fits
+
+    def writes_to(self, writes: RowWrites, rows: int) -> bool:
+        """Returns whether keys and values of so many rows can be written as a step's tables say."""
+        fits = writes.count == rows and writes.memory.dtype is self._kv_dtype
+        slots = len(self.weights.layers), 2 * self._kv_heads * rows
+        return fits and writes.index.shape == slots and writes.memory.shape[1] == self.head_dim
 
     def room(self, rows: int) -> dict[str, torch.Tensor]:
         """Returns memory for a step of so many rows to work in, ``[rows, width]`` each, by the names in ``Pass``."""
         own, kv = self._heads * self.head_dim, self._kv_heads * self.head_dim
-        widths = {"normed": self._hidden, "product": self._hidden, "query": own, "key": kv, "value": kv}
+        widths = {"normed": self.hidden, "product": self.hidden, "query": own, "key": kv, "value": kv}
         widths |= {"gate": self._inner, "up": self._inner}
         return {name: torch.empty(rows, width, dtype=self.dtype) for name, width in widths.items()}
 
-    def _make_room(self, rows: int) -> None:
-        """Allocates the memory that a step of so many rows works in."""
+    def make_room(self, step: PassStruct, rows: int) -> list[torch.Tensor]:
+        """Has a step of so many rows work in memory that is allocated for it, and returns that memory, which has to be
+        kept as long as the step is."""
         room = self.room(rows)
         room["attended"] = torch.empty_like(room["query"])
         is_fp32 = self.dtype is torch.float32
         room["sums"] = room["attended"] if is_fp32 else room["attended"].float()
         for name, memory in room.items():
-            setattr(self._pass, name, memory.data_ptr())
-        self._room, self._rows = list(room.values()), rows
+            setattr(step, name, memory.data_ptr())
+        return list(room.values())
 
     def _refuse(self, weights: DecoderWeights) -> None:
         """Raises ValueError if weights cannot be read as those of one decoder."""
         own, kv = self._heads * self.head_dim, self._kv_heads * self.head_dim
         inputs = {"query": own, "key": kv, "value": kv, "gate": self._inner, "up": self._inner}
-        sizes = {name: (outputs, self._hidden) for name, outputs in inputs.items()}
-        sizes |= {"output": (self._hidden, own), "down": (self._hidden, self._inner)}
-        norms = {"before_attention": self._hidden, "before_gate": self._hidden}
+        sizes = {name: (outputs, self.hidden) for name, outputs in inputs.items()}
+        sizes |= {"output": (self.hidden, own), "down": (self.hidden, self._inner)}
+        norms = {"before_attention": self.hidden, "before_gate": self.hidden}
         norms |= {"query_norm": self.head_dim, "key_norm": self.head_dim}
-        self._refuse_tensor("last_norm", weights.last_norm, (self._hidden,))
+        self.refuse_tensor("last_norm", weights.last_norm, (self.hidden,))
         for number, layer in enumerate(weights.layers):
             for name, part in layer._asdict().items():
                 if isinstance(part, Product):
-                    self._refuse_tensor(f"{name} of layer {number}", part.weight, sizes[name])
+                    self.refuse_tensor(f"{name} of layer {number}", part.weight, sizes[name])
                     if part.bias is not None:
-                        self._refuse_tensor(f"bias of {name} of layer {number}", part.bias, sizes[name][:1])
+                        self.refuse_tensor(f"bias of {name} of layer {number}", part.bias, sizes[name][:1])
                 elif part is not None:
-                    self._refuse_tensor(f"{name} of layer {number}", part, (norms[name],))
-        if self._heads % self._kv_heads or 2 * self._half > self.head_dim:
-            raise ValueError(f"{self._heads} heads over {self._kv_heads}, of which {self._half} pairs turn")
+                    self.refuse_tensor(f"{name} of layer {number}", part, (norms[name],))
+        if self._heads % self._kv_heads or 2 * self.half > self.head_dim:
+            raise ValueError(f"{self._heads} heads over {self._kv_heads}, of which {self.half} pairs turn")
 
-    def _refuse_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    def refuse_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Raises ValueError if a weight has another shape, dtype or layout than C reads."""
         fits = tuple(tensor.shape) == shape and tensor.dtype is self.dtype
         if not fits or not tensor.is_cpu or not tensor.is_contiguous():
             raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {self.dtype}")
@@ -229,10 +235,11 @@ class DecoderKernel:
 
     def __init__(self, head_dim: int, kv_dtype: torch.dtype, library: ctypes.CDLL, most_rows: int) -> None:
         self.head_dim, self.kv_dtype, self.most_rows = head_dim, kv_dtype, most_rows
-        self.decode, self.between = library.decode, library.between
+        self.decode, self.between, self.decode_tokens = library.decode, library.between, library.decode_tokens
         structs = [ctypes.POINTER(DecoderStruct), ctypes.POINTER(PassStruct)]
         self.decode.argtypes, self.between.argtypes = structs, [*structs, _I64, _I64]
-        self.decode.restype = self.between.restype = None
+        self.decode_tokens.argtypes = [*structs, *[_ADDRESS] * 3]
+        self.decode.restype = self.between.restype = self.decode_tokens.restype = None
 
     def decoder(self, weights: DecoderWeights, half: int) -> DecoderLayers:
         """Returns the layers of a model; see ``DecoderLayers``."""

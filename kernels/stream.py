@@ -93,6 +93,7 @@ class StreamRows:
         self._kept = (together, tables, cosine, sine, work)  # kept alive, because C holds their addresses
         self._ends = tables[0].reshape(len(sections), -1)[:, _COUNT]
         self._growing = np.array(growing, dtype=np.int64)
+        self._left = SECTION - int(self._ends[self._growing].max(initial=0))  # steps until a section is full
         addresses = [t.ctypes.data for t in tables]
         self._step = _StepStruct(
             *(heads, kv_heads or shared[0].view.data.shape[2], cosine.shape[1], interleaved, turned),
@@ -108,8 +109,9 @@ class StreamRows:
 
     def advance(self) -> StreamRows | None:
         """See ``SingleRows.advance``; None when a row's last section is full."""
-        if (self._ends[self._growing] == SECTION).any():
+        if not self._left:
             return None
+        self._left -= 1
         self._ends[self._growing] += 1
         return self
 

@@ -52,10 +52,11 @@ class RowWrites:
         self.memory = memory.view(-1, dim)
         self.index, self._rows, self._parts = table["index"], table["rows"], parts
         self._of_layer, self.count = self.index.unbind(0), len(rows)
+        self._numbers = self.index.numpy() if self.index.device.type == "cpu" else self.index
 
     def advance(self) -> None:
         """Moves every row to its next slot."""
-        self.index.add_(1)
+        self._numbers += 1  # the memory of ``index``; an operation of torch would take several times as long
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes the rows' keys and values of ``k, v [kv_heads, T, head_dim]`` of all rows of a step."""

@@ -1,10 +1,11 @@
-"""The vLLM engine behind ``mpic.engine.base``, with a library of the small demo model's samples."""
+"""The vLLM engine behind ``mpic.engine.base``, with a library of a demo model's samples."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,27 @@ _ids = itertools.count()
 
 
 class Bench:
-    """An engine under test, with a library that both engines share."""
+    """An engine under test, with a library that both engines share.
 
-    def __init__(self, root: Path, **config: Any) -> None:
+    Args:
+        samples: files that are uploaded, with their handles; None: the small model's samples.
+    """
+
+    def __init__(self, root: Path, samples: Mapping[Path, str] | None = None, **config: Any) -> None:
         self.library = Library.open(root)
         settings = {"model": str(SMALL), "pool_bytes": 1 << 28}
         settings |= {"max_running": 8, "vllm_args": '{"block_size": 32}'}
-        config = EngineConfig(engine="vllm", **{**settings, **config})
+        config = self.config = EngineConfig(engine="vllm", **{**settings, **config})
         others = psutil.Process().children(recursive=True)
         self.engine, processor = load_engine(config, self.library.store)
         self.processes = [p for p in psutil.Process().children(recursive=True) if p not in others]
         self.template = ChatTemplate(processor)
         self.library.files.tokenize = self.template.tokenize_document
         self.library.references.tokenize = self.template.tokenize_document
-        for entry in MANIFEST["files"]:
-            self.library.files.add("local", SMALL_SAMPLES / entry["path"], entry["path"], entry["handle"])
+        if samples is None:
+            samples = {SMALL_SAMPLES / entry["path"]: entry["handle"] for entry in MANIFEST["files"]}
+        for path, handle in samples.items():
+            self.library.files.add("local", path, path.name, handle)
 
     def __enter__(self) -> Bench:
         return self
@@ -80,7 +87,8 @@ class Bench:
 
     def native(self) -> Any:
         """Returns a native engine on the same library."""
-        return load_engine(EngineConfig(model=str(SMALL), pool_bytes=1 << 28), self.library.store)[0]
+        config = EngineConfig(model=self.config.model, pool_bytes=1 << 28)
+        return load_engine(config, self.library.store)[0]
 
     def compiled(self, engine: Any, chunk: Chunk, wrapping: Wrapping) -> tuple[ChunkInputs, torch.Tensor]:
         """Returns what an engine writes for a chunk without a file: inputs, KV [layers, 2, heads, tokens, head_dim]."""

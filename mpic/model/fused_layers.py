@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mpic.kernels.decoder import DecoderWeights, LayerWeights, Product
+from mpic.kernels.token_decoder import TokenDecoder
 from mpic.model.few_rows import FewRowsLinear
 from mpic.model.hooks import Step
 from mpic.model.norms import OneCallNorm
@@ -35,6 +36,10 @@ class StepsInOneCall(Protocol):
 
     counters: Counter[str]
     note: str
+
+    def token_decoder(self) -> TokenDecoder | None: ...
+
+    def turn(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def run(
         self, inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor
@@ -69,6 +74,11 @@ def read_decoder(text_model: nn.Module, scale: float) -> DecoderWeights:
     if len(epsilons) > 1 or len(head_epsilons) > 1:
         raise Unfused("its norms have different epsilons")
     return DecoderWeights(layers, last, *epsilons, *(head_epsilons or {0.0}), scale)
+
+
+def read_head(layer: nn.Module) -> Product | None:
+    """Returns the weights of an output projection that the kernel for few rows multiplies, or None."""
+    return Product(layer.weight, layer.bias) if type(layer) is FewRowsLinear else None
 
 
 def _layer(name: str, layer: nn.Module, epsilons: set[float], head_epsilons: set[float]) -> LayerWeights:

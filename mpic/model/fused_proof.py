@@ -2,15 +2,16 @@
 
 Two steps are run both ways. In one a few rows stand alone, with different lengths, over keys and values of their own
 and over those of a chunk that each sees at another base; in the other two blocks of rows and one that stands alone do.
-Logits have to agree, and so do the keys and values that every layer writes. In the first one the operations of the
-model's way are listed, too: one that a fused step does not have (a limit on values, a choice by their size) may make no
-difference for these rows and make one for others.
+Where decoding begins with tokens (``mpic.kernels.token_decoder``), the first step is run that way, too. Logits have to
+agree, and so do the keys and values that every layer writes. In the first one the operations of the model's way are
+listed, too: one that a fused step does not have (a limit on values, a choice by their size) may make no difference for
+these rows and make one for others.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpic.errors import ModelRefused
 from mpic.kernels.attention import SpanCall, Write
 from mpic.kernels.span import Span
+from mpic.kernels.token_decoder import TokenDecoder
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Pool
 from mpic.model.fused_layers import NOTE, Unfused
@@ -96,7 +98,10 @@ def difference(loaded: LoadedModel, fused: FusedStep) -> float:
         ModelRefused: it is too large, or the model's way has operations that a fused step has not.
     """
     rows = min(len(_LENGTHS), fused.most_rows)
-    return _within(loaded, _watched(loaded), fused, rows, lambda: _single_step(loaded, rows))
+    ways = [_watched(loaded), fused.run]
+    if (tokens := fused.token_decoder()) is not None:
+        ways.append(_from_tokens(fused, tokens))
+    return _within(loaded, ways, rows, lambda: _single_step(loaded, rows))
 
 
 def block_difference(loaded: LoadedModel, fused: FusedStep) -> float:
@@ -105,17 +110,15 @@ def block_difference(loaded: LoadedModel, fused: FusedStep) -> float:
     Raises:
         ModelRefused: it is too large.
     """
-    return _within(loaded, loaded.forward, fused, _BLOCKS[-1][1] + 1, lambda: _block_step(loaded))
+    return _within(loaded, [loaded.forward, fused.run], _BLOCKS[-1][1] + 1, lambda: _block_step(loaded))
 
 
 @torch.inference_mode()
-def _within(
-    loaded: LoadedModel, modules: Run, fused: FusedStep, rows: int, make: Callable[[], ProofStep]
-) -> float:
-    """Returns the difference between the two ways of a step. Raises ModelRefused if it is too large."""
+def _within(loaded: LoadedModel, ways: Sequence[Run], rows: int, make: Callable[[], ProofStep]) -> float:
+    """Returns the largest difference between the ways of a step. Raises ModelRefused if it is too large."""
     loaded_fused, loaded.fused = loaded.fused, None
     try:
-        error = _difference(loaded, modules, fused, rows, make)
+        error = _difference(loaded, ways, rows, make)
     except ModelRefused:
         raise
     except Exception as error:
@@ -128,23 +131,34 @@ def _within(
     return error
 
 
-def _difference(
-    loaded: LoadedModel, modules: Run, fused: FusedStep, rows: int, make: Callable[[], ProofStep]
-) -> float:
-    """Returns the largest relative difference between the two ways of a step with the same contents each time."""
+def _difference(loaded: LoadedModel, ways: Sequence[Run], rows: int, make: Callable[[], ProofStep]) -> float:
+    """Returns the largest relative difference between the first way of a step, the model's own, and the others. The
+    step has the same contents each time."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, loaded.text_config.vocab_size, (rows,), generator=generator)
     inputs = loaded.rows(as_plain(loaded.config, ids))
     far = torch.linspace(7, loaded.context_length - 9, rows).long()
     positions = torch.stack([far + 2 * axis for axis in range(loaded.mrope)])
     wanted, found = torch.arange(rows), []
-    for run in (modules, fused.run):
+    for run in ways:
         step, written = make()
         logits = run(inputs, positions, step, wanted)
         if logits is None:
             raise ModelRefused("the step of the proof is not one that is fused")
         found.append((logits, written().float()))
-    return max(_relative(got, wanted) for wanted, got in zip(*found, strict=True))
+    own, *others = found
+    return max(_relative(got, wanted) for other in others for wanted, got in zip(own, other, strict=True))
+
+
+def _from_tokens(fused: FusedStep, decoder: TokenDecoder) -> Run:
+    """Returns the way that begins with the rows' tokens."""
+
+    def run(inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor) -> torch.Tensor:
+        decoder.use(step.kinds[0].singles, step.single_writes)
+        decoder.turn(*(table[None] for table in fused.turn(positions)))
+        return decoder(inputs.ids.tolist(), 0).float()[wanted]
+
+    return run
 
 
 def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -1,5 +1,6 @@
 """Steps on the CPU without the model's modules: those in which every row stands alone (decoding) by one call of
-``mpic.kernels.decoder``, those with blocks of rows layer by layer (``mpic.kernels.decoder_blocks``).
+``mpic.kernels.decoder``, or of ``token_decoder`` where the rows are tokens; those with blocks of rows layer by layer
+(``mpic.kernels.decoder_blocks``).
 
 It is made for decoders with the structure that ``fused_layers.py`` describes, and used once ``fused_proof.py`` has
 shown that it computes what the model does. Steps with anything else to do go through the model's modules
@@ -21,7 +22,8 @@ from mpic.kernels.attention import Write
 from mpic.kernels.c_kernel import KernelUnavailable
 from mpic.kernels.decoder_blocks import BlockLayers
 from mpic.kernels.stream import StreamRows
-from mpic.model.fused_layers import NOT_STREAM, NOTE, Unfused, read_decoder
+from mpic.kernels.token_decoder import TokenDecoder
+from mpic.model.fused_layers import NOT_STREAM, NOTE, Unfused, read_decoder, read_head
 from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
 from mpic.model.module_watch import ModuleWatch
@@ -75,6 +77,8 @@ class FusedStep:
         self._loaded, self._head, self.most_rows = loaded, head, kernel.most_rows
         self._dtype, self._change, self.note = loaded.dtype, "", ""
         self._watch = ModuleWatch(_modules_of(loaded.model, loaded.text_model))
+        self._tokens = self._token_decoder(kernel)
+        self._ends = ModuleWatch([loaded.model.get_input_embeddings(), head])
         self.counters: Counter[str] = Counter()
 
     def run(
@@ -89,7 +93,7 @@ class FusedStep:
         is_alone = self._is_alone(len(inputs.embeds), step)
         if not is_alone and self._blocks is None:
             return None
-        cosine, sine = self._turn(positions)
+        cosine, sine = self.turn(positions)
         state = inputs.embeds.clone(memory_format=torch.contiguous_format)
         if is_alone:
             hidden = self._decoder(state, cosine, sine, step.single_writes, step.kinds[0].singles)
@@ -99,6 +103,24 @@ class FusedStep:
             hidden = self._blocks(state, cosine, sine, places, functools.partial(_attend, step, self._scale))
             self.counters["fused_block_steps"] += 1
         return self._head(hidden[wanted]).float()
+
+    def token_decoder(self) -> TokenDecoder | None:
+        """Returns what runs steps of rows that stand alone from their tokens to their logits, or None where the next
+        step cannot be run that way."""
+        if self._tokens is None or not self._loaded.streams or self._changed() or self._ends.change():
+            return None
+        return self._tokens
+
+    def _token_decoder(self, kernel: decoder.DecoderKernel) -> TokenDecoder | None:
+        """Returns it if embeddings and output projection are plain enough for it."""
+        embedding = self._loaded.model.get_input_embeddings()
+        plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+        if not plain or (head := read_head(self._head)) is None:
+            return None
+        try:
+            return TokenDecoder(kernel, self._decoder, embedding.weight, head)
+        except ValueError:  # they have another dtype or layout than the layers
+            return None
 
     def leave_blocks(self, why: str) -> None:
         """Runs no steps with blocks of rows from now on, and notes the reason in the model's details."""
@@ -140,7 +162,7 @@ class FusedStep:
             self._loaded.info.details[NOTE] = note
         return bool(change)
 
-    def _turn(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def turn(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cosine and sine ``[T, half]`` fp32 of positions ``[1 or 3, T]``, rounded as the model's own are."""
         of_pairs = positions[self._axes] if len(positions) > 1 else positions
         angle = of_pairs.T.float().contiguous() * self._frequencies

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain, repeat
-from operator import contains
+from operator import contains, getitem
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -24,13 +25,14 @@ class ModuleWatch:
         hooks = [one for m in found for one in (m._forward_pre_hooks, m._forward_hooks)]
         hooks += [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
         self._no_hooks, self._hooks = [h for h in hooks if not h], [(h, len(h)) for h in hooks if h]
-        self._weights = [
+        weights = [
             (module._parameters, name)
             for module in found
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        self._kept = [parameters[name].detach() for parameters, name in self._weights]
+        self._of, self._names = [parameters for parameters, _ in weights], [name for _, name in weights]
+        self._kept = [parameters[name].detach() for parameters, name in weights]
         """Keeps the memory, so that no other weight can come to lie at one of these addresses."""
         self._addresses, self._modules = self._places(), self._parts()
 
@@ -48,4 +50,4 @@ class ModuleWatch:
         return list(map(id, chain.from_iterable(map(dict.values, self._children))))
 
     def _places(self) -> list[int]:
-        return [parameters[name].data_ptr() for parameters, name in self._weights]
+        return list(map(torch.Tensor.data_ptr, map(getitem, self._of, self._names)))

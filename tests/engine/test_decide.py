@@ -45,6 +45,21 @@ def test_requests_of_one_policy_are_decided_in_one_pass_and_answer_as_alone(name
             assert_same(answer, expected_of(name, prompt, policy))
 
 
+def test_what_has_been_decided_is_answered_before_the_next_prompt_is_looked_at(make_engine, monkeypatch):
+    """Else every request of a long queue would wait for all of them to be looked at."""
+    engine = make_engine()
+    for chunk in CHUNKS:
+        engine.compile(chunk).result(30)
+    monkeypatch.setattr(decide, "MOST_ROWS", 1)
+    events = []
+    look, take = engine.decider._look, engine.outputs.take
+    monkeypatch.setattr(engine.decider, "_look", lambda group: events.append("look") or look(group))
+    monkeypatch.setattr(engine.outputs, "take", lambda *args: events.append("token") or take(*args))
+    ask_together(engine, [(prompt, "cacheblend-15") for prompt in PROMPTS])
+    looked = [at for at, event in enumerate(events) if event == "look"]
+    assert len(looked) == len(PROMPTS) and "token" in events[looked[0] : looked[2]]
+
+
 def test_policies_that_look_for_different_things_and_too_many_rows_take_passes_of_their_own(
     make_engine, monkeypatch
 ):

@@ -116,3 +116,14 @@ class BatchSlice(NamedTuple):
     @property
     def wants_logits(self) -> bool:
         return not isinstance(self.rows, CompileJob) and self.hi == len(self.rows)
+
+    @property
+    def is_decoding(self) -> bool:
+        """True for a request's last token alone, where it has no embedding of its own."""
+        rows, lo, hi = self
+        if hi - lo != 1 or not self.wants_logits:
+            return False
+        embedded = rows.embedded  # ascending, so that most often a look at the last one is enough
+        if not embedded or embedded[-1].start + len(embedded[-1].embeds) <= lo:
+            return True
+        return not any(e.start <= lo < e.start + len(e.embeds) for e in embedded)

@@ -45,7 +45,7 @@ class Look(NamedTuple):
 class Decider:
     """Runs the deciding pass of requests: one forward over all the prompt rows that their policies look at.
 
-    A pass of T tokens is a step of its own: it holds up the batch as an unchunked prefill of that many layers would.
+    A pass of T tokens holds up the batch as an unchunked prefill of that many layers would, so a step has one at most.
     It reads resident chunks and writes nothing, so it may be repeated.
 
     ``counters``: ``deciding_passes``.
@@ -62,40 +62,39 @@ class Decider:
         decided: Callable[[Request], None],
         failed: Callable[[Request, BaseException], None],
     ) -> None:
-        """Replaces the provisional plans of requests whose chunks are all ready, and reports the outcome for each
-        request. Nothing is written before that, so an error concerns only its own request, or those in the same
-        pass."""
-        for group in self._groups(requests):
-            looks: Sequence[Look | Exception]
+        """Replaces the provisional plans of the first of some requests whose chunks are all ready, as many as share a
+        pass, and reports the outcome for each of them. The others are left for the next step: what has been decided is
+        computed first, or nobody would have an answer before the last one had been looked at. Nothing is written
+        before that, so an error concerns only its own request, or those in the same pass."""
+        group = self._first(requests)
+        looks: Sequence[Look | Exception]
+        try:
+            looks = self._look(group)
+            self.counters["deciding_passes"] += 1
+        except Exception as error:
+            looks = [error] * len(group)
+        for request, look in zip(group, looks, strict=True):
             try:
-                looks = self._look(group)
-                self.counters["deciding_passes"] += 1
+                if isinstance(look, Exception):
+                    raise look
+                self._choose(request, look)
+                decided(request)
             except Exception as error:
-                looks = [error] * len(group)
-            for request, look in zip(group, looks, strict=True):
-                try:
-                    if isinstance(look, Exception):
-                        raise look
-                    self._choose(request, look)
-                    decided(request)
-                except Exception as error:
-                    log.exception("a dynamic policy failed")
-                    failed(request, as_failure(error))
+                log.exception("a dynamic policy failed")
+                failed(request, as_failure(error))
 
-    def _groups(self, requests: Sequence[Request]) -> list[list[Request]]:
-        """Returns the requests in order, grouped by pass: the policies of a group look for the same evidence at the
-        same layer, and a group has at most ``MOST_ROWS`` rows (a longer request has a pass of its own)."""
-        found: list[list[Request]] = []
-        open_groups: dict[tuple[Evidence, int], tuple[list[Request], int]] = {}
+    def _first(self, requests: Sequence[Request]) -> list[Request]:
+        """Returns the first request and those behind it that share its pass: their policies look for the same evidence
+        at the same layer, and all have at most ``MOST_ROWS`` rows (a longer request has a pass of its own)."""
+        found: list[Request] = []
+        held = 0
         for request in requests:
-            kind = self._kind(request)
-            rows = request.prompt.plan.length - self._since(request)
-            group, held = open_groups.get(kind, ([], 0))
-            if not group or held + rows > MOST_ROWS:
-                group, held = [], 0
-                found.append(group)
-            group.append(request)
-            open_groups[kind] = group, held + rows
+            if found and self._kind(request) != self._kind(found[0]):
+                continue
+            held += request.prompt.plan.length - self._since(request)
+            if found and held > MOST_ROWS:
+                break
+            found.append(request)
         return found
 
     def _look(self, requests: Sequence[Request]) -> list[Look]:

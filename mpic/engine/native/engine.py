@@ -25,6 +25,7 @@ from mpic.engine.native.builder import RequestBuilder
 from mpic.engine.native.cuda_graphs import static_decode_for
 from mpic.engine.native.decide import Decider
 from mpic.engine.native.device_memory import DeviceMemory
+from mpic.engine.native.fused_decode import FusedDecode
 from mpic.engine.native.inbox import Inbox
 from mpic.engine.native.linker import ChunkLinker
 from mpic.engine.native.loader import loaders_for
@@ -100,6 +101,8 @@ class NativeEngine(Engine):
         self.runner = Runner(model, self.pool)
         # checked before any thread runs
         self.runner.static = static_decode_for(self.runner, max_running, cuda_graphs)
+        if self.runner.static is None and model.device.type == "cpu":
+            self.runner.static = FusedDecode(model, self.runner.tables)
         self.device = DeviceCache(self.pool)
         tombstones = self.tombstones = Tombstones()
         post, ended, threads = self._post, self._load_ended, loaders or loaders_for()
@@ -324,9 +327,10 @@ class NativeEngine(Engine):
         return True
 
     def _decide(self) -> bool:
-        """Lets dynamic policies look at their prompts. The rows they choose join the next step."""
+        """Lets dynamic policies look at the first prompts that wait for it. The rows they choose join the next step."""
         undecided = self.scheduler.undecided()
-        self.decider.decide(undecided, self.scheduler.decided, self.outputs.fail)
+        if undecided:
+            self.decider.decide(undecided, self.scheduler.decided, self.outputs.fail)
         return bool(undecided)
 
     def _commit(self, slices: list[BatchSlice], logits: torch.Tensor, barrier: LayerBarrier) -> None:

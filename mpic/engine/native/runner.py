@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from mpic.engine.native.batch import BatchSlice, CompileJob
+from mpic.engine.native.fused_decode import FusedDecode
 from mpic.engine.native.static_decode import StaticDecode
 from mpic.engine.native.step_tables import StepTables
 from mpic.kernels.upload import send, upload
@@ -23,13 +24,13 @@ class Runner:
         pool: the pool; None if only ``inputs`` is used.
 
     Attributes:
-        static: runs the steps that fit it; None: every step is a packed forward.
+        static: runs the decoding steps that fit it; None: every step is a packed forward.
     """
 
     def __init__(self, model: LoadedModel, pool: Pool | None) -> None:
         self.model, self.pool = model, pool
         self.tables = StepTables(model, pool) if pool is not None else None
-        self.static: StaticDecode | None = None
+        self.static: StaticDecode | FusedDecode | None = None
 
     def run(
         self, slices: list[BatchSlice], barrier: LayerBarrier | None = None, ids: torch.Tensor | None = None

@@ -60,6 +60,11 @@ class Scheduler:
         when everything waits."""
         slices: list[BatchSlice] = []
         budget = self._decodes(slices, self.budget)
+        if (
+            len(slices) == len(self.running) and not self.waiting and not self.jobs
+        ):  # all decode, as in most steps
+            self.blocked = False
+            return slices
         if slices:
             budget = self.pace.limit(budget)
         budget = self._prefills(slices, budget)

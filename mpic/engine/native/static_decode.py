@@ -128,7 +128,7 @@ class StaticDecode:
         Returns:
             ``[rows, vocabulary]`` fp32, valid until the next step; None when the step has to be run in another way.
         """
-        if not 0 < len(slices) <= self.most or not all(map(_is_decoding, slices)):
+        if not 0 < len(slices) <= self.most or not all(part.is_decoding for part in slices):
             return None
         bucket = min((one for one in self._buckets if one.rows >= len(slices)), key=lambda one: one.rows)
         self._running = self._prepared(slices, bucket)
@@ -165,11 +165,3 @@ class StaticDecode:
         on_device = upload({"ids": ids, "positions": positions}, self._model.device)
         bucket.ids[: len(slices)].copy_(on_device["ids"] if known is None else known)
         bucket.positions[:, : len(slices)].copy_(on_device["positions"])
-
-
-def _is_decoding(part: BatchSlice) -> bool:
-    """Returns whether a slice is a request's last token, with no embedding of its own."""
-    rows, lo, hi = part
-    if hi - lo != 1 or not part.wants_logits:
-        return False
-    return not any(e.start <= lo < e.start + len(e.embeds) for e in rows.embedded)

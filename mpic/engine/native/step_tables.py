@@ -20,25 +20,35 @@ from mpic.kernels.patterns import Blocks, Pattern, fresh_calls, pieces
 from mpic.kernels.span import Span
 from mpic.kernels.windows import Stretch, span_calls
 from mpic.kernels.writes import RowWrites
-from mpic.kv.pool import Extent, Pool
+from mpic.kv.pool import Pool
 from mpic.model.hooks import KindCalls, Step, StepKernel
 from mpic.model.loaded import LoadedModel
 
 
-class _SingleRow(NamedTuple):
-    """A row that stands alone in a step. As long as only ``at`` changes, and by one, tables can be advanced."""
+class _SingleRow:
+    """A row that stood alone in the last step, at ``at``. As long as only this changes, and by one, tables can be
+    advanced."""
 
-    rows: Rows
-    extent: Extent
-    spans: list[Span[Extent]]
-    mapped: int
-    count: int  # spans
-    start: int  # the row of the step
-    at: int  # its own token
+    def __init__(self, part: BatchSlice, start: int) -> None:
+        rows = part.rows
+        self._rows, self._extent, self._spans, self._mapped = rows, rows.extent, rows.spans, rows.mapped
+        self._count, self._start, self.at = len(rows.spans), start, part.lo
+        # tokens from which on another span is seen
+        self._changes = {row for span in rows.spans for row in (span.row, span.ahead)}
 
-    def continues(self, before: _SingleRow) -> bool:
-        same = self.rows is before.rows and self.extent is before.extent and self.spans is before.spans
-        return same and self.at == before.at + 1 and self[3:6] == before[3:6]
+    def is_continued(self, part: BatchSlice, start: int) -> bool:
+        """Returns whether a row is this one, one token further, and sees the same spans."""
+        rows, lo, _ = part
+        return (
+            rows is self._rows
+            and lo == self.at + 1
+            and rows.extent is self._extent
+            and rows.spans is self._spans
+            and len(rows.spans) == self._count
+            and rows.mapped == self._mapped
+            and start == self._start
+            and lo not in self._changes
+        )
 
 
 class PlacedSlice(NamedTuple):
@@ -161,7 +171,7 @@ class StepTables:
             else:
                 self._last = []
         elif alone:
-            singles, step.single_writes = self._together(alone)
+            singles, step.single_writes = self.together(alone)
             step.kinds = [kind._replace(singles=rows) for kind, rows in zip(kinds, singles, strict=True)]
             if step.single_writes is None:
                 step.writes += [self._part(*at).write for at in alone]
@@ -188,22 +198,20 @@ class StepTables:
 
     def _continues(self, alone: Sequence[tuple[BatchSlice, int]]) -> bool:
         """Returns whether these rows are the last step's, one token further, and remembers them."""
-        rows = [
-            _SingleRow(r, r.extent, r.spans, r.mapped, len(r.spans), start, lo) for (r, lo, _), start in alone
-        ]
         state = (self._pool.moves, self._model.partial, self._model.streams, self._model.triton)
-        before, self._last = self._last, rows
-        same, self._state = state == self._state, state
-        if not same or len(before) != len(rows):
-            return False
-        if not all(row.continues(old) for row, old in zip(rows, before, strict=True)):
-            return False
-        # a span after the last step's row, which this step's row would be the first to see
-        return not any(row.at in (span.row, span.ahead) for row in rows for span in row.spans)
+        last = self._last
+        same, self._state = state == self._state and len(last) == len(alone), state
+        if same and all(row.is_continued(*at) for row, at in zip(last, alone, strict=True)):
+            for row in last:
+                row.at += 1
+            return True
+        self._last = [_SingleRow(*at) for at in alone]
+        return False
 
-    def _together(self, alone: list[tuple[BatchSlice, int]]) -> tuple[list[SingleRows], RowWrites | None]:
-        """Returns the tables of the rows that stand alone: their spans by kind of layer, and their writes (None:
-        written like blocks, because layers differ in their heads)."""
+    def together(self, alone: list[tuple[BatchSlice, int]]) -> tuple[list[SingleRows], RowWrites | None]:
+        """Returns the tables of the rows that stand alone, each given with its place in the step: their spans by kind
+        of layer, and their writes (None: written like blocks, because layers differ in their heads). They are the same
+        objects as those of the last step where this one continues it."""
         plain = not any(kind.pattern.window for kind in self._model.kinds)
         if self._continues(alone) and plain:
             advanced = [rows.advance() for rows in self._singles]

@@ -21,6 +21,7 @@ from mpic.engine.native.engine import NativeEngine
 from mpic.kernels.decoder import DecoderLayers
 from mpic.kernels.decoder_blocks import BlockLayers
 from mpic.kernels.linear import LinearKernel
+from mpic.kernels.token_decoder import TokenDecoder
 from mpic.model import fused_step, hooks
 
 STEP = "step"
@@ -109,8 +110,10 @@ def _marked(engine: NativeEngine, products: _Products) -> Iterator[None]:
         (engine.runner, "inputs", TABLES),
         (engine.runner.tables, "step", TABLES),
         (engine.model, "forward", MODEL),
+        *([(engine.runner.static, "run", MODEL)] if engine.runner.static is not None else []),
         (hooks, "_layer", ATTENTION),
         (DecoderLayers, "__call__", FUSED),
+        (TokenDecoder, "__call__", FUSED),
         (fused_step, "_attend", ATTENTION),
         (BlockLayers, "_between", OTHER),
     ]
