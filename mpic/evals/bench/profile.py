@@ -248,7 +248,7 @@ def _rows(name: str, found: StepProfile, unwatched: float, flops: float, peak: d
             "ms": round(1e3 * seconds / found.steps, 4),
             "percent": round(100 * seconds / found.total, 1),
         }
-        if part == MATRIX:
+        if part == MATRIX and seconds:  # none where a step is one call from tokens to logits
             row["gflop_a_second"] = round(found.operations / seconds / 1e9, 1)
             row["gb_a_second"] = round(found.bytes / seconds / 1e9, 1)
         elif part == ATTENTION and flops:

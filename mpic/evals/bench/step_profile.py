@@ -30,7 +30,7 @@ PACKED = ("aten::_weight_int8pack_mm", "aten::_weight_int4pack_mm_for_cpu")
 ATTENTION, MATRIX, FUSED, OTHER, MODEL, TABLES, SCHEDULING, RESULTS, LOOP = (
     "attention",
     "matrix products",
-    "all layers in one call",
+    "all layers in one call, or from tokens to logits",
     "norms, rotary, activations, copies",
     "Python of the model",
     "step tables and inputs",
