@@ -27,9 +27,11 @@ class EndsStruct(ctypes.Structure):
 
 
 class TokenDecoder:
-    """Steps of one model in which every row stands alone.
+    """Steps of one model in which every row stands alone. One engine uses it, one step at a time: the memory to work in
+    and the logits are one.
 
     Args:
+        kernel: that of the layers.
         layers: the model's layers.
         embedding: ``[vocabulary, hidden]``.
         head: the output projection.
@@ -61,10 +63,14 @@ class TokenDecoder:
         self._pass = PassStruct(state=state[0].data_ptr(), out=state[1].data_ptr())
         self._room = [state, *layers.make_room(self._pass, self.most_rows)]
         self._tables: tuple[StreamRows, RowWrites] | None = None
-        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rotations: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def use(self, rows: StreamRows, writes: RowWrites) -> None:
         """Has the steps that follow use these tables, with what they say by then.
+
+        Args:
+            rows: the spans that each row sees.
+            writes: the slots of keys and values.
 
         Raises:
             ValueError: they are not those of one step of this model.
@@ -77,7 +83,7 @@ class TokenDecoder:
         this.memory, this.slots = writes.memory.data_ptr(), writes.index.data_ptr()
         self._tables = rows, writes
 
-    def turn(self, cosine: torch.Tensor, sine: torch.Tensor) -> None:
+    def rotate(self, cosine: torch.Tensor, sine: torch.Tensor) -> None:
         """Sets the rotations of steps: cosine and sine ``[steps, rows, half]`` fp32 of the rows' positions.
 
         Raises:
@@ -92,7 +98,7 @@ class TokenDecoder:
                 or not layout
             ):
                 raise ValueError(f"{tuple(table.shape)} {table.dtype} are no rotations of {shape}")
-        self._turns = cosine, sine
+        self._rotations = cosine, sine
 
     def __call__(self, tokens: list[int], step: int) -> torch.Tensor:
         """Runs a step: keys and values are written, then attended to.
@@ -108,7 +114,7 @@ class TokenDecoder:
             ValueError: numbers that are no tokens, or rotations that were not set.
         """
         this, rows = self._pass, self._pass.rows
-        cosine, sine = self._turns or (torch.empty(0), torch.empty(0))
+        cosine, sine = self._rotations or (torch.empty(0), torch.empty(0))
         if len(tokens) != rows or min(tokens) < 0 or max(tokens) >= self.vocabulary:
             raise ValueError(f"{len(tokens)} tokens, up to {max(tokens)}, of {rows} rows")
         if not 0 <= step < len(cosine) or cosine.shape[1] != rows:

@@ -118,10 +118,11 @@ def report(out: Annotated[Path, typer.Argument(help="folder of a run")] = Path("
     from mpic.evals.answers import read_answers
     from mpic.evals.compare import compare_policies
     from mpic.evals.judge import read_grades
+    from mpic.evals.tables import summary_table
 
     written = reports.write_report(out)
     found = compare_policies(read_answers(out), read_grades(out))
-    head, *rows = reports.summary_table(found)
+    head, *rows = summary_table(found)
     shown = [i for i, name in enumerate(head) if name in SHOWN]
     table = Table(box=SIMPLE)
     for i in shown:

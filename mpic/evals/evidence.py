@@ -12,7 +12,7 @@ some tasks of it, ``RUN:TASK@4,8`` its questions about so many chunks.
 ``summary RUN [POLICIES]``                           a row a policy
 ``losses RUN [POLICIES]``                            a row a task: points lost, with 95 % intervals
 ``cells RUN [POLICIES]``                             a row a task and number of chunks: scores and times
-``counts WHAT RUN [POLICIES]``                       a row a number of chunks (``report.count_table``)
+``counts WHAT RUN [POLICIES]``                       a row a number of chunks (``tables.count_table``)
 ``lengths RUN [POLICIES]``                           a row a range of prompt lengths: points lost
 ``runs POLICIES: RUN ...``                           a row a run: score of ``full``, points lost
 ``needles RUN POLICIES``                             scores by length (column) and depth (row), a table a policy
@@ -32,7 +32,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpic.errors import BadRequest
 from mpic.evals.answers import PolicyAnswer, read_answers
@@ -78,23 +78,40 @@ def fill(path: Path) -> int:
     return found
 
 
+class _Run(NamedTuple):
+    """A run as a mark names it: ``NAME``, ``NAME:TASK,TASK``, ``NAME@4,8`` or ``NAME:TASK@4,8``; empty: all of them."""
+
+    name: str
+    tasks: list[str]
+    counts: list[str]
+
+    @classmethod
+    def of(cls, text: str) -> _Run:
+        rest, _, counts = text.partition("@")
+        name, _, tasks = rest.partition(":")
+        return cls(name, tasks.split(",") if tasks else [], counts.split(",") if counts else [])
+
+    def __str__(self) -> str:
+        counts = f"{', '.join(self.counts)} chunks" if self.counts else ""
+        return ", ".join(part for part in (Path(self.name).name, counts) if part)
+
+    def answers(self, folder: Path) -> list[PolicyAnswer]:
+        answers = [
+            answer
+            for answer in read_answers(folder / self.name)
+            if (not self.tasks or answer.task in self.tasks)
+            and (not self.counts or str(answer.chunks) in self.counts)
+        ]
+        if not answers:
+            wanted = (
+                f" to {', '.join(self.tasks) or 'any task'} over {self} " if self.tasks or self.counts else ""
+            )
+            raise BadRequest(f"{folder / self.name} holds no answers{wanted.rstrip()}")
+        return answers
+
+
 def _answers(folder: Path, run: str) -> list[PolicyAnswer]:
-    name, _, wanted = run.partition(":")
-    tasks, _, counts = wanted.partition("@")
-    answers = [
-        answer
-        for answer in read_answers(folder / name)
-        if (not tasks or answer.task in tasks.split(","))
-        and (not counts or str(answer.chunks) in counts.split(","))
-    ]
-    if not answers:
-        raise BadRequest(f"{folder / name} holds no answers" + (f" to {wanted}" if wanted else ""))
-    return answers
-
-
-def _name(run: str) -> str:
-    name, _, counts = run.partition("@")
-    return Path(name.partition(":")[0]).name + (f", {counts.replace(',', ', ')} chunks" if counts else "")
+    return _Run.of(run).answers(folder)
 
 
 def _summary(folder: Path, run: str, *policies: str) -> str:
@@ -131,7 +148,7 @@ def _runs(folder: Path, *words: str) -> str:
         full = [answer for cell in cells.values() for answer in cell["full"]]
         pieces = sum(answer.pieces for answer in full) / len(full)
         points = [str(found[policy].lost) for policy in policies]
-        rows.append([_name(run), str(len(full)), f"{pieces:.1f}", f"{score(full):.1f}", *points])
+        rows.append([str(_Run.of(run)), str(len(full)), f"{pieces:.1f}", f"{score(full):.1f}", *points])
     return markdown_table(rows)
 
 

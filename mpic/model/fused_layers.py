@@ -28,6 +28,8 @@ _MLP = {"gate_proj", "up_proj", "down_proj"}
 
 NOTE = "fused_step_note"
 """The detail of a model that says why its steps are not fused; empty where they are."""
+TOKENS_NOTE = "fused_tokens_note"
+"""The detail of a model with fused steps that says why none of them begins with tokens; empty where they do."""
 NOT_STREAM = "single rows do not attend with cpu-stream"
 
 
@@ -37,9 +39,11 @@ class StepsInOneCall(Protocol):
     counters: Counter[str]
     note: str
 
-    def token_decoder(self) -> TokenDecoder | None: ...
+    def begins_with_tokens(self) -> bool: ...
 
-    def turn(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def token_decoder(self) -> TokenDecoder: ...
+
+    def rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def run(
         self, inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor

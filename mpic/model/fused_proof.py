@@ -99,8 +99,8 @@ def difference(loaded: LoadedModel, fused: FusedStep) -> float:
     """
     rows = min(len(_LENGTHS), fused.most_rows)
     ways = [_watched(loaded), fused.run]
-    if (tokens := fused.token_decoder()) is not None:
-        ways.append(_from_tokens(fused, tokens))
+    if fused.begins_with_tokens():
+        ways.append(_from_tokens(fused, fused.token_decoder()))
     return _within(loaded, ways, rows, lambda: _single_step(loaded, rows))
 
 
@@ -155,7 +155,7 @@ def _from_tokens(fused: FusedStep, decoder: TokenDecoder) -> Run:
 
     def run(inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         decoder.use(step.kinds[0].singles, step.single_writes)
-        decoder.turn(*(table[None] for table in fused.turn(positions)))
+        decoder.rotate(*(table[None] for table in fused.rotations(positions)))
         return decoder(inputs.ids.tolist(), 0).float()[wanted]
 
     return run

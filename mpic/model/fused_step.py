@@ -23,7 +23,7 @@ from mpic.kernels.c_kernel import KernelUnavailable
 from mpic.kernels.decoder_blocks import BlockLayers
 from mpic.kernels.stream import StreamRows
 from mpic.kernels.token_decoder import TokenDecoder
-from mpic.model.fused_layers import NOT_STREAM, NOTE, Unfused, read_decoder, read_head
+from mpic.model.fused_layers import NOT_STREAM, NOTE, TOKENS_NOTE, Unfused, read_decoder, read_head
 from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
 from mpic.model.module_watch import ModuleWatch
@@ -77,8 +77,9 @@ class FusedStep:
         self._loaded, self._head, self.most_rows = loaded, head, kernel.most_rows
         self._dtype, self._change, self.note = loaded.dtype, "", ""
         self._watch = ModuleWatch(_modules_of(loaded.model, loaded.text_model))
-        self._tokens = self._token_decoder(kernel)
-        self._ends = ModuleWatch([loaded.model.get_input_embeddings(), head])
+        self._kernel = kernel
+        self._around = ModuleWatch([loaded.model.get_input_embeddings(), head])
+        self._begins_with_tokens = self._find_token_decoder()
         self.counters: Counter[str] = Counter()
 
     def run(
@@ -93,7 +94,7 @@ class FusedStep:
         is_alone = self._is_alone(len(inputs.embeds), step)
         if not is_alone and self._blocks is None:
             return None
-        cosine, sine = self.turn(positions)
+        cosine, sine = self.rotations(positions)
         state = inputs.embeds.clone(memory_format=torch.contiguous_format)
         if is_alone:
             hidden = self._decoder(state, cosine, sine, step.single_writes, step.kinds[0].singles)
@@ -104,23 +105,37 @@ class FusedStep:
             self.counters["fused_block_steps"] += 1
         return self._head(hidden[wanted]).float()
 
-    def token_decoder(self) -> TokenDecoder | None:
-        """Returns what runs steps of rows that stand alone from their tokens to their logits, or None where the next
-        step cannot be run that way."""
-        if self._tokens is None or not self._loaded.streams or self._changed() or self._ends.change():
-            return None
-        return self._tokens
+    def begins_with_tokens(self) -> bool:
+        """Returns whether the next step, if its rows stand alone, may be run by a ``token_decoder``."""
+        if not self._begins_with_tokens or not self._loaded.streams or self._loaded.triton is not None:
+            return False
+        return not (self._changed() or self._around.change())
 
-    def _token_decoder(self, kernel: decoder.DecoderKernel) -> TokenDecoder | None:
-        """Returns it if embeddings and output projection are plain enough for it."""
+    def token_decoder(self) -> TokenDecoder:
+        """Returns what runs steps of rows that stand alone from their tokens to their logits, with memory of its own.
+
+        Raises:
+            Unfused: embeddings or output projection are not plain.
+        """
         embedding = self._loaded.model.get_input_embeddings()
-        plain = type(embedding) is nn.Embedding and embedding.max_norm is None
-        if not plain or (head := read_head(self._head)) is None:
-            return None
+        head = read_head(self._head)
+        if type(embedding) is not nn.Embedding or embedding.max_norm is not None or head is None:
+            raise Unfused("its embeddings or its output projection do more than look up and multiply")
         try:
-            return TokenDecoder(kernel, self._decoder, embedding.weight, head)
-        except ValueError:  # they have another dtype or layout than the layers
-            return None
+            return TokenDecoder(self._kernel, self._decoder, embedding.weight, head)
+        except ValueError as reason:
+            raise Unfused(str(reason)) from reason
+
+    def _find_token_decoder(self) -> bool:
+        """Returns whether there can be one, and notes the reason in the model's details if not."""
+        details = self._loaded.info.details
+        try:
+            self.token_decoder()
+        except Unfused as reason:
+            details[TOKENS_NOTE] = str(reason)
+            return False
+        details[TOKENS_NOTE] = ""
+        return True
 
     def leave_blocks(self, why: str) -> None:
         """Runs no steps with blocks of rows from now on, and notes the reason in the model's details."""
@@ -162,7 +177,7 @@ class FusedStep:
             self._loaded.info.details[NOTE] = note
         return bool(change)
 
-    def turn(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cosine and sine ``[T, half]`` fp32 of positions ``[1 or 3, T]``, rounded as the model's own are."""
         of_pairs = positions[self._axes] if len(positions) > 1 else positions
         angle = of_pairs.T.float().contiguous() * self._frequencies

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+from itertools import pairwise
+
 import pytest
 import torch
 from engine_kit import ids, logits_of, prompt_of, request_of, submit_together, text_chunk
 from families import make_model
 from fused_kit import loaded_model, needs_fused
 
-from mpic.engine.native.fused_decode import AHEAD
+from mpic.engine.native.engine import NativeEngine
+from mpic.engine.native.fused_decode import ROTATED
 from mpic.kernels.stream import SECTION
 from mpic.model.few_rows import FewRowsLinear
+from mpic.model.fused_layers import TOKENS_NOTE
 
 pytestmark = needs_fused
-TOKENS = (9, 14, AHEAD + 20)
+TOKENS = (9, 14, ROTATED + 20)
 """Answers of different lengths, so that batches of three, two and one are decoded, and rotations run out."""
 LONG = prompt_of(ids(6, SECTION - 10))
 """Its own tokens outgrow a section of the kernel that attends."""
@@ -60,14 +67,14 @@ def test_logits_are_those_of_the_runners_other_way(case, make_engine):
     name, dtype, kv_dtype = CASES[case]
     expected, found, engine = _both(make_engine, name, loaded_model(name, dtype, kv_dtype=kv_dtype))
     _assert_equal(expected, found)
-    assert _counted(engine) >= max(TOKENS) - 4 and engine.runner.tables.advanced > AHEAD
+    assert _counted(engine) >= max(TOKENS) - 4 and engine.runner.tables.advanced > ROTATED
 
 
 @pytest.mark.parametrize("what", ["hook", "head", "embedding", "forward"])
 def test_what_has_changed_around_the_layers_is_run_through_its_modules(what, make_engine):
     loaded, seen = loaded_model(), []
     head, embedding = loaded.model.get_output_embeddings(), loaded.model.get_input_embeddings()
-    assert loaded.fused.token_decoder() is not None
+    assert loaded.fused.begins_with_tokens()
     if what == "hook":
         head.register_forward_hook(lambda module, inputs, out: seen.append(1) or 2 * out)
     elif what == "forward":
@@ -89,7 +96,8 @@ def test_an_output_projection_of_another_kind_is_run_as_it_is(make_engine):
     model = make_model("llama")[0]
     model.lm_head.__class__ = Louder
     loaded = loaded_model(model=model)
-    assert loaded.fused is not None and loaded.fused.token_decoder() is None
+    assert loaded.fused is not None and not loaded.fused.begins_with_tokens()
+    assert "output projection" in loaded.info.details[TOKENS_NOTE]
     expected, found, engine = _both(make_engine, "llama", loaded)
     _assert_equal(expected, found)
     assert not _counted(engine) and _counted(engine, "fused_steps")
@@ -115,9 +123,9 @@ def test_tokens_rotations_and_tables_that_do_not_fit_are_refused(make_engine):
     loaded = loaded_model()
     engine = make_engine("llama", loaded, adapter=None)
     engine.submit(request_of(prompt_of(ids(30, 20)), "full", 4)).result()
-    decoder, turns = loaded.fused.token_decoder(), loaded.fused.turn(torch.arange(3)[None])
+    decoder, turns = engine.runner.static._decoder, loaded.fused.rotations(torch.arange(3)[None])
     half = turns[0].shape[1]
-    decoder.turn(*(table.view(3, 1, half) for table in turns))
+    decoder.rotate(*(table.view(3, 1, half) for table in turns))
     for tokens in ([-1], [decoder.vocabulary], [1, 2]):
         with pytest.raises(ValueError, match="tokens"):
             decoder(tokens, 0)
@@ -125,8 +133,63 @@ def test_tokens_rotations_and_tables_that_do_not_fit_are_refused(make_engine):
         decoder([1], 3)
     for wrong in (turns[0].view(1, 3, half), turns[0].double().view(3, 1, half)):
         with pytest.raises(ValueError, match="are no rotations"):
-            decoder.turn(wrong, wrong)
-    _, rows, writes = engine.runner.static._used
+            decoder.rotate(wrong, wrong)
+    rows, writes = engine.runner.static._used
     writes.count += 1
     with pytest.raises(ValueError, match="does not write"):
         decoder.use(rows, writes)
+
+
+def test_two_engines_over_one_model_decode_in_turns(make_engine):
+    """Each has tables and logits of its own, whichever of them took the last step."""
+    loaded = loaded_model()
+    engines = [make_engine("llama", loaded, adapter=None) for _ in range(2)]
+    prompts = [prompt_of(ids(seed, 30)) for seed in (40, 41)]
+    asked = [request_of(prompt, "full", 40, logprobs=300) for prompt in prompts]
+    alone = [logits_of(engine.submit(one), 40) for engine, one in zip(engines, asked, strict=True)]
+    turn, order = threading.Condition(), []
+
+    def in_turns(number, run):
+        def step(slices, ids=None):
+            with turn:  # until the other has taken a step, or has none to take
+                turn.wait_for(lambda: order[-1:] != [number], timeout=0.2)
+                order.append(number)
+                turn.notify_all()
+                return run(slices, ids)
+
+        return step
+
+    for number, engine in enumerate(engines):
+        engine.runner.static.run = in_turns(number, engine.runner.static.run)
+    asked = [request_of(prompt, "full", 40, logprobs=300) for prompt in prompts]
+    streams = [engine.submit(one) for engine, one in zip(engines, asked, strict=True)]
+    for stream, (wanted, wanted_logits) in zip(streams, alone, strict=True):
+        got, logits = logits_of(stream, 40)
+        assert got == wanted
+        torch.testing.assert_close(logits, wanted_logits, atol=1e-4, rtol=1e-4)
+    assert sum(one != other for one, other in pairwise(order)) > 20
+
+
+def test_a_closed_engine_leaves_nothing_of_its_pool_with_the_model(make_engine):
+    loaded = loaded_model()
+    engine = NativeEngine(loaded, pages=64, page_size=8)
+    engine.submit(request_of(prompt_of(ids(30, 20)), "full", 8)).result()
+    assert _counted(engine)
+    arena = weakref.ref(engine.pool.arena)
+    engine.close()
+    del engine
+    gc.collect()
+    assert arena() is None
+
+
+def test_answers_of_requests_that_are_preempted_and_moved_are_the_same(make_engine, monkeypatch):
+    """Their extents change between two steps."""
+    loaded = loaded_model()
+    prompts = [prompt_of(ids(seed, 30)) for seed in (50, 51, 52)]
+    wide = make_engine("llama", loaded, adapter=None)
+    asked = lambda: [request_of(prompt, "full", 60) for prompt in prompts]
+    expected = [stream.result().token_ids for stream in submit_together(wide, asked())]
+    monkeypatch.setattr("mpic.engine.native.scheduler.GROWTH", 8)
+    narrow = make_engine("llama", loaded, adapter=None, pages=26)
+    assert [stream.result().token_ids for stream in submit_together(narrow, asked())] == expected
+    assert _counted(narrow, "preemptions") and _counted(narrow)

@@ -61,7 +61,7 @@ def test_tables_are_made_anew_when_anything_but_the_next_token_changes(answers, 
     """Two requests of different lengths, a request that ends, one that grows into another extent: every one of them
     would read or write somewhere else with the last tables."""
     made = []
-    together = StepTables.together
+    together = StepTables.single_rows
 
     def watched(self, alone):
         before = self.advanced
@@ -69,7 +69,7 @@ def test_tables_are_made_anew_when_anything_but_the_next_token_changes(answers, 
         made.append((self.advanced > before, [(part.rows, part.rows.extent) for part, _ in alone]))
         return out
 
-    monkeypatch.setattr(StepTables, "together", watched)
+    monkeypatch.setattr(StepTables, "single_rows", watched)
     answers("auto")
     changed = [old != new for (_, old), (_, new) in itertools.pairwise(made)]
     assert any(changed) and not any(advanced for (advanced, _), change in zip(made[1:], changed) if change)

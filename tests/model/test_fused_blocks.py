@@ -171,7 +171,7 @@ def test_memory_of_another_layout_is_refused_and_not_written(llama):
         broken = replace(step, writes=[Write(rows, wrong), *step.writes[1:]])
         with pytest.raises(ValueError, match="rows cannot be written"):
             llama.fused.run(inputs, positions, broken, torch.arange(1))
-    turn = llama.fused.turn(positions)
+    turn = llama.fused.rotations(positions)
     layers: BlockLayers = llama.fused._blocks
     with pytest.raises(ValueError, match="cannot run a step"):
         layers(inputs.embeds.clone(), *turn, torch.zeros(3, 4, dtype=torch.int64), lambda *rows: None)

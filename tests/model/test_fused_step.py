@@ -281,7 +281,7 @@ def test_weights_that_do_not_fit_together_are_refused(llama):
     with pytest.raises(ValueError, match="pairs turn"):
         kernel.decoder(weights, 9)
     step, inputs, positions, _ = _case(llama, 2)
-    turn = llama.fused.turn(positions)
+    turn = llama.fused.rotations(positions)
     with pytest.raises(ValueError, match="cannot run a step"):
         llama.fused._decoder(inputs.embeds[:1].clone(), *turn, step.single_writes, step.kinds[0].singles)
 

@@ -63,9 +63,10 @@ class Decider:
         failed: Callable[[Request, BaseException], None],
     ) -> None:
         """Replaces the provisional plans of the first of some requests whose chunks are all ready, as many as share a
-        pass, and reports the outcome for each of them. The others are left for the next step: what has been decided is
-        computed first, or nobody would have an answer before the last one had been looked at. Nothing is written
-        before that, so an error concerns only its own request, or those in the same pass."""
+        pass, and reports the outcome for each of them. The others are left for the next step, so that what has been
+        decided is computed before more is looked at; else nobody would have an answer before the last prompt had been
+        looked at. Nothing is written before the outcome is known, so an error concerns only its own request, or those
+        in the same pass."""
         group = self._first(requests)
         looks: Sequence[Look | Exception]
         try:

@@ -312,18 +312,19 @@ class NativeEngine(Engine):
     def _run_next(self) -> bool:
         """Schedules, runs and commits a step; returns whether there was one."""
         slices = self.scheduler.schedule()
-        decided = self._decide()
-        self._more_to_do = bool(slices or decided)
         if not slices:
+            self._more_to_do = self._decide()
             if not self._more_to_do:
                 self._refuse_stuck()
             return False
+        self._more_to_do = True
         barrier = self.transfers.barrier(s.rows for s in slices if isinstance(s.rows, Request))
         began = time.monotonic()
         logits = self.runner.run(slices, barrier or None)
         self._commit(slices, logits, barrier)
         if not barrier:  # such a step's time would be that of the loads
             self.scheduler.pace.measure(sum(s.hi - s.lo for s in slices), time.monotonic() - began)
+        self._decide()  # after what was decided before has been computed
         return True
 
     def _decide(self) -> bool:

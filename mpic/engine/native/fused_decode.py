@@ -17,9 +17,10 @@ from mpic.engine.native.step_tables import StepTables
 from mpic.kernels.stream import StreamRows
 from mpic.kernels.token_decoder import TokenDecoder
 from mpic.kernels.writes import RowWrites
+from mpic.model.fused_layers import StepsInOneCall
 from mpic.model.loaded import LoadedModel
 
-AHEAD = 64
+ROTATED = 64
 """Steps whose rotations are computed at once."""
 
 
@@ -34,14 +35,11 @@ class FusedDecode:
 
     def __init__(self, model: LoadedModel, tables: StepTables) -> None:
         self._model, self._tables = model, tables
-        self._used: tuple[TokenDecoder, StreamRows, RowWrites] | None = None
-        self._positions: list[int] = []  # of the first step whose rotations are known
-        self._turned = 0  # number of steps whose rotations are known
+        self._fused: StepsInOneCall | None = None
+        self._decoder: TokenDecoder | None = None  # of these fused steps
+        self._used: tuple[StreamRows, RowWrites] | None = None  # the tables that the decoder has
+        self._rotated: list[int] = []  # the positions of the first step whose rotations the decoder has
         self.counters: Counter[str] = Counter()
-
-    def forget(self) -> None:
-        """Discards the tables, so that the next step makes new ones whatever its rows are."""
-        self._tables.forget()
 
     def run(self, slices: Sequence[BatchSlice], ids: torch.Tensor | None = None) -> torch.Tensor | None:
         """Runs a step if it is one of decoding rows alone, and few enough.
@@ -53,38 +51,42 @@ class FusedDecode:
             ``[rows, vocabulary]`` fp32, valid until the next step; None when the step has to be run in another way.
         """
         fused = self._model.fused
-        decoder = None if fused is None else fused.token_decoder()
-        if decoder is None or not 0 < len(slices) <= decoder.most_rows:
+        if fused is None or not all(part.is_decoding for part in slices) or not fused.begins_with_tokens():
             return None
-        if not all(part.is_decoding for part in slices):
-            return None
+        if fused is not self._fused:
+            self._fused, self._decoder = fused, fused.token_decoder()
+            self._used, self._rotated = None, []
+        decoder = self._decoder
         tokens = [part.rows.ids[part.lo] for part in slices] if ids is None else ids.tolist()
         positions = _positions(slices)
-        if positions is None or min(tokens) < 0 or max(tokens) >= decoder.vocabulary:
+        if not 0 < len(slices) <= decoder.most_rows or positions is None:
             return None
-        (rows, *others), writes = self._tables.together([(part, row) for row, part in enumerate(slices)])
+        if min(tokens) < 0 or max(tokens) >= decoder.vocabulary:
+            return None
+        (rows, *others), writes = self._tables.single_rows([(part, row) for row, part in enumerate(slices)])
         if others or type(rows) is not StreamRows or writes is None:
             return None
-        if self._used is None or any(
-            a is not b for a, b in zip(self._used, (decoder, rows, writes), strict=True)
-        ):
+        if self._used is None or rows is not self._used[0] or writes is not self._used[1]:
             decoder.use(rows, writes)
-            self._used, self._turned = (decoder, rows, writes), 0
-        logits = decoder(tokens, self._step(decoder, positions))
+            self._used = rows, writes
+        logits = decoder(tokens, self._step(positions))
         fused.counters["fused_steps"] += 1
         self.counters["steps_from_tokens"] += 1
         return logits.float()
 
-    def _step(self, decoder: TokenDecoder, positions: list[int]) -> int:
-        """Returns the number of the rotations of some positions, which are computed if they are not known."""
-        step = positions[0] - self._positions[0] if self._turned else -1
-        if 0 <= step < self._turned and all(
-            at - first == step for at, first in zip(positions, self._positions, strict=True)
-        ):
-            return step
-        following = (torch.arange(AHEAD)[:, None] + torch.tensor(positions)).flatten()[None]
-        decoder.turn(*(table.view(AHEAD, len(positions), -1) for table in self._model.fused.turn(following)))
-        self._positions, self._turned = positions, AHEAD
+    def _step(self, positions: list[int]) -> int:
+        """Returns the number of the rotations of some positions, which are computed if the decoder has them not."""
+        first = self._rotated
+        if len(first) == len(positions):
+            step = positions[0] - first[0]
+            if 0 <= step < ROTATED and all(
+                at - one == step for at, one in zip(positions, first, strict=True)
+            ):
+                return step
+        following = (torch.arange(ROTATED)[:, None] + torch.tensor(positions)).flatten()[None]
+        tables = self._fused.rotations(following)
+        self._decoder.rotate(*(table.view(ROTATED, len(positions), -1) for table in tables))
+        self._rotated = positions
         return 0
 
 

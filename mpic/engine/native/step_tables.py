@@ -171,7 +171,7 @@ class StepTables:
             else:
                 self._last = []
         elif alone:
-            singles, step.single_writes = self.together(alone)
+            singles, step.single_writes = self.single_rows(alone)
             step.kinds = [kind._replace(singles=rows) for kind, rows in zip(kinds, singles, strict=True)]
             if step.single_writes is None:
                 step.writes += [self._part(*at).write for at in alone]
@@ -208,7 +208,7 @@ class StepTables:
         self._last = [_SingleRow(*at) for at in alone]
         return False
 
-    def together(self, alone: list[tuple[BatchSlice, int]]) -> tuple[list[SingleRows], RowWrites | None]:
+    def single_rows(self, alone: list[tuple[BatchSlice, int]]) -> tuple[list[SingleRows], RowWrites | None]:
         """Returns the tables of the rows that stand alone, each given with its place in the step: their spans by kind
         of layer, and their writes (None: written like blocks, because layers differ in their heads). They are the same
         objects as those of the last step where this one continues it."""

@@ -5,9 +5,9 @@ cached, and decoding one answer and several. A profiler slows down what it watch
 has the time of a step that was not watched; shares are those of watched ones. The way from a socket to the engine and
 back is not here: ``mpic bench serving --engine native-http`` has it.
 
-Steps are fused where they can be (``mpic.model.fused_step``), as in a server. All layers are then one part of a
-decoding step, so decoding steps are watched a second time, as the model's modules run them. Fused links and fresh
-prompts have no table of layers.
+Steps are fused where they can be (``mpic.model.fused_step``), as in a server. All layers, or everything from tokens to
+logits, are then one part of a decoding step, so decoding steps are watched a second time, as the model's modules run
+them. Fused links and fresh prompts have no table of layers.
 """
 
 from __future__ import annotations

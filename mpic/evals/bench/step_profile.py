@@ -109,6 +109,7 @@ def _marked(engine: NativeEngine, products: _Products) -> Iterator[None]:
         (engine.scheduler, "schedule", SCHEDULING),
         (engine.runner, "inputs", TABLES),
         (engine.runner.tables, "step", TABLES),
+        (engine.runner.tables, "single_rows", TABLES),
         (engine.model, "forward", MODEL),
         *([(engine.runner.static, "run", MODEL)] if engine.runner.static is not None else []),
         (hooks, "_layer", ATTENTION),
