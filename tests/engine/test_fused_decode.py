@@ -193,3 +193,18 @@ def test_answers_of_requests_that_are_preempted_and_moved_are_the_same(make_engi
     narrow = make_engine("llama", loaded, adapter=None, pages=26)
     assert [stream.result().token_ids for stream in submit_together(narrow, asked())] == expected
     assert _counted(narrow, "preemptions") and _counted(narrow)
+
+
+def test_a_step_that_is_launched_ahead_gives_the_same_answers(make_engine):
+    """Its logits take the place of those that are being drawn from."""
+    loaded, found = loaded_model(), []
+    prompts = [prompt_of(ids(seed, 30)) for seed in (60, 61, 62)]
+    for ahead in (False, True):
+        engine = make_engine("llama", loaded, adapter=None, ahead=ahead)
+        asked = [
+            request_of(prompt, "full", 12 + 9 * number, temperature=0.7 * (number % 2), seed=number)
+            for number, prompt in enumerate(prompts)
+        ]
+        found.append([stream.result().token_ids for stream in submit_together(engine, asked)])
+        assert _counted(engine) and bool(_counted(engine, "steps_ahead")) == ahead
+    assert found[0] == found[1]

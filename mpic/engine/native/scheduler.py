@@ -60,10 +60,8 @@ class Scheduler:
         when everything waits."""
         slices: list[BatchSlice] = []
         budget = self._decodes(slices, self.budget)
-        if (
-            len(slices) == len(self.running) and not self.waiting and not self.jobs
-        ):  # all decode, as in most steps
-            self.blocked = False
+        if len(slices) == len(self.running) and not (self.waiting or self.jobs):
+            self.blocked = False  # all decode, as in most steps
             return slices
         if slices:
             budget = self.pace.limit(budget)
