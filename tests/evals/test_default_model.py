@@ -54,6 +54,16 @@ def test_the_files_that_the_documentation_uploads_are_its_samples():
     assert [(page, file) for page, file in sorted(named) if root / file not in FOLDER.iterdir()] == []
 
 
+def test_the_demo_that_is_committed_answers_sooner_and_everything_right():
+    """What `mpic demo --json` wrote; it is measured anew by hand, and never here."""
+    kept = json.loads(
+        (Path(__file__).parents[2] / "data" / "results" / "demo.json").read_text(encoding="utf-8")
+    )
+    headline = kept["headline"]
+    assert kept["model"]["name"] == DEFAULT and headline["prefix_over_mpic"] >= 5
+    assert headline["right_mpic"] == headline["right_prefix"] == headline["asked"] > 20
+
+
 @pytest.mark.parametrize("id", ASKED)
 def test_it_answers_a_sample_question_alike_and_right_with_and_without_reuse(client, id):
     question = next(q for q in MANIFEST["questions"] if q["id"] == id)

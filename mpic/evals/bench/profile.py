@@ -26,7 +26,15 @@ import torch
 from mpic.config import ConfigError
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench, median_seconds
-from mpic.evals.bench.step_profile import ATTENTION, FUSED, MATRIX, OTHER, PARTS, StepProfile, profile_steps
+from mpic.evals.bench.step_profile import (
+    ATTENTION,
+    FUSED,
+    MATRIX,
+    PARTS,
+    StepProfile,
+    profile_steps,
+    python_seconds,
+)
 from mpic.evals.bench.workload import (
     BENCH_DECODER,
     DecoderShape,
@@ -129,20 +137,23 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
             with ticker.step(name), _way(engine.model, fused), case as work:
                 work()  # warm
                 unwatched = _step_seconds(engine, work, settings.repeats)
+                if fused and name.startswith("decode"):
+                    python = statistics.median(python_seconds(engine, work))
+                    headline[f"{name.replace(' ', '')}_python_ms"] = 1e3 * python
                 attended = [0]
                 found = profiles[name] = profile_steps(
                     engine, lambda work=work, seen=attended: seen.append(work())
                 )
             flops = counts.layers * counts.pair * attended[-1]
             rows += _rows(name, found, unwatched, flops, peak)
-            headline |= _headline(name, found, unwatched, flops, peak)
+            headline |= _headline(name, found, flops, peak)
     notes = {
         "model": pair.description,
         "linked_tokens": linked,
         "shares": "of steps that a profiler watches, which are slower; step_ms says how long a step takes without one",
         "fused_step": pair.loaded.info.details[NOTE]
         or f"all steps; decoding by the model's modules, too: '{MODULES}'",
-        "Python": "a step that is not watched, less the time of the operations in watched ones; attention counts whole",
+        "python_ms": "processor time of the engine's thread in a step that is not watched, less that of its kernels",
     }
     return Report(rows, headline, notes, lambda figure: _plot(figure, profiles))
 
@@ -260,21 +271,15 @@ def _rows(name: str, found: StepProfile, unwatched: float, flops: float, peak: d
     ]
 
 
-def _headline(
-    name: str, found: StepProfile, unwatched: float, flops: float, peak: dict[str, float]
-) -> dict[str, float]:
+def _headline(name: str, found: StepProfile, flops: float, peak: dict[str, float]) -> dict[str, float]:
     if not found.steps:
         raise BenchFailed(f"no step of {name} was watched: its answers had ended")
-    operations = sum(found.parts[part] for part in (MATRIX, ATTENTION, FUSED, OTHER)) / found.steps
     products = found.parts[MATRIX]
     if name.startswith("decode"):
-        short, headline = name.removesuffix(MODULES).replace(" ", ""), {}
-        if not name.endswith(MODULES):
-            headline[f"{short}_python_ms"] = 1e3 * (unwatched - operations)
-        if not found.parts[FUSED]:  # which has most products, and does not say how long they took
-            speed = found.bytes / products / peak["copy, bytes read and written"]
-            headline[f"{short}_products_of_memory_speed"] = speed
-        return headline
+        if found.parts[FUSED]:  # which has most products, and does not say how long they took
+            return {}
+        speed = found.bytes / products / peak["copy, bytes read and written"]
+        return {f"{name.removesuffix(MODULES).replace(' ', '')}_products_of_memory_speed": speed}
     best = peak["matrix product, FLOP"]
     return {
         f"{name}_products_of_peak": found.operations / products / best,
