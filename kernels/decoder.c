@@ -224,7 +224,7 @@ void decode(const Decoder *d, const Pass *p) {
   run_layers(d, p);
 }
 
-/* What stands before and behind the layers; token_decoder.py: EndsStruct. */
+/* What stands before and behind the layers; whole_decoder.py: EndsStruct. */
 typedef struct {
   const number *embedding; /* [vocabulary, hidden] */
   Product head;

@@ -4,7 +4,7 @@ stand alone; ``decoder_blocks.py`` runs blocks of rows.
 A step of one row runs about ten modules a layer, each of a few microseconds of Python, and a dozen small operations of
 torch between them. For small models and small batches that is more than the numbers take. The C file is made of those
 of the kernels that serve such rows layer by layer (``stream.c``, ``linear.c``), so the results differ by rounding
-alone. Weights are read where they lie. ``token_decoder.py`` runs the same from tokens to logits.
+alone. Weights are read where they lie. ``whole_decoder.py`` runs the same from tokens to logits.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mpic.kernels.decoder import DecoderWeights, LayerWeights, Product
-from mpic.kernels.token_decoder import TokenDecoder
+from mpic.kernels.whole_decoder import WholeDecoder
 from mpic.model.few_rows import FewRowsLinear
 from mpic.model.hooks import Step
 from mpic.model.norms import OneCallNorm
@@ -41,7 +41,7 @@ class StepsInOneCall(Protocol):
 
     def begins_with_tokens(self) -> bool: ...
 
-    def token_decoder(self) -> TokenDecoder: ...
+    def whole_decoder(self) -> WholeDecoder: ...
 
     def rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 

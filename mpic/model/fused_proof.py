@@ -2,7 +2,7 @@
 
 Two steps are run both ways. In one a few rows stand alone, with different lengths, over keys and values of their own
 and over those of a chunk that each sees at another base; in the other two blocks of rows and one that stands alone do.
-Where decoding begins with tokens (``mpic.kernels.token_decoder``), the first step is run that way, too. Logits have to
+Where decoding begins with tokens (``mpic.kernels.whole_decoder``), the first step is run that way, too. Logits have to
 agree, and so do the keys and values that every layer writes. In the first one the operations of the model's way are
 listed, too: one that a fused step does not have (a limit on values, a choice by their size) may make no difference for
 these rows and make one for others.
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpic.errors import ModelRefused
 from mpic.kernels.attention import SpanCall, Write
 from mpic.kernels.span import Span
-from mpic.kernels.token_decoder import TokenDecoder
+from mpic.kernels.whole_decoder import WholeDecoder
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Pool
 from mpic.model.fused_layers import NOTE, Unfused
@@ -100,7 +100,7 @@ def difference(loaded: LoadedModel, fused: FusedStep) -> float:
     rows = min(len(_LENGTHS), fused.most_rows)
     ways = [_watched(loaded), fused.run]
     if fused.begins_with_tokens():
-        ways.append(_from_tokens(fused, fused.token_decoder()))
+        ways.append(_from_tokens(fused, fused.whole_decoder()))
     return _within(loaded, ways, rows, lambda: _single_step(loaded, rows))
 
 
@@ -150,7 +150,7 @@ def _difference(loaded: LoadedModel, ways: Sequence[Run], rows: int, make: Calla
     return max(_relative(got, wanted) for other in others for wanted, got in zip(own, other, strict=True))
 
 
-def _from_tokens(fused: FusedStep, decoder: TokenDecoder) -> Run:
+def _from_tokens(fused: FusedStep, decoder: WholeDecoder) -> Run:
     """Returns the way that begins with the rows' tokens."""
 
     def run(inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor) -> torch.Tensor:

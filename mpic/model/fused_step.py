@@ -1,5 +1,5 @@
 """Steps on the CPU without the model's modules: those in which every row stands alone (decoding) by one call of
-``mpic.kernels.decoder``, or of ``token_decoder`` where the rows are tokens; those with blocks of rows layer by layer
+``mpic.kernels.decoder``, or of ``whole_decoder`` where the rows are tokens; those with blocks of rows layer by layer
 (``mpic.kernels.decoder_blocks``).
 
 It is made for decoders with the structure that ``fused_layers.py`` describes, and used once ``fused_proof.py`` has
@@ -22,7 +22,7 @@ from mpic.kernels.attention import Write
 from mpic.kernels.c_kernel import KernelUnavailable
 from mpic.kernels.decoder_blocks import BlockLayers
 from mpic.kernels.stream import StreamRows
-from mpic.kernels.token_decoder import TokenDecoder
+from mpic.kernels.whole_decoder import WholeDecoder
 from mpic.model.fused_layers import NOT_STREAM, NOTE, TOKENS_NOTE, Unfused, read_decoder, read_head
 from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
@@ -79,7 +79,7 @@ class FusedStep:
         self._watch = ModuleWatch(_modules_of(loaded.model, loaded.text_model))
         self._kernel = kernel
         self._around = ModuleWatch([loaded.model.get_input_embeddings(), head])
-        self._begins_with_tokens = self._find_token_decoder()
+        self._begins_with_tokens = self._find_whole_decoder()
         self.counters: Counter[str] = Counter()
 
     def run(
@@ -106,12 +106,12 @@ class FusedStep:
         return self._head(hidden[wanted]).float()
 
     def begins_with_tokens(self) -> bool:
-        """Returns whether the next step, if its rows stand alone, may be run by a ``token_decoder``."""
+        """Returns whether the next step, if its rows stand alone, may be run by a ``whole_decoder``."""
         if not self._begins_with_tokens or not self._loaded.streams or self._loaded.triton is not None:
             return False
         return not (self._changed() or self._around.change())
 
-    def token_decoder(self) -> TokenDecoder:
+    def whole_decoder(self) -> WholeDecoder:
         """Returns what runs steps of rows that stand alone from their tokens to their logits, with memory of its own.
 
         Raises:
@@ -122,15 +122,15 @@ class FusedStep:
         if type(embedding) is not nn.Embedding or embedding.max_norm is not None or head is None:
             raise Unfused("its embeddings or its output projection do more than look up and multiply")
         try:
-            return TokenDecoder(self._kernel, self._decoder, embedding.weight, head)
+            return WholeDecoder(self._kernel, self._decoder, embedding.weight, head)
         except ValueError as reason:
             raise Unfused(str(reason)) from reason
 
-    def _find_token_decoder(self) -> bool:
+    def _find_whole_decoder(self) -> bool:
         """Returns whether there can be one, and notes the reason in the model's details if not."""
         details = self._loaded.info.details
         try:
-            self.token_decoder()
+            self.whole_decoder()
         except Unfused as reason:
             details[TOKENS_NOTE] = str(reason)
             return False

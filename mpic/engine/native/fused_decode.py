@@ -15,7 +15,7 @@ import torch
 from mpic.engine.native.batch import BatchSlice
 from mpic.engine.native.step_tables import StepTables
 from mpic.kernels.stream import StreamRows
-from mpic.kernels.token_decoder import TokenDecoder
+from mpic.kernels.whole_decoder import WholeDecoder
 from mpic.kernels.writes import RowWrites
 from mpic.model.fused_layers import StepsInOneCall
 from mpic.model.loaded import LoadedModel
@@ -36,7 +36,7 @@ class FusedDecode:
     def __init__(self, model: LoadedModel, tables: StepTables) -> None:
         self._model, self._tables = model, tables
         self._fused: StepsInOneCall | None = None
-        self._decoder: TokenDecoder | None = None  # of these fused steps
+        self._decoder: WholeDecoder | None = None  # of these fused steps
         self._used: tuple[StreamRows, RowWrites] | None = None  # the tables that the decoder has
         self._rotated: list[int] = []  # the positions of the first step whose rotations the decoder has
         self.counters: Counter[str] = Counter()
@@ -54,7 +54,7 @@ class FusedDecode:
         if fused is None or not all(part.is_decoding for part in slices) or not fused.begins_with_tokens():
             return None
         if fused is not self._fused:
-            self._fused, self._decoder = fused, fused.token_decoder()
+            self._fused, self._decoder = fused, fused.whole_decoder()
             self._used, self._rotated = None, []
         decoder = self._decoder
         tokens = [part.rows.ids[part.lo] for part in slices] if ids is None else ids.tolist()

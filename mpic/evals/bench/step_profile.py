@@ -22,7 +22,7 @@ from mpic.engine.native.engine import NativeEngine
 from mpic.kernels.decoder import DecoderLayers
 from mpic.kernels.decoder_blocks import BlockLayers
 from mpic.kernels.linear import LinearKernel
-from mpic.kernels.token_decoder import TokenDecoder
+from mpic.kernels.whole_decoder import WholeDecoder
 from mpic.model import fused_step, hooks
 
 STEP = "step"
@@ -106,7 +106,7 @@ def python_seconds(engine: NativeEngine, work: Callable[[], Any]) -> list[float]
         found.append(time.thread_time() - began - (inside[0] - before))
 
     with ExitStack() as stack:
-        for owner in (TokenDecoder, DecoderLayers, LinearKernel):
+        for owner in (WholeDecoder, DecoderLayers, LinearKernel):
             stack.enter_context(patch.object(owner, "__call__", in_kernel(owner.__call__)))
         stack.enter_context(patch.object(engine, "step", timed))
         work()
@@ -143,7 +143,7 @@ def _marked(engine: NativeEngine, products: _Products) -> Iterator[None]:
         *([(engine.runner.static, "run", MODEL)] if engine.runner.static is not None else []),
         (hooks, "_layer", ATTENTION),
         (DecoderLayers, "__call__", FUSED),
-        (TokenDecoder, "__call__", FUSED),
+        (WholeDecoder, "__call__", FUSED),
         (fused_step, "_attend", ATTENTION),
         (BlockLayers, "_between", OTHER),
     ]

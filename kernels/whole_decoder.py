@@ -26,7 +26,7 @@ class EndsStruct(ctypes.Structure):
     ]
 
 
-class TokenDecoder:
+class WholeDecoder:
     """Steps of one model in which every row stands alone. One engine uses it, one step at a time: the memory to work in
     and the logits are one.
 
