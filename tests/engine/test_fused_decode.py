@@ -112,9 +112,8 @@ def test_steps_begin_with_tokens_again_when_other_requests_have_come_and_gone(ma
     between.result()
     before = _counted(engine)
     for (wanted, wanted_logits), (got, logits) in zip(first, _answers(engine), strict=True):
-        assert (
-            got == wanted
-        )  # what the prefix cache holds is not computed again, so that logits differ by rounding
+        assert got == wanted
+        # what the prefix cache holds is not computed again, so that logits differ by rounding
         torch.testing.assert_close(logits, wanted_logits, atol=1e-4, rtol=1e-4)
     assert _counted(engine) > before
 

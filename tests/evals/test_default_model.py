@@ -55,7 +55,7 @@ def test_the_files_that_the_documentation_uploads_are_its_samples():
 
 
 def test_the_demo_that_is_committed_answers_sooner_and_everything_right():
-    """What `mpic demo --json` wrote; it is measured anew by hand, and never here."""
+    """The file is what `mpic demo --json` wrote on a quiet machine; no test measures times."""
     kept = json.loads(
         (Path(__file__).parents[2] / "data" / "results" / "demo.json").read_text(encoding="utf-8")
     )

@@ -242,34 +242,33 @@ def _rows(
     return rows, worst
 
 
+_LINES = {"serial": "o-", "parallel": "o-", "limit": "k--", "compute": ":", "loads": ":"}
+
+
 def _plot(figure: Any, rows: Sequence[Row]) -> None:
-    """Draws a panel for each number of chunks: times by how many of them are missing."""
+    """Draws a panel for each number of chunks: lines by how many of them are missing, bars where none ever is."""
     counts = list(dict.fromkeys(row["chunks"] for row in rows))
     panels = figure.subplots(1, len(counts), squeeze=False, width_ratios=[3] + [2] * (len(counts) - 1))[0]
     for axes, chunks in zip(panels, counts, strict=True):
         mine = [row for row in rows if row["chunks"] == chunks]
-        missing = [row["missing"] for row in mine]
-        for name, style in (
-            ("serial", "o-"),
-            ("parallel", "o-"),
-            ("limit", "k--"),
-            ("compute", ":"),
-            ("loads", ":"),
-        ):
-            label = "one after the other" if name == "serial" else name
-            values = [row[f"{name}_ms"] for row in mine]
-            if len(mine) > 1:
-                axes.plot(missing, values, style, label=label)
-            else:
-                axes.bar(label, values)
-                axes.tick_params(axis="x", rotation=25)
-        axes.set_xlabel(
-            f"missing chunks of {chunks}, the others on a cold disk"
-            if len(mine) > 1
-            else f"{chunks} chunks on a cold disk"
-        )
+        if len(mine) > 1:
+            _draw_lines(axes, mine)
+            axes.set_xlabel(f"missing chunks of {chunks}, the others on a cold disk")
+        else:
+            axes.bar([_label(name) for name in _LINES], [mine[0][f"{name}_ms"] for name in _LINES])
+            axes.tick_params(axis="x", rotation=25)
+            axes.set_xlabel(f"{chunks} chunks on a cold disk")
         axes.set_ylabel("time to first token (ms)")
         axes.set_ylim(bottom=0)
-        if len(mine) > 1:
-            axes.set_xticks(missing)
-            axes.legend()
+
+
+def _draw_lines(axes: Any, rows: Sequence[Row]) -> None:
+    missing = [row["missing"] for row in rows]
+    for name, style in _LINES.items():
+        axes.plot(missing, [row[f"{name}_ms"] for row in rows], style, label=_label(name))
+    axes.set_xticks(missing)
+    axes.legend()
+
+
+def _label(name: str) -> str:
+    return "one after the other" if name == "serial" else name
