@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,7 +62,7 @@ def tradeoff(figure: Any, found: list[PolicyResult]) -> None:
 
 
 COLUMNS = 3
-"""Panels in a row of ``by_task``."""
+"""Panels in a row of ``by_task`` and ``needles``."""
 
 
 def by_task(figure: Any, found: Mapping[str, list[PolicyResult]], judged: bool = False) -> None:
@@ -147,3 +148,29 @@ def by_chunks(figure: Any, answers: list[PolicyAnswer], grades: Grades | None = 
     figure.suptitle(f"By number of chunks: {names}", fontsize=10)
     if panels[2].get_legend_handles_labels()[1]:
         panels[2].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+
+
+def needles(figure: Any, found: Mapping[str, Mapping[tuple[int, int], float]]) -> None:
+    """Draws one map per policy: the score of each needle by the length of the prompt and its depth in it.
+
+    Args:
+        found: by policy, scores by depth (percent) and length (tokens).
+    """
+    panels = figure.subplots(-(-len(found) // COLUMNS), COLUMNS, squeeze=False)
+    for axes, (policy, grid) in zip(panels.flat, found.items()):
+        depths, lengths = (sorted({place[of] for place in grid}) for of in (0, 1))
+        scores = [[grid.get((depth, length), float("nan")) for length in lengths] for depth in depths]
+        image = axes.imshow(scores, vmin=0, vmax=100, aspect="auto")
+        for (row, depth), (column, length) in itertools.product(enumerate(depths), enumerate(lengths)):
+            if (depth, length) in grid:
+                value = grid[depth, length]
+                style = {"ha": "center", "va": "center", "color": "black" if value > 50 else "white"}
+                axes.text(column, row, f"{value:.0f}", fontsize=8, **style)
+        axes.set_xticks(range(len(lengths)), lengths, fontsize=8)
+        axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths], fontsize=8)
+        axes.set_title(policy, fontsize=9)
+    for axes in panels.flat[len(found) :]:
+        axes.set_axis_off()
+    figure.supxlabel("tokens of the prompt", fontsize=9)
+    figure.supylabel("depth of the needle", fontsize=9)
+    figure.colorbar(image, ax=panels, label="score", shrink=0.8)

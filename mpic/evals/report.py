@@ -26,6 +26,7 @@ from mpic.evals.tables import (
     grade_table,
     loss_table,
     markdown_table,
+    needle_scores,
     needle_tables,
     summary_table,
 )
@@ -87,11 +88,14 @@ def write_report(out: Path) -> list[Path]:
     }
     if len(tasks := by_task(answers, grades)) > 1:
         drawn["tasks.png"] = lambda figure: plots.by_task(figure, tasks)
+    if grids := needle_scores(answers):
+        drawn["needles.png"] = lambda figure: plots.needles(figure, grids)
     if grades:
         drawn["judge-tasks.png"] = lambda figure: plots.by_task(figure, tasks, judged=True)
         drawn["judge-chunks.png"] = lambda figure: plots.by_chunks(figure, answers, grades)
     for name, draw in drawn.items():
-        rows = -(-len(tasks) // plots.COLUMNS) if name.endswith("tasks.png") else 1
+        panels = {"tasks.png": tasks, "judge-tasks.png": tasks, "needles.png": grids}.get(name, ())
+        rows = max(1, -(-len(panels) // plots.COLUMNS))
         save_png(out / name, draw, (10, 1.5 + 3 * rows), dpi=110)
     sections: list[tuple[str, Any]] = [
         ("text", advice(found)),
@@ -115,6 +119,8 @@ def write_report(out: Path) -> list[Path]:
         sections.insert(3, ("text", "Grades of the judge, of 10, by dimension:"))
         sections.insert(4, ("table", graded))
         sections[5:5] = [("plot", "judge-tasks.png"), ("plot", "judge-chunks.png")]
+    if grids:
+        sections.append(("plot", "needles.png"))
     for policy, table in needle_tables(answers).items():
         sections += [("text", f"Needles under `{policy}`, by depth and length in tokens:"), ("table", table)]
     (out / "report.md").write_text(_markdown(title, sections), encoding="utf-8")

@@ -70,21 +70,25 @@ def grade_table(answers: Iterable[PolicyAnswer], grades: Grades) -> list[list[st
     return rows
 
 
-def needle_tables(answers: Iterable[PolicyAnswer]) -> dict[str, list[list[str]]]:
-    """Returns for each policy the scores of a grid of needles: one row per depth (percent), one column per length
-    (tokens)."""
+def needle_scores(answers: Iterable[PolicyAnswer]) -> dict[str, dict[tuple[int, int], float]]:
+    """Returns for each policy the scores of a grid of needles, by depth (percent) and length (tokens)."""
     found: dict[str, dict[tuple[int, int], list[PolicyAnswer]]] = {}
     for (task, _), cell in cells_of(answers).items():
         for policy, given in cell.items() if task in GRIDS else ():
             for answer in given:
                 length, depth = answer.sample.partition("#")[0].split("@")
                 found.setdefault(policy, {}).setdefault((int(depth), int(length)), []).append(answer)
+    return {policy: {place: score(given) for place, given in grid.items()} for policy, grid in found.items()}
+
+
+def needle_tables(answers: Iterable[PolicyAnswer]) -> dict[str, list[list[str]]]:
+    """Returns for each policy a table of ``needle_scores``: one row per depth, one column per length."""
     tables = {}
-    for policy, grid in found.items():
+    for policy, grid in needle_scores(answers).items():
         lengths = sorted({length for _, length in grid})
         rows = [["depth", *(str(length) for length in lengths)]]
         for depth in sorted({depth for depth, _ in grid}):
-            scores = [score(grid[depth, n]) if (depth, n) in grid else None for n in lengths]
+            scores = (grid.get((depth, length)) for length in lengths)
             rows.append([f"{depth} %", *("" if one is None else f"{one:.0f}" for one in scores)])
         tables[policy] = rows
     return tables

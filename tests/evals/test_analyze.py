@@ -107,12 +107,14 @@ def test_sums_over_prompts_are_means_of_what_each_shows():
         both.add(prompt)
         one.add(prompt)
     for what in ("first", "heads", "error"):
-        means = [one.mean("reuse", what) for one in each]
-        assert torch.allclose(both.mean("reuse", what), sum(means) / 2, atol=1e-6)
-    assert both.mean("full", "error").max() < 1e-6 < both.mean("reuse", "error").max()
+        one, other = (single.spread("reuse", what)[0] for single in each)
+        mean, deviation = both.spread("reuse", what)
+        assert torch.allclose(mean, (one + other) / 2, atol=1e-6)
+        assert torch.allclose(deviation, (one - other).abs() / 2, atol=1e-6)
+    assert both.spread("full", "error")[0].max() < 1e-6 < both.spread("reuse", "error")[0].max()
     full = linker.link(prompts[0], policies[0])
     first = torch.stack([layer[1:, 0].mean() for layer in full.weights])
-    assert torch.allclose(each[0].mean("full", "first"), first, atol=1e-6)
+    assert torch.allclose(each[0].spread("full", "first")[0], first, atol=1e-6)
     last = torch.stack([layer[-1, 5:19] for layer in full.weights])
     assert torch.allclose(each[0].places[0], last.cumsum(1) / last.sum(1, keepdim=True), atol=1e-6)
     row = each[0].attention_map("full", 1)[-1]  # that of the first output token
@@ -120,6 +122,8 @@ def test_sums_over_prompts_are_means_of_what_each_shows():
     assert each[0].attention_map("reuse", 1)[2].isnan().all()  # a chunk's tokens are not computed
     assert (both.distribution()[:, -1] - 1).abs().max() < 1e-6
     numbers = both.numbers()
+    deviations = numbers["deviations"]["policies"]["reuse"]["heads"]
+    assert deviations == many.rounded(both.spread("reuse", "heads")[1]) and max(deviations) > 0
     assert numbers["prompts"] == 2 and max(both.counts()) <= numbers["layers_where_important"]["of"]
     with pytest.raises(UnsupportedParameter, match="1 chunks and not 2"):
         both.add(prompt_of(ids(2, 3), text_chunk(ids(1, 14)), ids(3, 2)))

@@ -139,6 +139,7 @@ def test_it_runs_on_small_files_in_the_same_formats(paper, tmp_path, tiny_model,
     write_report(tmp_path / "out")
     assert "tasks.png" in (tmp_path / "out" / "report.md").read_text()
     assert (tmp_path / "out" / "tasks.png").exists()
+    assert (tmp_path / "out" / "needles.png").exists() == bool(needle_tables(answers))
     assert "answer tokens" in (tmp_path / "out" / "report.md").read_text()
     assert (tmp_path / "out" / "lengths.png").exists()
 

@@ -148,7 +148,7 @@ def _many(
     from rich.progress import track
 
     from mpic.evals.analyze import figures, many_figures
-    from mpic.evals.analyze.many import Gathered
+    from mpic.evals.analyze.many import Gathered, spread
     from mpic.evals.analyze.packet_attention import PacketAttention
     from mpic.link import parse_policy
 
@@ -176,10 +176,11 @@ def _many(
         numbers["question_to_chunks"] = compared.numbers()
     heads = (f"{name}: chunks' first tokens" for name in found.sums)
     table = Table("layer", "full: first token", "a chunk alone: its first token", *heads)
+    spreads = [found.spread("full", "first"), spread(found.alone)]
+    spreads += [found.spread(name, "heads") for name in found.sums]
     for number in range(linker.model.shape.layers):
-        shares = [numbers["policies"]["full"]["first"], numbers["first_token_of_a_chunk_alone"]]
-        shares += [numbers["policies"][name]["heads"] for name in found.sums]
-        table.add_row(str(number), *(f"{100 * share[number]:.0f} %" for share in shares))
+        shares = (f"{100 * mean[number]:.0f} ±{100 * deviation[number]:.0f} %" for mean, deviation in spreads)
+        table.add_row(str(number), *shares)
     return numbers, table, written
 
 

@@ -58,7 +58,7 @@ def groups_of(places: Sequence[ChunkPlace], length: int) -> torch.Tensor:
 
 @dataclass
 class PolicySums:
-    """Sums of one policy over prompts; ``layers`` numbers or tensors by layer.
+    """What prompts show under one policy: sums of maps, and numbers by layer of each prompt, ``[layers]``.
 
     Attributes:
         map, rows: attention to a token of each group by the rows of each group, the last row apart, and in how many
@@ -68,11 +68,11 @@ class PolicySums:
         error: distance of the last row's attention from that under ``full``.
     """
 
-    map: torch.Tensor
-    rows: torch.Tensor
-    first: torch.Tensor
-    heads: torch.Tensor
-    error: torch.Tensor
+    map: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    rows: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    first: list[torch.Tensor] = field(default_factory=list)
+    heads: list[torch.Tensor] = field(default_factory=list)
+    error: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -83,7 +83,8 @@ class Gathered:
         scores: how many chunk tokens got so much of the last row's attention under ``full``, ``[layers, STEPS]``.
         places: share of that attention within a chunk on its first tokens, summed up, ``[layers, tokens]`` a chunk.
         important: in how many layers each token of a chunk is among the ``TOP`` most distant, ``[tokens]`` a prompt.
-        alone: share of the attention of a chunk that is compiled alone on its first token, summed up by layer.
+        alone: share of the attention of a chunk that is compiled alone on its first token, by layer, ``[layers]`` a
+            prompt.
         comparable: number of layers whose keys depend on what stands before at all.
     """
 
@@ -95,7 +96,7 @@ class Gathered:
     scores: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     places: list[torch.Tensor] = field(default_factory=list)
     important: list[torch.Tensor] = field(default_factory=list)
-    alone: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    alone: list[torch.Tensor] = field(default_factory=list)
     comparable: int = 0
 
     def add(self, prompt: Prompt) -> None:
@@ -117,8 +118,7 @@ class Gathered:
                 self._of_full(last, linked.places)
             self._of_policy(linked, (last - full).abs().sum(1) / 2)
         weights = self.linker.weights_alone(self.linker.inputs(prompt.chunks[0]))
-        alone = torch.stack([layer[1:, 0].mean() for layer in weights])
-        self.alone = alone if not self.prompts else self.alone + alone
+        self.alone.append(torch.stack([layer[1:, 0].mean() for layer in weights]))
         self.important.append(self._distant(prompt))
         self.prompts += 1
 
@@ -146,9 +146,11 @@ class Gathered:
             first.append(weights[linked.rows > 0, 0].mean())
             on_heads.append(weights[linked.asking][:, heads].sum(1).mean())
         rows = ((there > 0)[:, None] & (columns.sum(0) > 0)[None]).float()
-        made = PolicySums(torch.stack(shown), rows, torch.stack(first), torch.stack(on_heads), moved)
-        before = self.sums.get(linked.policy)
-        self.sums[linked.policy] = made if before is None else _added(before, made)
+        mine = self.sums.setdefault(linked.policy, PolicySums())
+        mine.map, mine.rows = mine.map + torch.stack(shown), mine.rows + rows
+        for kept, found in ((mine.first, first), (mine.heads, on_heads)):
+            kept.append(torch.stack(found))
+        mine.error.append(moved)
 
     def _distant(self, prompt: Prompt) -> torch.Tensor:
         """Returns in how many layers each token of the prompt's first chunk is among the ``TOP`` whose keys differ most
@@ -177,9 +179,10 @@ class Gathered:
         mean = sums.map[layer] / sums.rows.clamp_min(1)
         return mean.masked_fill(sums.rows == 0, float("nan"))
 
-    def mean(self, policy: str, what: str) -> torch.Tensor:
-        """Returns ``first``, ``heads`` or ``error`` of a policy by layer."""
-        return getattr(self.sums[policy], what) / self.prompts
+    def spread(self, policy: str, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the mean of ``first``, ``heads`` or ``error`` of a policy over prompts by layer, and their standard
+        deviation."""
+        return spread(getattr(self.sums[policy], what))
 
     def cumulative(self) -> torch.Tensor:
         """Returns ``[layers, n]``: the share of the last row's attention within a chunk on its first 1..n tokens."""
@@ -196,22 +199,28 @@ class Gathered:
     def numbers(self) -> dict[str, Any]:
         """Returns the content of ``analysis.json``, with each number by layer."""
         above = self.distribution()[:, round((math.log10(SMALL) - LEAST) / -LEAST * STEPS) - 1]
-        counts = self.counts()
+        alone = spread(self.alone)
+        spreads = {
+            name: {what: self.spread(name, what) for what in ("first", "heads", "error")}
+            for name in self.sums
+        }
+        means, deviations = (
+            {name: {what: rounded(one[of]) for what, one in mine.items()} for name, mine in spreads.items()}
+            for of in (0, 1)
+        )
         return {
             "prompts": self.prompts,
             "chunks": self.chunks,
             "share_of_tokens_over_a_thousandth": rounded(1 - above),
             "share_of_first_tokens": measures.first_shares(self.cumulative(), (1, 4, 16, 32, 64)),
-            "first_token_of_a_chunk_alone": rounded(self.alone / self.prompts),
-            "layers_where_important": {"of": self.comparable, "tokens": rounded(counts)},
-            "policies": {
-                name: {what: rounded(self.mean(name, what)) for what in ("first", "heads", "error")}
-                for name in self.sums
-            },
+            "first_token_of_a_chunk_alone": rounded(alone[0]),
+            "layers_where_important": {"of": self.comparable, "tokens": rounded(self.counts())},
+            "policies": means,
+            "deviations": {"first_token_of_a_chunk_alone": rounded(alone[1]), "policies": deviations},
         }
 
 
-def _added(one: PolicySums, other: PolicySums) -> PolicySums:
-    return PolicySums(
-        *(getattr(one, name) + getattr(other, name) for name in PolicySums.__dataclass_fields__)
-    )
+def spread(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the mean of what was found in each prompt, and its standard deviation over prompts."""
+    values = torch.stack(list(found))
+    return values.mean(0), values.std(0, correction=0)

@@ -8,7 +8,7 @@ import torch
 from matplotlib.ticker import MaxNLocator
 
 from mpic.evals.analyze.figures import colours, titled
-from mpic.evals.analyze.many import LEAST, SMALL, STEPS, TOP, Gathered, group_names
+from mpic.evals.analyze.many import LEAST, SMALL, STEPS, TOP, Gathered, group_names, spread
 
 
 def distribution(figure: Any, found: Gathered) -> None:
@@ -90,10 +90,15 @@ def sinks(figure: Any, found: Gathered) -> None:
     }
     for axes, (what, title) in zip(panels, titles.items(), strict=True):
         for number, policy in enumerate(found.sums):
-            axes.plot(found.mean(policy, what), marker="o", color=f"C{number % 10}", label=policy)
+            mean, deviation = found.spread(policy, what)
+            aside = 0.04 * (number - (len(found.sums) - 1) / 2)  # bars stand beside each other
+            at = torch.arange(len(mean)) + aside
+            axes.errorbar(at, mean, deviation, marker="o", color=f"C{number % 10}", capsize=2, label=policy)
         if what == "first":
-            alone = found.alone / found.prompts
-            axes.plot(alone, "k--", label="a chunk alone, on its own")
+            mean, deviation = spread(found.alone)
+            axes.errorbar(
+                range(len(mean)), mean, deviation, fmt="k--", capsize=2, label="a chunk alone, on its own"
+            )
             axes.legend(fontsize=8)
         axes.axhline(0.3, color="grey", linestyle=":")
         axes.set(xlabel="layer", ylim=(0, 1))
@@ -105,5 +110,6 @@ def sinks(figure: Any, found: Gathered) -> None:
     titled(
         figure,
         f"Attention sinks, mean of {found.prompts} prompts of {found.chunks} chunks",
-        "A chunk that was compiled alone brings a sink of its own at its first token; policies repair it or not.",
+        "A chunk that was compiled alone brings a sink of its own at its first token; policies repair it or not. "
+        "Bars: a standard deviation over prompts.",
     )

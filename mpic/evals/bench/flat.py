@@ -1,5 +1,5 @@
-"""Measures how time and memory to the first token grow with the context (EPIC, section 5.5 and figure 9), and the time
-under linking on a wide model."""
+"""Measures how time and memory to the first token grow with the context (EPIC, section 5.5 and figure 9), up to 50
+thousand tokens and, on a wide model, up to 16."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ from mpic.memory import give_back
 
 K, R = 16, 15
 LINKED, BLENDED = f"legolink-{K}", f"cacheblend-{R}"
+POLICIES = ("full", BLENDED, LINKED)
+"""Those that are measured over documents of one size; growing documents are linked."""
 FIXED, GROWING = "documents of one size", "growing documents"
 WIDE = "a wide model: "
 """The name of every table about ``Settings.wide`` begins with this."""
@@ -91,6 +93,8 @@ class Settings:
         "cacheblend15_growth": "> legolink16_fixed_growth",
         "legolink16_fixed_growth": "< 16 (EPIC: nearly linear)",
         "legolink16_growth": "< 3.5",
+        "wide_full_growth": "> 16",
+        "wide_cacheblend15_growth": "> wide_legolink16_fixed_growth",
         "wide_legolink16_fixed_growth": "< 6 (counted operations: 8.7)",
         "wide_legolink16_growth": "< 2",
         "tokens_in_memory_over_cacheblend15": "> 1 (EPIC: 50 over 35 thousand)",
@@ -100,14 +104,14 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures a growing number of documents of one size, and a fixed number of growing ones."""
     rows, samples, model = _measured(settings, placement, ticker, settings.decoder, settings.totals)
     wide_rows, wide_samples, wide_model = _measured(
-        settings, placement, ticker, settings.wide, settings.wide_totals, (LINKED,)
+        settings, placement, ticker, settings.wide, settings.wide_totals
     )
     rows += [row | {"table": f"{WIDE}{row['table']}"} for row in wide_rows]
     notes = {
         "model": model,
         "wide model": wide_model,
         "sizes": _words(settings.totals),
-        "wide sizes": f"{_words(settings.wide_totals)}, under {LINKED} alone",
+        "wide sizes": _words(settings.wide_totals),
         "sharing": "every request has fresh text before and after the documents, so only chunks are shared",
         "full": "depends on the number of tokens alone, so growing documents are measured under linking only",
         "growth": "time to the first token at 16 times the fewest tokens over that at the fewest; _fixed: documents "
@@ -122,6 +126,8 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         f"cacheblend{R}_growth": _growth(samples, FIXED, BLENDED, settings.totals),
         f"legolink{K}_fixed_growth": _growth(samples, FIXED, LINKED, settings.totals),
         f"legolink{K}_growth": _growth(samples, GROWING, LINKED, settings.totals),
+        "wide_full_growth": _growth(wide_samples, FIXED, "full", settings.wide_totals),
+        f"wide_cacheblend{R}_growth": _growth(wide_samples, FIXED, BLENDED, settings.wide_totals),
         f"wide_legolink{K}_fixed_growth": _growth(wide_samples, FIXED, LINKED, settings.wide_totals),
         f"wide_legolink{K}_growth": _growth(wide_samples, GROWING, LINKED, settings.wide_totals),
         **_reach(rows),
@@ -135,12 +141,8 @@ def _measured(
     ticker: Ticker,
     decoder: DecoderShape,
     totals: Sequence[int],
-    policies: Sequence[str] = ("full", BLENDED, LINKED),
 ) -> tuple[list[Row], dict[str, Series], str]:
     """Returns what one model takes for so many tokens: rows, the times of each column, and the model in words.
-
-    Args:
-        policies: those that are measured over documents of one size; growing ones are linked.
 
     Raises:
         BenchFailed: there are too few tokens for a document of one size.
@@ -160,7 +162,7 @@ def _measured(
                 chunks = ids.chunks(len(lengths), lengths[0])
                 ticker.say(f"compiling {len(lengths)} x {lengths[0]}")
                 compile_all(engine, chunks)
-                for policy in policies if kind == FIXED else (LINKED,):
+                for policy in POLICIES if kind == FIXED else (LINKED,):
                     columns[f"{kind} {total} {policy}"] = subject.column(total, chunks, policy)
         ticker.expect((settings.repeats + 1) * len(columns))
         samples = interleave(columns, settings.repeats, ticker)
@@ -168,7 +170,7 @@ def _measured(
     for kind, sizes in ((FIXED, added), (GROWING, grown)):
         for total, lengths in sizes.items():
             size = {"documents": len(lengths), "document_tokens": lengths[0], "tokens": total}
-            for policy in policies:
+            for policy in POLICIES:
                 if (series := samples.get(f"{kind} {total} {policy}")) is not None:
                     memory = subject.memory(total, policy) if kind == FIXED else {}
                     rows.append({"table": kind, **size, "policy": policy} | series.row() | memory)
@@ -255,16 +257,16 @@ def _plot(figure: Any, rows: list[Row]) -> None:
         (memory, FIXED, "memory_MiB", "memory: pages and work (MiB)"),
     )
     for axes, kind, name, label in panels:
-        wide = [(f"{WIDE}{kind}", LINKED, "--")] if axes is not memory else []
-        for table, policy, style in (*((kind, p, "-") for p in ("full", BLENDED, LINKED)), *wide):
-            line = [
-                (r["tokens"], r[name])
-                for r in rows
-                if r["table"] == table and r["policy"] == policy and name in r
-            ]
-            if line:
-                label_ = policy if style == "-" else f"{policy}, wide model"
-                axes.plot(*zip(*line, strict=True), marker="o", linestyle=style, label=label_)
+        for table, style, words in ((kind, "-", ""), (f"{WIDE}{kind}", "--", ", wide model")):
+            for number, policy in enumerate(POLICIES):
+                line = [
+                    (r["tokens"], r[name])
+                    for r in rows
+                    if r["table"] == table and r["policy"] == policy and name in r
+                ]
+                if line:
+                    drawn = {"marker": "o", "linestyle": style, "color": f"C{number}"}
+                    axes.plot(*zip(*line, strict=True), label=policy + words, **drawn)
         axes.set_title(kind, fontsize=9)
         axes.set(xlabel="tokens in the documents", ylabel=label)
         axes.set_xscale("log", base=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,22 +78,9 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     for count in settings.counts:
         for policy in (BLENDED, STATIC):
             name = f"{count} {policy}"
-            rounds = list(zip(samples[name].values, watches[name].rounds[1:], strict=True))
-            parts = {
-                LOOK: statistics.median(look for _, (look, _) in rounds),
-                CHOOSE: statistics.median(choose for _, (_, choose) in rounds),
-                LINK: statistics.median(ms - look - choose for ms, (look, choose) in rounds),
-            }
-            share = statistics.median((look + choose) / ms for ms, (look, choose) in rounds)
-            size = {
-                "chunks": count,
-                "tokens": count * settings.chunk_tokens + settings.text,
-                "policy": policy,
-            }
-            times = {f"{part}, ms": round(ms, 1) for part, ms in parts.items()}
-            rows.append(
-                size | times | {"ttft_ms": round(samples[name].median, 1), "deciding": round(share, 3)}
-            )
+            tokens = count * settings.chunk_tokens + settings.text
+            size = {"chunks": count, "tokens": tokens, "policy": policy}
+            rows.append(size | _figures(samples[name].values, watches[name].rounds[1:]))
     notes = {
         "model": pair.description,
         LOOK: "all tokens of the prompt pass the first layer and the projections of the second",
@@ -109,6 +96,27 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "cacheblend15_over_legolink16": paired(samples[f"{most} {BLENDED}"], samples[f"{most} {STATIC}"]),
     }
     return Report(rows, headline, notes, lambda figure: _plot(figure, rows))
+
+
+def _figures(taken: Sequence[float], deciding: Sequence[tuple[float, float]]) -> Row:
+    """Returns medians over rounds, and the least and the most where the page names one.
+
+    Args:
+        taken: milliseconds to the first token, by round.
+        deciding: those of looking and of choosing within them.
+    """
+    rounds = list(zip(taken, deciding, strict=True))
+    parts = {
+        LOOK: [look for _, (look, _) in rounds],
+        CHOOSE: [choose for _, (_, choose) in rounds],
+        LINK: [ms - look - choose for ms, (look, choose) in rounds],
+    }
+    row = {f"{part}, ms": round(statistics.median(values), 1) for part, values in parts.items()}
+    shares = [(look + choose) / ms for ms, (look, choose) in rounds]
+    for name, values, digits in (("ttft_ms", taken, 1), ("deciding", shares, 3)):
+        for prefix, of in (("", statistics.median), ("min_", min), ("max_", max)):
+            row[prefix + name] = round(of(values), digits)
+    return row
 
 
 class _DecidingTime:

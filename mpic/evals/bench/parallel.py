@@ -15,13 +15,17 @@ from mpic.engine.native.loader import loaders_for
 from mpic.evals.bench.disk import LoaderAlone, drop_from_cache, file_system, fresh_library
 from mpic.evals.bench.harness import BenchDevice, BenchFailed, Report, Row, Series, Ticker, bench, interleave
 from mpic.evals.bench.workload import (
+    BENCH_TOWER,
     PAGE,
     DecoderShape,
     Ids,
+    TowerShape,
     bring,
     compile_all,
     first_token,
+    image_chunk,
     make_pair,
+    random_image,
     request_of,
 )
 from mpic.kv.chunk import Chunk, ChunkKV, KVKey
@@ -30,6 +34,7 @@ from mpic.kv.store import StoredChunk
 from mpic.library import Library
 from mpic.model.loaded import LoadedModel
 
+DOCUMENTS, IMAGES = "documents", "images"
 _DECODER = DecoderShape(layers=16, hidden=512, heads=8, intermediate=512)
 
 
@@ -38,6 +43,10 @@ class Settings:
     """Sizes of the ``parallel`` bench. A chunk of 640 tokens has 40 MiB of KV in this model.
 
     Args:
+        chunks, tokens: number and size of the documents.
+        missing: how many of them are compiled, in turn.
+        tower, missing_images: the vision encoder of a further prompt over as many images, and how many of them are
+            encoded and compiled while the others are loaded, in turn.
         many, many_text, many_policy: a further prompt, over so many chunks and with so few new tokens that loading
             takes about as long as computing; none of its chunks is missing.
     """
@@ -46,6 +55,8 @@ class Settings:
     chunks: int = 8
     tokens: int = 640
     missing: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+    tower: TowerShape = BENCH_TOWER
+    missing_images: tuple[int, ...] = (1, 2, 4)
     text: int = 72
     policy: str = "mpic-16"
     many: int = 32
@@ -62,52 +73,72 @@ class Settings:
     quick={
         "decoder": DecoderShape(layers=8, hidden=512, heads=8, intermediate=512),
         "missing": (0, 1, 4),
+        "tower": TowerShape(layers=2, hidden=128, heads=2, size=224, patch=14),
+        "missing_images": (2,),
         "many": 16,
         "repeats": 3,
     },
     wants={"worst_over_limit": "<= 1.2", "many_serial_over_parallel": ">= 1.4"},
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures every number of missing chunks, in four ways in the same rounds, and the prompt over many chunks."""
+    """Measures every number of missing chunks, four ways in the same rounds, a prompt over many chunks, and images."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
+    seeing = make_pair(settings.decoder, placement, settings.tower, seed=settings.seed)
     large = replace(
         settings, chunks=settings.many, text=settings.many_text, policy=settings.many_policy, missing=(0,)
     )
-    ticker.expect(4 * (len(settings.missing) + 1) * (settings.repeats + 1))
+    pictures = replace(settings, tokens=settings.tower.tokens, missing=settings.missing_images)
+    ticker.expect(4 * (len(settings.missing) + len(pictures.missing) + 1) * (settings.repeats + 1))
     shared = _cores() if placement.device.type == "cpu" else 0
-    measured = [_measure(sizes, pair.loaded, shared, ticker) for sizes in (settings, large)]
-    (rows, worst, fs, chunk_bytes), (many, *_) = measured
+    documents, fs, chunk_bytes = _measure(DOCUMENTS, settings, pair.loaded, shared, ticker)
+    many, *_ = _measure(DOCUMENTS, large, pair.loaded, shared, ticker)
+    images, *_ = _measure(IMAGES, pictures, seeing.loaded, shared, ticker)
+    rows = documents + many + images
     notes = {
         "model": pair.description,
+        "model of images": f"{seeing.description}, {settings.tower.tokens} tokens an image",
         "chunk": f"{settings.tokens} tokens, {chunk_bytes / 2**20:.0f} MiB",
-        "loads": "the stored chunks alone: files dropped from the page cache before, read and verified by the loader",
-        "compute": "the same request with the stored chunks resident: compiles, link and first token",
-        "limit": "max(loads, compute)"
-        if not shared
-        else "max(loads, compute + the loader's processor time / cores): loading costs processor time too, and compute "
-        f"uses all {shared} cores",
-        "one after the other": "the stored chunks are loaded; once they are resident the request is submitted",
-        "saving": "compiled chunks are not written back, so that no writing disturbs the next reading",
-        "worst_over_limit": "largest over m of the median over rounds of parallel / limit within a round",
-        "many_serial_over_parallel": f"of {settings.many} stored chunks under {settings.many_policy}: one after the "
-        "other / parallel, likewise",
         "file_system": fs,
     }
-    headline = {"worst_over_limit": worst, "many_serial_over_parallel": many[0]["serial_over_parallel"]}
-    return Report(rows + many, headline, notes, lambda figure: _plot(figure, rows + many))
+    headline = {
+        "worst_over_limit": max(row["over_limit"] for row in documents),
+        "many_serial_over_parallel": many[0]["serial_over_parallel"],
+    }
+    return Report(rows, headline, notes | _words(settings, shared), lambda figure: _plot(figure, rows))
+
+
+def _words(settings: Settings, shared: int) -> dict[str, str]:
+    """Returns what the columns and the headline mean."""
+    limit = (
+        "max(loads, compute + the loader's processor time / cores): loading costs processor time too, and compute uses "
+        f"all {shared} cores"
+        if shared
+        else "max(loads, compute)"
+    )
+    return {
+        "loads": "the stored chunks alone: files dropped from the page cache before, read and verified by the loader",
+        "compute": "the same request with the stored chunks resident: compiles, link and first token",
+        "limit": limit,
+        "one after the other": "the stored chunks are loaded; once they are resident the request is submitted",
+        "saving": "compiled chunks are not written back, so that no writing disturbs the next reading",
+        "worst_over_limit": f"of {settings.chunks} documents: largest over m of the median over rounds of parallel / "
+        "limit within a round",
+        "many_serial_over_parallel": f"of {settings.many} stored chunks under {settings.many_policy}: one after the "
+        "other / parallel, likewise",
+    }
 
 
 def _measure(
-    settings: Settings, model: LoadedModel, shared: int, ticker: Ticker
-) -> tuple[list[Row], float, str, int]:
-    """Returns rows, the worst ratio over the limit, the file system and the bytes of a chunk."""
-    with fresh_library() as library, _Subject(settings, model, library) as subject:
+    kind: str, settings: Settings, model: LoadedModel, shared: int, ticker: Ticker
+) -> tuple[list[Row], str, int]:
+    """Returns rows, the file system and the bytes of a chunk."""
+    with fresh_library() as library, _Subject(kind, settings, model, library) as subject:
         columns: dict[str, Callable[[], float]] = {}
         for m in settings.missing:
             columns |= {f"{settings.chunks} {m} {name}": way for name, way in subject.ways(m).items()}
         samples = interleave(columns, settings.repeats, ticker)
-        rows, worst = _rows(settings, samples, subject, shared)
-        return rows, worst, file_system(str(library.root)), subject.chunk_bytes
+        rows = _rows(settings, samples, subject, shared)
+        return [{"table": kind} | row for row in rows], file_system(str(library.root)), subject.chunk_bytes
 
 
 def _cores() -> int:
@@ -138,10 +169,14 @@ class _Subject:
     """An engine whose first chunks are missing and whose other chunks are on disk; before every measurement nothing is
     resident and no file is in the page cache."""
 
-    def __init__(self, settings: Settings, model: LoadedModel, library: Library) -> None:
+    def __init__(self, kind: str, settings: Settings, model: LoadedModel, library: Library) -> None:
         self._settings, self._library = settings, library
         ids = Ids(settings.decoder.vocabulary, settings.seed)
-        self.chunks = ids.chunks(settings.chunks, settings.tokens)
+        if kind == IMAGES:
+            seeds = range(settings.seed, settings.seed + settings.chunks)
+            self.chunks = [image_chunk(random_image(seed, settings.tower.size)) for seed in seeds]
+        else:
+            self.chunks = ids.chunks(settings.chunks, settings.tokens)
         between = max(1, settings.text // 2 // settings.chunks)
         self.prompt = ids.spaced(self.chunks, settings.text // 2, 0, between)
         pages = 2 * settings.chunks * (-(-settings.tokens // PAGE) + 1) + 64
@@ -210,11 +245,9 @@ class _Subject:
         self._engine.close()
 
 
-def _rows(
-    settings: Settings, samples: dict[str, Series], subject: _Subject, shared: int
-) -> tuple[list[Row], float]:
-    """Returns the rows and the worst ratio. ``shared``: cores that loads and compute share, 0 when they share none."""
-    rows, worst = [], 0.0
+def _rows(settings: Settings, samples: dict[str, Series], subject: _Subject, shared: int) -> list[Row]:
+    """Returns the rows. ``shared``: cores that loads and compute share, 0 when they share none."""
+    rows = []
     for m in settings.missing:
         names = ("loads", "compute", "parallel", "one after the other")
         loads, compute, parallel, serial = (samples[f"{settings.chunks} {m} {name}"].values for name in names)
@@ -225,7 +258,6 @@ def _rows(
         ]
         over = statistics.median(p / limit for p, limit in zip(parallel, limits, strict=True))
         gain = statistics.median(s / p for s, p in zip(serial, parallel, strict=True))
-        worst = max(worst, over)
         medians = {
             "loads": loads,
             "loads_cpu": cpu,
@@ -239,25 +271,25 @@ def _rows(
             | {f"{name}_ms": round(statistics.median(values), 1) for name, values in medians.items()}
             | {"over_limit": round(over, 3), "serial_over_parallel": round(gain, 3)}
         )
-    return rows, worst
+    return rows
 
 
 _LINES = {"serial": "o-", "parallel": "o-", "limit": "k--", "compute": ":", "loads": ":"}
 
 
 def _plot(figure: Any, rows: Sequence[Row]) -> None:
-    """Draws a panel for each number of chunks: lines by how many of them are missing, bars where none ever is."""
-    counts = list(dict.fromkeys(row["chunks"] for row in rows))
-    panels = figure.subplots(1, len(counts), squeeze=False, width_ratios=[3] + [2] * (len(counts) - 1))[0]
-    for axes, chunks in zip(panels, counts, strict=True):
-        mine = [row for row in rows if row["chunks"] == chunks]
-        if len(mine) > 1:
+    """Draws a panel for each prompt: lines by how many of its chunks are missing, bars where none ever is."""
+    prompts = list(dict.fromkeys((row["table"], row["chunks"]) for row in rows))
+    panels = figure.subplots(1, len(prompts), squeeze=False, width_ratios=[3] + [2] * (len(prompts) - 1))[0]
+    for axes, (kind, chunks) in zip(panels, prompts, strict=True):
+        mine = [row for row in rows if (row["table"], row["chunks"]) == (kind, chunks)]
+        if len(mine) > 1 or mine[0]["missing"]:
             _draw_lines(axes, mine)
-            axes.set_xlabel(f"missing chunks of {chunks}, the others on a cold disk")
+            axes.set_xlabel(f"missing {kind} of {chunks}, the others on a cold disk")
         else:
             axes.bar([_label(name) for name in _LINES], [mine[0][f"{name}_ms"] for name in _LINES])
             axes.tick_params(axis="x", rotation=25)
-            axes.set_xlabel(f"{chunks} chunks on a cold disk")
+            axes.set_xlabel(f"{chunks} {kind} on a cold disk")
         axes.set_ylabel("time to first token (ms)")
         axes.set_ylim(bottom=0)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.arrivals import poisson, quantile, send
-from mpic.evals.bench.harness import BenchDevice, Report, Row, Ticker, bench
+from mpic.evals.bench.harness import BenchDevice, Report, Row, Series, Ticker, bench, paired, rotated
 from mpic.evals.bench.workload import (
     DecoderShape,
     Ids,
@@ -33,6 +33,7 @@ from mpic.link import parse_policy
 
 _DECODER = DecoderShape(layers=12, hidden=768, heads=12, intermediate=3072)
 BACKLOG, ARRIVALS, UNCACHED = "backlog", "arrivals at random", "chunks nobody has compiled"
+SPREAD = ("min_requests_per_s", "max_requests_per_s")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Settings:
         pool, linked: number of chunks in the pool, and of those in a request.
         text, answer: tokens of a request's own text and of its answer.
         backlog: seconds of work in a policy's backlog, as estimated from one request.
+        repeats: backlogs of each policy.
         shares: shares of the peak at which requests arrive at random.
         seconds: time for which they arrive.
         ratios: shares of requests whose chunks are cached already; the others bring new chunks.
@@ -56,6 +58,7 @@ class Settings:
     answer: int = 8
     policies: tuple[str, ...] = ("full", "prefix", "cacheblend-15", "mpic-32", "legolink-16")
     backlog: float = 15.0
+    repeats: int = 3
     shares: tuple[float, ...] = (0.5, 0.8)
     seconds: float = 25.0
     ratios: tuple[float, ...] = (0.0, 0.5)
@@ -70,6 +73,7 @@ class Settings:
         "decoder": DecoderShape(layers=4, hidden=256, heads=4, intermediate=512, vocabulary=2_000),
         "chunk_tokens": 256,
         "backlog": 1.5,
+        "repeats": 1,
         "seconds": 2.0,
     },
     wants={
@@ -83,17 +87,19 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures three tables: backlog, random arrivals, and arrivals with chunks that are not compiled."""
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
     tokens = 6 * settings.pool * settings.chunk_tokens + 64 * (settings.linked * settings.chunk_tokens + 512)
-    peaks: dict[str, float] = {}
-    counted: dict[str, float] = {}
-    ticker.expect(len(settings.policies) * (1 + len(settings.shares)) + 1 + len(settings.ratios))
+    ticker.expect(
+        len(settings.policies) * (settings.repeats + len(settings.shares)) + 1 + len(settings.ratios)
+    )
     with engine_for(pair.loaded, min(tokens, 120_000)) as engine:
         sender = _PoolSender(settings, engine, Flops(engine))
         compile_all(engine, sender.pool)
-        rows: list[Row] = []
-        for policy in settings.policies:
-            with ticker.step(f"{policy}: backlog"):
-                rows.append(sender.backlog(policy))
-            peaks[policy], counted[policy] = rows[-1]["requests_per_s"], rows[-1]["gflop"]
+        backlogs: dict[str, list[Row]] = {policy: [] for policy in settings.policies}
+        for turn in range(settings.repeats):
+            for policy in rotated(settings.policies, turn):
+                with ticker.step(f"{policy}: backlog"):
+                    backlogs[policy].append(sender.backlog(policy))
+        rows = [_of_rounds(found) for found in backlogs.values()]
+        peaks = {row["policy"]: row["requests_per_s"] for row in rows}
         for policy in settings.policies:
             for share in settings.shares:
                 with ticker.step(f"{policy}: {share:.0%} of its peak"):
@@ -107,7 +113,8 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
                 rows.append(sender.arrivals(policy, settings.shares[0] * peaks["full"], ratio))
     notes = {
         "model": pair.description,
-        "peak": "requests finished a second while the queue is never empty",
+        "peak": "requests finished a second while the queue is never empty: median, least and most of the backlogs, "
+        "which the policies get in turn; ratios are medians over rounds",
         "gflop": "counted operations to the first token of a request; where they take most of the time, peaks are "
         "inversely proportional to them",
         "arrivals": "Poisson, the same unit pattern for every policy, stretched to its rate",
@@ -115,10 +122,12 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "prefix": "a user's requests share no prefix, as chunks come in random order behind fresh text",
     }
     p99 = {r["policy"]: r["ttft_p99_ms"] for r in rows if r.get("offered_per_s") == round(common, 3)}
+    counted = {row["policy"]: row["gflop"] for row in rows if row["table"] == BACKLOG}
+    rates = {name: Series(0.0, [one["requests_per_s"] for one in found]) for name, found in backlogs.items()}
     headline = {
-        "legolink16_over_cacheblend15": peaks["legolink-16"] / peaks["cacheblend-15"],
+        "legolink16_over_cacheblend15": paired(rates["legolink-16"], rates["cacheblend-15"]),
         "operations_cacheblend15_over_legolink16": counted["cacheblend-15"] / counted["legolink-16"],
-        "mpic32_over_prefix": peaks["mpic-32"] / peaks["prefix"],
+        "mpic32_over_prefix": paired(rates["mpic-32"], rates["prefix"]),
         "p99_prefix_over_mpic32": p99["prefix"] / p99["mpic-32"],
     }
     return Report(rows, headline, notes, lambda figure: plot(figure, rows, "requests/s", "p50"))
@@ -181,6 +190,17 @@ class _PoolSender:
         return row
 
 
+def _of_rounds(found: list[Row]) -> Row:
+    """Returns one row for a policy's backlogs: medians, the least and most requests a second, and all requests."""
+    row = found[0] | {"requests": sum(one["requests"] for one in found)}
+    row |= {
+        name: round(statistics.median(one[name] for one in found), 3)
+        for name in ("alone_ttft_ms", "requests_per_s", "tokens_per_s")
+    }
+    rates = [one["requests_per_s"] for one in found]
+    return row | dict(zip(SPREAD, (min(rates), max(rates)), strict=True))
+
+
 def backlog_size(seconds: float, alone: float) -> int:
     """Returns the number of requests for a backlog of ``seconds`` when each takes ``alone`` seconds; at least 3, at
     most 400."""
@@ -191,7 +211,13 @@ def plot(figure: Any, rows: list[Row], unit: str, quantile: str) -> None:
     """Draws peaks as bars, and the time to the first token (``p50`` or ``p99``) over the offered rate."""
     peak, ttft = figure.subplots(1, 2)
     shown = [row for row in rows if row["table"] == BACKLOG]
-    peak.barh([row["policy"] for row in shown], [row["requests_per_s"] for row in shown])
+    rates = [row["requests_per_s"] for row in shown]
+    least, most = ([row.get(name, row["requests_per_s"]) for row in shown] for name in SPREAD)
+    beside = [
+        [a - b for a, b in zip(rates, least, strict=True)],
+        [b - a for a, b in zip(rates, most, strict=True)],
+    ]
+    peak.barh([row["policy"] for row in shown], rates, xerr=beside, capsize=2)
     peak.set_xlabel(f"peak ({unit})")
     for policy in dict.fromkeys(row["policy"] for row in shown):
         line = sorted(
