@@ -154,7 +154,7 @@ def write_card(
     )
     card = _TEXT.format(
         title="MPIC demo model" if pic else "MPIC demo model, plain",
-        what="The default demo checkpoint: **trained with a PIC-aware phase**."
+        what="**Trained with a PIC-aware phase**."
         if pic
         else "The same recipe **without the PIC-aware phase**: ordinary causal attention only.",
         parameters=weights / 2e6,
