@@ -98,6 +98,7 @@ def test_peers_that_are_not_installed_are_named_with_the_reason(alone, tmp_path,
         "shuffled_best_peer_over_mpic32",
         "fresh_transformers_over_mpic",
         "shuffled_images_best_peer_over_mpic32",
+        *(f"decode{count}_mpic_over_best_peer" for count in SETTINGS.answers),
     }
     missing = result["settings"]["not measured"]
     assert missing["vLLM"] == missing["LMCache"] == missing["OpenVINO GenAI, images"] == "left out"

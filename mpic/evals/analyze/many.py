@@ -163,7 +163,7 @@ class Gathered:
             measures.behind(self.linker, prompt.chunks[0], text)[0] for text in (begin, (*begin, *question))
         )
         distance = (before - behind).abs().sum((1, 3))  # [layers, tokens]
-        able = [layer for layer in distance if layer.max() > 1e-3 * before.abs().mean()]
+        able = [layer for layer in distance if layer.max() > 1e-3 * before.abs().sum((1, 3)).mean()]
         self.comparable = max(self.comparable, len(able))
         found = torch.zeros(distance.shape[1])
         for layer in able:

@@ -85,7 +85,7 @@ def sinks(figure: Any, found: Gathered) -> None:
     """Draws the share of attention on the prompt's first token and on the chunks' first tokens, by layer and policy."""
     panels = figure.subplots(1, 2, sharey=True)
     titles = {
-        "first": "all rows, on the prompt's first token",
+        "first": "computed rows, on the prompt's first token",
         "heads": "question, on the chunks' first tokens",
     }
     for axes, (what, title) in zip(panels, titles.items(), strict=True):

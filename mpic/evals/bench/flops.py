@@ -1,4 +1,5 @@
-"""Operations of a prefill under each policy, counted, not timed (KV Packet, section 5: FLOPs to the first token).
+"""Operations of a prefill under each policy, counted, not timed. (KV Packet, section 4.2, counts what prepares the
+retrieved caches alone; here the rows of the text and the first token's count, and turning keys does not.)
 
 Every policy answers once over the same chunks; ``mpic.evals.flops`` counts the engine's computation. The load of the
 machine does not matter. KV Packet's own row would be the cost of ``reuse`` plus that of its packet tokens; it is not

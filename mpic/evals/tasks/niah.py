@@ -14,6 +14,8 @@ _QUESTION = "What is the special magic number for {key} mentioned in the provide
 _KEYS = (
     "amber", "birch", "cedar", "delta", "ember", "flint", "grove", "heron", "ivory", "jade", "kelp", "larch",
 )  # fmt: skip
+ANSWER = 128
+"""Most tokens of an answer, as RULER has it for its needles (``tokens_to_generate``)."""
 
 
 @task("niah", "one needle in noise, by length (tokens) and depth (percent)", "contains")
@@ -28,7 +30,7 @@ def grid(options: Options) -> Iterator[Sample]:
         key, value = rng.choice(_KEYS), str(rng.randrange(1_000_000, 10_000_000))
         text = _haystack(options, length, depth, _NEEDLE.format(key=key, value=value))
         messages = ask(parts_of(text, in_pieces(options)), _BEFORE, _QUESTION.format(key=key))
-        yield Sample(id, messages, (value,), 16)
+        yield Sample(id, messages, (value,), ANSWER)
 
 
 def _haystack(options: Options, length: int, depth: int, needle: str) -> str:
@@ -59,4 +61,6 @@ def niah(options: Options) -> Iterator[Sample]:
             raise TaskError(f"{where}: the input has one line only, so nothing to search")
         question += entry.get("answer_prefix", "")
         outputs = tuple(str(o) for o in field_of(entry, "outputs", where))
-        yield Sample(str(entry.get("index", number)), ask(parts_of(haystack, cut), "", question), outputs, 64)
+        yield Sample(
+            str(entry.get("index", number)), ask(parts_of(haystack, cut), "", question), outputs, ANSWER
+        )
