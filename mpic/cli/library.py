@@ -191,7 +191,7 @@ def library_export(
     config: ConfigFile = None,
     as_json: Json = False,
 ) -> None:
-    """Write all files and references to one tar file; every original is verified.
+    """Write all files and references to one tar file that only you can read; every original is verified.
 
     It has no compiled chunks, which belong to a model and are compiled again, and no explicit caches (`/v1/caches`).
     `mpic library import` reads it.
