@@ -191,7 +191,7 @@ def library_export(
     config: ConfigFile = None,
     as_json: Json = False,
 ) -> None:
-    """Write all files and references to one tar file; every original is verified.
+    """Write all files and references to one tar file that only you can read; every original is verified.
 
     It has no compiled chunks, which belong to a model and are compiled again, and no explicit caches (`/v1/caches`).
     `mpic library import` reads it.
@@ -218,9 +218,10 @@ def library_import(
 ) -> None:
     """Import an export, or references in bulk from a folder or a JSONL file.
 
-    A folder: every file becomes a reference. JSONL: one object a line with `path` or `text`, and `title`, `id`,
-    `description`, `metadata`. Run it again to resume: references that exist are left as they are, those that have
-    changed are replaced. Exit status 1 if anything was refused; the table shows it with the reason.
+    A folder: every file becomes a reference; links out of the folder are refused. JSONL: one object a line with `path`
+    or `text`, and `title`, `id`, `description`, `metadata`. Run it again to resume: references that exist are left as
+    they are, those that have changed are replaced. Exit status 1 if anything was refused; the table shows it with the
+    reason.
 
     Example: `mpic library import data/references/references.jsonl`
     """

@@ -19,9 +19,10 @@ def give(
 ) -> None:
     """Give every upload and cache of a user to another: `mpic library give local alice` after making alice's key.
 
-    Stop the server for it. Handles, names and lifetimes stay; ids are new, and everything is compiled again when the
-    server starts. Files that cannot be given (because the other user has that handle already) stay, and the exit status
-    is 1. It may be repeated.
+    Stop the server for it. Handles, names, pins and lifetimes stay; ids are new, and everything is compiled again when
+    the server starts. A file that the other user has already, under the same handle, expires with the later of both.
+    Files that cannot be given (because the other user has another file of that handle) stay, and the exit status is 1.
+    It may be repeated.
     """
     from mpic.library.copies.give import give as run
 

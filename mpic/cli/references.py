@@ -138,7 +138,8 @@ def import_(
     """Add many references: every file of a folder, or the lines of a JSONL file (`path` or `text`, and `title`, `id`,
     `description`, `metadata`).
 
-    Run it again to resume: references that exist are left as they are, those that have changed are replaced.
+    Links out of the folder are refused. Run it again to resume: references that exist are left as they are, those that
+    have changed are replaced.
     """
     import asyncio
 

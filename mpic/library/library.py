@@ -96,7 +96,7 @@ class Library:
         self.files = UploadLibrary(storage, files)
         self.caches = CacheLibrary(storage, files, self.files)
         self.references = ReferenceLibrary(storage, references)
-        self.orphans = Orphans(root, filesystem, clock, limits.orphan_days)
+        self.orphans = Orphans(root, filesystem, clock, limits.orphan_days, self.catalog.newest)
         self._backfill = SidecarBackfill(self.catalog, self.sidecars)
         self._open = not read_only
 

@@ -150,10 +150,21 @@ class UploadIntake(LibraryPart):
         self._rows.set_expiry(old.owner, old.id, expires_at)
         failed = old.state == "failed"
         if failed:  # compiling may succeed this time, especially if the file is cut now
-            self._rows.set_split(old, wanted.split if old.kind == "text" else None)
+            self._cut_anew(old, wanted.split if old.kind == "text" else None)
             self._rows.set_state(old.owner, old.id, "compiling", None, None)
         kept = self._rows.by_id(old.owner, old.id)  # None: it was deleted meanwhile
         return kept and UploadOutcome(kept, "unchanged", compile=failed)
+
+    def _cut_anew(self, file: File, split: dict[str, Any] | None) -> None:
+        """Sets how a document is to be cut, and removes the compiled chunks of the old pieces: no deletion of the file
+        would find them any more."""
+        if split == file.split:
+            return
+        with self._store.lock:
+            with self._catalog.write() as db:
+                keys = self._rows.set_split(db, file, split)
+                rows = [row for key in keys for row in self._store.drop(db, file.owner, key)]
+            self._store.erase(rows)
 
     def _intact(self, file: File) -> bool:
         try:

@@ -207,7 +207,8 @@ class UploadLibrary(InlineChunks):
         found = []
         for number, (start, end, digest) in enumerate(pieces):
             read = lambda start=start, end=end: text()[start:end]
-            ids = self._tokens.ids(f"{file.id} {number}", self._tokenizer(), read)
+            # by content, because a document that failed may be cut in another way while its id stays
+            ids = self._tokens.ids(f"{file.id} {digest}", self._tokenizer(), read)
             name = f"{file.label} {number + 1}/{len(pieces)}"
             key = ChunkKey("text", digest)
             found.append(Chunk(key, user, ids, label=name, file_id=file.id, press=file.press))

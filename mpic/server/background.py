@@ -18,6 +18,8 @@ from mpic.library.records import SHARED
 from mpic.link import parse_policy
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from mpic.kv.chunk import Chunk
     from mpic.library import File, Reference
     from mpic.server.state import State
@@ -68,7 +70,8 @@ class BackgroundJobs:
         """Compiles a file in the background; its state becomes ``ready`` or ``failed``."""
         files, user = self.library.files, file.owner
         chunks_of, set_state = partial(files.chunks, user, file), partial(files.set_state, user, file.id)
-        once = partial(self._compile_once, user, file.id, chunks_of, set_state, file.kind == "video")
+        exists = partial(files.get, user, file.id)
+        once = partial(self._compile_once, user, file.id, chunks_of, exists, set_state, file.kind == "video")
         self._spawn(self._compile(file.id, once, set_state))
 
     def compile_reference(self, reference: Reference) -> None:
@@ -76,7 +79,8 @@ class BackgroundJobs:
         shelf = self.library.references
         set_state = partial(shelf.set_state, reference)
         chunks_of = lambda: [shelf.chunk(reference)]
-        once = partial(self._compile_once, SHARED, reference.id, chunks_of, set_state, False)
+        exists = partial(shelf.get, reference.id)
+        once = partial(self._compile_once, SHARED, reference.id, chunks_of, exists, set_state, False)
         self._spawn(self._compile(reference.id, once, set_state))
 
     def _spawn(self, work: object) -> None:
@@ -105,19 +109,22 @@ class BackgroundJobs:
         user: str,
         id: str,
         chunks_of: Callable[[], list[Chunk]],
+        exists: Callable[[], object],
         set_state: Callable[..., None],
         clip: bool,
     ) -> None:
-        """Compiles once, when it is the user's turn. Raises Unavailable; any other error becomes the file's state."""
+        """Compiles once, when it is the user's turn. Raises Unavailable; any other error becomes the file's state.
+
+        Args:
+            exists: raises FileNotFound or ReferenceNotFound once it was deleted, which ends the compiling.
+        """
         turn = self._turns.setdefault((user, clip), asyncio.Semaphore(CLIPS_PER_USER if clip else PER_USER))
         async with turn:
             try:
                 tokens = 0
                 for chunk in await self._threads.call(user, chunks_of):
                     async with nullcontext() if clip else self._compilations:
-                        future = await run_in_threadpool(
-                            self.engine.compile, chunk.pressed(None, self._press), self.wrapping
-                        )
+                        future = await run_in_threadpool(self._compile_existing, chunk, exists)
                         tokens += await asyncio.wrap_future(future)
             except (EngineStopped, FileNotFound, ReferenceNotFound):
                 # it is left for the next start, or was deleted meanwhile
@@ -130,6 +137,12 @@ class BackgroundJobs:
                 await run_in_threadpool(set_state, "failed", None, why)
             else:
                 await run_in_threadpool(set_state, "ready", tokens)
+
+    def _compile_existing(self, chunk: Chunk, exists: Callable[[], object]) -> Future[int]:
+        """Gives a chunk to the engine, which stores it, unless the file was deleted while its earlier chunks were
+        compiled. Raises as ``exists``."""
+        exists()
+        return self.engine.compile(chunk.pressed(None, self._press), self.wrapping)
 
     async def _expire(self) -> None:
         while True:

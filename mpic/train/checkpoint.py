@@ -1,12 +1,14 @@
 """Checkpoints of a run of several workers, which are either complete or absent, whenever the run is killed.
 
 Every worker writes a file of its own (weights, and its share of the optimizers' state). `checkpoint.json` names the
-files of one step and is replaced only when all of them exist; then the files of the step before are deleted.
+files of one step and is replaced only when all of them exist; then the files of earlier steps are deleted, and no
+others in the folder.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from mpic.config import ConfigError
 INDEX = "checkpoint.json"
 SAME = ("start", "init", "seed", "tokens", "generation")
 """Settings that a resumed run must share with the original run."""
+_OWN = re.compile(r"checkpoint-[a-z]+-\d+-(mid|end)-\d+\.(pt|tmp)")
+"""The names of workers' files, finished or not."""
 _BEFORE = {"generation": 1}
 """Settings of runs whose checkpoints are older than the setting."""
 
@@ -77,8 +81,9 @@ def save(out: Path, rank: int, settings: dict[str, Any], state: dict[str, Any]) 
         temporary = out / f"{INDEX}.tmp"
         temporary.write_text(json.dumps({"files": files, "settings": settings}))
         temporary.replace(out / INDEX)
+        # by their form, because a run that was killed leaves some that no index names, and others may use this folder
         for old in out.glob("checkpoint-*"):
-            if old.name not in files:
+            if _OWN.fullmatch(old.name) and old.name not in files and old.is_file():
                 old.unlink()
     _meet()
 

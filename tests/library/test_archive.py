@@ -103,7 +103,7 @@ def test_a_broken_export_is_refused_and_a_damaged_library_is_not_exported(librar
     library.files.by_handle("ann", "A").path.write_bytes(b"something else")
     with pytest.raises(CorruptFile):
         export(library, tmp_path / "again.tar")
-    assert not list(tmp_path.glob("again*"))
+    assert not list(tmp_path.glob("*again*"))
     library.files.by_handle("ann", "A").path.write_bytes(b"ann's text")
 
 
@@ -118,13 +118,24 @@ def test_a_file_with_other_content_is_not_taken_for_one_of_the_export(library, t
         assert [f.filename for f in other.files.page("ann").files] == ["a.txt"]
 
 
-def test_leftovers_of_an_export_are_overwritten_and_a_lost_original_is_named(library, tmp_path):
+def test_an_export_is_readable_by_its_owner_only_and_leaves_files_of_others_alone(library, tmp_path):
+    library.files.add("ann", b"some text", "a.txt")
+    (tmp_path / "e.tar.tmp").write_bytes(b"another program's")
+    while_written = set()
+    seen = lambda size: while_written.update(
+        path.stat().st_mode & 0o777 for path in tmp_path.glob(".e.tar.*")
+    )
+    assert export(library, tmp_path / "e.tar", progress=seen) == 1 and while_written == {0o600}
+    assert (tmp_path / "e.tar").stat().st_mode & 0o777 == 0o600
+    assert [path.read_bytes() for path in tmp_path.glob("*.tmp")] == [b"another program's"]
+
+
+def test_an_export_names_a_lost_original_and_leaves_nothing(library, tmp_path):
     file = library.files.add("ann", b"some text", "a.txt")
-    (tmp_path / "e.tar.tmp").write_bytes(b"left")
-    assert export(library, tmp_path / "e.tar") == 1 and not list(tmp_path.glob("*.tmp"))
     file.path.unlink()
     with pytest.raises(CorruptFile, match=file.id):
-        export(library, tmp_path / "again.tar")
+        export(library, tmp_path / "e.tar")
+    assert not list(tmp_path.glob("*e.tar*"))
     library.files.delete("ann", file.id)
 
 

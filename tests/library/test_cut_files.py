@@ -91,6 +91,32 @@ def test_a_failed_document_is_cut_when_it_is_uploaded_again(cutting):
     assert len(cutting.files.chunks("ann", again)) == 2
 
 
+def test_a_failed_document_that_is_cut_anew_has_the_tokens_of_its_new_pieces(cutting):
+    file = cutting.files.add("ann", b"abcdefgh", "1.txt", handle="H", split=SPLIT)
+    assert len(cutting.files.chunks("ann", file)) == 2
+    cutting.files.set_state("ann", file.id, "failed", error="no memory")
+    again = cutting.files.add("ann", b"abcdefgh", "1.txt", handle="H", split={**SPLIT, "tokens": 3})
+    assert again.id == file.id
+    chunks = cutting.files.chunks("ann", again)
+    assert [c.key for c in chunks] == [ChunkKey.of_text(t) for t in ("abc", "def", "gh")]
+    assert [bytes(c.token_ids).decode() for c in chunks] == ["abc", "def", "gh"]
+    cutting.files.delete("ann", file.id)
+    assert not cutting.files._tokens._entries
+
+
+def test_a_failed_document_that_is_cut_anew_leaves_no_chunks_of_its_old_pieces(cutting):
+    file = cutting.files.add("ann", b"abcdefgh", "1.txt", handle="H", split=SPLIT)
+    other = cutting.files.add("ann", b"efghijkl", "2.txt", split=SPLIT)
+    for one in (file, other):
+        cutting.files.chunks("ann", one)
+    for owner, text in (("ann", "abcd"), ("ann", "efgh"), ("bob", "abcd")):
+        keep(cutting, owner, text)
+    cutting.files.set_state("ann", file.id, "failed", error="no memory")
+    cutting.files.add("ann", b"abcdefgh", "1.txt", handle="H", split={**SPLIT, "tokens": 3})
+    assert not kept(cutting, "ann", "abcd")
+    assert kept(cutting, "ann", "efgh") and kept(cutting, "bob", "abcd")  # the piece of another file, or user
+
+
 def test_another_cut_that_was_asked_for_is_another_file(cutting):
     cutting.files.add("ann", b"abcdefgh", "1.txt", handle="H", split=SPLIT)
     other = {**SPLIT, "tokens": 2}

@@ -213,6 +213,21 @@ def test_an_original_without_row_and_sidecar_becomes_an_orphan_and_is_deleted_af
     assert not aside.exists()
 
 
+def test_orphans_that_were_put_aside_while_the_clock_was_wrong_are_kept_as_long_as_others(root, clock):
+    (sidecar, *_) = root.glob("files/*/file-*.json")
+    clock.now += 10_000 * 86_400
+    with Library.open(root, clock=clock) as library:
+        library.files.add("ann", b"newest", "n.txt")
+    forget(root, f"id = '{sidecar.stem}'")
+    sidecar.unlink()
+    with Library.open(root, clock=Clock(0.0)) as library:  # a machine whose clock is not set yet
+        assert library.recovered["orphans"] == 1 and library.recovered["expired_orphans"] == 0
+    for days, kept in ((0, 1), (29, 1), (2, 0)):
+        clock.now += days * 86_400
+        with Library.open(root, Limits(orphan_days=30), clock=clock) as library:
+            assert len(library.orphans.kept()) == kept
+
+
 def test_orphans_are_kept_for_ever_if_orphan_days_is_0(root, clock):
     for sidecar in root.glob("files/*/file-*.json"):
         sidecar.unlink()

@@ -184,6 +184,23 @@ def test_a_folder_is_imported_and_refused_files_are_reported(library, folder):
     assert library.references.get(results[2].id).kind == "image"
 
 
+def test_links_that_lead_out_of_an_imported_folder_are_refused(library, folder):
+    (folder.parent / "secret.txt").write_text("secret")
+    (folder / "bad.bin").unlink()
+    (folder / "link.txt").symlink_to(folder.parent / "secret.txt")
+    (folder / "sub" / "own.txt").symlink_to(folder / "one.txt")
+    (folder.parent / "elsewhere").symlink_to(folder)
+    results = import_(library, folder.parent / "elsewhere")  # the folder itself may be a link
+    assert [(r.where, r.outcome) for r in results] == [
+        ("link.txt", "refused"),
+        ("one.txt", "added"),
+        ("sub/own.txt", "added"),
+        ("sub/two ä.png", "added"),
+    ]
+    assert "link" in results[0].why
+    assert library.references.text(library.references.get(results[2].id)) == (folder / "one.txt").read_text()
+
+
 def test_an_import_is_resumed_and_brings_changes(library, folder):
     class Interrupted(LibraryTarget):
         async def add(self, item, content):

@@ -1,6 +1,8 @@
 """Work in the background: the users' uploads take turns, and what fails is tried again."""
 
 import asyncio
+import json
+import time
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -54,14 +56,41 @@ async def test_clips_hold_up_neither_the_documents_of_their_user_nor_the_clips_o
     server.library.files.chunks = lambda user, file: [
         Chunk(ChunkKey("video", "0" * 64), user, load_clip=lambda sample: None)
     ]
+    server.library.files.get = lambda user, id: file  # bob has it, too
     for owner in ["ann"] * (background.AT_ONCE + 4) + ["bob"]:
         server.app.state.background.compile(replace(file, owner=owner, kind="video"))
     await wait_until(lambda: owners(server).count("bob") == 1)
-    del server.library.files.chunks
+    del server.library.files.chunks, server.library.files.get
     await uploads(server, ann, 1)
     await uploads(server, bob, 1)
     await wait_until(lambda: owners(server).count("ann") == 2 + background.CLIPS_PER_USER)
     await wait_until(lambda: owners(server).count("bob") == 2)
+
+
+@pytest.mark.parametrize("end", ["deleted", "expired", "replaced"])
+async def test_a_document_that_is_gone_is_not_compiled_further(server, end):
+    tasks = server.app.state.background._tasks
+    idle = len(tasks)
+    split = json.dumps({"mode": "sentence", "tokens": 40, "overlap": 0})
+    text = " ".join(f"Sentence number {i} is here." for i in range(20)).encode()
+    id = (await server.upload(text, "long.txt", handle="LONG", split=split)).json()["id"]
+    await wait_until(lambda: server.engine.pending)
+    assert len(server.library.files.borders("local", id)) > 2
+    if end == "deleted":
+        assert (await server.http.delete(f"/v1/files/{id}")).status_code == 200
+    elif end == "expired":
+        server.library.files._rows.set_expiry("local", id, time.time())
+    else:
+        again = await server.upload(b"another text", "other.txt", handle="LONG", replace="true")
+        assert again.json()["outcome"] == "replaced"
+
+    def settled():
+        while server.engine.pending:
+            server.engine.pending.pop().set_result(CHUNK_TOKENS)
+        return len(tasks) == idle
+
+    await wait_until(settled)
+    assert [chunk.file_id for chunk in server.engine.compiled].count(id) == 1
 
 
 async def test_savings_that_the_disk_refuses_are_written_later(tmp_path, template, monkeypatch):

@@ -108,6 +108,23 @@ def test_a_checkpoint_that_was_not_finished_is_not_seen(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-base-3-mid-0.pt", "checkpoint.json"]
 
 
+def test_saving_deletes_its_own_older_files_only(tmp_path):
+    (tmp_path / "checkpoint-500").mkdir()  # as other trainers call theirs
+    for name in ("checkpoint-best.pt", "checkpoint-base-1-mid-0.pt.bak", "checkpoint-500/model.pt"):
+        (tmp_path / name).write_text("another program's")
+    for name in ("checkpoint-base-1-mid-1.pt", "checkpoint-vision-1-end-0.tmp"):
+        (tmp_path / name).write_text("left by a run that was killed")
+    for step in (1, 2):
+        checkpoint.save(tmp_path, 0, {}, {"stage": "base", "step": step, "finished": ["vision"]})
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == [
+        "checkpoint-500/model.pt",
+        "checkpoint-base-1-mid-0.pt.bak",
+        "checkpoint-base-2-mid-0.pt",
+        "checkpoint-best.pt",
+        "checkpoint.json",
+    ]
+
+
 def test_a_run_is_not_resumed_as_another_one_nor_overwritten(tmp_path):
     stored = {"start": None, "init": "structured", "seed": 0, "tokens": 256, "generation": 1}
     with pytest.raises(ConfigError, match="nothing to resume"):

@@ -25,6 +25,16 @@ from mpic.library.catalog.migrations import MIGRATIONS
 IDLE_READERS = 8
 """Connections kept for the next reader; after a burst of readers the others are closed."""
 
+TIMES = (
+    ("users", "created_at"),
+    ("files", "created_at"),
+    ("refs", "updated_at"),
+    ("caches", "created_at"),
+    ("chunks", "last_used"),
+    ("deleted", "at"),
+)
+"""Tables and their columns of times that have passed."""
+
 NAME = "the catalogue"
 ADVICE = "stop the server and run `mpic library recover`"
 
@@ -157,6 +167,13 @@ class Catalog:
         if gone:
             with self.write() as db:
                 db.executemany("DELETE FROM deleted WHERE path = ?", gone)
+
+    def newest(self) -> float:
+        """Returns the newest time at which something is recorded to have happened, in seconds since the epoch; 0 if
+        nothing has."""
+        times = " UNION ALL ".join(f"SELECT MAX({column}) AS at FROM {table}" for table, column in TIMES)
+        [row] = self.read(f"SELECT MAX(at) AS newest FROM ({times})")
+        return row["newest"] or 0.0
 
     def identify(self, library: str) -> None:
         """Writes the id of the library into a catalogue that has none.

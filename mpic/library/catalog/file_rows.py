@@ -174,15 +174,18 @@ class FileRows:
         if db.execute(sql, values).rowcount:
             self._sidecars.rewrite(db, "file", file_id)
 
-    def set_split(self, file: File, split: dict[str, Any] | None) -> None:
-        """Sets how a document is to be cut, and forgets the pieces of the old way."""
-        if split == file.split:
-            return
-        with self._catalog.write() as db:
-            text = None if split is None else json.dumps(split, sort_keys=True)
-            db.execute("UPDATE files SET split = ? WHERE id = ?", (text, file.id))
-            db.execute("DELETE FROM pieces WHERE file = ?", (file.id,))
-            self._sidecars.rewrite(db, "file", file.id)
+    def set_split(self, db: Connection, file: File, split: dict[str, Any] | None) -> list[ChunkKey]:
+        """Sets, within a transaction, how a document is to be cut, and forgets the pieces of the old way.
+
+        Returns:
+            The contents of those pieces that no file of the owner holds any more.
+        """
+        before = self.keys_of(db, file)
+        text = None if split is None else json.dumps(split, sort_keys=True)
+        db.execute("UPDATE files SET split = ? WHERE id = ?", (text, file.id))
+        db.execute("DELETE FROM pieces WHERE file = ?", (file.id,))
+        self._sidecars.rewrite(db, "file", file.id)
+        return [key for key in before if not self.has_content(db, file.owner, key)]
 
     def set_state(self, user: str, file_id: str, state: State, tokens: int | None, error: str | None) -> None:
         sql = "UPDATE files SET state = ?, tokens = COALESCE(?, tokens), error = ? WHERE owner = ? AND id = ?"

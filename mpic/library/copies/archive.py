@@ -11,13 +11,12 @@ import asyncio
 import hashlib
 import io
 import json
-import os
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mpic.durable import TEMPORARY, publish, storage_error
+from mpic.durable import publish, storage_error, temporary_name
 from mpic.errors import BadRequest, CorruptFile, MPICError
 from mpic.library.copies.bulk_import import ImportItem, ImportResult, LibraryTarget, import_one
 from mpic.library.intake.decode import NO_CLIPS
@@ -37,8 +36,9 @@ def size_of(library: Library, user: str | None = None) -> int:
 def export(
     library: Library, path: Path, user: str | None = None, progress: Progress = lambda done: None
 ) -> int:
-    """Writes all originals, or those of one user, to a new tar file; returns the number of entries. Every original is
-    verified. The file gets its name when it is complete, and survives a crash when this returns.
+    """Writes all originals, or those of one user, to a new tar file that only its owner can read; returns the number of
+    entries. Every original is verified. The file gets its name when it is complete, and survives a crash when this
+    returns.
 
     Raises:
         BadRequest: the file exists.
@@ -48,9 +48,9 @@ def export(
     if path.exists():
         raise BadRequest(f"{path} exists already")
     entries, written = list(_entries(library, user)), set()
-    temporary = path.with_name(path.name + TEMPORARY)
+    files, temporary = library.filesystem, temporary_name(path)
     try:
-        with temporary.open("wb") as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+        with open(files.create(temporary), "wb") as stream, tarfile.open(fileobj=stream, mode="w") as tar:
             lines = [json.dumps({"format": FORMAT})] + [json.dumps(entry) for entry, _ in entries]
             _put(tar, MANIFEST, "\n".join(lines).encode())
             for entry, original in entries:
@@ -66,12 +66,12 @@ def export(
                 progress(len(data))
             tar.close()
             stream.flush()
-            os.fsync(stream.fileno())
-        publish(library.filesystem, temporary, path)
+            files.sync(stream.fileno())
+        publish(files, temporary, path)
     except OSError as error:
         raise storage_error(error, path) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        files.try_remove(temporary)
     return len(entries)
 
 

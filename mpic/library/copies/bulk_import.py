@@ -1,6 +1,7 @@
 """Imports references in bulk from a folder or a JSONL file. The ``ImportTarget`` is a library or a server.
 
-In a folder, every file is a reference; its title is its name without the suffix, its id comes from its path.
+In a folder, every file is a reference; its title is its name without the suffix, its id comes from its path. Symbolic
+links that lead out of the folder are refused.
 
 In a JSONL file, every line is an object ``{"path" or "text", "title", "id"?, "description"?, "metadata"?}``. Paths are
 relative to the file and stay below its folder. Decoding finds the kind of a reference; a ``kind`` that differs is
@@ -184,9 +185,17 @@ def _from_folder(folder: Path) -> Iterator[ImportItem]:
         name = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
             try:
-                yield ImportItem(str(name), _id(str(name)), path.stem, path.name, path)
+                item = ImportItem(str(name), _id(str(name)), path.stem, path.name, path)
+                if not _lies_in(path, folder):
+                    item = ImportItem(str(name), error="it is a symbolic link out of the folder")
+                yield item
             except UnicodeEncodeError:
                 yield ImportItem(os.fsencode(name).decode(errors="replace"), error="its name is not UTF-8")
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    """Returns whether the file that a path leads to, over symbolic links, is below a folder."""
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def _from_lines(file: Path) -> Iterator[ImportItem]:
@@ -215,7 +224,7 @@ def _from_object(value: Any, where: str, folder: Path) -> ImportItem:
     path = None
     if "path" in value:
         path = folder / value["path"]
-        if not path.resolve().is_relative_to(folder.resolve()):
+        if not _lies_in(path, folder):
             raise ValueError(f"{value['path']!r} lies outside of the file's folder")
     metadata = value.get("metadata", {})
     if not isinstance(metadata, dict):

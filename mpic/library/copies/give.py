@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
-from mpic.errors import BadRequest, MPICError
+from mpic.errors import BadRequest, CorruptFile, MPICError
 from mpic.library.caches import CachedText
 from mpic.library.intake.decode import NO_CLIPS
 from mpic.library.library import Library
+from mpic.library.records import File
 
 
 class Given(NamedTuple):
@@ -26,8 +29,9 @@ def give(
     """Gives every upload and every explicit cache of a user to another one.
 
     Each is stored durably for its new owner before the old owner loses it, so an interruption loses nothing, and the
-    same call resumes. Handles, names and lifetimes stay; ids and times of creation are new, and chunks are compiled
-    again, because compiled chunks are never shared by users.
+    same call resumes. Handles, names, pins and lifetimes stay; ids and times of creation are new, and chunks are
+    compiled again, because compiled chunks are never shared by users. A file that the new owner has already, under the
+    same handle, stays as it is and expires with the later of both.
 
     Args:
         progress: called after each file with 1.
@@ -39,29 +43,71 @@ def give(
     if source == target:
         raise BadRequest("a user cannot be given its own files", param="user")
     given = []
-    for file in library.files.page(source, order="asc", limit=1 << 30).files:
-        name = file.handle or file.filename
-        try:
-            content = library.files.content(source, file.id)
+    # an interrupted call may have stored some of these, which no handle tells from other files
+    unnamed = {_traits(file): file for file in _files(library, target) if file.handle is None}
+    for file in _files(library, source):
+        given.append(_file(library, file, target, unnamed))
+        progress(1)
+    given += [_cache(library, source, target, id) for id in _caches(library, source)]
+    return given
+
+
+def _files(library: Library, user: str) -> list[File]:
+    return library.files.page(user, order="asc", limit=1 << 30).files
+
+
+def _file(library: Library, file: File, target: str, unnamed: dict[str, File]) -> Given:
+    """Gives a file; see ``_held`` for ``unnamed``."""
+    name = file.handle or file.filename
+    try:
+        content = library.files.content(file.owner, file.id)
+        held = _held(library, file, target, unnamed)
+        ends = [one.expires_at for one in (file, held) if one is not None]
+        left = _left(library, None if None in ends else max(ends))
+        if held is not None and held.handle is None:
+            kept = library.files.extend(target, held.id, left)
+        else:
             # no engine is here to tell whether it takes clips: what was one stays one
             library.files.no_clips = None if file.kind == "video" else NO_CLIPS
-            library.files.add(
+            kept = library.files.add(
                 target,
                 content,
                 file.filename,
                 handle=file.handle,
-                expires_after=_left(library, file.expires_at),
+                expires_after=left,
                 metadata=file.metadata,
                 split=file.split,
                 press=file.press or None,
             )
-            library.files.delete(source, file.id)
-            given.append(Given(name))
-        except MPICError as error:
-            given.append(Given(name, error.message))
-        progress(1)
-    given += [_cache(library, source, target, id) for id in _caches(library, source)]
-    return given
+        if file.pinned:
+            library.files.pin(target, kept.id)
+        library.files.delete(file.owner, file.id)
+        return Given(name)
+    except MPICError as error:
+        return Given(name, error.message)
+
+
+def _held(library: Library, file: File, target: str, unnamed: dict[str, File]) -> File | None:
+    """Returns the new owner's file of the same content and handle, if there is one.
+
+    Args:
+        unnamed: the new owner's files without a handle by ``_traits``; the one that is returned is taken out.
+    """
+    if file.handle is not None:
+        held = library.files.held(target, file.handle)
+        return held if held is not None and held.sha256 == file.sha256 else None
+    held = unnamed.pop(_traits(file), None)
+    if held is not None:
+        with suppress(CorruptFile):
+            library.files.content(target, held.id)  # which will be the only copy
+            return held
+    return None
+
+
+def _traits(file: File) -> str:
+    """Returns everything that a gift keeps of a file without a handle, except pin and lifetime."""
+    traits = (file.sha256, file.filename, file.metadata, file.split, file.press)
+    return json.dumps(traits, sort_keys=True)
 
 
 def _caches(library: Library, user: str) -> list[str]:

@@ -32,13 +32,22 @@ class Orphans:
         root: the library's folder.
         clock: function that returns seconds since the epoch.
         days: number of days for which they are kept; 0: for ever.
+        newest: function that returns the newest time that the catalogue knows, in seconds since the epoch.
     """
 
-    def __init__(self, root: Path, filesystem: FileSystem, clock: Callable[[], float], days: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        filesystem: FileSystem,
+        clock: Callable[[], float],
+        days: int,
+        newest: Callable[[], float],
+    ) -> None:
         self._root = root
         self._filesystem = filesystem
         self._clock = clock
         self._days = days
+        self._newest = newest
 
     def take(self, paths: list[str]) -> None:
         """Moves files into the quarantine.
@@ -49,7 +58,10 @@ class Orphans:
         Raises:
             OSError: a file cannot be moved; it stays in its place.
         """
-        folder = self._root / FOLDER / _date(self._clock())
+        if not paths:
+            return
+        # a clock that has not been set yet must not date them so far back that the next start deletes them
+        folder = self._root / FOLDER / _date(max(self._clock(), self._newest()))
         for path in paths:
             target = folder / path
             if target.exists():  # the same name on the same day: an earlier file with other content

@@ -42,7 +42,7 @@ class TokenCache:
         return ids
 
     def drop(self, name: str) -> None:
-        """Forgets a text, and its pieces, whose names are the text's and a number."""
+        """Forgets a text, and its pieces, whose names are the text's and a digest."""
         with self._lock:
             for known in [name, *(one for one in self._entries if one.startswith(f"{name} "))]:
                 self._forget(known)
