@@ -225,7 +225,8 @@ class KeyStore:
             return cursor.fetchone()
 
     def _translated(self) -> AbstractContextManager[None]:
-        return translated("the key store", f"put a copy of {FILE} back, or remove it and make new keys")
+        advice = f"move {FILE}, {FILE}-wal and {FILE}-shm away first, then put a copy of {FILE} there or make new keys"
+        return translated("the key store", advice)
 
     def _migrate(self) -> None:
         self._writer.execute("BEGIN IMMEDIATE")
