@@ -97,9 +97,9 @@ def recover(
     """
     from mpic.library.repair.recover import recover, size_of
 
-    root, _ = library_location(data_dir, config)
+    root, limits = library_location(data_dir, config)
     with progress("reading", size_of(root), as_json) as advance:
-        done = recover(root, dry_run, force, without_sidecars, progress=advance)
+        done = recover(root, dry_run, force, without_sidecars, limits, progress=advance)
     aside = None if done.aside is None else str(done.aside)
     troubles = [trouble._asdict() for trouble in done.troubles]
     value = {"counts": dict(done.counts), "troubles": troubles, "aside": aside}
