@@ -234,6 +234,14 @@ ONLY = {
     "native": ("kv_dtype", "quantize", "staging_slots", "staging_slot_bytes", "self_test"),
 }
 """Engine -> the keys that only it follows, beside ``cuda_graphs``."""
+AT_LEAST_ONE = (
+    "step_tokens",
+    "max_running",
+    "staging_slots",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+)
+"""Keys of [engine] without which nothing would run."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SECTIONS = {
     "server": ServerConfig,
@@ -273,6 +281,7 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
 AT_LEAST = {"max_header_bytes": 1024, "min_bytes_per_second": 1, "max_connections": 4}
 AT_LEAST |= {"max_connections_per_address": 1, "closing_seconds": 0.1, "keep_alive_seconds": 0.1}
 AT_LEAST |= {"header_seconds": 0.1, "body_seconds": 0.1, "send_seconds": 0.1}
+AT_LEAST |= {"max_body_bytes": 1, "max_body_values": 1}
 
 
 def check_server(config: ServerConfig) -> None:
@@ -345,7 +354,7 @@ def check_engine(config: EngineConfig) -> None:
     refused = refusal(parse_policy(config.policy), config.engine)
     if refused is not None:
         raise ConfigError(refused, param="policy")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "staging_slots"):
+    for name in AT_LEAST_ONE:
         if getattr(config, name) < 1:
             raise ConfigError(f"[engine] {name} must be at least 1", param=name)
 

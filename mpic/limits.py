@@ -70,6 +70,8 @@ class StorageLimits:
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.image_aspect >= 1:  # NaN is refused, too
+            raise ValueError(f"image_aspect must be at least 1, not {self.image_aspect}")
         for name in (
             "user_files",
             "user_bytes",

@@ -46,6 +46,8 @@ def test_file_then_flags(tmp_path):
         ('[server]\nport = "x"\n', "port must be int, not str"),
         ("[server]\nport = true\n", "port must be int, not bool"),
         ("[server]\nport = -1\n", "must not be negative"),
+        ("[server]\nmax_body_bytes = 0\n", "max_body_bytes must be at least 1"),
+        ("[server]\nmax_body_values = 0\n", "max_body_values must be at least 1"),
         ("[server\n", "cannot read"),
     ],
 )
@@ -75,7 +77,7 @@ def test_configs_are_frozen():
 
 
 def test_a_limit_that_cannot_be_is_an_error_of_its_section(tmp_path):
-    for text in ("upload_bytes = 0", "shared_fraction = 1.5"):
+    for text in ("upload_bytes = 0", "shared_fraction = 1.5", "image_aspect = 0.5", "image_aspect = nan"):
         with pytest.raises(ConfigError, match=f"\\[library\\] {text.split()[0]} must"):
             load_config(write(tmp_path, f"[library]\n{text}\n"))
 
@@ -112,3 +114,13 @@ def test_a_limit_that_cannot_be_is_an_error_of_its_section(tmp_path):
 def test_an_engine_is_one_of_two_and_takes_its_own_keys(flags, says):
     with pytest.raises(ConfigError, match=says):
         load_config(None, flags)
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+@pytest.mark.parametrize("name", ["step_tokens", "max_running"])
+def test_an_engine_that_could_run_nothing_is_refused(engine, name):
+    with pytest.raises(
+        ConfigError, match=f"{name} must be at least 1", check=lambda error: error.param == name
+    ):
+        load_config(None, {"engine": engine, name: 0})
+    assert getattr(load_config(None, {"engine": engine, name: 1}).engine, name) == 1

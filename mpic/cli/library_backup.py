@@ -91,14 +91,15 @@ def recover(
     A server refuses to start when its catalogue is missing, empty or damaged while there are files. This command reads
     and verifies every original, makes a new catalogue from the sidecars beside them (`ID.json`) and from the headers of
     compiled chunks, and puts the old one aside as `catalog.sqlite.damaged-DATE`. If you have a copy of the catalogue,
-    put that back instead: the next start adds the files that are newer. Exit status 1 if something could not be added
-    as it was; the table shows it.
+    put that back instead: the next start adds the files that are newer. Move `catalog.sqlite`, `catalog.sqlite-wal` and
+    `catalog.sqlite-shm` away first, or SQLite writes the old log into the copy. Exit status 1 if something could not be
+    added as it was; the table shows it.
     """
     from mpic.library.repair.recover import recover, size_of
 
-    root, _ = library_location(data_dir, config)
+    root, limits = library_location(data_dir, config)
     with progress("reading", size_of(root), as_json) as advance:
-        done = recover(root, dry_run, force, without_sidecars, progress=advance)
+        done = recover(root, dry_run, force, without_sidecars, limits, progress=advance)
     aside = None if done.aside is None else str(done.aside)
     troubles = [trouble._asdict() for trouble in done.troubles]
     value = {"counts": dict(done.counts), "troubles": troubles, "aside": aside}

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import sqlite3
 
@@ -117,6 +118,53 @@ def test_a_start_with_an_older_catalogue_adopts_newer_files_and_no_deleted_ones(
         assert library.recovered["orphans"] == 0 and library.recovered["lost_files"] == 1
         library.files.delete("ann", gone.id)
         assert check(library) == []
+
+
+def test_a_copy_that_is_put_back_as_the_error_says_does_not_get_the_log_of_the_damaged_catalogue(root, clock):
+    path, log = root / "catalog.sqlite", root / "catalog.sqlite-wal"
+    shutil.copy(path, root.parent / "older.sqlite")
+    with Library.open(root, clock=clock) as library:
+        new = library.files.add("bob", b"newer", "n.txt", handle="N")
+        left = log.read_bytes()
+    log.write_bytes(left)  # as a power loss leaves it
+    path.write_bytes(b"\xa5" * 8192)
+    with pytest.raises(DatabaseDamaged) as refused:
+        Library.open(root, clock=clock)
+    for name in {"catalog.sqlite", *re.findall(r"catalog\.sqlite-\w+", str(refused.value))}:
+        (root / name).unlink(missing_ok=True)
+    shutil.copy(root.parent / "older.sqlite", path)
+    with Library.open(root, clock=clock) as library:
+        assert library.recovered["adopted_files"] == 1
+        assert library.files.by_handle("bob", "N") == new and check(library) == []
+
+
+def test_a_start_with_an_older_catalogue_brings_quotas_back_but_replaces_none(root, clock):
+    quotas = lambda library: {
+        row["id"]: (row["quota_files"], row["quota_bytes"], row["quota_disk"])
+        for row in library.catalog.read("SELECT * FROM users WHERE id != '@shared'")
+    }
+    with Library.open(root, clock=clock) as library:
+        library.set_quota("eve", files=5)
+        library.set_quota("dan", files=6)
+        library.set_quota("dan")
+    shutil.copy(root / "catalog.sqlite", root.parent / "older.sqlite")
+    with Library.open(root, clock=clock) as library:
+        library.set_quota("ann", disk=7)  # she has a row without quotas
+        library.set_quota("bob", bytes=1000)  # he has none
+        library.set_quota("eve", files=99)
+        library.files.add("bob", b"newer", "n.txt")
+    shutil.copy(root.parent / "older.sqlite", root / "catalog.sqlite")
+    for adopted in (1, 0):
+        with Library.open(root, clock=clock) as library:
+            assert quotas(library) == {
+                "ann": (None, None, 7),
+                "bob": (None, 1000, None),
+                "eve": (5, None, None),  # the catalogue is right
+                "dan": (None, None, None),
+            }
+            assert library.recovered["adopted_files"] == adopted and library.recovered["orphans"] == 0
+    with Library.open(root, clock=clock) as library:
+        assert [problem.what for problem in check(library)] == ["does not say what the catalogue says"]
 
 
 def forget(root, where):

@@ -9,7 +9,7 @@ import pytest
 from library_tools import Connection
 from threads_kit import started
 
-from mpic.errors import BadRequest, StorageFull
+from mpic.errors import BadRequest, DatabaseDamaged, DatabaseFailed, StorageFull
 from mpic.keys import LOGIN_SECONDS, KeyLimits, KeyNotFound, KeyStore
 
 
@@ -142,6 +142,93 @@ def test_a_file_from_before_logins_were_kept_still_has_its_keys(tmp_path):
     store = KeyStore(tmp_path)
     assert store.find(secret) == key == store.logged_in(store.log_in(key))
     store.close()
+
+
+# ---- a file that is removed or replaced
+
+
+def stored(folder, *users):
+    """Makes a key store in a folder; returns its path and the keys of these users."""
+    with closing(KeyStore(folder)) as store:
+        return store.path, [store.create(user)[0] for user in users]
+
+
+def test_keys_and_logins_of_a_file_that_was_replaced_end_at_once(keys, tmp_path):
+    secret, key = keys.create("ann")
+    cookie = keys.log_in(key)
+    assert keys.exist() and keys.find(secret) and keys.logged_in(cookie)
+    path, [other] = stored(tmp_path / "copy", "bob")
+    path.replace(keys.path)  # the log of the old file stays
+    assert keys.logged_in(cookie) is None and keys.find(secret) is None
+    assert keys.find(other).user == "bob" and keys.logged_in(keys.log_in(keys.find(other))).user == "bob"
+    assert [key.user for key in keys.listing()] == ["bob"] and keys.exist()
+    assert stat.S_IMODE(keys.path.stat().st_mode) == 0o600
+    with closing(KeyStore(tmp_path)) as later:
+        assert later.find(secret) is None and later.find(other)
+
+
+def test_a_removed_file_refuses_every_key_until_it_is_back(keys, tmp_path, caplog):
+    secret, key = keys.create("ann")
+    assert keys.exist()
+    keys.path.rename(tmp_path / "away")
+    for _ in range(2):
+        for ask in (lambda: keys.find(secret), lambda: keys.logged_in("guessed"), lambda: keys.log_in(key)):
+            with pytest.raises(DatabaseFailed, match="was removed"):
+                ask()
+        assert keys.exist(), "the server must not open"
+    assert sum("was removed" in record.message for record in caplog.records) == 1
+    assert not keys.path.exists()
+    (tmp_path / "away").rename(keys.path)
+    assert keys.find(secret) == key
+
+
+def test_a_file_without_keys_in_place_of_one_with_keys_does_not_open_the_server(keys, tmp_path):
+    secret, _ = keys.create("ann")
+    assert keys.exist()
+    keys.path.unlink()
+    keys.path.touch()  # as a copy begins
+    with pytest.raises(DatabaseFailed):
+        keys.find(secret)
+    assert keys.exist() and keys.path.read_bytes() == b""
+    path, _ = stored(tmp_path / "new")
+    path.replace(keys.path)
+    assert keys.find(secret) is None and keys.exist()
+
+
+def test_keys_of_a_new_file_are_seen_by_a_server_that_had_none(keys, tmp_path):
+    assert not keys.exist()
+    keys.path.unlink()
+    assert not keys.exist()
+    path, [secret] = stored(tmp_path / "new", "ann")
+    path.replace(keys.path)
+    assert keys.exist() and keys.find(secret).user == "ann"
+
+
+def test_a_damaged_file_in_place_of_another_refuses_every_key_until_it_is_replaced(keys, tmp_path):
+    secret, _ = keys.create("ann")
+    path, [other] = stored(tmp_path / "copy", "bob")
+    (tmp_path / "damaged").write_bytes(b"damaged" * 1000)
+    (tmp_path / "damaged").replace(keys.path)
+    for _ in range(2):
+        with pytest.raises(DatabaseDamaged):
+            keys.find(secret)
+    path.replace(keys.path)
+    assert keys.find(secret) is None and keys.find(other).user == "bob"
+
+
+def test_a_log_that_another_process_still_reads_does_not_meet_the_file_that_replaces_its_own(tmp_path):
+    with closing(KeyStore(tmp_path, patience=0.05)) as keys:
+        secret, _ = keys.create("ann")
+        path, [other] = stored(tmp_path / "copy", "bob")
+        with closing(sqlite3.connect(keys.path, isolation_level=None)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT * FROM keys").fetchall()
+            keys.create("ann")
+            path.replace(keys.path)
+            with pytest.raises(DatabaseFailed, match=r"move keys\.sqlite-wal and keys\.sqlite-shm away"):
+                keys.find(secret)
+        assert keys.find(secret) is None and keys.find(other).user == "bob"
+        assert [key.user for key in keys.listing()] == ["bob"]
 
 
 # ---- mpic keys

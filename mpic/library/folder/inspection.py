@@ -110,7 +110,8 @@ def inspect(root: Path, create: bool = True) -> Marker | None:
         if marker is not None and catalogue.id not in (None, marker.id):
             raise IntegrityError(
                 f"the catalogue in {root} is another library's (its id is {catalogue.id}, the folder's {marker.id}): "
-                "put the right one back, or move it away and run `mpic library recover`"
+                f"move it, {CATALOG}-wal and {CATALOG}-shm away, then put the right one there or run "
+                "`mpic library recover`"
             )
         return marker or (Marker(catalogue.id) if catalogue.id else Marker.new())
     ours = holds_library_files(root)
@@ -126,7 +127,8 @@ def inspect(root: Path, create: bool = True) -> Marker | None:
     what = "missing or empty" if catalogue.state == "none" else f"damaged ({catalogue.why})"
     raise DatabaseDamaged(
         f"the catalogue of the library in {root} is {what}, and files that it should list are there. Nothing was "
-        f"changed. Put a copy of {CATALOG} back, or make a new one from the files: "
+        f"changed. Put a copy of {CATALOG} back, but move {CATALOG}, {CATALOG}-wal and {CATALOG}-shm away first, or "
+        f"SQLite writes the old log into the copy. Or make a new one from the files: "
         f"mpic library recover --data-dir {root}"
     )
 

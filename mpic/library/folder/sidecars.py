@@ -35,6 +35,7 @@ FORMAT = 1
 SidecarKind = Literal["file", "reference", "cache", "owner"]
 
 CONTENT = ("kind", "filename", "bytes", "sha256", "digest")
+QUOTAS = ("quota_files", "quota_bytes", "quota_disk")
 COLUMNS: dict[str, tuple[str, ...]] = {
     "file": (
         "id",
@@ -53,7 +54,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         *("created_at", "updated_at", "pinned"),
     ),
     "cache": ("id", "owner", "name", "split", "created_at", "expires_at"),
-    "owner": ("id", "created_at", "quota_files", "quota_bytes", "quota_disk"),
+    "owner": ("id", "created_at", *QUOTAS),
 }
 """Columns of the catalogue that a sidecar holds. State and tokens are not among them: they follow from compiling."""
 ADDED = {"file": {"split": None, "press": ""}}
@@ -65,7 +66,7 @@ DESCRIBED = {
     "file": "id NOT IN (SELECT id FROM cache_chunks)",
     "reference": "TRUE",
     "cache": "id IN (SELECT cache FROM cache_chunks)",  # a cache without chunks is about to be forgotten
-    "owner": "quota_files IS NOT NULL OR quota_bytes IS NOT NULL OR quota_disk IS NOT NULL",
+    "owner": " OR ".join(f"{quota} IS NOT NULL" for quota in QUOTAS),
 }
 """Condition on the rows of each table that have a sidecar of their own."""
 CHUNKS_OF_CACHE = "SELECT * FROM files JOIN cache_chunks USING (id) WHERE cache = ? ORDER BY position"

@@ -15,7 +15,7 @@ from mpic.library.catalog.columns import insert_row, update_row
 from mpic.library.catalog.database import Catalog
 from mpic.library.catalog.reference_rows import retire
 from mpic.library.folder.layout import SIDECAR, original_path, owner_folder
-from mpic.library.folder.sidecars import COLUMNS, CONTENT, Sidecar
+from mpic.library.folder.sidecars import COLUMNS, CONTENT, DESCRIBED, QUOTAS, Sidecar
 from mpic.library.records import SHARED
 
 Record = Mapping[str, Any]
@@ -156,10 +156,17 @@ class Adoption:
         return True
 
     def _owner(self, record: Record) -> bool:
-        """Makes the row of a user with its quotas; False when the catalogue knows the user."""
-        if self._known("users", record["id"]):
+        """Makes the row of a user with its quotas, or gives them to a row that has none; False when the catalogue has
+        quotas of the user, or there are none."""
+        if not self._known("users", record["id"]):
+            insert_row(self._db, "users", record)
+            return True
+        has = self._db.execute(
+            f"SELECT 1 FROM users WHERE id = ? AND ({DESCRIBED['owner']})", (record["id"],)
+        )
+        if has.fetchone() is not None or all(record[quota] is None for quota in QUOTAS):
             return False
-        insert_row(self._db, "users", record)
+        update_row(self._db, "users", {name: record[name] for name in ("id", *QUOTAS)})
         return True
 
     def _cache(self, record: Record, errors: Mapping[str, str | None]) -> bool:

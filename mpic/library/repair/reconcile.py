@@ -2,8 +2,9 @@
 
 Only files that are known to be useless are deleted: unfinished files with a temporary name of this program, and files
 that the catalogue remembers as deleted. An original that the catalogue does not know, but that its sidecar
-describes, is adopted: a crash came between the file and its row, or the catalogue is an older copy. Any other file with
-a name of this program goes to the orphans, and files with other names are left alone.
+describes, is adopted: a crash came between the file and its row, or the catalogue is an older copy. So are the quotas
+of a user for whom the catalogue has none. Any other file with a name of this program goes to the orphans, and files
+with other names are left alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mpic.errors import CorruptFile
 from mpic.library.catalog.database import Catalog
 from mpic.library.folder.layout import SIDECAR, scan
 from mpic.library.folder.orphans import Orphans
-from mpic.library.folder.sidecars import SidecarKind, Sidecars
+from mpic.library.folder.sidecars import DESCRIBED, SidecarKind, Sidecars
 from mpic.library.repair.adopt import LOST, Adoption, Record, check_original, read_sidecars
 
 log = logging.getLogger(__name__)
@@ -95,10 +96,16 @@ class Reconciliation:
         known = {str(self._sidecars.path("cache", row).relative_to(self._root)) for row in rows}
         return unknown | (found.caches - known)
 
+    def _without_quotas(self) -> set[str]:
+        """Returns the sidecars of users for whom the catalogue has no quotas."""
+        rows = self._catalog.read(f"SELECT id FROM users WHERE {DESCRIBED['owner']}")
+        known = {str(self._sidecars.path("owner", row).relative_to(self._root)) for row in rows}
+        return self._found.owners - known
+
     def _adopt(self, unknown: set[str], lost: set[str]) -> tuple[set[str], int]:
-        """Makes rows for the originals that sidecars describe; returns the other paths, and the number of sidecars
-        used."""
-        names = (name for name in unknown if name.endswith(SIDECAR))
+        """Makes rows for the originals and the quotas that sidecars describe; returns the other paths of ``unknown``,
+        and the number of sidecars of originals used."""
+        names = {name for name in unknown if name.endswith(SIDECAR)} | self._without_quotas()
         sidecars = read_sidecars(
             self._root, names, lambda name, error: log.warning("%s cannot be used: %s", name, error)
         )
@@ -108,7 +115,9 @@ class Reconciliation:
         with self._catalog.write() as db:
             adoption = Adoption(db, self._catalog, self._now, lost)
             for name, sidecar in sidecars:
-                taken.append(adoption.take(name, sidecar, lambda path, row: self._verify(path, row, unknown)))
+                paths = adoption.take(name, sidecar, lambda path, row: self._verify(path, row, unknown))
+                if sidecar.kind != "owner":
+                    taken.append(paths)
         for file_id in adoption.without_handle:
             log.warning("%s is back without its handle, which another file of its owner has", file_id)
         return unknown.difference(*taken), sum(map(bool, taken))

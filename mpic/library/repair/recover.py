@@ -65,6 +65,7 @@ def recover(
     dry_run: bool = False,
     force: bool = False,
     without_sidecars: bool = False,
+    limits: Limits | None = None,
     filesystem: FileSystem | None = None,
     clock: Callable[[], float] = time.time,
     progress: Callable[[int], None] = lambda done: None,
@@ -75,6 +76,7 @@ def recover(
         dry_run: only report what would be done; nothing in the folder is changed.
         force: make a new catalogue although the present one is in order.
         without_sidecars: adopt originals of versions that wrote no sidecars, under their ids (see ``salvage``).
+        limits: bounds on the content of these; None: the defaults.
         progress: called with the bytes of each original that was verified.
 
     Raises:
@@ -90,7 +92,8 @@ def recover(
             raise BadRequest(f"the catalogue in {root} is in order; there is nothing to recover")
         with _workplace(root, filesystem, dry_run) as path:
             with closing(Catalog(path, filesystem)) as catalog:
-                recovery = _Rebuilding(root, catalog, filesystem, clock, progress).run(without_sidecars)
+                rebuilding = _Rebuilding(root, catalog, filesystem, clock, progress)
+                recovery = rebuilding.run(limits or Limits() if without_sidecars else None)
                 catalog.identify(folder.id)
                 catalog.check()
                 catalog.fold()  # only the file itself gets the catalogue's name
@@ -121,7 +124,8 @@ class _Rebuilding:
         self._described: set[str] = set()  # originals that a sidecar describes
         self._done = Recovery()
 
-    def run(self, without_sidecars: bool) -> Recovery:
+    def run(self, salvaging: Limits | None) -> Recovery:
+        """Makes the rows; with limits, also those of originals without sidecars whose content they accept."""
         found, counts = self._found, self._done.counts
         chunks = self._chunks()
         sidecars = read_sidecars(
@@ -134,9 +138,9 @@ class _Rebuilding:
             for path, sidecar in sidecars:
                 self._adopt(adoption, path, sidecar)
             rest = sorted(found.originals - self._described)
-            if without_sidecars:
+            if salvaging is not None:
                 before = len(rest)
-                rest = salvage(adoption, self._root, rest, [chunk.key.owner for chunk in chunks], Limits())
+                rest = salvage(adoption, self._root, rest, [chunk.key.owner for chunk in chunks], salvaging)
                 counts["files"] += before - len(rest)
         self._done.troubles += [Trouble(path, "has no sidecar that describes it") for path in rest]
         for file_id in adoption.without_handle:
