@@ -48,15 +48,22 @@ def install(app: FastAPI) -> None:
 
 
 def as_mpic_error(exc: BaseException) -> MPICError:
+    """Returns the error to show for any exception (``shown_for``), and logs what an operator must know."""
+    error = shown_for(exc)
+    if error is not exc:
+        log.error("A request failed with an unexpected %s.", type(exc).__name__, exc_info=exc)
+    elif isinstance(error, Unavailable):
+        # logged without a traceback: the message is enough, and many requests may fail this way
+        log.error("%s: %s", error.code, error.message)
+    elif error.status >= 500:
+        log.error("%s: %s", error.code, error.message, exc_info=exc)
+    return error
+
+
+def shown_for(exc: BaseException) -> MPICError:
     """Returns the error to show for any exception: an MPICError as it is, everything else as an internal error."""
     if isinstance(exc, MPICError) and type(exc) is not MPICError:
-        # logged without a traceback: the message is enough, and many requests may fail this way
-        if isinstance(exc, Unavailable):
-            log.error("%s: %s", exc.code, exc.message)
-        elif exc.status >= 500:
-            log.error("%s: %s", exc.code, exc.message, exc_info=exc)
         return exc
-    log.error("A request failed with an unexpected %s.", type(exc).__name__, exc_info=exc)
     if memory.is_exhaustion(exc):
         return OutOfMemory("the server has not enough memory for this request now")
     return MPICError(INTERNAL)
