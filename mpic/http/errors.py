@@ -15,6 +15,7 @@ from starlette.routing import Match, Route
 
 from mpic import memory
 from mpic.api.openai_fields import BY_NAME, OPENAI_FIELDS
+from mpic.durable import FULL
 from mpic.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -22,6 +23,7 @@ from mpic.errors import (
     NotFound,
     OutOfMemory,
     RateLimited,
+    StorageFull,
     TooLarge,
     Unauthorized,
     Unavailable,
@@ -96,6 +98,8 @@ async def _http_error(request: Request, exc: Exception) -> Response:
     """Handles Starlette's own errors: unknown routes, wrong methods, bodies that cannot be parsed."""
     assert isinstance(exc, HTTPException)
     cause = exc.__cause__  # one of our errors, if it was raised while FastAPI read the body
+    if isinstance(cause, OSError):
+        return response(as_mpic_error(_spool_error(cause)))
     if cause is not None and (isinstance(cause, MPICError) or memory.is_exhaustion(cause)):
         return response(as_mpic_error(cause))
     if isinstance(cause, ClientDisconnected):
@@ -115,6 +119,16 @@ async def _http_error(request: Request, exc: Exception) -> Response:
         case _:
             error = as_mpic_error(exc)
     return response(error, dict(exc.headers or {}))
+
+
+def _spool_error(error: OSError) -> Exception:
+    """Returns the error of a form whose files the folder for temporary files, where they are spooled, does not take:
+    StorageFull if it is full, any other as it is."""
+    if error.errno not in FULL:
+        return error
+    full = StorageFull("the server's folder for temporary files (TMPDIR) is full; nothing was stored")
+    full.__cause__ = error  # for the log
+    return full
 
 
 def _allowed(request: Request) -> str:

@@ -3,14 +3,18 @@ refused upload stays on the disk."""
 
 import asyncio
 import dataclasses
+import errno
 import os
+import tempfile
 import zlib
+from unittest.mock import Mock
 
 import pytest
 from odd_images import SIGNATURE, chunk, saved
 from odd_images import png as by_hand
 from PIL import Image
 from server_helpers import fake_server, png, post_raw, refusal, wait_until
+from starlette.formparsers import MultiPartParser
 
 from mpic.config import Config, LibraryConfig
 
@@ -170,6 +174,32 @@ async def test_broken_forms_are_client_errors(limited, what):
     kind, body = BROKEN[what]
     answer = await limited.http.post("/v1/files", content=body, headers={"content-type": kind})
     assert 400 <= answer.status_code < 500 and answer.json()["error"]["code"], answer.text
+    await left_nothing(limited)
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(errno.ENOSPC, (507, "storage_full")), (errno.EIO, (500, "internal_error"))],
+)
+async def test_a_folder_for_temporary_files_that_cannot_be_written_is_no_mistake_of_the_client(
+    limited, monkeypatch, caplog, number, expected
+):
+    monkeypatch.setattr(MultiPartParser, "spool_max_size", 1000)
+    monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=OSError(number, os.strerror(number))))
+    answer = await limited.upload(b"x" * 2000, "x.txt")
+    assert refusal(answer) == expected
+    assert ("TMPDIR" in answer.text) == (expected[0] == 507)
+    assert [record.levelname for record in caplog.records if record.name == "mpic.server"] == ["ERROR"]
+    assert os.strerror(number) in caplog.text
+    await left_nothing(limited)
+
+
+async def test_a_folder_for_temporary_files_that_is_gone_is_logged(limited, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(MultiPartParser, "spool_max_size", 1000)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    answer = await limited.upload(b"x" * 2000, "x.txt")
+    assert refusal(answer) == (500, "internal_error") and "gone" not in answer.text
+    assert str(tmp_path / "gone") in caplog.text
     await left_nothing(limited)
 
 
