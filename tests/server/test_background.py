@@ -105,6 +105,17 @@ async def test_a_server_stops_while_an_outcome_cannot_be_recorded(tmp_path, temp
         assert (await server.settled(id))["state"] == "ready"
 
 
+async def test_an_upload_that_nobody_compiles_is_compiled_when_it_is_repeated(server):
+    with patch.object(
+        server.app.state.background, "compile", side_effect=RuntimeError("the request ends here")
+    ):
+        assert (await server.upload(handle="TOWER")).status_code == 500
+    server.engine.hold_compiles = False
+    again = (await server.upload(handle="TOWER")).json()
+    assert (again["outcome"], again["state"]) == ("unchanged", "compiling")
+    assert (await server.settled(again["id"]))["state"] == "ready"
+
+
 async def test_savings_that_the_disk_refuses_are_written_later(tmp_path, template, monkeypatch):
     monkeypatch.setattr(background, "SAVE_SECONDS", 0.01)
     async with fake_server(tmp_path, template) as server:

@@ -87,10 +87,10 @@ async def upload(
     finally:
         if stored.compile:
             request.app.state.background.compile(stored.file)
-    if stored.compile:
-        answer = _show(stored.file, state, {}, {})
-    else:
+    if stored.outcome == "unchanged":
         answer = await run_in_threadpool(get_file, stored.file.id, state, user)
+    else:
+        answer = _show(stored.file, state, {}, {})
     return answer.model_copy(update={"outcome": stored.outcome})
 
 
