@@ -15,6 +15,7 @@ from starlette.routing import Match, Route
 
 from mpic import memory
 from mpic.api.openai_fields import BY_NAME, OPENAI_FIELDS
+from mpic.durable import FULL
 from mpic.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -22,6 +23,7 @@ from mpic.errors import (
     NotFound,
     OutOfMemory,
     RateLimited,
+    StorageFull,
     TooLarge,
     Unauthorized,
     Unavailable,
@@ -48,15 +50,22 @@ def install(app: FastAPI) -> None:
 
 
 def as_mpic_error(exc: BaseException) -> MPICError:
+    """Returns the error to show for any exception (``shown_for``), and logs what an operator must know."""
+    error = shown_for(exc)
+    if error is not exc:
+        log.error("A request failed with an unexpected %s.", type(exc).__name__, exc_info=exc)
+    elif isinstance(error, Unavailable):
+        # logged without a traceback: the message is enough, and many requests may fail this way
+        log.error("%s: %s", error.code, error.message)
+    elif error.status >= 500:
+        log.error("%s: %s", error.code, error.message, exc_info=exc)
+    return error
+
+
+def shown_for(exc: BaseException) -> MPICError:
     """Returns the error to show for any exception: an MPICError as it is, everything else as an internal error."""
     if isinstance(exc, MPICError) and type(exc) is not MPICError:
-        # logged without a traceback: the message is enough, and many requests may fail this way
-        if isinstance(exc, Unavailable):
-            log.error("%s: %s", exc.code, exc.message)
-        elif exc.status >= 500:
-            log.error("%s: %s", exc.code, exc.message, exc_info=exc)
         return exc
-    log.error("A request failed with an unexpected %s.", type(exc).__name__, exc_info=exc)
     if memory.is_exhaustion(exc):
         return OutOfMemory("the server has not enough memory for this request now")
     return MPICError(INTERNAL)
@@ -89,6 +98,8 @@ async def _http_error(request: Request, exc: Exception) -> Response:
     """Handles Starlette's own errors: unknown routes, wrong methods, bodies that cannot be parsed."""
     assert isinstance(exc, HTTPException)
     cause = exc.__cause__  # one of our errors, if it was raised while FastAPI read the body
+    if isinstance(cause, OSError):
+        return response(as_mpic_error(_spool_error(cause)))
     if cause is not None and (isinstance(cause, MPICError) or memory.is_exhaustion(cause)):
         return response(as_mpic_error(cause))
     if isinstance(cause, ClientDisconnected):
@@ -108,6 +119,16 @@ async def _http_error(request: Request, exc: Exception) -> Response:
         case _:
             error = as_mpic_error(exc)
     return response(error, dict(exc.headers or {}))
+
+
+def _spool_error(error: OSError) -> Exception:
+    """Returns the error of a form whose files the folder for temporary files, where they are spooled, does not take:
+    StorageFull if it is full, any other as it is."""
+    if error.errno not in FULL:
+        return error
+    full = StorageFull("the server's folder for temporary files (TMPDIR) is full; nothing was stored")
+    full.__cause__ = error  # for the log
+    return full
 
 
 def _allowed(request: Request) -> str:

@@ -3,6 +3,7 @@ same handle again makes no second file."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from mpic.library.intake.receive import PIECE, receive
 from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import SHARED, AsyncReader, File, Removed, Scalar
 
+log = logging.getLogger(__name__)
 Outcome = Literal["created", "unchanged", "replaced"]
 Remove = Callable[[list[File], str | None], list[Removed]]
 
@@ -28,8 +30,9 @@ class UploadOutcome(NamedTuple):
     Args:
         file: the user's file of these bytes.
         outcome: ``unchanged``: the user had it already under this handle; ``replaced``: it took over the handle.
-        removed: the file that lost its handle and was deleted, if any.
-        compile: True if it is to be compiled; an unchanged file is compiled only if that has failed before.
+        removed: the file that lost its handle and was deleted, if any; one that could not be is collected as expired.
+        compile: True if it is to be compiled; an unchanged file only if it is not ready. Engines join a compile of the
+            same content that is under way.
     """
 
     file: File
@@ -127,7 +130,14 @@ class UploadIntake(LibraryPart):
             raise
         if old is None:
             return UploadOutcome(file, "created")
-        return UploadOutcome(file, "replaced", tuple(self._remove([old], "expired")))
+        try:
+            removed = tuple(self._remove([old], "expired"))
+        except Exception:  # the upload is committed, so the client must not be told that it failed
+            log.exception(
+                "The replaced file %s could not be removed; it has expired and is collected later.", old.id
+            )
+            removed = ()
+        return UploadOutcome(file, "replaced", removed)
 
     def _unchanged(
         self, wanted: Wanted, incoming: Incoming, expires_at: float | None
@@ -148,12 +158,12 @@ class UploadIntake(LibraryPart):
         if not self._intact(old):  # the upload replaces it
             return None
         self._rows.set_expiry(old.owner, old.id, expires_at)
-        failed = old.state == "failed"
-        if failed:  # compiling may succeed this time, especially if the file is cut now
+        if old.state == "failed":  # compiling may succeed this time, especially if the file is cut now
             self._cut_anew(old, wanted.split if old.kind == "text" else None)
             self._rows.set_state(old.owner, old.id, "compiling", None, None)
         kept = self._rows.by_id(old.owner, old.id)  # None: it was deleted meanwhile
-        return kept and UploadOutcome(kept, "unchanged", compile=failed)
+        # one that is compiling may have been left so by a request that failed after it was stored
+        return kept and UploadOutcome(kept, "unchanged", compile=kept.state != "ready")
 
     def _cut_anew(self, file: File, split: dict[str, Any] | None) -> None:
         """Sets how a document is to be cut, and removes the compiled chunks of the old pieces: no deletion of the file

@@ -7,12 +7,20 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 from starlette.concurrency import run_in_threadpool
 
-from mpic.errors import EngineStopped, FileNotFound, MPICError, ReferenceNotFound, Unavailable
+from mpic.errors import (
+    EngineStopped,
+    FileNotFound,
+    MPICError,
+    ReferenceNotFound,
+    StorageFull,
+    Unavailable,
+)
 from mpic.http.errors import INTERNAL
 from mpic.library.records import SHARED
 from mpic.link import parse_policy
@@ -30,10 +38,19 @@ PER_USER, CLIPS_PER_USER = 8, 2
 """Files and clips of one user that are compiled at a time. The further ones wait, while other users have their turn."""
 EXPIRY_SECONDS = 30.0
 PAUSES = (2.0, 10.0, 30.0)
-"""Seconds before a compilation for which there was not enough memory or time is tried again."""
+"""Seconds before a compilation for which there was not enough memory, disk or time is tried again. Recording an outcome
+is tried again after the last of them for as long as it fails."""
 WATCH_SECONDS = 2.0
 SAVE_SECONDS = 5.0
 log = logging.getLogger("mpic.server")
+
+
+class CompileOutcome(NamedTuple):
+    """The outcome of a compilation: the new state, the number of tokens, and a sentence about what went wrong."""
+
+    state: Literal["ready", "failed"]
+    tokens: int | None = None
+    error: str | None = None
 
 
 class BackgroundJobs:
@@ -71,7 +88,7 @@ class BackgroundJobs:
         files, user = self.library.files, file.owner
         chunks_of, set_state = partial(files.chunks, user, file), partial(files.set_state, user, file.id)
         exists = partial(files.get, user, file.id)
-        once = partial(self._compile_once, user, file.id, chunks_of, exists, set_state, file.kind == "video")
+        once = partial(self._compile_once, user, file.id, chunks_of, exists, file.kind == "video")
         self._spawn(self._compile(file.id, once, set_state))
 
     def compile_reference(self, reference: Reference) -> None:
@@ -80,7 +97,7 @@ class BackgroundJobs:
         set_state = partial(shelf.set_state, reference)
         chunks_of = lambda: [shelf.chunk(reference)]
         exists = partial(shelf.get, reference.id)
-        once = partial(self._compile_once, SHARED, reference.id, chunks_of, exists, set_state, False)
+        once = partial(self._compile_once, SHARED, reference.id, chunks_of, exists, False)
         self._spawn(self._compile(reference.id, once, set_state))
 
     def _spawn(self, work: object) -> None:
@@ -89,20 +106,22 @@ class BackgroundJobs:
         task.add_done_callback(self._tasks.discard)
 
     async def _compile(
-        self, id: str, once: Callable[[], Awaitable[None]], set_state: Callable[..., None]
+        self, id: str, once: Callable[[], Awaitable[CompileOutcome | None]], set_state: Callable[..., None]
     ) -> None:
-        """Compiles until it does not fail for want of memory or time. ``once`` is ``_compile_once``."""
+        """Compiles until it does not fail for want of memory, disk or time, and records the outcome. ``once`` is
+        ``_compile_once``."""
         for pause in PAUSES:
             try:
-                return await once()
-            except Unavailable as error:
+                return await self._record(id, await once(), set_state)
+            except (Unavailable, StorageFull) as error:
                 log.warning("Compiling %s failed and is tried again in %g s: %s", id, pause, error)
             await asyncio.sleep(pause)  # while others may compile
         try:
-            await once()
-        except Unavailable as error:
+            outcome = await once()
+        except (Unavailable, StorageFull) as error:
             log.error("Compiling %s failed: %s", id, error)
-            await run_in_threadpool(set_state, "failed", None, error.message)
+            outcome = CompileOutcome("failed", error=error.message)
+        await self._record(id, outcome, set_state)
 
     async def _compile_once(
         self,
@@ -110,10 +129,10 @@ class BackgroundJobs:
         id: str,
         chunks_of: Callable[[], list[Chunk]],
         exists: Callable[[], object],
-        set_state: Callable[..., None],
         clip: bool,
-    ) -> None:
-        """Compiles once, when it is the user's turn. Raises Unavailable; any other error becomes the file's state.
+    ) -> CompileOutcome | None:
+        """Compiles once, when it is the user's turn. Returns None if there is nothing to record. Raises Unavailable and
+        StorageFull; any other error becomes the file's state.
 
         Args:
             exists: raises FileNotFound or ReferenceNotFound once it was deleted, which ends the compiling.
@@ -128,15 +147,26 @@ class BackgroundJobs:
                         tokens += await asyncio.wrap_future(future)
             except (EngineStopped, FileNotFound, ReferenceNotFound):
                 # it is left for the next start, or was deleted meanwhile
-                return
-            except Unavailable:
+                return None
+            except (Unavailable, StorageFull):
                 raise
             except Exception as exc:
                 log.exception("Compiling %s failed.", id)
-                why = exc.message if isinstance(exc, MPICError) else INTERNAL
-                await run_in_threadpool(set_state, "failed", None, why)
-            else:
-                await run_in_threadpool(set_state, "ready", tokens)
+                return CompileOutcome("failed", error=exc.message if isinstance(exc, MPICError) else INTERNAL)
+            return CompileOutcome("ready", tokens)
+
+    async def _record(self, id: str, outcome: CompileOutcome | None, set_state: Callable[..., None]) -> None:
+        """Records an outcome. This is repeated until it succeeds, because otherwise the file would be compiling until
+        the next start."""
+        if outcome is None:
+            return
+        for pause in chain(PAUSES, repeat(PAUSES[-1])):
+            try:
+                return await run_in_threadpool(set_state, *outcome)
+            except Exception as error:
+                what = f"That {id} is {outcome.state} could not be recorded"
+                log.error("%s, which is tried again in %g s: %s", what, pause, error)
+            await asyncio.sleep(pause)
 
     def _compile_existing(self, chunk: Chunk, exists: Callable[[], object]) -> Future[int]:
         """Gives a chunk to the engine, which stores it, unless the file was deleted while its earlier chunks were

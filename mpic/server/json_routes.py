@@ -1,5 +1,5 @@
-"""Routes with JSON bodies, which are bounded before they are parsed. Large ones are parsed and validated on a
-thread."""
+"""Routes with JSON bodies, which are bounded before they are parsed. Large ones are parsed and validated on a thread.
+Forms of these routes are bounded, too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import FormData
+from starlette.exceptions import HTTPException
 
 from mpic.bounded_json import Bounds, TooMuch
 from mpic.errors import BadRequest, ContextLengthExceeded, MPICError, TooLarge
@@ -24,6 +26,10 @@ ESCAPED_BYTES = 6
 """Bytes that JSON may spend on one byte of text (``\\u0041``)."""
 MAX_VALUES = 1 << 14
 """Most values of a body that is not a chat."""
+MAX_FILES, MAX_FIELDS = 1, 64
+"""Most files and other fields of a form. A file takes a descriptor once it is spooled to disk, and one for each
+connection is counted on (``descriptors.PER_CONNECTION``). No route knows as many fields: this is so that a refusal can
+still name an unknown one."""
 EXTRA_TEXT_BYTES = 1 << 20
 """Bytes of text in a chat that the model does not read: names, ids, annotations of earlier answers."""
 
@@ -49,6 +55,17 @@ class _JsonRequest(Request):
             else:
                 self._json = await state.pools.parsing.run(self, self.route.read, body, state)
         return self._json
+
+    async def form(self, **bounds: Any) -> FormData:  # type: ignore[override]
+        """Reads a form of at most ``MAX_FILES`` and ``MAX_FIELDS``. A form with more is a bad request."""
+        try:
+            return await super().form(max_files=MAX_FILES, max_fields=MAX_FIELDS, **bounds)
+        except HTTPException as error:
+            if not str(error.detail).startswith("Too many files"):
+                raise
+            raise BadRequest(
+                "a form has one file, in the field 'file'; all other fields are texts"
+            ) from error
 
 
 class JSONRoute(APIRoute):

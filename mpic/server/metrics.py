@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpic.errors import MPICError
+from mpic.http.errors import shown_for
 
 if TYPE_CHECKING:
     from mpic.engine.base import Engine, GenerationUsage
@@ -57,19 +58,31 @@ class Metrics:
 
 
 class ResponseCounter:
-    """ASGI middleware that counts responses by status."""
+    """ASGI middleware that counts responses by status. An exception counts as the response that it is answered with,
+    because the framework's middleware that answers stands outside of all others."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        started = False
+
         async def counted(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 self.metrics.responded(message["status"])
             await send(message)
 
-        await self.app(scope, receive, counted if scope["type"] == "http" else send)
+        try:
+            await self.app(scope, receive, counted)
+        except Exception as error:
+            if not started:
+                self.metrics.responded(shown_for(error).status)
+            raise
 
 
 class _StateCollector:

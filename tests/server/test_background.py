@@ -4,12 +4,13 @@ import asyncio
 import json
 import time
 from dataclasses import replace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from fake_engine import CHUNK_TOKENS, FakeEngine
 from server_helpers import fake_server, wait_until
 
+from mpic.errors import CompileFailed, DatabaseBusy, DatabaseDamaged, LibraryGone, StorageFull
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.server import background
 
@@ -91,6 +92,57 @@ async def test_a_document_that_is_gone_is_not_compiled_further(server, end):
 
     await wait_until(settled)
     assert [chunk.file_id for chunk in server.engine.compiled].count(id) == 1
+
+
+@pytest.mark.parametrize("fault", [StorageFull, LibraryGone, DatabaseBusy, DatabaseDamaged])
+@pytest.mark.parametrize(("compile_error", "state"), [(None, "ready"), (CompileFailed("no"), "failed")])
+async def test_an_outcome_is_recorded_once_the_disk_and_the_library_allow_it(
+    tmp_path, template, monkeypatch, fault, compile_error, state
+):
+    monkeypatch.setattr(background, "PAUSES", (0.01, 0.01))
+    async with fake_server(tmp_path, template) as server:
+        server.engine.compile_error = compile_error
+        set_state = server.library.files.set_state
+        server.library.files.set_state = refused = Mock(side_effect=fault("for now"))
+        id = (await server.upload()).json()["id"]
+        await wait_until(lambda: refused.call_count > 8, seconds=5)
+        refused.side_effect = set_state
+        assert (await server.settled(id))["state"] == state
+        assert len(server.engine.compiled) == 1
+
+
+async def test_a_compilation_for_which_the_disk_is_full_is_tried_again(tmp_path, template, monkeypatch):
+    monkeypatch.setattr(background, "PAUSES", (0.01, 0.01))
+    async with fake_server(tmp_path, template) as server:
+        server.engine.compile_error = StorageFull("the disk is full")
+        file = await server.uploaded()
+        assert (file["state"], file["status_details"]) == ("failed", "the disk is full")
+        assert len(server.engine.compiled) == 3
+        monkeypatch.setattr(background, "PAUSES", (0.01,) * 1000)
+        id = (await server.upload(b"text", "t.txt")).json()["id"]
+        await wait_until(lambda: len(server.engine.compiled) > 5)
+        server.engine.compile_error = None
+        assert (await server.settled(id))["state"] == "ready"
+
+
+async def test_a_server_stops_while_an_outcome_cannot_be_recorded(tmp_path, template):
+    async with fake_server(tmp_path, template) as server:
+        server.library.files.set_state = Mock(side_effect=StorageFull("the disk is full"))
+        id = (await server.upload()).json()["id"]
+        await wait_until(lambda: server.library.files.set_state.called)
+    async with fake_server(tmp_path, template) as server:
+        assert (await server.settled(id))["state"] == "ready"
+
+
+async def test_an_upload_that_nobody_compiles_is_compiled_when_it_is_repeated(server):
+    with patch.object(
+        server.app.state.background, "compile", side_effect=RuntimeError("the request ends here")
+    ):
+        assert (await server.upload(handle="TOWER")).status_code == 500
+    server.engine.hold_compiles = False
+    again = (await server.upload(handle="TOWER")).json()
+    assert (again["outcome"], again["state"]) == ("unchanged", "compiling")
+    assert (await server.settled(again["id"]))["state"] == "ready"
 
 
 async def test_savings_that_the_disk_refuses_are_written_later(tmp_path, template, monkeypatch):

@@ -1,4 +1,4 @@
-"""While the disk blocks an upload or a deletion, the server answers other requests."""
+"""While the disk or the engine blocks an upload or a deletion, the server answers other requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from fake_engine import FakeEngine
-from server_helpers import png, running
+from server_helpers import fake_server, png, running, wait_until
 
 from mpic.config import Config
 from mpic.durable import FileSystem
@@ -91,3 +91,50 @@ async def test_what_is_added_on_a_stalled_disk_blocks_no_other_request(call, pat
     async with stalling(call) as (server, answered_meanwhile):
         answer = await answered_meanwhile(server.http.post(f"/v1/{path}", **body))
         assert answer.status_code == 200, answer.text
+
+
+class BusyEngine(FakeEngine):
+    """An engine that is in a step, and forgets a chunk only when the test ends the step on the event loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.reached, self.go, self.stuck, self.done = threading.Event(), threading.Event(), False, []
+
+    def forget(self, chunk):
+        self.reached.set()
+        self.stuck |= not self.go.wait(20)
+        self.done.append(("forgotten", chunk.key))
+
+    def compile(self, chunk, *wrapping):
+        self.done.append(("compiled", chunk.key))
+        return super().compile(chunk, *wrapping)
+
+
+async def test_a_replacing_upload_that_waits_for_the_engine_blocks_no_other_request(tmp_path, template):
+    engine = BusyEngine()
+    async with fake_server(tmp_path, template, engine) as server:
+        old = await server.uploaded(handle="TOWER")
+        task = asyncio.ensure_future(server.upload(b"text", "t.txt", handle="TOWER", replace="true"))
+        await wait_until(engine.reached.is_set)
+        assert (await server.http.get("/health/live")).status_code == 200
+        assert not task.done()
+        engine.go.set()
+        answer = await task
+        assert answer.json()["outcome"] == "replaced" and not engine.stuck, (
+            "the event loop waited for the engine"
+        )
+        assert (await server.settled(answer.json()["id"]))["state"] == "ready"
+        # the other way round, chunks that both have would count as deleted before they were compiled
+        image, forgotten, text = engine.done
+        assert image == ("compiled", forgotten[1]) and forgotten[0] == "forgotten" and text[0] == "compiled"
+        assert (await server.http.get(f"/v1/files/{old['id']}")).status_code == 404
+
+
+async def test_a_replacing_upload_is_compiled_although_the_engine_cannot_forget_the_old_file(server):
+    await server.uploaded(handle="TOWER")
+    server.engine.forget = lambda chunk: 1 / 0
+    answer = await server.upload(b"text", "t.txt", handle="TOWER", replace="true")
+    assert answer.status_code == 500
+    [file] = (await server.http.get("/v1/files")).json()["data"]
+    assert file["kind"] == "text"
+    assert (await server.settled(file["id"]))["state"] == "ready"

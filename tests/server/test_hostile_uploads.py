@@ -3,16 +3,21 @@ refused upload stays on the disk."""
 
 import asyncio
 import dataclasses
+import errno
 import os
+import tempfile
 import zlib
+from unittest.mock import Mock
 
 import pytest
 from odd_images import SIGNATURE, chunk, saved
 from odd_images import png as by_hand
 from PIL import Image
 from server_helpers import fake_server, png, post_raw, refusal, wait_until
+from starlette.formparsers import MultiPartParser
 
 from mpic.config import Config, LibraryConfig
+from mpic.server import descriptors
 
 LIMITS = LibraryConfig(upload_bytes=200_000, text_bytes=50_000, image_pixels=1_000_000)
 PDF = b"%PDF-1.7\n1 0 obj<</Type/Catalog>>endobj\ntrailer<</Root 1 0 R>>\n%%EOF"
@@ -173,11 +178,54 @@ async def test_broken_forms_are_client_errors(limited, what):
     await left_nothing(limited)
 
 
-async def test_two_files_in_one_form_are_one_upload(limited):
-    files = [("file", ("a.txt", b"first")), ("file", ("b.txt", b"second"))]
-    answer = await limited.http.post("/v1/files", data={"purpose": "user_data"}, files=files)
-    assert answer.status_code in (200, 400)
-    await wait_until(lambda: len(left(limited)[1]) == (answer.status_code == 200))
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(errno.ENOSPC, (507, "storage_full")), (errno.EIO, (500, "internal_error"))],
+)
+async def test_a_folder_for_temporary_files_that_cannot_be_written_is_no_mistake_of_the_client(
+    limited, monkeypatch, caplog, number, expected
+):
+    monkeypatch.setattr(MultiPartParser, "spool_max_size", 1000)
+    monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=OSError(number, os.strerror(number))))
+    answer = await limited.upload(b"x" * 2000, "x.txt")
+    assert refusal(answer) == expected
+    assert ("TMPDIR" in answer.text) == (expected[0] == 507)
+    assert [record.levelname for record in caplog.records if record.name == "mpic.server"] == ["ERROR"]
+    assert os.strerror(number) in caplog.text
+    await left_nothing(limited)
+
+
+async def test_a_folder_for_temporary_files_that_is_gone_is_logged(limited, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(MultiPartParser, "spool_max_size", 1000)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    answer = await limited.upload(b"x" * 2000, "x.txt")
+    assert refusal(answer) == (500, "internal_error") and "gone" not in answer.text
+    assert str(tmp_path / "gone") in caplog.text
+    await left_nothing(limited)
+
+
+@pytest.mark.parametrize("path", ["files", "references"])
+async def test_a_form_with_many_files_is_refused_before_it_takes_more_descriptors_than_are_counted_on(
+    limited, monkeypatch, path
+):
+    monkeypatch.setattr(MultiPartParser, "spool_max_size", 1000)
+    spooled = Mock(side_effect=tempfile.TemporaryFile)
+    monkeypatch.setattr(tempfile, "TemporaryFile", spooled)
+    files = [("file", (f"{i}.txt", b"x" * 2000)) for i in range(60)]
+    answer = await limited.http.post(f"/v1/{path}", files=files)
+    assert refusal(answer) == (400, "bad_request")
+    assert "a form has one file" in answer.json()["error"]["message"]
+    assert spooled.call_count <= descriptors.PER_CONNECTION - 2  # the others: the socket, the stored original
+    await left_nothing(limited)
+
+
+async def test_a_form_with_many_fields_is_refused_and_one_with_an_unknown_field_by_its_name(limited):
+    unknown = {f"field{i}": "x" for i in range(20)}
+    answer = await limited.upload(b"text", "x.txt", **unknown)
+    assert refusal(answer) == (400, "unsupported_parameter") and "field0 " in answer.text
+    answer = await limited.upload(b"text", "x.txt", **{f"field{i}": "x" for i in range(100)})
+    assert refusal(answer) == (400, "bad_request") and "Too many fields" in answer.text
+    await left_nothing(limited)
 
 
 async def test_an_upload_cut_off_in_the_middle_leaves_nothing(limited):
@@ -187,7 +235,7 @@ async def test_an_upload_cut_off_in_the_middle_leaves_nothing(limited):
     await left_nothing(limited)
 
 
-def descriptors():
+def open_descriptors():
     """Returns how many descriptors are open, but for the catalogue's, which SQLite keeps for as long as it is read."""
     return sum(".sqlite" not in file for file in map(target_of, os.listdir("/proc/self/fd")))
 
@@ -202,7 +250,7 @@ def target_of(number):
 async def test_a_flood_stops_at_the_limit_and_accepted_files_stay(limited):
     """The 10,000 files of one key, scaled down: 60 of 100, from 8 connections at once."""
     limited.http.headers.update(limited.key("flood", files=60))
-    before = descriptors()
+    before = open_descriptors()
     line = iter(range(100))
     answers = []
 
@@ -215,5 +263,5 @@ async def test_a_flood_stops_at_the_limit_and_accepted_files_stay(limited):
     assert codes.count("ok") == 60 and codes.count("storage_quota_exceeded") == 40
     taken = {a.json()["id"] for a in answers if a.status_code == 200}
     await wait_until(lambda: {p.name for p in left(limited)[0]} == set(left(limited)[1]) == taken)
-    assert descriptors() <= before + 12
+    assert open_descriptors() <= before + 12
     assert (await limited.http.get("/v1/files", params={"limit": 100})).json()["has_more"] is False

@@ -1,9 +1,14 @@
 """The metrics that Prometheus reads."""
 
+from unittest.mock import AsyncMock, Mock
+
 import pytest
 from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import fake_server, refusal
+
+from mpic.errors import DatabaseBusy
+from mpic.server.metrics import ResponseCounter
 
 
 async def scrape(http, **options):
@@ -27,6 +32,33 @@ async def test_times_of_answers_and_statuses(server):
     assert after["mpic_time_to_first_token_seconds_sum",] == pytest.approx(2 * 1.25e-3)
     assert after["mpic_http_responses_total", "200"] >= 3 and after["mpic_http_responses_total", "404"] == 1
     assert after["mpic_tier_budget", "disk"] > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(RuntimeError("a bug"), 500), (MemoryError(), 503), (DatabaseBusy("locked"), 503)]
+)
+async def test_a_request_that_ends_in_an_exception_counts_as_it_is_answered(server, error, status):
+    server.engine.presses = Mock(side_effect=error)
+    assert (await server.upload(press="snapkv-50")).status_code == status
+    shown = await scrape(server.http)
+    assert (
+        shown["mpic_http_responses_total", str(status)] == 1
+        and ("mpic_http_responses_total", "200") not in shown
+    )
+
+
+async def test_an_answer_that_breaks_off_after_its_status_counts_once(server):
+    async def broken(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("a bug")
+
+    metrics = server.app.state.mpic.metrics
+    with pytest.raises(RuntimeError):
+        await ResponseCounter(broken, metrics)({"type": "http"}, AsyncMock(), AsyncMock())
+    shown = await scrape(server.http)
+    assert [(labels[1], n) for labels, n in shown.items() if labels[0] == "mpic_http_responses_total"] == [
+        ("200", 1)
+    ]
 
 
 async def test_tokens_tiers_and_pages(tmp_path, template):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
@@ -14,6 +14,7 @@ from mpic.engine.base import Engine
 from mpic.errors import BadRequest, DocumentTooLong, UnsupportedParameter
 from mpic.library import File as LibraryFile
 from mpic.library.intake.checks import check_life
+from mpic.library.records import Removed
 from mpic.press import NONE, parse_press
 from mpic.server.auth import CurrentUser
 from mpic.server.cutting import check_whole, split_of
@@ -80,14 +81,16 @@ async def upload(
         press=checked_press(press, state.engine),
         key=user.limits,
     )
-    for removed in stored.removed:
-        for chunk in removed.chunks:
-            state.engine.forget(chunk)
-    if stored.compile:
-        request.app.state.background.compile(stored.file)
-        answer = _show(stored.file, state, {}, {})
-    else:
+    try:
+        # on a thread, as the engine may take a step for each chunk; first, as the new file may have some of them
+        await run_in_threadpool(_forget, stored.removed, state.engine)
+    finally:
+        if stored.compile:
+            request.app.state.background.compile(stored.file)
+    if stored.outcome == "unchanged":
         answer = await run_in_threadpool(get_file, stored.file.id, state, user)
+    else:
+        answer = _show(stored.file, state, {}, {})
     return answer.model_copy(update={"outcome": stored.outcome})
 
 
@@ -165,10 +168,14 @@ def change_file(file_id: str, body: FileChange, state: StateDep, user: CurrentUs
 @router.delete("/{file_id}")
 def delete_file(file_id: str, state: StateDep, user: CurrentUser) -> FileDeleted:
     """Delete a file and everything compiled from it. New prompts no longer find it; running answers finish."""
-    removed = state.library.files.delete(user.id, file_id)
-    for chunk in removed.chunks:
-        state.engine.forget(chunk)
+    _forget([state.library.files.delete(user.id, file_id)], state.engine)
     return FileDeleted(id=file_id)
+
+
+def _forget(removed: Iterable[Removed], engine: Engine) -> None:
+    for _, chunks in removed:
+        for chunk in chunks:
+            engine.forget(chunk)
 
 
 def _show(file: LibraryFile, state: State, tiers: Tiers, counts: Mapping[str, int]) -> FileObject:
