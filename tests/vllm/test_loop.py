@@ -186,6 +186,21 @@ def test_a_chunk_is_counted_once_over_all_rounds_of_its_request(engine):
     assert counted == {"chunk_requests": 2, "chunk_hits": 1, "chunks_from_compiled": 1, "chunks_from_disk": 1}
 
 
+def test_deletions_without_end_take_no_more_memory_and_keep_salts_apart(engine, monkeypatch):
+    monkeypatch.setattr(module, "REMEMBERED_DELETIONS", 4)
+    linked = request_of(prompt_of(ids(1, 6), CHUNK, ids(4, 5)), "mpic-4")
+    first = engine._salt(linked)
+    engine.forget(text_chunk(ids(99, 5)))
+    assert engine._salt(linked) == first, "another chunk was deleted"
+    salts = {first}
+    for number in range(20):
+        engine.forget(CHUNK)
+        salts.add(engine._salt(linked))
+        engine.forget(text_chunk(ids(100 + number, 5)))
+        assert len(engine._deleted_times) <= 4
+    assert len(salts) == 21, "no salt of before a deletion is made again"
+
+
 SLOTS = 2
 
 
