@@ -186,6 +186,25 @@ def test_a_chunk_is_counted_once_over_all_rounds_of_its_request(engine):
     assert counted == {"chunk_requests": 2, "chunk_hits": 1, "chunks_from_compiled": 1, "chunks_from_disk": 1}
 
 
+def test_a_chunk_that_was_stored_after_a_request_linked_it_is_not_compiled_again(engine):
+    engine.client.go.set()
+    linked = engine.compiler.link([CHUNK, CHUNK], parse_policy("reuse"))
+    assert engine.compile(CHUNK).result(20) == 5
+    assert engine.client.wait(engine.compiler.ensure(linked, time.monotonic())) == 0
+    assert engine.client.compiles == 1
+    assert [(one.stored, one.tier, one.rotary_length) for one in linked] == [(True, "disk", 5)] * 2
+    assert engine.compiler.counters["chunk_hits"] == engine.compiler.counters["chunks_from_disk"] == 2
+
+
+def test_a_chunk_whose_file_was_found_damaged_is_compiled_although_it_has_been_stored(engine):
+    engine.client.go.set()
+    assert engine.compile(CHUNK).result(20) == 5
+    linked = engine.compiler.link([CHUNK], parse_policy("reuse"))
+    linked[0].stored, linked[0].reason = False, "corrupt"
+    assert engine.client.wait(engine.compiler.ensure(linked, time.monotonic())) == 5
+    assert (linked[0].tier, engine.client.compiles) == ("compiled", 2)
+
+
 def test_deletions_without_end_take_no_more_memory_and_keep_salts_apart(engine, monkeypatch):
     monkeypatch.setattr(module, "REMEMBERED_DELETIONS", 4)
     linked = request_of(prompt_of(ids(1, 6), CHUNK, ids(4, 5)), "mpic-4")

@@ -133,10 +133,13 @@ class ChunkCompiler:
         """Makes sure that all these chunks have files; returns how many tokens had to be compiled for that."""
         missing: dict[KVKey, list[LinkedChunk]] = {}
         farther: dict[KVKey, list[LinkedChunk]] = {}
+        unknown: dict[KVKey, list[LinkedChunk]] = {}
         for one in linked:
             if one.farther is not None:
                 farther.setdefault(one.key, []).append(one)
-        await asyncio.gather(*map(self._bring, farther.values()))
+            elif not (one.stored or one.spooled or one.reason):  # a file that was found damaged has a reason
+                unknown.setdefault(one.key, []).append(one)
+        await asyncio.gather(*map(self._bring, farther.values()), *map(self._look_again, unknown.values()))
         for one in linked:
             hit = one.stored or one.spooled is not None
             if one.tier == "none":
@@ -165,6 +168,15 @@ class ChunkCompiler:
             user.stored = whole and path.is_file()
             user.tier = user.farther if user.stored and user.farther else user.tier
             user.farther = None
+
+    async def _look_again(self, users: list[LinkedChunk]) -> None:
+        """Finds a chunk that has been stored since a request linked it. A compile under way is joined later."""
+        key = users[0].key
+        if key in self._tasks or not await asyncio.to_thread(self._store.path(key).is_file):
+            return  # ``open`` would count it as not found once more
+        stored = await asyncio.to_thread(self._store.open, key)
+        for user in users if stored is not None else ():
+            user.stored, user.rotary_length, user.prompt = True, stored.inputs.rotary_length, None
 
     async def _ensure(self, key: KVKey, users: list[LinkedChunk], arrived: float) -> int:
         """Compiles a chunk once for all places of a request that link it; returns its number of tokens."""
