@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from engine_kit import ids, prompt_of, request_of, text_chunk, until
+from extend_kit import Lookup
 from library_tools import make_chunk
 from threads_kit import started
 from vllm_kit import make_tokenizer
@@ -43,6 +44,7 @@ class Stub:
         self._thread = started(self.loop.run_forever)
         self.go = threading.Event()
         self.compiles = 0
+        self.fallbacks = [[(0, "corrupt")]]  # of the requests to come
 
     submit, wait = VLLMClient.submit, VLLMClient.wait
     _stop = VLLMClient._stop
@@ -55,11 +57,12 @@ class Stub:
 
     async def generate(self, prompt: VLLMPrompt, params: object) -> AsyncIterator[SimpleNamespace]:
         """Answers a, b, c, ...; the first output has a report."""
-        fallback = {"mpic": {"error": None, "fallback": [(0, "corrupt")]}}
+        fallback = self.fallbacks.pop(0) if self.fallbacks else []
+        report = {"mpic": {"error": None, "fallback": fallback}}
         for i, token in enumerate(self.answer):
             one = SimpleNamespace(token_ids=[token], finish_reason=None, logprobs=None)
             rest = {"metrics": None, "num_cached_tokens": 0}
-            yield SimpleNamespace(outputs=[one], kv_transfer_params=None if i else fallback, **rest)
+            yield SimpleNamespace(outputs=[one], kv_transfer_params=None if i else report, **rest)
 
     async def execute(self, prompt: VLLMPrompt, order: object) -> None:
         self.compiles += 1
@@ -129,6 +132,22 @@ def test_an_answer_that_ends_by_a_stop_string_says_which_chunks_were_computed_in
     assert (answer.text, answer.finish_reason) == ("ab", "stop")
     [use] = answer.usage.chunks
     assert (use.tier, use.reason, use.reused) == ("none", "corrupt", 0) and answer.usage.reused == 0
+
+
+@pytest.mark.timeout(30)
+def test_a_chunk_that_was_computed_before_a_search_is_not_reported_as_reused_after_it(engine):
+    engine.client.go.set()
+    found = text_chunk(ids(6, 5))
+    lookup = Lookup([0, 0], found)
+    lookup.opens, lookup.closes = "b", "c"
+    asked = request_of(prompt_of(ids(1, 9), CHUNK, ids(2, 3)), "reuse", 4)
+    answer = engine.submit(replace(asked, retrieval=lookup, trace=True)).result()
+    usage = answer.usage
+    assert len(usage.retrieval) == 1 and len(lookup.calls) == 1
+    uses = [(use.tier, use.reason, use.reused, use.recomputed) for use in usage.chunks]
+    assert uses == [("none", "corrupt", 0, 5), ("compiled", "new", 5, 0)]
+    assert (usage.reused, usage.recomputed) == (5, 5)
+    assert "recomputed" in {span.state for span in usage.trace}
 
 
 def test_an_engine_without_an_adapter_refuses_packets_and_does_not_offer_them(engine, monkeypatch):
