@@ -49,6 +49,7 @@ class ChunkCompiler:
         self._model, self._store, self._tombstones, self._client = model, store, tombstones, client
         self._sizes: OrderedDict[KVKey, ChunkSize] = OrderedDict()
         self._tasks: dict[KVKey, CompileTask] = {}
+        self._rechecks: dict[KVKey, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(CONCURRENT_COMPILES)
         self._spool = store.root / SPOOL
         self._spool.mkdir(parents=True, exist_ok=True)
@@ -207,6 +208,22 @@ class ChunkCompiler:
             linked.release()
             linked.stored, linked.reason, linked.tier = False, code, "none"
 
+    def recheck_later(self, linked: LinkedChunk) -> None:
+        """Reads a stored chunk's file again in the background after a request computed the chunk, because vLLM could
+        not use the file. One that cannot be read whole is moved aside by the store, and the next request compiles
+        it."""
+        key = linked.key
+        if linked.spooled is None and key not in self._rechecks:
+            task = self._rechecks[key] = asyncio.create_task(self._recheck(linked))
+            task.add_done_callback(lambda _: self._rechecks.pop(key))
+
+    async def _recheck(self, linked: LinkedChunk) -> None:
+        try:
+            async with self._slots:  # its KV is in memory, as of a compile
+                await asyncio.to_thread(self._readable, linked)
+        except MPICError as error:  # the next request that computes it tries again
+            log.warning("chunk %s cannot be looked up: %s", linked.key.chunk, error)
+
     def _readable(self, linked: LinkedChunk) -> bool:
         if linked.spooled is not None:
             return linked.spooled.path.exists()
@@ -315,8 +332,9 @@ class ChunkCompiler:
         return [path.name for path in self._spool.iterdir()] + [str(key.chunk) for key in self._tasks]
 
     async def close(self) -> None:
-        """Waits for the compiles under way and empties the spool."""
-        await asyncio.gather(*(task.task for task in self._tasks.values()), return_exceptions=True)
+        """Waits for the compiles and reads under way and empties the spool."""
+        tasks = [*(task.task for task in self._tasks.values()), *self._rechecks.values()]
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._clear_spool()
         with suppress(OSError):  # the folder is gone already, or holds files of others
             self._spool.rmdir()

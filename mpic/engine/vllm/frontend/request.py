@@ -108,6 +108,9 @@ class Request:
             self._fail(error)
         finally:
             for chunk in self._prepared.linked:
+                if chunk.computed and chunk.reason in REPLACEABLE:
+                    self._runtime.counters["load_failures"] += 1
+                    self._runtime.compiler.recheck_later(chunk)
                 chunk.release()
 
     def cancelled(self) -> None:
