@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 DigestOf = Callable[[Any, Iterable[tuple[str, torch.Tensor]]], str]
 """A function that makes a digest of a configuration and of tensors, which come in the order of their names."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FLOATING = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""The types that a model can be loaded in, by their names in safetensors files."""
 
 
 class NotStreamable(Exception):
@@ -69,6 +71,25 @@ def stored_fingerprint(path: str, config: PretrainedConfig, cache: str | None = 
             return fingerprint_of(config, ((key, where[key].get_tensor(key)) for key in sorted(where)))
     except (OSError, ValueError, SafetensorError) as error:
         raise NotStreamable(f"its files cannot be read: {error!r}") from error
+
+
+def stored_dtype(path: str, cache: str | None = None) -> str | None:
+    """Returns the dtype of a checkpoint's first floating tensor, as transformers' ``dtype="auto"`` finds it; None where
+    no safetensors files can be read.
+
+    Args:
+        path, cache: see ``streamed_digest``.
+    """
+    try:
+        for shard in _shards(path, cache):
+            with safe_open(shard, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - not a dictionary
+                    found = _FLOATING.get(file.get_slice(key).get_dtype())
+                    if found is not None:
+                        return found
+    except (NotStreamable, OSError, ValueError, SafetensorError) as error:
+        log.info("the dtype of the weights of %s cannot be read: %s", path, error)
+    return None
 
 
 def _streamed(shards: list[Path], model: PreTrainedModel, dtype: torch.dtype, digest_of: DigestOf) -> str:

@@ -17,6 +17,8 @@ _ON_VLLM = {
     **dict.fromkeys(("gemma3", "gemma3n"), "its images attend to themselves in both directions"),
     "paligemma": "its prompt attends to itself in both directions",
 }
+_ROTATED = ("no_rope_layers", "use_rope_layers", "layer_rope_theta")
+"""Names of lists with an entry for each layer, which is 0 or false where it has no rotary embedding."""
 _STATES = ("linear", "conv", "mamba", "recurrent", "ssm")
 """Parts of the names of layers that keep a state."""
 
@@ -44,7 +46,7 @@ def refuse_on_vllm(config: Any, text_config: Any) -> None:
     _refuse_by_name(config, text_config, _ON_VLLM)
     if getattr(text_config, "use_bidirectional_attention", None):
         raise ModelRefused(f"{config.model_type}: attention in both directions depends on the whole prompt")
-    if any(flag == 0 for flag in getattr(text_config, "no_rope_layers", None) or ()):
+    if not all(flag for name in _ROTATED for flag in getattr(text_config, name, None) or ()):
         raise ModelRefused(f"{config.model_type}: some of its layers have no rotary embedding")
     other = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:

@@ -16,6 +16,7 @@ from mpic.model import hooks
 from mpic.model.image_selftest import image_self_test
 from mpic.model.load import choose_device, load_model
 from mpic.model.loaded import LoadedModel
+from mpic.model.refusals import refuse_on_vllm
 from mpic.model.rotary import Unrotated
 from mpic.model.selftest import self_test
 from mpic.model.triton_attention import refuse_layers
@@ -85,6 +86,18 @@ def test_what_cannot_be_right_is_refused_with_the_reason(name):
 )
 def test_families_that_are_not_on_the_list_run_if_they_pass_the_self_test(build):
     assert load(build()) < 1e-5
+
+
+def test_layers_without_a_rotary_embedding_are_served_natively_and_refused_on_vllm_by_name():
+    rotated = tf.GraniteSWAConfig(**TEXT)
+    refuse_on_vllm(rotated, rotated)
+    config = tf.GraniteSWAConfig(**TEXT, layer_rope_theta=[1e4, 0, 1e4])
+    loaded = LoadedModel(tf.GraniteSWAForCausalLM(config).float().eval())
+    assert self_test(loaded) < 1e-5 and any(isinstance(kind.rotary, Unrotated) for kind in loaded.kinds)
+    step = tf.LlamaConfig(**TEXT, use_rope_layers=[True, False, True])
+    for refused in (config, step):
+        with pytest.raises(ModelRefused, match="some of its layers have no rotary embedding"):
+            refuse_on_vllm(refused, refused)
 
 
 def test_the_self_test_refuses_a_model_whose_shifts_are_wrong(monkeypatch):

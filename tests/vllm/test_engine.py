@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
+from engine_kit import until
 from library_tools import Remote, drop
 from PIL import Image as PILImage
 from small_models import SMALL
@@ -244,10 +245,11 @@ def test_a_lost_image_is_compiled_again_for_the_request_that_needs_it(bench, han
 
 @pytest.mark.parametrize("handle, how", [("VERA", Path.unlink), ("NICO", damage)])
 @pytest.mark.parametrize(("policy", "whole_policy"), [("legolink-0", "full"), ("packet", "packet-1000000")])
-def test_a_lost_document_is_computed_in_place_and_the_usage_says_so(
+def test_a_lost_document_is_computed_in_place_as_the_usage_says_and_compiled_by_the_next_request(
     bench, native, handle, how, policy, whole_policy
 ):
     prompt, reason = lost(bench, f"FILE#{handle} Where is it?", how, policy)
+    failures = bench.counters().get("load_failures", 0)
     met = bench.ask(prompt, policy, trace=True, logprobs=1)
     [use] = met.usage.chunks
     assert (use.tier, use.reason) == ("none", reason)
@@ -257,6 +259,14 @@ def test_a_lost_document_is_computed_in_place_and_the_usage_says_so(
     assert met.token_ids == expected.token_ids
     for a, b in zip(met.logprobs, expected.logprobs):
         assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+    idle(bench)
+    until(lambda: not bench.engine.compiler._rechecks)
+    assert bench.counters()["load_failures"] == failures + 1
+    second, third = (bench.ask(prompt, policy, user=user) for user in ("second", "third"))
+    for answer, outcome in ((second, ("compiled", "corrupt")), (third, ("disk", None))):
+        [use] = answer.usage.chunks
+        assert (use.tier, use.reason) == outcome and use.reused == use.tokens and whole(answer.usage)
+    assert second.token_ids == third.token_ids
 
 
 @pytest.mark.parametrize("damaged", [False, True])

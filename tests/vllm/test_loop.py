@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from engine_kit import ids, prompt_of, request_of, text_chunk, until
+from extend_kit import Lookup
 from library_tools import make_chunk
 from threads_kit import started
 from vllm_kit import make_tokenizer
@@ -43,6 +44,7 @@ class Stub:
         self._thread = started(self.loop.run_forever)
         self.go = threading.Event()
         self.compiles = 0
+        self.fallbacks = [[(0, "corrupt")]]  # of the requests to come
 
     submit, wait = VLLMClient.submit, VLLMClient.wait
     _stop = VLLMClient._stop
@@ -55,11 +57,12 @@ class Stub:
 
     async def generate(self, prompt: VLLMPrompt, params: object) -> AsyncIterator[SimpleNamespace]:
         """Answers a, b, c, ...; the first output has a report."""
-        fallback = {"mpic": {"error": None, "fallback": [(0, "corrupt")]}}
+        fallback = self.fallbacks.pop(0) if self.fallbacks else []
+        report = {"mpic": {"error": None, "fallback": fallback}}
         for i, token in enumerate(self.answer):
             one = SimpleNamespace(token_ids=[token], finish_reason=None, logprobs=None)
             rest = {"metrics": None, "num_cached_tokens": 0}
-            yield SimpleNamespace(outputs=[one], kv_transfer_params=None if i else fallback, **rest)
+            yield SimpleNamespace(outputs=[one], kv_transfer_params=None if i else report, **rest)
 
     async def execute(self, prompt: VLLMPrompt, order: object) -> None:
         self.compiles += 1
@@ -131,6 +134,22 @@ def test_an_answer_that_ends_by_a_stop_string_says_which_chunks_were_computed_in
     assert (use.tier, use.reason, use.reused) == ("none", "corrupt", 0) and answer.usage.reused == 0
 
 
+@pytest.mark.timeout(30)
+def test_a_chunk_that_was_computed_before_a_search_is_not_reported_as_reused_after_it(engine):
+    engine.client.go.set()
+    found = text_chunk(ids(6, 5))
+    lookup = Lookup([0, 0], found)
+    lookup.opens, lookup.closes = "b", "c"
+    asked = request_of(prompt_of(ids(1, 9), CHUNK, ids(2, 3)), "reuse", 4)
+    answer = engine.submit(replace(asked, retrieval=lookup, trace=True)).result()
+    usage = answer.usage
+    assert len(usage.retrieval) == 1 and len(lookup.calls) == 1
+    uses = [(use.tier, use.reason, use.reused, use.recomputed) for use in usage.chunks]
+    assert uses == [("none", "corrupt", 0, 5), ("compiled", "new", 5, 0)]
+    assert (usage.reused, usage.recomputed) == (5, 5)
+    assert "recomputed" in {span.state for span in usage.trace}
+
+
 def test_an_engine_without_an_adapter_refuses_packets_and_does_not_offer_them(engine, monkeypatch):
     assert {"legolink-K"} == {"packet", "packet-K", "legolink-K"} & set(engine.policies())
     with pytest.raises(NoAdapter, match=r"model m has none.*mpic train packet --model"):
@@ -184,6 +203,40 @@ def test_a_chunk_is_counted_once_over_all_rounds_of_its_request(engine):
     engine.client.wait(engine.compiler.ensure([*linked, *later], time.monotonic()))
     counted = {name: n for name, n in engine.compiler.counters.items() if name.startswith("chunk")}
     assert counted == {"chunk_requests": 2, "chunk_hits": 1, "chunks_from_compiled": 1, "chunks_from_disk": 1}
+
+
+def test_a_chunk_that_was_stored_after_a_request_linked_it_is_not_compiled_again(engine):
+    engine.client.go.set()
+    linked = engine.compiler.link([CHUNK, CHUNK], parse_policy("reuse"))
+    assert engine.compile(CHUNK).result(20) == 5
+    assert engine.client.wait(engine.compiler.ensure(linked, time.monotonic())) == 0
+    assert engine.client.compiles == 1
+    assert [(one.stored, one.tier, one.rotary_length) for one in linked] == [(True, "disk", 5)] * 2
+    assert engine.compiler.counters["chunk_hits"] == engine.compiler.counters["chunks_from_disk"] == 2
+
+
+def test_a_chunk_whose_file_was_found_damaged_is_compiled_although_it_has_been_stored(engine):
+    engine.client.go.set()
+    assert engine.compile(CHUNK).result(20) == 5
+    linked = engine.compiler.link([CHUNK], parse_policy("reuse"))
+    linked[0].stored, linked[0].reason = False, "corrupt"
+    assert engine.client.wait(engine.compiler.ensure(linked, time.monotonic())) == 5
+    assert (linked[0].tier, engine.client.compiles) == ("compiled", 2)
+
+
+def test_deletions_without_end_take_no_more_memory_and_keep_salts_apart(engine, monkeypatch):
+    monkeypatch.setattr(module, "REMEMBERED_DELETIONS", 4)
+    linked = request_of(prompt_of(ids(1, 6), CHUNK, ids(4, 5)), "mpic-4")
+    first = engine._salt(linked)
+    engine.forget(text_chunk(ids(99, 5)))
+    assert engine._salt(linked) == first, "another chunk was deleted"
+    salts = {first}
+    for number in range(20):
+        engine.forget(CHUNK)
+        salts.add(engine._salt(linked))
+        engine.forget(text_chunk(ids(100 + number, 5)))
+        assert len(engine._deleted_times) <= 4
+    assert len(salts) == 21, "no salt of before a deletion is made again"
 
 
 SLOTS = 2

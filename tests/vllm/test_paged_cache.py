@@ -108,6 +108,37 @@ def test_an_engine_whose_cache_path_is_right_passes_its_self_test_and_starts_emp
     assert all(not layer.kv_cache.any() for layer in runner.paged.attention)
 
 
+def in_tf32(tensor: torch.Tensor) -> torch.Tensor:
+    """Cuts float32 numbers to the bits that a GPU multiplies in TF32."""
+    return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def test_a_gpu_that_attends_in_tf32_passes_the_self_test_and_one_that_misses_a_token_does_not(runner):
+    def attend(end: int):
+        def forward(layer, query, key, value, kv_cache, metadata, output):
+            metadata = SimpleNamespace(blocks=metadata.blocks, end=end)
+            rest = (in_tf32(key), in_tf32(value), in_tf32(kv_cache), metadata, output)
+            plain(layer, in_tf32(query), *rest)
+
+        return forward
+
+    plain, tokens = runner.paged.attention[0].impl.forward, 2 * BLOCK + 3
+    for attention in runner.paged.attention:
+        attention.impl.forward = attend(tokens)
+    self_test(runner)
+    runner.paged.attention[-1].impl.forward = attend(tokens - 1)
+    with pytest.raises(ModelRefused, match="backend does not see"):
+        self_test(runner)
+
+
+def test_what_is_read_back_on_a_gpu_must_be_exact_in_float32(runner, monkeypatch):
+    write = runner.paged.write
+    rounded = lambda layer, keys, values, slots: write(layer, keys, in_tf32(values), slots)
+    monkeypatch.setattr(runner.paged, "write", rounded)
+    with pytest.raises(ModelRefused, match="come back from the paged cache changed"):
+        self_test(runner)
+
+
 def test_an_engine_whose_kernel_gets_strided_views_is_refused(runner, monkeypatch):
     def strided(layer, keys, values, slots):
         attention = runner.paged.attention[layer]

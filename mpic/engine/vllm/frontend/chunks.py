@@ -95,7 +95,8 @@ class LinkedChunk:
         spooled: its file outside the store.
         prompt: the chunk alone, rendered for its compile.
         packet: number of its tokens that an adapter adds.
-        tier, reason, ms: as in ``mpic.engine.base.ChunkUse``; ``reason`` is why it was compiled.
+        tier, reason, ms: as in ``mpic.engine.base.ChunkUse``; ``reason`` is why it was compiled or computed.
+        computed: True if vLLM computed it instead of linking it, in this or an earlier round of the request.
         counted: True if the counters include it.
     """
 
@@ -111,6 +112,7 @@ class LinkedChunk:
     tier: str = "none"
     reason: str | None = None
     ms: float = 0.0
+    computed: bool = False
     counted: bool = False
 
     @property

@@ -49,6 +49,7 @@ class ChunkCompiler:
         self._model, self._store, self._tombstones, self._client = model, store, tombstones, client
         self._sizes: OrderedDict[KVKey, ChunkSize] = OrderedDict()
         self._tasks: dict[KVKey, CompileTask] = {}
+        self._rechecks: dict[KVKey, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(CONCURRENT_COMPILES)
         self._spool = store.root / SPOOL
         self._spool.mkdir(parents=True, exist_ok=True)
@@ -133,10 +134,13 @@ class ChunkCompiler:
         """Makes sure that all these chunks have files; returns how many tokens had to be compiled for that."""
         missing: dict[KVKey, list[LinkedChunk]] = {}
         farther: dict[KVKey, list[LinkedChunk]] = {}
+        unknown: dict[KVKey, list[LinkedChunk]] = {}
         for one in linked:
             if one.farther is not None:
                 farther.setdefault(one.key, []).append(one)
-        await asyncio.gather(*map(self._bring, farther.values()))
+            elif not (one.stored or one.spooled or one.reason):  # a file that was found damaged has a reason
+                unknown.setdefault(one.key, []).append(one)
+        await asyncio.gather(*map(self._bring, farther.values()), *map(self._look_again, unknown.values()))
         for one in linked:
             hit = one.stored or one.spooled is not None
             if one.tier == "none":
@@ -166,6 +170,15 @@ class ChunkCompiler:
             user.tier = user.farther if user.stored and user.farther else user.tier
             user.farther = None
 
+    async def _look_again(self, users: list[LinkedChunk]) -> None:
+        """Finds a chunk that has been stored since a request linked it. A compile under way is joined later."""
+        key = users[0].key
+        if key in self._tasks or not await asyncio.to_thread(self._store.path(key).is_file):
+            return  # ``open`` would count it as not found once more
+        stored = await asyncio.to_thread(self._store.open, key)
+        for user in users if stored is not None else ():
+            user.stored, user.rotary_length, user.prompt = True, stored.inputs.rotary_length, None
+
     async def _ensure(self, key: KVKey, users: list[LinkedChunk], arrived: float) -> int:
         """Compiles a chunk once for all places of a request that link it; returns its number of tokens."""
         began = time.monotonic()
@@ -194,6 +207,22 @@ class ChunkCompiler:
         if not await asyncio.to_thread(self._readable, linked):
             linked.release()
             linked.stored, linked.reason, linked.tier = False, code, "none"
+
+    def recheck_later(self, linked: LinkedChunk) -> None:
+        """Reads a stored chunk's file again in the background after a request computed the chunk, because vLLM could
+        not use the file. One that cannot be read whole is moved aside by the store, and the next request compiles
+        it."""
+        key = linked.key
+        if linked.spooled is None and key not in self._rechecks:
+            task = self._rechecks[key] = asyncio.create_task(self._recheck(linked))
+            task.add_done_callback(lambda _: self._rechecks.pop(key))
+
+    async def _recheck(self, linked: LinkedChunk) -> None:
+        try:
+            async with self._slots:  # its KV is in memory, as of a compile
+                await asyncio.to_thread(self._readable, linked)
+        except MPICError as error:  # the next request that computes it tries again
+            log.warning("chunk %s cannot be looked up: %s", linked.key.chunk, error)
 
     def _readable(self, linked: LinkedChunk) -> bool:
         if linked.spooled is not None:
@@ -303,8 +332,9 @@ class ChunkCompiler:
         return [path.name for path in self._spool.iterdir()] + [str(key.chunk) for key in self._tasks]
 
     async def close(self) -> None:
-        """Waits for the compiles under way and empties the spool."""
-        await asyncio.gather(*(task.task for task in self._tasks.values()), return_exceptions=True)
+        """Waits for the compiles and reads under way and empties the spool."""
+        tasks = [*(task.task for task in self._tasks.values()), *self._rechecks.values()]
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._clear_spool()
         with suppress(OSError):  # the folder is gone already, or holds files of others
             self._spool.rmdir()

@@ -68,7 +68,7 @@ def _streamed_or_loaded(
     """Makes a digest of the weights from their files, given vLLM's folder of fetched models (``streamed``), or from the
     loaded model (``loaded``) where they cannot be read file by file."""
     try:
-        return streamed(_download_dir(config.vllm_args))
+        return streamed(download_dir(config.vllm_args))
     except NotStreamable as why:
         log.info("the weights of %s are loaded for that: %s", config.model, why)
         return loaded(load_weights(config.model, found, dtype, config.trust_remote_code))
@@ -91,7 +91,7 @@ def _remembered(
     return known[name]
 
 
-def _download_dir(vllm_args: str) -> str | None:
+def download_dir(vllm_args: str) -> str | None:
     """Returns the folder that vLLM keeps the weights in that it fetches; None for the hub's own cache."""
     try:
         given = json.loads(vllm_args or "{}")

@@ -42,6 +42,8 @@ from mpic.model.info import ModelInfo
 log = logging.getLogger(__name__)
 SEARCHERS = 2
 """Searches at once."""
+REMEMBERED_DELETIONS = 1 << 14
+"""Deleted chunks that salts of requests are kept apart by. When there are more, all salts change."""
 OWN_BYTES = 8 << 30
 """Budget of compiled chunks on disk for an engine that was given no store."""
 
@@ -75,6 +77,7 @@ class VLLMEngine(Engine):
             self.provides = self.provides - {Need.PACKET}
         self._secret = os.urandom(32)
         self._deleted_times: Counter[tuple[str, ChunkKey]] = Counter()
+        self._deleting = threading.Lock()  # guards changes of the two above
         self.tombstones = Tombstones()
         self.counters: Counter[str] = Counter()
         self._active: dict[Request, asyncio.Task[None]] = {}
@@ -192,7 +195,12 @@ class VLLMEngine(Engine):
 
     def forget(self, chunk: Chunk) -> None:
         self.tombstones.mark(chunk)
-        self._deleted_times[chunk.owner, chunk.key] += 1
+        with self._deleting:
+            self._deleted_times[chunk.owner, chunk.key] += 1
+            if len(self._deleted_times) > REMEMBERED_DELETIONS:
+                # the secret first: ``_salt`` reads it last, so no salt of before is made without the deletions
+                self._secret = os.urandom(32)
+                self._deleted_times = Counter()
         self.compiler.forget(chunk)
         if self._own is not None:
             with self._own.store.lock:

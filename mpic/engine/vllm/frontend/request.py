@@ -108,6 +108,9 @@ class Request:
             self._fail(error)
         finally:
             for chunk in self._prepared.linked:
+                if chunk.computed and chunk.reason in REPLACEABLE:
+                    self._runtime.counters["load_failures"] += 1
+                    self._runtime.compiler.recheck_later(chunk)
                 chunk.release()
 
     def cancelled(self) -> None:
@@ -229,7 +232,7 @@ class Request:
         usage, prepared = self._usage, self._prepared
         for number, code in report.get("fallback") or ():
             chunk = prepared.needed[number]
-            chunk.tier, chunk.reason = "none", code
+            chunk.computed, chunk.reason = True, code
         metrics = output.metrics
         if metrics is not None:
             usage.preemptions += metrics.num_preemptions
@@ -252,7 +255,7 @@ class Request:
     def _plan_as_computed(self) -> LinkPlan:
         """Returns the plan in which the chunks that vLLM computed instead of linking are recomputed."""
         prepared, plan = self._prepared, self._prepared.plan
-        computed = {i for i, chunk in enumerate(prepared.linked) if chunk.tier == "none" and plan.reused(i)}
+        computed = {i for i, chunk in enumerate(prepared.linked) if chunk.computed and plan.reused(i)}
         if not computed or prepared.plain is not None:
             return plan
         decided = list(self.spec.policy.select(plan.places))
@@ -265,8 +268,8 @@ class Request:
         usage, linked = self._usage, self._prepared.linked
         plan = self._plan_as_computed() if usage.ttft_ms else self._prepared.plan
         for i, chunk in enumerate(linked):
-            if chunk.tier == "disk" and not plan.reused(i):
-                chunk.tier = "none"  # only the embeddings of its file were used
+            if chunk.computed or (chunk.tier == "disk" and not plan.reused(i)):
+                chunk.tier = "none"  # at most the embeddings of its file were used
         count_prompt(usage, plan)
         usage.packet = sum(one.packet for one in linked)
         usage.prompt_tokens -= self._in_prompt
