@@ -217,6 +217,13 @@ class UploadLibrary(InlineChunks):
         """Returns the number of chunks of the user's documents that are cut, by the file's id."""
         return self._rows.counts(user, file_id)
 
+    def with_pieces(self, user: str, keys: Iterable[str]) -> dict[str, list[str]]:
+        """Returns which chunks are pieces of the user's documents that are cut: file id -> their keys, written as
+        ``str(ChunkKey)`` like ``keys``."""
+        texts = [key.removeprefix("text:") for key in keys if key.startswith("text:")]
+        found = self._rows.with_pieces(user, texts)
+        return {id: [f"text:{one}" for one in beginnings] for id, beginnings in found.items()}
+
     def borders(self, user: str, file_id: str) -> list[DocumentPiece]:
         """Returns where the chunks of a document begin and end; none while it is not cut.
 
