@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
@@ -12,6 +13,7 @@ from weakref import WeakValueDictionary
 
 from starlette.concurrency import run_in_threadpool
 
+from mpic.cancel import Cancelled, until
 from mpic.errors import EngineStopped, FileNotFound, MPICError, ReferenceNotFound, Unavailable
 from mpic.http.errors import INTERNAL
 from mpic.library.records import SHARED
@@ -47,6 +49,7 @@ class BackgroundJobs:
         self._compilations = asyncio.Semaphore(AT_ONCE)
         self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = threading.Event()
 
     async def start(self) -> None:
         """Compiles files that an earlier run left uncompiled, and starts to watch for expiry."""
@@ -60,6 +63,7 @@ class BackgroundJobs:
 
     async def stop(self) -> None:
         """Stops; the next start continues."""
+        self._ending.set()  # the threads end at their next checkpoint, and their tasks wait for that
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -113,13 +117,13 @@ class BackgroundJobs:
         async with turn:
             try:
                 tokens = 0
-                for chunk in await self._threads.call(user, chunks_of):
+                for chunk in await self._threads.call(user, self._until_stopped, chunks_of):
                     async with nullcontext() if clip else self._compilations:
                         future = await run_in_threadpool(
                             self.engine.compile, chunk.pressed(None, self._press), self.wrapping
                         )
                         tokens += await asyncio.wrap_future(future)
-            except (EngineStopped, FileNotFound, ReferenceNotFound):
+            except (EngineStopped, FileNotFound, ReferenceNotFound, Cancelled):
                 # it is left for the next start, or was deleted meanwhile
                 return
             except Unavailable:
@@ -130,6 +134,10 @@ class BackgroundJobs:
                 await run_in_threadpool(set_state, "failed", None, why)
             else:
                 await run_in_threadpool(set_state, "ready", tokens)
+
+    def _until_stopped(self, chunks_of: Callable[[], list[Chunk]]) -> list[Chunk]:
+        with until(self._ending):
+            return chunks_of()
 
     async def _expire(self) -> None:
         while True:
