@@ -52,5 +52,6 @@ class Savings(ApiObject):
     )
     users: tuple[SavingsUser, ...] = Field((), description="with scope all: the users, most saved first")
     items: tuple[ReuseOfItem, ...] = Field(
-        description="files (with scope all: references), least reused first"
+        description="the oldest 1,000 files (with scope all: references), least reused first"
     )
+    more_items: bool = Field(False, description="true: there are newer ones, which `items` leaves out")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AHEAD = 16  # messages that an application may send before they are read
+ENDED = "the server in this process has ended"
 
 
 class AsyncInProcess(httpx.AsyncBaseTransport):
@@ -165,6 +167,10 @@ class InProcess(httpx.BaseTransport):
         self._on_close = on_close
         self._inner = AsyncInProcess(app)
         self._lifespan = Lifespan(app)
+        self._ended, self._scheduling = (
+            False,
+            threading.Lock(),
+        )  # nothing is given to a loop that is about to stop
         starting = asyncio.run_coroutine_threadsafe(self._lifespan.start(), self._loop)
         try:
             starting.result()
@@ -174,12 +180,15 @@ class InProcess(httpx.BaseTransport):
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs ``work`` in the loop and returns its result. Raises httpx.ReadError if the application has ended."""
-        if self._loop.is_closed():
-            work.close()
-            raise httpx.ReadError("the server in this process has ended")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._scheduling:
+            if self._ended:
+                work.close()
+                raise httpx.ReadError(ENDED)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise httpx.ReadError(ENDED) from None
         except BaseException:  # also after Ctrl-C, when the work is no longer needed
             future.cancel()
             raise
@@ -195,11 +204,15 @@ class InProcess(httpx.BaseTransport):
         )
 
     def close(self) -> None:
+        """Shuts the application down. Requests under way on other threads end with httpx.ReadError."""
         if self._loop.is_closed():
             return
         try:
             self._run(self._lifespan.stop())
         finally:
+            with self._scheduling:
+                self._ended = True
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -234,6 +247,14 @@ class _ResponseBody(httpx.SyncByteStream):
     def close(self) -> None:
         with suppress(httpx.ReadError):  # nothing is left to close
             self._run(self._source.aclose())
+
+
+async def _cancel_others() -> None:
+    """Cancels all other tasks of the loop, and waits until they have ended."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _next(pieces: AsyncIterator[bytes]) -> bytes | None:

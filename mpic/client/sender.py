@@ -35,11 +35,11 @@ class Sender(Generic[IO]):
 
     async def _response(self, request: ApiRequest[Any], stream: bool) -> httpx.Response:
         http = self.io.http
-        if http.is_closed:
-            raise ClientClosed(f"this client of {self.url} was closed; make a new one")
         retry = self._retry if request.can_resend else Retry(most=0)
         attempt = 0
         while True:
+            if http.is_closed:  # also while a broken request waits to be sent again
+                raise ClientClosed(f"this client of {self.url} was closed; make a new one")
             outcome: httpx.Response | httpx.RequestError
             try:
                 with request_options(request) as options:

@@ -12,8 +12,9 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from threading import RLock
-from typing import Literal
+from typing import Literal, TypeVar
 
 from PIL import Image
 
@@ -21,6 +22,7 @@ from mpic.errors import CorruptFile, ReferenceNotFound
 from mpic.kv.chunk import Chunk, Kind
 from mpic.library.catalog.reference_rows import ReferenceRows
 from mpic.library.folder.layout import sidecar_of
+from mpic.library.folder.originals import OpenOriginal
 from mpic.library.intake.checks import check_page
 from mpic.library.intake.decode import decode_image, decode_text
 from mpic.library.intake.tokens import TokenCache
@@ -38,6 +40,7 @@ from mpic.library.records import (
 )
 from mpic.library.reference_intake import ReferenceIntake
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -210,12 +213,12 @@ class ReferenceLibrary(LibraryPart):
             ReferenceNotFound: the version is gone.
             CorruptFile: the original is damaged or lost.
         """
-        try:
-            return self._originals.read(reference.path, reference.sha256)
-        except FileNotFoundError as error:
-            if not self._rows.exists(reference):
-                raise _gone(reference) from error
-            raise CorruptFile(f"the original of {reference.id} is lost") from error
+        return self._verified(reference, self._originals.read)
+
+    def open(self, reference: Reference) -> OpenOriginal:
+        """Opens the original of this version, verified, to be read in pieces; the caller closes it. Raises as
+        ``content``."""
+        return self._verified(reference, self._originals.open)
 
     def text(self, reference: Reference) -> str:
         """Returns the text of a text reference. Raises as ``content``."""
@@ -248,6 +251,14 @@ class ReferenceLibrary(LibraryPart):
             self._originals.check(self.paths(), "originals of references")
 
     # Inside
+
+    def _verified(self, reference: Reference, get: Callable[[Path, str], T]) -> T:
+        try:
+            return get(reference.path, reference.sha256)
+        except FileNotFoundError as error:
+            if not self._rows.exists(reference):
+                raise _gone(reference) from error
+            raise CorruptFile(f"the original of {reference.id} is lost") from error
 
     def _collect(self, retired: list[Reference]) -> list[Removed]:
         """Removes rows first, then files, so that a crash in between leaves only garbage."""

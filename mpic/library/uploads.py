@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from mpic.errors import CorruptFile, FileNotFound, UnknownHandle
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog.file_rows import DocumentPiece, FileRows
 from mpic.library.catalog.quotas import NO_KEY
+from mpic.library.folder.originals import OpenOriginal
 from mpic.library.inline import InlineChunks
 from mpic.library.intake.checks import check_handle, check_life, check_page
 from mpic.library.intake.decode import decode_clip, decode_image, decode_text
@@ -21,6 +22,7 @@ from mpic.library.part import Storage
 from mpic.library.records import AsyncReader, File, FilePage, Removed, Scalar, State, Tokenize
 from mpic.library.upload_intake import UploadIntake, UploadOutcome
 
+T = TypeVar("T")
 Cut = Callable[[str, Mapping[str, Any]], Iterable[tuple[int, int]]]
 
 
@@ -164,6 +166,10 @@ class UploadLibrary(InlineChunks):
         """
         return self._read(self.get(user, file_id))
 
+    def open(self, user: str, file_id: str) -> OpenOriginal:
+        """Opens the original, verified, to be read in pieces; the caller closes it. Raises as ``content``."""
+        return self._verified(self.get(user, file_id), self._originals.open)
+
     async def download(self, user: str, file_id: str) -> bytes:
         """Does the same as ``content`` on an event loop."""
         return await asyncio.to_thread(self.content, user, file_id)
@@ -217,6 +223,13 @@ class UploadLibrary(InlineChunks):
     def counts(self, user: str, file_id: str | None = None) -> dict[str, int]:
         """Returns the number of chunks of the user's documents that are cut, by the file's id."""
         return self._rows.counts(user, file_id)
+
+    def with_pieces(self, user: str, keys: Iterable[str]) -> dict[str, list[str]]:
+        """Returns which chunks are pieces of the user's documents that are cut: file id -> their keys, written as
+        ``str(ChunkKey)`` like ``keys``."""
+        texts = [key.removeprefix("text:") for key in keys if key.startswith("text:")]
+        found = self._rows.with_pieces(user, texts)
+        return {id: [f"text:{one}" for one in beginnings] for id, beginnings in found.items()}
 
     def borders(self, user: str, file_id: str) -> list[DocumentPiece]:
         """Returns where the chunks of a document begin and end; none while it is not cut.
@@ -339,8 +352,11 @@ class UploadLibrary(InlineChunks):
         return removed
 
     def _read(self, file: File) -> bytes:
+        return self._verified(file, self._originals.read)
+
+    def _verified(self, file: File, get: Callable[[Path, str], T]) -> T:
         try:
-            return self._originals.read(file.path, file.sha256)
+            return get(file.path, file.sha256)
         except FileNotFoundError as error:
             self.get(file.owner, file.id)  # raises FileNotFound if it was deleted meanwhile
             raise CorruptFile(f"the original of {file.id} is lost") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from starlette.concurrency import run_in_threadpool
 
+from mpic.cancel import Cancelled, until
 from mpic.errors import (
     EngineStopped,
     FileNotFound,
@@ -66,6 +68,7 @@ class BackgroundJobs:
         self._compilations = asyncio.Semaphore(AT_ONCE)
         self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = threading.Event()
 
     async def start(self) -> None:
         """Compiles files that an earlier run left uncompiled, and starts to watch for expiry."""
@@ -79,6 +82,7 @@ class BackgroundJobs:
 
     async def stop(self) -> None:
         """Stops; the next start continues."""
+        self._ending.set()  # the threads end at their next checkpoint, and their tasks wait for that
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,11 +145,11 @@ class BackgroundJobs:
         async with turn:
             try:
                 tokens = 0
-                for chunk in await self._threads.call(user, chunks_of):
+                for chunk in await self._threads.call(user, self._until_stopped, chunks_of):
                     async with nullcontext() if clip else self._compilations:
                         future = await run_in_threadpool(self._compile_existing, chunk, exists)
                         tokens += await asyncio.wrap_future(future)
-            except (EngineStopped, FileNotFound, ReferenceNotFound):
+            except (EngineStopped, FileNotFound, ReferenceNotFound, Cancelled):
                 # it is left for the next start, or was deleted meanwhile
                 return None
             except (Unavailable, StorageFull):
@@ -173,6 +177,10 @@ class BackgroundJobs:
         compiled. Raises as ``exists``."""
         exists()
         return self.engine.compile(chunk.pressed(None, self._press), self.wrapping)
+
+    def _until_stopped(self, chunks_of: Callable[[], list[Chunk]]) -> list[Chunk]:
+        with until(self._ending):
+            return chunks_of()
 
     async def _expire(self) -> None:
         while True:

@@ -53,6 +53,7 @@ class CompletionWriter:
     rounds: tuple[RetrievalRound, ...] | None = None
     tools: bool = False
     _parsers: dict[int, ToolCallParser] = field(init=False, default_factory=dict)
+    _tokens: dict[int, tuple[str, list[int] | None]] = field(init=False, default_factory=dict)
 
     def completion(self, answers: list[list[Delta]], usage: GenerationUsage) -> dict[str, Any]:
         """Returns the ``chat.completion`` of finished answers."""
@@ -175,8 +176,11 @@ class CompletionWriter:
         return {"content": content, "refusal": None}
 
     def _token(self, id: int, logprob: float) -> dict[str, Any]:
-        text = self.decoder.decode([id], skip_special_tokens=False)
-        bytes_ = list(text.encode()) if REPLACEMENT not in text else self._bytes(id)
+        if id not in self._tokens:  # the alternatives of an answer are mostly the same tokens again
+            text = self.decoder.decode([id], skip_special_tokens=False)
+            bytes_ = list(text.encode()) if REPLACEMENT not in text else self._bytes(id)
+            self._tokens[id] = text, bytes_
+        text, bytes_ = self._tokens[id]
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": bytes_}
 
     def _bytes(self, id: int) -> list[int] | None:

@@ -18,7 +18,8 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from mpic.errors import HeadersTooLarge, InvalidHTTP, MPICError, RequestTimeout, TooManyConnections
 from mpic.server.connections import Connections, addresses
@@ -50,6 +51,9 @@ class HTTPConnection(HttpToolsProtocol):
         self.host = self.network = ""
         self._state: Literal["header", "body", "complete", "refused"] = "header"
         self._error: MPICError | None = None  # the reason why the parser was stopped
+        self._answering: RequestResponseCycle | None = (
+            None  # ``cycle`` is the newest one, which may be queued
+        )
         self._known = False
         self._waited = 0.0  # seconds the client has been waited for in this state
         self._answered = False  # in state body: the answer went out before the body was complete
@@ -142,8 +146,16 @@ class HTTPConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._disconnect()
         self._unset_keepalive_if_required()
         self.registry.leave(self)
+
+    def _disconnect(self) -> None:
+        """Tells the application that nobody waits for the answer that it is making; further output is dropped."""
+        for cycle in (self._answering, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def resume_writing(self) -> None:
         self._drained += DRAINED
@@ -191,6 +203,17 @@ class HTTPConnection(HttpToolsProtocol):
         self._enter("body")
         if len(self.pipeline) > PIPELINED:
             self._stop(InvalidHTTP(f"more than {PIPELINED} requests wait on one connection"))
+        if self.pipeline and self._unread_bodies() <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()  # uvicorn stops reading here, and then sees no client that disconnects
+
+    def _unread_bodies(self) -> int:
+        """Returns the bytes of bodies that the application has not received yet."""
+        cycles = [cycle for cycle, _ in self.pipeline]
+        return sum(len(cycle.body) for cycle in (self._answering, *cycles) if cycle is not None)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -244,9 +267,7 @@ class HTTPConnection(HttpToolsProtocol):
         """Ends the connection, with an error response if the client cannot mistake it for another answer."""
         can_answer = self._can_answer()
         self._state, self._waited = "refused", 0.0
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # further output of the application is dropped
-            self.cycle.message_event.set()
+        self._disconnect()
         if not can_answer:
             return self.transport.abort()
         self.transport.write(self._error_response(error))

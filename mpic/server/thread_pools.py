@@ -11,12 +11,13 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import anyio.to_thread
-from anyio import CapacityLimiter
+from anyio import CancelScope, CapacityLimiter
 from starlette.requests import Request
 
 from mpic.cancel import Cancelled, until
@@ -58,10 +59,14 @@ class ThreadPool:
             raise ClientDisconnected from None
 
     async def call(self, user: str, work: Callable[..., T], *args: object) -> T:
-        """Returns the result of ``work(*args)``, which runs to its end even if the client disconnects."""
+        """Returns the result of ``work(*args)``, which runs to its end even if the client disconnects or the caller is
+        cancelled. A cancelled caller waits for that end, because the thread is busy until then."""
         seat = self._seats.setdefault(user, asyncio.Semaphore(self._per_user))
-        async with seat:
-            return await anyio.to_thread.run_sync(partial(work, *args), limiter=self._limiter)
+        async with seat, self._limiter:
+            own = CapacityLimiter(1)
+            return await _until_done(
+                asyncio.ensure_future(anyio.to_thread.run_sync(partial(work, *args), limiter=own))
+            )
 
 
 class ThreadPools:
@@ -82,6 +87,22 @@ class ThreadPools:
         self.long_prompts = ThreadPool(2, 1)
         self.splitting = ThreadPool(2, 1)
         self.background = ThreadPool(2, 1)
+
+
+async def _until_done(task: asyncio.Task[T]) -> T:
+    """Returns the result of a task, for whose end it waits however often its own task is cancelled meanwhile."""
+    cancelled: asyncio.CancelledError | None = None
+    with CancelScope(shield=True):  # anyio would repeat a cancellation in every turn of the loop
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is not None:
+        with suppress(BaseException):  # asyncio logs errors that nobody has looked at
+            task.result()
+        raise cancelled
+    return task.result()
 
 
 def _until_signalled(signal: threading.Event, work: Callable[..., T], args: tuple[object, ...]) -> T:

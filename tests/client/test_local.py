@@ -6,12 +6,13 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, FakeStream
 from server_helpers import chat_template
 
 import mpic
 import mpic.config
 from mpic.library import Library
+from mpic.library.uploads import UploadLibrary
 from mpic.server import background, create_app, run
 
 
@@ -143,6 +144,44 @@ def test_a_stream_that_is_open_when_its_server_ends_is_an_error_of_the_client(bu
     with pytest.raises(mpic.client.ClientError, match="has ended"):
         list(stream)
     stream.close()
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda client: client.chat.completions.create("hello"),
+        lambda client: list(client.chat.completions.create("hello", stream=True)),
+        lambda client: client.files.create(("a.txt", b"never ends")),
+    ],
+    ids=["answer", "stream", "upload"],
+)
+def test_closing_ends_the_requests_of_other_threads(build, tmp_path, monkeypatch, request_of):
+    build.go.set()
+    client, began, errors = mpic.MPIC.local(data_dir=tmp_path), threading.Event(), []
+
+    async def stuck(*args, **fields):
+        began.set()
+        await asyncio.Event().wait()
+
+    async def stuck_stream(stream):
+        yield await stuck()
+
+    def ask():
+        try:
+            request_of(client)
+        except mpic.client.ClientError as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(FakeStream, "__aiter__", stuck_stream)
+    monkeypatch.setattr(UploadLibrary, "upload", stuck)
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert began.wait(60)
+    client.close()
+    asking.join(20)
+    assert len(errors) == 1 and ("has ended" in errors[0] or "was closed" in errors[0])
+    assert build.engines[0].closed
+    assert_free(tmp_path)
 
 
 def test_an_application_that_cannot_be_made_closes_engine_and_library(tmp_path, monkeypatch):

@@ -1,10 +1,15 @@
 """Uploading, listing, reading and deleting files over HTTP."""
 
+import asyncio
+import contextlib
 import hashlib
+import io
+import os
 import time
 
 import pytest
 from fake_engine import CHUNK_TOKENS, FakeEngine
+from PIL import Image
 from server_helpers import fake_server, png, refusal, refused_field, wait_until
 
 from mpic.errors import CompileFailed, EngineStopped
@@ -87,6 +92,55 @@ async def test_content_equals_the_upload(server):
     assert answer.headers["content-type"] == "application/octet-stream"
     assert answer.headers["content-disposition"].startswith("attachment;")
     assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("kind", ["files", "references"])
+async def test_a_download_is_read_in_pieces_as_it_is_sent_and_outlives_the_file(server, kind):
+    """Or each of many slow clients would have the server hold a whole file in memory."""
+    stored = io.BytesIO()
+    Image.frombytes("RGB", (800, 500), os.urandom(800 * 500 * 3)).save(stored, "PNG")
+    content = stored.getvalue()
+    made = await server.http.post(f"/v1/{kind}", files={"file": ("noise.png", content)})
+    path = f"/v1/{kind}/{made.json()['id']}"
+    await server.settled(made.json()["id"], kind)
+    sent, read = [], []
+    library = server.library.files if kind == "files" else server.library.references
+    filesystem = library._originals._filesystem
+    before = open_originals(server)
+
+    async def send(message):
+        if len(sent) == 1:  # the header has been sent, and the first piece is about to be
+            assert len(open_originals(server)) == len(before) + 1
+            assert (await server.http.delete(path)).status_code == 200
+            filesystem.read = lambda *args: read.append(len(sent)) or type(filesystem).read(filesystem, *args)
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": f"{path}/content", "headers": [(b"host", b"127.0.0.1")]}
+    scope |= {"http_version": "1.1", "scheme": "http", "server": ("127.0.0.1", 80), "root_path": ""}
+    await server.app({**scope, "query_string": b""}, asyncio.Event().wait, send)
+    del filesystem.read
+    assert (b"content-length", str(len(content)).encode()) in sent[0]["headers"]
+    pieces = [message["body"] for message in sent[1:]]
+    assert b"".join(pieces) == content and max(map(len, pieces)) <= 256 << 10
+    assert sorted(set(read)) == [2, 3, 4, 5]  # each piece after the one before it was sent
+    assert open_originals(server) == before
+
+
+async def test_a_download_that_its_client_leaves_closes_the_file(server):
+    id = (await server.upload(b"a line\n" * 60_000, "long.txt")).json()["id"]
+    before = open_originals(server)
+    async with server.http.stream("GET", f"/v1/files/{id}/content") as answer:
+        assert answer.status_code == 200
+    await wait_until(lambda: open_originals(server) == before)
+
+
+def open_originals(server):
+    """The paths of the originals that this process has open."""
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [name for name in names if name.startswith(f"{server.library.root}/files/")]
 
 
 async def test_delete(server):

@@ -1,5 +1,6 @@
 """Limits on clients before they are identified, with a server on a real port and small limits."""
 
+import contextlib
 import io
 import logging
 import re
@@ -260,6 +261,46 @@ def test_pipelined_requests_are_bounded(front, client):
     many.send(b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 5000)
     assert eventually(lambda: gone_up(front, before, "invalid_http"))
     assert many.rest().count(b"HTTP/1.1") < 20
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("bodies", [0, 1, 3])
+def test_an_answer_ends_when_its_client_disconnects_although_it_has_sent_another_request(
+    front, client, stream, bodies
+):
+    front.engine.pause, front.engine.answer = 0.02, " ".join(["word"] * 5000)
+    client.chat(stream=stream, max_tokens=5000)
+    assert eventually(lambda: len(front.engine.held) == 1)
+    client.head("GET /v1/models")
+    for _ in range(bodies):
+        client.chat()
+    time.sleep(0.1)
+    assert len(front.engine.held) == 1
+    client.close()
+    assert eventually(lambda: not front.engine.held) and front.settled()
+
+
+def test_a_refused_request_ends_the_answer_before_it(front, client):
+    front.engine.pause, front.engine.answer = 0.02, " ".join(["word"] * 5000)
+    client.chat(max_tokens=5000)
+    assert eventually(lambda: len(front.engine.held) == 1)
+    client.send(b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nrubbish\r\n\r\n")
+    assert eventually(lambda: not front.engine.held) and front.settled()
+
+
+def test_bodies_of_pipelined_requests_are_not_read_without_bound(front, client):
+    front.engine.pause, front.engine.answer = 0.02, " ".join(["word"] * 5000)
+    client.chat(max_tokens=5000)
+    assert eventually(lambda: len(front.engine.held) == 1)
+    client.socket.setblocking(False)
+    body = b"POST /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 60000\r\n\r\n" + b" " * 60_000
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(15):
+            client.send(body)
+    time.sleep(0.3)
+    [connection] = front.connections._all
+    # the mark, and what one read may bring
+    assert sum(len(cycle.body) for cycle, _ in connection.pipeline) < 400_000
 
 
 def test_a_login_without_a_key_may_not_send_files(front, client):

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from fake_engine import CHUNK_TOKENS
-from server_helpers import png, refusal
+from fake_engine import CHUNK_TOKENS, FakeEngine
+from server_helpers import fake_server, png, refusal
 
 from mpic.engine.base import ChunkUse, GenerationUsage
 from mpic.errors import DatabaseDamaged
@@ -136,3 +136,28 @@ async def test_the_ledger_is_part_of_a_backup(server, tmp_path_factory):
     backup(server.library.root, target)
     restore(target, root)
     assert [row[1:] for row in SavingsLedger(root, "model").days("ann", "")] == [(1, 100, 50)]
+
+
+async def test_a_document_that_is_cut_is_reused_when_its_pieces_are(tmp_path, template):
+    async with fake_server(tmp_path, template, FakeEngine(context=10**5, pool=10**6)) as server:
+        split = '{"mode": "fixed", "tokens": 10}'
+        for name in ("USED", "IDLE"):
+            text = "".join(f"{name} {i:03}; " for i in range(6)).encode()
+            await server.uploaded(text, f"{name}.txt", handle=name, split=split)
+        for _ in range(2):
+            assert (await server.ask("FILE#USED what?")).status_code == 200
+        items = {item["name"]: item for item in (await server.http.get("/v1/savings")).json()["items"]}
+        pieces = len(server.engine.requests[-1].prompt.chunks)
+        assert pieces > 2
+        assert (items["USED"]["uses"], items["USED"]["saved_tokens"]) == (2, 2 * pieces * (CHUNK_TOKENS - 16))
+        assert items["USED"]["last_used"] is not None
+        assert (items["IDLE"]["uses"], items["IDLE"]["saved_tokens"]) == (0, 0)
+
+
+async def test_the_api_says_when_it_leaves_newer_files_out(server, monkeypatch):
+    monkeypatch.setattr("mpic.server.routers.savings.ITEMS", 2)
+    for handle, more in (("A", False), ("B", False), ("C", True)):
+        await server.upload(png(), handle=handle)
+        found = (await server.http.get("/v1/savings")).json()
+        assert found["more_items"] is more
+    assert [item["name"] for item in found["items"]] == ["A", "B"]

@@ -115,6 +115,49 @@ async def test_work_of_a_client_that_left_the_queue_never_begins():
     assert await workers.run(request_of("alice"), lambda: 3) == 3 and begun == []
 
 
+async def test_a_thread_is_counted_until_it_ends_although_its_client_has_left():
+    workers, work, left = ThreadPool(2, 1), Work(), []
+    for i in range(5):
+        leaves = asyncio.Event()
+        left.append(asyncio.ensure_future(workers.run(request_of("alice", leaves), work, i)))
+        await wait_until(lambda: work.running == 1)
+        leaves.set()
+        await asyncio.sleep(0.02)
+    last = asyncio.ensure_future(workers.run(request_of("alice"), work, "last"))
+    await asyncio.sleep(0.05)
+    assert work.begun == [0]
+    work.go.set()
+    assert await last == "last" and work.begun == [0, "last"] and work.most == 1
+    assert set(map(type, await asyncio.gather(*left, return_exceptions=True))) == {ClientDisconnected}
+
+
+async def test_all_threads_are_counted_until_they_end_although_their_callers_are_cancelled():
+    workers, work = ThreadPool(2, 2), Work()
+    tasks = [asyncio.ensure_future(workers.call(f"user {i}", work, i)) for i in range(2)]
+    await wait_until(lambda: work.running == 2)
+    for _ in range(3):
+        for task in tasks:
+            task.cancel()
+        await asyncio.sleep(0.01)
+    waiting = asyncio.ensure_future(workers.call("modest", work, "later"))
+    await asyncio.sleep(0.05)
+    assert set(work.begun) == {0, 1} and not any(task.done() for task in tasks)
+    work.go.set()
+    assert await waiting == "later" and work.most == 2
+    assert set(map(type, await asyncio.gather(*tasks, return_exceptions=True))) == {asyncio.CancelledError}
+
+
+async def test_a_server_that_stops_does_not_wait_until_a_long_upload_is_tokenized(tmp_path, monkeypatch):
+    template = ChatTemplate(demo(), image_token="<image>")
+    recorder = recorded(template.documents, monkeypatch)
+    note = recorder._note
+    monkeypatch.setattr(recorder, "_note", lambda texts: (note(texts), time.sleep(0.02)))
+    async with fake_server(tmp_path, template, FakeEngine(context=10**9, pool=10**9)) as server:
+        await server.upload(prose(8_000_000).encode(), "long.txt", split="none")
+        await wait_until(lambda: len(recorder.sizes) >= 3)
+    assert len(recorder.sizes) < 60  # of 123 slices
+
+
 async def test_errors_are_raised_and_free_the_thread():
     workers = ThreadPool(1, 1)
     for _ in range(3):

@@ -43,11 +43,11 @@ const table = (heads, rows) => h('div', { class: 'scroll', tabindex: '0', role: 
 
 const unused = (found) => {
   const never = found.items.filter((item) => !item.uses), noun = scope === 'all' ? 'reference' : 'file';
-  const heading = h('h3', {}, 'Never reused');
+  const heading = h('h3', {}, 'Never reused'), oldest = found.more_items ? ` This looks at the ${number(found.items.length)} oldest ${noun}s only.` : '';
   if (!found.items.length) return [heading, h('p', { class: 'hint' }, `There are no ${noun}s.`)];
-  if (!never.length) return [heading, h('p', { class: 'hint' }, `Every ${noun} was reused at least once.`)];
+  if (!never.length) return [heading, h('p', { class: 'hint' }, `Every ${noun} was reused at least once.${oldest}`)];
   const since = found.since ? ` since ${date(found.since)}, when counting began` : '';
-  return [heading, h('p', { class: 'hint' }, `${count(never.length, noun)}, ${size(never.reduce((sum, item) => sum + item.bytes, 0))}: no answer has reused these${since}. They could go.`),
+  return [heading, h('p', { class: 'hint' }, `${count(never.length, noun)}, ${size(never.reduce((sum, item) => sum + item.bytes, 0))}: no answer has reused these${since}. They could go.${oldest}`),
     h('ul', { class: 'side-list unused' }, never.slice(0, 100).map((item) => h('li', { class: 'row' },
       button(item.name, () => open(scope === 'all' ? { reference: item.id } : { id: item.id, handle: item.name }), { class: 'button quiet' }),
       h('small', {}, `${size(item.bytes)} · added ${date(item.created_at)}`), h('span', { class: 'grow' }),

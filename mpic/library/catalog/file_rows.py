@@ -238,6 +238,17 @@ class FileRows:
         sql = 'SELECT start, "end", digest FROM pieces WHERE file = ? ORDER BY position'
         return [DocumentPiece(*row) for row in self._catalog.read(sql, file_id)]
 
+    def with_pieces(self, user: str, beginnings: Iterable[str]) -> dict[str, list[str]]:
+        """Returns the user's documents that have pieces whose digests begin like this: file id -> these beginnings."""
+        sql = """
+            SELECT DISTINCT files.id, wanted.value AS beginning FROM json_each(?) AS wanted
+            CROSS JOIN pieces ON pieces.digest BETWEEN wanted.value AND wanted.value || 'g'  -- after the hex digits
+            CROSS JOIN files ON files.id = pieces.file WHERE files.owner = ?"""
+        found: dict[str, list[str]] = {}
+        for row in self._catalog.read(sql, json.dumps(list(beginnings)), user):
+            found.setdefault(row["id"], []).append(row["beginning"])
+        return found
+
     def counts(self, user: str, file_id: str | None = None) -> dict[str, int]:
         """Returns the number of pieces of the user's documents that are cut (or of one of them), by the file's id."""
         count = "(SELECT COUNT(*) FROM pieces WHERE file = files.id) AS pieces"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +15,8 @@ from mpic.errors import CorruptFile, IntegrityError, TooLarge
 from mpic.library.folder.layout import original_path, sidecar_of
 from mpic.library.folder.sidecars import Sidecar
 
+PIECE = 256 << 10
+"""Bytes of an original that are read at a time when it is not needed as a whole."""
 _SYNCING = ThreadPoolExecutor(8, "mpic-sync")
 """Threads of ``seal_all``; they are started when they are first needed."""
 
@@ -72,7 +74,7 @@ class Incoming:
     def content(self) -> bytes:
         """Returns everything written so far, read back from the file."""
         with self._lock:
-            return _read(self._filesystem, self.path)
+            return _read_whole(self._filesystem, self.path)
 
     def seal(self) -> None:
         """Makes the written bytes durable, still under the temporary name. Nothing can be written afterwards. Safe to
@@ -134,6 +136,45 @@ def seal_all(uploads: Sequence[Incoming]) -> None:
         wait(others)
     for one in others:
         one.result()
+
+
+class OpenOriginal:
+    """An original that was verified as it was opened. It can be read to its end even if it is deleted meanwhile. Calls
+    may come from different threads.
+
+    Attributes:
+        bytes: its size.
+    """
+
+    def __init__(self, filesystem: FileSystem, path: Path) -> None:
+        self._filesystem = filesystem
+        # the descriptor must not be closed, and perhaps given to another file, while it is read
+        self._lock = Lock()
+        self._fd: int | None = filesystem.open(path)
+        self.bytes = filesystem.size(self._fd)
+
+    def read(self, start: int, size: int) -> bytes:
+        """Returns at most ``size`` bytes from ``start``, fewer at the end of the file. Raises ValueError if it was
+        closed."""
+        with self._lock:
+            if self._fd is None:
+                raise ValueError("the original was closed")
+            return _read(self._filesystem, self._fd, start, size)
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yields its bytes in pieces of ``PIECE``."""
+        return (self.read(start, PIECE) for start in range(0, self.bytes, PIECE))
+
+    def close(self) -> None:
+        """Closes it. Safe to call twice."""
+        with self._lock:
+            if self._fd is not None:
+                fd, self._fd = self._fd, None
+                self._filesystem.close(fd)
+
+    def __del__(self) -> None:  # a request that is cancelled before its response is sent never closes it
+        if hasattr(self, "_fd"):
+            self.close()
 
 
 class Originals:
@@ -205,13 +246,28 @@ class Originals:
             LibraryGone: the library's folder is not there any more.
         """
         try:
-            data = _read(self._filesystem, path)
+            data = _read_whole(self._filesystem, path)
         except FileNotFoundError:
             self._guard()
             raise
         if hashlib.sha256(data).hexdigest() != sha256:
             raise CorruptFile(f"the original of {path.name} is damaged")
         return data
+
+    def open(self, path: Path, sha256: str) -> OpenOriginal:
+        """Opens an original and verifies it, a piece at a time. Raises as ``read``."""
+        try:
+            original = OpenOriginal(self._filesystem, path)
+        except FileNotFoundError:
+            self._guard()
+            raise
+        found = hashlib.sha256()
+        for piece in original.pieces():
+            found.update(piece)
+        if found.hexdigest() != sha256:
+            original.close()
+            raise CorruptFile(f"the original of {path.name} is damaged")
+        return original
 
     def remove(self, paths: Iterable[Path]) -> None:
         """Removes originals that nothing refers to, and their sidecars, durably, so that a recovery brings back nothing
@@ -240,11 +296,14 @@ class Originals:
             raise IntegrityError(f"{len(gone)} {what} are not there, the first is {gone[0]}")
 
 
-def _read(filesystem: FileSystem, path: Path) -> bytes:
+def _read_whole(filesystem: FileSystem, path: Path) -> bytes:
     fd = filesystem.open(path)
     try:
-        data = bytearray(filesystem.size(fd))
-        done = read_all(filesystem, fd, memoryview(data), 0)
+        return _read(filesystem, fd, 0, filesystem.size(fd))
     finally:
         filesystem.close(fd)
-    return bytes(data[:done])
+
+
+def _read(filesystem: FileSystem, fd: int, start: int, size: int) -> bytes:
+    data = memoryview(bytearray(size))
+    return bytes(data[: read_all(filesystem, fd, data, start)])

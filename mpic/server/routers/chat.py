@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,6 +16,7 @@ from mpic.api.requests import ChatRequest
 from mpic.engine.base import Delta, GenerationRequest, GenerationUsage, RetrievalRound, Sampling
 from mpic.errors import UnsupportedParameter
 from mpic.http import errors
+from mpic.http.body import write
 from mpic.http.errors import CLIENT_CLOSED
 from mpic.http.sse import DONE, ClientDisconnected, EventStream, event, while_connected
 from mpic.link import Policy, parse_policy
@@ -76,7 +78,7 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
         state.savings.answered(user.id, usage)
 
     if not body.stream:
-        return await _whole(request, answers, writer, count)
+        return await _whole(request, answers, writer, count, state, user.id)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
     return await _streamed(request, answers, writer, with_usage, count)
 
@@ -176,7 +178,12 @@ def offered_tools(body: ChatRequest, template: ChatTemplate) -> list[dict[str, A
 
 
 async def _whole(
-    request: Request, answers: ParallelSampling, writer: CompletionWriter, count: Count
+    request: Request,
+    answers: ParallelSampling,
+    writer: CompletionWriter,
+    count: Count,
+    state: State,
+    user: str,
 ) -> Response:
     try:
         deltas = await while_connected(request, answers.collect())
@@ -187,7 +194,12 @@ async def _whole(
     usages = [answer[-1].usage or GenerationUsage() for answer in deltas]
     for usage in usages:
         count(usage)
-    return JSONResponse(writer.completion(deltas, merge_usage(usages)))
+    completion = partial(writer.completion, deltas, merge_usage(usages))
+    if not writer.logprobs:
+        return JSONResponse(completion())
+    # up to 21 objects for each token of each answer, which would hold up the event loop for seconds
+    content = await state.pools.prompts.call(user, lambda: write(completion()).encode())
+    return Response(content, media_type=JSONResponse.media_type)
 
 
 async def _streamed(

@@ -7,8 +7,11 @@ from urllib.parse import quote
 
 from fastapi import Depends, Query, Request, Response
 from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from mpic.errors import BadRequest, UnsupportedParameter
+from mpic.library.folder.originals import OpenOriginal
 from mpic.server.state import State
 
 T = TypeVar("T", bound=BaseModel)
@@ -38,13 +41,28 @@ def form_fields(*known: str) -> Any:
     return Depends(check)
 
 
-def download(content: bytes, filename: str) -> Response:
-    """Returns a response that browsers save and never display, whatever the content is."""
+class _Download(StreamingResponse):
+    """Sends an original piece by piece, as fast as the client reads, and closes it. It is read on threads."""
+
+    def __init__(self, original: OpenOriginal, headers: dict[str, str]) -> None:
+        headers = {**headers, "Content-Length": str(original.bytes)}
+        super().__init__(original.pieces(), media_type="application/octet-stream", headers=headers)
+        self._original = original
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._original.close()
+
+
+def download(original: OpenOriginal, filename: str) -> Response:
+    """Returns a response that browsers save and never display, whatever the content is. It closes the original."""
     headers = {
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(filename, safe='')}",
         "X-Content-Type-Options": "nosniff",
     }
-    return Response(content, media_type="application/octet-stream", headers=headers)
+    return _Download(original, headers)
 
 
 def shown(kind: type[T], source: object, **more: Any) -> T:

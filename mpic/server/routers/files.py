@@ -151,7 +151,7 @@ def get_file(file_id: str, state: StateDep, user: CurrentUser) -> FileObject:
 def get_content(file_id: str, state: StateDep, user: CurrentUser) -> Response:
     """Download the original, byte by byte."""
     file = state.library.files.get(user.id, file_id)
-    return download(state.library.files.content(user.id, file_id), file.filename)
+    return download(state.library.files.open(user.id, file_id), file.filename)
 
 
 @router.patch("/{file_id}")

@@ -142,7 +142,7 @@ def get_reference(reference_id: str, state: StateDep, user: CurrentUser) -> Refe
 def get_content(reference_id: str, state: StateDep, user: CurrentUser) -> Response:
     """Download the original, byte by byte."""
     reference = state.library.references.get(reference_id)
-    return download(state.library.references.content(reference), reference.filename)
+    return download(state.library.references.open(reference), reference.filename)
 
 
 @router.get("/{reference_id}/thumbnail", response_class=Response)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -18,6 +18,7 @@ from mpic.server.state import State, StateDep
 router = APIRouter(prefix="/v1/savings", tags=["savings"])
 
 ITEMS = 1_000
+"""Files or references whose reuse is shown: the oldest."""
 DAY = 86_400
 
 
@@ -40,6 +41,7 @@ def savings(
     first = time.strftime("%Y-%m-%d", time.gmtime(time.time() - (days - 1) * DAY))
     by_day = ledger.days(whose, first)
     since = ledger.begun()
+    items, more_items = _items(state, whose)
     return Savings(
         scope=scope,
         since=None if since is None else int(since),
@@ -49,40 +51,46 @@ def savings(
         users=tuple(SavingsUser(user=name, **_named(rest)) for name, *rest in ledger.users(first))
         if scope == "all"
         else (),
-        items=_items(state, whose),
+        items=tuple(items),
+        more_items=more_items,
     )
 
 
-def _items(state: State, user: str | None) -> tuple[ReuseOfItem, ...]:
-    """Returns the reuse of a user's files, or of the references if None, the least reused first."""
+def _items(state: State, user: str | None) -> tuple[list[ReuseOfItem], bool]:
+    """Returns the reuse of a user's files, or of the references if None, the least reused first, and whether there are
+    newer ones that were left out."""
+    uses = state.savings.uses(user)
     if user is None:
-        references = state.library.references.listing(None, ITEMS, "asc", None).references
-        items = _counted(references, state.savings.uses(None), lambda reference: reference.title)
+        page = state.library.references.listing(None, ITEMS, "asc", None)
+        items = [
+            _reuse(reference, reference.title, [str(reference.key)], uses) for reference in page.references
+        ]
     else:
-        files = state.library.files.page(user, limit=ITEMS, order="asc").files
-        items = _counted(files, state.savings.uses(user), lambda file: file.label)
-    return tuple(sorted(items, key=lambda item: item.uses))
+        page = state.library.files.page(user, limit=ITEMS, order="asc")
+        pieces = state.library.files.with_pieces(
+            user, uses
+        )  # prompts link these in place of the whole document
+        items = [
+            _reuse(file, file.label, [str(file.key), *pieces.get(file.id, ())], uses) for file in page.files
+        ]
+    return sorted(items, key=lambda item: item.uses), page.has_more
 
 
-def _counted(
-    found: Iterable[File] | Iterable[Reference], uses: dict[str, ChunkReuse], name: Callable[..., str]
-) -> list[ReuseOfItem]:
-    out = []
-    for item in found:
-        used = uses.get(str(item.key))
-        out.append(
-            ReuseOfItem(
-                id=item.id,
-                name=name(item),
-                kind=item.kind,
-                bytes=item.bytes,
-                created_at=int(item.created_at),
-                uses=used.uses if used else 0,
-                saved_tokens=used.saved if used else 0,
-                last_used=int(used.last) if used else None,
-            )
-        )
-    return out
+def _reuse(
+    item: File | Reference, name: str, keys: Iterable[str], uses: dict[str, ChunkReuse]
+) -> ReuseOfItem:
+    """Returns the reuse of what is linked as these chunks. An answer links all of them, so uses are not added up."""
+    used = [uses[key] for key in dict.fromkeys(keys) if key in uses]
+    return ReuseOfItem(
+        id=item.id,
+        name=name,
+        kind=item.kind,
+        bytes=item.bytes,
+        created_at=int(item.created_at),
+        uses=max((one.uses for one in used), default=0),
+        saved_tokens=sum(one.saved for one in used),
+        last_used=int(max(one.last for one in used)) if used else None,
+    )
 
 
 def _sum(rows: list[tuple[int, ...]]) -> SavingsSum:
