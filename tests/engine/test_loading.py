@@ -24,7 +24,7 @@ from families import VISION_FAMILIES, random_image
 from threads_kit import started
 
 from mpic.engine.native.engine import NativeEngine
-from mpic.errors import CorruptFile, EngineStopped
+from mpic.errors import CorruptFile, DatabaseBusy, EngineStopped, NotFound
 from mpic.kv.barrier import LoadProgress
 from mpic.link import BARE, Wrapping, parse_policy
 
@@ -247,6 +247,36 @@ def test_the_reason_is_reported_to_every_request_that_had_to_wait_for_the_compil
     for stream in streams:
         use = stream.result().usage.chunks[0]
         assert (use.tier, use.reason) == ("compiled", "corrupt")
+
+
+def test_a_chunk_is_compiled_although_the_store_cannot_say_why_it_is_missing(stored, monkeypatch, caplog):
+    engine, store = stored("llama", [STORED], allowed=99)
+
+    def gone(chunk, destination):
+        raise NotFound("the file is not there")
+        yield
+
+    def busy(key):
+        raise DatabaseBusy("the catalogue is busy")
+
+    monkeypatch.setattr(GatedChunk, "read_layers", gone)
+    monkeypatch.setattr(store, "missing_reason", busy)
+    stream = submit(engine, PROMPT)
+    until(lambda: not engine.outputs.unfinished)
+    use = stream.result().usage.chunks[0]
+    assert (use.tier, use.reason) == ("compiled", "corrupt") and "could not say why" in caplog.text
+    assert_oracle("llama", PROMPT, "mpic-4", submit(engine, PROMPT))
+
+
+def test_a_load_gives_its_chunk_back_although_those_who_wait_for_it_could_not_be_told(stored):
+    engine, _ = stored("llama", [STORED], allowed=99)
+    engine.transfers._emit = lambda event: 1 // 0
+    engine.prefetch(STORED)
+    until(lambda: engine.device.chunks)
+    all_ready(engine)
+    engine.check()  # behind the message
+    [resident] = engine.device.chunks.values()
+    assert resident.refs == 0
 
 
 # ---- a slow disk

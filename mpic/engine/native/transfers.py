@@ -222,14 +222,22 @@ class Transfers:
             self.device.shape(resident, pressed=False)
             linked.tier = "compiled"
             linked.reason = reason = self._reason(linked, error)
-        self._emit(LoadEnded(resident, linked.tier, reason))
-        if resident.ready and linked.uncompressed:
-            self.save(resident, [])
-        self.device.release(resident)
+        try:
+            self._emit(LoadEnded(resident, linked.tier, reason))
+            if resident.ready and linked.uncompressed:
+                self.save(resident, [])
+        finally:
+            self.device.release(resident)
 
     def _reason(self, linked: LinkedChunk, error: BaseException) -> str:
         if isinstance(error, NotFound):
-            return self._store.missing_reason(linked.key)
+            try:
+                return self._store.missing_reason(linked.key)
+            except (
+                Exception
+            ):  # a busy catalogue, say: whoever waits for the chunk must learn that it is compiled
+                log.exception("the store could not say why chunk %s is missing", linked.key.chunk)
+                return "corrupt"
         if not isinstance(error, EngineStopped):
             log.warning("chunk %s could not be read and is compiled again: %s", linked.key.chunk, error)
             self.counters["load_failures"] += 1
