@@ -193,8 +193,10 @@ class DeviceMemory:
         del self.jobs[resident]
         resident.ready = True
         self.counters["tokens_compiled"] += len(resident.inputs)
-        self._save(resident, self._take_futures(resident))
-        self.device.release(resident)
+        try:
+            self._save(resident, self._take_futures(resident))
+        finally:
+            self.device.release(resident)
 
     def load_ended(self, event: LoadEnded) -> None:
         """Completes the uploads that wait for a chunk once it has been read. A chunk that could not be read is compiled

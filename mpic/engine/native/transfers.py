@@ -284,9 +284,13 @@ class Transfers:
         view = self._kv(resident)
         self._unwritten += view.nbytes
         if self._readback is None:
-            kv = view.to("cpu", copy=True).contiguous()
+            copied: Future[torch.Tensor] = Future()
+            try:
+                copied.set_result(view.to("cpu", copy=True).contiguous())
+            except Exception as error:  # there is no memory: the writer reports it as what it could not save
+                copied.set_exception(error)
             self.device.release(resident)
-            read: Callable[[], torch.Tensor] = lambda: kv
+            read: Callable[[], torch.Tensor] = copied.result
         else:
             resident.extent.fixed += 1
             self._returning += 1
