@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 
-import psutil
 import torch
 
+from mpic import memory
 from mpic.engine.native.batch import CompileJob, CompileRequest, compile_job
 from mpic.engine.native.presser import Presser
 from mpic.engine.native.request import LinkedChunk, Request
@@ -279,8 +279,8 @@ class DeviceMemory:
 
 def pool_pages(model: LoadedModel, pool_bytes: int = 0, reserved: int = 0) -> int:
     """Returns how many pages of ``PAGE_SIZE`` tokens fit ``pool_bytes``. 0 takes a share of the memory that is free on
-    the model's device besides ``reserved`` bytes, but no more than 64 full contexts, the most that the largest batch
-    can use.
+    the model's device besides ``reserved`` bytes (of host memory what this process may still allocate), but no more
+    than 64 full contexts, the most that the largest batch can use.
 
     Raises:
         PoolTooSmall: not one page fits.
@@ -293,7 +293,7 @@ def pool_pages(model: LoadedModel, pool_bytes: int = 0, reserved: int = 0) -> in
     if model.device.type == "cuda":
         free = torch.cuda.mem_get_info(model.device)[0]
     else:
-        free = psutil.virtual_memory().available
+        free = memory.room()
     budget = int(max(0, free - reserved) * _SHARE.get(model.device.type, 0.25))
     if model.device.type == "cpu":
         budget = min(budget, _CAP_CPU)
