@@ -199,10 +199,12 @@ class DeviceMemory:
             self.device.release(resident)
 
     def load_ended(self, event: LoadEnded) -> None:
-        """Completes the uploads that wait for a chunk once it has been read. A chunk that could not be read is compiled
-        instead."""
+        """Completes the uploads that wait for a chunk once it has been read, and stored where that is left to do. A
+        chunk that could not be read is compiled instead."""
         resident = event.resident
-        if resident.ready:
+        if event.unsaved:
+            self._save(resident, self._take_futures(resident))
+        elif resident.ready:
             for future in self._take_futures(resident):
                 future.set_result(len(resident.inputs))
         elif resident.refs > 1:  # something waits for it besides the load itself

@@ -32,11 +32,13 @@ log = logging.getLogger(__name__)
 
 class LoadEnded(NamedTuple):
     """Reports that a chunk has been read into its resident's extent, or could not be read. In the second case ``tier``
-    is ``compiled`` and ``reason`` says why, as in ``ChunkUse``."""
+    is ``compiled`` and ``reason`` says why, as in ``ChunkUse``. ``unsaved``: what was read has been pressed, and its
+    new form is not stored yet."""
 
     resident: Resident
     tier: str
     reason: str | None
+    unsaved: bool = False
 
 
 class Unsaved(NamedTuple):
@@ -140,8 +142,8 @@ class Transfers:
 
         Host memory is filled straight from the store. For CUDA it is copied from page-locked memory on a stream of its
         own (``DeviceLoad``). Links may follow either load layer by layer. For another device the whole chunk is read
-        into a buffer, which the engine's thread copies at the end. An uncompressed form is pressed then, and what is
-        left is saved; links wait for that.
+        into a buffer, which the engine's thread copies at the end. An uncompressed form is pressed then, for which
+        links wait; ``emit`` has what is left saved.
 
         Args:
             order: loads of a lower order are read first.
@@ -223,9 +225,7 @@ class Transfers:
             linked.tier = "compiled"
             linked.reason = reason = self._reason(linked, error)
         try:
-            self._emit(LoadEnded(resident, linked.tier, reason))
-            if resident.ready and linked.uncompressed:
-                self.save(resident, [])
+            self._emit(LoadEnded(resident, linked.tier, reason, resident.ready and linked.uncompressed))
         finally:
             self.device.release(resident)
 
