@@ -81,7 +81,7 @@ def test_a_chunk_that_cannot_be_copied_for_the_writer_is_not_saved_still_serves_
             engine.compile(first).result(30)
     until(lambda: not engine.transfers._unwritten)
     [resident] = engine.device.chunks.values()
-    assert (resident.ready, resident.refs, engine.tombstones._unfinished) == (True, 0, 0)
+    assert (resident.ready, resident.refs, engine.tombstones._unfinished) == (True, 0, [])
     assert engine.stats()["counters"]["save_failures"] == 1
     for chunk in (second, first):
         assert engine.compile(chunk).result(30) == 40

@@ -342,7 +342,7 @@ class Transfers:
             for future in futures:
                 future.set_result(len(inputs))
         finally:
-            self._tombstones.end()
+            self._tombstones.end(began)
             self._post(lambda: self._written(size), quiet=True)
 
     def close(self) -> None:
