@@ -47,7 +47,9 @@ class Resident:
 class DeviceCache:
     """Resident chunks by key, the prefix cache, and least-recently-used eviction over both.
 
-    ``counters``: ``evicted_chunks``, ``evicted_prefixes``, ``chunk_hits`` over ``chunk_requests``.
+    ``counters``: ``evicted_chunks``, ``evicted_prefixes``, ``chunk_hits`` over ``chunk_requests``, and
+    ``chunks_from_TIER``: the same requests by where the chunk came from (``device``, ``compiled``, or the tier that it
+    was read from).
     """
 
     def __init__(self, pool: Pool) -> None:

@@ -6,7 +6,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from engine_kit import MemoryStore, family, ids, image_chunk, prompt_of, request_of, text_chunk, until
+from engine_kit import (
+    MemoryChunk,
+    MemoryStore,
+    family,
+    ids,
+    image_chunk,
+    prompt_of,
+    request_of,
+    submit_together,
+    text_chunk,
+    until,
+)
 from families import random_image
 
 from mpic.engine.base import GenerationRequest, Sampling
@@ -293,6 +304,21 @@ def test_a_resident_chunk_that_is_evicted_before_its_turn_is_read_again(make_eng
     later = engine.submit(request_of(prompt, "reuse", 2))
     blocker.result()
     assert later.result().token_ids == expected
+
+
+def test_a_chunk_that_is_evicted_before_its_turn_is_counted_under_the_tier_that_it_is_read_from(make_engine):
+    class InHostMemory(MemoryChunk):
+        tier = "host"
+
+    engine = make_engine(pages=18, store=MemoryStore(kind=InHostMemory))
+    prompt = prompt_of(ids(3, 5), DOCUMENT, ids(5, 6))
+    answer(engine, prompt, "reuse", 2)
+    requests = [request_of(prompt_of(ids(9, 20)), "full", 100), request_of(prompt, "reuse", 2)]
+    for stream in submit_together(engine, requests):
+        stream.result()
+    until(lambda: engine.device.counters["chunks_from_host"] == 1)
+    assert engine.device.counters["chunks_from_compiled"] == 1
+    assert engine.device.counters["chunks_from_disk"] == 0
 
 
 def test_memory_for_the_next_step_is_provided_after_a_step_and_only_while_nothing_is_to_do(

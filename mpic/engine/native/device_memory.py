@@ -62,6 +62,9 @@ class DeviceMemory:
         self.device, self.pool, self._bos, self._scope = device, device.pool, bos, scope
         self._load, self._save, self._tombstones = load, save, tombstones
         self.jobs: dict[Resident, CompileJob] = {}  # in order of admission
+        self._loading: Counter[Resident] = (
+            Counter()
+        )  # links that wait for a load and are not counted by tier yet
         self._uploads: dict[Resident, list[CompileRequest]] = {}  # admitted; each holds its resident
         self.counters: Counter[str] = Counter()
 
@@ -132,7 +135,10 @@ class DeviceMemory:
             if first_time:
                 self.device.counters["chunk_requests"] += 1
                 self.device.counters["chunk_hits"] += linked.tier == "device"
-                self.device.counters[f"chunks_from_{linked.tier}"] += 1
+                if linked.resident.ready or linked.resident in self.jobs:
+                    self.device.counters[f"chunks_from_{linked.tier}"] += 1
+                else:
+                    self._loading[linked.resident] += 1
         for linked, resident in added.items():
             if self._tombstones.key_since(arrived, linked.key):
                 self.device.drop(resident)
@@ -202,6 +208,8 @@ class DeviceMemory:
         """Completes the uploads that wait for a chunk once it has been read, and stored where that is left to do. A
         chunk that could not be read is compiled instead."""
         resident = event.resident
+        # where a chunk comes from is known when it is there
+        self.device.counters[f"chunks_from_{event.tier}"] += self._loading.pop(resident, 0)
         if event.unsaved:
             self._save(resident, self._take_futures(resident))
         elif resident.ready:
