@@ -60,6 +60,10 @@ class DeviceCache:
         self.counters: Counter[str] = Counter()
         pool.reclaim = self._reclaim
 
+    def residents(self) -> list[Resident]:
+        """Returns all residents, those that were dropped and are still linked among them."""
+        return [*self.chunks.values(), *self._dead]
+
     def get(self, key: KVKey) -> Resident | None:
         return self.chunks.get(key)
 
@@ -152,7 +156,7 @@ class DeviceCache:
         """
         self.pool.check()
         self.prefix.check()
-        owned = [id(r.extent) for r in (*self.chunks.values(), *self._dead)]
+        owned = [id(r.extent) for r in self.residents()]
         owned += [*self.prefix.extents(), *running]
         present = [id(extent) for extent in self.pool.extents]
         if sorted(owned) != sorted(present):

@@ -12,6 +12,7 @@ from engine_kit import (
     family,
     ids,
     image_chunk,
+    pause,
     prompt_of,
     request_of,
     submit_together,
@@ -214,6 +215,19 @@ def test_a_forgotten_chunk_is_invisible_at_once_with_everything_linked_to_it(mak
     assert again.usage.prefix_hit == 0
     assert [c.tier for c in again.usage.chunks] == ["compiled", "device"]
     assert len(running.result().token_ids) == 80
+
+
+def test_pages_of_a_forgotten_chunk_are_those_of_a_chunk_as_long_as_a_request_links_it(make_engine):
+    engine = make_engine()
+    running = engine.submit(request_of(prompt_of(ids(8, 3), DOCUMENT, ids(9, 4)), "mpic-4", 200))
+    next(iter(running))
+    go = pause(engine)
+    engine.memory.forget(DOCUMENT.owner, DOCUMENT.key)
+    found = engine.stats()
+    go.set()
+    assert (found["pages"]["chunks"], found["pages"]["prefix"], found["chunks_resident"]) == (5, 0, 0)
+    running.result()
+    until(lambda: engine.stats()["pages"]["chunks"] == 0)
 
 
 def test_idle_chunks_are_evicted_least_recently_used_first(make_engine):
