@@ -94,6 +94,41 @@ def test_preemption_loses_nothing(make_engine, monkeypatch):
     assert sum(r.usage.preemptions for r in results) > 0
 
 
+def test_a_preempted_request_without_a_limit_comes_back_beside_others_and_leaves_the_caches(
+    make_engine, monkeypatch
+):
+    monkeypatch.setattr("mpic.engine.native.scheduler.GROWTH", 8)
+    engine = make_engine()
+    answer(engine, PROMPT)
+    requests = [request_of(prompt_of(ids(60 + i, 9)), "full", None) for i in range(2)]
+    streams = submit_together(engine, requests)
+    for stream in streams:
+        next(iter(stream))
+    go = pause(engine)
+    engine.scheduler.preempt(engine.scheduler.running[-1])
+    go.set()
+    later = answer(engine, PROMPT)
+    assert {use.tier for use in later.usage.chunks} == {"device"}
+    assert len(engine.scheduler.running) == 2 and engine.device.counters["evicted_chunks"] == 0
+    for stream in streams:
+        stream.abort()
+    assert [stream.result().usage.preemptions for stream in streams] == [0, 1]
+
+
+def test_requests_without_limits_that_outgrow_the_pool_together_all_end_with_their_answers(
+    make_engine, monkeypatch
+):
+    monkeypatch.setattr("mpic.engine.native.scheduler.GROWTH", 4)
+    engine = make_engine(pages=24)
+    requests = [request_of(prompt_of(ids(60 + i, 9)), "full", None) for i in range(4)]
+    results = [stream.result() for stream in submit_together(engine, requests)]
+    for request, result in zip(requests, results, strict=True):
+        assert len(result.token_ids) == 24 * 8 - 9
+        alone = answer(make_engine(), request.prompt, "full", 24 * 8 - 9)
+        assert result.token_ids == alone.token_ids
+    assert max(result.usage.preemptions for result in results) <= 8
+
+
 def test_an_aborted_request_frees_its_pages_and_disturbs_nobody(make_engine):
     engine = make_engine()
     free = engine.pool.free_pages
