@@ -120,7 +120,7 @@ class EngineConfig:
         cuda_graphs: capture decoding steps in CUDA graphs: auto (on CUDA, where the model's layers allow it), on (or
             refuse the model) or off (native).
         pool_bytes: memory per device for the KV of running requests and resident chunks; 0 takes a share of the free
-            memory.
+            memory, on the CPU within the limits of the container and of the address space.
         step_tokens: maximum number of tokens computed in one forward; longer prefills are cut.
         max_running: maximum number of requests in one batch.
         loaders: threads that read compiled chunks from disk; 0 chooses by the machine's cores.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from bisect import bisect_left
+from collections import OrderedDict
 
 from mpic.kv.chunk import Chunk, ChunkKey, KVKey
 
@@ -12,31 +15,44 @@ class Tombstones:
     """Prevents requests that were admitted before a deletion from storing the chunk again. Such a request may still
     compute the chunk for itself, but the KV is not shown to others, not stored, and not remembered.
 
-    A tombstone is kept while anything is unfinished that might have begun before it. Thread-safe.
+    A tombstone is kept while anything is unfinished that began before it. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._times: dict[tuple[str, ChunkKey], float] = {}
-        self._unfinished = 0
+        self._times: OrderedDict[tuple[str, ChunkKey], float] = OrderedDict()  # the oldest first
+        self._unfinished: list[float] = []  # times of arrival, ascending
 
     def begin(self) -> float:
         """Registers something that uses chunks. Returns its time of arrival; ``end`` must follow once."""
         with self._lock:
-            self._unfinished += 1
-            return time.monotonic()
+            arrived = time.monotonic()
+            self._unfinished.append(arrived)
+            return arrived
 
-    def end(self) -> None:
+    def end(self, arrived: float | None = None) -> None:
+        """Ends something that ``begin`` has registered.
+
+        Args:
+            arrived: its time of arrival, as ``begin`` returned it. None: the caller does not say which it was, and
+                tombstones are kept as if it was the youngest.
+        """
         with self._lock:
-            self._unfinished -= 1
-            if self._unfinished == 0:
-                self._times.clear()
+            last = len(self._unfinished) - 1
+            del self._unfinished[
+                last if arrived is None else min(bisect_left(self._unfinished, arrived), last)
+            ]
+            oldest = self._unfinished[0] if self._unfinished else math.inf
+            while self._times and next(iter(self._times.values())) < oldest:
+                self._times.popitem(last=False)
 
     def mark(self, chunk: Chunk) -> None:
         """Records that a chunk is deleted now."""
+        name = chunk.owner, chunk.key
         with self._lock:
             if self._unfinished:
-                self._times[chunk.owner, chunk.key] = time.monotonic()
+                self._times[name] = time.monotonic()
+                self._times.move_to_end(name)
 
     def since(self, arrived: float, owner: str, chunk: ChunkKey) -> bool:
         """Returns whether the chunk has been deleted since ``arrived``."""

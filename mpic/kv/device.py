@@ -47,7 +47,9 @@ class Resident:
 class DeviceCache:
     """Resident chunks by key, the prefix cache, and least-recently-used eviction over both.
 
-    ``counters``: ``evicted_chunks``, ``evicted_prefixes``, ``chunk_hits`` over ``chunk_requests``.
+    ``counters``: ``evicted_chunks``, ``evicted_prefixes``, ``chunk_hits`` over ``chunk_requests``, and
+    ``chunks_from_TIER``: the same requests by where the chunk came from (``device``, ``compiled``, or the tier that it
+    was read from).
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -57,6 +59,10 @@ class DeviceCache:
         self._dead: list[Resident] = []
         self.counters: Counter[str] = Counter()
         pool.reclaim = self._reclaim
+
+    def residents(self) -> list[Resident]:
+        """Returns all residents, those that were dropped and are still linked among them."""
+        return [*self.chunks.values(), *self._dead]
 
     def get(self, key: KVKey) -> Resident | None:
         return self.chunks.get(key)
@@ -150,7 +156,7 @@ class DeviceCache:
         """
         self.pool.check()
         self.prefix.check()
-        owned = [id(r.extent) for r in (*self.chunks.values(), *self._dead)]
+        owned = [id(r.extent) for r in self.residents()]
         owned += [*self.prefix.extents(), *running]
         present = [id(extent) for extent in self.pool.extents]
         if sorted(owned) != sorted(present):

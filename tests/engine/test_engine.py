@@ -6,7 +6,19 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from engine_kit import MemoryStore, family, ids, image_chunk, prompt_of, request_of, text_chunk, until
+from engine_kit import (
+    MemoryChunk,
+    MemoryStore,
+    family,
+    ids,
+    image_chunk,
+    pause,
+    prompt_of,
+    request_of,
+    submit_together,
+    text_chunk,
+    until,
+)
 from families import random_image
 
 from mpic.engine.base import GenerationRequest, Sampling
@@ -80,6 +92,41 @@ def test_preemption_loses_nothing(make_engine, monkeypatch):
     results = [s.result() for s in streams]
     assert [r.token_ids for r in results] == alone
     assert sum(r.usage.preemptions for r in results) > 0
+
+
+def test_a_preempted_request_without_a_limit_comes_back_beside_others_and_leaves_the_caches(
+    make_engine, monkeypatch
+):
+    monkeypatch.setattr("mpic.engine.native.scheduler.GROWTH", 8)
+    engine = make_engine()
+    answer(engine, PROMPT)
+    requests = [request_of(prompt_of(ids(60 + i, 9)), "full", None) for i in range(2)]
+    streams = submit_together(engine, requests)
+    for stream in streams:
+        next(iter(stream))
+    go = pause(engine)
+    engine.scheduler.preempt(engine.scheduler.running[-1])
+    go.set()
+    later = answer(engine, PROMPT)
+    assert {use.tier for use in later.usage.chunks} == {"device"}
+    assert len(engine.scheduler.running) == 2 and engine.device.counters["evicted_chunks"] == 0
+    for stream in streams:
+        stream.abort()
+    assert [stream.result().usage.preemptions for stream in streams] == [0, 1]
+
+
+def test_requests_without_limits_that_outgrow_the_pool_together_all_end_with_their_answers(
+    make_engine, monkeypatch
+):
+    monkeypatch.setattr("mpic.engine.native.scheduler.GROWTH", 4)
+    engine = make_engine(pages=24)
+    requests = [request_of(prompt_of(ids(60 + i, 9)), "full", None) for i in range(4)]
+    results = [stream.result() for stream in submit_together(engine, requests)]
+    for request, result in zip(requests, results, strict=True):
+        assert len(result.token_ids) == 24 * 8 - 9
+        alone = answer(make_engine(), request.prompt, "full", 24 * 8 - 9)
+        assert result.token_ids == alone.token_ids
+    assert max(result.usage.preemptions for result in results) <= 8
 
 
 def test_an_aborted_request_frees_its_pages_and_disturbs_nobody(make_engine):
@@ -205,6 +252,19 @@ def test_a_forgotten_chunk_is_invisible_at_once_with_everything_linked_to_it(mak
     assert len(running.result().token_ids) == 80
 
 
+def test_pages_of_a_forgotten_chunk_are_those_of_a_chunk_as_long_as_a_request_links_it(make_engine):
+    engine = make_engine()
+    running = engine.submit(request_of(prompt_of(ids(8, 3), DOCUMENT, ids(9, 4)), "mpic-4", 200))
+    next(iter(running))
+    go = pause(engine)
+    engine.memory.forget(DOCUMENT.owner, DOCUMENT.key)
+    found = engine.stats()
+    go.set()
+    assert (found["pages"]["chunks"], found["pages"]["prefix"], found["chunks_resident"]) == (5, 0, 0)
+    running.result()
+    until(lambda: engine.stats()["pages"]["chunks"] == 0)
+
+
 def test_idle_chunks_are_evicted_least_recently_used_first(make_engine):
     engine = make_engine(pages=18, store=MemoryStore())
     chunks = [text_chunk(ids(20 + i, 40)) for i in range(4)]
@@ -293,6 +353,21 @@ def test_a_resident_chunk_that_is_evicted_before_its_turn_is_read_again(make_eng
     later = engine.submit(request_of(prompt, "reuse", 2))
     blocker.result()
     assert later.result().token_ids == expected
+
+
+def test_a_chunk_that_is_evicted_before_its_turn_is_counted_under_the_tier_that_it_is_read_from(make_engine):
+    class InHostMemory(MemoryChunk):
+        tier = "host"
+
+    engine = make_engine(pages=18, store=MemoryStore(kind=InHostMemory))
+    prompt = prompt_of(ids(3, 5), DOCUMENT, ids(5, 6))
+    answer(engine, prompt, "reuse", 2)
+    requests = [request_of(prompt_of(ids(9, 20)), "full", 100), request_of(prompt, "reuse", 2)]
+    for stream in submit_together(engine, requests):
+        stream.result()
+    until(lambda: engine.device.counters["chunks_from_host"] == 1)
+    assert engine.device.counters["chunks_from_compiled"] == 1
+    assert engine.device.counters["chunks_from_disk"] == 0
 
 
 def test_memory_for_the_next_step_is_provided_after_a_step_and_only_while_nothing_is_to_do(

@@ -24,7 +24,7 @@ from families import VISION_FAMILIES, random_image
 from threads_kit import started
 
 from mpic.engine.native.engine import NativeEngine
-from mpic.errors import CorruptFile, EngineStopped
+from mpic.errors import CorruptFile, DatabaseBusy, EngineStopped, NotFound
 from mpic.kv.barrier import LoadProgress
 from mpic.link import BARE, Wrapping, parse_policy
 
@@ -115,6 +115,11 @@ def beside(engine: NativeEngine, links: int = 1) -> None:
     until(lambda: engine.stats()["counters"].get("links_beside_loads", 0) == links)
 
 
+def from_tiers(engine: NativeEngine) -> dict[str, int]:
+    """Returns how many linked chunks came from where."""
+    return {name: n for name, n in engine.stats()["counters"].items() if name.startswith("chunks_from_")}
+
+
 def all_ready(engine: NativeEngine) -> None:
     """Waits until every chunk on the device is ready, which a load may report after the answer that followed it."""
     until(lambda: all(resident.ready for resident in list(engine.device.chunks.values())))
@@ -187,10 +192,10 @@ def test_two_requests_link_a_loading_chunk_at_different_bases(stored):
     store.allow(99)
     for prompt, stream in zip(prompts, streams, strict=True):
         assert_oracle("llama", prompt, "mpic-4", stream)
-    assert engine.stats()["counters"]["chunks_from_disk"] == 2
+    until(lambda: engine.stats()["counters"].get("chunks_from_disk") == 2)
 
 
-def test_requests_that_follow_anothers_load_report_the_same_tier(stored, monkeypatch):
+def test_requests_that_follow_anothers_load_report_and_count_the_same_tier(stored, monkeypatch):
     engine, store = stored("llama", [STORED], allowed=0)
     find = store.find
 
@@ -206,6 +211,7 @@ def test_requests_that_follow_anothers_load_report_the_same_tier(stored, monkeyp
     until(lambda: len(engine.scheduler.running) == 2)
     store.allow(99)
     assert [stream.result().usage.chunks[0].tier for stream in streams] == ["host", "host"]
+    assert from_tiers(engine) == {"chunks_from_host": 2}
 
 
 # ---- loads that fail
@@ -247,6 +253,37 @@ def test_the_reason_is_reported_to_every_request_that_had_to_wait_for_the_compil
     for stream in streams:
         use = stream.result().usage.chunks[0]
         assert (use.tier, use.reason) == ("compiled", "corrupt")
+    assert from_tiers(engine) == {"chunks_from_compiled": 2}
+
+
+def test_a_chunk_is_compiled_although_the_store_cannot_say_why_it_is_missing(stored, monkeypatch, caplog):
+    engine, store = stored("llama", [STORED], allowed=99)
+
+    def gone(chunk, destination):
+        raise NotFound("the file is not there")
+        yield
+
+    def busy(key):
+        raise DatabaseBusy("the catalogue is busy")
+
+    monkeypatch.setattr(GatedChunk, "read_layers", gone)
+    monkeypatch.setattr(store, "missing_reason", busy)
+    stream = submit(engine, PROMPT)
+    until(lambda: not engine.outputs.unfinished)
+    use = stream.result().usage.chunks[0]
+    assert (use.tier, use.reason) == ("compiled", "corrupt") and "could not say why" in caplog.text
+    assert_oracle("llama", PROMPT, "mpic-4", submit(engine, PROMPT))
+
+
+def test_a_load_gives_its_chunk_back_although_those_who_wait_for_it_could_not_be_told(stored):
+    engine, _ = stored("llama", [STORED], allowed=99)
+    engine.transfers._emit = lambda event: 1 // 0
+    engine.prefetch(STORED)
+    until(lambda: engine.device.chunks)
+    all_ready(engine)
+    engine.check()  # behind the message
+    [resident] = engine.device.chunks.values()
+    assert resident.refs == 0
 
 
 # ---- a slow disk

@@ -22,6 +22,7 @@ from engine_kit import (
 )
 from extend_kit import chunks_of
 
+from mpic.errors import StorageFull
 from mpic.kv.chunk import Chunk
 from mpic.press import PRESSES
 
@@ -137,6 +138,24 @@ def test_what_cannot_be_read_or_pressed_is_compiled(how, make_engine, monkeypatc
     assert [tier for tier, _, _ in uses] == ["compiled"]
     assert engine.stats()["counters"]["load_failures"] == 1
     until(lambda: any(key.recipe.press for key in store.chunks))
+
+
+def test_an_upload_that_waits_for_such_a_load_ends_when_the_pressed_form_is_stored_or_with_its_error(
+    make_engine,
+):
+    chunk = pressed(DOCUMENT, "knorm-50-5")
+    for full in (False, True):
+        store = MemoryStore()
+        make_engine(store=store).compile(DOCUMENT).result(30)
+        store.full, store.delay = full, 0.3
+        engine = make_engine(store=store)
+        stream = submit(engine, over(chunk), "mpic-5")
+        future = engine.compile(chunk)  # it joins the load
+        if full:
+            assert isinstance(future.exception(30), StorageFull)
+        else:
+            assert future.result(30) == 41 and any(key.recipe.press for key in store.chunks)
+        assert stream.result().usage.chunks[0].tier == "disk"
 
 
 def test_uncompressed_chunks_are_never_made_of_compressed_ones(make_engine):

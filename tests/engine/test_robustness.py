@@ -11,6 +11,7 @@ from families import TEXT
 from threads_kit import started
 
 from mpic.engine.native.engine import NativeEngine
+from mpic.engine.tombstones import Tombstones
 from mpic.errors import ContextLengthExceeded, EngineStopped, IntegrityError, MPICError, UnsupportedParameter
 from mpic.library import Library
 from mpic.model.loaded import LoadedModel
@@ -53,6 +54,41 @@ def test_a_request_that_was_running_does_not_reinsert_a_deleted_chunks_turns(mak
     running.result()
     again = ask(engine, prompt).usage
     assert (again.prefix_hit, again.chunks[0].tier) == (0, "compiled")
+
+
+def test_deletions_are_remembered_only_for_those_who_began_before_them_even_if_something_always_runs():
+    tombstones, chunks = Tombstones(), [text_chunk(ids(i, 5)) for i in range(50)]
+    first = arrived = tombstones.begin()
+    for chunk in chunks:
+        tombstones.mark(chunk)
+        follower = tombstones.begin()
+        assert tombstones.since(first, chunk.owner, chunk.key)
+        assert not tombstones.since(follower, chunk.owner, chunk.key)
+        if arrived != first:
+            tombstones.end(arrived)
+        arrived = follower
+    assert len(tombstones._times) == len(chunks)  # the first one has not ended
+    tombstones.end(first)
+    assert not tombstones._times
+    tombstones.mark(DOCUMENT)
+    tombstones.begin()
+    tombstones.end()  # whoever it was
+    assert tombstones.since(arrived, DOCUMENT.owner, DOCUMENT.key)
+    tombstones.end(arrived)
+    assert not tombstones._times
+
+
+def test_an_engine_that_is_never_idle_forgets_deletions(make_engine):
+    engine = make_engine()
+    running = engine.submit(request_of(prompt_of(ids(1, 5)), "full", 900))
+    for i in range(5):
+        engine.forget(text_chunk(ids(i, 5)))
+        follower = engine.submit(request_of(prompt_of(ids(1, 5)), "full", 900))
+        running.abort()
+        running.result()
+        running = follower
+    assert not engine.tombstones._times
+    running.abort()
 
 
 def test_a_document_deleted_while_its_compile_waits_is_neither_served_nor_stored(make_engine, tmp_path):

@@ -24,6 +24,7 @@ OPTIONS = [
     {"temperature": 1.0, "top_k": 1},
     {"temperature": 0.7, "top_k": 40},
     {"temperature": 2.0, "top_k": 2000},
+    {"temperature": 2.0, "top_k": 2000, "top_p": 0.9},
     {"temperature": 0.9, "top_k": 300, "top_p": 0.7},
     {"temperature": 1.0, "top_k": 10**9, "top_p": 0.5},
 ]
@@ -77,6 +78,13 @@ def test_more_tokens_than_the_candidates_are_kept_when_they_have_to_be(monkeypat
     assert again
 
 
+def test_top_p_is_a_share_of_all_tokens_that_top_k_keeps_also_when_they_are_more_than_the_candidates():
+    torch.manual_seed(8)
+    alone, together = both([{"temperature": 1.0, "top_k": 2000, "top_p": 0.95}] * 16)
+    logits = torch.randn(16, 32_000)
+    assert [token for token, _ in choose(logits, together)] == [s(row)[0] for s, row in zip(alone, logits)]
+
+
 def test_neither_the_place_in_the_batch_nor_its_other_rows_matter():
     torch.manual_seed(2)
     logits = peaked(len(OPTIONS), 5000)
@@ -101,7 +109,7 @@ def test_tokens_come_as_often_as_they_are_likely():
 
 def test_logprobs_are_the_sequential_ones_for_the_rows_that_ask():
     torch.manual_seed(3)
-    options = [{**one, "logprobs": count} for one, count in zip(OPTIONS, [None, 0, 1, 5, 20, 400] * 2)]
+    options = [{**one, "logprobs": count} for one, count in zip(OPTIONS, [None, 0, 1, 5, 20, 400] * 3)]
     logits = peaked(len(options), 300)
     alone, together = both(options)
     for sampler, row, choice in zip(alone, logits, choose(logits, together), strict=True):

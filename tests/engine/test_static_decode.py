@@ -9,6 +9,7 @@ import torch
 from engine_kit import family, ids, logits_of, prompt_of, request_of, submit_together, text_chunk
 from tape import Tape, captured
 
+from mpic import memory
 from mpic.engine.native import cuda_graphs, device_memory, static_decode
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import IntegrityError, ModelRefused
@@ -190,6 +191,13 @@ def test_a_pool_that_takes_a_share_leaves_what_is_reserved(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 * page, 300 * page))
     monkeypatch.setattr(loaded, "device", torch.device("cuda"))
     assert [device_memory.pool_pages(loaded, 0, n * page) for n in (0, 100)] == [170, 85]
+
+
+def test_a_pool_on_the_cpu_takes_a_share_of_what_the_limits_of_the_process_leave(monkeypatch):
+    loaded = family("llama").loaded
+    page = 16 * loaded.shape.per_token * loaded.kv_dtype.itemsize
+    monkeypatch.setattr(memory, "room", lambda: 80.0 * page)
+    assert [device_memory.pool_pages(loaded, 0, n * page) for n in (0, 40, 90)] == [20, 10, 1]
 
 
 def test_without_cuda_they_are_off_unless_they_are_asked_for(answers):

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import torch
 from engine_kit import MemoryStore, ids, text_chunk, until
 from threads_kit import started
 
@@ -58,6 +59,33 @@ def test_closing_writes_what_is_compiled_and_not_yet_at_the_writer(make_engine):
     store.go.set()
     closing.join(60)
     assert len(store.chunks) == 4 and all(future.result(1) == 40 for future in futures)
+
+
+def test_a_chunk_that_cannot_be_copied_for_the_writer_is_not_saved_still_serves_and_holds_up_no_other(
+    make_engine, monkeypatch
+):
+    store = MemoryStore()
+    engine = make_engine(store=store)
+    engine.transfers.backlog = 1
+    first, second = (text_chunk(ids(200 + i, 40)) for i in range(2))
+    to = torch.Tensor.to
+
+    def scarce(tensor, *args, **options):
+        if options.get("copy") and "cpu" in args:
+            raise RuntimeError("can't allocate memory: you tried to allocate 1000000 bytes")
+        return to(tensor, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", scarce)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            engine.compile(first).result(30)
+    until(lambda: not engine.transfers._unwritten)
+    [resident] = engine.device.chunks.values()
+    assert (resident.ready, resident.refs, engine.tombstones._unfinished) == (True, 0, [])
+    assert engine.stats()["counters"]["save_failures"] == 1
+    for chunk in (second, first):
+        assert engine.compile(chunk).result(30) == 40
+    assert {key.chunk for key in store.chunks} == {first.key, second.key}
 
 
 # ---- the queue of reads

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kit import MemoryStore, assert_oracle, family, ids, prompt_of, submit, text_chunk
+from engine_kit import MemoryStore, assert_oracle, family, ids, prompt_of, submit, text_chunk, until
 from families import make_model
 
 from mpic.engine.native.engine import NativeEngine
@@ -43,6 +43,8 @@ def test_links_of_chunks_read_from_files_equal_the_oracle(policy, tmp_path):
             assert_oracle("deepseek", prompt, policy, submit(engine, prompt, policy))
             compiled = engine.stats()["counters"].get("tokens_compiled", 0)
             assert compiled == (37 + 29 if uses and is_first else 0)
+            if uses and not is_first:  # a load may be reported after the answer that followed it
+                until(lambda: engine.device.counters["chunks_from_disk"])
             assert bool(engine.device.counters["chunks_from_disk"]) == (uses and not is_first)
     assert len(list(tmp_path.iterdir())) == (2 if uses else 0)
     for path in tmp_path.iterdir():

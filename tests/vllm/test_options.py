@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
+from mpic import memory
 from mpic.config import Config, ConfigError, EngineConfig
 from mpic.engine import load_engine
 from mpic.engine.native.loader import loaders_for
@@ -124,6 +125,13 @@ def test_shares_of_users_in_host_memory_are_refused_by_name(tmp_path):
 def test_a_cpu_is_given_a_bounded_share_of_memory_and_a_gpu_what_vllm_chooses(described, tmp_path):
     assert 0 < args(described, tmp_path).kv_cache_memory_bytes <= 8 << 30
     assert args(described, tmp_path, cpu=False).kv_cache_memory_bytes is None
+
+
+def test_the_share_of_memory_on_a_cpu_is_one_of_what_the_limits_of_the_process_leave(
+    described, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(memory, "room", lambda: 400.0 * (1 << 20))
+    assert args(described, tmp_path).kv_cache_memory_bytes == 100 << 20
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 
-import psutil
 import torch
 
+from mpic import memory
 from mpic.engine.native.batch import CompileJob, CompileRequest, compile_job
 from mpic.engine.native.presser import Presser
 from mpic.engine.native.request import LinkedChunk, Request
@@ -62,6 +62,9 @@ class DeviceMemory:
         self.device, self.pool, self._bos, self._scope = device, device.pool, bos, scope
         self._load, self._save, self._tombstones = load, save, tombstones
         self.jobs: dict[Resident, CompileJob] = {}  # in order of admission
+        self._loading: Counter[Resident] = (
+            Counter()
+        )  # links that wait for a load and are not counted by tier yet
         self._uploads: dict[Resident, list[CompileRequest]] = {}  # admitted; each holds its resident
         self.counters: Counter[str] = Counter()
 
@@ -132,7 +135,10 @@ class DeviceMemory:
             if first_time:
                 self.device.counters["chunk_requests"] += 1
                 self.device.counters["chunk_hits"] += linked.tier == "device"
-                self.device.counters[f"chunks_from_{linked.tier}"] += 1
+                if linked.resident.ready or linked.resident in self.jobs:
+                    self.device.counters[f"chunks_from_{linked.tier}"] += 1
+                else:
+                    self._loading[linked.resident] += 1
         for linked, resident in added.items():
             if self._tombstones.key_since(arrived, linked.key):
                 self.device.drop(resident)
@@ -193,14 +199,20 @@ class DeviceMemory:
         del self.jobs[resident]
         resident.ready = True
         self.counters["tokens_compiled"] += len(resident.inputs)
-        self._save(resident, self._take_futures(resident))
-        self.device.release(resident)
+        try:
+            self._save(resident, self._take_futures(resident))
+        finally:
+            self.device.release(resident)
 
     def load_ended(self, event: LoadEnded) -> None:
-        """Completes the uploads that wait for a chunk once it has been read. A chunk that could not be read is compiled
-        instead."""
+        """Completes the uploads that wait for a chunk once it has been read, and stored where that is left to do. A
+        chunk that could not be read is compiled instead."""
         resident = event.resident
-        if resident.ready:
+        # where a chunk comes from is known when it is there
+        self.device.counters[f"chunks_from_{event.tier}"] += self._loading.pop(resident, 0)
+        if event.unsaved:
+            self._save(resident, self._take_futures(resident))
+        elif resident.ready:
             for future in self._take_futures(resident):
                 future.set_result(len(resident.inputs))
         elif resident.refs > 1:  # something waits for it besides the load itself
@@ -277,8 +289,8 @@ class DeviceMemory:
 
 def pool_pages(model: LoadedModel, pool_bytes: int = 0, reserved: int = 0) -> int:
     """Returns how many pages of ``PAGE_SIZE`` tokens fit ``pool_bytes``. 0 takes a share of the memory that is free on
-    the model's device besides ``reserved`` bytes, but no more than 64 full contexts, the most that the largest batch
-    can use.
+    the model's device besides ``reserved`` bytes (of host memory what this process may still allocate), but no more
+    than 64 full contexts, the most that the largest batch can use.
 
     Raises:
         PoolTooSmall: not one page fits.
@@ -291,7 +303,7 @@ def pool_pages(model: LoadedModel, pool_bytes: int = 0, reserved: int = 0) -> in
     if model.device.type == "cuda":
         free = torch.cuda.mem_get_info(model.device)[0]
     else:
-        free = psutil.virtual_memory().available
+        free = memory.room()
     budget = int(max(0, free - reserved) * _SHARE.get(model.device.type, 0.25))
     if model.device.type == "cpu":
         budget = min(budget, _CAP_CPU)

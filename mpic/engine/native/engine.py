@@ -138,7 +138,7 @@ class NativeEngine(Engine):
             stream.on_abort = lambda: self._post(lambda: self.outputs.abort(queued), quiet=True)
             self._post(lambda: self._arrive(queued))
         except BaseException:
-            self.tombstones.end()
+            self.tombstones.end(arrived)
             self.arrivals.leave()
             raise
         return stream
@@ -162,7 +162,7 @@ class NativeEngine(Engine):
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # the engine's thread sets its result: no cancelling
         arrived = self.tombstones.begin()
-        future.add_done_callback(lambda done: self.tombstones.end())
+        future.add_done_callback(lambda done: self.tombstones.end(arrived))
 
         def prepare() -> None:
             try:
@@ -178,7 +178,7 @@ class NativeEngine(Engine):
             if not self._inbox.closed:
                 self._preparation.submit(prepare, future, chunk.load_clip is not None)
                 return future
-        self.tombstones.end()
+        self.tombstones.end(arrived)
         raise EngineStopped("the engine has been stopped")
 
     def forget(self, chunk: Chunk) -> None:
@@ -202,7 +202,7 @@ class NativeEngine(Engine):
         try:
             linked = self.linker.stored(chunk, key)
         except BaseException:
-            self.tombstones.end()
+            self.tombstones.end(arrived)
             raise
         self._post(lambda: self._prefetch(linked, arrived), quiet=True)
 
@@ -289,7 +289,7 @@ class NativeEngine(Engine):
             if linked is not None and not self._inbox.closed:
                 self.memory.prefetch(linked, arrived)
         finally:
-            self.tombstones.end()
+            self.tombstones.end(arrived)
 
     def _load_ended(self, event: LoadEnded) -> None:
         self.scheduler.load_ended(event)

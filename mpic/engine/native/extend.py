@@ -88,7 +88,7 @@ class Extender:
             log.exception("a request could not be extended")
             outcome = error
         finally:
-            self._tombstones.end()
+            self._tombstones.end(arrived)
         self._post(lambda: self._done(request, outcome), quiet=True)
 
     def _outcome(self, request: Request, call: str, began: float, arrived: float) -> SearchOutcome:

@@ -135,7 +135,7 @@ class Outputs:
     def _release(self, request: Request) -> None:
         if request in self.unfinished:
             self.unfinished.remove(request)
-            self._tombstones.end()
+            self._tombstones.end(request.arrived)
             self._scheduler.remove(request)
 
     def _searched(self, request: Request, outcome: SearchOutcome | Exception) -> None:

@@ -188,7 +188,7 @@ class Times:
 class Request(Rows):
     """A request. Its rows are the own tokens of its prompt, the tokens it has generated, and those that retrieval has
     inserted between them (``extend.py``). ``items`` identify the rows in the prefix cache; ``path`` are the prefix
-    nodes that it maps."""
+    nodes that it maps. ``outgrew``: it needed a larger extent and did not get one although nothing else ran."""
 
     spec: GenerationRequest = None
     prompt: LinkedPrompt = None
@@ -199,6 +199,7 @@ class Request(Rows):
     arrived: float = 0.0
     max_tokens: int = 0
     path: list[Node] = field(default_factory=list)
+    outgrew: bool = False
     status: Status = Status.WAITING
     times: Times = field(default_factory=Times)
     usage: GenerationUsage = field(default_factory=GenerationUsage)

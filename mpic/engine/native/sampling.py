@@ -293,7 +293,9 @@ def _cut(logits: torch.Tensor, of: dict[str, torch.Tensor], candidates: int | No
         # a token equal to the last candidate may have been left out, so the last token kept must be more likely than
         # that
         worst = values.masked_fill(~kept, float("inf")).amin(-1, keepdim=True)
-        drawn = drawn.masked_fill(worst <= values[:, -1:], _AGAIN)
+        # and top-p is a share of all that top-k keeps, whose sum is not known where that is more than the candidates
+        unknown = limited & (of["top_k"] > candidates)
+        drawn = drawn.masked_fill(unknown | (worst <= values[:, -1:]), _AGAIN)
     return drawn.masked_fill(~total.isfinite(), _NO_NUMBERS)[:, 0]
 
 

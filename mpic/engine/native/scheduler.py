@@ -24,7 +24,8 @@ from mpic.kv.device import Resident
 from mpic.kv.prefix import Node
 
 GROWTH = 256
-"""Most tokens reserved ahead for an answer; longer answers grow by moving to a larger extent."""
+"""Most tokens reserved ahead for an answer, four times as many after each of its preemptions; longer answers grow by
+moving to a larger extent."""
 
 
 class Scheduler:
@@ -187,9 +188,12 @@ class Scheduler:
     def _reserve(self, request: Request, path: list[Node]) -> bool:
         """Reserves pages, pins chunks and maps prefixes: all or nothing."""
         mapped = sum(node.own_tokens for node in path)
+        # A request that was preempted should not soon be again, and need not keep others out: it comes back when more
+        # is free than it had. Nobody preempts the oldest request but itself, when nothing else runs and the pool cannot
+        # hold it twice for a move. It then gets all that is left and moves no more, so it ends, and so does the next.
         reserve = request.left
-        if not request.usage.preemptions:  # a request that was preempted should not outgrow its extent again
-            reserve = min(reserve, GROWTH)
+        if not request.outgrew:
+            reserve = min(reserve, GROWTH << 2 * request.usage.preemptions)
         fits, extent = self.memory.reserve(
             request.prompt.needed, len(request) - mapped + reserve, request.arrived
         )
@@ -237,6 +241,7 @@ class Scheduler:
             youngest = self.running[-1]
             self.preempt(youngest)
             if youngest is request:
+                request.outgrew = not self.running
                 return False
         return True
 

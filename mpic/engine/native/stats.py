@@ -13,8 +13,7 @@ def stats(scheduler: Scheduler, pool: Pool) -> dict[str, Any]:
     """Returns what ``Engine.stats`` promises but for the counters. It may be called from any thread; the engine may
     change something meanwhile."""
     requests = list(scheduler.running)
-    residents = list(scheduler.device.chunks.values())
-    chunks = sum(resident.extent.pages for resident in residents)
+    chunks = sum(resident.extent.pages for resident in scheduler.device.residents())
     extents = [request.extent for request in requests]
     running = sum(extent.pages for extent in extents if extent is not None)
     free = pool.free_pages
@@ -31,5 +30,5 @@ def stats(scheduler: Scheduler, pool: Pool) -> dict[str, Any]:
             "page_size": pool.page_size,
             "page_bytes": pool.page_bytes,
         },
-        "chunks_resident": len(residents),
+        "chunks_resident": len(scheduler.device.chunks),
     }

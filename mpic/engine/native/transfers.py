@@ -32,11 +32,13 @@ log = logging.getLogger(__name__)
 
 class LoadEnded(NamedTuple):
     """Reports that a chunk has been read into its resident's extent, or could not be read. In the second case ``tier``
-    is ``compiled`` and ``reason`` says why, as in ``ChunkUse``."""
+    is ``compiled`` and ``reason`` says why, as in ``ChunkUse``. ``unsaved``: what was read has been pressed, and its
+    new form is not stored yet."""
 
     resident: Resident
     tier: str
     reason: str | None
+    unsaved: bool = False
 
 
 class Unsaved(NamedTuple):
@@ -140,8 +142,8 @@ class Transfers:
 
         Host memory is filled straight from the store. For CUDA it is copied from page-locked memory on a stream of its
         own (``DeviceLoad``). Links may follow either load layer by layer. For another device the whole chunk is read
-        into a buffer, which the engine's thread copies at the end. An uncompressed form is pressed then, and what is
-        left is saved; links wait for that.
+        into a buffer, which the engine's thread copies at the end. An uncompressed form is pressed then, for which
+        links wait; ``emit`` has what is left saved.
 
         Args:
             order: loads of a lower order are read first.
@@ -222,14 +224,20 @@ class Transfers:
             self.device.shape(resident, pressed=False)
             linked.tier = "compiled"
             linked.reason = reason = self._reason(linked, error)
-        self._emit(LoadEnded(resident, linked.tier, reason))
-        if resident.ready and linked.uncompressed:
-            self.save(resident, [])
-        self.device.release(resident)
+        try:
+            self._emit(LoadEnded(resident, linked.tier, reason, resident.ready and linked.uncompressed))
+        finally:
+            self.device.release(resident)
 
     def _reason(self, linked: LinkedChunk, error: BaseException) -> str:
         if isinstance(error, NotFound):
-            return self._store.missing_reason(linked.key)
+            try:
+                return self._store.missing_reason(linked.key)
+            except (
+                Exception
+            ):  # a busy catalogue, say: whoever waits for the chunk must learn that it is compiled
+                log.exception("the store could not say why chunk %s is missing", linked.key.chunk)
+                return "corrupt"
         if not isinstance(error, EngineStopped):
             log.warning("chunk %s could not be read and is compiled again: %s", linked.key.chunk, error)
             self.counters["load_failures"] += 1
@@ -276,9 +284,13 @@ class Transfers:
         view = self._kv(resident)
         self._unwritten += view.nbytes
         if self._readback is None:
-            kv = view.to("cpu", copy=True).contiguous()
+            copied: Future[torch.Tensor] = Future()
+            try:
+                copied.set_result(view.to("cpu", copy=True).contiguous())
+            except Exception as error:  # there is no memory: the writer reports it as what it could not save
+                copied.set_exception(error)
             self.device.release(resident)
-            read: Callable[[], torch.Tensor] = lambda: kv
+            read: Callable[[], torch.Tensor] = copied.result
         else:
             resident.extent.fixed += 1
             self._returning += 1
@@ -330,7 +342,7 @@ class Transfers:
             for future in futures:
                 future.set_result(len(inputs))
         finally:
-            self._tombstones.end()
+            self._tombstones.end(began)
             self._post(lambda: self._written(size), quiet=True)
 
     def close(self) -> None:

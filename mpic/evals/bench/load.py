@@ -266,7 +266,7 @@ def _plan(engine: NativeEngine, prompt: Prompt) -> float:
         engine.builder.build(request, DeltaStream(request.id), arrived)
         return (time.perf_counter() - began) * 1e3
     finally:
-        engine.tombstones.end()
+        engine.tombstones.end(arrived)
 
 
 def _percentiles(values: list[float]) -> Row:

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
+from mpic import memory
 from mpic.config import ConfigError, EngineConfig
 from mpic.engine.native.loader import loaders_for
 from mpic.engine.vllm.wire import MAX_CHUNKS, unknown_version
@@ -25,7 +24,8 @@ if TYPE_CHECKING:
     from mpic.engine.vllm.frontend.model import ModelDescription
 
 CPU_SHARE, CPU_CAP = 0.25, 8 << 30
-"""Share of the free memory, and most bytes, that the KV cache takes on a CPU by default (as the native engine's)."""
+"""Share of what may still be allocated, and most bytes, that the KV cache takes on a CPU by default (as the native
+engine's)."""
 PLUGIN = "mpic.engine.vllm.plugin"
 """The package of the classes that vLLM imports by their paths."""
 
@@ -213,7 +213,7 @@ def _cpu_values(config: EngineConfig) -> dict[str, Any]:
     workers = config.tensor_parallel_size * config.pipeline_parallel_size
     # one core per worker for the scheduler's process; for a connector vLLM would reserve as many again for its network
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(workers))
-    share = min(int(psutil.virtual_memory().available * CPU_SHARE), CPU_CAP)
+    share = min(int(memory.room() * CPU_SHARE), CPU_CAP)
     return {"enforce_eager": True, "kv_cache_memory_bytes": share // workers}
 
 
