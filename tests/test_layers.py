@@ -18,8 +18,8 @@ FOLDERS = {name: f"mpic.{name}" for name in ("kernels", "retriever", "webui", "d
 LAYERS = [
     {"errors", "cancel", "figure", "cgroup", "limits", "version"},
     {"database", "memory", "bounded_json", "config_values", "data", "method"},
-    {"durable", "keys", "imaging", "press"},
-    {"kernels"},
+    {"durable", "key_file", "imaging", "press"},
+    {"kernels", "keys"},
     {"kv", "link"},
     {"model", "prompt", "library"},
     {"config", "packet"},

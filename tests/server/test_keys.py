@@ -276,9 +276,9 @@ def test_a_login_on_a_full_disk_says_so_and_later_ones_work(keys):
             return self.inner.execute(sql, *values)
 
     _, key = keys.create("ann")
-    writer = keys._writer
-    keys._writer = FullDisk(writer)
+    writer = keys._file._writer
+    keys._file._writer = FullDisk(writer)
     with pytest.raises(StorageFull):
         keys.log_in(key)
-    keys._writer = writer
+    keys._file._writer = writer
     assert keys.logged_in(keys.log_in(key)) == key

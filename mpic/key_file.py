@@ -1,0 +1,187 @@
+"""The SQLite file of the API keys, which is opened again when another file takes its place.
+
+Keys are made and revoked while a server runs, and an administrator may put a copy of earlier keys back: what the file
+that has the name says counts, never what a removed one said.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Literal
+
+from mpic.database import PATIENCE, translated
+from mpic.errors import DatabaseFailed, IntegrityError
+
+log = logging.getLogger(__name__)
+FILE = "keys.sqlite"
+VERSION = 2
+
+
+class KeyFile:
+    """Two connections to the file below one folder, which is made if there is none. Thread-safe.
+
+    Every method may raise the errors of ``translated``: DatabaseBusy, DatabaseFailed, DatabaseDamaged, StorageFull.
+
+    Args:
+        folder: the library's folder.
+        patience: seconds to wait for a process that has the file locked.
+
+    Raises:
+        IntegrityError: the file was written by a newer version of this program.
+    """
+
+    def __init__(self, folder: Path, patience: float) -> None:
+        self.path = folder / FILE
+        self._patience = patience
+        self._opened: tuple[int, int] | None = None  # the file that the connections are of
+        self._missing = False  # the log says that there is none
+        # Every request reads, and must not wait for those who write, as these wait for the disk.
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._translated():
+            self._connect("rwc", PATIENCE).close()  # makes the file if there is none
+            self._open(PATIENCE)
+        self._opened = self._identity()
+
+    @contextmanager
+    def reading(self, removed: bool = False) -> Iterator[sqlite3.Connection]:
+        """Yields the connection for reading, to the file that has the name.
+
+        Args:
+            removed: if there is none, yield that to the file that was open.
+
+        Raises:
+            DatabaseFailed: there is none.
+        """
+        found = self._identity()
+        if not (removed and found is None and self._opened is not None):
+            self._follow(found)
+        with self._reading, self._translated():
+            yield self._reader
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """Yields the connection for writing, to the file that has the name. Raises DatabaseFailed: there is none."""
+        self._follow(self._identity())
+        with self._writing, self._translated():
+            yield self._writer
+
+    def close(self) -> None:
+        with self._writing, self._reading:
+            self._reader.close()
+            self._writer.close()
+
+    def _connect(self, mode: Literal["rw", "rwc"], timeout: float) -> sqlite3.Connection:
+        """Opens the file; ``rwc`` makes it if there is none."""
+        uri = f"{self.path.absolute().as_uri()}?mode={mode}"
+        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=timeout)
+
+    def _open(self, timeout: float) -> None:
+        """Opens the connections, waiting ``timeout`` seconds at most for a process that has the file locked."""
+        self._writer, self._reader = self._connect("rw", timeout), self._connect("rw", timeout)
+        try:
+            self.path.chmod(0o600)
+        except OSError as error:
+            raise DatabaseFailed(f"{FILE} cannot be hidden from others ({error.strerror})") from error
+        self._writer.execute("PRAGMA journal_mode = WAL")
+        self._writer.execute("PRAGMA synchronous = FULL")
+        self._migrate()
+        self._reader.row_factory = sqlite3.Row
+        for db in (self._writer, self._reader):
+            db.execute(f"PRAGMA busy_timeout = {round(self._patience * 1000)}")
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Returns what tells the file that has the store's name from others; None if there is none. An empty one is
+        none: it is being copied."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return None
+        return (status.st_dev, status.st_ino) if status.st_size else None
+
+    def _follow(self, found: tuple[int, int] | None) -> None:
+        """Opens the file that has the store's name if it is not the one that is open.
+
+        Args:
+            found: its identity.
+
+        Raises:
+            DatabaseFailed: there is none, or it cannot be opened. The file that was open does not count any more.
+        """
+        if found is None:
+            if not self._missing:
+                log.error("%s was removed: every key is refused until it is back", self.path)
+            self._missing = True
+            raise DatabaseFailed(
+                f"{FILE} was removed while it was in use: every key is refused until it is back"
+            )
+        self._missing = False
+        if found == self._opened:
+            return
+        with self._writing, self._reading, self._translated():
+            if found == self._opened:  # another thread was here
+                return
+            if self._opened is not None:
+                self._empty_log()
+                self._opened = None
+            self._reader.close()
+            self._writer.close()
+            self._open(self._patience)
+            self._opened = found  # as it was before opening: a file that came in between is noticed next time
+            log.warning("%s was replaced: the keys in it count from now on", self.path)
+
+    def _empty_log(self) -> None:
+        """Moves what is in the log of a replaced file into that file: SQLite would read it into the new one.
+
+        Raises:
+            DatabaseFailed: it cannot be moved, and the log is where that of the new file would be.
+        """
+        try:
+            left = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        except sqlite3.Error:
+            left = True
+        path = self.path.with_name(f"{FILE}-wal")
+        if left and path.is_file() and path.stat().st_size:
+            raise DatabaseFailed(
+                f"{FILE} was replaced beside the old log: move {FILE}-wal and {FILE}-shm away"
+            )
+
+    def _translated(self) -> AbstractContextManager[None]:
+        advice = f"move {FILE}, {FILE}-wal and {FILE}-shm away first, then put a copy of {FILE} there or make new keys"
+        return translated("the key store", advice)
+
+    def _migrate(self) -> None:
+        self._writer.execute("BEGIN IMMEDIATE")
+        [version] = self._writer.execute("PRAGMA user_version").fetchone()
+        if version > VERSION:
+            self._writer.execute("ROLLBACK")
+            raise IntegrityError(f"{self.path} has version {version}, this program knows {VERSION}")
+        if version == 0:
+            self._writer.execute("""
+                CREATE TABLE keys (
+                    prefix TEXT PRIMARY KEY,
+                    hash BLOB NOT NULL,          -- SHA-256 of the whole key
+                    user TEXT NOT NULL,
+                    role TEXT NOT NULL CHECK (role IN ('user', 'admin')),
+                    created_at REAL NOT NULL,
+                    revoked_at REAL,
+                    requests_per_minute INTEGER,
+                    concurrent INTEGER,
+                    bytes INTEGER,
+                    files INTEGER
+                )""")
+        if version < 2:
+            self._writer.execute("""
+                CREATE TABLE logins (
+                    hash BLOB PRIMARY KEY,       -- SHA-256 of the cookie
+                    key TEXT NOT NULL REFERENCES keys (prefix),
+                    until REAL NOT NULL
+                )""")
+            self._writer.execute(f"PRAGMA user_version = {VERSION}")
+        self._writer.execute("COMMIT")
