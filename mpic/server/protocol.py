@@ -51,9 +51,8 @@ class HTTPConnection(HttpToolsProtocol):
         self.host = self.network = ""
         self._state: Literal["header", "body", "complete", "refused"] = "header"
         self._error: MPICError | None = None  # the reason why the parser was stopped
-        self._answering: RequestResponseCycle | None = (
-            None  # ``cycle`` is the newest one, which may be queued
-        )
+        # the request that is being answered; ``cycle`` is the newest one, which may be queued
+        self._answering: RequestResponseCycle | None = None
         self._known = False
         self._waited = 0.0  # seconds the client has been waited for in this state
         self._answered = False  # in state body: the answer went out before the body was complete

@@ -62,9 +62,8 @@ class DeviceMemory:
         self.device, self.pool, self._bos, self._scope = device, device.pool, bos, scope
         self._load, self._save, self._tombstones = load, save, tombstones
         self.jobs: dict[Resident, CompileJob] = {}  # in order of admission
-        self._loading: Counter[Resident] = (
-            Counter()
-        )  # links that wait for a load and are not counted by tier yet
+        # links that wait for a load, by its resident; they are not counted by tier yet
+        self._loading: Counter[Resident] = Counter()
         self._uploads: dict[Resident, list[CompileRequest]] = {}  # admitted; each holds its resident
         self.counters: Counter[str] = Counter()
 

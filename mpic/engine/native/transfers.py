@@ -233,9 +233,8 @@ class Transfers:
         if isinstance(error, NotFound):
             try:
                 return self._store.missing_reason(linked.key)
-            except (
-                Exception
-            ):  # a busy catalogue, say: whoever waits for the chunk must learn that it is compiled
+            except Exception:
+                # a busy catalogue, say: whoever waits for the chunk must learn that it is compiled
                 log.exception("the store could not say why chunk %s is missing", linked.key.chunk)
                 return "corrupt"
         if not isinstance(error, EngineStopped):

@@ -67,9 +67,8 @@ def _items(state: State, user: str | None) -> tuple[list[ReuseOfItem], bool]:
         ]
     else:
         page = state.library.files.page(user, limit=ITEMS, order="asc")
-        pieces = state.library.files.with_pieces(
-            user, uses
-        )  # prompts link these in place of the whole document
+        # prompts link the pieces of a document that is cut, in place of the whole
+        pieces = state.library.files.with_pieces(user, uses)
         items = [
             _reuse(file, file.label, [str(file.key), *pieces.get(file.id, ())], uses) for file in page.files
         ]
