@@ -139,9 +139,10 @@ async def test_an_upload_that_nobody_compiles_is_compiled_when_it_is_repeated(se
         server.app.state.background, "compile", side_effect=RuntimeError("the request ends here")
     ):
         assert (await server.upload(handle="TOWER")).status_code == 500
-    server.engine.hold_compiles = False
     again = (await server.upload(handle="TOWER")).json()
     assert (again["outcome"], again["state"]) == ("unchanged", "compiling")
+    await wait_until(lambda: server.engine.pending)
+    server.engine.pending.pop().set_result(CHUNK_TOKENS)
     assert (await server.settled(again["id"]))["state"] == "ready"
 
 
