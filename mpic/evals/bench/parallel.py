@@ -285,13 +285,15 @@ def _plot(figure: Any, rows: Sequence[Row]) -> None:
         mine = [row for row in rows if (row["table"], row["chunks"]) == (kind, chunks)]
         if len(mine) > 1 or mine[0]["missing"]:
             _draw_lines(axes, mine)
-            axes.set_xlabel(f"missing {kind} of {chunks}, the others on a cold disk")
+            axes.set_xlabel(f"missing of {chunks} {kind}")
         else:
-            axes.bar([_label(name) for name in _LINES], [mine[0][f"{name}_ms"] for name in _LINES])
-            axes.tick_params(axis="x", rotation=25)
-            axes.set_xlabel(f"{chunks} {kind} on a cold disk")
-        axes.set_ylabel("time to first token (ms)")
+            labels = [_label(name) for name in _LINES]
+            axes.bar(labels, [mine[0][f"{name}_ms"] for name in _LINES])
+            axes.set_xticks(range(len(_LINES)), labels, rotation=45, ha="right", rotation_mode="anchor")
+            axes.set_xlabel(f"{chunks} {kind}, none missing")
         axes.set_ylim(bottom=0)
+    panels[0].set_ylabel("time to first token (ms)")
+    panels[0].legend(fontsize=8)
 
 
 def _draw_lines(axes: Any, rows: Sequence[Row]) -> None:
@@ -299,7 +301,6 @@ def _draw_lines(axes: Any, rows: Sequence[Row]) -> None:
     for name, style in _LINES.items():
         axes.plot(missing, [row[f"{name}_ms"] for row in rows], style, label=_label(name))
     axes.set_xticks(missing)
-    axes.legend()
 
 
 def _label(name: str) -> str:
