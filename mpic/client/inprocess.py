@@ -167,10 +167,8 @@ class InProcess(httpx.BaseTransport):
         self._on_close = on_close
         self._inner = AsyncInProcess(app)
         self._lifespan = Lifespan(app)
-        self._ended, self._scheduling = (
-            False,
-            threading.Lock(),
-        )  # nothing is given to a loop that is about to stop
+        # work is scheduled under the lock, so that none is given to a loop that is about to stop
+        self._ended, self._scheduling = False, threading.Lock()
         starting = asyncio.run_coroutine_threadsafe(self._lifespan.start(), self._loop)
         try:
             starting.result()

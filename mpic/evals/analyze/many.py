@@ -58,7 +58,8 @@ def groups_of(places: Sequence[ChunkPlace], length: int) -> torch.Tensor:
 
 @dataclass
 class PolicySums:
-    """What prompts show under one policy: sums of maps, and numbers by layer of each prompt, ``[layers]``.
+    """The attention of the prompts that were linked under one policy: maps are summed over prompts, and the shares and
+    distances are kept for each prompt, by layer (``[layers]``).
 
     Attributes:
         map, rows: attention to a token of each group by the rows of each group, the last row apart, and in how many
