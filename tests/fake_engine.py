@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -146,7 +146,11 @@ class FakeEngine(Engine):
     def presses(self) -> list[str]:
         return ["snapkv-R"]
 
-    def compile(self, chunk: Chunk, wrapping: Wrapping = BARE) -> Future[int]:
+    def compile(
+        self, chunk: Chunk, wrapping: Wrapping = BARE, exists: Callable[[], object] | None = None
+    ) -> Future[int]:
+        if exists is not None:
+            exists()
         future: Future[int] = Future()
         self.compiled.append(chunk)
         if self.hold_compiles:

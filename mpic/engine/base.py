@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -264,8 +264,15 @@ class Engine(ABC):
         anything."""
 
     @abstractmethod
-    def compile(self, chunk: Chunk, wrapping: Wrapping = BARE) -> Future[int]:
-        """Compiles a chunk and stores it. The result of the future is the chunk's token count, or an MPICError."""
+    def compile(
+        self, chunk: Chunk, wrapping: Wrapping = BARE, exists: Callable[[], object] | None = None
+    ) -> Future[int]:
+        """Compiles a chunk and stores it. The result of the future is the chunk's token count, or an MPICError.
+
+        Args:
+            exists: raises if what the chunk belongs to was deleted. It is called, and what it raises is raised, when
+                the engine would notice a later deletion, which then ends the compiling.
+        """
 
     def prefetch(self, chunk: Chunk, wrapping: Wrapping = BARE) -> None:  # noqa: B027 - a hint may be ignored
         """Hints that a chunk may be linked soon: its stored KV may be brought to the device. Never waits, and never

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Callable
 
 from mpic.kv.chunk import Chunk, ChunkKey, KVKey
 
@@ -23,25 +24,33 @@ class Tombstones:
         self._times: OrderedDict[tuple[str, ChunkKey], float] = OrderedDict()  # the oldest first
         self._unfinished: list[float] = []  # times of arrival, ascending
 
-    def begin(self) -> float:
-        """Registers something that uses chunks. Returns its time of arrival; ``end`` must follow once."""
-        with self._lock:
-            arrived = time.monotonic()
-            self._unfinished.append(arrived)
-            return arrived
-
-    def end(self, arrived: float | None = None) -> None:
-        """Ends something that ``begin`` has registered.
+    def begin(self, arrived: float | None = None) -> float:
+        """Registers something that uses chunks. Returns its time of arrival; ``end`` must follow once.
 
         Args:
-            arrived: its time of arrival, as ``begin`` returned it. None: the caller does not say which it was, and
-                tombstones are kept as if it was the youngest.
+            arrived: the time of arrival of what it is done for, which is unfinished but may end before it. None: now.
         """
         with self._lock:
-            last = len(self._unfinished) - 1
-            del self._unfinished[
-                last if arrived is None else min(bisect_left(self._unfinished, arrived), last)
-            ]
+            if arrived is None:
+                arrived = time.monotonic()
+            insort(self._unfinished, arrived)
+            return arrived
+
+    def begin_existing(self, exists: Callable[[], object] | None) -> float:
+        """Registers something that uses what ``exists`` does not raise for: a deletion after that is noticed."""
+        arrived = self.begin()
+        try:
+            if exists is not None:
+                exists()
+        except BaseException:
+            self.end(arrived)
+            raise
+        return arrived
+
+    def end(self, arrived: float) -> None:
+        """Ends what ``begin`` has registered, and returned this time for."""
+        with self._lock:
+            del self._unfinished[bisect_left(self._unfinished, arrived)]
             oldest = self._unfinished[0] if self._unfinished else math.inf
             while self._times and next(iter(self._times.values())) < oldest:
                 self._times.popitem(last=False)

@@ -175,8 +175,7 @@ class BackgroundJobs:
     def _compile_existing(self, chunk: Chunk, exists: Callable[[], object]) -> Future[int]:
         """Gives a chunk to the engine, which stores it, unless the file was deleted while its earlier chunks were
         compiled. Raises as ``exists``."""
-        exists()
-        return self.engine.compile(chunk.pressed(None, self._press), self.wrapping)
+        return self.engine.compile(chunk.pressed(None, self._press), self.wrapping, exists)
 
     def _until_stopped(self, chunks_of: Callable[[], list[Chunk]]) -> list[Chunk]:
         with until(self._ending):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 import transformers as tf
@@ -12,7 +13,15 @@ from threads_kit import started
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.engine.tombstones import Tombstones
-from mpic.errors import ContextLengthExceeded, EngineStopped, IntegrityError, MPICError, UnsupportedParameter
+from mpic.errors import (
+    CompileFailed,
+    ContextLengthExceeded,
+    EngineStopped,
+    FileNotFound,
+    IntegrityError,
+    MPICError,
+    UnsupportedParameter,
+)
 from mpic.library import Library
 from mpic.model.loaded import LoadedModel
 
@@ -71,8 +80,8 @@ def test_deletions_are_remembered_only_for_those_who_began_before_them_even_if_s
     tombstones.end(first)
     assert not tombstones._times
     tombstones.mark(DOCUMENT)
-    tombstones.begin()
-    tombstones.end()  # whoever it was
+    tombstones.begin(arrived)  # a compile that was begun for it
+    tombstones.end(arrived)
     assert tombstones.since(arrived, DOCUMENT.owner, DOCUMENT.key)
     tombstones.end(arrived)
     assert not tombstones._times
@@ -107,6 +116,19 @@ def test_a_document_deleted_while_its_compile_waits_is_neither_served_nor_stored
     engine.close()
     assert not list((tmp_path / "kv").rglob("*.safetensors"))
     assert not engine.device.chunks
+    library.close()
+
+
+def test_a_document_deleted_just_after_it_was_seen_to_exist_is_not_stored(make_engine, tmp_path):
+    library = Library.open(tmp_path)
+    engine = make_engine(store=library.store)
+    with pytest.raises(CompileFailed):
+        engine.compile(DOCUMENT, exists=lambda: engine.forget(DOCUMENT)).result(30)
+    with pytest.raises(FileNotFound):
+        engine.compile(DOCUMENT, exists=Mock(side_effect=FileNotFound("it was deleted")))
+    engine.close()
+    assert not list((tmp_path / "kv").rglob("*.safetensors"))
+    assert not engine.tombstones._unfinished
     library.close()
 
 

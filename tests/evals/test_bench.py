@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from io import StringIO
 from unittest.mock import Mock
 
 import pytest
 import torch
 from bench_kit import run_bench
+from rich.console import Console
 from typer.testing import CliRunner
 
 from mpic.engine.base import Delta, GenerationUsage
@@ -36,9 +38,18 @@ from mpic.evals.bench import (
     ttft,
 )
 from mpic.evals.bench.baseline import StockGenerator, floors
-from mpic.evals.bench.harness import BENCHES, BenchDevice, BenchFailed, Series, Ticker, interleave, paired
+from mpic.evals.bench.harness import (
+    BENCHES,
+    BenchDevice,
+    BenchFailed,
+    Report,
+    Series,
+    Ticker,
+    interleave,
+    paired,
+)
 from mpic.evals.bench.merge import earlier
-from mpic.evals.bench.results import as_json
+from mpic.evals.bench.results import as_json, print_report
 from mpic.evals.bench.workload import DecoderShape, Ids, TowerShape, make_pair
 
 TINY = DecoderShape(layers=2, hidden=64, heads=2, intermediate=64, vocabulary=300, context=2048)
@@ -134,6 +145,16 @@ def test_the_list_and_the_help_name_every_bench():
     taught = CliRunner().invoke(cli.app, ["--help"]).output
     for name in BENCHES:
         assert name in listed and name in taught
+
+
+def test_a_table_wider_than_the_terminal_shows_every_number_and_word_whole():
+    shown = StringIO()
+    row = {f"measured_deviation_{i}": 123_456_789 + i for i in range(12)}
+    print_report(
+        BENCHES["rates"], Report([{"policy": "cacheblend-15"} | row], {}), Console(file=shown, width=80)
+    )
+    assert "…" not in shown.getvalue()
+    assert all(f"{value:,}" in shown.getvalue() for value in row.values())
 
 
 def test_an_unknown_dtype_is_refused_before_anything_runs():

@@ -105,9 +105,9 @@ class BusyEngine(FakeEngine):
         self.stuck |= not self.go.wait(20)
         self.done.append(("forgotten", chunk.key))
 
-    def compile(self, chunk, *wrapping):
+    def compile(self, chunk, *asked):
         self.done.append(("compiled", chunk.key))
-        return super().compile(chunk, *wrapping)
+        return super().compile(chunk, *asked)
 
 
 async def test_a_replacing_upload_that_waits_for_the_engine_blocks_no_other_request(tmp_path, template):

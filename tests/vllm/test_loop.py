@@ -25,7 +25,7 @@ from mpic.engine.vllm.frontend import engine as module
 from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
-from mpic.errors import CompileFailed, EngineStopped, NoAdapter, StorageFull
+from mpic.errors import CompileFailed, EngineStopped, FileNotFound, NoAdapter, StorageFull
 from mpic.kv.chunk import ChunkInputs, KVKey, KVShape
 from mpic.link import BARE, Wrapping, parse_policy
 from mpic.packet.adapter import Adapter
@@ -192,6 +192,28 @@ def test_an_upload_after_a_deletion_does_not_join_an_earlier_compile(engine):
         first.result(20)
     assert engine.client.compiles == 2
     assert engine._store.find([engine.compiler.key(CHUNK, BARE)])
+
+
+def test_a_deletion_is_forgotten_when_what_began_before_it_has_ended_whatever_else_runs(engine):
+    older = engine.compile(CHUNK)
+    until(lambda: engine.client.compiles == 1)
+    engine.forget(text_chunk(ids(99, 5)))
+    younger = engine.tombstones.begin()
+    assert engine.tombstones._times
+    engine.client.go.set()
+    assert older.result(20) == 5
+    assert not engine.tombstones._times
+    engine.tombstones.end(younger)
+
+
+def test_a_chunk_deleted_just_after_it_was_seen_to_exist_is_not_stored(engine):
+    engine.client.go.set()
+    with pytest.raises(CompileFailed, match="deleted"):
+        engine.compile(CHUNK, exists=lambda: engine.forget(CHUNK)).result(20)
+    with pytest.raises(FileNotFound):
+        engine.compile(CHUNK, exists=Mock(side_effect=FileNotFound("it was deleted")))
+    assert not engine._store.find([engine.compiler.key(CHUNK, BARE)])
+    assert not engine.tombstones._unfinished
 
 
 def test_a_chunk_is_counted_once_over_all_rounds_of_its_request(engine):

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import ChainMap, Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -157,11 +158,13 @@ class NativeEngine(Engine):
     def presses(self) -> list[str]:
         return [press.syntax for press in PRESSES if refusal(self.model, press) is None]
 
-    def compile(self, chunk: Chunk, wrapping: Wrapping = BARE) -> Future[int]:
+    def compile(
+        self, chunk: Chunk, wrapping: Wrapping = BARE, exists: Callable[[], object] | None = None
+    ) -> Future[int]:
         """See ``Engine.compile``; raises EngineStopped itself when the engine has been closed."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # the engine's thread sets its result: no cancelling
-        arrived = self.tombstones.begin()
+        arrived = self.tombstones.begin_existing(exists)
         future.add_done_callback(lambda done: self.tombstones.end(arrived))
 
         def prepare() -> None:

@@ -270,7 +270,7 @@ class ChunkCompiler:
         self, chunk: Chunk, key: KVKey, prompt: VLLMPrompt | None, arrived: float
     ) -> CompiledChunk:
         sink = key.recipe.sink
-        self._tombstones.begin()
+        self._tombstones.begin(arrived)  # the caller who began it may leave before it has ended
         folder = uuid.uuid4().hex
         try:
             async with self._slots:
@@ -291,7 +291,7 @@ class ChunkCompiler:
         except OSError as error:
             raise CompileFailed(f"a compiled chunk could not be handed over: {error}") from error
         finally:
-            self._tombstones.end()
+            self._tombstones.end(arrived)
             await asyncio.to_thread(shutil.rmtree, self._spool / folder, ignore_errors=True)
 
     def _check(self, chunk: Chunk, key: KVKey, inputs: ChunkInputs) -> None:

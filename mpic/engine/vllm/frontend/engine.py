@@ -147,7 +147,7 @@ class VLLMEngine(Engine):
             stream.on_abort = lambda: self._post(lambda: self._abort(active))
             self._post(lambda: self._begin(active), quiet=False)
         except BaseException:
-            self.tombstones.end()
+            self.tombstones.end(arrived)
             self._arrivals.leave()
             raise
         return stream
@@ -168,21 +168,23 @@ class VLLMEngine(Engine):
         recipe = self.model.recipe(policy.wrapping).digest
         return wire.cache_salt(self._secret, request.user, policy.name, recipe, *keys, *deleted, *nonce)
 
-    def compile(self, chunk: Chunk, wrapping: Wrapping = BARE) -> Future[int]:
+    def compile(
+        self, chunk: Chunk, wrapping: Wrapping = BARE, exists: Callable[[], object] | None = None
+    ) -> Future[int]:
         """See ``Engine.compile``; raises EngineStopped itself when the engine has been closed."""
         self.ready()
-        arrived = self.tombstones.begin()
+        arrived = self.tombstones.begin_existing(exists)
 
         async def compiled() -> int:
             try:
                 return await self.compiler.compile(chunk, wrapping, arrived)
             finally:
-                self.tombstones.end()
+                self.tombstones.end(arrived)
 
         try:
             return self.client.submit(compiled())
         except EngineStopped:
-            self.tombstones.end()
+            self.tombstones.end(arrived)
             raise
 
     def prefetch(self, chunk: Chunk, wrapping: Wrapping = BARE) -> None:
@@ -277,7 +279,7 @@ class VLLMEngine(Engine):
 
     def _ended(self, active: Request, done: asyncio.Task[None]) -> None:
         del self._active[active]
-        self.tombstones.end()
+        self.tombstones.end(active.arrived)
         if done.cancelled():  # it was cancelled before its first step; later it ends its stream itself
             active.cancelled()
 
