@@ -9,6 +9,7 @@ import numpy as np
 
 from mpic.evals.answers import PolicyAnswer
 from mpic.evals.compare import cells_of, lost, policies_of, score
+from mpic.evals.plots import style_of
 
 BINS = 4
 """Ranges of lengths with about as many questions each."""
@@ -68,7 +69,7 @@ def draw(figure: Any, answers: Sequence[PolicyAnswer]) -> None:
     found = by_length(answers)
     for number, policy in enumerate(found[0][2]):
         line = [((low + high) / 2, score(mine[policy])) for low, high, mine in found]
-        scores.plot(*zip(*line, strict=True), marker="o", markersize=4, color=f"C{number % 10}", label=policy)
+        scores.plot(*zip(*line, strict=True), markersize=4, label=policy, **style_of(number))
     scores.set(xlabel="tokens of a prompt", ylabel="score", ylim=(0, 102))
     scores.grid(alpha=0.3)
     scores.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)

@@ -25,6 +25,11 @@ from mpic.evals.judge import OVERALL
 _MARKERS = "osD^vPX*<>hdp"
 
 
+def style_of(number: int) -> dict[str, Any]:
+    """Returns the marker and the colour of a plot's policies in turn: no two of the first 130 have both."""
+    return {"marker": _MARKERS[number % len(_MARKERS)], "color": f"C{number % 10}"}
+
+
 def tradeoff(figure: Any, found: list[PolicyResult]) -> None:
     """Draws scores over the cost of the first token, as measured and as counted (EPIC, figure 6); bars are the
     intervals of the points lost, and a line joins the policies that no other one beats in both. Both axes are shares of
@@ -38,16 +43,15 @@ def tradeoff(figure: Any, found: list[PolicyResult]) -> None:
     for axes, (ratio, label) in zip(columns, panels, strict=True):
         for number, result in enumerate(found):
             full = result.score + result.lost.points
-            bars = [[result.lost.high - result.lost.points], [result.lost.points - result.lost.low]]
             axes.errorbar(
                 1 / (ratio(result) or 1.0),
                 result.score,
-                yerr=bars,
-                fmt=_MARKERS[number % len(_MARKERS)],
+                yerr=_bars(result),
+                linestyle="none",
                 elinewidth=0.7,
                 alpha=0.85,
                 label=result.policy,
-                color=f"C{number % 10}",
+                **style_of(number),
             )
             if result.policy == "full":
                 axes.axhspan(
@@ -67,8 +71,8 @@ COLUMNS = 3
 
 def by_task(figure: Any, found: Mapping[str, list[PolicyResult]], judged: bool = False) -> None:
     """Draws one panel per task: the score of each policy over its cost, as a share of ``full``'s (EPIC, figure 6; MPIC,
-    figure 9). The cost is the time to the first token where it was measured, else the operations of the prefill. A line
-    joins the policies that no other one beats in both.
+    figure 9). The cost is the time to the first token where it was measured, else the operations of the prefill. Bars
+    are the intervals of the points lost; a line joins the policies that no other one beats in both.
 
     Args:
         judged: draw the judge's overall grades instead of scores.
@@ -80,11 +84,15 @@ def by_task(figure: Any, found: Mapping[str, list[PolicyResult]], judged: bool =
         points = []
         for number, result in enumerate(results):
             ratio = result.ttft_ratio if timed else result.flops_ratio
-            marker, colour = _MARKERS[number % len(_MARKERS)], f"C{number % 10}"
             value = result.judged if judged else result.score
             if value is not None:
                 points.append((1 / (ratio or 1.0), value))
-                axes.plot(*points[-1], marker, color=colour, label=result.policy)
+                axes.plot(*points[-1], label=result.policy, linestyle="none", **style_of(number))
+                if not judged:
+                    colour = style_of(number)["color"]
+                    axes.errorbar(
+                        *points[-1], _bars(result), fmt="none", ecolor=colour, alpha=0.4, elinewidth=0.5
+                    )
         if front := pareto(points):
             axes.plot(*zip(*front, strict=True), color="grey", linewidth=0.8, alpha=0.6, zorder=0)
         axes.set(title=task, xlim=(0, None))
@@ -94,6 +102,11 @@ def by_task(figure: Any, found: Mapping[str, list[PolicyResult]], judged: bool =
     figure.supxlabel("time to first token, share of full's" if timed else "operations, share of full's")
     figure.supylabel("judge's overall grade, of 10" if judged else "score")
     panels[0, min(len(found), COLUMNS) - 1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+
+
+def _bars(result: PolicyResult) -> list[list[float]]:
+    """Returns how far the interval of the points lost reaches below and above the score."""
+    return [[result.lost.high - result.lost.points], [result.lost.points - result.lost.low]]
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -127,7 +140,7 @@ def by_chunks(figure: Any, answers: list[PolicyAnswer], grades: Grades | None = 
         lambda one: statistics.mean(a.flops for a in one) / 1e9,
     )
     for number, policy in enumerate(policies_of(cells)):
-        style = {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 4, "color": f"C{number % 10}"}
+        style = style_of(number) | {"markersize": 4}
         for axes, value in zip(panels, values, strict=True):
             drawn = False
             for of_line, over in lines:
