@@ -90,10 +90,15 @@ def _built(compiler: str, source: Path, name: str, wanted: Sequence[str]) -> Pat
     parts = [*_texts(source), machine, version, *options]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = _cache_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
+        raise KernelUnavailable(
+            f"{folder} belongs to another user, or others can write there (chmod go-w): what is kept there is run"
+        )
     path = folder / f"{source.stem}-{name}-{key}.so"
     if path.exists():
         return path
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         object_, library = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
         _run(compiler, *options, "-c", str(source), "-o", str(object_))

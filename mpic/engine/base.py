@@ -20,8 +20,8 @@ MOST_TOP_K = 2**31 - 1
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling parameters of a request. ``temperature = 0`` is greedy. Results depend on ``seed`` alone, not on the
-    batch.
+    """The sampling parameters of a request. ``temperature = 0`` is greedy. Given the logits, results depend on
+    ``seed`` alone, not on the batch; logits of another batch may differ by rounding.
 
     Args:
         max_tokens: most new tokens; None: up to the model's context.

@@ -23,7 +23,14 @@ from families import random_image
 
 from mpic.engine.base import GenerationRequest, Sampling
 from mpic.engine.detokenize import Detokenizer
-from mpic.errors import ContextLengthExceeded, EmptyPrompt, EngineStopped, PoolTooSmall, UnsupportedModality
+from mpic.errors import (
+    ContextLengthExceeded,
+    EmptyPrompt,
+    EngineStopped,
+    MPICError,
+    PoolTooSmall,
+    UnsupportedModality,
+)
 from mpic.link import parse_policy
 
 
@@ -293,6 +300,44 @@ def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(make_engine, m
         with pytest.raises(Exception, match="device lost"):
             answer(engine, PROMPT)
     assert answer(engine, PROMPT).token_ids == answer(make_engine(), PROMPT).token_ids
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_chunk_whose_compile_cannot_begin_holds_nothing_and_keeps_nobody_waiting(
+    make_engine, monkeypatch, others
+):
+    """Memory may fail between reserving a request's pages and its first step."""
+    engine, failing = make_engine(), [MemoryError("no memory for the job")]
+    beside = [engine.submit(request_of(prompt_of(ids(9, 5)), "full", 1900)) for _ in range(others)]
+    for stream in beside:
+        next(iter(stream))
+    begin = engine.memory._presser.observe
+
+    def observe(job):
+        if failing:
+            raise failing.pop()
+        begin(job)
+
+    monkeypatch.setattr(engine.memory._presser, "observe", observe)
+    first = engine.submit(request_of(PROMPT, "mpic-4", 4))
+    if others:  # the failing step ends what runs, and the head of the queue is tried again
+        assert len(first.result().token_ids) == 4
+        with pytest.raises(MPICError, match="memory"):
+            beside[0].result()
+    else:
+        with pytest.raises(MPICError, match="memory"):
+            first.result()
+    assert not failing and len(answer(engine, PROMPT).token_ids) > 0
+    engine.check()
+
+
+def test_an_engine_with_nothing_to_do_keeps_no_request(make_engine):
+    engine = make_engine()
+    answer(engine, PROMPT)
+    stream = engine.submit(request_of(PROMPT, "mpic-4", 1900))
+    next(iter(stream))
+    stream.abort()
+    until(lambda: engine.scheduler.idle and not engine.runner.tables._last)
 
 
 async def test_a_stream_can_be_read_asynchronously(make_engine):

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from engine_kit import (
@@ -24,7 +25,7 @@ from families import VISION_FAMILIES, random_image
 from threads_kit import started
 
 from mpic.engine.native.engine import NativeEngine
-from mpic.errors import CorruptFile, DatabaseBusy, EngineStopped, NotFound
+from mpic.errors import CorruptFile, DatabaseBusy, EngineStopped, MPICError, NotFound
 from mpic.kv.barrier import LoadProgress
 from mpic.link import BARE, Wrapping, parse_policy
 
@@ -273,6 +274,36 @@ def test_a_chunk_is_compiled_although_the_store_cannot_say_why_it_is_missing(sto
     use = stream.result().usage.chunks[0]
     assert (use.tier, use.reason) == ("compiled", "corrupt") and "could not say why" in caplog.text
     assert_oracle("llama", PROMPT, "mpic-4", submit(engine, PROMPT))
+
+
+def test_a_chunk_that_can_neither_be_read_nor_compiled_fails_those_who_wait_and_nobody_after_them(
+    stored, monkeypatch
+):
+    engine, store = stored("llama", [STORED], allowed=0)
+    store.fails_at, failing = 0, [MemoryError("no memory for the job")]
+    begin = engine.memory._presser.observe
+
+    def observe(job):
+        if failing:
+            raise failing.pop()
+        begin(job)
+
+    monkeypatch.setattr(engine.memory._presser, "observe", observe)
+    stream = submit(engine, PROMPT)
+    until(lambda: engine.scheduler.running)
+    store.allow(99)
+    with pytest.raises(MPICError, match="memory"):
+        stream.result()
+    assert_oracle("llama", PROMPT, "mpic-4", submit(engine, PROMPT))
+    engine.check()
+
+
+def test_a_chunk_whose_copy_cannot_be_completed_is_compiled(stored, monkeypatch):
+    engine, _ = stored("llama", [STORED], allowed=99)
+    monkeypatch.setattr(LoadProgress, "settle", Mock(side_effect=RuntimeError("the copy failed")))
+    assert_oracle("llama", PROMPT, "mpic-4", submit(engine, PROMPT))
+    until(lambda: not engine.transfers.busy)
+    engine.check()
 
 
 def test_a_load_gives_its_chunk_back_although_those_who_wait_for_it_could_not_be_told(stored):

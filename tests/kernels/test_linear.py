@@ -128,6 +128,17 @@ def test_a_damaged_file_in_the_cache_folder_is_built_again(tmp_path, monkeypatch
 
 
 @needs_compiler
+def test_nothing_is_run_from_a_folder_that_others_can_write(tmp_path, monkeypatch):
+    folder = tmp_path / "kernels"
+    monkeypatch.setattr(c_kernel, "_cache_folder", lambda: folder)
+    assert c_kernel.build(linear.SOURCE, "fp32", ["-DBFLOAT16=0"]).multiply
+    assert not folder.stat().st_mode & 0o077
+    folder.chmod(0o777)
+    with pytest.raises(c_kernel.KernelUnavailable, match="others can write there"):
+        c_kernel.build(linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
+
+
+@needs_compiler
 def test_a_kernel_that_computes_something_else_is_refused(tmp_path, monkeypatch):
     wrong = tmp_path / "linear.c"
     wrong.write_text(linear.SOURCE.read_text().replace("if (i < inputs)", "if (0)"))

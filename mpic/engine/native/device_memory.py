@@ -110,8 +110,9 @@ class DeviceMemory:
                     undo.callback(self.device.drop, resident)
                     added[linked] = resident
                 hold(resident)
+            undo.callback(self._detach, chunks, added)
+            self._attach(chunks, added, arrived)
             undo.pop_all()
-        self._attach(chunks, added, arrived)
         return True, extent
 
     def _attach(
@@ -142,6 +143,14 @@ class DeviceMemory:
             if self._tombstones.key_since(arrived, linked.key):
                 self.device.drop(resident)
 
+    def _detach(self, chunks: Sequence[LinkedChunk], added: dict[LinkedChunk, Resident]) -> None:
+        """Takes back what ``_attach`` has begun, where it could not end. Loads that it started end by themselves."""
+        for resident in added.values():
+            if self.jobs.pop(resident, None) is not None:
+                self.device.release(resident)
+        for linked in chunks:
+            linked.resident = None
+
     def prefetch(self, linked: LinkedChunk, arrived: float) -> None:
         """Starts to read a stored chunk that no request links yet, if it takes at most ``PREFETCH`` of the pool."""
         resident = self.device.get(linked.key)
@@ -153,7 +162,11 @@ class DeviceMemory:
         linked.resident = self.device.add(linked.key, linked.inputs)
         if linked.resident is not None:
             self.counters["prefetched"] += 1
-            self._load(linked, arrived)
+            try:
+                self._load(linked, arrived)
+            except BaseException:
+                self.device.drop(linked.resident)
+                raise
 
     def forget(self, owner: str, chunk: ChunkKey) -> None:
         """Hides a deleted chunk. Requests that arrived before may still compute it for themselves, but no other request
@@ -185,9 +198,13 @@ class DeviceMemory:
 
     def _compile(self, resident: Resident) -> None:
         """Starts to compile a resident chunk. The job holds it until it is ready."""
-        job = compile_job(resident.inputs, resident.first, self._bos, self._scope)
-        job.extent, job.resident = resident.extent, resident
-        self._presser.observe(job)
+        try:
+            job = compile_job(resident.inputs, resident.first, self._bos, self._scope)
+            job.extent, job.resident = resident.extent, resident
+            self._presser.observe(job)
+        except BaseException:
+            self.device.drop(resident)  # or later requests would wait for what nobody makes
+            raise
         self.device.acquire(resident)
         self.jobs[resident] = job
 

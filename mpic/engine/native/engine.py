@@ -250,6 +250,8 @@ class NativeEngine(Engine):
 
     def _loop(self) -> None:
         while True:
+            if self.scheduler.idle:
+                self.runner.forget()
             self._provide_memory()
             stopping = self._inbox.wait(self._has_work)
             self._inbox.handle()
@@ -296,7 +298,11 @@ class NativeEngine(Engine):
 
     def _load_ended(self, event: LoadEnded) -> None:
         self.scheduler.load_ended(event)
-        self.memory.load_ended(event)
+        try:
+            self.memory.load_ended(event)
+        except Exception as error:  # nothing would ever make the chunk that requests wait for
+            log.exception("a chunk that could not be read could not be compiled either")
+            self._fail_running(error)
 
     # ---- the engine's thread: steps
 

@@ -74,6 +74,10 @@ class FusedDecode:
         self.counters["steps_from_tokens"] += 1
         return logits.float()
 
+    def forget(self) -> None:
+        """Discards the tables, which are the runner's."""
+        self._tables.forget()
+
     def _step(self, positions: list[int]) -> int:
         """Returns the number of the rotations of some positions, which are computed if the decoder has them not."""
         first = self._rotated

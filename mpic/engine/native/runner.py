@@ -66,6 +66,12 @@ class Runner:
         step.barrier, step.observed = barrier, observed_rows(slices, starts)
         return self.model.forward(inputs, table["positions"], step, table["wanted"])
 
+    def forget(self) -> None:
+        """Lets go of the last step's requests, with what their users have sent, once there is nothing left to do."""
+        for tables in (self.tables, self.static):
+            if tables is not None:
+                tables.forget()
+
     def wait(self) -> None:
         """Waits until the device has finished its work."""
         if self.model.device.type == "cuda":

@@ -194,14 +194,20 @@ class Scheduler:
         reserve = request.left
         if not request.outgrew:
             reserve = min(reserve, GROWTH << 2 * request.usage.preemptions)
-        fits, extent = self.memory.reserve(
-            request.prompt.needed, len(request) - mapped + reserve, request.arrived
-        )
-        if not fits:
-            return False
         request.path = path
-        request.extent, request.mapped, request.computed = extent, mapped, mapped
-        request.map()
+        try:
+            fits, request.extent = self.memory.reserve(
+                request.prompt.needed, len(request) - mapped + reserve, request.arrived
+            )
+            if fits:
+                request.mapped = request.computed = mapped
+                request.map()
+        except BaseException:
+            self.memory.release(request)  # it still waits
+            raise
+        if not fits:
+            request.path = []
+            return False
         request.become(Status.DECIDING if request.prompt.undecided else Status.RUNNING)
         if not request.times.admitted:
             request.times.admitted = time.monotonic()

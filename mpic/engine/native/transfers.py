@@ -175,11 +175,14 @@ class Transfers:
             self._post(lambda: finish(error), quiet=True)
 
         def finish(error: BaseException | None) -> None:
-            if progress is not None:
-                progress.settle()
-                error = None if progress.complete else error
-            elif error is None:
-                target.copy_(buffer[0])
+            try:
+                if progress is not None:
+                    progress.settle()
+                    error = None if progress.complete else error
+                elif error is None:
+                    target.copy_(buffer[0])
+            except Exception as failed:  # as if it could not be read: the chunk is compiled
+                error = failed
             self._loaded(linked, resident, began, error)
 
         def read() -> Iterator[int | None]:
@@ -188,14 +191,19 @@ class Transfers:
             yield from linked.stored.read_layers(target if progress is not None else buffer[0])
 
         load = ChunkLoad(order, read(), arrived, ended)
-        if self._copies is not None:
-            self._copies.order()
-            progress, beside = self._read_beside(linked, target, load)
-            load.layers = beside.read()
-        elif target.device.type == "cpu":
-            progress = LoadProgress(self._signal, target.shape[0])
-        resident.progress = None if linked.uncompressed else progress
-        self._loaders.add(load)
+        try:
+            if self._copies is not None:
+                self._copies.order()
+                progress, beside = self._read_beside(linked, target, load)
+                load.layers = beside.read()
+            elif target.device.type == "cpu":
+                progress = LoadProgress(self._signal, target.shape[0])
+            resident.progress = None if linked.uncompressed else progress
+            self._loaders.add(load)
+        except BaseException:
+            self._let_go(resident)
+            self.device.release(resident)
+            raise
 
     def _read_beside(
         self, linked: LinkedChunk, target: torch.Tensor, load: ChunkLoad
@@ -207,9 +215,7 @@ class Transfers:
     def _loaded(
         self, linked: LinkedChunk, resident: Resident, began: float, error: BaseException | None
     ) -> None:
-        resident.extent.fixed -= 1
-        resident.progress = None
-        self.loading -= 1
+        self._let_go(resident)
         if error is None and linked.uncompressed:
             try:
                 self._presser.press_read(resident)
@@ -228,6 +234,12 @@ class Transfers:
             self._emit(LoadEnded(resident, linked.tier, reason, resident.ready and linked.uncompressed))
         finally:
             self.device.release(resident)
+
+    def _let_go(self, resident: Resident) -> None:
+        """Ends what a load does to a resident's extent while it runs."""
+        resident.extent.fixed -= 1
+        resident.progress = None
+        self.loading -= 1
 
     def _reason(self, linked: LinkedChunk, error: BaseException) -> str:
         if isinstance(error, NotFound):
