@@ -8,6 +8,7 @@ fsync file, rename, fsync folder.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import sqlite3
@@ -23,6 +24,7 @@ TEMPORARY = ".tmp"
 """Suffix of files that are not finished; after a restart such files are garbage."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+log = logging.getLogger(__name__)
 
 
 class FileSystem:
@@ -109,9 +111,16 @@ class FileSystem:
         thread may use the connection, one at a time.
 
         Args:
-            create: make the database if it is missing. Otherwise a missing database is an error, so that a reader never
-                creates an empty file where a database has just been removed.
+            create: make the database if it is missing, and let nobody else read it, whatever the folder allows.
+                Otherwise a missing database is an error, so that a reader never creates an empty file where a database
+                has just been removed.
         """
+        if create:
+            with suppress(
+                OSError
+            ):  # SQLite says what is wrong; opening one that is there would end its locks
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            _hide(path)
         uri = f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
         return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=PATIENCE)
 
@@ -121,6 +130,17 @@ class FileSystem:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _hide(database: Path) -> None:
+    """Lets only the owner read a database's files."""
+    for name in (database, f"{database}-wal", f"{database}-shm"):
+        try:
+            os.chmod(name, 0o600)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            log.warning("%s cannot be hidden from other users: %s", name, error)
 
 
 def write_all(files: FileSystem, fd: int, data: memoryview) -> None:

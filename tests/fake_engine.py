@@ -130,6 +130,8 @@ class FakeEngine(Engine):
         self.closed = False
 
     def submit(self, request: GenerationRequest) -> FakeStream:
+        if request.exists is not None:
+            request.exists()
         segments = request.prompt.segments
         length = sum(len(s) if hasattr(s, "token_ids") else CHUNK_TOKENS for s in segments)
         if length > self.info.context_length:

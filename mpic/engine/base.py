@@ -116,7 +116,8 @@ class RetrievalRound:
 @dataclass(frozen=True)
 class GenerationRequest:
     """A request for an answer. ``user`` comes from the server's authentication and isolates every cache. With ``trace``
-    the usage shows where every token of the prompt came from."""
+    the usage shows where every token of the prompt came from. ``exists`` raises if a file of the prompt was deleted; it
+    is called, as in ``Engine.compile``, when a later deletion would be noticed."""
 
     id: str
     prompt: Prompt
@@ -125,6 +126,7 @@ class GenerationRequest:
     user: str = "local"
     trace: bool = False
     retrieval: Retrieval | None = field(default=None, compare=False)
+    exists: Callable[[], object] | None = field(default=None, compare=False)
 
 
 class TokenLogprob(NamedTuple):

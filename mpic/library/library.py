@@ -172,7 +172,7 @@ class Library:
         known = self.files.paths() | self.references.paths()
         originals = Reconciliation(self.root, self.catalog, self.sidecars, known, self.clock())
         done.update(originals.run(self.orphans, self.filesystem))
-        self.catalog.drop_tombstones(self.clock() - self.limits.tombstone_seconds)
+        self.forget_gone()
         self.references.collect_retired()  # an adopted version may have replaced an older one
         done["expired_orphans"] = len(self.orphans.expire())
         for what, warning in WARNINGS.items():
@@ -180,6 +180,12 @@ class Library:
                 log.warning("%s: %s %s", self.root, done[what], warning)
         self._backfill.start(originals.without_sidecar())
         return dict(done)
+
+    def forget_gone(self) -> None:
+        """Forgets the deletions, and the chunks that are gone, which are older than the limits say."""
+        before = self.clock() - self.limits.tombstone_seconds
+        self.store.forget_gone(before)
+        self.catalog.drop_tombstones(before)
 
     def finish_sidecars(self) -> None:
         """Waits until the uploads of an earlier version have their sidecars, which are written in the background."""

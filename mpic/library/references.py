@@ -190,7 +190,7 @@ class ReferenceLibrary(LibraryPart):
 
     def chunk(self, reference: Reference, tokenize: Tokenize | None = None) -> Chunk:
         """Returns the content of this version as a chunk, labelled with its title. The version stays
-        while the chunk is alive, replaced or not.
+        while the chunk or a copy of it is alive, replaced or not.
 
         Raises:
             ReferenceNotFound: the version has been replaced or removed, and nothing linked it.
@@ -199,12 +199,12 @@ class ReferenceLibrary(LibraryPart):
         image = reference.kind == "image"
         ids = None if image else self._token_ids(reference, tokenize)
         load = partial(self.image, reference) if image else None
-        chunk = Chunk(reference.key, SHARED, ids, load, reference.title, reference.id)
+        lease = Lease()
         with self._lock:
             if not self._rows.exists(reference):
                 raise _gone(reference)
-            self._linked.add(reference, chunk)
-        return chunk
+            self._linked.add(reference, lease)
+        return Chunk(reference.key, SHARED, ids, load, reference.title, reference.id, lease=lease)
 
     def content(self, reference: Reference) -> bytes:
         """Returns the original of this version, verified.
@@ -299,24 +299,28 @@ class ReferenceLibrary(LibraryPart):
                 log.exception("a listener failed over %s of %s", what, reference.id)
 
 
+class Lease:
+    """Lives as long as the chunk that was made of a version, or a copy of it under another press."""
+
+
 class LinkedVersions:
     """The versions of references of which a chunk is alive: a request holds the chunks of its prompt until it ends. Not
     thread-safe."""
 
     def __init__(self) -> None:
-        self._chunks: dict[tuple[str, int], list[weakref.ref[Chunk]]] = {}
+        self._leases: dict[tuple[str, int], list[weakref.ref[Lease]]] = {}
 
-    def add(self, reference: Reference, chunk: Chunk) -> None:
+    def add(self, reference: Reference, lease: Lease) -> None:
         """Notes that a chunk was made of a version."""
         version = reference.id, reference.version
-        alive = [link for link in self._chunks.get(version, ()) if link() is not None]
-        self._chunks[version] = [*alive, weakref.ref(chunk)]
+        alive = [one for one in self._leases.get(version, ()) if one() is not None]
+        self._leases[version] = [*alive, weakref.ref(lease)]
 
     def __contains__(self, reference: Reference) -> bool:
         version = reference.id, reference.version
-        if any(link() is not None for link in self._chunks.get(version, ())):
+        if any(one() is not None for one in self._leases.get(version, ())):
             return True
-        self._chunks.pop(version, None)
+        self._leases.pop(version, None)
         return False
 
 

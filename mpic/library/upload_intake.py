@@ -178,7 +178,7 @@ class UploadIntake(LibraryPart):
 
     def _intact(self, file: File) -> bool:
         try:
-            self._originals.read(file.path, file.sha256)
+            self._originals.open(file.path, file.sha256).close()  # verified a piece at a time
         except (CorruptFile, FileNotFoundError):
             return False
         return True

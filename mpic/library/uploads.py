@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from mpic.errors import CorruptFile, FileNotFound, UnknownHandle
+from mpic.errors import CorruptFile, FileNotFound, MPICError, UnknownHandle
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog.file_rows import DocumentPiece, FileRows
@@ -22,6 +25,7 @@ from mpic.library.part import Storage
 from mpic.library.records import AsyncReader, File, FilePage, Removed, Scalar, State, Tokenize
 from mpic.library.upload_intake import UploadIntake, UploadOutcome
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 Cut = Callable[[str, Mapping[str, Any]], Iterable[tuple[int, int]]]
 
@@ -116,6 +120,13 @@ class UploadLibrary(InlineChunks):
         if file is None:
             raise FileNotFound(f"no file {file_id!r}", param="file_id", id=file_id)
         return file
+
+    def check_exist(self, user: str, ids: Iterable[str]) -> None:
+        """Raises FileNotFound if one of some files that the user had a moment ago is gone."""
+        if gone := self._rows.missing(user, ids):
+            raise FileNotFound(
+                f"file {gone[0]!r} was deleted or replaced while it was asked about", id=gone[0]
+            )
 
     def by_handle(self, user: str, handle: str) -> File:
         """Returns the user's file of this handle, ignoring case.
@@ -305,8 +316,26 @@ class UploadLibrary(InlineChunks):
         return self._remove(files, None)
 
     def collect_expired(self) -> list[Removed]:
-        """Removes expired files, which are invisible already. Call it periodically."""
-        return self._remove(self._rows.expired(), "expired")
+        """Removes expired files, which are invisible already; one user's at a time, so that what fails for one of them
+        keeps nobody else's. Call it periodically.
+
+        Raises:
+            MPICError, OSError: some of them could not be removed, and nothing was.
+        """
+        removed: list[Removed] = []
+        failed: MPICError | OSError | None = None
+        expired = sorted(self._rows.expired(), key=attrgetter("owner"))
+        for owner, files in groupby(expired, attrgetter("owner")):
+            try:
+                removed += self._remove(list(files), "expired")
+            except (MPICError, OSError) as error:
+                log.error(
+                    "the expired files of %s could not be removed, and are tried again: %s", owner, error
+                )
+                failed = error
+        if failed is not None and not removed:
+            raise failed
+        return removed
 
     def pending(self) -> list[File]:
         """Returns the files of all users that wait for compilation, oldest first."""

@@ -44,6 +44,7 @@ PAUSES = (2.0, 10.0, 30.0)
 is tried again after the last of them for as long as it fails."""
 WATCH_SECONDS = 2.0
 SAVE_SECONDS = 5.0
+FORGET_SECONDS = 3600.0
 log = logging.getLogger("mpic.server")
 
 
@@ -79,6 +80,7 @@ class BackgroundJobs:
         self._spawn(self._expire())
         self._spawn(self._watch())
         self._spawn(self._save())
+        self._spawn(self._forget())
 
     async def stop(self) -> None:
         """Stops; the next start continues."""
@@ -216,6 +218,15 @@ class BackgroundJobs:
                 )
             except Exception:
                 log.exception("Writing the savings failed and is tried again in %g s.", SAVE_SECONDS)
+
+    async def _forget(self) -> None:
+        """Forgets deletions and evicted chunks that are old, of which a server that runs for long sees many."""
+        while True:
+            await asyncio.sleep(FORGET_SECONDS)
+            try:
+                await run_in_threadpool(self.library.forget_gone)
+            except Exception:
+                log.exception("Forgetting old deletions failed and is tried again in %g s.", FORGET_SECONDS)
 
     def _collect(self) -> None:
         for removed in [*self.library.files.collect_expired(), *self.library.references.collect_retired()]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TOKENS = 512
 """Most tokens of a chunk of a document that is cut without being asked for; EPIC measures with as many (section 5)."""
+MOST_CHARACTERS = 1_000
+"""Of the settings of an upload: they are read on the event loop."""
 MARKDOWN = (".md", ".markdown")
 ONLY_OVER = "only_over"
 """In how a document is cut: only if it has more tokens; 0: than the model's context."""
@@ -59,6 +61,8 @@ def split_of(asked: str | None, filename: str, only_over: int) -> dict[str, Any]
         mode = "section" if PurePath(filename).suffix.lower() in MARKDOWN else "paragraph"
         return {**asdict(Split(mode, TOKENS)), ONLY_OVER: only_over}
     try:
+        if len(asked) > MOST_CHARACTERS:
+            raise ValueError("too long")
         options = parse(asked.encode()) if asked.startswith("{") else {"mode": asked}
         split = Split(**SplitOptions.model_validate(options).model_dump())
     except (BadRequest, ValueError) as error:

@@ -54,6 +54,7 @@ class _JsonRequest(Request):
                 self._json = self.route.read(body, state)
             else:
                 self._json = await state.pools.parsing.run(self, self.route.read, body, state)
+                body.clear()  # or the text would be held twice until the answer has ended
         return self._json
 
     async def form(self, **bounds: Any) -> FormData:  # type: ignore[override]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -129,6 +130,19 @@ def test_a_document_deleted_just_after_it_was_seen_to_exist_is_not_stored(make_e
     engine.close()
     assert not list((tmp_path / "kv").rglob("*.safetensors"))
     assert not engine.tombstones._unfinished
+    library.close()
+
+
+def test_a_document_deleted_between_the_look_for_it_and_its_request_is_not_stored(make_engine, tmp_path):
+    library = Library.open(tmp_path)
+    engine = make_engine(store=library.store)
+    request = request_of(prompt_of(ids(3, 5), DOCUMENT, ids(4, 9)), "mpic-4", 4)
+    engine.submit(replace(request, exists=lambda: engine.forget(DOCUMENT))).result()
+    with pytest.raises(FileNotFound):
+        engine.submit(replace(request, exists=Mock(side_effect=FileNotFound("it was deleted"))))
+    engine.close()
+    assert not list((tmp_path / "kv").rglob("*.safetensors"))
+    assert not engine.device.chunks and not engine.tombstones._unfinished
     library.close()
 
 

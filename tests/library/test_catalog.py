@@ -45,6 +45,7 @@ def test_every_earlier_version_migrates(tmp_path, monkeypatch, version):
 ASKED_OFTEN = {
     "by id": lambda lib, file: lib.files.get("ann", file.id),
     "by handle": lambda lib, file: lib.files.by_handle("ann", "T"),
+    "still there": lambda lib, file: lib.files.check_exist("ann", [file.id]),
     "listing": lambda lib, file: lib.files.page("ann", limit=20),
     "next page": lambda lib, file: lib.files.page("ann", after=file.id, limit=20),
     "pending": lambda lib, file: lib.files.pending(),
@@ -78,3 +79,14 @@ def test_frequent_queries_use_an_index(tmp_path, monkeypatch, question):
             steps = [row[3] for row in read(f"EXPLAIN QUERY PLAN {sql}", *values, **named)]
             slow = [s for s in steps if "TEMP B-TREE" in s or ("SCAN" in s and "INDEX" not in s)]
             assert not slow, f"{sql}: {steps}"
+
+
+def test_nobody_else_reads_the_catalogue_even_in_a_folder_that_everybody_may_enter(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir(mode=0o755)
+    for expected in (("catalog.sqlite",), ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm")):
+        with Library.open(folder):
+            modes = {path.name: path.stat().st_mode & 0o777 for path in folder.glob("catalog.sqlite*")}
+            assert modes.keys() >= set(expected) and set(modes.values()) == {0o600}
+            for path in folder.glob("catalog.sqlite*"):
+                path.chmod(0o644)  # as an earlier version left it

@@ -85,6 +85,19 @@ def test_a_deleted_chunk_leaves_the_quarantine_too(library):
     assert other.key.digest in left
 
 
+def test_what_was_put_aside_goes_with_the_last_trace_of_its_chunk(open_library, clock):
+    """Or a deletion after that would not find it."""
+    library = open_library(tombstone_seconds=100)
+    chunk = saved(library, make_chunk())
+    flip(library.store.path(chunk.key), 0)
+    assert library.store.open(chunk.key) is None
+    for seconds, left in ((60, 1), (60, 0)):
+        clock.now += seconds
+        library.forget_gone()
+        assert len(list(everything(library.root))) == left
+    assert library.store.missing_reason(chunk.key) == "new"
+
+
 def test_a_file_that_vanished_is_compiled_again(library):
     chunk = saved(library, make_chunk())
     library.store.path(chunk.key).unlink()

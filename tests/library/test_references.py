@@ -89,10 +89,11 @@ async def test_a_replacement_is_a_new_version_and_keeps_what_is_not_given(librar
     assert library.references.get(old.id).state == "compiling"
 
 
-async def test_a_request_in_flight_keeps_the_version_it_holds(library):
+@pytest.mark.parametrize("press", [None, "knorm-50"])
+async def test_a_request_in_flight_keeps_the_version_it_holds(library, press):
     old = await library.references.add(encoded(), "i.png", title="T")
     library.store.save(kv_of(old))
-    held = library.references.chunk(old)
+    held = library.references.chunk(old).pressed(press)
     await library.references.replace(old.id, encoded(picture(1)))
     assert library.references.collect_retired() == []
     assert np.array_equal(held.load_image(), picture())

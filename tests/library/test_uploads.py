@@ -261,3 +261,22 @@ def test_metadata_is_kept_and_checked(open_library):
     for bad in ({"a": None}, {"a": {}}, {1: "a"}, {"a": float("inf")}, {"a": 1 << 64}):
         with pytest.raises(BadRequest, match="metadata"):
             library.files.add("ann", b"text", "f", metadata=bad)
+
+
+def test_what_keeps_one_users_expired_files_keeps_nobody_elses(library, clock, monkeypatch):
+    for user in ("ann", "bob"):
+        library.files.add(user, b"some text", "t.txt", expires_after=10)
+    clock.now += 11
+    remove = library.files._remove
+
+    def failing(files, state):
+        if any(file.owner == "ann" for file in files):
+            raise OSError(5, "Input/output error")
+        return remove(files, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library.files, "_remove", failing)
+        assert [removed.file.owner for removed in library.files.collect_expired()] == ["bob"]
+        with pytest.raises(OSError, match="Input/output"):
+            library.files.collect_expired()
+    assert [removed.file.owner for removed in library.files.collect_expired()] == ["ann"]

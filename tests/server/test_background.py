@@ -134,6 +134,14 @@ async def test_a_server_stops_while_an_outcome_cannot_be_recorded(tmp_path, temp
         assert (await server.settled(id))["state"] == "ready"
 
 
+async def test_old_deletions_are_forgotten_while_the_server_runs(tmp_path, template, monkeypatch):
+    monkeypatch.setattr(background, "FORGET_SECONDS", 0.01)
+    async with fake_server(tmp_path, template) as server:
+        forget = Mock(side_effect=DatabaseBusy("not now"))
+        monkeypatch.setattr(server.library, "forget_gone", forget)
+        await wait_until(lambda: forget.call_count >= 2)  # although it failed
+
+
 async def test_an_upload_that_nobody_compiles_is_compiled_when_it_is_repeated(server):
     with patch.object(
         server.app.state.background, "compile", side_effect=RuntimeError("the request ends here")

@@ -92,6 +92,15 @@ async def test_ttl_is_extended_and_ends(tmp_path, template):
         server.library.check()
 
 
+async def test_a_chunk_cannot_outlive_its_cache_nor_get_a_handle(server):
+    cache = (await create(server, text=TEXT)).json()
+    chunk = cache["chunks"][0]["id"]
+    for change in ({"ttl": None}, {"ttl": 10**6}, {"handle": "MINE"}):
+        assert refusal(await server.http.patch(f"/v1/files/{chunk}", json=change)) == (400, "bad_request")
+    unknown = await server.http.patch("/v1/files/cache-unknown", json={"ttl": None})
+    assert refusal(unknown) == (404, "cache_not_found")
+
+
 async def test_delete_one_chunk_then_the_rest(server):
     cache = (await create(server, chunks=["a", "b"])).json()
     first, second = (c["id"] for c in cache["chunks"])

@@ -11,6 +11,7 @@ from server_helpers import data_url, events, fake_server, png, post_raw, refusal
 from mpic.api.completion import ChatCompletion, ChatCompletionChunk
 from mpic.config import Config, EngineConfig
 from mpic.errors import CompileFailed
+from mpic.server.routers import chat
 
 DATA_URL = data_url(png())
 
@@ -40,6 +41,20 @@ async def test_a_whole_answer(server):
     assert chunk.pop("key") and chunk == expected
     assert "trace" not in ours
     assert server.engine.held == set()
+
+
+async def test_a_file_deleted_while_its_request_is_prepared_is_not_asked_about(server, monkeypatch):
+    file = await server.uploaded(b"a secret", "s.txt", handle="SECRET")
+    real = chat.prepare
+
+    def prepare(body, state, user):
+        prepared = real(body, state, user)
+        state.library.files.delete(user, file["id"])
+        return prepared
+
+    monkeypatch.setattr(chat, "prepare", prepare)
+    assert refusal(await server.ask("What is in FILE#SECRET?")) == (404, "file_not_found")
+    assert not server.engine.requests
 
 
 async def test_trace_shows_every_token(server):

@@ -53,7 +53,8 @@ async def test_an_upload_says_how_it_is_cut(server):
     assert (again["outcome"], again["chunk_count"]) == ("unchanged", file["chunk_count"])
     other = await server.upload(LONG[:1500].encode(), "short.txt", handle="CUT", split="fixed")
     assert other.json()["error"]["code"] == "handle_taken"
-    for wrong in ("words", '{"mode": "fixed", "tokens": 0}', "{", '{"mode": "fixed", "more": 1}'):
+    long = '{"mode": "fixed"}' + " " * 1000
+    for wrong in ("words", '{"mode": "fixed", "tokens": 0}', "{", '{"mode": "fixed", "more": 1}', long):
         answer = await server.upload(LONG.encode(), "x.txt", split=wrong)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "split")
     answer = await server.upload(png(), "x.png", split="sentence")

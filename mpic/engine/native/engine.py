@@ -13,6 +13,7 @@ import time
 from collections import ChainMap, Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -131,17 +132,16 @@ class NativeEngine(Engine):
 
     def submit(self, request: GenerationRequest) -> DeltaStream:
         """See ``Engine.submit``; raises QueueFull when ``max_waiting`` requests wait already."""
-        self.arrivals.enter()
-        arrived = self.tombstones.begin()
-        try:
+        with ExitStack() as undo:
+            self.arrivals.enter()
+            undo.callback(self.arrivals.leave)
+            arrived = self.tombstones.begin_existing(request.exists)
+            undo.callback(self.tombstones.end, arrived)
             stream = DeltaStream(request.id)
             queued = self.builder.build(request, stream, arrived)
             stream.on_abort = lambda: self._post(lambda: self.outputs.abort(queued), quiet=True)
             self._post(lambda: self._arrive(queued))
-        except BaseException:
-            self.tombstones.end(arrived)
-            self.arrivals.leave()
-            raise
+            undo.pop_all()
         return stream
 
     def _waiting(self) -> int:

@@ -49,6 +49,14 @@ class FileRows:
     def by_id(self, user: str, file_id: str) -> File | None:
         return self._first(user, "id = :id", id=file_id)
 
+    def missing(self, user: str, ids: Iterable[str]) -> list[str]:
+        """Returns those of some ids that no file of the user has."""
+        wanted = list(ids)
+        sql = f"SELECT id FROM files WHERE {ALIVE} AND id IN (SELECT value FROM json_each(:ids))"
+        rows = self._catalog.read(sql, owner=user, now=self._clock(), ids=json.dumps(wanted))
+        found = {row["id"] for row in rows}
+        return [id for id in wanted if id not in found]
+
     def of_cache(self, user: str, cache: str) -> list[File]:
         """Returns the chunks of a cache, in order."""
         sql = f"""

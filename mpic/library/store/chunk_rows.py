@@ -214,10 +214,14 @@ class ChunkRows:
             db.execute(sql, (state, self._clock(), *values))
         return [ChunkRow(*row) for row in rows]
 
-    def forget_gone(self, before: float) -> None:
-        """Deletes the rows of chunks that are gone and were last used before this time."""
+    def forget_gone(self, before: float) -> list[str]:
+        """Deletes the rows of chunks that are gone and were last used before this time; returns the paths that their
+        files had, relative to the root."""
+        where = "state != 'ready' AND last_used < ?"
         with self._catalog.write() as db:
-            db.execute("DELETE FROM chunks WHERE state != 'ready' AND last_used < ?", (before,))
+            paths = [row["path"] for row in db.execute(f"SELECT path FROM chunks WHERE {where}", (before,))]
+            db.execute(f"DELETE FROM chunks WHERE {where}", (before,))
+        return paths
 
     def check_usage(self) -> None:
         """Checks that the recorded usage of each owner is the sum of its rows.

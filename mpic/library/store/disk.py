@@ -281,9 +281,13 @@ class DiskStore:
         done = reconcile_chunks(
             self.root, self._rows, self._catalog, self._quarantine, self._filesystem, orphans
         )
-        self._rows.forget_gone(before=self._clock() - self._limits.tombstone_seconds)
         self._count(missing=done["missing_chunks"])
         return done
+
+    def forget_gone(self, before: float) -> None:
+        """Forgets the chunks that are gone and were last used before this time, with what was put aside of them."""
+        with self.lock:
+            self._quarantine.purge({Path(path).name for path in self._rows.forget_gone(before)})
 
     def stats(self) -> dict[str, int]:
         """Returns counters since the start (``hits`` of ``requested``, bytes, evictions) and the number and bytes of

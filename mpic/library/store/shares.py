@@ -103,7 +103,8 @@ class _Eviction:
         """Evicts a chunk of another owner that exceeds that owner's share, if the saver is within its own."""
         if self._over(self.saver) > 0:
             return False
-        others = sorted((o for o in self.used if o != self.saver), key=self._over, reverse=True)
+        beyond = [owner for owner in self.used if owner != self.saver and self._over(owner) > 0]
+        others = sorted(beyond, key=self._over, reverse=True)
         return any(
             self._take(owner, "share", self._over(owner), pinned)
             for owner in others

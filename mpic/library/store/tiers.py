@@ -121,7 +121,7 @@ class TieredStore:
         # only the disk, the tier of record, does these
         self.missing_reason, self.stats = disk.missing_reason, disk.stats
         self.erase, self.set_aside, self.flush = disk.erase, disk.set_aside, disk.flush
-        self.path, self.reconcile = disk.path, disk.reconcile
+        self.path, self.reconcile, self.forget_gone = disk.path, disk.reconcile, disk.forget_gone
 
     # For the engine
 

@@ -120,8 +120,11 @@ def prepare(
         else:
             prompt, search = retrieval.prompt_with_search(messages, searcher, query, state, resolver, policy)
     prompt = prompt.pressed(press, state.config.engine.press)
+    own = sorted({chunk.file_id for chunk in prompt.chunks if chunk.owner == user and chunk.file_id})
+    exists = partial(state.library.files.check_exist, user, own) if own else None
     id = f"chatcmpl-{uuid.uuid4().hex}"
-    return GenerationRequest(id, prompt, policy, sampling_of(body), user, body.mpic.trace, search), rounds
+    sampling, trace = sampling_of(body), body.mpic.trace
+    return GenerationRequest(id, prompt, policy, sampling, user, trace, search, exists), rounds
 
 
 def asked_press(body: ChatRequest, policy: Policy) -> str | None:

@@ -13,6 +13,7 @@ from mpic.api.resources import FileChunk, FileDeleted, FileList, FileObject
 from mpic.engine.base import Engine
 from mpic.errors import BadRequest, DocumentTooLong, UnsupportedParameter
 from mpic.library import File as LibraryFile
+from mpic.library.caches import CHUNK
 from mpic.library.intake.checks import check_life
 from mpic.library.records import Removed
 from mpic.press import NONE, parse_press
@@ -158,6 +159,12 @@ def get_content(file_id: str, state: StateDep, user: CurrentUser) -> Response:
 def change_file(file_id: str, body: FileChange, state: StateDep, user: CurrentUser) -> FileObject:
     """Let a file live for `ttl` seconds from now, or give it another handle. Prompts find it by the new handle only."""
     check_life("ttl", body.ttl)  # checked first, so that both change or neither does
+    if file_id.startswith(CHUNK):
+        state.library.caches.chunk(user.id, file_id)
+        raise BadRequest(
+            "a chunk lives as long as its cache and has no handle: change the cache itself, /v1/caches/group-...",
+            param="file_id",
+        )
     if "handle" in body.model_fields_set:
         state.library.files.rename(user.id, file_id, body.handle)
     if "ttl" in body.model_fields_set:

@@ -136,20 +136,19 @@ class VLLMEngine(Engine):
             passing: a chunk that is compiled for this request alone and not kept.
         """
         self.ready()
-        self._arrivals.enter()
-        arrived = self.tombstones.begin()
-        if passing is not None:
-            self.tombstones.mark(passing)
-        try:
+        with ExitStack() as undo:
+            self._arrivals.enter()
+            undo.callback(self._arrivals.leave)
+            arrived = self.tombstones.begin_existing(request.exists)
+            undo.callback(self.tombstones.end, arrived)
+            if passing is not None:
+                self.tombstones.mark(passing)
             self._runtime.preparer.check(request)
             stream = DeltaStream(request.id)
             active = Request(self._runtime, request, stream, arrived, self._salt(request))
             stream.on_abort = lambda: self._post(lambda: self._abort(active))
             self._post(lambda: self._begin(active), quiet=False)
-        except BaseException:
-            self.tombstones.end(arrived)
-            self._arrivals.leave()
-            raise
+            undo.pop_all()
         return stream
 
     def _salt(self, request: GenerationRequest) -> str:
