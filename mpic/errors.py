@@ -244,6 +244,12 @@ class DecoderBusy(RateLimited):
     code = "decoder_busy"
 
 
+class TooManyBytes(RateLimited):
+    """The bodies of the requests under way take as much memory as they may."""
+
+    code = "too_many_bytes"
+
+
 class TooManyAtOnce(RateLimited):
     """The key has as many requests under way as its limit allows."""
 

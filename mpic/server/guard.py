@@ -6,12 +6,13 @@ They are plain ASGI, so that bodies and answers still stream.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mpic.errors import Forbidden, MPICError, TooLarge
+from mpic.errors import Forbidden, MPICError, TooLarge, TooManyBytes
 from mpic.http import errors
 from mpic.http.hosts import host_name, is_address, is_loopback
 from mpic.keys import KeyStore
@@ -116,8 +117,14 @@ class CookieFilter:
                     break
 
 
+BODIES = 16
+"""The bodies of all requests under way may take so many times the largest one, and those of one user half of that."""
+
+
 class BodyLimit:
-    """Refuses bodies over a size, by Content-Length before reading and by count while reading.
+    """Refuses bodies over a size, by Content-Length before reading and by count while reading, and further bodies while
+    those of the requests under way take ``BODIES`` times ``other``: a body is in memory until its answer has ended.
+    Files of uploads do not count, which are on the disk.
 
     Args:
         uploads: largest file of an upload (``UPLOADS``), whose form may be a little larger.
@@ -130,29 +137,48 @@ class BodyLimit:
         self.uploads = uploads
         self.other = other
         self.open = open
+        self._held: Counter[str | None] = Counter()  # bytes of bodies by user
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        limit = self.other
-        if UPLOADS.fullmatch(f"{scope['method']} {scope['path']}"):
+        limit, upload = self.other, UPLOADS.fullmatch(f"{scope['method']} {scope['path']}")
+        if upload:
             limit = self.uploads + MULTIPART_SLACK
         if {"user", "visitor"}.isdisjoint(scope.get("state", ())):
             limit = min(limit, self.open)
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > limit:
             return await errors.response(_too_large(limit))(scope, receive, send)
+        user = getattr(scope.get("state", {}).get("user"), "id", None)
         seen = 0
 
         async def counted() -> Message:
             nonlocal seen
             message = await receive()
-            seen += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            seen += size
+            self._held[user] += 0 if upload else size
             if seen > limit:
                 raise _too_large(limit)
+            if not upload and size:
+                self._check_memory(user)
             return message
 
-        await self.app(scope, counted, send)
+        try:
+            await self.app(scope, counted, send)
+        finally:
+            self._held[user] -= 0 if upload else seen
+            if not self._held[user]:
+                del self._held[user]
+
+    def _check_memory(self, user: str | None) -> None:
+        """Raises TooManyBytes if the bodies of all requests, or of one user's, take more memory than they may."""
+        most = BODIES * self.other
+        if self._held.total() > most or self._held[user] > most // 2:
+            raise TooManyBytes(
+                "the bodies of the requests under way take all the memory that they may; try again"
+            )
 
 
 def _too_large(limit: int) -> TooLarge:

@@ -1,5 +1,6 @@
 """The hosts that may call, and the sizes they may send."""
 
+import asyncio
 from http.cookies import SimpleCookie
 
 import httpx
@@ -15,7 +16,7 @@ from mpic.errors import MPICError
 from mpic.http.errors import response
 from mpic.http.hosts import is_loopback, seen_from_here
 from mpic.http.listening import bind, url_of
-from mpic.server.guard import MULTIPART_SLACK, OPEN_BYTES, BodyLimit, HostGuard
+from mpic.server.guard import BODIES, MULTIPART_SLACK, OPEN_BYTES, BodyLimit, HostGuard
 
 
 async def echo(request: Request):
@@ -32,6 +33,29 @@ def client(url="http://127.0.0.1:8000"):
     app.add_middleware(BodyLimit, uploads=1000, other=100, open=1 << 30)
     app.add_middleware(HostGuard)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url)
+
+
+async def test_the_bodies_of_all_requests_under_way_take_bounded_memory_and_give_it_back():
+    """One user's many large bodies must not end the answers of all others."""
+    read, going = [], asyncio.Event()
+
+    async def held(request: Request):
+        read.append(len(await request.body()))
+        await going.wait()
+        return PlainTextResponse("done")
+
+    app = Starlette(routes=[Route("/", held, methods=["POST"])], exception_handlers={MPICError: show})
+    app.add_middleware(BodyLimit, uploads=1000, other=100, open=1 << 30)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+        tasks = [asyncio.ensure_future(http.post("/", content=bytes(100))) for _ in range(BODIES // 2)]
+        while len(read) < len(tasks):
+            await asyncio.sleep(0.01)
+        refused = await asyncio.wait_for(http.post("/", content=b"1"), 20)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_bytes")
+        assert refused.headers["retry-after"]
+        going.set()
+        assert {(await task).status_code for task in tasks} == {200}
+        assert (await http.post("/", content=bytes(100))).status_code == 200
 
 
 def test_a_browser_on_the_server_finds_one_that_listens_everywhere():
