@@ -163,8 +163,8 @@ class FakeEngine(Engine):
             future.set_result(CHUNK_TOKENS)
         return future
 
-    def forget(self, chunk: Chunk) -> None:
-        self.forgotten.append(chunk)
+    def forget(self, *chunks: Chunk) -> None:
+        self.forgotten += chunks
 
     def stats(self) -> dict[str, Any]:
         return {"running": len(self.held), "pages": {"own": len(self.held), "free": self.pool}}

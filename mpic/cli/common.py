@@ -140,8 +140,10 @@ NUMBERS = ("bytes", "tokens", "chunks", "score", "files", "quota")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str) -> None:
-    """Prints a table with right-aligned numbers, or the text ``empty`` if there are no rows."""
+    """Prints a table with right-aligned numbers, whole in any terminal, or the text ``empty`` if there are no rows."""
     from rich.table import Table
+
+    from mpic.table import print_whole
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in columns:
@@ -149,7 +151,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: st
         table.add_column(name, justify=side, no_wrap=name not in WRAPPED, overflow="fold")
     for row in rows:
         table.add_row(*(number(cell) for cell in row))
-    out.print(table if table.rows else empty)
+    if table.rows:
+        print_whole(table, out)
+    else:
+        out.print(empty)
 
 
 def print_listing(

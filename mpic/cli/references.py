@@ -63,7 +63,12 @@ def add(
     if (id or title) and len(paths) > 1:
         raise typer.BadParameter("an id or a title names one file")
     fields: dict[str, Any] = {"description": description, "metadata": _metadata(meta), "id": id, "wait": True}
-    _show([client.references.create(path, title or path.stem, **fields) for path in paths], as_json)
+    from mpic.client.sources import unicode_name
+
+    _show(
+        [client.references.create(path, title or unicode_name(path.stem), **fields) for path in paths],
+        as_json,
+    )
 
 
 @client_command(app, "replace")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from mpic.client import MPIC
     from mpic.client.types import Usage
 
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters but for tabs and ends of lines."""
 COMMANDS = {
     "/upload": ("PATH [HANDLE]", "upload an image or a document, to be named in the next question"),
     "/files": ("", "list your uploads; name one in a question: IMAGE#NAME or FILE#NAME"),
@@ -82,7 +85,7 @@ class ReplSession:
             ) as stream:
                 for piece in stream.texts():
                     answer += piece
-                    out.print(piece, end="", soft_wrap=True)
+                    _write(piece, out)
         finally:
             out.print()
         self.messages += [question, {"role": "assistant", "content": answer}]
@@ -102,6 +105,13 @@ class ReplSession:
             raise
         finally:
             self.policy = own
+
+
+def _write(piece: str, out: Console) -> None:
+    """Writes a piece of an answer as it is. A terminal gets no control characters from it: a document may have told the
+    model to send commands to the terminal."""
+    out.file.write(CONTROLS.sub("\ufffd", piece) if out.is_terminal else piece)
+    out.file.flush()
 
 
 def summary(usage: Usage) -> str:

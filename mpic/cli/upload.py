@@ -86,6 +86,7 @@ def upload(
     cut = {"mode": split, "tokens": split_tokens} if split not in ("auto", "none") else split
     options = {"ttl": ttl_of(ttl, expires), "replace": replace, "split": cut, "press": press}
     named = [(path, handle or stem_handle(path)) for path in dict.fromkeys(paths)]
+    _refuse_same_handles(named)
     with _progress(quiet=as_json) as show:
         done = [_upload(client, path, name, options, wait, show) for path, name in named]
     if as_json:
@@ -96,6 +97,8 @@ def upload(
         raise typer.Exit(1)
 
 
+LONGEST = 64
+"""Characters of a handle."""
 Show = Callable[[str, int, int], None]
 """Shows what is done with a file, the bytes that are sent, and all of them."""
 
@@ -105,14 +108,16 @@ def _upload(
 ) -> FileOutcome:
     """Uploads one file. A failure becomes its result, unless every other file would fail the same way."""
     from mpic.client import BadResponse, Unreachable
+    from mpic.client.sources import unicode_name
     from mpic.errors import Forbidden, StorageQuotaExceeded, Unauthorized
 
     try:
-        show(path.name, 0, path.stat().st_size)
-        sent = lambda done, total: show(path.name, done, total)
+        name = unicode_name(path.name)
+        show(name, 0, path.stat().st_size)
+        sent = lambda done, total: show(name, done, total)
         file = client.files.create(path, handle, **options, progress=sent)
         if wait and file.state == "compiling":
-            show(f"{path.name} compiling", 1, 1)
+            show(f"{name} compiling", 1, 1)
             outcome = file.outcome
             file = client.files.wait(file.id).model_copy(update={"outcome": outcome})
     except OSError as error:
@@ -142,6 +147,8 @@ def _progress(quiet: bool) -> Iterator[Show]:
 
 def _show(done: list[FileOutcome]) -> None:
     """Prints the files as a table, failures with their reasons, and the sums if there are several."""
+    from mpic.client.sources import unicode_name
+
     files = [one.file for one in done if one.file]
     if files:
         rows = [(f.outcome, f.state, f.tokens, f.chunk_count, f.bytes, f.mention or f.id) for f in files]
@@ -151,7 +158,7 @@ def _show(done: list[FileOutcome]) -> None:
             err.print(file.status_details, style="yellow", soft_wrap=True)
     for one in done:
         if one.error:
-            line = f"{one.path}: {error_line(one.error)}"
+            line = f"{unicode_name(str(one.path))}: {error_line(one.error)}"
             if one.error.code == "handle_taken":
                 line += " (--replace takes its place, --handle gives another name)"
             err.print(line, style="red", soft_wrap=True)
@@ -175,4 +182,14 @@ def _plain(one: FileOutcome) -> dict[str, object]:
 
 def stem_handle(path: Path) -> str:
     """Returns a handle made of a file's stem: capitals, digits and underscores."""
-    return re.sub(r"[^A-Z0-9]+", "_", path.stem.upper()).strip("_") or "FILE"
+    return re.sub(r"[^A-Z0-9]+", "_", path.stem.upper())[:LONGEST].strip("_") or "FILE"
+
+
+def _refuse_same_handles(named: list[tuple[Path, str]]) -> None:
+    """Raises BadParameter if two files would get one handle: with --replace the second would delete the first."""
+    first: dict[str, Path] = {}
+    for path, handle in named:
+        if (other := first.setdefault(handle, path)) is not path:
+            raise typer.BadParameter(
+                f"{other} and {path} would both get the handle {handle}: upload them one by one with --handle"
+            )

@@ -129,6 +129,11 @@ class _SizedBody(_Body):
         return self._sent
 
 
+def unicode_name(name: str) -> str:
+    """Returns a file's name as it can be sent and printed: what is not UTF-8 on the disk is replaced."""
+    return name.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 @dataclass(frozen=True)
 class Sources:
     """Converts the files and images that a caller passes to the form in which they are sent.
@@ -163,7 +168,7 @@ class Sources:
             )
         if isinstance(content, str):
             raise TypeError("beside a name, a file is bytes or a binary file, not str: encode a text")
-        return Upload(name, content, progress)
+        return Upload(unicode_name(name), content, progress)
 
     def image(self, image: str | os.PathLike[str] | None) -> str | None:
         """Returns a data URL as it is, and the image at a path as a data URL.

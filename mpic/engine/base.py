@@ -281,9 +281,9 @@ class Engine(ABC):
         raises for a chunk that is not stored."""
 
     @abstractmethod
-    def forget(self, chunk: Chunk) -> None:
-        """Drops a deleted chunk, together with everything linked with it in the linked prefix namespace. It is
-        invisible to new requests at once, and freed when no running request links it."""
+    def forget(self, *chunks: Chunk) -> None:
+        """Drops deleted chunks, together with everything linked with them in the linked prefix namespace. All of them
+        are invisible to new requests at once, and each is freed when no running request links it."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

@@ -229,7 +229,6 @@ class BackgroundJobs:
                 log.exception("Forgetting old deletions failed and is tried again in %g s.", FORGET_SECONDS)
 
     def _collect(self) -> None:
-        for removed in [*self.library.files.collect_expired(), *self.library.references.collect_retired()]:
-            for chunk in removed.chunks:
-                self.engine.forget(chunk)
+        removed = [*self.library.files.collect_expired(), *self.library.references.collect_retired()]
+        self.engine.forget(*(chunk for one in removed for chunk in one.chunks))
         self.library.caches.sweep()

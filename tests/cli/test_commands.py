@@ -1,15 +1,18 @@
 """Commands over the API: files, caches, models, keys from the environment, completion of handles in a session."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 from server_helpers import png
 from typer.testing import CliRunner
 
 from mpic import MPIC, cli
+from mpic.cli import repl
 from mpic.cli.repl import ReplSession, tab_matches
 
 
@@ -133,3 +136,44 @@ def test_shell_completion_knows_the_commands():
     code = "import sys; sys.argv = ['mpic']; from mpic.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert {"list", "show", "content", "extend", "delete"} <= set(done.stdout.split()), done
+
+
+def test_two_files_that_would_get_one_handle_are_refused_before_one_replaces_the_other(mpic, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "notes.txt").write_text(f"notes of {folder}")
+    both = [tmp_path / folder / "notes.txt" for folder in ("a", "b")]
+    assert isinstance(mpic("upload", *both, "--replace", fails=True), SystemExit)
+    assert "NOTES" not in mpic("ls")
+
+
+def test_a_file_whose_name_is_not_utf_8_or_very_long_is_uploaded(mpic, tmp_path):
+    odd = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    odd.write_text("some coffee")
+    long = tmp_path / f"{'long ' * 30}.txt"
+    long.write_text("a long name")
+    shown = json.loads(mpic("upload", odd, long, "--json"))
+    assert [file["handle"] for file in shown] == ["CAF", ("LONG_" * 30)[:64].strip("_")]
+    assert shown[0]["filename"] == "caf\ufffd.txt"
+    mpic("files", "delete", *(file["id"] for file in shown))
+
+
+def test_ids_stay_whole_in_a_narrow_terminal(mpic, monkeypatch, tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("Some text of a book.")
+    monkeypatch.setattr(cli.out, "width", 60, raising=False)
+    made = json.loads(mpic("caches", "create", text, "--ttl", "500", "--json"))[0]
+    assert made["id"] in mpic("caches", "list")
+    assert made["chunks"][0]["id"] in mpic("caches", "show", made["id"])
+    mpic("caches", "delete", made["id"])
+
+
+def test_an_answer_is_piped_as_it_is_and_sends_no_commands_to_a_terminal(monkeypatch):
+    answer = "all:\n\tcc -o a a.c\x1b]0;title\x07\n"
+    for terminal, expected in (
+        (False, answer),
+        (True, answer.replace("\x1b", "\ufffd").replace("\x07", "\ufffd")),
+    ):
+        out = Console(file=io.StringIO(), force_terminal=terminal)
+        repl._write(answer, out)
+        assert out.file.getvalue() == expected

@@ -100,10 +100,10 @@ class BusyEngine(FakeEngine):
         super().__init__()
         self.reached, self.go, self.stuck, self.done = threading.Event(), threading.Event(), False, []
 
-    def forget(self, chunk):
+    def forget(self, *chunks):
         self.reached.set()
         self.stuck |= not self.go.wait(20)
-        self.done.append(("forgotten", chunk.key))
+        self.done += [("forgotten", chunk.key) for chunk in chunks]
 
     def compile(self, chunk, *asked):
         self.done.append(("compiled", chunk.key))
@@ -132,7 +132,7 @@ async def test_a_replacing_upload_that_waits_for_the_engine_blocks_no_other_requ
 
 async def test_a_replacing_upload_is_compiled_although_the_engine_cannot_forget_the_old_file(server):
     await server.uploaded(handle="TOWER")
-    server.engine.forget = lambda chunk: 1 / 0
+    server.engine.forget = lambda *chunks: 1 / 0
     answer = await server.upload(b"text", "t.txt", handle="TOWER", replace="true")
     assert answer.status_code == 500
     [file] = (await server.http.get("/v1/files")).json()["data"]

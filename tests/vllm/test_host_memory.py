@@ -128,6 +128,28 @@ def test_a_load_larger_than_the_budget_has_its_turn_alone(make, wanted):
     finish(memory, next_one)
 
 
+def test_what_was_released_does_not_stay_beyond_the_budget(make, wanted):
+    memory = make(2)
+    load = loaded(memory, wanted)
+    assert len(memory._chunks) == len(wanted)
+    memory.release(load)
+    assert len(memory._chunks) == 2
+
+
+def test_a_chunk_that_is_waited_for_is_read_although_another_order_gives_it_another_length(
+    make, wanted, slow_disk
+):
+    memory = make(9, readers=1)
+    first = memory.load(wanted[:1])
+    until(lambda: slow_disk.reads)
+    path, key, tokens = wanted[1]
+    waits, other = memory.load([(path, key, tokens)]), memory.load([(path, key, tokens + 1)])
+    slow_disk.go.set()
+    for load in (first, waits, other):
+        finish(memory, load)
+    assert (waits.chunks[0].state, other.chunks[0].code) == ("ready", "mismatch")
+
+
 def test_a_load_that_came_back_goes_first(make, wanted):
     memory = make(1)
     held, waits = memory.load(wanted[:1]), memory.load(wanted[1:2])

@@ -206,6 +206,41 @@ def test_a_deletion_is_forgotten_when_what_began_before_it_has_ended_whatever_el
     engine.tombstones.end(younger)
 
 
+def test_deletions_of_many_chunks_are_known_before_any_of_them_takes_time(engine, monkeypatch):
+    chunks, seen = [text_chunk(ids(50 + i, 5)) for i in range(3)], []
+    arrived = engine.tombstones.begin()
+
+    def slow(chunk):
+        seen.append([engine.tombstones.since(arrived, one.owner, one.key) for one in chunks])
+
+    monkeypatch.setattr(engine.compiler, "forget", slow)
+    engine.forget(*chunks)
+    assert seen == [[True] * 3] * 3
+    engine.tombstones.end(arrived)
+
+
+def test_the_sizes_of_chunks_are_forgotten_by_content_while_others_are_remembered(engine):
+    """A deletion must not stop half-way because another thread has just compiled something."""
+    compiler, stop = engine.compiler, threading.Event()
+
+    def remember():
+        number = 0
+        while not stop.is_set():
+            number += 1
+            compiler._remember(compiler.key(text_chunk([number % 7, number], "bob")), 2, 2)
+
+    thread = started(remember)
+    try:
+        for _ in range(200):
+            key = compiler.key(CHUNK)
+            compiler._remember(key, 5, 5)
+            compiler.forget(CHUNK)
+            assert compiler._size(key) is None
+    finally:
+        stop.set()
+        thread.join()
+
+
 def test_a_chunk_deleted_just_after_it_was_seen_to_exist_is_not_stored(engine):
     engine.client.go.set()
     with pytest.raises(CompileFailed, match="deleted"):

@@ -73,6 +73,9 @@ def test_a_deleted_chat_comes_back_within_ten_seconds_and_then_is_gone(fake, ope
     page.click(".toast >> text=Undo")
     page.wait_for_selector("#chat-list a")
     assert "Keep this" in page.inner_text(".bubble")
+    page.clock.run_for(30_000)
+    page.wait_for_timeout(100)
+    assert page.evaluate("import('/ui/static/store.js').then(s => s.list()).then(all => all.length)") == 1
     delete()
     page.clock.run_for(11_000)
     page.wait_for_selector(".toast", state="detached")

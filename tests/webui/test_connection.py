@@ -149,3 +149,21 @@ def test_an_open_page_becomes_that_of_the_user_who_logs_in_in_another_tab_before
     page.unroute("**/ui/alive")
     page.wait_for_selector(".file[data-handle=BOBS]")
     assert "Ann" not in page.inner_text("body") and len(fake.engine.requests) == asked
+
+
+def test_a_question_that_ends_the_connection_each_time_is_asked_three_times_and_then_said_to_have_failed(
+    fake, open_page
+):
+    page, sent = open_page(fake.url, expected=("ERR_FAILED",)), []
+
+    def lose(route):
+        sent.append(route.request.url)
+        route.abort()
+
+    page.route("**/ui/v1/chat/completions", lose)
+    send(page, "Too much for this server.")
+    page.wait_for_selector("[data-key=retry]")
+    assert len(sent) == 3
+    page.unroute("**/ui/v1/chat/completions")
+    page.click("[data-key=retry]")
+    page.wait_for_selector(".turn-line:has-text('first token')")

@@ -1,8 +1,9 @@
 """Uploads end with a file or with words; a server that answers late or refuses is said, and holds nothing else up."""
 
+import base64
 import json
 
-from page_kit import ask, until
+from page_kit import ask, log_in, log_out, until
 from server_helpers import png
 
 HANDLE = '.file[data-handle="{}"]'
@@ -133,3 +134,37 @@ def test_a_link_of_a_model_is_shown_with_its_address(fake, open_page):
         "your bank (https://evil.example/login)",
         "https://a.example/",
     ]
+
+
+PASTE = """([words, page]) => {
+    const data = new DataTransfer();
+    if (words) data.setData('text/plain', words);
+    if (page) data.setData('text/html', page);
+    const bytes = Uint8Array.from(atob(document.body.dataset.png), (c) => c.charCodeAt(0));
+    data.items.add(new File([bytes], 'image.png', { type: 'image/png' }));
+    const event = new ClipboardEvent('paste', { clipboardData: data, bubbles: true, cancelable: true });
+    return document.querySelector('#box').dispatchEvent(event);
+}"""
+
+
+def test_cells_of_a_spreadsheet_are_pasted_as_text_and_a_picture_is_uploaded(fake, open_page):
+    page = open_page(fake.url)
+    page.evaluate("(data) => { document.body.dataset.png = data; }", base64.b64encode(png()).decode())
+    assert page.evaluate(PASTE, ["a\tb", "<table><tr><td>a</td><td>b</td></tr></table>"]), (
+        "the text is pasted"
+    )
+    assert not page.evaluate(PASTE, ["", "<img src='x'>"]), "a picture that was copied in a browser"
+    page.wait_for_selector(".file")
+    assert len(fake.library.files.page("local").files) == 1
+
+
+def test_what_was_deleted_a_moment_before_logging_out_is_gone(fake, open_page):
+    key, _ = fake.keys.create("ann")
+    fake.library.files.add("ann", b"Some notes.", "notes.txt", handle="NOTES")
+    page = open_page(fake.url, ready=False, expected=("401",))
+    log_in(page, key)
+    page.click(f"{HANDLE.format('NOTES')} .icon-button")
+    page.click(".menu-item:text-is('Delete')")
+    page.wait_for_selector(".toast:has-text('was deleted')")
+    log_out(page)
+    until(page, lambda: not fake.library.files.page("ann").files)

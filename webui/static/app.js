@@ -1,7 +1,7 @@
 // The page: what is shown at which address, and what begins when.
 import { $, $$, h, icon } from './dom.js';
 import { ApiError, askFor, get } from './api.js';
-import { failed, toast } from './ui.js';
+import { failed, settle, toast } from './ui.js';
 import * as store from './store.js';
 import { onBack, watchConnection } from './connection.js';
 import { chat, learn, openChat, takeOver } from './chat.js';
@@ -98,10 +98,16 @@ const start = async () => {
   if (lost && !told) toast(`This browser keeps nothing of this page (${lost}): it is gone when you close or reload it. Export what you need.`, { bad: true, life: 60_000 });
   told = true;
   store.loadSettings();
+  if (store.settings.press && !about.presses.slice(1).some((one) => one.name === store.settings.press)) store.keep({ press: '' });  // not offered any more
   store.theme();
   const { model } = about;
   $('#model').textContent = `${model.name} · ${model.dtype} on ${model.device} · ${model.context_length.toLocaleString('en')} tokens of context`;
   $('#logout').hidden = !about.keyed;
+  $('#logout').addEventListener('submit', async (event) => {  // what was deleted a moment ago, while there still is a login
+    event.preventDefault();
+    await settle();
+    event.target.submit();
+  });
   $('#logout button').title = `You are ${about.user}${about.role === 'admin' ? ', an administrator' : ''}`;
   $('#policy-picker').replaceWith(policyPicker(about));
   $('#retrieval-picker').replaceWith(retrievalPicker(about));

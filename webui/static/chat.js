@@ -18,6 +18,8 @@ export const onChange = (act) => listeners.push(act);
 
 let abort = null, answering = null, saved = 0;
 const swallowed = new WeakSet();  // answers that this page asks for again; those of another tab are not its own
+const losses = new WeakMap();  // how often the connection of an answer was lost while the server was there
+const MOST_LOSSES = 3;
 const views = new Map();  // of the turns that are shown, by the turn's id
 
 const fresh = () => ({ id: '', title: '', named: false, created: Date.now(), updated: Date.now(), turns: [] });
@@ -149,9 +151,15 @@ const take = (run, event) => {
   if (event.usage) run.usage = event.usage;
 };
 
+/** Counts that a connection was lost before the answer began: what ends it each time would end it for ever. */
+const lost = (run, there) => {
+  losses.set(run, (losses.get(run) || 0) + (there ? 1 : 0));
+  return losses.get(run);
+};
+
 /** Fills a run of a turn in, and shows it as it is written. */
 const answer = async (turn, run) => {
-  const own = new AbortController(), mine = chat.current;
+  const own = new AbortController(), mine = chat.current, there = !away();
   abort = own;
   answering = turn;
   let drawing = 0;
@@ -172,7 +180,7 @@ const answer = async (turn, run) => {
     run.state = own.signal.aborted ? 'stopped' : 'done';
   } catch (error) {
     if (error.name === 'AbortError') run.state = 'stopped';
-    else if (error.code === 'unreachable' && !run.text) { run.state = 'queued'; swallowed.add(run); }
+    else if (error.code === 'unreachable' && !run.text && lost(run, there) < MOST_LOSSES) { run.state = 'queued'; swallowed.add(run); }
     else Object.assign(run, { state: 'failed', error: { code: error.code || 'page_error', message: error.message } });
   }
   cancelAnimationFrame(drawing);

@@ -14,14 +14,16 @@ const pending = new Set();
 
 /** Shows a notice for ten seconds, longer while it is used. `action` is a button of it: [label, function]. */
 export const toast = (text, { action, bad = false, ended = () => {}, life = UNDO_MS } = {}) => {
-  let timer = 0, left = life, since = 0;
+  let timer = 0, left = life, since = 0, done = false;
   const close = (used) => {
+    if (done) return undefined;
+    done = true;  // first: some browsers send a focusout when what has the focus is removed, which would start the time again
     clearTimeout(timer);
     pending.delete(close);
     made.remove();
-    if (!used) ended();
+    return used ? undefined : ended();
   };
-  const run = () => { since = Date.now(); timer = setTimeout(close, left, false); };
+  const run = () => { if (done) return; since = Date.now(); timer = setTimeout(close, left, false); };
   const hold = () => { clearTimeout(timer); left = Math.max(2000, left - (Date.now() - since)); };
   const made = h('div', { class: `toast${bad ? ' bad' : ''}`, role: bad ? 'alert' : 'status', onfocusin: hold, onfocusout: run },
     h('span', {}, text),
@@ -39,7 +41,9 @@ export const undoable = (text, { show, undo, commit = () => {} }) => {
   show();
   toast(text, { action: ['Undo', undo], ended: commit });
 };
-addEventListener('pagehide', () => { for (const close of [...pending]) close(false); });
+/** Does for good what can still be taken back, and waits for it. */
+export const settle = () => Promise.all([...pending].map((close) => close(false)));
+addEventListener('pagehide', settle);
 
 export const failed = (error) => toast(`${error.message} [${error.code || 'page_error'}]`, { bad: true });
 

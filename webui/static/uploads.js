@@ -81,6 +81,9 @@ export const startUploads = () => {
     uploadAll([...event.dataTransfer.files]);
   });
   document.addEventListener('paste', (event) => {
+    const types = event.clipboardData?.types || [];
+    // cells and paragraphs come as text, as a page and as a picture of themselves; the text is meant
+    if (types.includes('text/plain') && types.includes('text/html')) return;
     const pasted = [...(event.clipboardData?.files || [])];
     if (pasted.length) { event.preventDefault(); uploadAll(pasted.map((file) => (file.name ? file : new File([file], 'pasted.png', { type: file.type })))); }
   });

@@ -184,15 +184,22 @@ class NativeEngine(Engine):
         self.tombstones.end(arrived)
         raise EngineStopped("the engine has been stopped")
 
-    def forget(self, chunk: Chunk) -> None:
+    def forget(self, *chunks: Chunk) -> None:
+        if not chunks:
+            return
         done = threading.Event()
 
         def drop() -> None:
-            self.memory.forget(chunk.owner, chunk.key)
-            done.set()
+            try:
+                for chunk in chunks:
+                    self.memory.forget(chunk.owner, chunk.key)
+            finally:
+                done.set()
 
-        self.tombstones.mark(chunk)
-        self.linker.forget(chunk)
+        for chunk in chunks:  # all of them before anything that takes time
+            self.tombstones.mark(chunk)
+        for chunk in chunks:
+            self.linker.forget(chunk)
         self._post(drop, quiet=True)
         while not done.wait(1) and self._thread.is_alive():
             pass

@@ -18,10 +18,10 @@ import transformers
 from mpic.evals.bench.harness import Bench, BenchDevice, Report, Row
 from mpic.evals.processor import processor
 from mpic.figure import save_png
+from mpic.table import print_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 
 def machine(placement: BenchDevice) -> str:
@@ -65,10 +65,7 @@ def save_plot(path: Path, report: Report) -> None:
 
 
 def print_report(entry: Bench, report: Report, console: Console) -> None:
-    """Prints one table for every ``table`` of the rows, then the headline with its goals.
-
-    A table that is wider than the console stays as wide as its words need: a number that is cut off says nothing.
-    """
+    """Prints one table for every ``table`` of the rows, then the headline with its goals."""
     from rich.table import Table
 
     groups: dict[str, list[Row]] = {}
@@ -82,23 +79,11 @@ def print_report(entry: Bench, report: Report, console: Console) -> None:
             table.add_column(column.replace("_", " "), justify="right" if numeric else "left")
         for row in rows:
             table.add_row(*(_cell(row.get(column, "")) for column in columns))
-        _print_whole(table, console)
+        print_whole(table, console)
     table = Table("headline", "value", "goal", title=f"{entry.name}: {entry.summary}", title_justify="left")
     for name, value in report.headline.items():
         table.add_row(name, f"{value:.3f}", entry.wants.get(name, ""))
-    _print_whole(table, console)
-
-
-def _print_whole(table: Table, console: Console) -> None:
-    """Prints a table without shortening a word of it: the console is widened for that where it has to be."""
-    for column in table.columns:
-        words = (word for cell in (column.header, *column.cells) for word in str(cell).split())
-        column.min_width = max(map(len, words), default=1)
-    had = console.width
-    unlimited = console.options.update(max_width=10_000)
-    console.width = max(had, console.measure(table, options=unlimited).minimum)
-    console.print(table, markup=False)
-    console.width = had
+    print_whole(table, console)
 
 
 def _cell(value: object) -> str:

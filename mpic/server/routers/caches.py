@@ -77,9 +77,8 @@ def change_cache(cache_id: str, body: CacheChange, state: StateDep, user: Curren
 @router.delete("/{cache_id}")
 def delete_cache(cache_id: str, state: StateDep, user: CurrentUser) -> CacheDeleted:
     """Delete a cache or one chunk, and everything compiled from it. Running answers finish."""
-    for removed in state.library.caches.delete(user.id, cache_id):
-        for chunk in removed.chunks:
-            state.engine.forget(chunk)
+    removed = state.library.caches.delete(user.id, cache_id)
+    state.engine.forget(*(chunk for one in removed for chunk in one.chunks))
     return CacheDeleted(id=cache_id)
 
 

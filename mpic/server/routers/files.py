@@ -180,9 +180,7 @@ def delete_file(file_id: str, state: StateDep, user: CurrentUser) -> FileDeleted
 
 
 def _forget(removed: Iterable[Removed], engine: Engine) -> None:
-    for _, chunks in removed:
-        for chunk in chunks:
-            engine.forget(chunk)
+    engine.forget(*(chunk for _, chunks in removed for chunk in chunks))
 
 
 def _show(file: LibraryFile, state: State, tiers: Tiers, counts: Mapping[str, int]) -> FileObject:

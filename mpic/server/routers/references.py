@@ -164,8 +164,7 @@ def _thumbnail(reference_id: str, state: State) -> Response:
 def delete_reference(reference_id: str, state: StateDep, user: AdminUser) -> ReferenceDeleted:
     """Remove a reference. New searches and prompts no longer find it; answers that use it finish."""
     removed = state.library.references.remove(reference_id)
-    for chunk in removed.chunks:
-        state.engine.forget(chunk)
+    state.engine.forget(*removed.chunks)
     return ReferenceDeleted(id=reference_id)
 
 

@@ -36,9 +36,15 @@ async def compute(
         StorageFull, CompileFailed, OSError: see ``VLLMClient.execute`` and ``read_compiled``.
     """
     path = root / SPOOL / folder
-    await asyncio.to_thread(path.mkdir)
+    await asyncio.to_thread(_make_private, path)
     await client.execute(prompt, CompileOrder(str(path.relative_to(root)), sink))
     return await asyncio.to_thread(read_compiled, path)
+
+
+def _make_private(folder: Path) -> None:
+    """Makes a folder in the spool, and the spool if it has been removed, which nobody else can read."""
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700)
 
 
 def read_compiled(folder: Path, timeout: float = 30.0) -> tuple[ChunkInputs, torch.Tensor]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import shutil
+import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
@@ -23,7 +24,7 @@ from mpic.engine.vllm.frontend.compiled import SPOOL, compute
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
 from mpic.errors import CompileFailed, CorruptFile, MPICError, NotFound, OutOfMemory
-from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKV, KVKey
+from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import write
 from mpic.kv.store import ChunkStore, StoredChunk
 from mpic.link import BARE, Policy, Wrapping
@@ -47,12 +48,13 @@ class ChunkCompiler:
         self, model: ModelDescription, store: ChunkStore, tombstones: Tombstones, client: VLLMClient
     ) -> None:
         self._model, self._store, self._tombstones, self._client = model, store, tombstones, client
-        self._sizes: OrderedDict[KVKey, ChunkSize] = OrderedDict()
+        self._sizes: OrderedDict[tuple[str, ChunkKey], dict[KVKey, ChunkSize]] = OrderedDict()  # by content
+        self._sizing = threading.Lock()
         self._tasks: dict[KVKey, CompileTask] = {}
         self._rechecks: dict[KVKey, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(CONCURRENT_COMPILES)
         self._spool = store.root / SPOOL
-        self._spool.mkdir(parents=True, exist_ok=True)
+        self._spool.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._clear_spool()  # a crash may have left files
         self.counters: Counter[str] = Counter()
 
@@ -80,7 +82,7 @@ class ChunkCompiler:
                 have = (stored is not None, _beyond_the_disk(stored))
                 linked.append(LinkedChunk(chunk, key, ids, len(ids), *have, packet=packet))
                 continue
-            size, prompt = self._sizes.get(key), None
+            size, prompt = self._size(key), None
             if (size is None or not size.rotary_length) and stored is not None:
                 try:
                     inputs = stored.inputs
@@ -99,15 +101,21 @@ class ChunkCompiler:
         return linked
 
     def _remember(self, key: KVKey, tokens: int, rotary_length: int) -> ChunkSize:
-        size = self._sizes[key] = ChunkSize(tokens, rotary_length)
-        while len(self._sizes) > REMEMBERED_SIZES:
-            self._sizes.popitem(last=False)
+        size = ChunkSize(tokens, rotary_length)
+        with self._sizing:
+            self._sizes.setdefault((key.owner, key.chunk), {})[key] = size
+            while len(self._sizes) > REMEMBERED_SIZES:
+                self._sizes.popitem(last=False)
         return size
+
+    def _size(self, key: KVKey) -> ChunkSize | None:
+        with self._sizing:
+            return self._sizes.get((key.owner, key.chunk), {}).get(key)
 
     def forget(self, chunk: Chunk) -> None:
         """Forgets a chunk whose tombstone has been set."""
-        for key in [k for k in list(self._sizes) if (k.owner, k.chunk) == (chunk.owner, chunk.key)]:
-            self._sizes.pop(key, None)
+        with self._sizing:
+            self._sizes.pop((chunk.owner, chunk.key), None)
 
     # ---- compiling
 

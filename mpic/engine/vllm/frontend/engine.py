@@ -194,20 +194,25 @@ class VLLMEngine(Engine):
         with suppress(OSError), self._store.path(key).open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
-    def forget(self, chunk: Chunk) -> None:
-        self.tombstones.mark(chunk)
+    def forget(self, *chunks: Chunk) -> None:
+        for chunk in chunks:  # all of them before anything that takes time
+            self.tombstones.mark(chunk)
+            self._count_deletion(chunk)
+        for chunk in chunks:
+            self.compiler.forget(chunk)
+        if self._own is not None and chunks:
+            with self._own.store.lock:
+                with self._own.catalog.write() as db:
+                    rows = [row for one in chunks for row in self._own.store.drop(db, one.owner, one.key)]
+                self._own.store.erase(rows)
+
+    def _count_deletion(self, chunk: Chunk) -> None:
         with self._deleting:
             self._deleted_times[chunk.owner, chunk.key] += 1
             if len(self._deleted_times) > REMEMBERED_DELETIONS:
                 # the secret first: ``_salt`` reads it last, so no salt of before is made without the deletions
                 self._secret = os.urandom(32)
                 self._deleted_times = Counter()
-        self.compiler.forget(chunk)
-        if self._own is not None:
-            with self._own.store.lock:
-                with self._own.catalog.write() as db:
-                    rows = self._own.store.drop(db, chunk.owner, chunk.key)
-                self._own.store.erase(rows)
 
     def stats(self) -> dict[str, Any]:
         status = Counter(request.status for request in list(self._active))
@@ -247,10 +252,11 @@ class VLLMEngine(Engine):
             if self._stopping:
                 return
             self._stopping = True
-        self.client.wait(self._stop())
-        self._runtime.searchers.shutdown(wait=True, cancel_futures=True)
-        self.client.close()
-        self._close_own()
+        with ExitStack() as closing:  # vLLM's processes end whatever fails before
+            closing.callback(self._close_own)
+            closing.callback(self.client.close)
+            closing.callback(self._runtime.searchers.shutdown, wait=True, cancel_futures=True)
+            self.client.wait(self._stop())
 
     def _close_own(self) -> None:
         if self._own is not None:

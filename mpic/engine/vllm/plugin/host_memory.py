@@ -194,6 +194,7 @@ class HostMemory:
             elif load in self._waiting:
                 self._waiting.remove(load)
             self._start()
+            self._evict()
 
     def wait(self, seconds: float) -> None:
         """Waits until a chunk is read or given up, at most ``seconds``."""
@@ -281,6 +282,7 @@ class HostMemory:
                 self._submit()
             else:
                 chunk.state = "ready"
+                self._evict()  # its load may have ended meanwhile
             del chunk  # evicted from now on, its memory is free at once
             self._changed.notify_all()
 
@@ -290,9 +292,10 @@ class HostMemory:
 
     def _abandoned(self, chunk: CachedFile) -> bool:
         """Returns whether nobody waits for a chunk any more; a load that comes later reads it anew."""
-        if not chunk.pins:
-            self._forget(chunk)
-        return self._chunks.get((chunk.path, chunk.key)) is not chunk
+        if chunk.pins:
+            return False
+        self._forget(chunk)
+        return True
 
     def _forget(self, chunk: CachedFile) -> None:
         if self._chunks.get((chunk.path, chunk.key)) is chunk:
