@@ -80,28 +80,34 @@ def by_task(figure: Any, found: Mapping[str, list[PolicyResult]], judged: bool =
     timed = all(result.ttft_ratio is not None for results in found.values() for result in results)
     rows = -(-len(found) // COLUMNS)
     panels = figure.subplots(rows, COLUMNS, squeeze=False)
+    # a policy looks alike in every panel, in whatever order each has them
+    policies = list(dict.fromkeys(result.policy for results in found.values() for result in results))
+    drawn: dict[str, Any] = {}
     for axes, (task, results) in zip(panels.flat, found.items()):
         points = []
-        for number, result in enumerate(results):
+        for result in results:
+            style = style_of(policies.index(result.policy))
             ratio = result.ttft_ratio if timed else result.flops_ratio
             value = result.judged if judged else result.score
             if value is not None:
                 points.append((1 / (ratio or 1.0), value))
-                axes.plot(*points[-1], label=result.policy, linestyle="none", **style_of(number))
+                [drawn[result.policy]] = axes.plot(*points[-1], linestyle="none", **style)
                 if not judged:
-                    colour = style_of(number)["color"]
-                    axes.errorbar(
-                        *points[-1], _bars(result), fmt="none", ecolor=colour, alpha=0.4, elinewidth=0.5
-                    )
+                    bars = {"fmt": "none", "ecolor": style["color"], "alpha": 0.5, "elinewidth": 0.8}
+                    axes.errorbar(*points[-1], _bars(result), **bars)
         if front := pareto(points):
             axes.plot(*zip(*front, strict=True), color="grey", linewidth=0.8, alpha=0.6, zorder=0)
         axes.set(title=task, xlim=(0, None))
+        if not judged:
+            low, high = axes.get_ylim()
+            axes.set_ylim(max(low, -3), min(high, 103))
         axes.grid(alpha=0.3)
     for axes in panels.flat[len(found) :]:
         axes.set_axis_off()
     figure.supxlabel("time to first token, share of full's" if timed else "operations, share of full's")
     figure.supylabel("judge's overall grade, of 10" if judged else "score")
-    panels[0, min(len(found), COLUMNS) - 1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    last = panels[0, min(len(found), COLUMNS) - 1]
+    last.legend(drawn.values(), drawn, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
 
 
 def _bars(result: PolicyResult) -> list[list[float]]:

@@ -16,7 +16,7 @@ from mpic.evals.answers import PolicyAnswer, lines_of
 from mpic.evals.compare import cells_of, compare_policies, interval, losses
 from mpic.evals.evidence import fill
 from mpic.evals.lengths import length_table
-from mpic.evals.plots import by_chunks, pareto
+from mpic.evals.plots import by_chunks, by_task, pareto
 from mpic.evals.report import advice
 from mpic.evals.tables import count_table, loss_table
 
@@ -47,6 +47,17 @@ def test_scores_by_length_have_the_same_questions_for_every_policy():
     assert [row[3].split()[0] for row in rows] == ["+0.0", "+0.0", "+100.0", "+100.0"]
     assert length_table(found, ["mpic-16"])[0][2:] == ["full", "mpic-16"]
     assert rows[0][0] == "0 to 100" and rows[-1][0] == "500 to 500"
+
+
+def test_a_policy_looks_alike_in_every_panel_of_a_plot():
+    both = compare_policies([*answers("full", [1, 1]), *answers("reuse", [1, 0]), *answers("mpic-16", [0, 1])])
+    figure = Figure()
+    by_task(figure, {"in one order": both, "in another": both[::-1]})
+    looks = [
+        [(line.get_marker(), line.get_color()) for line in axes.lines if line.get_marker() != "None"]
+        for axes in figure.axes[:2]
+    ]
+    assert len(set(looks[0])) == 3 and looks[1] == looks[0][::-1]
 
 
 def test_runs_are_drawn_side_by_side(tmp_path):

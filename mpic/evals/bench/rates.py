@@ -92,6 +92,7 @@ def _draw(figure: Any, rows: Sequence[Row]) -> None:
     panels = {"ttft_ms": "time to first token (ms)", "tokens_per_s": "throughput (tokens/s)"}
     tables = list(dict.fromkeys(row["table"] for row in rows))
     styles = dict(zip(tables, ("-", "--", ":"), strict=False))
+    offered = sorted({row["offered_per_s"] for row in rows})
     for axes, (name, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
         for number, policy in enumerate(dict.fromkeys(row["policy"] for row in rows)):
             for table in tables:
@@ -108,8 +109,10 @@ def _draw(figure: Any, rows: Sequence[Row]) -> None:
                         marker="o", markersize=3, capsize=2,
                     )  # fmt: skip
         axes.set(xlabel="offered (requests/s)", ylabel=label, xscale="log", yscale="log")
+        axes.set_xticks(offered, [f"{rate:g}" for rate in offered])
+        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=6)
+    axes.legend(fontsize=6, handlelength=3)
 
 
 @bench(
