@@ -283,7 +283,8 @@ class Engine(ABC):
     @abstractmethod
     def forget(self, *chunks: Chunk) -> None:
         """Drops deleted chunks, together with everything linked with them in the linked prefix namespace. All of them
-        are invisible to new requests at once, and each is freed when no running request links it."""
+        are invisible to new requests at once, and each is freed when no running request links it. Of none it does
+        nothing."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

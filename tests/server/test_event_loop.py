@@ -101,6 +101,8 @@ class BusyEngine(FakeEngine):
         self.reached, self.go, self.stuck, self.done = threading.Event(), threading.Event(), False, []
 
     def forget(self, *chunks):
+        if not chunks:
+            return
         self.reached.set()
         self.stuck |= not self.go.wait(20)
         self.done += [("forgotten", chunk.key) for chunk in chunks]
