@@ -50,7 +50,9 @@ def test_scores_by_length_have_the_same_questions_for_every_policy():
 
 
 def test_a_policy_looks_alike_in_every_panel_of_a_plot():
-    both = compare_policies([*answers("full", [1, 1]), *answers("reuse", [1, 0]), *answers("mpic-16", [0, 1])])
+    both = compare_policies(
+        [*answers("full", [1, 1]), *answers("reuse", [1, 0]), *answers("mpic-16", [0, 1])]
+    )
     figure = Figure()
     by_task(figure, {"in one order": both, "in another": both[::-1]})
     looks = [
