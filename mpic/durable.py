@@ -116,9 +116,9 @@ class FileSystem:
                 has just been removed.
         """
         if create:
-            with suppress(
-                OSError
-            ):  # SQLite says what is wrong; opening one that is there would end its locks
+            # Only a missing file is opened: closing one that is in use would end SQLite's locks. SQLite says what else
+            # is wrong with it.
+            with suppress(OSError):
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             _hide(path)
         uri = f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"

@@ -62,6 +62,19 @@ def request_of(
     return GenerationRequest(f"r{next(_ids)}", prompt, parse_policy(policy), settings, user)
 
 
+def fail_a_compile(engine, monkeypatch) -> list[Exception]:
+    """Lets the next chunk's compile fail as it begins, for want of memory. The returned list is empty once it has."""
+    failing, begin = [MemoryError("no memory for the job")], engine.memory._presser.observe
+
+    def observe(job):
+        if failing:
+            raise failing.pop()
+        begin(job)
+
+    monkeypatch.setattr(engine.memory._presser, "observe", observe)
+    return failing
+
+
 def ids(seed: int, n: int) -> list[int]:
     """Random token ids."""
     generator = torch.Generator().manual_seed(seed)

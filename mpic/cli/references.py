@@ -60,11 +60,11 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Add references. A title is the file's name without its ending, unless given."""
+    from mpic.client.sources import unicode_name
+
     if (id or title) and len(paths) > 1:
         raise typer.BadParameter("an id or a title names one file")
     fields: dict[str, Any] = {"description": description, "metadata": _metadata(meta), "id": id, "wait": True}
-    from mpic.client.sources import unicode_name
-
     _show(
         [client.references.create(path, title or unicode_name(path.stem), **fields) for path in paths],
         as_json,

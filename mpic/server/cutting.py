@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TOKENS = 512
 """Most tokens of a chunk of a document that is cut without being asked for; EPIC measures with as many (section 5)."""
 MOST_CHARACTERS = 1_000
-"""Of the settings of an upload: they are read on the event loop."""
+"""The settings by which an upload is cut have at most as many characters, because they are read on the event loop."""
 MARKDOWN = (".md", ".markdown")
 ONLY_OVER = "only_over"
 """In how a document is cut: only if it has more tokens; 0: than the model's context."""

@@ -9,6 +9,7 @@ import torch
 from engine_kit import (
     MemoryChunk,
     MemoryStore,
+    fail_a_compile,
     family,
     ids,
     image_chunk,
@@ -307,18 +308,11 @@ def test_a_chunk_whose_compile_cannot_begin_holds_nothing_and_keeps_nobody_waiti
     make_engine, monkeypatch, others
 ):
     """Memory may fail between reserving a request's pages and its first step."""
-    engine, failing = make_engine(), [MemoryError("no memory for the job")]
+    engine = make_engine()
     beside = [engine.submit(request_of(prompt_of(ids(9, 5)), "full", 1900)) for _ in range(others)]
     for stream in beside:
         next(iter(stream))
-    begin = engine.memory._presser.observe
-
-    def observe(job):
-        if failing:
-            raise failing.pop()
-        begin(job)
-
-    monkeypatch.setattr(engine.memory._presser, "observe", observe)
+    failing = fail_a_compile(engine, monkeypatch)
     first = engine.submit(request_of(PROMPT, "mpic-4", 4))
     if others:  # the failing step ends what runs, and the head of the queue is tried again
         assert len(first.result().token_ids) == 4

@@ -13,6 +13,7 @@ from engine_kit import (
     MemoryChunk,
     MemoryStore,
     assert_oracle,
+    fail_a_compile,
     family,
     ids,
     image_chunk,
@@ -280,15 +281,8 @@ def test_a_chunk_that_can_neither_be_read_nor_compiled_fails_those_who_wait_and_
     stored, monkeypatch
 ):
     engine, store = stored("llama", [STORED], allowed=0)
-    store.fails_at, failing = 0, [MemoryError("no memory for the job")]
-    begin = engine.memory._presser.observe
-
-    def observe(job):
-        if failing:
-            raise failing.pop()
-        begin(job)
-
-    monkeypatch.setattr(engine.memory._presser, "observe", observe)
+    store.fails_at = 0
+    fail_a_compile(engine, monkeypatch)
     stream = submit(engine, PROMPT)
     until(lambda: engine.scheduler.running)
     store.allow(99)
