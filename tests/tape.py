@@ -21,12 +21,14 @@ class Tape(TorchDispatchMode):
     Attributes:
         calls: functions that repeat each of them.
         reads: data pointer, shape, strides and dtype of everything that was there before, in order of use.
+        storages: where the memory of all that begins.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Callable[[], object]] = []
         self.reads: list[tuple[object, ...]] = []
+        self.storages: set[int] = set()
         self._made: set[int] = set()  # storages of this work
         self._kept: list[object] = []  # so that no address is used twice
 
@@ -61,6 +63,7 @@ class Tape(TorchDispatchMode):
                 self.reads.append((value,))
             elif value.untyped_storage()._cdata not in self._made:
                 self.reads.append((value.data_ptr(), value.shape, value.stride(), value.dtype))
+                self.storages.add(value.untyped_storage().data_ptr())
 
     def launcher(self, kernel):
         tape = self

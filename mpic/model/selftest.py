@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,9 +28,12 @@ Segments = tuple[tuple[int, int, bool], ...]
 """(start, end, is_chunk) in sequence order."""
 _SEGMENTS: Segments = ((0, 9, False), (9, 23, True), (23, 30, False), (30, 41, True), (41, 47, False))
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+"""Largest ``|difference| / max |logit|`` of a model with few layers (float32 rounding of a packed product)."""
 ROUNDED_KV = 4e-3
 """The same of a float32 model whose keys and values are rounded to 16 bits."""
-"""Largest ``|difference| / max |logit|`` (float32 rounding of a packed product; half precision rounds every layer)."""
+ROUNDINGS, MOST = 3.0, 4.0
+"""What a model in half precision may differ by beyond ``TOLERANCE``: so many times what rounding alone makes of it, and
+so many times the tolerance at most. On an H100 that was 7.8e-2 with 32 random layers of LLaVA-1.6-7B's shape."""
 
 
 @torch.inference_mode()
@@ -39,6 +43,13 @@ def self_test(loaded: LoadedModel) -> float:
     Raises:
         ModelRefused: the logits differ, or the model cannot be called this way at all.
     """
+    why = "something in it depends on more than relative position"
+    run = partial(_logits, loaded, _SEGMENTS)
+    return compare(loaded, run, "the load-time self-test could not run", "linked logits", why)
+
+
+def _logits(loaded: LoadedModel, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the logits of the prompt as a step over segments, and the stock model's."""
     n = _SEGMENTS[-1][1]
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, loaded.text_config.vocab_size, (n,), generator=generator)
@@ -51,13 +62,8 @@ def self_test(loaded: LoadedModel) -> float:
                 positions[1, start:end] = start + offset // 4
                 positions[2, start:end] = start + offset % 4
     positions = positions.to(loaded.device)
-
-    def logits() -> tuple[torch.Tensor, torch.Tensor]:
-        expected = _stock(loaded, ids, positions)
-        return as_step(loaded, loaded.rows(ids), positions, _SEGMENTS), expected
-
-    why = "something in it depends on more than relative position"
-    return compare(loaded, logits, "the load-time self-test could not run", "linked logits", why)
+    expected = _stock(loaded, ids, positions)
+    return as_step(loaded, loaded.rows(ids), positions, segments), expected
 
 
 def compare(
@@ -82,14 +88,34 @@ def compare(
         raise
     except Exception as error:
         raise ModelRefused(f"{failed}: {type(error).__name__}: {error}") from error
-    difference = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    difference = relative_error(got, expected)
     limit = TOLERANCE.get(loaded.dtype, 2e-4) if loaded.kv_dtype is loaded.dtype else ROUNDED_KV
+    if not difference <= limit:
+        limit = beyond_rounding(loaded, limit)
     if not difference <= limit:
         raise ModelRefused(
             f"{loaded.config.model_type}: {what} differ from the stock model's by {difference:.1e} "
             f"(limit {limit:.0e}): {why}"
         )
     return difference
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns ``|difference| / max |logit|`` at its largest."""
+    return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+
+
+@torch.inference_mode()
+def beyond_rounding(loaded: LoadedModel, tolerance: float) -> float:
+    """Returns what two computations with a model may differ by that round differently and are otherwise the same.
+
+    Every layer of a model in half precision rounds anew, and how much of that reaches the logits depends on the
+    weights. It is measured where nothing else can differ: on a prompt that is one piece, so that no key is moved.
+    """
+    if loaded.dtype == torch.float32:
+        return tolerance
+    rounding = relative_error(*_logits(loaded, ((0, _SEGMENTS[-1][1], False),)))
+    return max(tolerance, min(ROUNDINGS * rounding, MOST * tolerance))
 
 
 @contextmanager

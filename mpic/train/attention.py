@@ -58,13 +58,15 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: list[AttentionBlock]
     ) -> torch.Tensor:
         out, kept = torch.empty_like(q), []
-        for b in blocks:
-            scores = torch.bmm(q[:, b.start : b.end], k[:, b.low : b.high].transpose(1, 2))
-            if b.bias is not None:
-                scores[..., b.mixed - b.low :] += b.bias.to(scores.dtype)
-            weights = torch.softmax(scores, -1)
-            torch.bmm(weights, v[:, b.low : b.high], out=out[:, b.start : b.end])
-            kept.append(weights)
+        # CUDA's autocast would return a softmax in fp32, which a product of bf16 does not take; a CPU's does not.
+        with torch.autocast(q.device.type, enabled=False):
+            for b in blocks:
+                scores = torch.bmm(q[:, b.start : b.end], k[:, b.low : b.high].transpose(1, 2))
+                if b.bias is not None:
+                    scores[..., b.mixed - b.low :] += b.bias.to(scores.dtype)
+                weights = torch.softmax(scores, -1)
+                torch.bmm(weights, v[:, b.low : b.high], out=out[:, b.start : b.end])
+                kept.append(weights)
         ctx.save_for_backward(q, k, v, *kept)
         ctx.blocks = blocks
         return out

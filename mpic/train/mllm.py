@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.train import checkpoint
-from mpic.train.batch import Encoder, answer_loss, collate_branches
+from mpic.train.batch import Encoder, answer_loss
 from mpic.train.curves import plot_stages
 from mpic.train.generations import GENERATIONS, Generation, Stage, generation_at
 from mpic.train.held import HeldWeights
+from mpic.train.loader import Draw, default_processes, drawn_beside
 from mpic.train.model import autocast, build_model, load_model, save_model
 from mpic.train.optim import Optimizers
 from mpic.train.watch import watch
@@ -54,6 +56,7 @@ class Settings:
     evaluate_every: float = 300.0  # seconds
     watched: int = 16  # held-out questions a cell of the quick evaluation
     quiet: bool = False
+    loaders: int | None = None  # processes that draw batches beside a worker; none: as the device needs
 
 
 @dataclass
@@ -179,20 +182,15 @@ class Clock:
 
 
 def _batches(worker: TrainingProcess, stage: Stage, clock: Clock) -> Iterator[Any]:
-    common_seed = worker.settings.seed * 1_000_003 + clock.step * 101
+    settings = worker.settings
+    common_seed = settings.seed * 1_000_003 + clock.step * 101
     seed = common_seed + worker.rank
-    if stage.name == "vision":
-        # a tower that has been trained already need not begin with quadrants
-        whole = worker.settings.tower is not None
-        yield from worker.generation.scenes(worker.encoder, seed, lambda: 1.0 if whole else clock.progress)
-    batches = worker.generation.batches(
-        worker.encoder, seed, common_seed, worker.settings.tokens, stage.pic_share
-    )
-    drawn = iter(batches)
-    while True:
-        begun = worker.generation.continued_from if worker.settings.start else 0.0
-        batches.progress = 1.0 if stage.name == "pic" else begun + (1 - begun) * clock.progress
-        yield collate_branches(*next(drawn))
+    begun = worker.generation.continued_from if settings.start else 0.0
+    draw = Draw(settings.generation, stage, settings.tokens, begun, settings.tower is not None)
+    processes = default_processes(worker.device) if settings.loaders is None else settings.loaders
+    if processes:
+        return drawn_beside(draw, seed, processes, lambda: clock.progress)
+    return draw.batches(worker.encoder, seed, common_seed, lambda: clock.progress)
 
 
 def _loss(worker: TrainingProcess, stage: Stage, drawn: Any) -> torch.Tensor:
@@ -218,7 +216,9 @@ def _run_stage(worker: TrainingProcess, stage: Stage, resumed: dict[str, Any] | 
     if resumed:
         optimizers.load_state_dict(resumed["optimizers"])
         clock = Clock(worker, stage, resumed["spent"], resumed["step"])
+    clock.tick(due=False)
     drawn = _batches(worker, stage, clock)
+    drawn = chain([next(drawn)], drawn)  # until it comes, processes that draw start, and nothing is trained
     bar = tqdm(total=100, desc=stage.name, disable=settings.quiet or not worker.is_main, unit="%")
     interval = 20 if settings.steps is None else max(1, min(20, settings.steps // 20))
     warm, losses, tokens, answered = 30, [], 0, 0

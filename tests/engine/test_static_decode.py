@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import closing, contextmanager
 
 import pytest
@@ -99,6 +100,28 @@ def test_a_step_reads_the_same_addresses_whatever_the_batch(answers, monkeypatch
             of_one = [read for other, read in steps if other is work]
             assert all(read == of_one[0] for read in of_one)
     assert len(reads[4]) > 2 and len(reads[4][0][1]) > 100
+
+
+def test_nothing_that_a_captured_step_reads_is_freed_when_it_has_been_captured(monkeypatch):
+    """A CUDA graph keeps addresses and no tensors: memory that only the captured code held would be given to others,
+    and the step would read what they write there."""
+    read: set[int] = set()
+
+    def forgetful(work):
+        work()
+        tape = Tape()
+        tape.record(work)
+        read.update(tape.storages)
+        return lambda: pytest.fail("not to be played")
+
+    monkeypatch.setattr(cuda_graphs, "compare", lambda decode, runner: 0.0)
+    choose = cuda_graphs.static_decode_for
+    given = lambda runner, most, choice: choose(runner, 4, choice, forgetful)
+    monkeypatch.setattr("mpic.engine.native.engine.static_decode_for", given)
+    with closing(NativeEngine(family("llama").loaded, pages=64, page_size=16, cuda_graphs="on")):
+        gc.collect()
+        held = {t.untyped_storage().data_ptr() for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+        assert len(read) > 20 and read <= held
 
 
 def test_a_batch_that_does_not_fit_runs_in_the_usual_way_and_is_counted(answers, monkeypatch, caplog):

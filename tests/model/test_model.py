@@ -11,8 +11,10 @@ from engine_kit import family
 from families import TEXT, VISION_FAMILIES, make_family, random_image
 
 from mpic.errors import ModelRefused
+from mpic.evals.bench.harness import BenchDevice
+from mpic.evals.bench.workload import DecoderShape, random_model
 from mpic.kernels.windows import Window
-from mpic.model import hooks
+from mpic.model import hooks, selftest
 from mpic.model.image_selftest import image_self_test
 from mpic.model.load import choose_device, load_model
 from mpic.model.loaded import LoadedModel
@@ -241,6 +243,33 @@ def test_an_images_inputs_have_one_embedding_and_position_a_token(name):
     assert inputs.rotary_length == int(inputs.positions.max()) + 1
     assert (inputs.rotary_length < n) == (loaded.mrope == 3)
     assert (inputs.deepstack is not None) == (name == "qwen3_vl")
+
+
+def deep_model(gain: float) -> LoadedModel:
+    """Returns a random bf16 model of so many layers, with weights so large, that rounding alone moves its logits by 6 to
+    10 % of the largest: as much as in 32 random layers of LLaVA-1.6-7B's width on an H100."""
+    placement = BenchDevice(torch.device("cpu"), torch.bfloat16)
+    decoder = DecoderShape(24, 128, 2, 256, 2, 1000, 512)
+    return LoadedModel(random_model(decoder, placement, gain=gain, seed=3), None, "deep")
+
+
+def test_a_deep_model_is_not_refused_for_what_rounding_alone_makes_of_it():
+    loaded = deep_model(6.0)
+    assert self_test(loaded) > selftest.TOLERANCE[torch.bfloat16]
+    # nor is one whose rounding is not to be told from a fault let through
+    assert selftest.beyond_rounding(loaded, 1e-3) == selftest.MOST * 1e-3
+
+
+def test_a_deep_model_is_refused_for_keys_that_are_one_position_away(monkeypatch):
+    right = selftest._calls
+
+    def wrong(views, at, pattern, segments, base_of, scope):
+        moved = [base - (number == 3) for number, base in enumerate(base_of)]
+        return right(views, at, pattern, segments, moved, scope)
+
+    monkeypatch.setattr(selftest, "_calls", wrong)
+    with pytest.raises(ModelRefused, match="relative position"):
+        self_test(deep_model(6.0))
 
 
 def test_half_precision_passes_the_self_test_too():

@@ -38,6 +38,22 @@ def test_values_and_gradients_are_those_of_masked_attention(kind, size):
         torch.testing.assert_close(own, other, atol=1e-6, rtol=1e-6)
 
 
+def test_half_precision_stays_so_where_autocast_computes_a_softmax_in_fp32(monkeypatch):
+    """CUDA's does, and its product with the values then has two dtypes; a CPU's does not."""
+    softmax = torch.softmax
+
+    def as_on_cuda(x, dim):
+        return softmax(x.float() if torch.is_autocast_enabled(x.device.type) else x, dim)
+
+    monkeypatch.setattr(torch, "softmax", as_on_cuda)
+    q, k, v = (torch.randn(2, 40, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    visible = _visible(40, "causal")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(q, k, v, [make_block(visible[i : i + 8], i, 0) for i in range(0, 40, 8)], 0.25)
+    out.float().sum().backward()
+    assert out.dtype == q.grad.dtype == torch.bfloat16
+
+
 def test_a_block_reads_only_the_keys_that_its_rows_see():
     visible = _visible(40, "islands")
     block = make_block(visible[14:21], 14, 0)

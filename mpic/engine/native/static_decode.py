@@ -42,12 +42,15 @@ class Bucket(NamedTuple):
 
     Args:
         ids, positions: ``[rows]`` and ``[p, rows]`` int64, filled before each step.
+        wanted: ``[rows]`` int64, the rows whose logits are wanted: all. Captured steps read it, and a CUDA graph keeps
+            nothing alive that it reads.
         steps: the captured steps, one for each grid of the attention: for few items without holes, and for others.
     """
 
     rows: int
     ids: torch.Tensor
     positions: torch.Tensor
+    wanted: torch.Tensor
     steps: list[tuple[StaticKernel, Work]]
 
 
@@ -112,7 +115,7 @@ class StaticDecode:
                 steps.append((kernel, capture(work)))
             else:
                 steps.append((kernel, work))
-        return Bucket(rows, ids, positions, steps)
+        return Bucket(rows, ids, positions, wanted, steps)
 
     def forget(self) -> None:
         """Discards the tables, so that the next step makes new ones whatever its rows are."""

@@ -45,8 +45,7 @@ def attention(run: SectionRun) -> None:
     """Measures case by case; the headline is the worst of each kind."""
     context = Context(run)
     placement, repeats = context.placement, context.sizes.kernel_repeats
-    on_cuda = placement.device.type == "cuda"
-    flush = torch.empty(256 << 20 if on_cuda else 1, dtype=torch.uint8, device=placement.device)
+    flush = _flush(placement)
     over: dict[tuple[str, str], float] = {}
     for case in context.sizes.cases:
         ours = median_seconds(segment_attention(case, placement), placement, repeats, flush.zero_)
@@ -136,10 +135,11 @@ def tune(
     seen: Callable[[Case, TileSizes, float | None], None] = lambda case, sizes, seconds: None,
 ) -> tuple[TileSizes, TileSizes]:
     """Measures the candidates for one head dimension and one number of query heads a key head, writes the best into the
-    table at ``path``, beside its other entries, and returns them.
+    table at ``path``, beside its other entries, and returns them. Tiles of single rows are measured over chunks of each
+    request's own and over the same chunks for all, one time after the other.
 
     Args:
-        seen: called with every candidate and its seconds, None where the GPU has no room for it.
+        seen: called with the (first) case, every candidate and its seconds, None where the GPU has no room for it.
 
     Raises:
         BenchFailed: no candidate fits.
@@ -147,23 +147,42 @@ def tune(
     from triton.runtime.errors import OutOfResources
 
     base, best = defaults(placement.dtype, dim), []
-    for case, tried, fields in ((prefill, blocks, base._fields[:4]), (decode, singles, base._fields[4:7])):
-        case = dataclasses.replace(case, dim=dim, heads=group * case.kv_heads)
+    flush = _flush(placement)
+    shared = dataclasses.replace(decode, shared=True)
+    for cases, tried, fields in (
+        ([prefill], blocks, base._fields[:4]),
+        ([decode, shared], singles, base._fields[4:7]),
+    ):
+        cases = [_of_group(case, dim, group) for case in cases]
         measured: dict[TileSizes, float] = {}
         for one in tried:
             tiles = base._replace(**dict(zip(fields, one, strict=True)))
             taken = None
             try:
-                taken = median_seconds(segment_attention(case, placement, tiles), placement, repeats)
+                works = [segment_attention(case, placement, tiles) for case in cases]
+                taken = sum(median_seconds(work, placement, repeats, flush.zero_) for work in works)
                 measured[one] = taken
             except OutOfResources:
                 pass  # `seen` reports it
-            seen(case, one, taken)
+            seen(cases[0], one, taken)
         if not measured:
             raise BenchFailed(f"no candidate fits this GPU for heads of {dim}")
         best.append(min(measured, key=measured.__getitem__))
     _enter(path, gpu, f"{str(placement.dtype).removeprefix('torch.')}/{dim}/{group}", *best)
     return best[0], best[1]
+
+
+def _flush(placement: BenchDevice) -> torch.Tensor:
+    """Returns memory that is written before each run: keys are then not in the caches, and the host has the time to
+    launch what is measured, which for a decoding step takes it longer than the device."""
+    size = 1 << 30 if placement.device.type == "cuda" else 1
+    return torch.empty(size, dtype=torch.uint8, device=placement.device)
+
+
+def _of_group(case: Case, dim: int, group: int) -> Case:
+    """Returns a case for a head dimension and so many query heads a key head, with about as many heads as before."""
+    kv_heads = max(1, case.heads // group)
+    return dataclasses.replace(case, dim=dim, kv_heads=kv_heads, heads=group * kv_heads)
 
 
 def _enter(path: Path, gpu: str, name: str, block: TileSizes, single: TileSizes) -> None:

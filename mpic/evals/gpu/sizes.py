@@ -17,7 +17,7 @@ class ImagePrompts:
 
     images: tuple[int, ...] = (1, 2, 4, 6, 8, 10)
     tokens: int = 2880
-    policies: tuple[str, ...] = ("full", BASE, "cacheblend-15", LINK)
+    policies: tuple[str, ...] = (LINK, BASE, "full", "cacheblend-15")  # in case time runs out
     system: int = 40
     text: int = 160
     repeats: int = 2
