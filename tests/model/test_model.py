@@ -246,8 +246,8 @@ def test_an_images_inputs_have_one_embedding_and_position_a_token(name):
 
 
 def deep_model(gain: float) -> LoadedModel:
-    """Returns a random bf16 model of so many layers, with weights so large, that rounding alone moves its logits by 6 to
-    10 % of the largest: as much as in 32 random layers of LLaVA-1.6-7B's width on an H100."""
+    """Returns a random bf16 model of so many layers, with weights so large, that rounding alone moves its logits by 6
+    to 10 % of the largest: as much as in 32 random layers of LLaVA-1.6-7B's width on an H100."""
     placement = BenchDevice(torch.device("cpu"), torch.bfloat16)
     decoder = DecoderShape(24, 128, 2, 256, 2, 1000, 512)
     return LoadedModel(random_model(decoder, placement, gain=gain, seed=3), None, "deep")
