@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def backend(device: torch.device, dtype: torch.dtype) -> tuple[str, Partial]:
     """Returns the name and the implementation for a device. The choice is made only here, and is shown in ``/health``.
 
-    ``mpic.kernels.triton`` takes whole steps instead of calls and has to be asked for by name until it has been
-    measured on a GPU (``LoadedModel.choose_attention``).
+    ``mpic.kernels.triton`` takes whole steps instead of calls, so it is chosen elsewhere: by name, or by the engine
+    where it serves best (``LoadedModel.choose_attention``, ``mpic.engine.load_engine``).
     """
     from mpic.kernels import cpu, cuda, reference
 

@@ -5,10 +5,14 @@ The Triton kernel that reads a whole step in one launch is a separate implementa
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+_MOST = 256
+"""Dimensions of a head that the flash kernel takes."""
 
 
 def _fold(
@@ -26,7 +30,10 @@ def _fold(
 def flash_partial(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends in bf16 or fp16; shapes as ``mpic.kernels.attention.Partial``."""
+    """Attends in bf16 or fp16; shapes as ``mpic.kernels.attention.Partial``. Larger heads, and GPUs that are older than
+    sm_80, get torch's other kernel."""
+    if q.shape[-1] > _MOST or _is_old(q.device):
+        return efficient_partial(q, k, v, causal, scale)
     fq, fk, fv = _fold(q, k, v, causal)
     out, lse, *_ = _flash(fq, fk, fv, 0.0, causal, False, scale=scale)
     return out.reshape(q.shape), lse[..., : fq.shape[2]].reshape(q.shape[:3])
@@ -35,8 +42,13 @@ def flash_partial(
 def efficient_partial(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends in fp32; shapes as ``mpic.kernels.attention.Partial``. Torch's kernel pads its log-sum-exp to a multiple
-    of 32 rows."""
+    """Attends in any precision; shapes as ``mpic.kernels.attention.Partial``. Torch's kernel pads its log-sum-exp to a
+    multiple of 32 rows."""
     fq, fk, fv = _fold(q, k, v, causal)
     out, lse, *_ = _efficient(fq, fk, fv, None, True, 0.0, causal, scale=scale)
     return out.reshape(q.shape), lse[..., : fq.shape[2]].reshape(q.shape[:3])
+
+
+@cache
+def _is_old(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)

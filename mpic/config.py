@@ -116,7 +116,8 @@ class EngineConfig:
         packet: file of the model's adapter, for the policies packet and packet-K; default: packet/adapter.safetensors
             beside the model.
         attention: auto, or the name of an implementation (CPU: cpu-stream, our own kernels in C; cpu-flash, torch's;
-            reference; CUDA: cuda-flash or cuda-efficient, reference, triton; vllm: one of its backends).
+            reference; CUDA: triton, our own kernels and what auto is in half precision; cuda-flash or cuda-efficient,
+            torch's; reference; vllm: one of its backends).
         cuda_graphs: capture decoding steps in CUDA graphs: auto (on CUDA, where the model's layers allow it), on (or
             refuse the model) or off (native).
         pool_bytes: memory per device for the KV of running requests and resident chunks; 0 takes a share of the free

@@ -29,8 +29,6 @@ tile), M the rows of a tile, R rows in all:
 
 Numbers that change from layer to layer and step to step (``layer``, ``total``) are not specialized on, or a server
 would stop to compile at its second layer, at its first step of 16 rows, and so on.
-
-Never run on a GPU so far: checked through Triton's interpreter, and compiled to machine code for sm_80 and sm_90.
 """
 
 from __future__ import annotations

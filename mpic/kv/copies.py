@@ -58,7 +58,8 @@ class CudaCopies:
         return self.start_all([(target, source)])
 
     def start_all(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
-        with torch.cuda.stream(self._stream):
+        # leaving a stream selects the device that was selected before: another one would get a context
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
             mark = torch.cuda.Event(blocking=True)  # who waits for it leaves its core

@@ -280,12 +280,20 @@ def _layer(step: Step | Probe, call: LayerCall) -> torch.Tensor:
 
 
 def _mask(
-    *, mask_function: Any, q_length: int, kv_length: int, dtype: torch.dtype | None = None, **unread: Any
+    *,
+    mask_function: Any,
+    q_length: int,
+    kv_length: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **unread: Any,
 ) -> torch.Tensor | None:
     """Implements transformers' mask interface. There are no masks in a step, because a layer's kind determines what its
     rows see."""
     step = _step.get()
-    return step.mask(mask_function, q_length, kv_length, dtype) if isinstance(step, ForwardTrace) else None
+    if not isinstance(step, ForwardTrace):
+        return None
+    return step.mask(mask_function, q_length, kv_length, dtype, device)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)

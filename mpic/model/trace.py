@@ -101,14 +101,20 @@ class ForwardTrace:
     _kept: list[torch.Tensor] = field(default_factory=list)
 
     def mask(
-        self, mask_function: Callable[..., Any], q_length: int, kv_length: int, dtype: Any = None
+        self,
+        mask_function: Callable[..., Any],
+        q_length: int,
+        kv_length: int,
+        dtype: Any = None,
+        device: torch.device | None = None,
     ) -> torch.Tensor:
-        """Returns a tensor that stands for a mask, so that it can be recognised when a layer receives it."""
+        """Returns a tensor that stands for a mask, so that it can be recognised when a layer receives it: on the
+        device of the model, or what moves tensors there would make it another."""
         try:
             window: Any = self.read(mask_function)
         except ModelRefused as refusal:  # a model may make masks that none of its layers uses
             window = refusal
-        tensor = torch.zeros(1, 1, q_length, kv_length, dtype=dtype or torch.float32)
+        tensor = torch.zeros(1, 1, q_length, kv_length, dtype=dtype or torch.float32, device=device)
         self._kept.append(tensor)
         self._masks[tensor.untyped_storage().data_ptr()] = window
         return tensor

@@ -187,7 +187,9 @@ def _batches(worker: TrainingProcess, stage: Stage, clock: Clock) -> Iterator[An
     seed = common_seed + worker.rank
     begun = worker.generation.continued_from if settings.start else 0.0
     draw = Draw(settings.generation, stage, settings.tokens, begun, settings.tower is not None)
-    processes = default_processes(worker.device) if settings.loaders is None else settings.loaders
+    processes = (
+        default_processes(worker.device, worker.world) if settings.loaders is None else settings.loaders
+    )
     if processes:
         return drawn_beside(draw, seed, processes, lambda: clock.progress)
     return draw.batches(worker.encoder, seed, common_seed, lambda: clock.progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from threads_kit import started
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, IntegrityError
 from mpic.kv.barrier import LayerBarrier, LoadProgress, LoadSignal
-from mpic.kv.copies import CopiedProgress, copies_for
+from mpic.kv.copies import CopiedProgress, CudaCopies, copies_for
 from mpic.kv.staging import Staging
 from mpic.link import Wrapping
 
@@ -160,6 +161,26 @@ def test_a_layer_that_did_not_arrive_in_time_is_not_followed():
 
 def test_only_cuda_copies_beside_its_computing():
     assert copies_for(torch.device("cpu")) is None and copies_for(torch.device("mps")) is None
+
+
+def test_cuda_copies_select_their_own_device_so_that_no_other_one_gets_a_context(monkeypatch):
+    said = []
+
+    @contextmanager
+    def entering(what):
+        said.append(what)
+        yield
+        said.append(f"left {what}")
+
+    fakes = {"Stream": lambda device: f"a stream of {device}", "stream": entering, "device": entering}
+    fakes |= {"Event": lambda blocking: Mock()}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    device = torch.device("cuda:1")
+    target = torch.zeros(3)
+    CudaCopies(device).start(target, torch.ones(3))
+    of = "a stream of cuda:1"
+    assert said == [device, of, f"left {of}", f"left {device}"] and target.sum() == 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -38,6 +38,38 @@ def ask(engine, prompt, policy="mpic-4", tokens=6, **options):
     return engine.submit(request_of(prompt, policy, tokens, **options)).result()
 
 
+# ---- the device
+
+
+def test_an_engine_whose_device_has_failed_for_good_is_not_ready_and_says_so(
+    make_engine, monkeypatch, caplog
+):
+    engine = make_engine()
+    monkeypatch.setattr(engine.runner, "run", Mock(side_effect=RuntimeError("device-side assert triggered")))
+    with pytest.raises(MPICError, match="assert"):
+        ask(engine, prompt_of(ids(3, 5)))
+    engine.ready()  # a step has failed, and the device takes the next
+    monkeypatch.setattr(
+        engine.runner, "wait", Mock(side_effect=RuntimeError("device-side assert triggered\nhelp"))
+    )
+    with pytest.raises(MPICError, match="assert"):
+        ask(engine, prompt_of(ids(3, 5)))
+    with pytest.raises(EngineStopped, match="restart the server: RuntimeError: device-side assert triggered"):
+        engine.ready()
+    assert "does not work any more" in caplog.text
+
+
+def test_a_device_that_fails_while_tokens_are_drawn_is_noticed_too(make_engine, monkeypatch):
+    engine = make_engine()
+    broken = Mock(side_effect=RuntimeError("illegal memory access"))
+    monkeypatch.setattr("mpic.engine.native.sampling._draw", broken)
+    monkeypatch.setattr(engine.runner, "wait", broken)
+    with pytest.raises(MPICError):
+        ask(engine, prompt_of(ids(3, 5)))
+    with pytest.raises(EngineStopped, match="illegal memory access"):
+        engine.ready()
+
+
 # ---- deletion
 
 

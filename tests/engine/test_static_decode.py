@@ -171,6 +171,11 @@ def test_a_step_is_run_twice_beside_everything_else_and_then_captured_in_the_mem
             said.append("replay")
 
     @contextmanager
+    def device(device):
+        said.append(f"on {device}")
+        yield
+
+    @contextmanager
     def stream(stream):
         said.append(f"on {stream.name}")
         yield
@@ -182,15 +187,41 @@ def test_a_step_is_run_twice_beside_everything_else_and_then_captured_in_the_mem
 
     fakes = {"Stream": lambda device: Stream("side"), "current_stream": lambda device: Stream("main")}
     fakes |= {"graph_pool_handle": lambda: "pool", "stream": stream, "CUDAGraph": Graph, "graph": graph}
+    fakes |= {"device": device, "get_sync_debug_mode": lambda: "as before"}
+    fakes |= {"set_sync_debug_mode": lambda mode: said.append(f"waiting: {mode}")}
+    fakes |= {"set_stream": lambda stream: said.append(f"back to {stream.name}")}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     out = torch.zeros(3)
-    replay = cuda_graphs.GraphCapture(torch.device("cuda"))(lambda: said.append("work") or out)
+    capture = cuda_graphs.GraphCapture(torch.device("cuda:1"))
+    replay = capture(lambda: said.append("work") or out)
     assert replay() is out
-    assert said == [
-        *("side waits for main", "on side", "work", "work", "main waits for side"),
-        *("capture on side into pool, thread_local", "work", "replay"),
-    ]
+    first = ["on cuda:1", "side waits for main", "on side", "work"]
+    again = ["waiting: error", "work", "waiting: as before"]
+    captured_once = ["main waits for side", "capture on side into pool, thread_local"]
+    assert said == [*first, *again, *captured_once, "work", "replay"]
+
+    said.clear()
+
+    def waits():  # found out before a capture begins, which could not be ended
+        said.append("work")
+        if "waiting: error" in said:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        capture(waits)
+    assert said == [*first, *again]
+
+    said.clear()
+
+    def fails():
+        said.append("work")
+        if said.count("work") == 3:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        capture(fails)
+    assert said == [*first, *again, *captured_once, "work", "back to main"]
 
 
 def test_what_is_reserved_is_what_buffers_take_and_a_bound_for_graphs(monkeypatch):

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from mpic.errors import NoAdapter, UnsupportedParameter
 from mpic.evals.analyze import cli, many, measures
-from mpic.evals.analyze.dense import DenseLinker
+from mpic.evals.analyze.dense import DenseLinker, Recorder
 from mpic.evals.analyze.packet_attention import FIRST, LAST, PacketAttention
 from mpic.link import parse_policy
+from mpic.model.hooks import LayerCall
 from mpic.packet.train import initial
 
 
@@ -45,6 +46,22 @@ def test_keys_and_values_of_a_link_are_the_oracles(name, policy):
         assert (linked.values[layer] - truth.cache.values[layer]).abs().max() < 1e-4
     for weights in linked.weights:
         assert torch.allclose(weights.sum(1), torch.ones(len(linked.rows)), atol=1e-5)
+
+
+def test_attention_is_recorded_in_host_memory_whatever_device_computes_it(monkeypatch):
+    """Tensors of the device "meta" have no numbers, and refuse operations with those of a CPU, as CUDA's do."""
+    moved = []
+
+    def cpu(tensor):
+        moved.append(tensor.device.type)
+        return torch.zeros(tensor.shape)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    query, key, value = (torch.randn(1, heads, 4, 8, device="meta") for heads in (4, 2, 2))
+    recorder = Recorder(*[None] * 7, index=torch.tensor([3, 4, 5, 9]), length=10)
+    out = recorder.attend(LayerCall(0, query, key, value, 0.35, None))
+    assert out.device.type == "meta" and recorder.cache[0][0].device.type == "meta"
+    assert moved == ["meta"] and recorder.weights[0].shape == (4, 10)
 
 
 def test_measures_are_shares_and_distances():

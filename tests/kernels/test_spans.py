@@ -152,6 +152,20 @@ def test_a_call_gives_outputs_and_a_log_sum_exp_for_every_head_and_row(name, cau
     assert (out.float() - expected).norm() <= tolerance * expected.norm()
 
 
+@pytest.mark.parametrize(("dim", "old"), [(512, False), (64, True)], ids=["large heads", "an old GPU"])
+def test_what_the_flash_kernel_does_not_take_is_computed_by_torchs_other_one(monkeypatch, dim, old):
+    """Gemma 4 has heads of 512; flash refuses them, and GPUs before sm_80."""
+    monkeypatch.setattr(cuda, "_flash", fake_aten.flash if dim > 256 else None)
+    monkeypatch.setattr(cuda, "_efficient", fake_aten.efficient)
+    monkeypatch.setattr(cuda, "_is_old", lambda device: old)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 5, dim).bfloat16() for heads in (4, 2, 2))
+    out, lse = cuda.flash_partial(q, k, v, True, 0.1)
+    expected, expected_lse = reference.partial(q.float(), k.float(), v.float(), True, 0.1)
+    assert (out.float() - expected).norm() <= 2e-2 * expected.norm()
+    assert (lse - expected_lse).abs().max() < 2e-2
+
+
 @pytest.mark.parametrize(
     ("name", "fake", "results"),
     [

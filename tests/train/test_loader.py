@@ -50,6 +50,7 @@ def test_they_draw_for_the_progress_of_the_stage():
 def test_a_gpu_has_them_and_a_cpu_draws_between_its_steps(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     assert default_processes(torch.device("cuda")) == 12
+    assert default_processes(torch.device("cuda"), workers=2) == 6
     assert default_processes(torch.device("cpu")) == 0
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert default_processes(torch.device("cuda")) == 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -39,23 +41,49 @@ class GraphCapture:
 
     def __call__(self, work: Work) -> Work:
         """Runs the work twice, so that kernels are compiled and libraries have chosen their algorithms, then captures
-        it."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):
+        it.
+
+        Raises:
+            RuntimeError: the work waits for the device, so it cannot be captured.
+        """
+        # leaving a stream selects the device that was selected before: another one would get a context
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
                 work()
-        current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # with "thread_local" other threads may copy and allocate meanwhile
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            out = work()
+                with _no_waiting():
+                    work()
+            current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # with "thread_local" other threads may copy and allocate meanwhile
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    out = work()
+            except BaseException:
+                torch.cuda.set_stream(current)  # a capture that fails leaves its own selected
+                raise
 
         def replay() -> torch.Tensor:
             graph.replay()
             return out
 
         return replay
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Has work that waits for the device raise inside the block.
+
+    During a capture it would fail, too, but then torch's allocator believes until the process ends that a capture is
+    under way, and gives no memory back to the device before it says that there is none.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def reserved_bytes(model: LoadedModel, most: int, choice: str) -> int:

@@ -124,6 +124,7 @@ class NativeEngine(Engine):
         self.arrivals = Arrivals(self._waiting, self._may_wait)
         self._counters: Counter[str] = Counter()
         self._more_to_do = True  # a step might find more to do than the last one
+        self._broken = ""  # how the device has failed for good
         self._preparation = Preparation()
         self._thread = threading.Thread(target=self._loop, name="mpic-engine", daemon=True)
         self._thread.start()
@@ -228,6 +229,8 @@ class NativeEngine(Engine):
     def ready(self) -> None:
         if self._inbox.closed or not self._thread.is_alive():
             raise EngineStopped("the engine has been stopped")
+        if self._broken:
+            raise EngineStopped(f"the device does not work any more, restart the server: {self._broken}")
 
     def check(self) -> None:
         """See ``Engine.check``. Runs on the engine's thread between two steps."""
@@ -269,6 +272,7 @@ class NativeEngine(Engine):
             except Exception as error:
                 # must not take the server down: fail everything on the device and continue
                 log.exception("a step failed")
+                self._examine_device()
                 self._fail_running(error)
         stopped = EngineStopped("the engine was stopped")
         for request in list(self.outputs.unfinished):
@@ -381,9 +385,20 @@ class NativeEngine(Engine):
         if len(taken) == len(slices) and not barrier and not self._inbox:
             self.ahead.launch(slices, drawing)
         choices = drawing.choices()
+        if all(isinstance(choice, Exception) for choice in choices):
+            self._examine_device()
         now = time.monotonic()
         for request, choice in zip(taken, choices, strict=True):
             self.outputs.take(request, choice, now)
+
+    def _examine_device(self) -> None:
+        """Finds out, after something has failed, whether the device still works: after an error of its own CUDA refuses
+        everything for as long as the process lives, so the engine is not ready any more and says so."""
+        try:
+            self.runner.wait()
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            log.critical("the device does not work any more, restart the server: %s", self._broken)
 
     def _fail_running(self, error: Exception) -> None:
         """Fails every request and job on the device: nothing that a failed step half wrote may be used again."""

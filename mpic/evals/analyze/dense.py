@@ -29,7 +29,7 @@ from mpic.prompt.segments import Prompt
 @dataclass
 class Recorder(Probe):
     """Rows at ``index`` of a dense cache ``keys/values[layer] [kv_heads, N, head_dim]``; keeps the weights
-    ``[rows, N]`` of each layer, averaged over heads."""
+    ``[rows, N]`` of each layer, averaged over heads, in host memory."""
 
     index: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     length: int = 0
@@ -41,9 +41,9 @@ class Recorder(Probe):
         keys, values = self.place(layer, self.index, key[0], value[0])
         group = query.shape[1] // key.shape[1]
         scores = query[0].float() @ keys.float().repeat_interleave(group, 0).transpose(1, 2) * scale
-        hidden = torch.arange(self.length, device=query.device)[None] > self.index[:, None]
+        hidden = (torch.arange(self.length)[None] > self.index[:, None]).to(query.device)
         weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
-        self.weights.append(weights.mean(0))
+        self.weights.append(weights.mean(0).cpu())
         out = weights @ values.float().repeat_interleave(group, 0)
         return out.transpose(0, 1)[None].to(query.dtype)
 
@@ -165,7 +165,7 @@ class DenseLinker:
             mask, features = deepstack
             kept = torch.zeros(len(whole), dtype=torch.bool)
             kept[rows] = True
-            deepstack = mask[rows], features[:, kept[mask]]
+            deepstack = mask[rows], features[:, kept[mask.cpu()]]
         wanted = RowInputs(ids[rows], embeds[rows], deepstack)
         self.model.observe(wanted, whole.positions[:, rows].to(self.model.device), recorder)
         return DenseLink(policy.name, rows, recorder.weights, *recorder.kv(), plan.places)

@@ -78,7 +78,7 @@ def distance(
 
 def behind(linker: DenseLinker, chunk: Chunk, text: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a chunk's full-prefill keys, at chunk-local positions, and values behind a text, ``[layers, kv_heads, n,
-    head_dim]``."""
+    head_dim]`` in host memory."""
     prompt = Prompt((TextSegment(tuple(text)), ChunkSegment(chunk), TextSegment(tuple(text[:1]))))
     linked = linker.link(prompt, parse_policy("full"))
     (place,) = linked.places
@@ -87,7 +87,7 @@ def behind(linker: DenseLinker, chunk: Chunk, text: Sequence[int]) -> tuple[torc
     rotation = linker.model.rotation(place.base)
     if rotation is not None:
         keys = torch.stack([rotate(layer, rotation) for layer in keys])
-    return keys.float(), linked.values[:, :, tokens].float()
+    return keys.float().cpu(), linked.values[:, :, tokens].float().cpu()
 
 
 def attention_error(linked: DenseLink, full: DenseLink) -> torch.Tensor:

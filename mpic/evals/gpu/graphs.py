@@ -9,12 +9,22 @@ import torch
 
 from mpic.engine.base import GenerationRequest
 from mpic.engine.native.engine import NativeEngine
-from mpic.evals.bench.workload import Ids, compile_all, decoding, engine_for, request_of
+from mpic.evals.bench.harness import BenchDevice
+from mpic.evals.bench.workload import (
+    DecoderShape,
+    Ids,
+    compile_all,
+    decoding,
+    engine_for,
+    random_model,
+    request_of,
+)
 from mpic.evals.gpu import profile
 from mpic.evals.gpu.context import Context
 from mpic.evals.gpu.roofline import Costs
 from mpic.evals.gpu.supervise import SectionRun
 from mpic.kv.chunk import Chunk
+from mpic.model.loaded import LoadedModel
 from mpic.prompt.segments import Prompt
 
 SPARE = 1024
@@ -31,6 +41,7 @@ def graphs(run: SectionRun) -> None:
     """Decodes the same prompts with and without CUDA graphs, and ahead or not: answers are the same, a step takes fewer
     launches."""
     context = Context(run)
+    _exact(context)
     sizes = context.sizes
     model = sizes.models[-1]
     loaded, costs = context.model(model)
@@ -58,6 +69,27 @@ def graphs(run: SectionRun) -> None:
         exact = {"ok": same == most} if context.placement.dtype == torch.float32 else {}
         shape, how = f"{most} prompts", f"{first}; {other}"
         run.row("answers that are the same", shape, how, same, "answers", **exact)
+
+
+def _exact(context: Context) -> None:
+    """Checks that a small fp32 model answers a batch alike in every way, token by token."""
+    placement = BenchDevice(context.placement.device, torch.float32)
+    decoder = DecoderShape(2, 256, 4, 256, 2, 1000, 2048)
+    loaded = LoadedModel(random_model(decoder, placement, gain=4.0, seed=3), None, "check")
+    loaded.choose_attention(context.attention)
+    ids, tokens = Ids(decoder.vocabulary), 4 if context.run.quick else 48
+    chunks = ids.chunks(2, 16)
+    prompts = [ids.framed(chunks, 8) for _ in range(2 if context.run.quick else 8)]
+    answers = []
+    for options in WAYS.values():
+        with engine_for(loaded, 1024 + len(prompts) * 1024, max_running=len(prompts), **options) as engine:
+            compile_all(engine, chunks)
+            streams = [engine.submit(request_of(prompt, "reuse", tokens)) for prompt in prompts]
+            answers.append([tuple(stream.result().token_ids) for stream in streams])
+    for way, found in zip(list(WAYS)[1:], answers[1:], strict=True):
+        same = sum(a == b for a, b in zip(answers[0], found, strict=True))
+        shape, how = f"{len(prompts)} prompts, float32", f"{next(iter(WAYS))}; {way}"
+        context.run.row("answers that are the same", shape, how, same, "answers", ok=same == len(prompts))
 
 
 def _decode(
