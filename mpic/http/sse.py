@@ -14,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"
+"""A comment, which clients skip: proxies and browsers end connections on which nothing has come for a minute."""
 
 
 def event(body: dict[str, Any]) -> bytes:

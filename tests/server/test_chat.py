@@ -167,6 +167,17 @@ async def test_an_error_in_a_stream_is_an_event(server):
     assert frames[-1]["error"]["code"] == "compile_failed"
 
 
+async def test_a_stream_that_waits_long_for_its_first_token_begins_with_comments(server, monkeypatch):
+    monkeypatch.setattr(chat, "PATIENCE", 0.05)
+    usual = (await server.ask(stream=True)).text
+    server.engine.pause = 0.3
+    answer = await server.ask(stream=True)
+    waited = answer.text.rpartition(": waiting\n\n")
+    assert answer.text.startswith(": waiting\n\n") and ": waiting" not in usual
+    assert said(events(waited[2])[0]) == said(events(usual)[0])
+    assert server.engine.held == set()
+
+
 async def test_a_failure_before_the_first_token_is_an_ordinary_error(server):
     server.engine.fail_at, server.engine.failure = 0, CompileFailed("no")
     for stream in (True, False):

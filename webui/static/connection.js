@@ -53,6 +53,13 @@ const later = () => {
   if (!document.hidden) timer = setTimeout(look, state === 'down' || state === 'unready' ? SOON : CALM);
 };
 
+/** Returns why the server did not accept a login, in its own words, which are in the page that it answers with. */
+async function refusal(answer) {
+  if (!answer) return 'The server cannot be reached.';
+  const page = new DOMParser().parseFromString(await answer.text(), 'text/html');
+  return page.querySelector('[role=alert]')?.textContent || `The server did not accept the login (status ${answer.status}).`;
+}
+
 /** Logs in without leaving the page. Somebody else gets a page of their own. */
 function login() {
   if ($('#key')) return;
@@ -64,7 +71,7 @@ function login() {
       const body = new URLSearchParams({ key: key.value });
       const answer = await fetch('/ui/login', { method: 'POST', body, redirect: 'manual' }).catch(() => null);
       if (answer?.type !== 'opaqueredirect') {
-        error.textContent = answer ? 'This key is not known here, or it was revoked.' : 'The server cannot be reached.';
+        error.textContent = await refusal(answer);
         return;
       }
       const about = await get('/about').catch(() => null);

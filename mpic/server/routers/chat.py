@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +19,7 @@ from mpic.errors import UnsupportedParameter
 from mpic.http import errors
 from mpic.http.body import write
 from mpic.http.errors import CLIENT_CLOSED
-from mpic.http.sse import DONE, ClientDisconnected, EventStream, event, while_connected
+from mpic.http.sse import DONE, WAITING, ClientDisconnected, EventStream, event, while_connected
 from mpic.link import Policy, parse_policy
 from mpic.press import parse_press
 from mpic.prompt import ChatTemplate, build_prompt
@@ -38,6 +39,8 @@ IGNORED = {"refusal", "annotations", "audio", "function_call"}
 """Fields of an earlier answer that the model does not see."""
 Count = Callable[[GenerationUsage], None]
 """Counts an answer that has ended."""
+PATIENCE = 15.0
+"""Seconds without an event after which a stream begins before its first token, and says that it waits."""
 MANY_PARTS = 256
 """Conversations of more content parts and messages are built one at a time for each user."""
 
@@ -208,21 +211,25 @@ async def _whole(
 async def _streamed(
     request: Request, answers: ParallelSampling, writer: CompletionWriter, with_usage: bool, count: Count
 ) -> Response:
-    """Waits for the first delta, so that an error before it is still an ordinary error response."""
+    """Waits for the first delta, so that an error before it is still an ordinary error response, but not so long that
+    something on the way takes the connection for dead."""
     deltas = aiter(answers)
+    first = asyncio.ensure_future(anext(deltas))
     try:
-        first = await while_connected(request, anext(deltas))
-    except ClientDisconnected:
+        await while_connected(request, asyncio.wait({first}, timeout=PATIENCE))
+        if first.done():
+            first.result()
+    except BaseException as exc:
+        first.cancel()
         answers.abort()
-        return Response(status_code=CLIENT_CLOSED)
-    except BaseException:
-        answers.abort()
+        if isinstance(exc, ClientDisconnected):
+            return Response(status_code=CLIENT_CLOSED)
         raise
     return EventStream(_events(first, deltas, writer, with_usage, count), close=answers.abort)
 
 
 async def _events(
-    first: tuple[int, Delta],
+    first: asyncio.Future[tuple[int, Delta]],
     rest: AsyncIterator[tuple[int, Delta]],
     writer: CompletionWriter,
     with_usage: bool,
@@ -232,7 +239,9 @@ async def _events(
     usages: list[GenerationUsage] = []
     opened: set[int] = set()
     try:
-        found: tuple[int, Delta] | None = first
+        while not (await asyncio.wait({first}, timeout=PATIENCE))[0]:
+            yield WAITING
+        found: tuple[int, Delta] | None = await first
         while found is not None:
             i, delta = found
             if i not in opened:
@@ -248,6 +257,8 @@ async def _events(
         # The status line has been sent, so the error travels as an event, and no [DONE] follows.
         yield event(errors.as_mpic_error(exc).body())
         return
+    finally:
+        first.cancel()
     if with_usage:
         yield event(writer.usage_chunk(merge_usage(usages)))
     yield DONE
