@@ -13,6 +13,7 @@ from mpic.cli.common import TTL, Json, NewTTL, client_command, command_app, prin
 
 if TYPE_CHECKING:
     from mpic.client import MPIC
+    from mpic.client.types import Cache
 
 app = command_app(
     "Explicit context caching: texts, cut and compiled once, linked by id in any order.\n\n"
@@ -47,12 +48,21 @@ def create(
     `echo "some text" | mpic caches create --name note`.
     """
     cut = {"mode": split, "tokens": tokens, "overlap": overlap}
-    made = []
-    for path in paths or [Path("-")]:
-        piped = str(path) == "-"
-        text = _text(path, piped)
-        called = name or (None if piped else path.name)
-        made.append(client.caches.create(text, split=cut, name=called, ttl=ttl, wait=wait))
+    made: list[Cache] = []
+    try:
+        for path in paths or [Path("-")]:
+            piped = str(path) == "-"
+            text = _text(path, piped)
+            called = name or (None if piped else path.name)
+            made.append(client.caches.create(text, split=cut, name=called, ttl=ttl, wait=wait))
+    finally:
+        if (
+            made
+        ):  # also those that had been made when a later one failed: they have no other name than their id
+            _show_made(made, as_json)
+
+
+def _show_made(made: list[Cache], as_json: bool) -> None:
     rows = []
     for cache in made:
         rows.append((cache.id, cache.state, cache.tokens, cache.bytes, cache.name))

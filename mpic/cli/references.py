@@ -65,10 +65,13 @@ def add(
     if (id or title) and len(paths) > 1:
         raise typer.BadParameter("an id or a title names one file")
     fields: dict[str, Any] = {"description": description, "metadata": _metadata(meta), "id": id, "wait": True}
-    _show(
-        [client.references.create(path, title or unicode_name(path.stem), **fields) for path in paths],
-        as_json,
-    )
+    added = []
+    try:
+        for path in paths:
+            added.append(client.references.create(path, title or unicode_name(path.stem), **fields))
+    finally:
+        if added:  # also those that had been added when a later one failed
+            _show(added, as_json)
 
 
 @client_command(app, "replace")

@@ -87,6 +87,18 @@ def test_caches_from_files_to_deletion(mpic, tmp_path):
     assert isinstance(mpic("caches", "create", text, fails=True), SystemExit)
 
 
+def test_caches_that_were_made_before_a_file_that_cannot_be_read_are_shown(url, tmp_path):
+    good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
+    good.write_text("A sentence.")
+    bad.write_bytes(b"\xff")
+    result = CliRunner().invoke(cli.app, ["caches", "create", str(good), str(bad), "--json", "--url", url])
+    assert result.exit_code != 0
+    [made] = json.loads(result.stdout)
+    with MPIC(url) as client:
+        assert [one.id for one in client.caches.list() if one.name == "good.txt"] == [made["id"]]
+        client.caches.delete(made["id"])
+
+
 def test_models(mpic):
     assert mpic("models").startswith("tiny: text, image, 2,048 tokens") and "policy mpic-16" in mpic("models")
     assert json.loads(mpic("models", "--json"))[0]["id"] == "tiny"

@@ -40,6 +40,16 @@ def test_references_are_added_found_replaced_shown_and_removed(run, tmp_path):
     assert "reference_not_found" in run("show", "ref_lamp", status=1)
 
 
+def test_references_that_were_added_before_a_file_that_is_refused_are_shown(mpic, run, url, tmp_path):
+    good, bad = tmp_path / "good.txt", tmp_path / "bad.png"
+    good.write_text("The code of the lamp is 123.")
+    bad.write_bytes(b"\xff\x00 neither a picture nor a text")
+    status, out, err = mpic("references", "add", good, bad, "--url", url, "--json")
+    (added,) = json.loads(out)
+    assert status == 1 and added["title"] == "good" and "[" in err
+    assert [one["id"] for one in run("list")] == [added["id"]]
+
+
 def test_an_import_is_resumed_by_running_it_again(run, tmp_path):
     rows = [{"id": f"n{i}", "title": f"T{i}", "text": f"fact {i}", "metadata": {"i": i}} for i in range(3)]
     file = tmp_path / "some.jsonl"
