@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from paged_kit import BLOCK, LAYERS, TOKENS, chunk, paged
 from torch import nn
 
+from mpic.engine.vllm.plugin import selftest
 from mpic.engine.vllm.plugin.key_rotation import KeyRotation
 from mpic.engine.vllm.plugin.kv_import import PagedWrite
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
@@ -106,6 +108,26 @@ def runner(rotation, rotary):
 def test_an_engine_whose_cache_path_is_right_passes_its_self_test_and_starts_empty(runner):
     self_test(runner)
     assert all(not layer.kv_cache.any() for layer in runner.paged.attention)
+
+
+def test_the_self_test_leaves_the_models_rotary_table_as_it_is(runner, rotary):
+    """A model in half precision was compiled for the table in its dtype, and reads it without a check."""
+    half = copy.deepcopy(rotary).bfloat16()
+    runner.language_model, table = nn.ModuleList([half]), half.cos_sin_cache
+    keys = chunk(1)[:, 0]
+    moved = [selftest._rotated(runner, keys, first) for first in (0, 37)]
+    assert half.cos_sin_cache is table and table.dtype == torch.bfloat16
+    assert not torch.equal(*moved)
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.bfloat16, 0.08), (torch.float16, 0.01)])
+def test_large_values_may_be_rounded_as_their_dtype_rounds_them_and_no_further(dtype, off):
+    values = torch.linspace(-5.5, 5.5, 1000)
+    selftest._compare(values + off, values, dtype, "rounded")
+    with pytest.raises(ModelRefused, match="misplaced"):
+        selftest._compare(values + 2 * off, values, dtype, "misplaced")
+    with pytest.raises(ModelRefused, match="misplaced"):
+        selftest._compare(0.1 * values + off, 0.1 * values, dtype, "misplaced")
 
 
 def in_tf32(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from mpic.engine.vllm.plugin.runner import LinkRunner
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-"""Largest difference of values whose standard deviation is 1."""
+"""Largest difference of values up to ``_USUAL``; of larger ones, which are rounded to fewer places, as much more."""
+_USUAL = 2.0
 ATTENTION_IN_TF32 = 1e-2
 """The same for what a GPU's attention gives in float32. Triton multiplies float32 in TF32 on GPUs that have it, which
 cuts operands to 10 bits: up to 4e-3 here, while a single token that attention misses is more than 5e-2."""
@@ -94,7 +95,13 @@ def _rotated(runner: LinkRunner, keys: torch.Tensor, first: int) -> torch.Tensor
         return transformers_rotary.rotated(theirs, flat, first).float().cpu().view(keys.shape)
     rows = keys.permute(2, 0, 1, 3).reshape(n, -1).to(runner.device)
     positions = torch.arange(first, first + n, device=runner.device)
-    rotated, _ = rotary.forward_native(positions, rows, rows.clone())
+    # In another dtype than the table's, vLLM puts a converted table in its place, which all layers share. The model has
+    # been compiled for the one that was there, without a check of its dtype.
+    table = rotary.cos_sin_cache
+    try:
+        rotated, _ = rotary.forward_native(positions, rows, rows.clone())
+    finally:
+        rotary.cos_sin_cache = table
     return rotated.float().cpu().view(n, layers, heads, width).permute(1, 2, 0, 3)
 
 
@@ -137,5 +144,6 @@ def _compare(
     """Raises ModelRefused with ``reason`` where values differ by more than ``limit`` (None: that of their dtype)."""
     difference = float((found - expected).abs().max())
     limit = limit or TOLERANCE.get(dtype, TOLERANCE[torch.float32])
+    limit *= max(1.0, float(expected.abs().max()) / _USUAL)
     if not difference <= limit:  # NaN is refused too
         raise ModelRefused(f"linking in vLLM: {reason} (difference {difference:.1e}, limit {limit:.0e})")
