@@ -56,9 +56,8 @@ def create(
             called = name or (None if piped else path.name)
             made.append(client.caches.create(text, split=cut, name=called, ttl=ttl, wait=wait))
     finally:
-        if (
-            made
-        ):  # also those that had been made when a later one failed: they have no other name than their id
+        # also those that had been made when a later one failed: they have no other name than their id
+        if made:
             _show_made(made, as_json)
 
 

@@ -17,7 +17,7 @@ from mpic.errors import ModelRefused
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.bidirectional import token_types, types_name
 from mpic.model.loaded import LoadedModel
-from mpic.model.selftest import Segments, as_step, compare, stock_eager
+from mpic.model.selftest import Segments, as_step, compare, stock_attention
 from mpic.model.structure import RowInputs, plain_ids
 
 _TEXTS = (6, 3, 4)
@@ -90,7 +90,7 @@ def _stock(loaded: LoadedModel, ids: torch.Tensor, images: list[Image.Image]) ->
     name = types_name(loaded.model)
     if name is not None and (loaded.mrope == 3 or loaded.scope is not None):
         extra[name] = token_types(loaded.scope, ids == loaded.image_token_id)[None].to(loaded.device)
-    with stock_eager(loaded):
+    with stock_attention(loaded):
         return loaded.model(input_ids=ids[None].to(loaded.device), **extra, use_cache=False).logits[0].float()
 
 

@@ -77,8 +77,8 @@ class TritonAttention:
         softcaps: whether layers cap their scores; both values are possible in one model.
 
     Raises:
-        ModelRefused: Triton is missing, the device is none it compiles for, or the layers or heads are such that the
-            kernels do not take them.
+        ModelRefused: Triton is missing, the device is none it compiles for, its kernels cannot be compiled here, or the
+            layers or heads are such that they do not take them.
     """
 
     programs: int | None = None
@@ -109,7 +109,11 @@ class TritonAttention:
         self.geometries = [self._geometry(kind, shape.head_dim) for kind in kinds]
         self.tiles = tuning.tiles_for(device, dtype, shape.head_dim, self.geometries[0].group)
         if device.type == "cuda":
-            self._warm_up(softcaps, dtype)
+            try:
+                self._warm_up(softcaps, dtype)
+            except Exception as error:  # no compiler, no Python headers, too little shared memory
+                reason = f"{type(error).__name__}: {error}"
+                raise ModelRefused(f"attention 'triton' cannot be compiled here: {reason}") from error
 
     def _geometry(self, kind: LayerKind, dim: int) -> Geometry:
         rotary = kind.rotary

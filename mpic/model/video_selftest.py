@@ -11,7 +11,7 @@ import torch
 from mpic.imaging.clips import Clip, ClipFacts
 from mpic.model.image_selftest import linked
 from mpic.model.loaded import LoadedModel
-from mpic.model.selftest import compare, stock_eager
+from mpic.model.selftest import compare, stock_attention
 from mpic.model.vision import CLIP_TYPE, processed
 
 
@@ -49,5 +49,5 @@ def _stock(loaded: LoadedModel, ids: torch.Tensor, clips: list[Clip]) -> torch.T
     }
     kinds = torch.where(ids == loaded.config.video_token_id, CLIP_TYPE, 0)
     extra["mm_token_type_ids"] = kinds[None].to(loaded.device)
-    with stock_eager(loaded):
+    with stock_attention(loaded):
         return loaded.model(input_ids=ids[None].to(loaded.device), **extra, use_cache=False).logits[0].float()

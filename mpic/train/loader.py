@@ -65,21 +65,26 @@ class Draw:
 class _Drawn(IterableDataset):
     """The batches that one of the other processes draws."""
 
-    def __init__(self, draw: Draw, seed: int, progress: torch.Tensor) -> None:
-        self._draw, self._seed, self._progress = draw, seed, progress
+    def __init__(self, draw: Draw, seed: int, common_seed: int, progress: torch.Tensor) -> None:
+        self._draw, self._seeds, self._progress = draw, (seed, common_seed), progress
 
     def __iter__(self) -> Iterator[Any]:
         torch.set_num_threads(1)
         info = get_worker_info()
-        seed = random.Random(f"{self._seed} {info.id if info else 0}").getrandbits(30)
+        number = info.id if info else 0
+        # processes of one number are asked for a batch at the same time, and have the second seed in common
+        seeds = [random.Random(f"{seed} {number}").getrandbits(30) for seed in self._seeds]
         encoder = GENERATIONS[self._draw.generation].encoder(build_tokenizer())
-        yield from self._draw.batches(encoder, seed, seed, lambda: float(self._progress))
+        yield from self._draw.batches(encoder, *seeds, lambda: float(self._progress))
 
 
-def drawn_beside(draw: Draw, seed: int, processes: int, progress: Callable[[], float]) -> Iterator[Any]:
+def drawn_beside(
+    draw: Draw, seed: int, common_seed: int, processes: int, progress: Callable[[], float]
+) -> Iterator[Any]:
     """Yields batches that other processes draw ahead, by turns; they end with the iterator.
 
     Args:
+        seed, common_seed: see ``Draw.batches``.
         progress: returns how far the stage is, in [0, 1]; it is asked when a batch is taken.
     """
     allow_descriptors()
@@ -87,7 +92,7 @@ def drawn_beside(draw: Draw, seed: int, processes: int, progress: Callable[[], f
     shared.fill_(progress())
     # A process that is forked beside CUDA's threads may hang, so these are new interpreters.
     batches = DataLoader(
-        _Drawn(draw, seed, shared),
+        _Drawn(draw, seed, common_seed, shared),
         batch_size=None,
         num_workers=processes,
         prefetch_factor=AHEAD,

@@ -191,7 +191,7 @@ def _batches(worker: TrainingProcess, stage: Stage, clock: Clock) -> Iterator[An
         default_processes(worker.device, worker.world) if settings.loaders is None else settings.loaders
     )
     if processes:
-        return drawn_beside(draw, seed, processes, lambda: clock.progress)
+        return drawn_beside(draw, seed, common_seed, processes, lambda: clock.progress)
     return draw.batches(worker.encoder, seed, common_seed, lambda: clock.progress)
 
 

@@ -70,6 +70,17 @@ def test_a_device_that_fails_while_tokens_are_drawn_is_noticed_too(make_engine, 
         engine.ready()
 
 
+def test_a_device_that_fails_while_a_dynamic_policy_decides_is_noticed_too(make_engine, monkeypatch):
+    engine = make_engine()
+    broken = Mock(side_effect=RuntimeError("illegal memory access"))
+    monkeypatch.setattr(engine.decider, "_look", broken)
+    monkeypatch.setattr(engine.runner, "wait", broken)
+    with pytest.raises(MPICError):
+        ask(engine, prompt_of(ids(3, 5), DOCUMENT, ids(4, 9)), policy="cacheblend-15")
+    with pytest.raises(EngineStopped, match="illegal memory access"):
+        engine.ready()
+
+
 # ---- deletion
 
 

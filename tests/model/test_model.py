@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from families import TEXT, VISION_FAMILIES, make_family, random_image
 from mpic.errors import ModelRefused
 from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.bench.workload import DecoderShape, random_model
+from mpic.kernels.triton import launch, tuning
 from mpic.kernels.windows import Window
 from mpic.model import hooks, selftest
 from mpic.model.image_selftest import image_self_test
@@ -21,7 +23,7 @@ from mpic.model.loaded import LoadedModel
 from mpic.model.refusals import refuse_on_vllm
 from mpic.model.rotary import Unrotated
 from mpic.model.selftest import self_test
-from mpic.model.triton_attention import refuse_layers
+from mpic.model.triton_attention import TritonAttention, refuse_layers
 
 
 def load(model) -> float:
@@ -245,6 +247,21 @@ def test_an_images_inputs_have_one_embedding_and_position_a_token(name):
     assert (inputs.deepstack is not None) == (name == "qwen3_vl")
 
 
+def test_kernels_that_cannot_be_compiled_are_a_refusal_with_the_reason(monkeypatch):
+    """Triton raises errors of its own where there is no compiler, or too little shared memory."""
+    loaded = family("llama").loaded
+    monkeypatch.setattr(launch, "available", lambda device: True)
+    monkeypatch.setattr(tuning, "tiles_for", lambda device, dtype, dim, group: tuning.defaults(dtype, dim))
+    fails = Mock(side_effect=RuntimeError("Failed to find C compiler"))
+    monkeypatch.setattr(TritonAttention, "_warm_up", fails)
+    with pytest.raises(
+        ModelRefused, match="cannot be compiled here: RuntimeError: Failed to find C compiler"
+    ):
+        TritonAttention(
+            loaded.shape, loaded.kinds, loaded.kind_of, torch.device("cuda"), torch.bfloat16, {False}
+        )
+
+
 def deep_model(gain: float) -> LoadedModel:
     """Returns a random bf16 model of so many layers, with weights so large, that rounding alone moves its logits by 6
     to 10 % of the largest: as much as in 32 random layers of LLaVA-1.6-7B's width on an H100."""
@@ -256,7 +273,7 @@ def deep_model(gain: float) -> LoadedModel:
 def test_a_deep_model_is_not_refused_for_what_rounding_alone_makes_of_it():
     loaded = deep_model(6.0)
     assert self_test(loaded) > selftest.TOLERANCE[torch.bfloat16]
-    # nor is one whose rounding is not to be told from a fault let through
+    # what rounding may excuse has a limit
     assert selftest.beyond_rounding(loaded, 1e-3) == selftest.MOST * 1e-3
 
 
@@ -270,6 +287,16 @@ def test_a_deep_model_is_refused_for_keys_that_are_one_position_away(monkeypatch
     monkeypatch.setattr(selftest, "_calls", wrong)
     with pytest.raises(ModelRefused, match="relative position"):
         self_test(deep_model(6.0))
+
+
+def test_attention_that_is_wrong_everywhere_is_not_taken_for_rounding(monkeypatch):
+    loaded = deep_model(6.0)
+    right = loaded.partial
+    monkeypatch.setattr(loaded, "partial", lambda q, k, v, causal, scale: right(q, k, v, causal, 1.2 * scale))
+    monkeypatch.setattr(loaded, "streams", [])
+    monkeypatch.setattr(loaded, "block_spans", [])
+    with pytest.raises(ModelRefused, match="differ"):
+        self_test(loaded)
 
 
 def test_half_precision_passes_the_self_test_too():

@@ -18,10 +18,10 @@ VISION = next(stage for stage in FIRST.stages if stage.name == "vision")
 
 def test_processes_draw_batches_of_the_asked_size_and_end_with_the_iterator():
     before = set(psutil.Process().children(recursive=True))
-    with closing(drawn_beside(Draw(1, BASE, 256), 5, 2, lambda: 0.0)) as drawn:
+    with closing(drawn_beside(Draw(1, BASE, 256), 5, 5, 2, lambda: 0.0)) as drawn:
         batches = [next(drawn) for _ in range(4)]
         assert len(set(psutil.Process().children(recursive=True)) - before) >= 2
-    assert all(0 < batch.tokens <= 2048 and batch.target.any() for batch in batches)
+    assert all(0 < batch.tokens <= 256 and batch.target.any() for batch in batches)
     # each process draws with a seed of its own
     assert len({tuple(batch.ids.flatten().tolist()) for batch in batches}) == 4
     patience = time.monotonic() + 20
@@ -40,7 +40,7 @@ def _commands(before):
 def test_they_draw_for_the_progress_of_the_stage():
     """The vision stage begins with quadrants of images, which are half as wide."""
     progress = [0.0]
-    with closing(drawn_beside(Draw(2, VISION, 256), 5, 1, lambda: progress[0])) as drawn:
+    with closing(drawn_beside(Draw(2, VISION, 256), 5, 5, 1, lambda: progress[0])) as drawn:
         first = next(drawn)[0].shape
         progress[0] = 1.0
         last = [next(drawn)[0].shape for _ in range(6)][-1]

@@ -56,7 +56,7 @@ const later = () => {
 /** Returns why the server did not accept a login, in its own words, which are in the page that it answers with. */
 async function refusal(answer) {
   if (!answer) return 'The server cannot be reached.';
-  const page = new DOMParser().parseFromString(await answer.text(), 'text/html');
+  const page = new DOMParser().parseFromString(await answer.text().catch(() => ''), 'text/html');
   return page.querySelector('[role=alert]')?.textContent || `The server did not accept the login (status ${answer.status}).`;
 }
 

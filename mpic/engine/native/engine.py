@@ -351,8 +351,12 @@ class NativeEngine(Engine):
         """Lets dynamic policies look at the first prompts that wait for it. The rows they choose join the next step."""
         undecided = self.scheduler.undecided()
         if undecided:
-            self.decider.decide(undecided, self.scheduler.decided, self.outputs.fail)
+            self.decider.decide(undecided, self.scheduler.decided, self._fail_undecided)
         return bool(undecided)
+
+    def _fail_undecided(self, request: Request, error: BaseException) -> None:
+        self._examine_device()
+        self.outputs.fail(request, error)
 
     def _commit(self, slices: list[BatchSlice], logits: torch.Tensor, barrier: LayerBarrier) -> None:
         """Records the results of a step; ``logits`` has one row for each slice that wants logits, in order."""
@@ -397,7 +401,7 @@ class NativeEngine(Engine):
         try:
             self.runner.wait()
         except Exception as error:
-            self._broken = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            self._broken = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             log.critical("the device does not work any more, restart the server: %s", self._broken)
 
     def _fail_running(self, error: Exception) -> None:

@@ -120,12 +120,14 @@ class Context:
         return ok
 
     def attempt(self, measured: str, shape: str, work: Callable[[], None]) -> None:
-        """Runs work that writes rows. An exception becomes a row, too, and the next measurements still run."""
+        """Runs work that writes rows. An exception becomes the row of a failed check, and the next measurements still
+        run."""
         try:
             work()
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            self.run.row(measured, shape, "failed", None, "", why=why, error=traceback.format_exc()[-1500:])
+            trace = traceback.format_exc()[-1500:]
+            self.run.row(measured, shape, "failed", None, "", why=why, error=trace, ok=False)
 
     def left_out(self, measured: str, shape: str, why: str) -> None:
         self.run.row(measured, shape, "left out", None, "", why=why)

@@ -40,7 +40,7 @@ IGNORED = {"refusal", "annotations", "audio", "function_call"}
 Count = Callable[[GenerationUsage], None]
 """Counts an answer that has ended."""
 PATIENCE = 15.0
-"""Seconds without an event after which a stream begins before its first token, and says that it waits."""
+"""Seconds after which a stream begins before its first token, and between the comments that say that it waits."""
 MANY_PARTS = 256
 """Conversations of more content parts and messages are built one at a time for each user."""
 
@@ -215,6 +215,9 @@ async def _streamed(
     something on the way takes the connection for dead."""
     deltas = aiter(answers)
     first = asyncio.ensure_future(anext(deltas))
+    first.add_done_callback(
+        lambda task: task.cancelled() or task.exception()
+    )  # also if nobody waits for it any more
     try:
         await while_connected(request, asyncio.wait({first}, timeout=PATIENCE))
         if first.done():
@@ -239,8 +242,9 @@ async def _events(
     usages: list[GenerationUsage] = []
     opened: set[int] = set()
     try:
-        while not (await asyncio.wait({first}, timeout=PATIENCE))[0]:
+        while not first.done():
             yield WAITING
+            await asyncio.wait({first}, timeout=PATIENCE)
         found: tuple[int, Delta] | None = await first
         while found is not None:
             i, delta = found
