@@ -53,12 +53,14 @@ const later = () => {
   if (!document.hidden) timer = setTimeout(look, state === 'down' || state === 'unready' ? SOON : CALM);
 };
 
-/** Returns why the server did not accept a login, in its own words, which are in the page that it answers with. */
-async function refusal(answer) {
-  if (!answer) return 'The server cannot be reached.';
-  const page = new DOMParser().parseFromString(await answer.text().catch(() => ''), 'text/html');
-  return page.querySelector('[role=alert]')?.textContent || `The server did not accept the login (status ${answer.status}).`;
-}
+const REFUSALS = {
+  401: 'This key is not known here, or it was revoked.',
+  403: 'Log in over https or from this machine: a key must not cross a network in the clear.',
+  429: 'Too many requests were made with this key. Try again in a minute.',
+};
+const refusal = (answer) => (answer
+  ? REFUSALS[answer.status] || `The server did not accept the login (status ${answer.status}).`
+  : 'The server cannot be reached.');
 
 /** Logs in without leaving the page. Somebody else gets a page of their own. */
 function login() {
@@ -71,7 +73,7 @@ function login() {
       const body = new URLSearchParams({ key: key.value });
       const answer = await fetch('/ui/login', { method: 'POST', body, redirect: 'manual' }).catch(() => null);
       if (answer?.type !== 'opaqueredirect') {
-        error.textContent = await refusal(answer);
+        error.textContent = refusal(answer);
         return;
       }
       const about = await get('/about').catch(() => null);
