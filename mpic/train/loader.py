@@ -1,4 +1,4 @@
-"""What a training step computes on, drawn in its own process or by others beside it.
+"""Batches for training, which a process draws itself or which other processes draw beside it.
 
 One core draws 30 to 40 thousand tokens of conversations and images a second. A CPU trains one or two thousand, so there
 a process draws its own batches between two steps; a GPU trains more than a core draws, so there other processes draw
@@ -27,7 +27,7 @@ AHEAD = 2
 
 @dataclass(frozen=True)
 class Draw:
-    """What the batches of a stage are drawn from.
+    """A source of the batches of one stage.
 
     Attributes:
         generation: generation of the demo model.

@@ -1,4 +1,4 @@
-"""Which attention serves a model that is loaded: what was asked for, and Triton's on CUDA where nothing was."""
+"""A model is served by the attention that was asked for. Where none was, Triton's serves it on CUDA."""
 
 from types import SimpleNamespace
 
