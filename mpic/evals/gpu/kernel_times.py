@@ -12,7 +12,7 @@ import dataclasses
 import datetime
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -109,12 +109,14 @@ def tuning(run: SectionRun) -> None:
         base = defaults(placement.dtype, dim)
         used = (base[:4], base[4:7])
 
-        def write(case: Case, one: TileSizes, taken: float | None, used=used) -> None:
+        def write(cases: Sequence[Case], one: TileSizes, taken: float | None, used=used) -> None:
+            case, *others = cases
             what = f"{case.name}, {one}{', the default' if one in used else ''}"
             if taken is None:
                 context.left_out("tiles", what, "the device has no room for them")
             else:
-                context.timed("tiles", case.words, what, taken, case.cost(placement.dtype), "us")
+                cost = sum((other.cost(placement.dtype) for other in others), case.cost(placement.dtype))
+                context.timed("tiles", case.words, what, taken, cost, "us")
 
         tried = [dict.fromkeys((own, *more)) for own, more in zip(used, (sizes.blocks, sizes.singles))]
         best = tune(path, gpu, placement, dim, group, *tried, prefill, decode, sizes.kernel_repeats, write)
@@ -132,14 +134,15 @@ def tune(
     prefill: Case,
     decode: Case,
     repeats: int,
-    seen: Callable[[Case, TileSizes, float | None], None] = lambda case, sizes, seconds: None,
+    seen: Callable[[Sequence[Case], TileSizes, float | None], None] = lambda cases, sizes, seconds: None,
 ) -> tuple[TileSizes, TileSizes]:
     """Measures the candidates for one head dimension and one number of query heads a key head, writes the best into the
     table at ``path``, beside its other entries, and returns them. Tiles of single rows are measured over chunks of each
     request's own and over the same chunks for all, one time after the other.
 
     Args:
-        seen: called with the (first) case, every candidate and its seconds, None where the GPU has no room for it.
+        seen: called with the cases, every candidate and its seconds in all of them, None where the GPU has no room
+            for it.
 
     Raises:
         BenchFailed: no candidate fits.
@@ -164,7 +167,7 @@ def tune(
                 measured[one] = taken
             except OutOfResources:
                 pass  # `seen` reports it
-            seen(cases[0], one, taken)
+            seen(cases, one, taken)
         if not measured:
             raise BenchFailed(f"no candidate fits this GPU for heads of {dim}")
         best.append(min(measured, key=measured.__getitem__))

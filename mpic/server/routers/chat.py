@@ -215,9 +215,8 @@ async def _streamed(
     something on the way takes the connection for dead."""
     deltas = aiter(answers)
     first = asyncio.ensure_future(anext(deltas))
-    first.add_done_callback(
-        lambda task: task.cancelled() or task.exception()
-    )  # also if nobody waits for it any more
+    # an error is looked at even if nobody waits for it any more
+    first.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         await while_connected(request, asyncio.wait({first}, timeout=PATIENCE))
         if first.done():
