@@ -271,8 +271,7 @@ def _plot(figure: Any, rows: list[Row]) -> None:
         axes.set(xlabel="tokens in the documents", ylabel=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.margins(y=0.3)
-        axes.legend(fontsize=7, loc="upper left")
+        axes.legend(fontsize=7, handlelength=4, loc="upper center", bbox_to_anchor=(0.5, -0.18))
         axes.grid(alpha=0.3)
 
 
