@@ -51,10 +51,10 @@ def row_blocks(
     device: torch.device, dtype: torch.dtype, dims: Iterable[int]
 ) -> tuple[BlockKernel | None, str]:
     """Returns a kernel for blocks of rows with heads of these dimensions, if the device has one, or None and the reason
-    ("" where none exists for the device and dtype)."""
+    ("" where none exists for the device and dtype, or ``block_spans`` has the better one)."""
     from mpic.kernels import block
 
-    if device.type != "cpu" or dtype != torch.bfloat16:
+    if device.type != "cpu" or dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported():
         return None, ""
     try:
         return block.load(dims), ""
@@ -66,12 +66,15 @@ def block_spans(
     device: torch.device, dtype: torch.dtype, dims: Sequence[int], kv_dtype: torch.dtype | None = None
 ) -> tuple[list[BlockSpanKernel], str]:
     """Returns a kernel for blocks of rows over all their spans for each of some head dimensions, or none and the reason
-    ("" where none exists for the device)."""
-    from mpic.kernels import block_spans
+    ("" where none exists for the device): the one for a matrix unit where the processor has it."""
+    from mpic.kernels import block_spans, block_tiles
+    from mpic.kernels.c_kernel import KernelUnavailable
 
     if device.type != "cpu":
         return [], ""
     try:
+        if dtype is torch.bfloat16 and kv_dtype in (None, dtype) and torch.cpu._is_amx_tile_supported():
+            return [block_tiles.load(dim) for dim in dims], ""
         return [block_spans.load(dim, dtype, kv_dtype) for dim in dims], ""
-    except block_spans.KernelUnavailable as error:
+    except KernelUnavailable as error:
         return [], str(error)

@@ -53,6 +53,16 @@ typedef struct {
   float *sums;                  /* [rows, heads, DIM]; the same memory as `attended` in fp32 */
 } Pass;
 
+/* The first `left` of LANES numbers; zeros behind them. */
+INLINE vec some(const float *p, int64_t left) {
+  vec x = {0};
+  if (left >= LANES)
+    memcpy(&x, p, sizeof x);
+  else
+    memcpy(&x, p, sizeof(float) * left);
+  return x;
+}
+
 /* Numbers [0, LANES) at p; zeros behind the last one of `left`. */
 INLINE vec several(const number *p, int64_t left) {
   halves x = {0};
@@ -66,8 +76,12 @@ INLINE vec several(const number *p, int64_t left) {
 #if BFLOAT16
 /* To the nearest, ties to even, as `narrow` does. */
 INLINE halves narrow_all(vec x) {
+#ifdef __AVX512BF16__
+  return (halves)_mm512_cvtneps_pbh((__m512)x);
+#else
   const bits nan = (bits)(x != x), b = (bits)x;
   return __builtin_convertvector((((b + 0x7fff + ((b >> 16) & 1)) >> 16) & ~nan) | (0x7fc0 & nan), halves);
+#endif
 }
 #else
 INLINE halves narrow_all(vec x) { return x; }
@@ -83,7 +97,6 @@ INLINE void keep(number *p, vec x, int64_t left) {
 
 /* x as it is after it has been kept. */
 INLINE vec rounded_all(vec x) { return widen(narrow_all(x)); }
-INLINE float rounded_one(float x) { return wide(narrow(x)); }
 
 /* RMS norm of n numbers, to which those at `added` are added first unless it is null. `to` may be `from`. */
 static void normalize(number *from, const number *added, const number *weight, int64_t n, float epsilon, number *to) {
@@ -114,12 +127,14 @@ static void product(const Pass *p, Product by, const number *x, int64_t inputs, 
 }
 
 /* Rotates a head by the position of its row. */
-static void turn(const Decoder *d, const Pass *p, int64_t row, number *restrict head) {
-  const float *restrict cosine = p->cosine + row * d->half, *restrict sine = p->sine + row * d->half;
-  for (int64_t i = 0; i < d->half; i++) {
-    const float a = wide(head[i]), b = wide(head[i + d->half]);
-    head[i] = narrow(rounded_one(a * cosine[i]) - rounded_one(b * sine[i]));
-    head[i + d->half] = narrow(rounded_one(b * cosine[i]) + rounded_one(a * sine[i]));
+static void turn(const Decoder *d, const Pass *p, int64_t row, number *head) {
+  const float *cosine = p->cosine + row * d->half, *sine = p->sine + row * d->half;
+  for (int64_t i = 0; i < d->half; i += LANES) {
+    const int64_t left = d->half - i;
+    const vec a = several(head + i, left), b = several(head + d->half + i, left);
+    const vec c = some(cosine + i, left), s = some(sine + i, left);
+    keep(head + i, rounded_all(a * c) - rounded_all(b * s), left);
+    keep(head + d->half + i, rounded_all(b * c) + rounded_all(a * s), left);
   }
 }
 
@@ -159,11 +174,7 @@ static void attend_rows(const Decoder *d, const Pass *p, int64_t number_of_layer
 #if BFLOAT16
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < p->rows * width; i += DIM)
-    for (int64_t j = 0; j < DIM; j += LANES) {
-      vec x = {0};
-      memcpy(&x, p->sums + i + j, sizeof(float) * (DIM - j < LANES ? DIM - j : LANES));
-      keep(p->attended + i + j, x, DIM - j);
-    }
+    for (int64_t j = 0; j < DIM; j += LANES) keep(p->attended + i + j, some(p->sums + i + j, DIM - j), DIM - j);
 #endif
 }
 

@@ -101,15 +101,12 @@ def _compiled(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
 ) -> AttentionChoice:
-    """Returns our own kernels: for blocks the one that multiplies pairs of bf16 numbers where the processor does, else
-    the one that takes all spans; torch's where neither serves the layers."""
+    """Returns our own kernels: for blocks the one that multiplies pairs of bf16 numbers where the processor does and
+    has no matrix unit, else one that takes all spans; torch's where neither serves the layers."""
     choice = torchs._replace(name=streams[0].name, streams=streams)
     pairs, why_not = row_blocks(device, dtype, {kind.dim for kind in kinds})
     if pairs is not None:
         return choice._replace(blocks=pairs.name, partial=pairs)
-    # in fp32 the other kernel would be slower than the matrix unit, which torch uses
-    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return choice._replace(blocks_note=why_not)
     if any(facts.softcap for facts in layers):
         spans, reason = [], "its scores are capped"
     else:

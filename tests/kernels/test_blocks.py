@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpic.kernels import block, c_kernel
-from mpic.kernels.backends import row_blocks
+from mpic.kernels import block, block_tiles, c_kernel
+from mpic.kernels.backends import row_blocks, single_rows
 from mpic.model import attention_choice
 
 CPU = torch.device("cpu")
 LOADED, _ = row_blocks(CPU, torch.bfloat16, (32, 64, 80, 128))
 needs_kernel = pytest.mark.skipif(LOADED is None, reason="no AVX-512 BF16, a matrix unit, or no C compiler")
+needs_single_rows = pytest.mark.skipif(
+    single_rows(CPU, torch.bfloat16, 64)[0] is None, reason="no kernel for single rows, so none for blocks"
+)
 TOLERANCE = 2.0**-7
 """This is for results near 1: weights and values have 8 significant bits."""
 
@@ -113,14 +117,18 @@ def test_only_bf16_on_a_cpu_has_it():
     assert row_blocks(torch.device("cuda"), torch.bfloat16, [64]) == (None, "")
 
 
-@pytest.mark.parametrize("bf16, amx", [(False, False), (True, True)])
-def test_other_processors_leave_it_to_torch(bf16, amx, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    kernel, why = row_blocks(CPU, torch.bfloat16, [64])
-    assert kernel is None and why.startswith(
-        "the processor has " + ("a matrix unit" if amx else "no AVX-512 BF16")
-    )
+def test_processors_that_multiply_no_pairs_do_not_have_it(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert row_blocks(CPU, torch.bfloat16, [64]) == (None, "the processor has no AVX-512 BF16")
+
+
+def test_processors_with_a_matrix_unit_have_a_better_one(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert row_blocks(CPU, torch.bfloat16, [64]) == (None, "")
+    with pytest.raises(block.KernelUnavailable, match=r"a matrix unit, which block_tiles\.c uses"):
+        block.load([64])
 
 
 @pytest.mark.parametrize("dim", [63, 576])
@@ -145,9 +153,27 @@ def test_a_kernel_that_computes_something_else_is_refused(tmp_path, monkeypatch)
         block._function.cache_clear()
 
 
-def test_a_matrix_unit_keeps_the_work_of_bf16(monkeypatch):
-    """Not even the kernel for all spans takes it, which would compute in fp32."""
+def choice(softcap: float | None = None) -> attention_choice.AttentionChoice:
+    kinds, layers = [SimpleNamespace(dim=64)], [SimpleNamespace(softcap=softcap)]
+    return attention_choice.choose("auto", kinds, layers, CPU, torch.bfloat16, torch.bfloat16)
+
+
+@needs_single_rows
+def test_a_matrix_unit_has_the_work_of_bf16_over_all_spans(monkeypatch):
+    if not torch.cpu._is_amx_tile_supported():
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        monkeypatch.setattr(block_tiles, "load", functools.partial(block_tiles.load, emulated=True))
+    chosen = choice()
+    assert chosen.name == "cpu-stream" and chosen.blocks == "cpu-block-tiles"
+    assert [spans.name for spans in chosen.spans] == ["cpu-block-tiles"] and not chosen.blocks_note
+
+
+@needs_single_rows
+@pytest.mark.parametrize("softcap, why", [(None, "the operating system does not let"), (30.0, "are capped")])
+def test_torch_keeps_what_a_matrix_unit_cannot_be_used_for(softcap, why, monkeypatch):
+    """Not even the kernel that would compute in fp32 takes it: torch uses the unit where it can."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    kinds, layers = [SimpleNamespace(dim=64)], [SimpleNamespace(softcap=None)]
-    choice = attention_choice.choose("auto", kinds, layers, CPU, torch.bfloat16, torch.bfloat16)
-    assert choice.blocks == "cpu-flash" and not choice.spans
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: softcap is not None)
+    block_tiles.load.cache_clear()
+    chosen = choice(softcap)
+    assert chosen.blocks == "cpu-flash" and not chosen.spans and why in chosen.blocks_note

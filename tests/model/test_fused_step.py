@@ -228,7 +228,7 @@ def test_more_rows_than_its_products_are_made_for_run_as_a_block(llama):
 
 BROKEN = {
     "the residual": ("decoder.c", "x = rounded_all(x + several(added + i, n - i));", ""),
-    "the rotation": ("decoder.c", "- rounded_one(b * sine[i])", "+ rounded_one(b * sine[i])"),
+    "the rotation": ("decoder.c", "- rounded_all(b * s)", "+ rounded_all(b * s)"),
     "the activation": ("decoder.c", "x * (over / (1.0f + e))", "x"),
     "the place of values": ("decoder.c", "kv - d->kv_heads) * DIM;", "0) * DIM;"),
     "the bias": ("linear.c", "(bias ? wide(bias[o]) : 0.0f)", "0.0f"),

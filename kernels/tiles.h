@@ -1,0 +1,100 @@
+/* Tiles of a processor's matrix unit (AMX), and what brings numbers into their order. For files in bf16 that multiply on it:
+ *
+ *     c [16, 16] fp32 += a [16, 32] bf16 . b [16, 16] pairs of bf16, pair j of column n being rows 2j and 2j + 1 of B
+ *
+ * A file that is compiled with -DEMULATED=1 has the same tiles in plain C, so that everything else in it can be tested on
+ * any processor. In GCC's vector extension, with 16 numbers of 32 bits a vector whatever the processor's registers hold.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define SIDE 16 /* rows of a tile, and numbers of 32 bits in one of them */
+#define DEPTH (2 * SIDE) /* bf16 numbers in a row of a tile */
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t bits __attribute__((vector_size(64)));
+typedef uint16_t shorts __attribute__((vector_size(64)));
+
+/* A tile in memory. */
+typedef union {
+  uint16_t half[SIDE][DEPTH];
+  float number[SIDE][SIDE];
+  bits pair[SIDE];
+  vec row[SIDE];
+} Tile;
+
+#if EMULATED
+static __thread Tile unit[8];
+
+INLINE float widened(uint16_t x) {
+  const uint32_t b = (uint32_t)x << 16;
+  float y;
+  memcpy(&y, &b, sizeof y);
+  return y;
+}
+
+static void emulated_dot(Tile *c, const Tile *a, const Tile *b) {
+  for (int m = 0; m < SIDE; m++)
+    for (int k = 0; k < SIDE; k++)
+      for (int n = 0; n < SIDE; n++)
+        c->number[m][n] += widened(a->half[m][2 * k]) * widened(b->half[k][2 * n]) +
+                           widened(a->half[m][2 * k + 1]) * widened(b->half[k][2 * n + 1]);
+}
+
+#define tile_zero(n) memset(unit + (n), 0, sizeof(Tile))
+#define tile_load(n, from) memcpy(unit + (n), from, sizeof(Tile))
+#define tile_store(n, to) memcpy(to, unit + (n), sizeof(Tile))
+#define tile_dot(c, a, b) emulated_dot(unit + (c), unit + (a), unit + (b))
+INLINE void tiles_begin(void) {}
+INLINE void tiles_end(void) {}
+#else
+#define tile_zero(n) _tile_zero(n)
+/* GCC's own does not say that it reads memory. */
+#define tile_load(n, from) \
+  do { \
+    __asm__ volatile("" ::: "memory"); \
+    _tile_loadd(n, from, sizeof(vec)); \
+  } while (0)
+#define tile_store(n, to) _tile_stored(n, to, sizeof(vec))
+#define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
+
+/* Every thread has a configuration of its own, which others (torch) set anew where they need one. */
+INLINE void tiles_begin(void) {
+  struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+  } how __attribute__((aligned(64))) = {.palette = 1};
+  for (int i = 0; i < 8; i++) how.bytes[i] = sizeof(vec), how.rows[i] = SIDE;
+  _tile_loadconfig(&how);
+}
+INLINE void tiles_end(void) { _tile_release(); }
+#endif
+
+/* Pairs of bf16 numbers, to the nearest, ties up; of finite numbers. */
+INLINE bits paired(vec low, vec high) {
+  const shorts a = (shorts)((bits)low + 0x8000), b = (shorts)((bits)high + 0x8000);
+  return (bits)__builtin_shufflevector(a, b, 1, 33, 3, 35, 5, 37, 7, 39, 9, 41, 11, 43, 13, 45, 15, 47, 17, 49, 19, 51, 21,
+                                       53, 23, 55, 25, 57, 27, 59, 29, 61, 31, 63);
+}
+
+/* Transposes 16 x 16 numbers of 32 bits: every round moves one bit of a number's place from the column to the row. */
+INLINE void transpose(bits *a) {
+  bits b[SIDE];
+#pragma GCC unroll 4
+  for (int round = 0; round < 4; round++) {
+#pragma GCC unroll 8
+    for (int i = 0; i < SIDE / 2; i++) {
+      b[2 * i] = __builtin_shufflevector(a[i], a[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      b[2 * i + 1] = __builtin_shufflevector(a[i], a[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < SIDE; i++) a[i] = b[i];
+  }
+}

@@ -1,0 +1,230 @@
+"""Steps of blocks of rows, and what one softmax gives for them, for the tests of the kernels that take a layer in one
+call (``block_spans.py``, ``block_tiles.py``)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from rotation_kit import Rotary
+
+from mpic.kernels import reference
+from mpic.kernels.attention import PLAIN, Extras, GatheredCalls, KVView, SpanCall
+from mpic.kernels.block_spans import BlockSpanKernel
+from mpic.kernels.span import Span
+
+COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C compiler on this machine")
+CPU = torch.device("cpu")
+LAYER, LAYERS = 1, 2
+DIMS = (24, 64, 80, 128)
+NAN = float("nan")
+UNREADABLE_SPANS = ["dtype", "rectangle", "heads", "dimension", "slots", "visible", "listed"]
+UNREADABLE_QUERIES = ["dtype", "heads", "dimension", "rows", "strided"]
+
+
+@st.composite
+def steps(draw):
+    """A step of some requests. Each has own rows, earlier own tokens or none, and spans that a suffix of its rows sees
+    whole, through a window, or as listed slots. Slots that nobody sees are not numbers."""
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    dim = draw(st.sampled_from(DIMS))
+    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (2, 3), (1, 8)]))
+    parts = draw(st.sampled_from([1, 2]))
+
+    def view(tokens: int) -> KVView:
+        data = torch.full((LAYERS, parts, kv_heads, tokens + 7, dim), NAN)
+        data[LAYER, :, :, 3 : 3 + tokens] = torch.randn(parts, kv_heads, tokens, dim)
+        return KVView(data)
+
+    calls, total = [], draw(st.sampled_from([0, 3]))  # rows before are single rows, which no call covers
+    for _ in range(draw(st.integers(1, 3))):
+        rows, before = draw(st.sampled_from([2, 5, 33, 130, 250])), draw(st.sampled_from([0, 1, 70]))
+        causal = draw(st.booleans())
+        own, block = view(before + rows), slice(total, total + rows)
+        calls.append(SpanCall(block, Span(own, 3 + before, 3 + before + rows), causal=causal, first=True))
+        if before:
+            calls.append(SpanCall(block, Span(own, 3, 3 + before)))
+        for _ in range(draw(st.integers(0, 3))):
+            tokens, base = draw(st.sampled_from([1, 63, 64, 200])), draw(st.sampled_from([0, 11, 900]))
+            span, seen = (
+                Span(view(tokens), 3, 3 + tokens, base),
+                slice(total + draw(st.integers(0, rows - 1)), total + rows),
+            )
+            how = draw(st.sampled_from(["whole", "window", "listed"]))
+            if how == "whole":
+                calls.append(SpanCall(seen, span))
+                continue
+            hidden = torch.randint(0, tokens, (seen.stop - seen.start,)).sort().values
+            if how == "window":
+                calls.append(SpanCall(seen, span, visible=hidden))
+                continue
+            slots = 3 + torch.randperm(tokens)
+            listed = SpanCall(seen, Span(span.source, tokens // 3, tokens, base))
+            calls.append(GatheredCalls(span.source, slots, (listed,)))
+        total += rows
+    heads = kv_heads * group
+    rotary = Rotary(draw(st.sampled_from([dim // 2, dim // 4])), draw(st.booleans()))
+    extras = Extras(None, 2 * torch.randn(heads)) if draw(st.booleans()) else PLAIN
+    q = torch.randn(total, heads, dim + 4).transpose(0, 1)[..., :dim]
+    return q, calls, rotary, extras
+
+
+def attended(
+    kernel: BlockSpanKernel,
+    q: torch.Tensor,
+    calls: list,
+    rotary: Rotary,
+    extras: Extras = PLAIN,
+    scale: float | None = None,
+    **given,
+) -> torch.Tensor:
+    return kernel.blocks(calls, len(q), rotary.rotations, **given).attend(
+        q, LAYER, scale or q.shape[2] ** -0.5, extras
+    )
+
+
+def exact(
+    q: torch.Tensor, calls: list, rotary: Rotary, extras: Extras = PLAIN, scale: float | None = None
+) -> torch.Tensor:
+    plain = []
+    for call in calls:
+        if isinstance(call, GatheredCalls):
+            copy = KVView(call.source.data[:, :, :, call.slots])
+            plain += [part._replace(span=part.span._replace(source=copy)) for part in call.calls]
+        else:
+            plain.append(call)
+    return reference.attend(q, plain, scale or q.shape[2] ** -0.5, rotary.rotation, LAYER, extras)
+
+
+def covered(calls: list) -> torch.Tensor:
+    first = [call for call in calls if not isinstance(call, GatheredCalls) and call.first]
+    return torch.cat([torch.arange(call.rows.start, call.rows.stop) for call in first])
+
+
+def in_bf16(call):
+    if isinstance(call, GatheredCalls):
+        return call._replace(source=KVView(call.source.data.bfloat16()))
+    return call._replace(span=call.span._replace(source=KVView(call.span.source.data.bfloat16())))
+
+
+def long_step() -> tuple[torch.Tensor, list, Rotary]:
+    """500 causal rows of 6 heads, and two chunks that rows from 200 and from 400 on see."""
+    torch.manual_seed(2)
+    own, one, other = (KVView(torch.randn(LAYERS, 2, 2, n, 64)) for n in (500, 576, 100))
+    calls = [
+        SpanCall(slice(0, 500), Span(own, 0, 500), causal=True, first=True),
+        SpanCall(slice(200, 500), Span(one, 32, 576, 40)),
+        SpanCall(slice(400, 500), Span(other, 0, 100, 616)),
+    ]
+    return torch.randn(6, 500, 64), calls, Rotary(32)
+
+
+def alone(calls: list, row: int) -> list:
+    """The calls of a long step as its row ``row``, of the last ones, would have them by itself."""
+    own, *chunks = calls
+    return [
+        SpanCall(slice(0, 1), own.span._replace(hi=row + 1), first=True),
+        *(SpanCall(slice(0, 1), call.span) for call in chunks),
+    ]
+
+
+def beyond_exponentials() -> tuple[torch.Tensor, list, Rotary]:
+    """8 rows whose scores are 720,000 for token 70, which rows from 2 on see, and -720,000 for all others. The value of
+    a token is its number."""
+    kv = torch.zeros(LAYERS, 2, 1, 71, 64)
+    kv[LAYER, 0], kv[LAYER, 0, :, 70] = -300.0, 300.0
+    kv[LAYER, 1] = torch.arange(71.0)[:, None]
+    calls = [
+        SpanCall(slice(0, 8), Span(KVView(kv), 0, 8), causal=True, first=True),
+        SpanCall(slice(2, 8), Span(KVView(kv), 8, 71)),
+    ]
+    return torch.full((1, 8, 64), 300.0), calls, Rotary(32)
+
+
+def hidden_chunk() -> tuple[torch.Tensor, list, Rotary]:
+    """8 causal rows, and a chunk of which a window hides more from each row, and everything from the last two."""
+    torch.manual_seed(3)
+    own, chunk = (KVView(torch.randn(LAYERS, 2, 2, n, 64)) for n in (8, 200))
+    hidden = torch.tensor([0, 10, 63, 64, 130, 199, 200, 200])
+    calls = [
+        SpanCall(slice(0, 8), Span(own, 0, 8), causal=True, first=True),
+        SpanCall(slice(0, 8), Span(chunk, 0, 200), visible=hidden),
+    ]
+    return torch.randn(4, 8, 64), calls, Rotary(32)
+
+
+def sliding_window() -> tuple[torch.Tensor, list, Rotary]:
+    """200 causal rows, each of which sees 20 tokens: of the tiles of keys that a block reads, many rows see only later
+    ones."""
+    torch.manual_seed(8)
+    hidden = (torch.arange(200) - 19).clamp(min=0)
+    own = Span(KVView(torch.randn(LAYERS, 2, 2, 200, 64)), 0, 200)
+    return torch.randn(2, 200, 64), [SpanCall(slice(0, 200), own, True, True, hidden)], Rotary(32)
+
+
+def small_heads() -> tuple[torch.Tensor, list, list, Rotary]:
+    """20 rows of 2 key heads of 24 dimensions, in views that have 4 of 48 and are not numbers elsewhere; the calls, and
+    the same ones over views that have no more than that. The last dimensions turn."""
+    torch.manual_seed(0)
+    kv = torch.full((LAYERS, 2, 4, 90, 48), NAN)
+    kv[LAYER, :, :2, :, :24] = torch.randn(2, 2, 90, 24)
+    calls = [
+        SpanCall(slice(0, 20), Span(KVView(kv), 0, 20), causal=True, first=True),
+        SpanCall(slice(5, 20), Span(KVView(kv), 20, 90, 31)),
+    ]
+    cut = [call._replace(span=call.span._replace(source=KVView(kv[:, :, :2, :, :24]))) for call in calls]
+    return torch.randn(6, 20, 24), calls, cut, Rotary(4, start=16)
+
+
+def unreadable_span(
+    wrong: str, dtype: torch.dtype, other: torch.dtype
+) -> tuple[SpanCall | GatheredCalls, int]:
+    """A call that a kernel for 64 dimensions in ``dtype`` cannot read, and the number of heads.
+
+    Args:
+        wrong: one of ``UNREADABLE_SPANS``.
+        other: a dtype that the kernel does not read.
+    """
+    heads = 3 if wrong == "heads" else 4
+    kv = torch.randn(LAYERS, 2, 2, 20, 64).to(other if wrong == "dtype" else dtype)
+    if wrong == "dimension":
+        kv = kv[..., :32]
+    view = KVView(kv)
+    call = SpanCall(slice(0, 20), Span(view, 0, 21 if wrong == "slots" else 20), first=True)
+    if wrong == "rectangle":
+        return call._replace(rows=slice(0, 5), causal=True), heads
+    if wrong == "visible":
+        return call._replace(visible=torch.zeros(19, dtype=torch.int64)), heads
+    if wrong == "listed":
+        return GatheredCalls(view, torch.arange(19), (call,)), heads
+    return call, heads
+
+
+def unreadable_queries(wrong: str, q: torch.Tensor, other: torch.dtype) -> torch.Tensor:
+    """Queries that the kernel for a long step with queries ``q`` cannot read.
+
+    Args:
+        wrong: one of ``UNREADABLE_QUERIES``.
+        other: a dtype that the kernel does not read.
+    """
+    return {
+        "dtype": q.to(other),
+        "heads": q[:4],
+        "dimension": q[..., :32],
+        "rows": q[:, :499],
+        "strided": torch.randn(6, 500, 128).to(q.dtype)[..., ::2],
+    }[wrong]
+
+
+def miswritten(source: Path, folder: Path, right: str, wrong: str) -> Path:
+    """Writes a C file into a folder with something wrong in it, and beside it the files that it includes."""
+    text, file = source.read_text(), folder / "wrong.c"
+    assert text.count(right) == 1
+    file.write_text(text.replace(right, wrong))
+    for header in source.parent.glob("*.h"):
+        shutil.copy(header, folder)
+    return file
