@@ -23,6 +23,7 @@ typedef uint16_t number, kept;
 #define STRIP (2 * SIDE)                  /* rows that are computed together */
 #define BLOCK 192                         /* most rows of a task, in all heads of a group */
 #define STRIPS (BLOCK / STRIP)
+#define WEIGHED (2 * KEYS / SIDE)         /* tiles of weights of a strip */
 #define LAZY 8.0f
 #define LOG2E 1.44269504f
 #define INFINITE __builtin_inff()
@@ -128,42 +129,82 @@ static void pack(Work *w, const Call *c, const kept *keys, const kept *values, i
     }
 }
 
-/* Scores of a strip's rows for tokens [2 * SIDE * pair, ...) of the tile. */
-INLINE void products(const Work *w, const Strip *s, Stage *to, int pair) {
-  tile_zero(0);
-  tile_zero(1);
-  tile_zero(2);
-  tile_zero(3);
-#pragma GCC unroll 8
-  for (int p = 0; p < PARTS; p++) {
-    tile_load(4, &w->keys[2 * pair][p]);
-    tile_load(6, &s->query[p][0]);
-    tile_dot(0, 4, 6);
-    tile_load(7, &s->query[p][1]);
-    tile_dot(1, 4, 7);
-    tile_load(5, &w->keys[2 * pair + 1][p]);
-    tile_dot(2, 5, 6);
-    tile_dot(3, 5, 7);
+/* Adds one part of the numbers to the scores of a strip's rows for tokens [2 * SIDE * pair, ...) of the tile. */
+INLINE void score(const Work *w, const Strip *s, Stage *to, const int pair, const int part) {
+  if (!part) {
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
   }
+  tile_load(4, &w->keys[2 * pair][part]);
+  tile_load(5, &w->keys[2 * pair + 1][part]);
+  tile_load(6, &s->query[part][0]);
+  tile_load(7, &s->query[part][1]);
+  tile_dot(0, 4, 6);
+  tile_dot(1, 4, 7);
+  tile_dot(2, 5, 6);
+  tile_dot(3, 5, 7);
+  if (part < PARTS - 1) return;
   tile_store(0, &to->scores[2 * pair][0]);
   tile_store(1, &to->scores[2 * pair][1]);
   tile_store(2, &to->scores[2 * pair + 1][0]);
   tile_store(3, &to->scores[2 * pair + 1][1]);
 }
 
+/* Adds DEPTH of the tile's values, weighted, to numbers [part * DEPTH, ...) of a strip's sums. */
+INLINE void sum(const Work *w, const Stage *from, Strip *s, const int part, const int k) {
+  if (!k) {
+    tile_load(0, &s->sum[2 * part][0]);
+    tile_load(1, &s->sum[2 * part][1]);
+    tile_load(2, &s->sum[2 * part + 1][0]);
+    tile_load(3, &s->sum[2 * part + 1][1]);
+  }
+  tile_load(4, &w->values[2 * part][k]);
+  tile_load(5, &w->values[2 * part + 1][k]);
+  tile_load(6, &from->weights[k][0]);
+  tile_load(7, &from->weights[k][1]);
+  tile_dot(0, 4, 6);
+  tile_dot(1, 4, 7);
+  tile_dot(2, 5, 6);
+  tile_dot(3, 5, 7);
+  if (k < KEYS / DEPTH - 1) return;
+  tile_store(0, &s->sum[2 * part][0]);
+  tile_store(1, &s->sum[2 * part][1]);
+  tile_store(2, &s->sum[2 * part + 1][0]);
+  tile_store(3, &s->sum[2 * part + 1][1]);
+}
+
+/* What the unit does while a strip is weighed, in STEPS: the scores of the next strip, then the sums of the last one
+ * (null: none). */
+#define SCORES (KEYS / STRIP * PARTS)
+#define STEPS (SCORES + KEYS / DEPTH * PARTS)
+typedef struct {
+  const Strip *next;
+  Strip *last;
+  Stage *stage; /* of both */
+} Beside;
+
+INLINE void step_beside(const Work *w, const Beside *b, const int i) {
+  if (i < SCORES) {
+    if (b->next) score(w, b->next, b->stage, i / PARTS, i % PARTS);
+  } else if (b->last)
+    sum(w, b->stage, b->last, (i - SCORES) / (KEYS / DEPTH), (i - SCORES) % (KEYS / DEPTH));
+}
+
 /* Hides what the rows of a strip do not see of the tile that begins with token `first`. */
-static void hide(Stage *at, const Strip *s, int64_t first, int count) {
+static void hide(Stage *at, const Strip *s, int64_t first) {
   for (int half = 0; half < 2; half++)
     for (int t = 0; t < KEYS; t++) {
       vec *score = &at->scores[t / SIDE][half].row[t % SIDE];
       const ints token = (ints){0} + (int32_t)(first + t);
-      const ints seen = (s->from[half] <= token) & (s->to[half] > token) & (ints)((ints){0} - (t < count));
+      const ints seen = (s->from[half] <= token) & (s->to[half] > token);
       *score = (vec)(((ints)*score & seen) | ((ints)((vec){0} - INFINITE) & ~seen));
     }
 }
 
-/* The weights of half a strip's rows, and what that makes of their maxima, totals and sums. */
-INLINE void weigh(Stage *at, Strip *s, const int half, float scale) {
+/* What the scores of half a strip's rows make of their maxima, totals and sums. */
+INLINE void raise_maxima(const Stage *at, Strip *s, const int half, float scale) {
   vec peak[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) peak[i] = at->scores[0][half].row[i];
@@ -173,79 +214,57 @@ INLINE void weigh(Stage *at, Strip *s, const int half, float scale) {
     for (int t = 0; t < SIDE; t++) peak[t % 4] = larger(at->scores[i][half].row[t], peak[t % 4]);
   vec most = larger(larger(peak[0], peak[1]), larger(peak[2], peak[3])) * scale;
   const ints is_new = most > s->most[half] + LAZY;
-  if (any(is_new)) {
-    most = (vec)(((ints)most & is_new) | ((ints)s->most[half] & ~is_new));
-    const vec fade = power(s->most[half] - larger(most, (vec){0} - 3e38f));
-    s->most[half] = most;
-    s->total[half] *= fade;
-    for (int p = 0; p < 2 * PARTS; p++)
+  if (!any(is_new)) return;
+  most = (vec)(((ints)most & is_new) | ((ints)s->most[half] & ~is_new));
+  const vec fade = power(s->most[half] - larger(most, (vec){0} - 3e38f));
+  s->most[half] = most;
+  s->total[half] *= fade;
+  for (int p = 0; p < 2 * PARTS; p++)
 #pragma GCC unroll 16
-      for (int i = 0; i < SIDE; i++) s->sum[p][half].row[i] *= fade;
-  }
+    for (int i = 0; i < SIDE; i++) s->sum[p][half].row[i] *= fade;
+}
+
+/* The weights of half a strip's rows for SIDE tokens. */
+INLINE void weigh(Stage *at, Strip *s, const int half, const int tokens, float scale) {
   const vec base = larger(s->most[half], (vec){0} - 3e38f); /* a row that has seen nothing yet has no maximum */
-  vec total[2] = {s->total[half], {0}};
-#pragma GCC unroll 4
-  for (int i = 0; i < KEYS / SIDE; i++)
+  vec total = {0};
 #pragma GCC unroll 8
-    for (int t = 0; t < SIDE; t += 2) {
-      const vec even = power(at->scores[i][half].row[t] * scale - base);
-      const vec odd = power(at->scores[i][half].row[t + 1] * scale - base);
-      total[0] += even;
-      total[1] += odd;
-      at->weights[i / 2][half].pair[(i % 2 * SIDE + t) / 2] = paired(even, odd);
-    }
-  s->total[half] = total[0] + total[1];
-}
-
-/* Adds the tile's weighted values to numbers [part * DEPTH, ...) of a strip's sums. */
-INLINE void weighted(const Work *w, const Stage *from, Strip *s, int part) {
-  tile_load(0, &s->sum[2 * part][0]);
-  tile_load(1, &s->sum[2 * part][1]);
-  tile_load(2, &s->sum[2 * part + 1][0]);
-  tile_load(3, &s->sum[2 * part + 1][1]);
-#pragma GCC unroll 4
-  for (int k = 0; k < KEYS / DEPTH; k++) {
-    tile_load(4, &w->values[2 * part][k]);
-    tile_load(6, &from->weights[k][0]);
-    tile_dot(0, 4, 6);
-    tile_load(7, &from->weights[k][1]);
-    tile_dot(1, 4, 7);
-    tile_load(5, &w->values[2 * part + 1][k]);
-    tile_dot(2, 5, 6);
-    tile_dot(3, 5, 7);
+  for (int t = 0; t < SIDE; t += 2) {
+    const vec even = power(at->scores[tokens][half].row[t] * scale - base);
+    const vec odd = power(at->scores[tokens][half].row[t + 1] * scale - base);
+    total += even + odd;
+    at->weights[tokens / 2][half].pair[(tokens % 2 * SIDE + t) / 2] = paired(even, odd);
   }
-  tile_store(0, &s->sum[2 * part][0]);
-  tile_store(1, &s->sum[2 * part][1]);
-  tile_store(2, &s->sum[2 * part + 1][0]);
-  tile_store(3, &s->sum[2 * part + 1][1]);
+  s->total[half] += total;
 }
 
-/* Strips [begin, end) over the tile of tokens [first, first + count). The unit reads and writes memory, and what is not yet
- * there when it is read costs hundreds of cycles: so a strip's scores are computed while the one before it is weighed, and
- * its weights are used while the next one is. */
+/* Strips [begin, end) over the tile of tokens [first, first + count). While vectors weigh one strip, the unit computes the
+ * scores of the next one and the sums of the one before. */
 static void over_tile(Work *w, int begin, int end, int64_t first, int count, float scale) {
   const ints from = (ints){0} + (int32_t)first, to = from + count, behind = from + KEYS;
-  int seen[STRIPS], n = 0;
+  Strip *seen[STRIPS + 3] = {0}; /* one that is none is before the first, and two are behind the last */
+  int n = 0;
   for (int i = begin; i < end; i++) {
-    const Strip *s = w->strip + i;
-    if (any((s->from[0] < to) & (s->to[0] > from)) || any((s->from[1] < to) & (s->to[1] > from))) seen[n++] = i;
+    Strip *s = w->strip + i;
+    if (any((s->from[0] < to) & (s->to[0] > from)) || any((s->from[1] < to) & (s->to[1] > from))) seen[++n] = s;
   }
+  if (!n) return;
   for (int i = 0; i < n + 2; i++) {
-    if (i < n)
-#pragma GCC unroll 2
-      for (int pair = 0; pair < KEYS / STRIP; pair++) products(w, w->strip + seen[i], w->stage + i % 2, pair);
-    if (0 < i && i <= n) {
-      Strip *s = w->strip + seen[i - 1];
-      Stage *at = w->stage + (i - 1) % 2;
-      if (count < KEYS || any((s->from[0] > from) | (s->to[0] < behind)) ||
-          any((s->from[1] > from) | (s->to[1] < behind)))
-        hide(at, s, first, count);
-      weigh(at, s, 0, scale);
-      weigh(at, s, 1, scale);
+    Strip *s = seen[i];
+    Stage *at = w->stage + i % 2;
+    const Beside beside = {seen[i + 1], i ? seen[i - 1] : 0, w->stage + (i + 1) % 2};
+    if (s) {
+      if (any((s->from[0] > from) | (s->to[0] < behind)) || any((s->from[1] > from) | (s->to[1] < behind)))
+        hide(at, s, first);
+      raise_maxima(at, s, 0, scale);
+      raise_maxima(at, s, 1, scale);
     }
-    if (1 < i)
 #pragma GCC unroll 8
-      for (int part = 0; part < PARTS; part++) weighted(w, w->stage + i % 2, w->strip + seen[i - 2], part);
+    for (int j = 0; j < WEIGHED; j++) {
+#pragma GCC unroll 8
+      for (int k = STEPS * j / WEIGHED; k < STEPS * (j + 1) / WEIGHED; k++) step_beside(w, &beside, k);
+      if (s) weigh(at, s, j % 2, j / 2, scale);
+    }
   }
 }
 

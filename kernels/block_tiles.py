@@ -43,7 +43,7 @@ def load(head_dim: int, *, emulated: bool = False) -> BlockTileKernel:
     if not emulated and not torch.cpu._init_amx():
         raise KernelUnavailable("the operating system does not let programs use the matrix unit")
     name, options = (
-        (f"{head_dim}-emulated", ["-DEMULATED=1", "-Wno-psabi", "-O1"])
+        (f"{head_dim}-emulated", ["-DEMULATED=1", "-Wno-psabi", "-O1", "-ftree-vectorize"])
         if emulated
         else (str(head_dim), ["-mamx-tile", "-mamx-bf16"])
     )

@@ -8,7 +8,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#if defined __AVX512F__ || !EMULATED
 #include <immintrin.h>
 #endif
 

@@ -96,7 +96,7 @@ def assert_every_row_equals_one_softmax(emulated: bool, step: tuple) -> torch.Te
 
 
 @needs_compiler
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(step=steps())
 def test_every_row_equals_one_softmax_over_all_it_sees_where_the_unit_is_emulated(step):
     assert_every_row_equals_one_softmax(True, step)
@@ -104,7 +104,7 @@ def test_every_row_equals_one_softmax_over_all_it_sees_where_the_unit_is_emulate
 
 @needs_compiler
 @needs_unit
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(step=steps())
 def test_every_row_equals_one_softmax_over_all_it_sees_on_the_unit(step):
     assert_every_row_equals_one_softmax(False, step)
@@ -340,7 +340,8 @@ def test_bf16_has_it_on_a_processor_with_a_matrix_unit_and_other_dtypes_do_not(m
     assert choose(torch.device("cuda"), torch.bfloat16, [64]) == ([], "")
 
 
-def test_bf16_does_not_have_it_on_other_processors(fresh, monkeypatch):
+def test_bf16_does_not_have_it_on_other_processors(monkeypatch):
+    block_tiles.load.cache_clear()
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert {k.name for k in choose(CPU, torch.bfloat16, [64])[0]} <= {"cpu-block-spans"}
     with pytest.raises(block_tiles.KernelUnavailable, match="the processor has no matrix unit"):
@@ -373,7 +374,7 @@ def test_heads_above_256_dimensions_and_a_machine_without_a_compiler_are_refused
         ("l->scale * LOG2E", "l->scale * 1.4f"),
         ("row - offset + 1", "row - offset + 2"),
         ("x * cosine[i] - y * sine[i]", "x * cosine[i] + y * sine[i]"),
-        ("(s->to[half] > token) & (ints)((ints){0} - (t < count))", "(ints)((ints){0} - 1)"),
+        (" & (s->to[half] > token)", ""),
         ("s->sum[p][half].row[i] *= fade", ""),
         ("(int32_t)c->hidden[row[i] - offset]", "0"),
         ("c->slots ? c->slots[token] : token", "token"),
