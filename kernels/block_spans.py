@@ -36,8 +36,8 @@ from mpic.kernels.span import Span
 SOURCE = Path(__file__).with_name("block_spans.c")
 LARGEST = 256
 """Largest head dimension: what a task keeps grows with it, and lies on a thread's stack."""
-MOST_ROWS, _LEAST_ROWS = 192, 48
-"""Rows of a task, in all heads of a group: ``BLOCK`` of the C file, and so many that packing a tile of keys pays."""
+_LEAST_ROWS = 48
+"""Rows of a task, in all heads of a group, for which packing a tile of keys pays."""
 _TASKS = 4
 """Tasks that each thread should have, so that threads end together."""
 
@@ -83,7 +83,7 @@ class BlockSpans:
         table = np.array(rows, dtype=np.int64)
         firsts = [call.rows for call, _ in single if call.first]
         of_kv = kv_heads or _view(calls[0]).data.shape[2]
-        blocks, order = _blocks(firsts, table[:, 5:7], heads // of_kv, of_kv)
+        blocks, order = _blocks(kernel, firsts, table[:, 5:7], heads // of_kv, of_kv)
         self._rows = max(rows.stop for rows in firsts)
         turn = rotations(list(bases)) if bases else None
         cosine, sine, interleaved, turned = turn or QueryRotation(torch.zeros(0, 0), torch.zeros(0, 0))
@@ -167,9 +167,9 @@ def _view(call: SpanCall | GatheredCalls) -> KVView:
 
 
 def _blocks(
-    firsts: Sequence[slice], ranges: np.ndarray, group: int, kv_heads: int
+    kernel: BlockSpanKernel, firsts: Sequence[slice], ranges: np.ndarray, group: int, kv_heads: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts rows into the blocks of tasks.
+    """Cuts rows into the blocks of tasks, of about the same size.
 
     Args:
         firsts: rows that are covered, once each.
@@ -180,8 +180,14 @@ def _blocks(
     """
     folded = group * sum(rows.stop - rows.start for rows in firsts)
     even = -(-folded * kv_heads // (_TASKS * torch.get_num_threads()))
-    most = max(min(max(even, _LEAST_ROWS), MOST_ROWS) // group, 1)
-    cuts = [(at, min(at + most, rows.stop)) for rows in firsts for at in range(rows.start, rows.stop, most)]
+    most = min(max(even, _LEAST_ROWS), kernel.most_rows)
+    cuts: list[tuple[int, int]] = []
+    for rows in firsts:
+        count = rows.stop - rows.start
+        each = -(-count // -(-count * group // most))
+        strips = -(-each * group // kernel.strip)
+        each = max(min(strips * kernel.strip, kernel.most_rows) // group, 1)
+        cuts += [(at, min(at + each, rows.stop)) for at in range(rows.start, rows.stop, each)]
     edges = np.array(cuts, dtype=np.int64)
     overlap = (ranges[:, 0] < edges[:, 1:]) & (ranges[:, 1] > edges[:, :1])  # [blocks, calls]
     ends = np.cumsum(overlap.sum(1))
@@ -194,9 +200,13 @@ class BlockSpanKernel:
 
     Args:
         function: ``attend_blocks`` of the C file.
+
+    ``most_rows`` and ``strip`` are ``BLOCK`` and ``STRIP`` of the C file: the most rows of a task in all heads of a
+    group, and how many are computed together.
     """
 
     name = "cpu-block-spans"
+    most_rows, strip = 192, 6
 
     def __init__(self, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, function: Any) -> None:
         function.argtypes = [ctypes.POINTER(_BlocksStruct), ctypes.POINTER(_QueriesStruct)]
@@ -233,7 +243,7 @@ class BlockSpanKernel:
         if part is not None and part <= kv_heads and self.head_dim <= dim:
             kv_heads, dim = part, self.head_dim
         fits = (dim, kv.dtype, kv.stride(4), kv.device.type) == (self.head_dim, self.kv_dtype, 1, "cpu")
-        fits = fits and parts in (1, 2) and not heads % kv_heads and heads // kv_heads <= MOST_ROWS
+        fits = fits and parts in (1, 2) and not heads % kv_heads and heads // kv_heads <= self.most_rows
         fits = fits and 0 <= span.lo < span.hi <= (slots if listed is None else listed)
         rows = call.rows.stop - call.rows.start
         fits = fits and rows > 0 and (not call.causal or rows == span.tokens)

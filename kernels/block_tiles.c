@@ -21,7 +21,7 @@ typedef uint16_t number, kept;
 #define PADDED (PARTS * DEPTH)
 #define KEYS 64                           /* of a tile of keys, which is several of the unit's */
 #define STRIP (2 * SIDE)                  /* rows that are computed together */
-#define BLOCK 192                         /* most rows of a task, in all heads of a group */
+#define BLOCK 384                         /* most rows of a task, in all heads of a group */
 #define STRIPS (BLOCK / STRIP)
 #define WEIGHED (2 * KEYS / SIDE)         /* tiles of weights of a strip */
 #define LAZY 8.0f

@@ -24,6 +24,7 @@ class BlockTileKernel(BlockSpanKernel):
     """The kernel for one head dimension; ``load`` makes it."""
 
     name = "cpu-block-tiles"
+    most_rows, strip = 384, 32
 
 
 @functools.cache
