@@ -7,8 +7,8 @@
  *
  * Products are of bf16 numbers in fp32; weights are rounded to bf16, the rest is fp32. A row's sums are scaled to a new
  * maximum only once that is LAZY above the one they have, in powers of two, as FlashAttention-4 does: weights grow up to
- * 2^LAZY meanwhile, and most tiles need no scaling. A row's result depends neither on the rows beside it nor
- * on the number of threads.
+ * 2^LAZY meanwhile, and most tiles need no scaling. A row's result depends neither on the rows beside it nor on the
+ * number of threads.
  *
  * block_tiles.py compiles this file; DIM is the head's dimension.
  */
@@ -46,51 +46,11 @@ typedef struct {
 } Stage;
 
 typedef struct {
-  Tile keys[KEYS / SIDE][PARTS];         /* [token, number] */
-  Tile values[2 * PARTS][KEYS / DEPTH];  /* [number, token] */
-  Stage stage[2]; /* of every other strip */
+  Tile keys[KEYS / SIDE][PARTS];        /* [token, number] */
+  Tile values[2 * PARTS][KEYS / DEPTH]; /* [number, token] */
+  Stage stage[2];                       /* of every other strip */
   Strip strip[STRIPS];
 } __attribute__((aligned(64))) Work;
-
-/* a where it is larger than b, else b. */
-INLINE vec larger(vec a, vec b) {
-#ifdef __AVX512F__
-  return (vec)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-  const ints m = a > b;
-  return (vec)(((ints)a & m) | ((ints)b & ~m));
-#endif
-}
-
-/* 2^x to a relative error of 1e-4, exact for whole x; 0 for minus infinity. */
-INLINE vec power(vec x) {
-#ifdef __AVX512DQ__
-  const vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-#else
-  const vec bounded = larger(x, (vec){0} - 127.0f);
-  vec whole = __builtin_convertvector(__builtin_convertvector(bounded, ints), vec);
-  whole -= (vec)((ints)((vec){0} + 1.0f) & (whole > bounded));
-  const vec f = bounded - whole;
-#endif
-  vec y = 0.07826797f * f + 0.22630768f;
-  y = y * f + 0.69542435f;
-  y = y * f + 1.0f;
-#ifdef __AVX512F__
-  return (vec)_mm512_scalef_ps((__m512)y, (__m512)x);
-#else
-  return (vec)(((ints)y + (__builtin_convertvector(whole, ints) << 23)) & (x > -126.0f));
-#endif
-}
-
-INLINE int any(ints m) {
-#ifdef __AVX512DQ__
-  return _mm512_movepi32_mask((__m512i)m) != 0;
-#else
-  int found = 0;
-  for (int i = 0; i < SIDE; i++) found |= m[i];
-  return found != 0;
-#endif
-}
 
 INLINE int64_t slot_of(const Call *c, int64_t token) { return c->slots ? c->slots[token] : token; }
 
@@ -110,13 +70,13 @@ static void pack(Work *w, const Call *c, const kept *keys, const kept *values, i
   }
   for (int k = 0; k < KEYS / DEPTH; k++)
     for (int p = 0; p < PARTS; p++) {
-      bits low[SIDE], high[SIDE]; /* numbers of the first half of the part, and of the other one */
+      bits low[SIDE], high[SIDE]; /* numbers 0, 2, 4... of the part, and the others */
       for (int i = 0; i < SIDE; i++) {
         const int t = k * DEPTH + 2 * i;
         bits even = {0}, odd = {0};
         if (t < count) even = pairs_of(values + slot_of(c, first + t) * c->token, p);
         if (t + 1 < count) odd = pairs_of(values + slot_of(c, first + t + 1) * c->token, p);
-        low[i] = (even & 0xffff) | odd << 16; /* of both tokens, the first number of each pair */
+        low[i] = (even & 0xffff) | odd << 16; /* pairs of tokens instead of pairs of numbers */
         high[i] = even >> 16 | (odd & 0xffff0000);
       }
       transpose(low);

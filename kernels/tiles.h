@@ -1,4 +1,5 @@
-/* Tiles of a processor's matrix unit (AMX), and what brings numbers into their order. For files in bf16 that multiply on it:
+/* Tiles of a processor's matrix unit (AMX), what brings numbers into their order, and vectors of a tile's rows. For files in
+ * bf16 that multiply on it:
  *
  *     c [16, 16] fp32 += a [16, 32] bf16 . b [16, 16] pairs of bf16, pair j of column n being rows 2j and 2j + 1 of B
  *
@@ -97,4 +98,44 @@ INLINE void transpose(bits *a) {
 #pragma GCC unroll 16
     for (int i = 0; i < SIDE; i++) a[i] = b[i];
   }
+}
+
+/* a where it is larger than b, else b. */
+INLINE vec larger(vec a, vec b) {
+#ifdef __AVX512F__
+  return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  const ints m = a > b;
+  return (vec)(((ints)a & m) | ((ints)b & ~m));
+#endif
+}
+
+/* 2^x to a relative error of 1e-4, exact for whole x; 0 for minus infinity. */
+INLINE vec power(vec x) {
+#ifdef __AVX512DQ__
+  const vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+  const vec bounded = larger(x, (vec){0} - 127.0f);
+  vec whole = __builtin_convertvector(__builtin_convertvector(bounded, ints), vec);
+  whole -= (vec)((ints)((vec){0} + 1.0f) & (whole > bounded));
+  const vec f = bounded - whole;
+#endif
+  vec y = 0.07826797f * f + 0.22630768f;
+  y = y * f + 0.69542435f;
+  y = y * f + 1.0f;
+#ifdef __AVX512F__
+  return (vec)_mm512_scalef_ps((__m512)y, (__m512)x);
+#else
+  return (vec)(((ints)y + (__builtin_convertvector(whole, ints) << 23)) & (x > -126.0f));
+#endif
+}
+
+INLINE int any(ints m) {
+#ifdef __AVX512DQ__
+  return _mm512_movepi32_mask((__m512i)m) != 0;
+#else
+  int found = 0;
+  for (int i = 0; i < SIDE; i++) found |= m[i];
+  return found != 0;
+#endif
 }

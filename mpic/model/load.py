@@ -102,12 +102,21 @@ def load_model(
     log.info("%s: self-test %s, relative error %.1e (%s)", name, proofs.summary, error, loaded.attention_name)
     if loaded.attention_note:
         log.warning("%s: decoding is slower than it could be: %s", name, loaded.attention_note)
+    loaded.info.details["dtype_note"] = _faster_dtype(dtype, where, model.dtype)
     loaded.info.details["self_test"] = proofs.summary
     loaded.info.details["self_test_error"] = error
     loaded.info.details["transformers"] = transformers.__version__
     if details is not None:
         loaded.info.details.update(quantization=details, parameters=parameters)
     return loaded
+
+
+def _faster_dtype(asked: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Returns a note if the processor computes faster in another dtype than the one that ``auto`` has chosen."""
+    has_bf16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    if asked != "auto" or device.type != "cpu" or dtype is not torch.float32 or not has_bf16:
+        return ""
+    return "this processor multiplies bfloat16 faster, with 8 significant bits: --dtype bfloat16"
 
 
 def _clips_tested(loaded: LoadedModel, proofs: Proofs) -> float:

@@ -172,13 +172,14 @@ class _UvicornServer(uvicorn.Server):
         if (kept := info.details.get("kv_dtype", info.dtype)) != info.dtype:
             weights += f", keys and values in {kept}"
         checks = f"  checks   self-test {info.details['self_test']}\n" if "self_test" in info.details else ""
+        note = f"  note     {info.details['dtype_note']}\n" if info.details.get("dtype_note") else ""
         here = seen_from_here(self.url)
         return (
             f"MPIC listens on {self.url} ({_who_may_call(state)})\n"
             f"  page     {here}/ui\n"
             f"  docs     {here}/docs\n"
             f"  model    {info.name}, {info.dtype} on {info.device}, attention {info.attention}{weights}\n"
-            f"{checks}"
+            f"{note}{checks}"
             f"  policy   {config.engine.policy}\n"
             f"  library  {config.library.data_dir}\n"
             f"  clients  at most {self.connections.most:,} connections, "

@@ -28,3 +28,9 @@ def test_the_first_lines_name_the_page_and_the_documentation():
     assert "http://127.0.0.1:8000" in first and "this machine only" in first
     assert page.split() == ["page", "http://127.0.0.1:8000/ui"]
     assert docs.split() == ["docs", "http://127.0.0.1:8000/docs"]
+
+
+def test_the_banner_names_a_dtype_in_which_the_processor_is_faster():
+    noted = [line for line in lines_of({"dtype_note": "bfloat16 is faster here"}) if "note" in line]
+    assert [line.split() for line in noted] == [["note", "bfloat16", "is", "faster", "here"]]
+    assert not [line for line in lines_of({"dtype_note": ""}) if "note" in line]
