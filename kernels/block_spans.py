@@ -105,7 +105,7 @@ class BlockSpans:
             ``[rows, heads, head_dim]``, fp32; rows that no call covers are undefined.
 
         Raises:
-            ValueError: queries that the kernel cannot read, or a softcap.
+            ValueError: queries that the kernel cannot read, a softcap, or a scale that is not above zero.
         """
         heads, rows, dim = q.shape
         fits = q.dtype == self._kernel.dtype and q.device.type == "cpu" and q.stride(2) == 1
@@ -172,6 +172,7 @@ def _blocks(
     """Cuts rows into the blocks of tasks, of about the same size.
 
     Args:
+        kernel: will run the tasks.
         firsts: rows that are covered, once each.
         ranges: ``[calls, 2]``, the rows of each call.
 
@@ -283,6 +284,9 @@ def prove(kernel: BlockSpanKernel, tolerance: float) -> None:
     """Compares the kernel with one softmax in double precision on a small example, because a wrong build must be found
     here, not in an answer: 70 own tokens, which are causal; 130 others at another base, the first of which are hidden
     from some rows; 75 that are listed, to which one head gives much higher scores; a sink.
+
+    Args:
+        tolerance: largest difference of results, which are near 1.
 
     Raises:
         KernelUnavailable: the results differ.

@@ -89,6 +89,25 @@ static void pack(Work *w, const Call *c, const kept *keys, const kept *values, i
     }
 }
 
+/* The unit's tiles 0 to 3 are sums of two tiles a and two tiles b, [a][b]. */
+INLINE void multiply(const Tile *a, const Tile *next_a, const Tile *b) {
+  tile_load(4, a);
+  tile_load(5, next_a);
+  tile_load(6, b);
+  tile_load(7, b + 1);
+  tile_dot(0, 4, 6);
+  tile_dot(1, 4, 7);
+  tile_dot(2, 5, 6);
+  tile_dot(3, 5, 7);
+}
+
+INLINE void keep_sums(Tile *to) {
+  tile_store(0, to);
+  tile_store(1, to + 1);
+  tile_store(2, to + 2);
+  tile_store(3, to + 3);
+}
+
 /* Adds one part of the numbers to the scores of a strip's rows for tokens [2 * SIDE * pair, ...) of the tile. */
 INLINE void score(const Work *w, const Strip *s, Stage *to, const int pair, const int part) {
   if (!part) {
@@ -97,42 +116,21 @@ INLINE void score(const Work *w, const Strip *s, Stage *to, const int pair, cons
     tile_zero(2);
     tile_zero(3);
   }
-  tile_load(4, &w->keys[2 * pair][part]);
-  tile_load(5, &w->keys[2 * pair + 1][part]);
-  tile_load(6, &s->query[part][0]);
-  tile_load(7, &s->query[part][1]);
-  tile_dot(0, 4, 6);
-  tile_dot(1, 4, 7);
-  tile_dot(2, 5, 6);
-  tile_dot(3, 5, 7);
-  if (part < PARTS - 1) return;
-  tile_store(0, &to->scores[2 * pair][0]);
-  tile_store(1, &to->scores[2 * pair][1]);
-  tile_store(2, &to->scores[2 * pair + 1][0]);
-  tile_store(3, &to->scores[2 * pair + 1][1]);
+  multiply(&w->keys[2 * pair][part], &w->keys[2 * pair + 1][part], s->query[part]);
+  if (part == PARTS - 1) keep_sums(to->scores[2 * pair]);
 }
 
 /* Adds DEPTH of the tile's values, weighted, to numbers [part * DEPTH, ...) of a strip's sums. */
 INLINE void sum(const Work *w, const Stage *from, Strip *s, const int part, const int k) {
+  Tile *sums = s->sum[2 * part];
   if (!k) {
-    tile_load(0, &s->sum[2 * part][0]);
-    tile_load(1, &s->sum[2 * part][1]);
-    tile_load(2, &s->sum[2 * part + 1][0]);
-    tile_load(3, &s->sum[2 * part + 1][1]);
+    tile_load(0, sums);
+    tile_load(1, sums + 1);
+    tile_load(2, sums + 2);
+    tile_load(3, sums + 3);
   }
-  tile_load(4, &w->values[2 * part][k]);
-  tile_load(5, &w->values[2 * part + 1][k]);
-  tile_load(6, &from->weights[k][0]);
-  tile_load(7, &from->weights[k][1]);
-  tile_dot(0, 4, 6);
-  tile_dot(1, 4, 7);
-  tile_dot(2, 5, 6);
-  tile_dot(3, 5, 7);
-  if (k < KEYS / DEPTH - 1) return;
-  tile_store(0, &s->sum[2 * part][0]);
-  tile_store(1, &s->sum[2 * part][1]);
-  tile_store(2, &s->sum[2 * part + 1][0]);
-  tile_store(3, &s->sum[2 * part + 1][1]);
+  multiply(&w->values[2 * part][k], &w->values[2 * part + 1][k], from->weights[k]);
+  if (k == KEYS / DEPTH - 1) keep_sums(sums);
 }
 
 /* What the unit does while a strip is weighed, in STEPS: the scores of the next strip, then the sums of the last one

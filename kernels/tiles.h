@@ -6,7 +6,6 @@
  * A file that is compiled with -DEMULATED=1 has the same tiles in plain C, so that everything else in it can be tested on
  * any processor. In GCC's vector extension, with 16 numbers of 32 bits a vector whatever the processor's registers hold.
  */
-#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if defined __AVX512F__ || !EMULATED
