@@ -37,18 +37,11 @@ def load(head_dim: int, *, emulated: bool = False) -> BlockTileKernel:
     Raises:
         KernelUnavailable: with the reason.
     """
-    if not emulated and not torch.cpu._is_amx_tile_supported():
-        raise KernelUnavailable("the processor has no matrix unit")
     if head_dim > block_spans.LARGEST:
         raise KernelUnavailable(f"it takes heads of up to {block_spans.LARGEST} dimensions, not {head_dim}")
-    if not emulated and not torch.cpu._init_amx():
-        raise KernelUnavailable("the operating system does not let programs use the matrix unit")
-    name, options = (
-        (f"{head_dim}-emulated", ["-DEMULATED=1", "-Wno-psabi", "-O1", "-ftree-vectorize"])
-        if emulated
-        else (str(head_dim), ["-mamx-tile", "-mamx-bf16"])
-    )
-    function = c_kernel.build(SOURCE, name, [f"-DDIM={head_dim}", *options]).attend_blocks
+    options = [f"-DDIM={head_dim}", *c_kernel.unit_options(emulated=emulated)]
+    name = f"{head_dim}-emulated" if emulated else str(head_dim)
+    function = c_kernel.build(SOURCE, name, options).attend_blocks
     kernel = BlockTileKernel(head_dim, torch.bfloat16, torch.bfloat16, function)
     block_spans.prove(kernel, TOLERANCE)
     return kernel

@@ -51,6 +51,25 @@ def variant(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[s
     return f"{head_dim}-{name}" + ("-half" if half else ""), options
 
 
+def unit_options(*, emulated: bool) -> list[str]:
+    """Returns the options of a kernel that multiplies on the processor's matrix unit (``tiles.h``), which this process
+    may use from now on.
+
+    Args:
+        emulated: the unit's work is done by plain C, which is slow and runs on any processor (for tests).
+
+    Raises:
+        KernelUnavailable: there is none, or programs may not use it.
+    """
+    if emulated:
+        return ["-DEMULATED=1", "-Wno-psabi", "-O1", "-ftree-vectorize"]
+    if not torch.cpu._is_amx_tile_supported():
+        raise KernelUnavailable("the processor has no matrix unit")
+    if not torch.cpu._init_amx():
+        raise KernelUnavailable("the operating system does not let programs use the matrix unit")
+    return ["-mamx-tile", "-mamx-bf16", "-mavx512bf16"]  # such processors have the last one, too
+
+
 def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:
     """Loads what the compiler makes of a C file, which it does the first time only.
 

@@ -28,8 +28,24 @@ typedef struct {
   Product gate, up, down;
 } Layer;
 
+/* A product of blocks of rows on the processor's matrix unit, as linear_tiles.c takes it. */
+typedef struct {
+  const number *weight, *bias;
+  number *out;
+  int64_t outputs;
+} BlockProduct;
+
+/* decoder.py: UnitStruct. Functions of linear_tiles.c; null where it does not serve this model. */
+typedef struct {
+  void (*start)(void), (*stop)(void);
+  void (*pack)(const number *x, int64_t rows, int64_t inputs, void *packed);
+  void (*multiply)(const BlockProduct *by, const void *packed, int64_t rows, int64_t inputs, void *carried);
+  int64_t few_rows; /* rows that linear.c multiplies sooner */
+} Unit;
+
 /* decoder.py: DecoderStruct. */
 typedef struct {
+  Unit unit;
   int64_t layers, hidden, heads, kv_heads, inner, half; /* half: pairs (i, i + half) of a head that turn */
   const Layer *layer;
   const number *last_norm;
@@ -51,6 +67,7 @@ typedef struct {
   number *key, *value;          /* [rows, kv_heads, DIM] */
   number *gate, *up;            /* [rows, inner] */
   float *sums;                  /* [rows, heads, DIM]; the same memory as `attended` in fp32 */
+  void *packed, *carried;       /* of linear_tiles.c */
 } Pass;
 
 /* The first `left` of LANES numbers; zeros behind them. */
@@ -122,8 +139,23 @@ static void normalize_rows(const Decoder *d, const Pass *p, int residual, const 
               to + row * d->hidden);
 }
 
-static void product(const Pass *p, Product by, const number *x, int64_t inputs, number *out, int64_t outputs) {
-  multiply_together(by.weight, by.bias, x, inputs, out, outputs, p->rows, outputs, inputs);
+/* Whether the rows of a step are multiplied as a block, on the matrix unit. */
+INLINE int is_block(const Decoder *d, const Pass *p) { return d->unit.multiply && p->rows > d->unit.few_rows; }
+
+/* Makes rows ready for the products that follow, when all threads have written them. */
+static void prepare(const Decoder *d, const Pass *p, const number *x, int64_t inputs) {
+  if (is_block(d, p)) d->unit.pack(x, p->rows, inputs, p->packed);
+}
+
+/* A product of rows that are ready. The threads do not wait for each other at its end. */
+static void product(const Decoder *d, const Pass *p, Product by, const number *x, int64_t inputs, number *out,
+                    int64_t outputs) {
+  if (is_block(d, p)) {
+    const BlockProduct all = {by.weight, by.bias, out, outputs};
+    d->unit.multiply(&all, p->packed, p->rows, inputs, p->carried);
+  } else {
+    multiply_together(by.weight, by.bias, x, inputs, out, outputs, p->rows, outputs, inputs);
+  }
 }
 
 /* Rotates a head by the position of its row. */
@@ -198,20 +230,24 @@ static void run_layer(const Decoder *d, const Pass *p, int64_t number_of_layer) 
   const Layer *layer = d->layer + number_of_layer;
   const int64_t width = d->heads * DIM, kv_width = d->kv_heads * DIM;
   normalize_rows(d, p, number_of_layer > 0, layer->before_attention, p->normed);
-  product(p, layer->query, p->normed, d->hidden, p->query, width);
-  product(p, layer->key, p->normed, d->hidden, p->key, kv_width);
-  product(p, layer->value, p->normed, d->hidden, p->value, kv_width);
+  prepare(d, p, p->normed, d->hidden);
+  product(d, p, layer->query, p->normed, d->hidden, p->query, width);
+  product(d, p, layer->key, p->normed, d->hidden, p->key, kv_width);
+  product(d, p, layer->value, p->normed, d->hidden, p->value, kv_width);
 #pragma omp barrier
   place_heads(d, p, number_of_layer);
   attend_rows(d, p, number_of_layer);
-  product(p, layer->output, p->attended, width, p->product, d->hidden);
+  prepare(d, p, p->attended, width);
+  product(d, p, layer->output, p->attended, width, p->product, d->hidden);
 #pragma omp barrier
   normalize_rows(d, p, 1, layer->before_gate, p->normed);
-  product(p, layer->gate, p->normed, d->hidden, p->gate, d->inner);
-  product(p, layer->up, p->normed, d->hidden, p->up, d->inner);
+  prepare(d, p, p->normed, d->hidden);
+  product(d, p, layer->gate, p->normed, d->hidden, p->gate, d->inner);
+  product(d, p, layer->up, p->normed, d->hidden, p->up, d->inner);
 #pragma omp barrier
   activate(d, p);
-  product(p, layer->down, p->gate, d->inner, p->product, d->hidden);
+  prepare(d, p, p->gate, d->inner);
+  product(d, p, layer->down, p->gate, d->inner, p->product, d->hidden);
 #pragma omp barrier
 }
 
@@ -229,10 +265,22 @@ static void run_layers(const Decoder *d, const Pass *p) {
   normalize_rows(d, p, 1, d->last_norm, p->out);
 }
 
+/* A thread of a team is about to run layers, or is done with them. */
+static void begin(const Decoder *d, const Pass *p) {
+  if (is_block(d, p)) d->unit.start();
+}
+static void end(const Decoder *d, const Pass *p) {
+  if (is_block(d, p)) d->unit.stop();
+}
+
 /* A step of all layers. */
 void decode(const Decoder *d, const Pass *p) {
 #pragma omp parallel num_threads(p->threads) if (is_large(d, p))
-  run_layers(d, p);
+  {
+    begin(d, p);
+    run_layers(d, p);
+    end(d, p);
+  }
 }
 
 /* What stands before and behind the layers; whole_decoder.py: EndsStruct. */
@@ -246,11 +294,14 @@ typedef struct {
 void decode_tokens(const Decoder *d, const Pass *p, const Ends *ends, const int64_t *token, number *logits) {
 #pragma omp parallel num_threads(p->threads) if (is_large(d, p) || d->hidden * ends->outputs > SMALL)
   {
+    begin(d, p);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < p->rows; row++)
       memcpy(p->state + row * d->hidden, ends->embedding + token[row] * d->hidden, sizeof(number) * d->hidden);
     run_layers(d, p);
-    product(p, ends->head, p->out, d->hidden, logits, ends->outputs);
+    prepare(d, p, p->out, d->hidden);
+    product(d, p, ends->head, p->out, d->hidden, logits, ends->outputs);
+    end(d, p);
   }
 }
 

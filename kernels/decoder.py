@@ -18,20 +18,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mpic.kernels import c_kernel, linear, stream
+from mpic.kernels import c_kernel, linear, linear_tiles, products, stream
+from mpic.kernels.linear import Product
+from mpic.kernels.products import Products
 from mpic.kernels.stream import StreamRows
 from mpic.kernels.writes import RowWrites
 
 SOURCE = Path(__file__).with_name("decoder.c")
 
+BLOCK_ROWS = 64
+"""Rows of the largest step of rows that stand alone, where blocks of rows are multiplied on a matrix unit."""
+
 _I64, _F32, _ADDRESS = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-
-
-class Product(NamedTuple):
-    """A linear layer: ``weight [outputs, inputs]`` and ``bias [outputs]`` or None."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
 
 
 class LayerWeights(NamedTuple):
@@ -72,10 +70,17 @@ class DecoderWeights(NamedTuple):
     scale: float
 
 
+class UnitStruct(ctypes.Structure):
+    """``Unit`` of decoder.c."""
+
+    _fields_ = [*((name, _ADDRESS) for name in linear_tiles.UnitFunctions._fields), ("few_rows", _I64)]
+
+
 class DecoderStruct(ctypes.Structure):
     """``Decoder`` of decoder.c."""
 
     _fields_ = [
+        ("unit", UnitStruct),
         *((name, _I64) for name in ["layers", "hidden", "heads", "kv_heads", "inner", "half"]),
         *((name, _ADDRESS) for name in ["layer", "last_norm"]),
         *((name, _F32) for name in ["epsilon", "head_epsilon", "scale"]),
@@ -91,7 +96,7 @@ class PassStruct(ctypes.Structure):
         ("threads", _I64),
         *((name, _ADDRESS) for name in ["state", "out", "cosine", "sine", "memory", "slots", "places"]),
         *((name, _ADDRESS) for name in ["normed", "product", "query", "attended", "key", "value"]),
-        *((name, _ADDRESS) for name in ["gate", "up", "sums"]),
+        *((name, _ADDRESS) for name in ["gate", "up", "sums", "packed", "carried"]),
     ]
 
 
@@ -103,6 +108,8 @@ class DecoderLayers:
 
     Raises:
         ValueError: weights of other dtypes or devices, or of sizes that do not fit together.
+
+    ``most_rows``: rows of the largest step of rows that stand alone.
     """
 
     def __init__(self, kernel: DecoderKernel, weights: DecoderWeights, half: int) -> None:
@@ -116,14 +123,24 @@ class DecoderLayers:
         table = [[0 if w is None else w.data_ptr() for w in layer.flat] for layer in weights.layers]
         self._table = np.array(table, dtype=np.int64)
         self._function = kernel.decode
+        few, self._blocks = kernel.products.few, kernel.products.blocks
+        widths = (self.hidden, self._heads * self.head_dim, self._inner)
+        self._widest = max(widths)
+        if self._blocks is not None and not all(map(self._blocks.takes, widths)):
+            self._blocks = None
+        self.most_rows = few.most_rows if self._blocks is None else BLOCK_ROWS
+        unit = UnitStruct()
+        if self._blocks is not None:
+            unit = UnitStruct(*self._blocks.functions, kernel.products.few_rows)
         self.struct = DecoderStruct(
+            unit,
             *(len(table), self.hidden, self._heads, self._kv_heads, self._inner, half),
             *(self._table.ctypes.data, weights.last_norm.data_ptr()),
             *(weights.epsilon, weights.head_epsilon, weights.scale),
         )
         self._pass, self._lock = PassStruct(), threading.Lock()
         self._room: list[torch.Tensor] = []
-        self._rows = 0  # for which there is room
+        self._rows = self._threads = 0  # for which there is room
 
     def __call__(
         self,
@@ -155,9 +172,11 @@ class DecoderLayers:
             raise ValueError(f"cpu-decoder cannot run a step of {tuple(state.shape)} {state.dtype}")
         out, this = torch.empty_like(state), self._pass
         with self._lock:  # the memory to work in is one
-            if count > self._rows:
-                self._room, self._rows = self.make_room(this, count), count
-            this.step, this.rows, this.threads = rows.address, count, torch.get_num_threads()
+            threads = torch.get_num_threads()
+            if count > self._rows or threads > self._threads:
+                self._room = self.make_room(this, count)
+                self._rows, self._threads = count, threads
+            this.step, this.rows, this.threads = rows.address, count, threads
             this.state, this.out = state.data_ptr(), out.data_ptr()
             this.cosine, this.sine = cosine.data_ptr(), sine.data_ptr()
             this.memory, this.slots = writes.memory.data_ptr(), writes.index.data_ptr()
@@ -187,15 +206,20 @@ class DecoderLayers:
         return {name: torch.empty(rows, width, dtype=self.dtype) for name, width in widths.items()}
 
     def make_room(self, step: PassStruct, rows: int) -> list[torch.Tensor]:
-        """Has a step of so many rows work in memory that is allocated for it, and returns that memory, which has to be
-        kept as long as the step is."""
+        """Has a step of so many rows, and of the threads that torch has now, work in memory that is allocated for it,
+        and returns that memory, which has to be kept as long as the step is."""
         room = self.room(rows)
         room["attended"] = torch.empty_like(room["query"])
         is_fp32 = self.dtype is torch.float32
         room["sums"] = room["attended"] if is_fp32 else room["attended"].float()
         for name, memory in room.items():
             setattr(step, name, memory.data_ptr())
-        return list(room.values())
+        kept = list(room.values())
+        if self._blocks is not None:
+            sizes = self._blocks.memory(rows, self._widest, torch.get_num_threads())
+            kept += (unit := [torch.empty(size, dtype=torch.uint8) for size in sizes])
+            step.packed, step.carried = map(linear_tiles.aligned, unit)
+        return kept
 
     def _refuse(self, weights: DecoderWeights) -> None:
         """Raises ValueError if weights cannot be read as those of one decoder."""
@@ -228,13 +252,15 @@ class DecoderKernel:
     """The kernel for one head dimension, dtype and dtype of keys and values; ``load`` makes it.
 
     Args:
-        most_rows: up to how many rows its products are faster than torch's (``linear.MOST_ROWS``).
+        products: those of layers.
     """
 
     name = "cpu-decoder"
 
-    def __init__(self, head_dim: int, kv_dtype: torch.dtype, library: ctypes.CDLL, most_rows: int) -> None:
-        self.head_dim, self.kv_dtype, self.most_rows = head_dim, kv_dtype, most_rows
+    def __init__(
+        self, head_dim: int, kv_dtype: torch.dtype, library: ctypes.CDLL, products: Products
+    ) -> None:
+        self.head_dim, self.kv_dtype, self.products = head_dim, kv_dtype, products
         self.decode, self.between, self.decode_tokens = library.decode, library.between, library.decode_tokens
         structs = [ctypes.POINTER(DecoderStruct), ctypes.POINTER(PassStruct)]
         self.decode.argtypes, self.between.argtypes = structs, [*structs, _I64, _I64]
@@ -258,10 +284,10 @@ def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None)
         KernelUnavailable: with the reason.
     """
     kv_dtype = kv_dtype or dtype
-    most_rows = linear.load(dtype).most_rows
+    multiply = products.load(dtype)
     stream.load(head_dim, dtype, kv_dtype)
     how, options = linear.variant(dtype)
     name, kinds = c_kernel.variant(head_dim, dtype, kv_dtype)
     options = [*options, *kinds, f"-DSECTION={stream.SECTION}"]
     built = c_kernel.build(SOURCE, f"{name}-{how.replace(' ', '-')}", options)
-    return DecoderKernel(head_dim, kv_dtype, built, most_rows)
+    return DecoderKernel(head_dim, kv_dtype, built, multiply)

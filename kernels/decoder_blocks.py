@@ -1,4 +1,5 @@
-"""The layers of a Llama-like decoder for blocks of rows on the CPU: torch's products, and ``decoder.c`` between them.
+"""The layers of a Llama-like decoder for blocks of rows on the CPU: products (``products.py``), and between them
+``decoder.c``.
 
 Written as modules, a layer has about twenty operations between its products, each of which reads and writes all rows,
 most of them into new memory: a sixth of the time of a prompt of 512 tokens (12 layers x 768). Here these are a few
@@ -13,8 +14,7 @@ from enum import IntEnum
 
 import torch
 
-from mpic.kernels import linear
-from mpic.kernels.decoder import DecoderKernel, DecoderLayers, PassStruct, Product
+from mpic.kernels.decoder import DecoderKernel, DecoderLayers, PassStruct
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(layer, q [heads, T, head_dim], k [kv_heads, T, head_dim], v) -> [T, heads, head_dim]``, fp32 or the model's dtype;
@@ -42,7 +42,7 @@ class BlockLayers:
     """
 
     def __init__(self, kernel: DecoderKernel, layers: DecoderLayers) -> None:
-        self._function, self._few = kernel.between, kernel.most_rows
+        self._function, self._products = kernel.between, kernel.products
         self._layers = layers
         self._memory = threading.local()  # a step may wait for loads, and others must not wait with it
 
@@ -95,30 +95,20 @@ class BlockLayers:
         heads: list[torch.Tensor],
         attend: Attend,
     ) -> None:
-        weights, count = self._layers.weights.layers[layer], this.rows
+        weights, count, multiply = self._layers.weights.layers[layer], this.rows, self._products.into
         self._between(this, BlockPart.BEFORE_ATTENTION, layer)
-        self._multiply(room["normed"], weights.query, room["query"])
-        self._multiply(room["normed"], weights.key, room["key"])
-        self._multiply(room["normed"], weights.value, room["value"])
+        projections = [weights.query, weights.key, weights.value]
+        multiply(room["normed"], projections, [room[name] for name in ("query", "key", "value")])
         self._between(this, BlockPart.HEADS, layer)
         attended = attend(layer, *heads).reshape(count, -1).to(self._layers.dtype)
-        self._multiply(attended, weights.output, room["product"])
+        multiply(attended, [weights.output], [room["product"]])
         self._between(this, BlockPart.BEFORE_GATE, layer)
-        self._multiply(room["normed"], weights.gate, room["gate"])
-        self._multiply(room["normed"], weights.up, room["up"])
+        multiply(room["normed"], [weights.gate, weights.up], [room["gate"], room["up"]])
         self._between(this, BlockPart.ACTIVATION, layer)
-        self._multiply(room["gate"], weights.down, room["product"])
+        multiply(room["gate"], [weights.down], [room["product"]])
 
     def _between(self, this: PassStruct, part: BlockPart, layer: int) -> None:
         self._function(self._layers.struct, this, part, layer)
-
-    def _multiply(self, x: torch.Tensor, by: Product, out: torch.Tensor) -> None:
-        if len(x) <= self._few:
-            linear.load(x.dtype)(x, by.weight, by.bias, out)
-        elif by.bias is None:
-            torch.mm(x, by.weight.t(), out=out)
-        else:
-            torch.addmm(by.bias, x, by.weight.t(), out=out)
 
     def _room(self, count: int) -> dict[str, torch.Tensor]:
         """Returns memory for ``count`` rows."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,6 +30,20 @@ MOST_ROWS = {
 bf16 numbers at once, or each of them widened. With AVX2 torch's own products of bf16 took 2.5 times as long at every
 number up to this one."""
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Product(NamedTuple):
+    """A linear layer: ``weight [outputs, inputs]`` and ``bias [outputs]`` or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+class _Named(Protocol):
+    """A kernel of products."""
+
+    name: str
+    dtype: torch.dtype
 
 
 class LinearKernel:
@@ -58,21 +72,11 @@ class LinearKernel:
         Raises:
             ValueError: other dtypes or devices, weights that do not lie row by row, sizes that do not fit.
         """
+        refuse(self, x, weight, bias, out)
         outputs, inputs = weight.shape
-        dtype = self.dtype
-        fits = x.dtype is dtype and x.is_cpu and x.shape[-1] == inputs
-        fits = fits and weight.dtype is dtype and weight.is_cpu and weight.is_contiguous()
-        if fits and bias is not None:
-            fits = bias.dtype is dtype and bias.is_cpu and bias.shape == (outputs,) and bias.is_contiguous()
-        if fits and out is not None:
-            fits = out.dtype is dtype and out.shape == (*x.shape[:-1], outputs) and out.is_contiguous()
-        if not fits:
-            raise ValueError(
-                f"{self.name} cannot multiply {tuple(x.shape)} {x.dtype} with {tuple(weight.shape)}"
-            )
         rows = x.contiguous()
         if out is None:
-            out = torch.empty((*x.shape[:-1], outputs), dtype=dtype)
+            out = torch.empty((*x.shape[:-1], outputs), dtype=self.dtype)
         self._function(
             weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
@@ -81,6 +85,24 @@ class LinearKernel:
             *(out.data_ptr(), outputs, out.numel() // outputs, outputs, inputs, torch.get_num_threads()),
         )
         return out
+
+
+def refuse(
+    kernel: _Named, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> None:
+    """Raises ValueError if a kernel of products cannot read these tensors, or write to ``out``."""
+    outputs, inputs = weight.shape
+    dtype = kernel.dtype
+    fits = x.dtype is dtype and x.is_cpu and x.shape[-1] == inputs
+    fits = fits and weight.dtype is dtype and weight.is_cpu and weight.is_contiguous()
+    if fits and bias is not None:
+        fits = bias.dtype is dtype and bias.is_cpu and bias.shape == (outputs,) and bias.is_contiguous()
+    if fits and out is not None:
+        fits = out.dtype is dtype and out.shape == (*x.shape[:-1], outputs) and out.is_contiguous()
+    if not fits:
+        raise ValueError(
+            f"{kernel.name} cannot multiply {tuple(x.shape)} {x.dtype} with {tuple(weight.shape)}"
+        )
 
 
 @functools.cache

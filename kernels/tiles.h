@@ -49,18 +49,23 @@ static void emulated_dot(Tile *c, const Tile *a, const Tile *b) {
 
 #define tile_zero(n) memset(unit + (n), 0, sizeof(Tile))
 #define tile_load(n, from) memcpy(unit + (n), from, sizeof(Tile))
+#define tile_load_rows(n, from, stride) \
+  do { \
+    for (int i = 0; i < SIDE; i++) memcpy(&unit[n].row[i], (const char *)(from) + i * (stride), sizeof(vec)); \
+  } while (0)
 #define tile_store(n, to) memcpy(to, unit + (n), sizeof(Tile))
 #define tile_dot(c, a, b) emulated_dot(unit + (c), unit + (a), unit + (b))
 INLINE void tiles_begin(void) {}
 INLINE void tiles_end(void) {}
 #else
 #define tile_zero(n) _tile_zero(n)
-/* GCC's own does not say that it reads memory. */
-#define tile_load(n, from) \
+/* Rows that are `stride` bytes apart. GCC's own does not say that it reads memory. */
+#define tile_load_rows(n, from, stride) \
   do { \
     __asm__ volatile("" ::: "memory"); \
-    _tile_loadd(n, from, sizeof(vec)); \
+    _tile_loadd(n, from, stride); \
   } while (0)
+#define tile_load(n, from) tile_load_rows(n, from, sizeof(vec))
 #define tile_store(n, to) _tile_stored(n, to, sizeof(vec))
 #define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
 
@@ -72,6 +77,7 @@ INLINE void tiles_begin(void) {
     uint8_t rows[16];
   } how __attribute__((aligned(64))) = {.palette = 1};
   for (int i = 0; i < 8; i++) how.bytes[i] = sizeof(vec), how.rows[i] = SIDE;
+  __asm__ volatile("" ::"r"(&how) : "memory"); /* GCC's own does not say that it reads memory */
   _tile_loadconfig(&how);
 }
 INLINE void tiles_end(void) { _tile_release(); }

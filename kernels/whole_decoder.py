@@ -12,7 +12,8 @@ import ctypes
 import numpy as np
 import torch
 
-from mpic.kernels.decoder import DecoderKernel, DecoderLayers, PassStruct, Product
+from mpic.kernels.decoder import DecoderKernel, DecoderLayers, PassStruct
+from mpic.kernels.linear import Product
 from mpic.kernels.stream import StreamRows
 from mpic.kernels.writes import RowWrites
 
@@ -52,7 +53,7 @@ class WholeDecoder:
         layers.refuse_tensor("the output projection", head.weight, (outputs, layers.hidden))
         if head.bias is not None:
             layers.refuse_tensor("the bias of the output projection", head.bias, (outputs,))
-        self._layers, self.most_rows = layers, kernel.most_rows
+        self._layers, self.most_rows = layers, layers.most_rows
         self._function = kernel.decode_tokens
         bias = None if head.bias is None else head.bias.data_ptr()
         self._ends = EndsStruct(embedding.data_ptr(), head.weight.data_ptr(), bias, outputs)
@@ -61,7 +62,7 @@ class WholeDecoder:
         self._logits = torch.empty(self.most_rows, outputs, dtype=layers.dtype)
         state = torch.empty(2, self.most_rows, layers.hidden, dtype=layers.dtype)
         self._pass = PassStruct(state=state[0].data_ptr(), out=state[1].data_ptr())
-        self._room = [state, *layers.make_room(self._pass, self.most_rows)]
+        self._state, self._room, self._threads = state, list[torch.Tensor](), 0
         self._tables: tuple[StreamRows, RowWrites] | None = None
         self._rotations: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -122,6 +123,8 @@ class WholeDecoder:
         self._tokens[:rows] = tokens
         skipped = step * rows * self._layers.half * cosine.element_size()
         this.threads = torch.get_num_threads()
+        if this.threads > self._threads:
+            self._room, self._threads = self._layers.make_room(this, self.most_rows), this.threads
         this.cosine, this.sine = cosine.data_ptr() + skipped, sine.data_ptr() + skipped
         self._function(
             self._layers.struct,

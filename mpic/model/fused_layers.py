@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from mpic.kernels.decoder import DecoderWeights, LayerWeights, Product
+from mpic.kernels.decoder import DecoderWeights, LayerWeights
+from mpic.kernels.linear import Product
 from mpic.kernels.whole_decoder import WholeDecoder
-from mpic.model.few_rows import FewRowsLinear
 from mpic.model.hooks import Step
+from mpic.model.kernel_linear import KernelLinear
 from mpic.model.norms import OneCallNorm
 from mpic.model.structure import RowInputs
 
@@ -82,7 +83,7 @@ def read_decoder(text_model: nn.Module, scale: float) -> DecoderWeights:
 
 def read_head(layer: nn.Module) -> Product | None:
     """Returns the weights of an output projection that the kernel for few rows multiplies, or None."""
-    return Product(layer.weight, layer.bias) if type(layer) is FewRowsLinear else None
+    return Product(layer.weight, layer.bias) if type(layer) is KernelLinear else None
 
 
 def _layer(name: str, layer: nn.Module, epsilons: set[float], head_epsilons: set[float]) -> LayerWeights:
@@ -127,7 +128,7 @@ def _norm(name: str, norm: nn.Module, epsilons: set[float]) -> torch.Tensor:
 
 
 def _product(name: str, layer: nn.Module) -> Product:
-    if type(layer) is not FewRowsLinear:
+    if type(layer) is not KernelLinear:
         raise Unfused(f"{name} has a {type(layer).__name__} that the kernel for few rows does not multiply")
     return Product(layer.weight, layer.bias)
 

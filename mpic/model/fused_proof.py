@@ -1,15 +1,16 @@
 """The proof that a fused step computes what the model's own modules do, before it serves anything.
 
-Two steps are run both ways. In one a few rows stand alone, with different lengths, over keys and values of their own
-and over those of a chunk that each sees at another base; in the other two blocks of rows and one that stands alone do.
-Where decoding begins with tokens (``mpic.kernels.whole_decoder``), the first step is run that way, too. Logits have to
-agree, and so do the keys and values that every layer writes. In the first one the operations of the model's way are
-listed, too: one that a fused step does not have (a limit on values, a choice by their size) may make no difference for
-these rows and make one for others.
+Steps are run both ways. In two of them a few rows stand alone, with different lengths, over keys and values of their
+own and over those of a chunk that each sees at another base; the second has more rows, whose products may be another
+kernel's. In the last step two blocks of rows and one row that stands alone are run. Where decoding begins with tokens
+(``mpic.kernels.whole_decoder``), the first two are run that way, too. Logits have to agree, and so do the keys and
+values that every layer writes. In the first two the operations of the model's way are listed: one that a fused step
+does not have (a limit on values, a choice by their size) may make no difference for these rows and make one for others.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -35,9 +36,11 @@ log = logging.getLogger(__name__)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest ``|difference| / max |value|`` of logits, and of keys and values, by the dtype of these. Both ways round at
 the same places."""
-_LENGTHS = (3, 17, 41)
+_LENGTHS = (3, 17, 41, 5, 29, 11)
 """Tokens before each row."""
-_CHUNK, _BASES = 30, (0, 60, 200)
+_ALONE = (3, len(_LENGTHS))
+"""Rows of the steps in which all stand alone. The second is more than ``mpic.kernels.linear_tiles.LEAST_ROWS``."""
+_CHUNK, _BASES = 30, (0, 60, 200, 9, 130, 77)
 """Tokens of the chunk, and the bases at which the rows see it."""
 _BLOCKS = ((0, 20, 13), (20, 37, 0))
 """The first row of each block, the row behind its last, and its own tokens before."""
@@ -97,11 +100,13 @@ def difference(loaded: LoadedModel, fused: FusedStep) -> float:
     Raises:
         ModelRefused: it is too large, or the model's way has operations that a fused step has not.
     """
-    rows = min(len(_LENGTHS), fused.most_rows)
     ways = [_watched(loaded), fused.run]
     if fused.begins_with_tokens():
         ways.append(_from_tokens(fused, fused.whole_decoder()))
-    return _within(loaded, ways, rows, lambda: _single_step(loaded, rows))
+    counts = {min(rows, fused.most_rows) for rows in _ALONE}
+    return max(
+        _within(loaded, ways, rows, functools.partial(_single_step, loaded, rows)) for rows in sorted(counts)
+    )
 
 
 def block_difference(loaded: LoadedModel, fused: FusedStep) -> float:
@@ -190,7 +195,7 @@ def _single_step(loaded: LoadedModel, rows: int) -> ProofStep:
     chunk = pool.kv(pool.alloc(_CHUNK))
     own = [pool.kv(pool.alloc(length + 1)) for length in _LENGTHS[:rows]]
     calls: list[SpanCall] = []
-    for row, (view, length, base) in enumerate(zip(own, _LENGTHS, _BASES, strict=False)):
+    for row, (view, length, base) in enumerate(zip(own, _LENGTHS[:rows], _BASES[:rows], strict=True)):
         calls.append(SpanCall(slice(row, row + 1), Span(view, 0, length + 1), first=True))
         calls.append(SpanCall(slice(row, row + 1), Span(chunk, 0, _CHUNK, base=base)))
     kinds = [loaded.kind_calls(0, [])._replace(singles=loaded.single_rows(0, calls))]
@@ -205,7 +210,7 @@ def _block_step(loaded: LoadedModel) -> ProofStep:
     chunk = pool.kv(pool.alloc(_CHUNK))
     calls: list[SpanCall] = []
     writes: list[Write] = []
-    for (lo, hi, before), base in zip(_BLOCKS, _BASES[1:], strict=True):
+    for (lo, hi, before), base in zip(_BLOCKS, _BASES[1:3], strict=True):
         view, rows = pool.kv(pool.alloc(before + hi - lo)), slice(lo, hi)
         own = Span(view, before, before + hi - lo)
         writes.append(Write(rows, own))

@@ -74,7 +74,7 @@ class FusedStep:
         self._frequencies = kind.rotary.frequencies.float()
         embedding = getattr(loaded.text_model, "rotary_emb", None)
         self._scaling = float(getattr(embedding, "attention_scaling", 1.0))
-        self._loaded, self._head, self.most_rows = loaded, head, kernel.most_rows
+        self._loaded, self._head, self.most_rows = loaded, head, self._decoder.most_rows
         self._dtype, self._change, self.note = loaded.dtype, "", ""
         self._watch = ModuleWatch(_modules_of(loaded.model, loaded.text_model))
         self._kernel = kernel

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from mpic.kv.chunk import LATENT, LATENT_ONCE
-from mpic.model.few_rows import FewRowsLinear
+from mpic.model.kernel_linear import KernelLinear
 from mpic.model.rotary import Rotary
 from mpic.model.trace import ForwardTrace, LayerFacts, LayerKind, LayerTrace, alike, limit_of
 
@@ -156,7 +156,7 @@ def _projection(
     if not alike(seen.key[:1, :, still:].expand(heads, -1, -1), seen.key[:, :, still:], limit):
         return None
     for module in seen.module.modules():
-        if type(module) not in (nn.Linear, FewRowsLinear) or module.bias is not None or module not in inputs:
+        if type(module) not in (nn.Linear, KernelLinear) or module.bias is not None or module not in inputs:
             continue
         if type(module.weight) is not nn.Parameter:  # quantised weights: the layer stays expanded
             continue

@@ -23,10 +23,10 @@ from mpic.kv.chunk import LATENT_ONCE, ChunkInputs, KVShape
 from mpic.model import attention_choice, hooks, vision
 from mpic.model.clip_sampling import refusal, sampling_digest
 from mpic.model.facts import find_facts
-from mpic.model.few_rows import use_few_rows
 from mpic.model.fused_layers import NOT_STREAM, NOTE, StepsInOneCall
 from mpic.model.identity import VERIFIED, bos_id, eos_ids, fingerprint, preprocessing_digest
 from mpic.model.info import ModelInfo
+from mpic.model.kernel_linear import use_kernels
 from mpic.model.latent import layout_of
 from mpic.model.norms import use_one_call
 from mpic.model.refusals import context_limit, refuse_unsupported
@@ -121,7 +121,7 @@ class LoadedModel:
                 "kv_dtype": self.kv_name,
                 "parameters": sum(p.numel() for p in model.parameters()),
                 **self._attention_details,
-                "few_rows_note": use_few_rows(self.model, self.text_model),
+                **use_kernels(self.model, self.text_model).details,
             },
         )
 

@@ -16,8 +16,8 @@ from fused_kit import loaded_model, needs_fused
 from mpic.engine.native.engine import NativeEngine
 from mpic.engine.native.fused_decode import ROTATED
 from mpic.kernels.stream import SECTION
-from mpic.model.few_rows import FewRowsLinear
 from mpic.model.fused_layers import TOKENS_NOTE
+from mpic.model.kernel_linear import KernelLinear
 
 pytestmark = needs_fused
 TOKENS = (9, 14, ROTATED + 20)
@@ -89,7 +89,7 @@ def test_what_has_changed_around_the_layers_is_run_through_its_modules(what, mak
 
 
 def test_an_output_projection_of_another_kind_is_run_as_it_is(make_engine):
-    class Louder(FewRowsLinear):
+    class Louder(KernelLinear):
         def forward(self, x):
             return 2 * super().forward(x)
 

@@ -3,7 +3,6 @@ file with the unit's work in plain C is tested wherever there is a compiler."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 
@@ -26,6 +25,7 @@ from spans_kit import (
     needs_compiler,
     steps,
 )
+from unit_kit import UNIT, configured_threads, needs_unit, on_both, threads
 
 from mpic.kernels import block_tiles, c_kernel, cpu
 from mpic.kernels.attention import PLAIN, Extras, GatheredCalls, KVView, SpanCall, attend
@@ -33,15 +33,6 @@ from mpic.kernels.backends import block_spans as choose
 from mpic.kernels.backends import row_blocks
 from mpic.kernels.span import Span
 
-UNIT = torch.cpu._is_amx_tile_supported()
-needs_unit = pytest.mark.skipif(not UNIT, reason="the processor has no matrix unit (AMX)")
-on_both = pytest.mark.parametrize(
-    "emulated",
-    [
-        pytest.param(True, id="emulated", marks=needs_compiler),
-        pytest.param(False, id="unit", marks=[needs_compiler, needs_unit]),
-    ],
-)
 TOLERANCE = 2.0**-7
 """This is for results near 1: weights, values and queries that were turned have 8 significant bits."""
 WEIGHT = 2.0**-8
@@ -70,16 +61,6 @@ def rounded(step: tuple) -> tuple:
     """A step of the kit in bf16."""
     q, calls, *rest = step
     return q.bfloat16(), list(map(in_bf16, calls)), *rest
-
-
-@contextlib.contextmanager
-def threads(count: int):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def assert_near(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -283,33 +264,12 @@ def test_torchs_products_and_attention_on_the_unit_are_the_same_before_and_after
             assert torch.equal(run(), wanted)
 
 
-STATE = """
-#include <immintrin.h>
-#include <stdint.h>
-
-int configured(int threads) {
-  int found = 0;
-#pragma omp parallel num_threads(threads) reduction(+ : found)
-  {
-    uint8_t how[64] __attribute__((aligned(64)));
-    _tile_storeconfig(how);
-    found += how[0] != 0;
-  }
-  return found;
-}
-"""
-"""Counts the threads in which the matrix unit has a configuration, and so keeps registers that the system must save."""
-
-
 @needs_compiler
 @needs_unit
 def test_no_thread_keeps_the_units_configuration(tmp_path):
-    file = tmp_path / "state.c"
-    file.write_text(STATE)
-    configured = c_kernel.build(file, "state", ["-mamx-tile"]).configured
     with threads(2):
         attended(False, *rounded(long_step()))
-        assert configured(2) == 0
+        assert configured_threads(tmp_path, 2) == 0
 
 
 # ---- where it is used

@@ -13,6 +13,7 @@ import transformers as tf
 from families import TEXT, make_model
 from fused_kit import DTYPES, FAMILIES, loaded_model, needs_fused
 from torch import nn
+from unit_kit import threads, use_emulated_unit
 
 from mpic.errors import ModelRefused
 from mpic.kernels import c_kernel, decoder, linear, stream
@@ -88,6 +89,35 @@ def test_logits_keys_and_values_are_those_of_the_modules(name, dtype):
     assert loaded.fused is not None and loaded.info.details[NOTE] == ""
     for rows in {min(rows, loaded.fused.most_rows) for rows in (1, 3, 16)}:
         _assert_same(loaded, _both(loaded, rows))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_blocks_of_single_rows_are_multiplied_on_the_unit(name, monkeypatch):
+    """Up to 64 requests decode in one call; the sizes are such that sums are carried, too."""
+    use_emulated_unit(monkeypatch)
+    loaded = loaded_model(name, torch.bfloat16, {"hidden_size": 64, "intermediate_size": 2080})
+    assert loaded.fused is not None and loaded.fused.most_rows == decoder.BLOCK_ROWS
+    assert loaded.info.details["linear_blocks"] == "cpu-linear-tiles"
+    for rows in (4, 5, 33, 64):
+        _assert_same(loaded, _both(loaded, rows))
+
+
+def test_a_step_that_gets_more_threads_has_memory_for_them(monkeypatch):
+    use_emulated_unit(monkeypatch)
+    text = {"hidden_size": 64, "intermediate_size": 2080}
+    loaded, before = loaded_model(dtype=torch.bfloat16, text=text), torch.get_num_threads()
+    with threads(1):
+        alone = _both(loaded, 6)[1]
+    with threads(before + 2):
+        together = _both(loaded, 6)[1]
+    assert torch.equal(alone[0], together[0]) and torch.equal(alone[1], together[1])
+
+
+def test_sizes_that_the_unit_does_not_take_are_multiplied_as_before(monkeypatch):
+    use_emulated_unit(monkeypatch)
+    loaded = loaded_model(dtype=torch.bfloat16, text={"hidden_size": 64, "intermediate_size": 72})
+    assert loaded.fused is not None and loaded.fused.most_rows == linear.load(torch.bfloat16).most_rows
+    _assert_same(loaded, _both(loaded, loaded.fused.most_rows))
 
 
 def test_only_wanted_logits_are_computed_in_their_order(llama):

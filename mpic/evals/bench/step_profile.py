@@ -21,7 +21,8 @@ from torch.profiler import profile as profiler
 from mpic.engine.native.engine import NativeEngine
 from mpic.kernels.decoder import DecoderLayers
 from mpic.kernels.decoder_blocks import BlockLayers
-from mpic.kernels.linear import LinearKernel
+from mpic.kernels.linear import LinearKernel, Product
+from mpic.kernels.linear_tiles import LinearTilesKernel
 from mpic.kernels.whole_decoder import WholeDecoder
 from mpic.model import fused_step, hooks
 
@@ -67,7 +68,7 @@ class StepProfile:
 
 def profile_steps(engine: NativeEngine, work: Callable[[], Any]) -> StepProfile:
     """Profiles the steps that an engine takes while ``work`` runs; steps that compute nothing do not count."""
-    products = _Products()
+    products = _ProductCounts()
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # the engine has its own
     with (
         _marked(engine, products),
@@ -106,15 +107,15 @@ def python_seconds(engine: NativeEngine, work: Callable[[], Any]) -> list[float]
         found.append(time.thread_time() - began - (inside[0] - before))
 
     with ExitStack() as stack:
-        for owner in (WholeDecoder, DecoderLayers, LinearKernel):
+        for owner in (WholeDecoder, DecoderLayers, LinearKernel, LinearTilesKernel):
             stack.enter_context(patch.object(owner, "__call__", in_kernel(owner.__call__)))
         stack.enter_context(patch.object(engine, "step", timed))
         work()
     return found
 
 
-class _Products:
-    """Counts what the kernel for few rows does, of which torch's profiler knows nothing."""
+class _ProductCounts:
+    """Counts what the kernels for products do, of which torch's profiler knows nothing."""
 
     def __init__(self) -> None:
         self.operations = self.bytes = 0
@@ -123,15 +124,29 @@ class _Products:
         def product(kernel: Any, x: torch.Tensor, weight: torch.Tensor, *bias_and_out: Any) -> torch.Tensor:
             with record_function(MATRIX):
                 out = multiply(kernel, x, weight, *bias_and_out)
-            self.operations += 2 * out.numel() * weight.shape[1]
-            self.bytes += x.nbytes + weight.nbytes + out.nbytes
+            self._add(x, weight, out)
             return out
 
         return product
 
+    def counted_blocks(self, multiply: Callable[..., None]) -> Callable[..., None]:
+        def together(
+            kernel: Any, x: torch.Tensor, products: Sequence[Product], outs: Sequence[torch.Tensor]
+        ) -> None:
+            with record_function(MATRIX):
+                multiply(kernel, x, products, outs)
+            for by, out in zip(products, outs, strict=True):
+                self._add(x, by.weight, out)
+
+        return together
+
+    def _add(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        self.operations += 2 * out.numel() * weight.shape[1]
+        self.bytes += x.nbytes + weight.nbytes + out.nbytes
+
 
 @contextmanager
-def _marked(engine: NativeEngine, products: _Products) -> Iterator[None]:
+def _marked(engine: NativeEngine, products: _ProductCounts) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = [
         (engine, "step", STEP),
         (engine, "_commit", RESULTS),
@@ -155,6 +170,8 @@ def _marked(engine: NativeEngine, products: _Products) -> Iterator[None]:
             stack.enter_context(patch.object(owner, name, _in_mark(getattr(owner, name), mark)))
         counted = products.counted(LinearKernel.__call__)
         stack.enter_context(patch.object(LinearKernel, "__call__", counted))
+        blocks = products.counted_blocks(LinearTilesKernel.__call__)
+        stack.enter_context(patch.object(LinearTilesKernel, "__call__", blocks))
         yield
 
 

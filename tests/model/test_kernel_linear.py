@@ -1,4 +1,4 @@
-"""The decoder's linear layers: few rows go through the kernel made for them, everything else through torch."""
+"""Linear layers: rows go through the kernels that are made for their number, everything else through torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from families import make_model
 from torch import nn
+from unit_kit import use_emulated_unit
 
 from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.bench.workload import DecoderShape, random_model
-from mpic.kernels import c_kernel, linear
-from mpic.model import few_rows
-from mpic.model.few_rows import FewRowsLinear
+from mpic.kernels import c_kernel, linear, linear_tiles, products
+from mpic.model import kernel_linear
+from mpic.model.kernel_linear import KernelLinear
 from mpic.model.loaded import LoadedModel
 
 SHAPE = DecoderShape(layers=1, hidden=64, heads=2, intermediate=96, vocabulary=100, context=512)
@@ -33,14 +35,29 @@ def loaded():
     return LoadedModel(random_model(SHAPE, BenchDevice(CPU, torch.float32)), None, "tiny")
 
 
+@pytest.fixture
+def emulated_unit(monkeypatch):
+    use_emulated_unit(monkeypatch)
+    kernel_linear._kernels.cache_clear()
+    yield
+    kernel_linear._kernels.cache_clear()
+
+
+def _tensors(output):
+    found = output if isinstance(output, torch.Tensor) else output.pooler_output
+    return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
 def _layers(loaded):
     return [m for m in loaded.model.modules() if isinstance(m, nn.Linear)]
 
 
 @needs_kernel
 def test_all_linear_layers_of_the_decoder_and_the_head_have_it(loaded):
-    assert {type(m) for m in _layers(loaded)} == {FewRowsLinear} and len(_layers(loaded)) == 8
-    assert loaded.info.details["few_rows_note"] == ""
+    assert {type(m) for m in _layers(loaded)} == {KernelLinear} and len(_layers(loaded)) == 8
+    details = loaded.info.details
+    assert details["few_rows_note"] == details["linear_blocks_note"] == ""
+    assert (details["linear_rows"], details["linear_blocks"]) == ("cpu-linear", "torch")
 
 
 @needs_kernel
@@ -79,13 +96,13 @@ def test_weights_that_come_to_lie_otherwise_or_have_no_kernel_multiply_with_torc
     layer.weight.data = layer.weight.data.T.contiguous().T  # as wrappers of quantised checkpoints set it
     torch.testing.assert_close(layer(torch.ones(1, 64)), layer.weight.sum(1)[None])
     unavailable = linear.KernelUnavailable("no kernel for this dtype on this processor")
-    monkeypatch.setattr(linear, "load", Mock(side_effect=unavailable))
-    few_rows._most_rows.cache_clear()
+    monkeypatch.setattr(products, "load", Mock(side_effect=unavailable))
+    kernel_linear._kernels.cache_clear()
     try:
         layer = _layers(loaded)[1]
         torch.testing.assert_close(layer(torch.ones(1, 64)), layer.weight.sum(1)[None])
     finally:
-        few_rows._most_rows.cache_clear()
+        kernel_linear._kernels.cache_clear()
 
 
 @needs_kernel
@@ -95,17 +112,62 @@ def test_a_copy_of_the_model_still_works(loaded):
 
 
 def test_without_a_compiler_layers_stay_torchs_and_the_reason_is_told(monkeypatch):
-    linear.load.cache_clear()
+    loads = (linear.load, products.load)
+    for load in loads:
+        load.cache_clear()
     monkeypatch.setattr(c_kernel.shutil, "which", lambda name: None)
     try:
         loaded = LoadedModel(random_model(SHAPE, BenchDevice(CPU, torch.float32)), None, "tiny")
     finally:
-        linear.load.cache_clear()
+        for load in loads:
+            load.cache_clear()
     assert {type(m) for m in _layers(loaded)} == {nn.Linear}
     assert "no C compiler" in loaded.info.details["few_rows_note"]
 
 
 def test_other_devices_keep_their_own():
     model = random_model(SHAPE, BenchDevice(CPU, torch.float32)).to("meta")
-    assert "not on meta" in few_rows.use_few_rows(model, model.model)
-    assert not any(isinstance(m, FewRowsLinear) for m in model.modules())
+    assert "not on meta" in kernel_linear.use_kernels(model, model.model).note
+    assert not any(isinstance(m, KernelLinear) for m in model.modules())
+
+
+@needs_kernel
+def test_with_a_kernel_for_blocks_of_rows_all_plain_layers_have_it(emulated_unit):
+    """Those of the encoder of images, too."""
+    model = make_model("llava")[0].to(torch.bfloat16)
+    wanted = model.get_image_features(pixel_values=torch.ones(1, 3, 32, 32).bfloat16())
+    loaded = LoadedModel(model, None, "tiny")
+    assert loaded.info.details["linear_blocks"] == "cpu-linear-tiles"
+    inside = {type(m) for m in model.model.vision_tower.modules() if isinstance(m, nn.Linear)}
+    assert inside == {KernelLinear}
+    with torch.inference_mode():
+        got = model.get_image_features(pixel_values=torch.ones(1, 3, 32, 32).bfloat16())
+    for one, other in zip(_tensors(got), _tensors(wanted), strict=True):
+        assert (one - other).abs().max() <= 2e-2 * other.abs().max()
+
+
+@needs_kernel
+def test_blocks_of_rows_are_the_units_kernels(emulated_unit, monkeypatch):
+    loaded = LoadedModel(random_model(SHAPE, BenchDevice(CPU, torch.bfloat16)), None, "tiny")
+    layer, taken = _layers(loaded)[0], []
+    own = linear_tiles.LinearTilesKernel.__call__
+    monkeypatch.setattr(
+        linear_tiles.LinearTilesKernel,
+        "__call__",
+        lambda kernel, x, *rest: (taken.append(len(x)), own(kernel, x, *rest)),
+    )
+    for rows in (1, 4, 5, 40):
+        x = torch.randn(rows, 64).bfloat16()
+        with torch.no_grad():
+            wanted = nn.functional.linear(x, layer.weight)
+            torch.testing.assert_close(layer(x), wanted, atol=1e-2, rtol=1e-2)
+    assert taken == [5, 40]
+
+
+def test_why_torch_multiplies_blocks_on_a_processor_with_a_unit_is_told(monkeypatch):
+    found = Mock(blocks=None, blocks_note="not allowed")
+    found.few.name = "cpu-linear"
+    monkeypatch.setattr(products, "load", lambda dtype: found)
+    model = random_model(SHAPE, BenchDevice(CPU, torch.bfloat16))
+    details = kernel_linear.use_kernels(model, model.model).details
+    assert (details["linear_blocks"], details["linear_blocks_note"]) == ("torch", "not allowed")

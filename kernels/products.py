@@ -1,0 +1,91 @@
+"""The matrix products of linear layers on the CPU: chooses among the kernels, by the number of rows.
+
+Few rows are multiplied at the speed at which weights are read (``linear.py``), blocks of rows on a matrix unit where
+the processor has one for the dtype (``linear_tiles.py``), and all others by torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from mpic.kernels import linear, linear_tiles
+from mpic.kernels.c_kernel import KernelUnavailable
+from mpic.kernels.linear import LinearKernel, Product
+from mpic.kernels.linear_tiles import LinearTilesKernel
+
+
+class Products:
+    """The kernels for one dtype; ``load`` makes it.
+
+    Args:
+        few: for few rows.
+        blocks: for blocks of rows; None: torch multiplies these.
+        blocks_note: why torch does though the processor has a matrix unit for the dtype; else empty.
+
+    ``few_rows``: up to how many rows ``few`` is the fastest where there is another kernel for the inputs.
+    """
+
+    def __init__(self, few: LinearKernel, blocks: LinearTilesKernel | None, blocks_note: str = "") -> None:
+        self.few, self.blocks, self.blocks_note = few, blocks, blocks_note
+        self.few_rows = few.most_rows if blocks is None else linear_tiles.LEAST_ROWS - 1
+
+    def takes(self, rows: int, inputs: int) -> bool:
+        """Returns whether a kernel multiplies so many rows of so many numbers faster than torch does."""
+        return rows <= self.few.most_rows or self._is_block(rows, inputs)
+
+    def __call__(self, x: torch.Tensor, by: Product) -> torch.Tensor:
+        """Returns ``x W^T + b``, ``[..., outputs]``, for ``x [..., inputs]``.
+
+        Raises:
+            ValueError: other dtypes or devices, weights that do not lie row by row, sizes that do not fit.
+        """
+        out = torch.empty((*x.shape[:-1], len(by.weight)), dtype=x.dtype)
+        self.into(x, [by], [out])
+        return out
+
+    def into(self, x: torch.Tensor, products: Sequence[Product], outs: Sequence[torch.Tensor]) -> None:
+        """Writes the same for some weights to contiguous memory ``[..., outputs]`` for each.
+
+        Raises:
+            ValueError: as above.
+        """
+        inputs = x.shape[-1]
+        rows = x.numel() // inputs
+        if self._is_block(rows, inputs):
+            self.blocks(x, products, outs)
+            return
+        for by, out in zip(products, outs, strict=True):
+            if rows <= self.few.most_rows:
+                self.few(x, by.weight, by.bias, out)
+            else:
+                linear.refuse(self.few, x, by.weight, by.bias, out)
+                _multiply(x.reshape(rows, inputs), by, out.view(rows, -1))
+
+    def _is_block(self, rows: int, inputs: int) -> bool:
+        return self.blocks is not None and rows > self.few_rows and self.blocks.takes(inputs)
+
+
+def _multiply(x: torch.Tensor, by: Product, out: torch.Tensor) -> None:
+    if by.bias is None:
+        torch.mm(x, by.weight.t(), out=out)
+    else:
+        torch.addmm(by.bias, x, by.weight.t(), out=out)
+
+
+@functools.cache
+def load(dtype: torch.dtype) -> Products:
+    """Returns the kernels for a dtype.
+
+    Raises:
+        KernelUnavailable: there is none; the message says why.
+    """
+    few = linear.load(dtype)
+    if dtype is not LinearTilesKernel.dtype or not torch.cpu._is_amx_tile_supported():
+        return Products(few, None)
+    try:
+        return Products(few, linear_tiles.load())
+    except KernelUnavailable as error:
+        return Products(few, None, str(error))

@@ -1,0 +1,72 @@
+"""Kernels for a processor's matrix unit (AMX): the tests run each on the unit and emulated in plain C."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from spans_kit import needs_compiler
+
+from mpic.kernels import c_kernel, decoder, linear, linear_tiles, products
+from mpic.kernels.products import Products
+
+UNIT = torch.cpu._is_amx_tile_supported()
+needs_unit = pytest.mark.skipif(not UNIT, reason="the processor has no matrix unit (AMX)")
+on_both = pytest.mark.parametrize(
+    "emulated",
+    [
+        pytest.param(True, id="emulated", marks=needs_compiler),
+        pytest.param(False, id="unit", marks=[needs_compiler, needs_unit]),
+    ],
+)
+STATE = """
+#include <immintrin.h>
+#include <stdint.h>
+
+int configured(int threads) {
+  int found = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : found)
+  {
+    uint8_t how[64] __attribute__((aligned(64)));
+    _tile_storeconfig(how);
+    found += how[0] != 0;
+  }
+  return found;
+}
+"""
+"""Counts the threads in which the matrix unit has a configuration, and so keeps registers that the system must save."""
+
+
+def configured_threads(folder: Path, count: int) -> int:
+    """Returns in how many of torch's threads the unit has a configuration.
+
+    Args:
+        folder: for a file that is compiled.
+        count: threads.
+    """
+    file = folder / "state.c"
+    file.write_text(STATE)
+    return c_kernel.build(file, "state", ["-mamx-tile"]).configured(count)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Has torch use so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def use_emulated_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has models that are loaded from now on in bf16 multiply blocks of rows on a unit that is emulated."""
+    dtype = torch.bfloat16
+    found = Products(linear.load(dtype), linear_tiles.load(emulated=True))
+    own = products.load
+    monkeypatch.setattr(products, "load", lambda asked: found if asked is dtype else own(asked))
+    monkeypatch.setattr(decoder, "load", decoder.load.__wrapped__)
