@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from unit_kit import use_emulated_unit
 
 from mpic.config import ConfigError
 from mpic.evals.bench import profile, step_profile
@@ -107,17 +108,23 @@ def test_a_fused_step_is_one_part_and_no_layer_is_watched():
     assert sum(found.parts.values()) == pytest.approx(found.total)
 
 
-@pytest.mark.parametrize("tokens", [3, 40])
-def test_products_are_counted_whichever_kernel_multiplies(tokens):
-    """Few rows go through a kernel of which torch's profiler knows nothing."""
-    pair, ids = make_pair(TINY, CPU), Ids(TINY.vocabulary)
+@pytest.mark.parametrize("tokens, dtype", [(3, torch.float32), (40, torch.float32), (40, torch.bfloat16)])
+def test_products_are_counted_whichever_kernel_multiplies(tokens, dtype, monkeypatch):
+    """Torch's profiler knows nothing of the kernels for few rows, and for blocks on a matrix unit."""
+    try:
+        use_emulated_unit(monkeypatch)
+    except KernelUnavailable as reason:
+        pytest.skip(f"the kernels for products cannot be built or are not used here: {reason}")
+    pair, ids = make_pair(TINY, BenchDevice(CPU.device, dtype)), Ids(TINY.vocabulary)
+    wanted = "cpu-linear-tiles" if dtype is torch.bfloat16 else "torch"
+    assert pair.loaded.info.details["linear_blocks"] == wanted
     with engine_for(pair.loaded, 512) as engine:
         found = profile_steps(
             engine, lambda: first_token(engine, request_of(prompt_of(ids.fresh(tokens)), "full", 1))
         )
     projections = 4 * 64 * 64 + 3 * 64 * 96
     assert found.operations == 2 * (2 * tokens * projections + 64 * 300) and found.parts[MATRIX] > 0
-    assert found.bytes > 4 * (2 * projections + 64 * 300)
+    assert found.bytes > dtype.itemsize * (2 * projections + 64 * 300)
 
 
 def test_a_gpu_is_referred_to_the_bench_that_profiles_gpus():
