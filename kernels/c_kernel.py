@@ -65,9 +65,11 @@ def unit_options(*, emulated: bool) -> list[str]:
         return ["-DEMULATED=1", "-Wno-psabi", "-O1", "-ftree-vectorize"]
     if not torch.cpu._is_amx_tile_supported():
         raise KernelUnavailable("the processor has no matrix unit")
+    if not torch.cpu._is_avx512_bf16_supported():
+        raise KernelUnavailable("the processor has a matrix unit, but does not round to bfloat16 by itself")
     if not torch.cpu._init_amx():
         raise KernelUnavailable("the operating system does not let programs use the matrix unit")
-    return ["-mamx-tile", "-mamx-bf16", "-mavx512bf16"]  # such processors have the last one, too
+    return ["-mamx-tile", "-mamx-bf16", "-mavx512bf16"]
 
 
 def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:

@@ -2,9 +2,11 @@
  * stands between the products of a layer for blocks of rows (`between`), whose products and attention are others'.
  *
  * Each layer is: RMS norm, queries, keys and values, an RMS norm of every head where the model has one, rotation, keys and
- * values to their slots, attention (stream.c), output product (linear.c), residual, RMS norm, gate and up, SiLU(gate) * up,
+ * values to their slots, attention (stream.c), output product, residual, RMS norm, gate and up, SiLU(gate) * up,
  * down, residual. The last one is followed by the decoder's own norm. The threads share the work of each part and wait for
  * each other behind it. In bf16, numbers are rounded where the model written in torch's operations rounds them.
+ *
+ * Products of more than a few rows are linear_tiles.c's where the processor has a matrix unit.
  *
  * decoder.py compiles this file with the options of both files below, and fills the tables.
  */

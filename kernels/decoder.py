@@ -3,7 +3,8 @@ stand alone; ``decoder_blocks.py`` runs blocks of rows.
 
 A step of one row runs about ten modules a layer, each of a few microseconds of Python, and a dozen small operations of
 torch between them. For small models and small batches that is more than the numbers take. The C file is made of those
-of the kernels that serve such rows layer by layer (``stream.c``, ``linear.c``), so the results differ by rounding
+of the kernels that serve such rows layer by layer (``stream.c``, ``linear.c``), and calls the one for blocks of rows on
+a matrix unit (``linear_tiles.c``), so the results differ by rounding
 alone. Weights are read where they lie. ``whole_decoder.py`` runs the same from tokens to logits.
 """
 
@@ -27,7 +28,8 @@ from mpic.kernels.writes import RowWrites
 SOURCE = Path(__file__).with_name("decoder.c")
 
 BLOCK_ROWS = 64
-"""Rows of the largest step of rows that stand alone, where blocks of rows are multiplied on a matrix unit."""
+"""Rows of the largest step of rows that stand alone, where blocks of rows are multiplied on a matrix unit. They are one
+block there (``linear_tiles.ROWS``)."""
 
 _I64, _F32, _ADDRESS = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -165,7 +167,8 @@ class DecoderLayers:
         """
         count = len(state)
         if (
-            not self.takes(state, cosine, sine)
+            count > self.most_rows
+            or not self.takes(state, cosine, sine)
             or count != len(rows.rows)
             or not self.writes_to(writes, count)
         ):
@@ -174,8 +177,9 @@ class DecoderLayers:
         with self._lock:  # the memory to work in is one
             threads = torch.get_num_threads()
             if count > self._rows or threads > self._threads:
-                self._room = self.make_room(this, count)
-                self._rows, self._threads = count, threads
+                most = max(count, self._rows)
+                self._room = self.make_room(this, most)
+                self._rows, self._threads = most, threads
             this.step, this.rows, this.threads = rows.address, count, threads
             this.state, this.out = state.data_ptr(), out.data_ptr()
             this.cosine, this.sine = cosine.data_ptr(), sine.data_ptr()
@@ -212,14 +216,14 @@ class DecoderLayers:
         room["attended"] = torch.empty_like(room["query"])
         is_fp32 = self.dtype is torch.float32
         room["sums"] = room["attended"] if is_fp32 else room["attended"].float()
-        for name, memory in room.items():
-            setattr(step, name, memory.data_ptr())
-        kept = list(room.values())
+        unit: list[torch.Tensor] = []
         if self._blocks is not None:
             sizes = self._blocks.memory(rows, self._widest, torch.get_num_threads())
-            kept += (unit := [torch.empty(size, dtype=torch.uint8) for size in sizes])
+            unit = [torch.empty(size, dtype=torch.uint8) for size in sizes]
             step.packed, step.carried = map(linear_tiles.aligned, unit)
-        return kept
+        for name, memory in room.items():  # behind all that may fail
+            setattr(step, name, memory.data_ptr())
+        return [*room.values(), *unit]
 
     def _refuse(self, weights: DecoderWeights) -> None:
         """Raises ValueError if weights cannot be read as those of one decoder."""

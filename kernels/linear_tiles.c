@@ -6,17 +6,16 @@
  * while those of the next strip are fetched. Where there are more inputs than RUN, sums are carried from one run to the
  * next. Neither threads nor the rows beside a row change its results.
  *
- * linear_tiles.py compiles this file. decoder.c calls `pack_rows` and `multiply_rows`, too, in a team of its own.
+ * linear_tiles.py compiles this file, and says what ROWS, RUN and PANEL (outputs of a task) are. decoder.c calls `pack_rows`
+ * and `multiply_rows`, too, in a team of its own.
  */
 #include "tiles.h"
 
 #include <omp.h>
 
-#define PAIR (2 * SIDE) /* outputs, or rows, that are computed together */
-#define ROWS 256        /* rows that are in the unit's order at a time */
-#define RUN 2048        /* inputs that are multiplied in a row: with ROWS a megabyte */
-#define PANEL 256       /* outputs of a task, if there are enough */
-#define TASKS 3         /* that each thread should have: threads may differ in speed by a factor of three */
+#define PAIR (2 * SIDE)   /* outputs, or rows, that are computed together */
+#define PIECE (8 * DEPTH) /* inputs of a pair of rows that a thread packs at a time */
+#define TASKS 3           /* that each thread should have: threads may differ in speed by a factor of three */
 
 /* linear_tiles.py: _ProductStruct. `weight [outputs, inputs]`, `bias [outputs]` or null, `out [rows, outputs]`. */
 typedef struct {
@@ -53,9 +52,9 @@ INLINE bits rounded(vec low, vec high) {
 }
 #endif
 
-/* Rows [row, row + PAIR) of x in the unit's order; zeros behind the last one. */
-static void pack_pair(const uint16_t *x, int64_t rows, int64_t inputs, int64_t row, Tile *to) {
-  for (int64_t from = 0; from < inputs; from += DEPTH)
+/* Inputs [begin, end) of rows [row, row + PAIR) of x in the unit's order; zeros behind the last row. */
+static void pack_pair(const uint16_t *x, int64_t rows, int64_t inputs, int64_t row, int64_t begin, int64_t end, Tile *to) {
+  for (int64_t from = begin; from < end; from += DEPTH)
     for (int half = 0; half < 2; half++, to++) {
       const int64_t first = row + half * SIDE;
       bits a[SIDE];
@@ -72,16 +71,18 @@ static void pack_pair(const uint16_t *x, int64_t rows, int64_t inputs, int64_t r
 
 /* Brings the rows of a block into the unit's order. All threads of a team call it, and wait for each other. */
 void pack_rows(const uint16_t *x, int64_t rows, int64_t inputs, Tile *packed) {
-#pragma omp for schedule(static)
-  for (int64_t row = 0; row < rows; row += PAIR) pack_pair(x, rows, inputs, row, packed + row * inputs / (DEPTH * SIDE));
+#pragma omp for collapse(2) schedule(static)
+  for (int64_t row = 0; row < rows; row += PAIR)
+    for (int64_t from = 0; from < inputs; from += PIECE)
+      pack_pair(x, rows, inputs, row, from, least(from + PIECE, inputs), packed + (row / PAIR * inputs + from) / DEPTH * 2);
 }
 
 /* Weights of PAIR outputs for a run of inputs, and what is fetched while they are multiplied. */
 typedef struct {
   const uint16_t *weight;
-  const char *next;         /* weights of the next strip; null: none */
-  int64_t stride, apart;    /* bytes from one output to the next, of both */
-  int64_t deep;             /* inputs / DEPTH */
+  const char *next;      /* weights of the next strip; null: none */
+  int64_t stride, apart; /* bytes from one output to the next, of both */
+  int64_t deep;          /* inputs / DEPTH */
 } Strip;
 
 /* Sums of a strip's outputs and a pair of rows, [half of the outputs][half of the rows], from those at `from` (null: zero).

@@ -27,8 +27,12 @@ LEAST_ROWS = 5
 size, at 6 rows 1.0 to 1.8, at 16 rows 2.1 to 4.3."""
 DEPTH = 32
 """Inputs that the unit multiplies at once. The kernel takes multiples of it."""
-_ROWS, _RUN, _PANEL, _TILE = 256, 2048, 256, 1024
-"""Those of linear_tiles.c, and the bytes of a tile."""
+ROWS = 256
+"""Rows that are in the unit's order at a time."""
+RUN = 2048
+"""Inputs that are multiplied in a row: with ``ROWS`` a megabyte, half of a core's second cache."""
+_PANEL, _TILE = 256, 1024
+"""Outputs of a task, if there are enough, and bytes of a tile."""
 _ALIGNED = 64
 
 
@@ -117,8 +121,8 @@ class LinearTilesKernel:
         self._function(call)
 
     def _room(self, sizes: tuple[int, int]) -> list[torch.Tensor]:
-        """Returns memory of at least these bytes, which the calling thread keeps: it is at most as large as the packed
-        rows of the widest layer."""
+        """Returns memory of at least these bytes, which the calling thread keeps: the packed rows of the widest layer,
+        and 256 KiB for each thread of the team where sums are carried."""
         kept: list[torch.Tensor] = getattr(self._memory, "room", [torch.empty(0)] * len(sizes))
         self._memory.room = [
             memory if len(memory) >= size else torch.empty(size, dtype=torch.uint8)
@@ -129,8 +133,8 @@ class LinearTilesKernel:
     def memory(self, rows: int, inputs: int, threads: int) -> tuple[int, int]:
         """Returns the bytes that the kernel works in, to be passed as ``aligned`` gives them: for rows in the unit's
         order, and for sums that are carried from one run of inputs to the next."""
-        pairs = -(-min(rows, _ROWS) // DEPTH)
-        sums = threads * (_PANEL // DEPTH) * (_ROWS // DEPTH) * 4 * _TILE if inputs > _RUN else 0
+        pairs = -(-min(rows, ROWS) // DEPTH)
+        sums = threads * (_PANEL // DEPTH) * (ROWS // DEPTH) * 4 * _TILE if inputs > RUN else 0
         return pairs * (inputs // DEPTH) * 2 * _TILE + _ALIGNED, sums + _ALIGNED
 
 
@@ -149,7 +153,8 @@ def load(*, emulated: bool = False) -> LinearTilesKernel:
     Raises:
         KernelUnavailable: with the reason.
     """
-    options = c_kernel.unit_options(emulated=emulated)
+    sizes = [f"-DROWS={ROWS}", f"-DRUN={RUN}", f"-DPANEL={_PANEL}"]
+    options = [*c_kernel.unit_options(emulated=emulated), *sizes]
     kernel = LinearTilesKernel(c_kernel.build(SOURCE, "emulated" if emulated else "bf16", options))
     _prove(kernel)
     return kernel
@@ -163,7 +168,7 @@ def _prove(kernel: LinearTilesKernel) -> None:
         KernelUnavailable: the results differ.
     """
     generator = torch.Generator().manual_seed(0)
-    inputs, sizes = _RUN + DEPTH, (2 * DEPTH + 1, DEPTH)
+    inputs, sizes = RUN + DEPTH, (2 * DEPTH + 1, DEPTH)
 
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(kernel.dtype)

@@ -82,7 +82,7 @@ def read_decoder(text_model: nn.Module, scale: float) -> DecoderWeights:
 
 
 def read_head(layer: nn.Module) -> Product | None:
-    """Returns the weights of an output projection that the kernel for few rows multiplies, or None."""
+    """Returns the weights of an output projection that the kernels for products multiply, or None."""
     return Product(layer.weight, layer.bias) if type(layer) is KernelLinear else None
 
 
@@ -129,7 +129,7 @@ def _norm(name: str, norm: nn.Module, epsilons: set[float]) -> torch.Tensor:
 
 def _product(name: str, layer: nn.Module) -> Product:
     if type(layer) is not KernelLinear:
-        raise Unfused(f"{name} has a {type(layer).__name__} that the kernel for few rows does not multiply")
+        raise Unfused(f"{name} has a {type(layer).__name__} that the kernels for products do not multiply")
     return Product(layer.weight, layer.bias)
 
 

@@ -39,7 +39,8 @@ the same places."""
 _LENGTHS = (3, 17, 41, 5, 29, 11)
 """Tokens before each row."""
 _ALONE = (3, len(_LENGTHS))
-"""Rows of the steps in which all stand alone. The second is more than ``mpic.kernels.linear_tiles.LEAST_ROWS``."""
+"""Rows of the steps in which all stand alone. The second is more than ``mpic.kernels.linear_tiles.LEAST_ROWS``
+where that kernel serves."""
 _CHUNK, _BASES = 30, (0, 60, 200, 9, 130, 77)
 """Tokens of the chunk, and the bases at which the rows see it."""
 _BLOCKS = ((0, 20, 13), (20, 37, 0))

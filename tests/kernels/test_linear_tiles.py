@@ -20,7 +20,7 @@ from mpic.kernels.linear import Product
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler"
 )
-RUN, ROWS = linear_tiles._RUN, linear_tiles._ROWS
+RUN, ROWS = linear_tiles.RUN, linear_tiles.ROWS
 
 
 def some(*shape: int, seed: int = 0) -> torch.Tensor:

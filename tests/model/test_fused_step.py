@@ -16,7 +16,7 @@ from torch import nn
 from unit_kit import threads, use_emulated_unit
 
 from mpic.errors import ModelRefused
-from mpic.kernels import c_kernel, decoder, linear, stream
+from mpic.kernels import c_kernel, decoder, linear, linear_tiles, stream
 from mpic.kernels.attention import SpanCall
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
@@ -100,6 +100,17 @@ def test_blocks_of_single_rows_are_multiplied_on_the_unit(name, monkeypatch):
     assert loaded.info.details["linear_blocks"] == "cpu-linear-tiles"
     for rows in (4, 5, 33, 64):
         _assert_same(loaded, _both(loaded, rows))
+
+
+def test_too_many_single_rows_for_one_call_are_refused_and_nothing_is_written(monkeypatch):
+    use_emulated_unit(monkeypatch)
+    loaded = loaded_model(dtype=torch.bfloat16, text={"hidden_size": 64, "intermediate_size": 96})
+    assert loaded.fused.most_rows == decoder.BLOCK_ROWS <= linear_tiles.ROWS
+    step, inputs, positions, arena = _case(loaded, decoder.BLOCK_ROWS + 1)
+    before, turns = arena.clone(), loaded.fused.rotations(positions)
+    with pytest.raises(ValueError, match="cpu-decoder cannot run a step"):
+        loaded.fused._decoder(inputs.embeds.clone(), *turns, step.single_writes, step.kinds[0].singles)
+    assert torch.equal(arena, before)
 
 
 def test_a_step_that_gets_more_threads_has_memory_for_them(monkeypatch):
@@ -187,7 +198,7 @@ def test_quantised_weights_keep_their_modules():
     model = make_model("llama", text={"hidden_size": 64})[0].to(torch.bfloat16)
     quantize_weights(model, "int8")
     loaded = loaded_model(model=model, dtype=torch.bfloat16)
-    assert loaded.fused is None and "the kernel for few rows does not multiply" in loaded.info.details[NOTE]
+    assert loaded.fused is None and "the kernels for products do not multiply" in loaded.info.details[NOTE]
 
 
 def test_another_attention_keeps_the_modules(llama):
