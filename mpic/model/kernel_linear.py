@@ -48,7 +48,7 @@ def _kernels(dtype: torch.dtype) -> Products | None:
 
 
 class KernelsUsed(NamedTuple):
-    """What a model's linear layers multiply with.
+    """This says which kernels a model's linear layers multiply with.
 
     Args:
         few: "cpu-linear", or "torch".
