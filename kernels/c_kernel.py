@@ -63,13 +63,20 @@ def unit_options(*, emulated: bool) -> list[str]:
     """
     if emulated:
         return ["-DEMULATED=1", "-Wno-psabi", "-O1", "-ftree-vectorize"]
-    if not torch.cpu._is_amx_tile_supported():
-        raise KernelUnavailable("the processor has no matrix unit")
-    if not torch.cpu._is_avx512_bf16_supported():
-        raise KernelUnavailable("the processor has a matrix unit, but does not round to bfloat16 by itself")
-    if not torch.cpu._init_amx():
-        raise KernelUnavailable("the operating system does not let programs use the matrix unit")
+    if reason := why_no_unit():
+        raise KernelUnavailable(reason)
     return ["-mamx-tile", "-mamx-bf16", "-mavx512bf16"]
+
+
+def why_no_unit() -> str:
+    """Returns why the processor's matrix unit for bfloat16 cannot be used; empty if it can."""
+    if not torch.cpu._is_amx_tile_supported():
+        return "the processor has no matrix unit"
+    if not torch.cpu._is_avx512_bf16_supported():
+        return "the processor has a matrix unit, but does not round to bfloat16 by itself"
+    if not torch.cpu._init_amx():
+        return "the operating system does not let programs use the matrix unit"
+    return ""
 
 
 def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:

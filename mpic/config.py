@@ -108,8 +108,9 @@ class EngineConfig:
         press: compresses images and documents when they are compiled, such as snapkv-50 (which removes half of their
             tokens in every layer and head); default: none (native).
         device: auto, cpu, cuda, cuda:N or mps.
-        dtype: float32, bfloat16, float16 or auto (the model's own on an accelerator, float32 on the CPU, bfloat16 there
-            with quantize).
+        dtype: float32, bfloat16, float16 or auto (the model's own on an accelerator; on the CPU bfloat16 if the model
+            has it and the processor a matrix unit for it, as with AMX, or with quantize, else float32; with vllm always
+            float32 there).
         kv_dtype: float16 keeps the keys and values of a float32 model in 16 bits, on the CPU: half the memory and
             files, and less to read while decoding; auto is the model's own dtype (native).
         quantize: int8 or int4 rounds the decoder's weights to 8 or 4 bits when they are loaded; on the CPU (native).

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +37,17 @@ if os.access(MEMORY, os.W_OK):
     about = os.statvfs(MEMORY)
     if about.f_bavail * about.f_frsize > 4 << 30 and not about.f_flag & os.ST_NOEXEC:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _float32_on_every_processor() -> Iterator[None]:
+    """Has ``dtype = auto`` mean float32 in the tests' own process, whatever its processor is fast at, because most of
+    them compare numbers. Servers in processes of their own choose as a user's do."""
+    from mpic.model import dtype_choice
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dtype_choice, "why_no_unit", lambda: "tests compare in float32")
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -87,7 +87,7 @@ class Bench:
 
     def native(self) -> Any:
         """Returns a native engine on the same library."""
-        config = EngineConfig(model=self.config.model, pool_bytes=1 << 28)
+        config = EngineConfig(model=self.config.model, dtype="float32", pool_bytes=1 << 28)
         return load_engine(config, self.library.store)[0]
 
     def compiled(self, engine: Any, chunk: Chunk, wrapping: Wrapping) -> tuple[ChunkInputs, torch.Tensor]:

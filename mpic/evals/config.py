@@ -1,7 +1,8 @@
 """The configuration of ``mpic eval run``: one TOML file, of which ``mpic eval example`` prints one (``cli.EXAMPLE``).
 
 In addition to the options in the example there are ``title`` (of the report; left out: the model's name), ``at_once``
-(questions in flight; more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype``, ``kv_dtype``,
+(questions in flight; more is faster, and leaves times out), ``fidelity``, ``device``, ``dtype`` (``auto`` is float32
+on every CPU, so that results can be compared; a server's may not be), ``kv_dtype``,
 ``quantize`` (``int8``, ``int4``), ``packet`` (an adapter's file instead of the one beside the model), and ``pressed``
 with ``presses``: policies that are asked over chunks under each of those presses (``mpic-16+snapkv-50``; it may stand
 among the policies, as ``single`` may: ``mpic.evals.single``). ``generation`` (1 or 2) says how large the images and

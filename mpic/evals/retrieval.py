@@ -34,6 +34,8 @@ from mpic.engine.base import Delta, Engine, GenerationRequest, Sampling
 from mpic.library import Library
 from mpic.library.copies.bulk_import import LibraryTarget, import_references
 from mpic.link import parse_policy
+from mpic.model.dtype_choice import dtype_for_results
+from mpic.model.load import choose_device
 from mpic.prompt import ChatTemplate, build_prompt
 from mpic.prompt.segments import Prompt
 from mpic.retriever import Embedder, Query, Retriever, SearchHit
@@ -50,7 +52,8 @@ def evaluate(policy: str = "mpic-16", limit: int = 1000, model: str | None = Non
     """Evaluates everything and returns a report that can be JSON. It takes minutes on a CPU."""
     with tempfile.TemporaryDirectory(prefix="mpic-eval-") as data_dir:
         library = Library.open(Path(data_dir))
-        config = EngineConfig(model=model or bundled_model())
+        dtype = dtype_for_results("auto", choose_device())
+        config = EngineConfig(model=model or bundled_model(), dtype=dtype)
         engine, processor = load_engine(config, library.store)
         setup = RetrievalSetup(engine, library, ChatTemplate(processor), policy)
         entries, queries = references.load(setup.references)

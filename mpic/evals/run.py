@@ -34,6 +34,8 @@ from mpic.evals.linking import parse_linking
 from mpic.evals.resolve import LocalResolver, counter_of, fitter_of, splitter_of
 from mpic.evals.tasks import GRIDS, Options, Sample, TaskError, find
 from mpic.kv.chunk import Chunk
+from mpic.model.dtype_choice import dtype_for_results
+from mpic.model.load import choose_device
 from mpic.press import parse_press
 from mpic.prompt import ChatTemplate, Prompt, build_prompt
 
@@ -106,7 +108,7 @@ class Evaluator:
         settings = EngineConfig(
             model=config.model,
             device=config.device,
-            dtype=config.dtype,
+            dtype=dtype_for_results(config.dtype, choose_device(config.device), config.quantize),
             kv_dtype=config.kv_dtype,
             quantize=config.quantize,
             packet=config.packet,

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from mpic.errors import ModelRefused
+from mpic.model.dtype_choice import DtypeChoice, dtype_on_cpu, own_dtype
 from mpic.model.fused_proof import find_fused_step, prove_fused_step
 from mpic.model.image_selftest import image_self_test
 from mpic.model.loaded import LoadedModel
@@ -67,7 +68,7 @@ def load_model(
 
     Args:
         path: local folder or hub id of any transformers decoder or vision-language model.
-        dtype: ``auto`` means float32 on the CPU (bfloat16 with ``quantize``) and the checkpoint's own on accelerators.
+        dtype: ``auto`` means the checkpoint's own on accelerators, and what ``dtype_choice`` says on the CPU.
         kv_dtype: ``float16`` keeps keys and values of a float32 model on the CPU in 16 bits; ``auto`` as the model's.
         quantize: ``int8`` or ``int4`` rounds the decoder's weights (``mpic.model.quantize``); empty for none.
         proofs: the self-tests that need not run again; None: all run.
@@ -78,13 +79,13 @@ def load_model(
     """
     where = choose_device(device)
     config = load_config(path, dtype, trust_remote_code)
-    own = "auto" if where.type != "cpu" else torch.bfloat16 if quantize else torch.float32
     refuse_quantized(config)
     if kv_dtype != "auto" and kv_dtype not in DTYPES:
         raise ModelRefused(f"unknown kv_dtype '{kv_dtype}'; available: auto, float16")
     if quantize:
         refuse_quantize(quantize, where, quantization_of(config))
-    model = load_weights(path, config, DTYPES.get(dtype, own), trust_remote_code, where)
+    chosen = _choose_dtype(path, config, dtype, where, kv_dtype, quantize)
+    model = load_weights(path, config, DTYPES.get(chosen.name, "auto"), trust_remote_code, where)
     parameters = sum(p.numel() for p in model.parameters())
     details = quantize_weights(model, quantize) if quantize else described(config, model)
     processor = load_processor(path, is_vision(config), trust_remote_code)
@@ -102,7 +103,7 @@ def load_model(
     log.info("%s: self-test %s, relative error %.1e (%s)", name, proofs.summary, error, loaded.attention_name)
     if loaded.attention_note:
         log.warning("%s: decoding is slower than it could be: %s", name, loaded.attention_note)
-    loaded.info.details["dtype_note"] = _faster_dtype(dtype, where, model.dtype)
+    loaded.info.details["dtype_note"] = chosen.note
     loaded.info.details["self_test"] = proofs.summary
     loaded.info.details["self_test_error"] = error
     loaded.info.details["transformers"] = transformers.__version__
@@ -111,12 +112,14 @@ def load_model(
     return loaded
 
 
-def _faster_dtype(asked: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Returns a note if the processor computes faster in another dtype than the one that ``auto`` has chosen."""
-    has_bf16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    if asked != "auto" or device.type != "cpu" or dtype is not torch.float32 or not has_bf16:
-        return ""
-    return "this processor multiplies bfloat16 faster, with 8 significant bits: --dtype bfloat16"
+def _choose_dtype(
+    path: str, config: PretrainedConfig, asked: str, device: torch.device, kv_dtype: str, quantize: str
+) -> DtypeChoice:
+    """Returns the dtype to load a model in; ``auto`` on an accelerator, where transformers takes the checkpoint's."""
+    if asked != "auto" or device.type != "cpu":
+        return DtypeChoice(asked)
+    packed = quantization_of(config) is not None
+    return dtype_on_cpu(own_dtype(path, config), kv_dtype=kv_dtype, quantize=bool(quantize), packed=packed)
 
 
 def _clips_tested(loaded: LoadedModel, proofs: Proofs) -> float:

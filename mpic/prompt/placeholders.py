@@ -18,6 +18,9 @@ from typing import Any
 from mpic.prompt.messages import Ref
 
 OPEN, CLOSE = "\uf8f0", "\uf8f1"
+_PATTERN = re.compile(f'{OPEN}([0-9a-f]{{32}})(\\\\*)"(\\d+){CLOSE}')
+"""A placeholder of any rendering: its nonce, backslashes and number. One that were made for each nonce would have to be
+compiled for each request."""
 
 
 class Placeholders:
@@ -26,7 +29,6 @@ class Placeholders:
     def __init__(self) -> None:
         self.nonce = secrets.token_hex(16)
         self.values: list[str | Ref] = []
-        self._pattern = re.compile(f'{OPEN}{self.nonce}(\\\\*)"(\\d+){CLOSE}')
 
     def _new(self, value: str | Ref) -> str:
         self.values.append(value)
@@ -57,8 +59,13 @@ class Placeholders:
 
     def reveal(self, text: str) -> str:
         """Replaces the placeholders in a text by their values, for people to read."""
-        values = self.values
-        return self._pattern.sub(lambda m: v if isinstance(v := values[int(m[2])], str) else "...", text)
+
+        def value(match: re.Match[str]) -> str:
+            if match[1] != self.nonce:
+                return match[0]
+            return found if isinstance(found := self.values[int(match[3])], str) else "..."
+
+        return _PATTERN.sub(value, text)
 
     def cut(self, rendered: str) -> list[tuple[int | None, str]] | None:
         """Cuts the output of a template at the placeholders.
@@ -69,13 +76,15 @@ class Placeholders:
         """
         pieces: list[tuple[int | None, str]] = []
         at = 0
-        for match in self._pattern.finditer(rendered):
+        for match in _PATTERN.finditer(rendered):
+            if match[1] != self.nonce:
+                continue
             pieces.append((None, rendered[at : match.start()]))
-            value = self.values[int(match[2])]
+            value = self.values[int(match[3])]
             text = "" if isinstance(value, Ref) else value
-            for _ in range((len(match[1]) + 1).bit_length() - 1):
+            for _ in range((len(match[2]) + 1).bit_length() - 1):
                 text = json.dumps(text, ensure_ascii=False)[1:-1]
-            pieces.append((int(match[2]), text))
+            pieces.append((int(match[3]), text))
             at = match.end()
         pieces.append((None, rendered[at:]))
         ends = (OPEN + self.nonce[:8], self.nonce[-8:])

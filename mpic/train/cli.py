@@ -126,7 +126,9 @@ def packet(
     ] = "kl",
     minutes: Annotated[float, typer.Option(min=0, help="cut the run to fit; 0: no limit")] = 0.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
-    dtype: Annotated[str, typer.Option(help="of the model: auto, float32, bfloat16 or float16")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="of the model: auto (on a CPU float32), float32, bfloat16 or float16")
+    ] = "auto",
     seed: Seed = 0,
     tasks: Annotated[
         str, typer.Option(help="only these tasks of the demo models' world, comma-separated; without --data")
@@ -140,7 +142,8 @@ def packet(
     has packet/adapter.safetensors beside it offers both policies.
     """
     from mpic.config import ConfigError, bundled_model
-    from mpic.model.load import load_model
+    from mpic.model.dtype_choice import dtype_for_results
+    from mpic.model.load import choose_device, load_model
     from mpic.packet.data import chosen_tasks
     from mpic.packet.train import PacketTrainer, Settings
 
@@ -161,7 +164,7 @@ def packet(
         seed,
         chosen_tasks(tasks, data),
     )
-    loaded = load_model(folder, device=device, dtype=dtype)
+    loaded = load_model(folder, device=device, dtype=dtype_for_results(dtype, choose_device(device)))
     adapter = PacketTrainer(loaded, settings, resume, typer.echo).run()
     typer.echo(f"{settings.out / 'adapter.safetensors'} is ready: {adapter.digest[:12]}")
 

@@ -21,6 +21,7 @@ from mpic.evals.bench import (
     cli,
     decode,
     disk,
+    dtypes,
     flat,
     flops,
     frames,
@@ -85,6 +86,18 @@ SETTINGS = {
     "decode": decode.Settings(
         decoder=TINY, batches=(1, 3), chunks=2, chunk_tokens=24, text=8, tokens=6, repeats=1
     ),
+    "dtype": dtypes.Settings(
+        TINY,
+        TOWER,
+        documents=2,
+        document_tokens=48,
+        system=8,
+        question=8,
+        short=24,
+        answers=(1, 3),
+        tokens=6,
+        repeats=1,
+    ),
     "profile": profile.Settings(
         TINY, chunks=2, chunk_tokens=24, text=8, fresh=32, batches=(1, 3), steps=12, peak=32, repeats=1
     ),
@@ -118,6 +131,10 @@ HEADLINES = {
     "profile": {
         *(f"{case}_{kind}_of_peak" for case in ("link", "fresh") for kind in ("products", "attention")),
         *(f"decode{n}_{kind}" for n in (1, 3) for kind in ("python_ms", "products_of_memory_speed")),
+    },
+    "dtype": {
+        f"{name}_bfloat16_over_float32"
+        for name in (*("shuffled", "images", "fresh", "new_images", "short", "again"), "decode1", "decode3")
     },
     "start": {"ready_processor_seconds", "self_tested_processor_seconds", "ready_over_libraries"},
     "decode": {
@@ -160,6 +177,12 @@ def test_a_table_wider_than_the_terminal_shows_every_number_and_word_whole():
 def test_an_unknown_dtype_is_refused_before_anything_runs():
     done = CliRunner().invoke(cli.app, ["memory", "--dtype", "float8"])
     assert done.exit_code == 2 and "float8" in done.output
+
+
+@pytest.mark.parametrize("name, measured", [("load", "float32"), ("dtype", "float32 and bfloat16")])
+def test_a_bench_that_is_about_certain_dtypes_names_them(name, measured):
+    done = CliRunner().invoke(cli.app, [name, "--dtype", "bfloat16"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and f"measures {measured}, not" in done.output
 
 
 @pytest.mark.parametrize("name", ["memory", "flops"])

@@ -24,6 +24,7 @@ from mpic.evals.report import write_report
 from mpic.evals.resolve import LocalResolver
 from mpic.evals.run import LISTED, Evaluator, _Session
 from mpic.evals.tasks import TaskError
+from mpic.model import dtype_choice
 from mpic.prompt import ChatTemplate, build_prompt
 
 CONFIG = f"""
@@ -263,6 +264,23 @@ def test_the_first_token_is_compared_as_if_nothing_of_the_prompt_had_been_comput
     fresh = dict(fresh.top)
     likely = sorted(fresh, key=fresh.__getitem__)[-50:]
     assert [warm[t] for t in likely] == pytest.approx([fresh[t] for t in likely], abs=1e-3)
+
+
+@pytest.mark.parametrize("asked, loaded", [("auto", "float32"), ("bfloat16", "bfloat16")])
+def test_answers_are_compared_in_float32_even_where_the_processor_is_faster_in_another_dtype(
+    finished, tmp_path, monkeypatch, asked, loaded
+):
+    class Loaded(Exception):
+        pass
+
+    def load_engine(config):
+        raise Loaded(config.dtype)
+
+    monkeypatch.setattr(dtype_choice, "why_no_unit", lambda: "")
+    monkeypatch.setattr("mpic.evals.run.load_engine", load_engine)
+    config = replace(load_eval_config(finished[0] / "eval.toml"), dtype=asked)
+    with pytest.raises(Loaded, match=loaded):
+        Evaluator(config, tmp_path / "out").run()
 
 
 def test_a_question_finds_nothing_that_another_task_has_left(tmp_path):

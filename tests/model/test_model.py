@@ -10,7 +10,6 @@ import torch
 import transformers as tf
 from engine_kit import family
 from families import TEXT, VISION_FAMILIES, make_family, random_image
-from small_models import SMALL_PLAIN
 
 from mpic.errors import ModelRefused
 from mpic.evals.bench.harness import BenchDevice
@@ -234,17 +233,6 @@ def test_a_folder_without_a_model_says_so(tmp_path):
 def test_an_unknown_dtype_lists_the_known_ones(tmp_path):
     with pytest.raises(ModelRefused, match=r"float32, bfloat16, float16"):
         load_model(str(tmp_path), dtype="int3")
-
-
-@pytest.mark.parametrize("amx, pairs", [(True, True), (False, True), (False, False)])
-def test_a_processor_that_is_faster_in_bfloat16_is_noted_where_float32_was_not_asked_for(
-    amx, pairs, monkeypatch
-):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: pairs)
-    note = load_model(str(SMALL_PLAIN), device="cpu").info.details["dtype_note"]
-    assert ("--dtype bfloat16" in note) is (amx or pairs)
-    assert not load_model(str(SMALL_PLAIN), device="cpu", dtype="float32").info.details["dtype_note"]
 
 
 @pytest.mark.parametrize("name", ["llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])

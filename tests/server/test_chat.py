@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 from api_shapes import assert_shape
@@ -201,6 +202,33 @@ async def test_a_client_that_leaves_frees_its_pages(server, stream):
     await asyncio.wait_for(call, 60)
     assert engine.held == set()
     assert b"[DONE]" not in b"".join(m.get("body", b"") for m in sent)
+
+
+@pytest.mark.parametrize("when, submitted", [("prepared", 0), ("submitted", 1)])
+async def test_a_client_that_leaves_while_its_request_is_made_leaves_no_answer_behind(
+    server, monkeypatch, when, submitted
+):
+    owner, name = {"prepared": (chat, "prepare"), "submitted": (server.engine, "submit")}[when]
+    real, begun, goes_on = getattr(owner, name), threading.Event(), threading.Event()
+
+    def slow(*args):
+        made = real(*args)
+        begun.set()
+        assert goes_on.wait(60)
+        return made
+
+    monkeypatch.setattr(owner, name, slow)
+    leaves = asyncio.Event()
+    body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "stream": True}).encode()
+    call = asyncio.ensure_future(post_raw(server.app, "/v1/chat/completions", [body], [], leaves))
+    await wait_until(begun.is_set)
+    leaves.set()
+    await asyncio.sleep(0.05)
+    assert not call.done()
+    goes_on.set()
+    await asyncio.wait_for(call, 60)
+    assert len(server.engine.requests) == submitted
+    assert server.engine.held == set()
 
 
 async def test_the_event_loop_is_not_blocked_by_an_answer(server):

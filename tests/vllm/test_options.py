@@ -55,7 +55,7 @@ def args(described, tmp_path, cpu=True, host_bytes=None, **config):
 
 
 def test_a_model_has_the_native_engines_digests(described):
-    native = load_model(str(SMALL))
+    native = load_model(str(SMALL), dtype="float32")
     assert (described.digest, described.preprocessing) == (native.digest, native.preprocessing)
     assert (described.bos, described.eos, described.shape) == (native.bos_id, native.eos_ids, native.shape)
     assert described.adapter.digest == find_adapter(native, str(SMALL)).digest

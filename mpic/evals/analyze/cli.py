@@ -61,7 +61,8 @@ def analyze(
     from mpic.config import bundled_model
     from mpic.evals.analyze.dense import DenseLinker
     from mpic.link import parse_policy
-    from mpic.model.load import load_model
+    from mpic.model.dtype_choice import dtype_for_results
+    from mpic.model.load import choose_device, load_model
     from mpic.packet.adapter import find_adapter
     from mpic.prompt import ChatTemplate
 
@@ -70,7 +71,7 @@ def analyze(
         raise typer.BadParameter(
             "packets are drawn over many samples only: give --samples", param_hint="--policies"
         )
-    loaded = load_model(model or bundled_model())
+    loaded = load_model(model or bundled_model(), dtype=dtype_for_results("auto", choose_device()))
     template = ChatTemplate(loaded.processor)
     prompts = _prompts(loaded, template, task, path, images, chunks, range(sample, sample + samples))
     adapter = find_adapter(loaded, model or bundled_model(), str(packet or ""))

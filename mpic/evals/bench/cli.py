@@ -14,6 +14,7 @@ from rich.table import Table
 
 from mpic.evals.bench import (  # noqa: F401 - each registers itself
     decode,
+    dtypes,
     flat,
     flops,
     frames,
@@ -113,7 +114,7 @@ def _command(native: Bench) -> None:
             raise typer.BadParameter(f"bench {native.name} measures {engines}, not '{engine}'")
         _check_options(entry, threads, dtype, repeats)
         if entry.on_cpu:
-            _check_on_cpu(entry.name, device, dtype)
+            _check_on_cpu(entry, device, dtype)
             device = "cpu"
         changes = _changes(entry, repeats, size, only)
         if threads:
@@ -176,10 +177,12 @@ def _changes(entry: Bench, repeats: int | None, size: str | None, only: str | No
     return changes
 
 
-def _check_on_cpu(name: str, device: str, dtype: str) -> None:
-    for option, value, measured in (("--device", device, "cpu"), ("--dtype", dtype, "float32")):
-        if value not in ("auto", measured):
-            raise typer.BadParameter(f"bench {name} measures {measured}, not '{value}'", param_hint=option)
+def _check_on_cpu(entry: Bench, device: str, dtype: str) -> None:
+    for option, value, measured in (("--device", device, ("cpu",)), ("--dtype", dtype, entry.dtypes)):
+        if value != "auto" and (value,) != tuple(measured):
+            raise typer.BadParameter(
+                f"bench {entry.name} measures {' and '.join(measured)}, not '{value}'", param_hint=option
+            )
 
 
 def _refuse(former: str, now: str) -> None:

@@ -79,7 +79,8 @@ class Bench:
         wants: the goal in words for each headline.
         engine: the engine it measures; the native one is registered first and has the others in ``others``.
         in_process: True if it runs in this process, where the number of threads can be set.
-        on_cpu: True if it always measures the CPU in float32, whatever other device there is.
+        on_cpu: True if it always measures the CPU, whatever other device there is, and in ``dtypes`` alone.
+        dtypes: those that a bench measures which is always on the CPU.
         sizes: the fields that ``--size NAME`` changes; the first size changes none. Empty: it has one size.
         cases: short names of the parts that ``--only`` selects, for settings with a field ``only``. The rows of a case
             have a table of their own.
@@ -97,6 +98,7 @@ class Bench:
     engine: str = "native"
     in_process: bool = True
     on_cpu: bool = False
+    dtypes: Sequence[str] = ("float32",)
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cases: Sequence[str] = ()
     draw: Callable[[Any, Sequence[Row]], None] | None = None

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from mpic.api.completion import ChatCompletion
 from mpic.api.requests import ChatRequest
+from mpic.cancel import Cancelled, checkpoint
 from mpic.engine.base import Delta, GenerationRequest, GenerationUsage, RetrievalRound, Sampling
 from mpic.errors import UnsupportedParameter
 from mpic.http import errors
@@ -59,12 +60,7 @@ MANY_PARTS = 256
 async def create(body: ChatRequest, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """Answer a conversation that may contain images and documents, uploaded or inline."""
     check_model(state, body.model)
-    threads = state.pools.long_prompts if _parts(body) > MANY_PARTS else state.pools.prompts
-    generation, rounds = await threads.run(request, prepare, body, state, user.id)
-    # It runs to the end even if the client disconnects, because submitted answers must be aborted.
-    answers = await state.pools.prompts.call(
-        user.id, ParallelSampling.submit, state.engine.submit, generation, body.n or 1
-    )
+    generation, rounds, answers = await _submitted(request, body, state, user.id)
     writer = CompletionWriter(
         generation.id,
         state.engine.info.name,
@@ -84,6 +80,34 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
         return await _whole(request, answers, writer, count, state, user.id)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
     return await _streamed(request, answers, writer, with_usage, count)
+
+
+async def _submitted(
+    request: Request, body: ChatRequest, state: State, user: str
+) -> tuple[GenerationRequest, tuple[RetrievalRound, ...], ParallelSampling]:
+    """Builds a request and submits it, both on one thread, because a change of threads takes as long as many a prompt.
+    If the client disconnects meanwhile, answers that have been submitted are aborted."""
+    submitted: list[ParallelSampling] = []
+
+    def submit() -> tuple[GenerationRequest, tuple[RetrievalRound, ...]]:
+        generation, rounds = prepare(body, state, user)
+        checkpoint()
+        answers = ParallelSampling.submit(state.engine.submit, generation, body.n or 1)
+        submitted.append(answers)
+        try:
+            checkpoint()
+        except Cancelled:  # nobody may be left to look at ``submitted``
+            answers.abort()
+            raise
+        return generation, rounds
+
+    threads = state.pools.long_prompts if _parts(body) > MANY_PARTS else state.pools.prompts
+    try:
+        return *await threads.run(request, submit), submitted[0]
+    except BaseException:
+        for answers in submitted:
+            answers.abort()
+        raise
 
 
 def _parts(body: ChatRequest) -> int:

@@ -17,7 +17,7 @@ from mpic.engine.vllm.wire import packet_ids
 from mpic.errors import AdapterRefused
 from mpic.kv.chunk import KVShape, Recipe
 from mpic.link import Wrapping
-from mpic.model.checkpoint import stored_dtype
+from mpic.model.dtype_choice import own_dtype
 from mpic.model.identity import bos_id, eos_ids, preprocessing_digest, shape_of
 from mpic.model.load import DTYPES, is_vision, load_config, load_processor, model_name
 from mpic.model.quantized_checkpoint import quantization_of
@@ -105,7 +105,7 @@ def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None)
     """Reads the description of a model.
 
     Args:
-        cpu: True if the model will run on a CPU, which decides what ``dtype = auto`` means, as in the native engine.
+        cpu: True if the model will run on a CPU, where ``dtype = auto`` means float32.
         digests: file that keeps them between starts; without it the weights are read at every start.
 
     Raises:
@@ -116,7 +116,9 @@ def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None)
     found = load_config(path, config.dtype, trust)
     text = found.get_text_config()
     refuse_on_vllm(found, text)
-    dtype = config.dtype if config.dtype != "auto" else "float32" if cpu else _own_dtype(config, found)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if cpu else own_dtype(path, found, download_dir(config.vllm_args))
     processor = load_processor(path, is_vision(found), trust)
     no_packets = _no_packets(found)
     if config.packet and no_packets:
@@ -140,16 +142,6 @@ def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None)
         adapter_path=where,
         no_packets=no_packets,
     )
-
-
-def _own_dtype(config: EngineConfig, found: PretrainedConfig) -> str:
-    """Returns the dtype of a checkpoint. Where its configuration has none at the top, as Qwen3-VL's, it is looked for
-    in the places that vLLM looks in."""
-    for part in (found, found.get_text_config(), getattr(found, "vision_config", None)):
-        dtype = getattr(part, "dtype", None)
-        if dtype is not None:
-            return str(dtype).removeprefix("torch.")
-    return stored_dtype(config.model, download_dir(config.vllm_args)) or "float32"
 
 
 def _no_packets(config: PretrainedConfig) -> str:
