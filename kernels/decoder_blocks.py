@@ -53,8 +53,9 @@ class BlockLayers:
         sine: torch.Tensor,
         places: torch.Tensor,
         attend: Attend,
+        wanted: torch.Tensor,
     ) -> torch.Tensor:
-        """Runs all layers.
+        """Runs all layers. Behind the attention of the last one only the rows whose results are wanted are computed.
 
         Args:
             state: ``[T, hidden]``, the inputs of the first layer; overwritten.
@@ -62,9 +63,10 @@ class BlockLayers:
             places: ``[T, 4]`` int64, where a row's keys and values go: address in layer 0 and key head 0 (0: nowhere),
                 and the distances to the next layer, from keys to values and to the next head, in numbers.
             attend: computes a layer's attention.
+            wanted: ``[w]`` int64, the rows whose results are wanted.
 
         Returns:
-            ``[T, hidden]`` behind the last norm.
+            ``[w, hidden]`` behind the last norm.
 
         Raises:
             ValueError: tensors of other sizes, dtypes or layouts.
@@ -73,34 +75,48 @@ class BlockLayers:
         fits = layers.takes(state, cosine, sine) and places.shape == (count, 4)
         if not fits or places.dtype is not torch.int64 or not places.is_contiguous():
             raise ValueError(f"cpu-decoder cannot run a step of {tuple(state.shape)} {state.dtype}")
-        out = torch.empty_like(state)
         room = self._room(count)
         this = PassStruct(rows=count, threads=torch.get_num_threads())
-        tensors = {"state": state, "out": out, "cosine": cosine, "sine": sine, "places": places, **room}
-        for name, tensor in tensors.items():
-            setattr(this, name, tensor.data_ptr())
+        _point(this, {"state": state, "cosine": cosine, "sine": sine, "places": places, **room})
         heads = [
             room[name].view(count, -1, layers.head_dim).transpose(0, 1) for name in ("query", "key", "value")
         ]
-        for layer in range(len(layers.weights.layers)):
-            self._layer(layer, this, room, heads, attend)
-        self._between(this, BlockPart.LAST, layer)
-        return out
+        last = len(layers.weights.layers) - 1
+        for layer in range(last + 1):
+            attended = self._attended(layer, this, room, heads, attend)
+            if layer == last and len(wanted) < count:
+                state, attended = state[wanted], attended[wanted]
+                room = {name: memory[: len(wanted)] for name, memory in room.items()}
+                this.rows = len(wanted)
+                _point(this, {"state": state})
+            if this.rows:
+                self._behind_attention(layer, this, room, attended)
+        out = torch.empty_like(state)
+        if this.rows:
+            _point(this, {"out": out})
+            self._between(this, BlockPart.LAST, last)
+        return out if len(wanted) < count else out[wanted]
 
-    def _layer(
+    def _attended(
         self,
         layer: int,
         this: PassStruct,
         room: dict[str, torch.Tensor],
         heads: list[torch.Tensor],
         attend: Attend,
-    ) -> None:
-        weights, count, multiply = self._layers.weights.layers[layer], this.rows, self._products.into
+    ) -> torch.Tensor:
+        """Computes a layer up to its attention, whose results it returns: ``[T, heads * head_dim]``."""
+        weights = self._layers.weights.layers[layer]
         self._between(this, BlockPart.BEFORE_ATTENTION, layer)
         projections = [weights.query, weights.key, weights.value]
-        multiply(room["normed"], projections, [room[name] for name in ("query", "key", "value")])
+        self._products.into(room["normed"], projections, [room[name] for name in ("query", "key", "value")])
         self._between(this, BlockPart.HEADS, layer)
-        attended = attend(layer, *heads).reshape(count, -1).to(self._layers.dtype)
+        return attend(layer, *heads).reshape(this.rows, -1).to(self._layers.dtype)
+
+    def _behind_attention(
+        self, layer: int, this: PassStruct, room: dict[str, torch.Tensor], attended: torch.Tensor
+    ) -> None:
+        weights, multiply = self._layers.weights.layers[layer], self._products.into
         multiply(attended, [weights.output], [room["product"]])
         self._between(this, BlockPart.BEFORE_GATE, layer)
         multiply(room["normed"], [weights.gate, weights.up], [room["gate"], room["up"]])
@@ -118,3 +134,9 @@ class BlockLayers:
         if kept is None or len(kept["normed"]) < count:
             kept = self._memory.room = self._layers.room(count)
         return {name: memory[:count] for name, memory in kept.items()}
+
+
+def _point(this: PassStruct, tensors: dict[str, torch.Tensor]) -> None:
+    """Has a step work on these tensors."""
+    for name, tensor in tensors.items():
+        setattr(this, name, tensor.data_ptr())

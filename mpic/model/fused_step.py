@@ -97,13 +97,14 @@ class FusedStep:
         cosine, sine = self.rotations(positions)
         state = inputs.embeds.clone(memory_format=torch.contiguous_format)
         if is_alone:
-            hidden = self._decoder(state, cosine, sine, step.single_writes, step.kinds[0].singles)
+            hidden = self._decoder(state, cosine, sine, step.single_writes, step.kinds[0].singles)[wanted]
             self.counters["fused_steps"] += 1
         else:
             places = self._places(len(state), step.writes)
-            hidden = self._blocks(state, cosine, sine, places, functools.partial(_attend, step, self._scale))
+            attend = functools.partial(_attend, step, self._scale)
+            hidden = self._blocks(state, cosine, sine, places, attend, wanted)
             self.counters["fused_block_steps"] += 1
-        return self._head(hidden[wanted]).float()
+        return self._head(hidden).float()
 
     def begins_with_tokens(self) -> bool:
         """Returns whether the next step, if its rows stand alone, may be run by a ``whole_decoder``."""

@@ -304,6 +304,9 @@ FAKE = """
 """
 
 
+PROGRAM = llama_server.program
+
+
 def fake_server(folder: Path, fails: bool = False) -> str:
     path = folder / "llama-server"
     path.write_text(dedent(FAKE).lstrip().format(python=sys.executable, fails=fails))
@@ -312,10 +315,12 @@ def fake_server(folder: Path, fails: bool = False) -> str:
 
 
 def test_llama_cpp_is_asked_over_http_with_the_same_weights(alone, tmp_path, monkeypatch):
-    monkeypatch.setattr(llama_server, "program", lambda: fake_server(tmp_path))
+    monkeypatch.setattr(llama_server, "program", PROGRAM)
+    monkeypatch.setenv("LLAMA_SERVER", f"{fake_server(tmp_path)} -fa off")
     report = peers.run(replace(SETTINGS, only=cases.TEXT_CASES), BenchDevice(CPU, torch.float32), Ticker())
     detail = report.notes["peers"]["llama.cpp"]
     assert detail.startswith("llama.cpp 7 (fake), float32 weights, float16 KV")
+    assert detail.endswith("-fa off; over HTTP")
     assert report.notes["same next token as transformers"]["llama.cpp"] == "4 of 4"
     assert {"again_llama_over_mpic", "decode1_mpic_over_llama", "decode3_mpic_over_llama"} < set(
         report.headline

@@ -114,6 +114,27 @@ def test_only_wanted_logits_are_computed_in_their_order(llama):
     assert len(both(llama, wanted=[])[1][0]) == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wanted", [[41, 3], [134], []])
+def test_behind_the_last_attention_nothing_is_computed_of_rows_that_nobody_wants(wanted, dtype):
+    loaded, counts = loaded_model(dtype=dtype), []
+    products = loaded.fused._blocks._products
+
+    def counted(x, by, outs):
+        counts.append((len(x), len(by)))
+        products.into(x, by, outs)
+
+    loaded.fused._blocks._products = Mock(into=counted)
+    (logits, memory, _), (got, fused_memory, _) = both(loaded, wanted=wanted)
+    assert_near(loaded, fused_memory, memory)
+    if wanted:
+        assert_near(loaded, got, logits)
+    rows, layers = sum(count for count, _ in BLOCKS) + 2, loaded.shape.layers
+    of_layer = [3, 1, 2, 1]
+    behind_last = [(len(wanted), count) for count in of_layer[1:]] if wanted else []
+    assert counts == [(rows, count) for count in of_layer * (layers - 1) + of_layer[:1]] + behind_last
+
+
 def test_every_layer_waits_for_its_loads_when_its_keys_are_written_and_before_it_attends(llama):
     barriers = Barrier(), Barrier()
     both(llama, barriers=barriers)
@@ -173,6 +194,7 @@ def test_memory_of_another_layout_is_refused_and_not_written(llama):
             llama.fused.run(inputs, positions, broken, torch.arange(1))
     turn = llama.fused.rotations(positions)
     layers: BlockLayers = llama.fused._blocks
+    rows = torch.arange(len(inputs.embeds))
     with pytest.raises(ValueError, match="cannot run a step"):
-        layers(inputs.embeds.clone(), *turn, torch.zeros(3, 4, dtype=torch.int64), lambda *rows: None)
+        layers(inputs.embeds.clone(), *turn, torch.zeros(3, 4, dtype=torch.int64), lambda *rows: None, rows)
     assert torch.equal(arena, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import time
@@ -37,7 +38,13 @@ def why_not(weights: Weights | None = None) -> str | None:
 
 def program() -> str | None:
     """Returns the path of the server: ``LLAMA_SERVER``, or ``llama-server`` on PATH."""
-    return shutil.which(os.environ.get("LLAMA_SERVER") or "llama-server")
+    return shutil.which(_words()[0])
+
+
+def _words() -> list[str]:
+    """Returns the words of ``LLAMA_SERVER``: a program, and options that it shall have, such as ``-fa off``."""
+    given = os.environ.get("LLAMA_SERVER") or "llama-server"
+    return [given] if shutil.which(given) else shlex.split(given)
 
 
 class LlamaServer:
@@ -58,7 +65,7 @@ class LlamaServer:
         port = free_port()
         options = ("--host", "127.0.0.1", "--port", str(port), "--no-webui", "--cache-ram", "0")
         options += ("--parallel", str(self._slots + 1), "--ctx-size", str((self._slots + 1) * slot_tokens))
-        options += ("--threads", str(weights.threads), "--threads-batch", str(weights.threads))
+        options += ("--threads", str(weights.threads), "--threads-batch", str(weights.threads), *_words()[1:])
         saved = folder / "slots"
         saved.mkdir(exist_ok=True)
         found = program()
