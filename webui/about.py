@@ -31,7 +31,7 @@ DEMO_KNOWS = {
     ],
     "not": "Nothing else. It has {} million parameters and has never seen a photograph or a fact about the world, "
     "so questions about those get a confident and wrong answer.",
-    "instead": "mpic serve --model PATH_OR_HUB_ID --dtype bfloat16",
+    "instead": "mpic serve --model PATH_OR_HUB_ID",
 }
 OTHER_KNOWS = {
     "knows": [],

@@ -78,7 +78,7 @@ def serve(
     Every key of the configuration file is a flag too, and flags win. Without API keys the server listens on this
     machine only.
 
-    Examples: `mpic serve` (the bundled demo model), `mpic serve --model Qwen/Qwen2.5-VL-3B-Instruct --dtype bfloat16`,
+    Examples: `mpic serve` (the bundled demo model), `mpic serve --model Qwen/Qwen2.5-VL-3B-Instruct`,
     `mpic serve --config mpic.toml --port 9000`.
     """
     settings = load_config(config, flags)
