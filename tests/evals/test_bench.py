@@ -95,7 +95,7 @@ SETTINGS = {
         question=8,
         short=24,
         answers=(1, 3),
-        tokens=6,
+        tokens=120,
         repeats=1,
     ),
     "profile": profile.Settings(

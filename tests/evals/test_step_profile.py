@@ -122,8 +122,10 @@ def test_products_are_counted_whichever_kernel_multiplies(tokens, dtype, monkeyp
         found = profile_steps(
             engine, lambda: first_token(engine, request_of(prompt_of(ids.fresh(tokens)), "full", 1))
         )
-    projections = 4 * 64 * 64 + 3 * 64 * 96
-    assert found.operations == 2 * (2 * tokens * projections + 64 * 300) and found.parts[MATRIX] > 0
+    heads, behind = 3 * 64 * 64, 64 * 64 + 3 * 64 * 96  # behind the last attention there is one row
+    projections = heads + behind
+    wanted_row = behind + 64 * 300
+    assert found.operations == 2 * (tokens * (projections + heads) + wanted_row) and found.parts[MATRIX] > 0
     assert found.bytes > dtype.itemsize * (2 * projections + 64 * 300)
 
 
