@@ -69,7 +69,8 @@ def unit_options(*, emulated: bool) -> list[str]:
 
 
 def why_no_unit() -> str:
-    """Returns why the processor's matrix unit for bfloat16 cannot be used; empty if it can."""
+    """Returns why the processor's matrix unit for bfloat16 cannot be used; empty if it can. The operating system is
+    asked to let this process use it."""
     if not torch.cpu._is_amx_tile_supported():
         return "the processor has no matrix unit"
     if not torch.cpu._is_avx512_bf16_supported():

@@ -116,6 +116,8 @@ class BlockLayers:
     def _behind_attention(
         self, layer: int, this: PassStruct, room: dict[str, torch.Tensor], attended: torch.Tensor
     ) -> None:
+        """Computes the rest of a layer for ``this.rows`` rows, whose state it changes, from what they have attended to,
+        ``[rows, heads * head_dim]``; ``room`` has memory for as many."""
         weights, multiply = self._layers.weights.layers[layer], self._products.into
         multiply(attended, [weights.output], [room["product"]])
         self._between(this, BlockPart.BEFORE_GATE, layer)

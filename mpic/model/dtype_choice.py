@@ -1,4 +1,4 @@
-"""Which dtype a model is loaded in when ``dtype = auto``."""
+"""Chooses the dtype that a model is loaded in when nobody has asked for one (``dtype = auto``)."""
 
 from __future__ import annotations
 

@@ -116,7 +116,8 @@ def block_difference(loaded: LoadedModel, fused: FusedStep) -> float:
     Raises:
         ModelRefused: it is too large.
     """
-    return _within(loaded, [loaded.forward, fused.run], _BLOCKS[-1][1] + 1, lambda: _block_step(loaded))
+    ways = [loaded.forward, fused.run, _in_parts(fused.run)]
+    return _within(loaded, ways, _BLOCKS[-1][1] + 1, lambda: _block_step(loaded))
 
 
 @torch.inference_mode()
@@ -165,6 +166,19 @@ def _from_tokens(fused: FusedStep, decoder: WholeDecoder) -> Run:
         return decoder(inputs.ids.tolist(), 0).float()[wanted]
 
     return run
+
+
+def _in_parts(run: Run) -> Run:
+    """Returns the way that wants the first row alone, and then all others: behind the last attention a step computes no
+    more rows than are wanted."""
+
+    def parts(
+        inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor
+    ) -> torch.Tensor | None:
+        first, others = (run(inputs, positions, step, part) for part in (wanted[:1], wanted[1:]))
+        return None if first is None or others is None else torch.cat([first, others])
+
+    return parts
 
 
 def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:

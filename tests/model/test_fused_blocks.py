@@ -135,6 +135,18 @@ def test_behind_the_last_attention_nothing_is_computed_of_rows_that_nobody_wants
     assert counts == [(rows, count) for count in of_layer * (layers - 1) + of_layer[:1]] + behind_last
 
 
+def test_a_model_whose_wanted_rows_are_others_runs_its_modules(monkeypatch):
+    run = BlockLayers.__call__
+
+    def wrong(self, state, *tables, wanted):
+        return run(self, state, *tables, wanted if len(wanted) == len(state) else wanted.flip(0).roll(1))
+
+    monkeypatch.setattr(
+        BlockLayers, "__call__", lambda self, *given: wrong(self, *given[:-1], wanted=given[-1])
+    )
+    assert "differs from the model's own" in loaded_model().info.details[NOTE]
+
+
 def test_every_layer_waits_for_its_loads_when_its_keys_are_written_and_before_it_attends(llama):
     barriers = Barrier(), Barrier()
     both(llama, barriers=barriers)

@@ -143,7 +143,7 @@ def started(
         StartFailed: the server does not start.
     """
     data_dir.mkdir(exist_ok=True)
-    flags = ["--device", "cpu", "--model", model or bundled_model(), *options]
+    flags = ["--device", "cpu", "--dtype", "float32", "--model", model or bundled_model(), *options]
     python = ["-X", "importtime"] if imports else []
     began = time.perf_counter()
     with server_process(data_dir, *flags, python=python) as server:
