@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from contextvars import copy_context
 
 import pytest
 from api_shapes import assert_shape
@@ -10,6 +11,7 @@ from fake_engine import ANSWER, CHUNK_TOKENS
 from server_helpers import data_url, events, fake_server, png, post_raw, refusal, said, wait_until
 
 from mpic.api.completion import ChatCompletion, ChatCompletionChunk
+from mpic.cancel import checkpoint
 from mpic.config import Config, EngineConfig
 from mpic.errors import CompileFailed
 from mpic.server.routers import chat
@@ -229,6 +231,20 @@ async def test_a_client_that_leaves_while_its_request_is_made_leaves_no_answer_b
     await asyncio.wait_for(call, 60)
     assert len(server.engine.requests) == submitted
     assert server.engine.held == set()
+
+
+async def test_what_an_engine_begins_with_a_request_is_not_cancelled_when_the_request_has_been_made(
+    server, monkeypatch
+):
+    submit, contexts = server.engine.submit, []
+
+    def begun(request):
+        contexts.append(copy_context())
+        return submit(request)
+
+    monkeypatch.setattr(server.engine, "submit", begun)
+    assert (await server.ask()).status_code == 200
+    contexts[0].run(checkpoint)
 
 
 async def test_the_event_loop_is_not_blocked_by_an_answer(server):

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from contextvars import Context
 from functools import partial
 from typing import Any
 
@@ -85,14 +86,23 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
 async def _submitted(
     request: Request, body: ChatRequest, state: State, user: str
 ) -> tuple[GenerationRequest, tuple[RetrievalRound, ...], ParallelSampling]:
-    """Builds a request and submits it, both on one thread, because a change of threads takes as long as many a prompt.
-    If the client disconnects meanwhile, answers that have been submitted are aborted."""
+    """Builds a request and submits it, both on one thread, because handing work to another thread can take as long as
+    building a short prompt.
+
+    Returns:
+        The request, the searches made for it, and its answers.
+
+    Raises:
+        ClientDisconnected: the client closed the connection; answers that had been submitted are aborted.
+        MPICError: the request is refused.
+    """
     submitted: list[ParallelSampling] = []
 
     def submit() -> tuple[GenerationRequest, tuple[RetrievalRound, ...]]:
         generation, rounds = prepare(body, state, user)
         checkpoint()
-        answers = ParallelSampling.submit(state.engine.submit, generation, body.n or 1)
+        # in a context of its own: what an engine begins there must not end with this work
+        answers = Context().run(ParallelSampling.submit, state.engine.submit, generation, body.n or 1)
         submitted.append(answers)
         try:
             checkpoint()
