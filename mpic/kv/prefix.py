@@ -51,12 +51,29 @@ class Node:
     last_use: float = 0.0
     dead: bool = False
 
+    def own_before(self, n: int) -> int:
+        """Returns how many of the first ``n`` items are own tokens. Only a node with mapped spans counts them."""
+        if self.own_tokens == len(self.items):
+            return n
+        if n == len(self.items):
+            return self.own_tokens
+        return sum(map(own, self.items[:n]))
 
-def _common(a: Sequence[Item], b: Sequence[Item]) -> int:
-    n = min(len(a), len(b))
-    if tuple(a[:n]) == tuple(b[:n]):
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
+
+def _common(a: tuple[Item, ...], b: tuple[Item, ...]) -> int:
+    """Returns the number of items that both begin with. It compares halves, because one item after the other would take
+    Python milliseconds for a long prompt."""
+    same, most = 0, min(len(a), len(b))
+    if a[:most] == b[:most]:
+        return most
+    most -= 1
+    while same < most:
+        middle = (same + most + 1) // 2
+        if a[same:middle] == b[same:middle]:
+            same = middle
+        else:
+            most = middle - 1
+    return same
 
 
 class PrefixCache:
@@ -76,13 +93,14 @@ class PrefixCache:
 
         The nodes are pinned; give them to ``unpin`` when the request ends.
         """
+        items = tuple(items)
         node, matched, path = self._roots.get(namespace), 0, []
         while node is not None and matched < len(items):
             child = node.children.get(items[matched])
             if child is None:
                 break
             n = _common(child.items, items[matched:])
-            while sum(own(i) for i in child.items[:n]) > limit:
+            while child.own_before(n) > limit:
                 n -= 1
             if n == 0:
                 break
@@ -119,6 +137,7 @@ class PrefixCache:
         """
         for empty in [name for name, root in self._roots.items() if not root.children and name != namespace]:
             del self._roots[empty]
+        items = tuple(items)
         node = self._roots.setdefault(namespace, Node((), 0, None, 0, None, frozenset()))
         matched = known = 0
         while matched < len(items) and (child := node.children.get(items[matched])) is not None:
@@ -129,8 +148,8 @@ class PrefixCache:
             matched += n
             node = child
             node.last_use = time.monotonic()
-        new = tuple(items[matched:])
-        tokens = sum(own(i) for i in new)
+        new = items[matched:]
+        tokens = sum(map(own, new))
         if tokens == 0:
             return
         node.pins += 1  # taking may evict, and must not evict this branch
@@ -146,7 +165,7 @@ class PrefixCache:
     def _split(self, node: Node, n: int) -> Node:
         """Cuts a node after ``n`` items and returns the upper half; both halves share the extent. The upper half is not
         pinned: pins belong to requests that matched the whole node, and pinning the lower half keeps the upper one."""
-        tokens = sum(own(i) for i in node.items[:n])
+        tokens = node.own_before(n)
         upper = Node(
             node.items[:n], tokens, node.shared, node.lo, node.parent, node.chunks, last_use=node.last_use
         )

@@ -147,12 +147,13 @@ class Authenticate:
 _scheme = HTTPBearer(auto_error=False, description="only when the server has keys; see `mpic keys --help`")
 
 
-def _current(request: Request, shown: Annotated[object, Security(_scheme)]) -> User:
-    """Returns the user that the middleware has found. ``shown`` only documents the key in /docs."""
+async def _current(request: Request, shown: Annotated[object, Security(_scheme)]) -> User:
+    """Returns the user that the middleware has found. ``shown`` only documents the key in /docs. Like ``get_state``,
+    it needs no thread."""
     return request.state.user
 
 
-def _admin(user: Annotated[User, Depends(_current)]) -> User:
+async def _admin(user: Annotated[User, Depends(_current)]) -> User:
     if user.role != "admin":
         raise Forbidden("this needs a key with the role admin")
     return user

@@ -44,7 +44,9 @@ class State:
     rates: KeyRates = field(default_factory=KeyRates)
 
 
-def get_state(request: Request) -> State:
+async def get_state(request: Request) -> State:
+    """Returns the state of the application. It is asynchronous because FastAPI runs other dependencies on a thread,
+    for which every request would wait."""
     return request.app.state.mpic
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpic.kv.chunk import KVShape
 from mpic.kv.pool import Pool
-from mpic.kv.prefix import PrefixCache, own
+from mpic.kv.prefix import PrefixCache, _common, own
 
 A, B = ("exact", "anna"), ("linked", "anna", "mpic-4")
 
@@ -103,21 +105,47 @@ def test_a_split_keeps_both_halves_until_both_are_evicted():
     assert list(cache.nodes()) == []
 
 
-items = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+def test_a_match_ends_before_more_own_tokens_than_its_limit_and_spans_do_not_count():
+    pool, cache = make()
+    items = [1, ("span", "k", 0, 9), 2, ("span", "k", 9, 12), 3, 4]
+    remember(pool, cache, B, items)
+    for limit in (3, 2, 1, 4, 9):
+        path = cache.match(B, items, limit)
+        assert read(pool, path) == [1, 2, 3, 4][:limit]
+        cache.unpin(path)
+        cache.check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 1), max_size=12), st.lists(st.integers(0, 1), max_size=12))
+def test_the_common_beginning_ends_at_the_first_difference(a, b):
+    found = _common(tuple(a), tuple(b))
+    assert a[:found] == b[:found]
+    assert found == min(len(a), len(b)) or a[found] != b[found]
+
+
+def test_a_long_known_prompt_is_not_walked_item_by_item(monkeypatch):
+    pool, cache = make(512)
+    remember(pool, cache, A, list(range(1_000)))
+    monkeypatch.setattr("mpic.kv.prefix.own", Mock(side_effect=AssertionError))
+    cache.unpin(cache.match(A, list(range(1_000)), 999))
+
+
+items = st.lists(st.one_of(st.integers(0, 2), st.just(("span", "k", 0, 9))), min_size=1, max_size=8)
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(items, st.booleans()), max_size=25))
 def test_matches_are_always_the_longest_remembered_prefix(history):
     pool, cache = make(256)
-    known: set[tuple[int, ...]] = set()
+    known: set[tuple] = set()
     for sequence, insert in history:
         if insert:
             remember(pool, cache, A, sequence)
             known |= {tuple(sequence[:n]) for n in range(1, len(sequence) + 1)}
         path = cache.match(A, sequence, 100)
         longest = max((n for n in range(len(sequence) + 1) if tuple(sequence[:n]) in known), default=0)
-        assert read(pool, path) == sequence[:longest]
+        assert read(pool, path) == [item for item in sequence[:longest] if own(item)]
         cache.unpin(path)
         cache.check()
     cache.clear()

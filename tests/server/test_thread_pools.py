@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from anyio import to_thread
 from fake_engine import FakeEngine
 from hostile_texts import demo, prose, recorded
 from server_helpers import fake_server, post_raw, wait_until
@@ -78,6 +79,17 @@ async def test_quick_requests_do_not_wait_for_long_work():
     assert await asyncio.wait_for(run_in_threadpool(lambda: "listing"), 10) == "listing"
     work.go.set()
     await asyncio.gather(*tasks)
+
+
+async def test_a_chat_is_answered_while_all_threads_of_the_web_framework_are_busy(server):
+    work, threads = Work(), int(to_thread.current_default_thread_limiter().total_tokens)
+    tasks = [asyncio.ensure_future(run_in_threadpool(work, i)) for i in range(threads)]
+    await wait_until(lambda: work.running == threads)
+    try:
+        assert (await asyncio.wait_for(server.ask("Hello?"), 10)).status_code == 200
+    finally:
+        work.go.set()
+        await asyncio.gather(*tasks)
 
 
 async def test_work_ends_at_its_next_step_when_the_client_leaves():

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from itertools import islice
 
 import torch
 
@@ -284,8 +285,10 @@ class DeviceMemory:
         deleted = any(self._tombstones.key_since(request.arrived, linked.key) for linked in chunks)
         if deleted or any(node.dead for node in request.path):
             return
-        known = [i for i, item in enumerate(request.items) if own(item)]
-        end = known[request.computed - 1] + 1 if request.computed else 0
+        end = request.computed
+        if len(request.items) > len(request):  # with mapped spans between the own tokens
+            places = (i for i, item in enumerate(request.items, 1) if own(item))
+            end = next(islice(places, end - 1, None)) if end else 0
 
         def take(n: int) -> Extent | None:
             first, used = n - request.mapped, request.computed - request.mapped
