@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from mpic.errors import ModelRefused
-from mpic.model.dtype_choice import DtypeChoice, dtype_on_cpu, own_dtype
+from mpic.model.dtype_choice import HALF, DtypeChoice, dtype_on_cpu, own_dtype
 from mpic.model.fused_proof import find_fused_step, prove_fused_step
 from mpic.model.image_selftest import image_self_test
 from mpic.model.loaded import LoadedModel
@@ -94,11 +94,14 @@ def load_model(
     proofs = proofs or Proofs()
     # before any proof, because proofs name the kernels that have been loaded by then
     fused = find_fused_step(loaded)
-    error = proofs.error_of(loaded, "text", self_test)
-    if loaded.has_vision:
-        error = max(error, proofs.error_of(loaded, "images", image_self_test))
-    if loaded.no_clips is None:
-        error = max(error, _clips_tested(loaded, proofs))
+    try:
+        error = _tested(loaded, proofs)
+    except ModelRefused as refused:
+        if dtype != "auto" or chosen.name != HALF:
+            raise
+        raise ModelRefused(
+            f"{refused.message} (in {HALF}, which 'auto' means here; with --dtype float32 it may pass)"
+        ) from refused
     prove_fused_step(loaded, fused, proofs)
     log.info("%s: self-test %s, relative error %.1e (%s)", name, proofs.summary, error, loaded.attention_name)
     if loaded.attention_note:
@@ -120,6 +123,16 @@ def _choose_dtype(
         return DtypeChoice(asked)
     packed = quantization_of(config) is not None
     return dtype_on_cpu(own_dtype(path, config), kv_dtype=kv_dtype, quantize=bool(quantize), packed=packed)
+
+
+def _tested(loaded: LoadedModel, proofs: Proofs) -> float:
+    """Returns the largest error of the self-tests that a model must pass. Raises ModelRefused if it fails one."""
+    error = proofs.error_of(loaded, "text", self_test)
+    if loaded.has_vision:
+        error = max(error, proofs.error_of(loaded, "images", image_self_test))
+    if loaded.no_clips is None:
+        error = max(error, _clips_tested(loaded, proofs))
+    return error
 
 
 def _clips_tested(loaded: LoadedModel, proofs: Proofs) -> float:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from small_models import SMALL_PLAIN
 
-from mpic.model import dtype_choice
+from mpic.errors import ModelRefused
+from mpic.model import dtype_choice, load
 from mpic.model.dtype_choice import dtype_for_results, dtype_on_cpu, own_dtype
 from mpic.model.load import load_config, load_model
 
@@ -89,3 +90,16 @@ def test_results_are_in_float32_on_every_processor_unless_another_dtype_is_asked
     assert dtype_for_results("bfloat16", CPU) == "bfloat16"
     assert dtype_for_results("auto", torch.device("cuda")) == "auto"
     assert dtype_for_results("auto", CPU, quantize="int8") == "auto"
+
+
+@pytest.mark.parametrize(("asked", "named"), [("auto", True), ("bfloat16", False)])
+def test_a_model_that_fails_its_self_test_in_the_dtype_of_auto_is_told_of_the_other(
+    asked, named, has_unit, monkeypatch
+):
+    def refuse(loaded):
+        raise ModelRefused("its logits differ")
+
+    monkeypatch.setattr(load, "self_test", refuse)
+    with pytest.raises(ModelRefused, match="its logits differ") as refused:
+        load_model(str(SMALL_PLAIN), device="cpu", dtype=asked)
+    assert ("--dtype float32" in refused.value.message) is named
