@@ -118,6 +118,17 @@ def test_steps_begin_with_tokens_again_when_other_requests_have_come_and_gone(ma
     assert _counted(engine) > before
 
 
+def test_steps_that_are_run_in_another_way_in_between_are_counted_in_the_positions(make_engine, monkeypatch):
+    loaded = loaded_model()
+    calls, begins = [], loaded.fused.begins_with_tokens
+    monkeypatch.setattr(
+        loaded.fused, "begins_with_tokens", lambda: calls.append(1) or (len(calls) % 3 > 0 and begins())
+    )
+    expected, found, engine = _both(make_engine, "llama", loaded)
+    _assert_equal(expected, found)
+    assert 0 < _counted(engine) < _counted(engine, "fused_steps")
+
+
 def test_tokens_rotations_and_tables_that_do_not_fit_are_refused(make_engine):
     loaded = loaded_model()
     engine = make_engine("llama", loaded, adapter=None)

@@ -39,6 +39,8 @@ class FusedDecode:
         self._decoder: WholeDecoder | None = None  # of these fused steps
         self._used: tuple[StreamRows, RowWrites] | None = None  # the tables that the decoder has
         self._rotated: list[int] = []  # the positions of the first step whose rotations the decoder has
+        self._step = 0  # the last step that was run, counted from that one
+        self._advanced = -1  # steps that had advanced the tables by then
         self.counters: Counter[str] = Counter()
 
     def run(self, slices: Sequence[BatchSlice], ids: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -58,18 +60,21 @@ class FusedDecode:
             self._used, self._rotated = None, []
         decoder = self._decoder
         tokens = [part.rows.ids[part.lo] for part in slices] if ids is None else ids.tolist()
-        positions = _positions(slices)
-        if not 0 < len(slices) <= decoder.most_rows or positions is None:
-            return None
-        if min(tokens) < 0 or max(tokens) >= decoder.vocabulary:
+        if not 0 < len(slices) <= decoder.most_rows or min(tokens) < 0 or max(tokens) >= decoder.vocabulary:
             return None
         (rows, *others), writes = self._tables.single_rows([(part, row) for row, part in enumerate(slices)])
         if others or type(rows) is not StreamRows or writes is None:
             return None
-        if self._used is None or rows is not self._used[0] or writes is not self._used[1]:
-            decoder.use(rows, writes)
-            self._used = rows, writes
-        logits = decoder(tokens, self._step(positions))
+        if not self._is_next(rows, writes):
+            positions = _positions(slices)
+            if positions is None:
+                return None
+            if self._used is None or rows is not self._used[0] or writes is not self._used[1]:
+                decoder.use(rows, writes)
+                self._used = rows, writes
+            self._step = self._rotations_of(positions)
+        self._advanced = self._tables.advanced
+        logits = decoder(tokens, self._step)
         fused.counters["fused_steps"] += 1
         self.counters["steps_from_tokens"] += 1
         return logits.float()
@@ -78,7 +83,20 @@ class FusedDecode:
         """Discards the tables, which are the runner's."""
         self._tables.forget()
 
-    def _step(self, positions: list[int]) -> int:
+    def _is_next(self, rows: StreamRows, writes: RowWrites) -> bool:
+        """Returns whether the step is the one after the last that was run here, so that all rows have the next
+        positions, and takes their rotations."""
+        follows = (
+            self._used is not None
+            and rows is self._used[0]
+            and writes is self._used[1]
+            and self._tables.advanced == self._advanced + 1
+            and self._step + 1 < ROTATED
+        )
+        self._step += follows
+        return follows
+
+    def _rotations_of(self, positions: list[int]) -> int:
         """Returns the number of the rotations of some positions, which are computed if the decoder has them not."""
         first = self._rotated
         if len(first) == len(positions):

@@ -89,7 +89,6 @@ class Drawing:
         found: the same numbers on the host, as soon as ``choices`` has returned; empty when there are none.
     """
 
-    @torch.inference_mode()
     def __init__(self, logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
         self._logits, self._samplers = logits, samplers
         self._numbers = [0.0 if s.sampling.temperature == 0 else s.next() for s in samplers]
@@ -106,13 +105,15 @@ class Drawing:
         """Copies the logits, whose memory the next step overwrites."""
         self._logits = self._logits.clone()
 
-    @torch.inference_mode()
     def choices(self) -> list[Choice | Exception]:
         """Waits for the tokens, and returns the choice of each row, or an error that concerns this row alone."""
         logits, samplers, numbers = self._logits, self._samplers, self._numbers
         try:
             if self.tokens is not None:
                 self.found = self._read()
+                # in most steps nothing else is to be done
+                if min(self.found) >= 0 and all(s.sampling.logprobs is None for s in samplers):
+                    return [(token, None) for token in self.found]
             return _choose(logits, samplers, numbers, list(self.found))
         except Exception:  # the options of one request must not fail the others
             log.exception("the tokens of a step could not be drawn together, and are drawn one by one")
@@ -142,6 +143,7 @@ def _fetch(tokens: torch.Tensor) -> Callable[[], list[int]]:
     return read
 
 
+@torch.inference_mode()
 def _choose(
     logits: torch.Tensor,
     samplers: Sequence[Sampler],
@@ -179,6 +181,16 @@ def _choose(
 def _draw(logits: torch.Tensor, options: Sequence[Sampling], numbers: Sequence[float]) -> torch.Tensor:
     """Returns a token or a negative code for each row, ``[rows]`` int64 on the device, without waiting for the
     device."""
+    if logits.device.type == "cpu" and all(s.temperature == 0 for s in options):
+        return _greedy(logits)
+    return _draw_by_kind(logits, options, numbers)
+
+
+@torch.inference_mode()
+def _draw_by_kind(
+    logits: torch.Tensor, options: Sequence[Sampling], numbers: Sequence[float]
+) -> torch.Tensor:
+    """Does the work of ``_draw``, once for each kind of sampling."""
     kinds: dict[str, list[int]] = {"greedy": [], "whole": [], "cut": []}
     for row, s in enumerate(options):
         kind = "greedy" if s.temperature == 0 else "cut" if s.top_k or s.top_p < 1 else "whole"
