@@ -97,7 +97,8 @@ def load_model(
     try:
         error = _tested(loaded, proofs)
     except ModelRefused as refused:
-        if dtype != "auto" or chosen.name != HALF:
+        is_inexact = "difference" in refused.details
+        if not is_inexact or dtype != "auto" or chosen.name != HALF or quantize:
             raise
         raise ModelRefused(
             f"{refused.message} (in {HALF}, which 'auto' means here; with --dtype float32 it may pass)"

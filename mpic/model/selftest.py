@@ -88,7 +88,7 @@ def compare(
         failed, what, why: words for the errors: what could not be done, what differs, and what that means.
 
     Raises:
-        ModelRefused: the logits cannot be computed, or they differ.
+        ModelRefused: the logits cannot be computed, or they differ; then its details have a ``difference``.
     """
     try:
         got, expected = logits()
@@ -103,7 +103,8 @@ def compare(
     if not difference <= limit:
         raise ModelRefused(
             f"{loaded.config.model_type}: {what} differ from the stock model's by {difference:.1e} "
-            f"(limit {limit:.0e}): {why}"
+            f"(limit {limit:.0e}): {why}",
+            difference=f"{difference:.1e}",
         )
     return difference
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from small_models import SMALL_PLAIN
 
 from mpic.errors import ModelRefused
-from mpic.model import dtype_choice, load
+from mpic.model import dtype_choice, load, selftest
 from mpic.model.dtype_choice import dtype_for_results, dtype_on_cpu, own_dtype
 from mpic.model.load import load_config, load_model
 
@@ -92,14 +93,24 @@ def test_results_are_in_float32_on_every_processor_unless_another_dtype_is_asked
     assert dtype_for_results("auto", CPU, quantize="int8") == "auto"
 
 
-@pytest.mark.parametrize(("asked", "named"), [("auto", True), ("bfloat16", False)])
-def test_a_model_that_fails_its_self_test_in_the_dtype_of_auto_is_told_of_the_other(
-    asked, named, has_unit, monkeypatch
+@pytest.mark.parametrize(
+    ("options", "differs", "named"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"dtype": "bfloat16"}, True, False),
+        ({"quantize": "int8"}, True, False),  # which is not computed in float32
+    ],
+)
+def test_a_model_that_is_too_inexact_in_the_dtype_of_auto_is_refused_with_the_name_of_the_other(
+    options, differs, named, has_unit, monkeypatch
 ):
-    def refuse(loaded):
-        raise ModelRefused("its logits differ")
-
-    monkeypatch.setattr(load, "self_test", refuse)
-    with pytest.raises(ModelRefused, match="its logits differ") as refused:
-        load_model(str(SMALL_PLAIN), device="cpu", dtype=asked)
+    if differs:
+        monkeypatch.setattr(selftest, "relative_error", lambda got, expected: float("nan"))
+    else:
+        monkeypatch.setattr(load, "self_test", Mock(side_effect=ModelRefused("it has markers")))
+    with pytest.raises(
+        ModelRefused, match="differ from the stock model's" if differs else "markers"
+    ) as refused:
+        load_model(str(SMALL_PLAIN), device="cpu", **options)
     assert ("--dtype float32" in refused.value.message) is named
