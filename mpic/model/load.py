@@ -101,7 +101,8 @@ def load_model(
         if not is_inexact or dtype != "auto" or chosen.name != HALF or quantize:
             raise
         raise ModelRefused(
-            f"{refused.message} (in {HALF}, which 'auto' means here; with --dtype float32 it may pass)"
+            f"{refused.message} (in {HALF}, which 'auto' means here; with --dtype float32 it may pass)",
+            **refused.details,
         ) from refused
     prove_fused_step(loaded, fused, proofs)
     log.info("%s: self-test %s, relative error %.1e (%s)", name, proofs.summary, error, loaded.attention_name)
