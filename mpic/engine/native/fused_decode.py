@@ -65,11 +65,14 @@ class FusedDecode:
         (rows, *others), writes = self._tables.single_rows([(part, row) for row, part in enumerate(slices)])
         if others or type(rows) is not StreamRows or writes is None:
             return None
-        if not self._is_next(rows, writes):
+        is_used = self._used is not None and rows is self._used[0] and writes is self._used[1]
+        if is_used and self._tables.advanced == self._advanced + 1 and self._step + 1 < ROTATED:
+            self._step += 1  # the rows of the last step, each at the next position
+        else:
             positions = _positions(slices)
             if positions is None:
                 return None
-            if self._used is None or rows is not self._used[0] or writes is not self._used[1]:
+            if not is_used:
                 decoder.use(rows, writes)
                 self._used = rows, writes
             self._step = self._rotations_of(positions)
@@ -82,19 +85,6 @@ class FusedDecode:
     def forget(self) -> None:
         """Discards the tables, which are the runner's."""
         self._tables.forget()
-
-    def _is_next(self, rows: StreamRows, writes: RowWrites) -> bool:
-        """Returns whether the step is the one after the last that was run here, so that all rows have the next
-        positions, and takes their rotations."""
-        follows = (
-            self._used is not None
-            and rows is self._used[0]
-            and writes is self._used[1]
-            and self._tables.advanced == self._advanced + 1
-            and self._step + 1 < ROTATED
-        )
-        self._step += follows
-        return follows
 
     def _rotations_of(self, positions: list[int]) -> int:
         """Returns the number of the rotations of some positions, which are computed if the decoder has them not."""
