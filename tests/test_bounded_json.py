@@ -112,6 +112,18 @@ def test_a_text_beyond_a_bound_is_never_parsed(monkeypatch):
             read(body, Bounds(values=10_000, text=10_000))
 
 
+@pytest.mark.parametrize("sizes", [(1 << 18, 1 << 8)], indirect=True)
+def test_a_short_text_is_scanned_only_if_what_is_in_its_strings_could_exceed_a_bound(monkeypatch, sizes):
+    scanned, scan = [], bounded_json._Scan
+    monkeypatch.setattr(bounded_json, "_Scan", lambda *args: scanned.append(1) or scan(*args))
+    value = {"messages": [{"content": "a, b " * 2_000}]}
+    assert read(json.dumps(value).encode(), Bounds(values=3_000, text=20_000)) == value and not scanned
+    for bounds in (Bounds(values=1_000), Bounds(text=10_020), Bounds(depth=2)):
+        scanned.clear()
+        body = json.dumps(value if bounds.depth > 2 else ["[[["]).encode()
+        assert read(body, bounds) == json.loads(body) and scanned, bounds
+
+
 @pytest.mark.parametrize("sizes", [(1_000, 100)], indirect=True)
 def test_long_strings_reach_json_loads_in_slices_only(monkeypatch, sizes):
     given, loads = [], json.loads

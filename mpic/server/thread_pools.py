@@ -11,13 +11,13 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from contextvars import copy_context
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-import anyio.to_thread
-from anyio import CancelScope, CapacityLimiter
+from anyio import CancelScope
 from starlette.requests import Request
 
 from mpic.cancel import Cancelled, until
@@ -37,7 +37,9 @@ class ThreadPool:
     """
 
     def __init__(self, threads: int, per_user: int) -> None:
-        self._limiter = CapacityLimiter(threads)
+        # anyio's threads would take a task through several turns of the event loop before it begins
+        self._threads = ThreadPoolExecutor(threads, "mpic-request")
+        self._free = asyncio.Semaphore(threads)  # a task that waits must not begin once its client has left
         self._per_user = per_user
         self._seats: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
@@ -62,11 +64,9 @@ class ThreadPool:
         """Returns the result of ``work(*args)``, which runs to its end even if the client disconnects or the caller is
         cancelled. A cancelled caller waits for that end, because the thread is busy until then."""
         seat = self._seats.setdefault(user, asyncio.Semaphore(self._per_user))
-        async with seat, self._limiter:
-            own = CapacityLimiter(1)
-            return await _until_done(
-                asyncio.ensure_future(anyio.to_thread.run_sync(partial(work, *args), limiter=own))
-            )
+        async with seat, self._free:
+            loop = asyncio.get_running_loop()
+            return await _until_done(loop.run_in_executor(self._threads, copy_context().run, work, *args))
 
 
 class ThreadPools:
@@ -89,7 +89,7 @@ class ThreadPools:
         self.background = ThreadPool(2, 1)
 
 
-async def _until_done(task: asyncio.Task[T]) -> T:
+async def _until_done(task: asyncio.Future[T]) -> T:
     """Returns the result of a task, for whose end it waits however often its own task is cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     with CancelScope(shield=True):  # anyio would repeat a cancellation in every turn of the loop

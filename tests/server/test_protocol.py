@@ -299,8 +299,8 @@ def test_bodies_of_pipelined_requests_are_not_read_without_bound(front, client):
             client.send(body)
     time.sleep(0.3)
     [connection] = front.connections._all
-    # the mark, and what one read may bring
-    assert sum(len(cycle.body) for cycle, _ in connection.pipeline) < 400_000
+    # the mark, and two reads of 256 KiB: one may be under way when the chat begins to wait for its client to leave
+    assert sum(len(cycle.body) for cycle, _ in connection.pipeline) < 600_000
 
 
 def test_a_login_without_a_key_may_not_send_files(front, client):

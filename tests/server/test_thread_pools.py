@@ -62,6 +62,15 @@ async def test_one_user_cannot_take_all_threads():
     assert greedy.most == 2 and set(greedy.begun[:2]) == {0, 1}
 
 
+async def test_work_begins_in_the_turn_of_the_event_loop_in_which_it_is_asked_for():
+    """A request that waits for several turns waits for what others do in them."""
+    begun = threading.Event()
+    asked = asyncio.ensure_future(ThreadPool(1, 1).call("alice", begun.set))
+    await asyncio.sleep(0)
+    assert begun.wait(10)  # which holds up the event loop
+    await asked
+
+
 async def test_all_users_together_have_few_threads():
     workers, work = ThreadPool(3, 2), Work()
     tasks = [asyncio.ensure_future(workers.run(request_of(f"user {i}"), work, i)) for i in range(12)]
