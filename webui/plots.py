@@ -45,6 +45,10 @@ EXPLAINED = {
     ),
     "retrieval": ("Retrieval", "Finding references, and linking them while an answer is being written."),
     "serving": ("Under load", "Time to the first token while requests arrive, by policy."),
+    "peaks": (
+        "Length of documents",
+        "Requests that can be answered a second: the longer a document, the more CacheBlend computes of it.",
+    ),
     "flops": ("Operations", "Counted operations of the same prompts, by policy."),
 }
 

@@ -30,6 +30,7 @@ from mpic.evals.bench import (
     overhead,
     parallel,
     peak,
+    peaks,
     profile,
     rates,
     retrieval,
@@ -79,6 +80,7 @@ SETTINGS = {
     ),
     "sampling": sampling.Settings(vocabulary=2000, batch=3, repeats=1),
     "serving": serving.Settings(TINY, **SERVED, text=8, shares=(0.5,)),
+    "peaks": peaks.Settings(TINY, {"short": 24, "long": 48}, 3, 2, 8, 2, backlog=0.05, repeats=2),
     "load": load.Settings(**CHUNKS, repeats=1, catalogue=300, linked=4, images=4, image_tokens=8, lookups=3),
     "parallel": parallel.Settings(
         TINY, 2, 24, (0, 1, 2), TOWER, (1,), text=8, many=3, many_text=6, repeats=1
@@ -111,6 +113,8 @@ HEADLINES = {
     "flat": {
         *(f"{name}_growth" for name in ("full", "cacheblend15", "legolink16")),
         "legolink16_fixed_growth",
+        "packet_fixed_growth",
+        "wide_packet_fixed_growth",
         *(f"wide_{name}_growth" for name in ("full", "cacheblend15", "legolink16", "legolink16_fixed")),
         "tokens_in_memory_over_cacheblend15",
     },
@@ -124,6 +128,11 @@ HEADLINES = {
         "operations_cacheblend15_over_legolink16",
         "mpic32_over_prefix",
         "p99_prefix_over_mpic32",
+    },
+    "peaks": {
+        f"{name}_{ratio}"
+        for name in ("short", "long")
+        for ratio in ("legolink16_over_cacheblend15", "operations_cacheblend15_over_legolink16")
     },
     "load": {"cold_over_raw", "warm_over_memcpy", "lookup_p50_ms", "lookup_p99_ms"},
     "parallel": {"worst_over_limit", "many_serial_over_parallel"},
@@ -251,7 +260,7 @@ def test_memory_fails_when_an_answer_depends_on_its_company(monkeypatch):
 
 
 def test_the_peak_of_a_backlog_counts_from_its_first_request(monkeypatch):
-    sender = serving._PoolSender(
+    sender = serving.PoolSender(
         serving.Settings(pool=4, chunk_tokens=4), None, Mock(of=Mock(return_value=2e9))
     )
     served = arrivals.Served(5.0, 1.0, 5.0, GenerationUsage())
@@ -266,7 +275,7 @@ def test_several_backlogs_are_told_by_their_median_and_spread():
         {"requests": 3, "alone_ttft_ms": 9.0, "requests_per_s": rate, "tokens_per_s": 10 * rate, "gflop": 2.0}
         for rate in (1.0, 4.0, 2.0)
     ]
-    row = serving._of_rounds(rounds)
+    row = serving.of_rounds(rounds)
     assert (row["requests"], row["requests_per_s"], row["tokens_per_s"]) == (9, 2.0, 20.0)
     assert (row["min_requests_per_s"], row["max_requests_per_s"], row["gflop"]) == (1.0, 4.0, 2.0)
 

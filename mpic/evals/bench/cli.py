@@ -23,6 +23,7 @@ from mpic.evals.bench import (  # noqa: F401 - each registers itself
     memory,
     overhead,
     parallel,
+    peaks,
     profile,
     rates,
     retrieval,

@@ -91,14 +91,14 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         len(settings.policies) * (settings.repeats + len(settings.shares)) + 1 + len(settings.ratios)
     )
     with engine_for(pair.loaded, min(tokens, 120_000)) as engine:
-        sender = _PoolSender(settings, engine, Flops(engine))
+        sender = PoolSender(settings, engine, Flops(engine))
         compile_all(engine, sender.pool)
         backlogs: dict[str, list[Row]] = {policy: [] for policy in settings.policies}
         for turn in range(settings.repeats):
             for policy in rotated(settings.policies, turn):
                 with ticker.step(f"{policy}: backlog"):
                     backlogs[policy].append(sender.backlog(policy))
-        rows = [_of_rounds(found) for found in backlogs.values()]
+        rows = [of_rounds(found) for found in backlogs.values()]
         peaks = {row["policy"]: row["requests_per_s"] for row in rows}
         for policy in settings.policies:
             for share in settings.shares:
@@ -133,7 +133,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     return Report(rows, headline, notes, lambda figure: plot(figure, rows, "requests/s", "p50"))
 
 
-class _PoolSender:
+class PoolSender:
     """Sends requests over a pool of chunks, as a backlog or at random times."""
 
     def __init__(self, settings: Settings, engine: NativeEngine, flops: Flops) -> None:
@@ -190,7 +190,7 @@ class _PoolSender:
         return row
 
 
-def _of_rounds(found: list[Row]) -> Row:
+def of_rounds(found: list[Row]) -> Row:
     """Returns one row for a policy's backlogs: medians, the least and most requests a second, and all requests."""
     row = found[0] | {"requests": sum(one["requests"] for one in found)}
     row |= {
