@@ -1,4 +1,4 @@
-"""Measures how time and memory to the first token grow with the context (EPIC, section 5.5 and figure 9), up to 50
+"""Measures how time and memory to the first token grow with the context (EPIC, section 5.6 and figure 9), up to 50
 thousand tokens and, on a wide model, up to 16.
 
 Beside the paper's policies stands KV Packet, which recomputes nothing of a document: where ``legolink-16`` computes 16
@@ -169,9 +169,8 @@ def _measured(
     grown = {n: [n // settings.documents] * settings.documents for n in totals}
     added = {n: [settings.fixed] * (n // settings.fixed) for n in totals}
     columns: dict[str, Callable[[], float]] = {}
-    room = 4 * sum(totals) + 4 * max(
-        totals
-    )  # documents of both kinds, packets, and what requests leave behind
+    # documents of both kinds, packets, and what requests leave behind
+    room = 4 * sum(totals) + 4 * max(totals)
     with engine_for(pair.loaded, room, adapter=adapter) as engine:
         engine.pool.arena.zero_()  # its pages are touched, so that they do not count as memory of a request
         subject = _FlatSubject(engine, ids, settings, placement)

@@ -1,4 +1,4 @@
-"""Measures the peak rates of CacheBlend and LegoLink over the length of documents (EPIC, sections 4.2 and 5.2).
+"""Measures the peak rates of CacheBlend and LegoLink over the length of documents (EPIC, sections 4.2 and 5.5).
 
 The one computes 15 % of a document's tokens again and passes all of them through its first layer, the other computes 16
 tokens of every document, whatever its length. So their ratio is one of document lengths, and ``serving``, whose

@@ -1,4 +1,4 @@
-"""Measures users who return at random, under every policy at the same rates (EPIC, section 5.2 and figure 8).
+"""Measures users who return at random, under every policy at the same rates (EPIC, sections 5.2 and 5.5, figure 8).
 
 Every user has documents that were compiled once, and asks about them again and again for a while. How many users there
 are follows from the share of the pool that their documents may fill; the rest is what running requests have. All

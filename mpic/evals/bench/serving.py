@@ -1,4 +1,4 @@
-"""Measures serving under load: the rate that each policy sustains, and the wait for first tokens (EPIC, section 6.3;
+"""Measures serving under load: the rate that each policy sustains, and the wait for first tokens (EPIC, section 5.5;
 MPIC, section 5).
 
 Every request links some chunks of a pool and has text of its own. First each policy gets a backlog that keeps it busy:
