@@ -8,15 +8,14 @@ documents have 576 tokens, shows one point of it. Beside every measured ratio st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mpic.evals.bench import serving
-from mpic.evals.bench.harness import BenchDevice, Report, Row, Series, Ticker, bench, paired, rotated
+from mpic.evals.bench.harness import BenchDevice, Report, Row, Ticker, bench
 from mpic.evals.bench.workload import DecoderShape, compile_all, engine_for, make_pair
 from mpic.evals.flops import Flops
 
-LINKED, BLENDED = "legolink-16", "cacheblend-15"
 LENGTHS = {"short": 576, "medium": 1024, "long": 2048}
 
 
@@ -38,17 +37,15 @@ class Settings:
     linked: int = 4
     text: int = 64
     answer: int = 8
-    policies: tuple[str, ...] = (BLENDED, "mpic-32", LINKED)
+    policies: tuple[str, ...] = ("cacheblend-15", "mpic-32", "legolink-16")
     backlog: float = 6.0
     repeats: int = 5
     seed: int = 0
 
     def load(self, tokens: int) -> serving.Settings:
         """Returns the load whose documents have so many tokens."""
-        return serving.Settings(
-            self.decoder, self.pool, self.linked, tokens, self.text, self.answer,
-            self.policies, self.backlog, self.repeats, seed=self.seed,
-        )  # fmt: skip
+        same = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "lengths"}
+        return serving.Settings(chunk_tokens=tokens, **same)
 
 
 @bench(
@@ -86,13 +83,9 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
             sender = serving.PoolSender(load, engine, Flops(engine))
             ticker.say(f"compiling {load.pool} x {tokens}")
             compile_all(engine, sender.pool)
-            backlogs: dict[str, list[Row]] = {policy: [] for policy in settings.policies}
-            for turn in range(settings.repeats):
-                for policy in rotated(settings.policies, turn):
-                    with ticker.step(f"{policy}: {load.linked} x {tokens}"):
-                        backlogs[policy].append(sender.backlog(policy))
+            backlogs = serving.backlogs_of(sender, load, ticker)
         rows += [{"document_tokens": tokens} | serving.of_rounds(found) for found in backlogs.values()]
-        headline |= _ratios(name, backlogs)
+        headline |= {f"{name}_{ratio}": value for ratio, value in serving.over_cacheblend(backlogs).items()}
     notes = {
         "model": pair.description,
         "peak": "requests finished a second while the queue is never empty: median, least and most of the backlogs, "
@@ -102,29 +95,13 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     return Report(rows, headline, notes, lambda figure: _plot(figure, rows))
 
 
-def _ratios(name: str, backlogs: Mapping[str, Sequence[Row]]) -> dict[str, float]:
-    """Returns the ratios of two policies' peaks and operations."""
-    rates = {p: Series(0.0, [one["requests_per_s"] for one in found]) for p, found in backlogs.items()}
-    return {
-        f"{name}_legolink16_over_cacheblend15": paired(rates[LINKED], rates[BLENDED]),
-        f"{name}_operations_cacheblend15_over_legolink16": backlogs[BLENDED][0]["gflop"]
-        / backlogs[LINKED][0]["gflop"],
-    }
-
-
 def _plot(figure: Any, rows: Sequence[Row]) -> None:
     axes = figure.subplots()
     for number, policy in enumerate(dict.fromkeys(row["policy"] for row in rows)):
         found = [row for row in rows if row["policy"] == policy]
-        least, middle, most = (
-            [row[name] for row in found] for name in (serving.SPREAD[0], "requests_per_s", serving.SPREAD[1])
-        )
-        beside = [
-            [b - a for a, b in zip(least, middle, strict=True)],
-            [b - a for a, b in zip(middle, most, strict=True)],
-        ]
+        peaks, beside = serving.with_spread(found)
         axes.errorbar(
-            [row["document_tokens"] for row in found], middle, yerr=beside,
+            [row["document_tokens"] for row in found], peaks, yerr=beside,
             color=f"C{number}", marker="o", markersize=3, capsize=2, label=policy,
         )  # fmt: skip
     axes.set(xlabel="tokens of a document", ylabel="peak (requests/s)", xscale="log", yscale="log")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,11 +94,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     with engine_for(pair.loaded, min(tokens, 120_000)) as engine:
         sender = PoolSender(settings, engine, Flops(engine))
         compile_all(engine, sender.pool)
-        backlogs: dict[str, list[Row]] = {policy: [] for policy in settings.policies}
-        for turn in range(settings.repeats):
-            for policy in rotated(settings.policies, turn):
-                with ticker.step(f"{policy}: backlog"):
-                    backlogs[policy].append(sender.backlog(policy))
+        backlogs = backlogs_of(sender, settings, ticker)
         rows = [of_rounds(found) for found in backlogs.values()]
         peaks = {row["policy"]: row["requests_per_s"] for row in rows}
         for policy in settings.policies:
@@ -122,12 +119,9 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "prefix": "a user's requests share no prefix, as chunks come in random order behind fresh text",
     }
     p99 = {r["policy"]: r["ttft_p99_ms"] for r in rows if r.get("offered_per_s") == round(common, 3)}
-    counted = {row["policy"]: row["gflop"] for row in rows if row["table"] == BACKLOG}
-    rates = {name: Series(0.0, [one["requests_per_s"] for one in found]) for name, found in backlogs.items()}
     headline = {
-        "legolink16_over_cacheblend15": paired(rates["legolink-16"], rates["cacheblend-15"]),
-        "operations_cacheblend15_over_legolink16": counted["cacheblend-15"] / counted["legolink-16"],
-        "mpic32_over_prefix": paired(rates["mpic-32"], rates["prefix"]),
+        **over_cacheblend(backlogs),
+        "mpic32_over_prefix": peak_ratio(backlogs, "mpic-32", "prefix"),
         "p99_prefix_over_mpic32": p99["prefix"] / p99["mpic-32"],
     }
     return Report(rows, headline, notes, lambda figure: plot(figure, rows, "requests/s", "p50"))
@@ -190,6 +184,33 @@ class PoolSender:
         return row
 
 
+def backlogs_of(sender: PoolSender, settings: Settings, ticker: Ticker) -> dict[str, list[Row]]:
+    """Returns the backlogs of each policy, which took turns."""
+    backlogs: dict[str, list[Row]] = {policy: [] for policy in settings.policies}
+    for turn in range(settings.repeats):
+        for policy in rotated(settings.policies, turn):
+            with ticker.step(f"{policy}: backlog of {settings.linked} x {settings.chunk_tokens}"):
+                backlogs[policy].append(sender.backlog(policy))
+    return backlogs
+
+
+def peak_ratio(backlogs: Mapping[str, Sequence[Row]], policy: str, base: str) -> float:
+    """Returns the peak of a policy over that of another: the median of the ratios within a round."""
+    ours, theirs = (Series(0.0, [one["requests_per_s"] for one in backlogs[name]]) for name in (policy, base))
+    return paired(ours, theirs)
+
+
+def over_cacheblend(backlogs: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+    """Returns headline numbers of LegoLink beside CacheBlend: the ratio of their peaks, and the inverse one of their
+    counted operations."""
+    linked, blended = "legolink-16", "cacheblend-15"
+    return {
+        "legolink16_over_cacheblend15": peak_ratio(backlogs, linked, blended),
+        "operations_cacheblend15_over_legolink16": backlogs[blended][0]["gflop"]
+        / backlogs[linked][0]["gflop"],
+    }
+
+
 def of_rounds(found: list[Row]) -> Row:
     """Returns one row for a policy's backlogs: medians, the least and most requests a second, and all requests."""
     row = found[0] | {"requests": sum(one["requests"] for one in found)}
@@ -207,16 +228,19 @@ def backlog_size(seconds: float, alone: float) -> int:
     return max(3, min(400, round(seconds / alone)))
 
 
+def with_spread(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
+    """Returns the peaks of rows, and how far the least is below and the most above each (0 in rows of one backlog)."""
+    peaks = [row["requests_per_s"] for row in rows]
+    least, most = ([row.get(name, row["requests_per_s"]) for row in rows] for name in SPREAD)
+    below = [peak - low for peak, low in zip(peaks, least, strict=True)]
+    return peaks, [below, [high - peak for peak, high in zip(peaks, most, strict=True)]]
+
+
 def plot(figure: Any, rows: list[Row], unit: str, quantile: str) -> None:
     """Draws peaks as bars, and the time to the first token (``p50`` or ``p99``) over the offered rate."""
     peak, ttft = figure.subplots(1, 2)
     shown = [row for row in rows if row["table"] == BACKLOG]
-    rates = [row["requests_per_s"] for row in shown]
-    least, most = ([row.get(name, row["requests_per_s"]) for row in shown] for name in SPREAD)
-    beside = [
-        [a - b for a, b in zip(rates, least, strict=True)],
-        [b - a for a, b in zip(rates, most, strict=True)],
-    ]
+    rates, beside = with_spread(shown)
     peak.barh([row["policy"] for row in shown], rates, xerr=beside, capsize=2)
     peak.set_xlabel(f"peak ({unit})")
     for policy in dict.fromkeys(row["policy"] for row in shown):
