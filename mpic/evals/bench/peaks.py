@@ -105,5 +105,10 @@ def _plot(figure: Any, rows: Sequence[Row]) -> None:
             color=f"C{number}", marker="o", markersize=3, capsize=2, label=policy,
         )  # fmt: skip
     axes.set(xlabel="tokens of a document", ylabel="peak (requests/s)", xscale="log", yscale="log")
+    lengths = sorted({row["document_tokens"] for row in rows})
+    axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    for ticks in ("major", "minor"):
+        getattr(axes.yaxis, f"set_{ticks}_formatter")("{x:g}")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
