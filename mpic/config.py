@@ -119,8 +119,8 @@ class EngineConfig:
         attention: auto, or the name of an implementation (CPU: cpu-stream, our own kernels in C; cpu-flash, torch's;
             reference; CUDA: triton, our own kernels and what auto is in half precision; cuda-flash or cuda-efficient,
             torch's; reference; vllm: one of its backends).
-        cuda_graphs: capture decoding steps in CUDA graphs: auto (on CUDA, where the model's layers allow it), on (or
-            refuse the model) or off (native).
+        cuda_graphs: capture steps in CUDA graphs, those of decoding as a whole and others in pieces: auto (on CUDA,
+            where the model's layers allow it), on (or refuse the model) or off (native).
         pool_bytes: memory per device for the KV of running requests and resident chunks; 0 takes a share of the free
             memory, on the CPU within the limits of the container and of the address space.
         step_tokens: maximum number of tokens computed in one forward; longer prefills are cut.

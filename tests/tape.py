@@ -4,6 +4,7 @@ buffers."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -100,7 +101,7 @@ def _tensors(out):
 
 
 def captured(work):
-    """Replaces ``mpic.engine.native.cuda_graphs.GraphCapture``."""
+    """Replaces ``mpic.engine.native.graph_capture.GraphCapture``."""
     work()
     tape = Tape()
     out = tape.record(work)
@@ -111,3 +112,22 @@ def captured(work):
         return out
 
     return replay
+
+
+def captured_pieces(work):
+    """Replaces ``mpic.engine.native.graph_capture.GraphCapture.pieces``."""
+    work(lambda: None)
+    tape, pieces = Tape(), []
+
+    def cut():
+        pieces.append(tape.calls)
+        tape.calls = []
+
+    tape.record(lambda: work(cut))
+    cut()
+    return [functools.partial(_play, calls) for calls in pieces]
+
+
+def _play(calls):
+    for call in calls:
+        call()

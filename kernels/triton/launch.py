@@ -62,11 +62,11 @@ def available(device: torch.device) -> bool:
     return device.type == ("cpu" if interpreted() else "cuda")
 
 
-def shape_of(geometry: Geometry, tiles: Tiles, programs: int, least: int) -> Shape:
+def shape_of(geometry: Geometry, tiles: Tiles, programs: int, least: int, block_programs: int = 0) -> Shape:
     """Returns the ``Shape`` by which the work of a step is cut for tiles of these sizes."""
     block_m = max(tiles.block_m, power(geometry.group))
     sizes = (block_m, tiles.block_n, tiles.single_n)
-    return Shape(geometry.group, geometry.kv_heads, geometry.dim, *sizes, programs, least)
+    return Shape(geometry.group, geometry.kv_heads, geometry.dim, *sizes, programs, least, block_programs)
 
 
 class TileSize(NamedTuple):

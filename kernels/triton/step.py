@@ -77,6 +77,7 @@ class TritonStep(Launches):
         writes: cover every row at most once.
         programs: number of programs that keep the device busy; by default two per multiprocessor.
         least: a tile is not cut into items of fewer keys.
+        block_programs: number of programs for blocks of rows that run at once; 0: ``programs``.
     """
 
     def __init__(
@@ -90,11 +91,12 @@ class TritonStep(Launches):
         tiles: Tiles | None = None,
         programs: int | None = None,
         least: int = 256,
+        block_programs: int = 0,
     ) -> None:
         g, device = geometry, anchor.device
         tiles = tiles or tiles_for(device, anchor.dtype, g.dim, g.group)
         programs = 2 * multiprocessors(device) if programs is None else programs
-        self.work: WorkList = build(calls, rows, shape_of(g, tiles, programs, least))
+        self.work: WorkList = build(calls, rows, shape_of(g, tiles, programs, least, block_programs))
         self._left = tiles.single_n if all(c.rows.stop - c.rows.start == 1 for c in calls) else 0
         parts = max(1, self.work.partials)
         super().__init__(

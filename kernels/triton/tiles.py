@@ -41,8 +41,10 @@ class Shape(NamedTuple):
         kv_heads, dim: number of the model's KV heads, and their dimension.
         block_m, block_n: queries (rows x group) and keys of a block tile.
         single_n: keys of a tile of single rows.
-        programs: number of programs that should run at once; tiles are cut along their keys until they do.
+        programs: number of programs that should run at once; tiles of single rows are cut along their keys until they
+            do.
         least: minimum number of keys of a cut item.
+        block_programs: number of programs for tiles of blocks that run at once; 0: ``programs``.
     """
 
     group: int
@@ -53,6 +55,7 @@ class Shape(NamedTuple):
     single_n: int = 64
     programs: int = 1
     least: int = 256
+    block_programs: int = 0
 
     @property
     def lone_m(self) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,13 @@ _BLOCK, _CHUNK = 4, 40
 """Rows of the block, and slots of the chunk, that are warmed up with."""
 
 
+class Resident(NamedTuple):
+    """The numbers of programs that a device runs at once: for blocks of rows, and for single rows."""
+
+    blocks: int
+    singles: int
+
+
 def warm_up(
     geometry: Geometry,
     tiles: Tiles,
@@ -30,7 +37,7 @@ def warm_up(
     device: torch.device,
     softcaps: Collection[bool],
     windows: bool,
-) -> int:
+) -> Resident:
     """Launches every variant once.
 
     Args:
@@ -38,16 +45,17 @@ def warm_up(
         windows: True if there are layers with windows.
 
     Returns:
-        The number of programs for single rows that the device runs at once.
+        The numbers of programs that the device runs at once.
     """
-    resident = 0
+    resident = None
     for holes, floors, softcap in itertools.product((False, True), {False, windows}, softcaps):
         step, q = _step(geometry, tiles, dtype, device, holes, floors)
         step.scatter(0, q[: geometry.kv_heads], q[: geometry.kv_heads])
         out = torch.empty(q.shape[1], *q.shape[::2], dtype=dtype, device=device)
         lse = torch.empty(q.shape[:2], device=device)
         kernels = step.launch(0, q, 1.0, 1.0 if softcap else None, out, lse)
-        resident = resident or _resident(kernels[-1], device)
+        blocks, *_, singles = kernels
+        resident = resident or Resident(programs_of(blocks, device), programs_of(singles, device))
     return resident
 
 
@@ -82,7 +90,7 @@ def _step(
     return step, torch.zeros(rows, g.heads, g.dim, dtype=dtype, device=device).transpose(0, 1)
 
 
-def _resident(kernel: Any, device: torch.device) -> int:
+def programs_of(kernel: Any, device: torch.device) -> int:
     """Returns how many programs of a compiled kernel a device runs at once."""
     if interpreted():
         return multiprocessors(device)

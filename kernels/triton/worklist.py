@@ -65,10 +65,9 @@ def build(calls: Sequence[SpanCall], total: int, shape: Shape) -> WorkList:
             alone[start] = members
         else:
             blocks += block_tiles(start, stop, members, shape, per_row)
-    enough = -(-shape.programs // shape.kv_heads)
-    if len(blocks) < enough:
-        blocks = _cut(blocks, shape, shape.block_n)
-    singles = _cut(single_tiles(alone, shape, per_row), shape, shape.single_n)
+    blocks = _cut(blocks, _keys_of_blocks(blocks, shape), shape.block_n)
+    singles = single_tiles(alone, shape, per_row)
+    singles = _cut(singles, _keys_of_singles(singles, shape), shape.single_n)
     few = shape.lone_m // shape.group
     shared, lone = ([tile for tile in singles if (len(tile.rows) > few) == wide] for wide in (True, False))
     tiles = [*_longest_first(blocks), *_longest_first(shared), *_longest_first(lone)]
@@ -79,10 +78,47 @@ def build(calls: Sequence[SpanCall], total: int, shape: Shape) -> WorkList:
     return tables.finish(per_row, len(blocks), len(shared))
 
 
-def _cut(tiles: list[Tile], shape: Shape, block_n: int) -> list[Tile]:
-    """Cuts tiles along their keys until there are enough to keep the device busy, if they are long enough."""
+_PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of items that are tried for the longest tile of blocks."""
+_MERGED = 0.75
+"""Keys, as a share of ``Shape.least``, in whose time an item of a cut tile writes its partial result and has it merged:
+with tiles of 64 queries both move three times the memory of 64 keys and values."""
+_WORTH = 0.95
+"""Share of the time that more items have to save."""
+
+
+def _keys_of_singles(tiles: Sequence[Tile], shape: Shape) -> int:
+    """Returns the most keys of an item of single rows: so many that all together keep the device busy."""
     total = sum(tile.keys for tile in tiles)
-    most = max(shape.least, -(-total * shape.kv_heads // shape.programs), 1)
+    return max(shape.least, -(-total * shape.kv_heads // shape.programs), 1)
+
+
+def _keys_of_blocks(tiles: Sequence[Tile], shape: Shape) -> int:
+    """Returns the most keys of an item of blocks: so many that the device has finished soonest.
+
+    It runs ``block_programs`` items at once. Where there are a few more of equal length than that, these few take as
+    long again as all others together, unless the items are cut and fill the device more evenly.
+    """
+    keys = np.array([tile.keys for tile in tiles], np.int64)
+    longest = int(keys.max(initial=1))
+    at_once = (shape.block_programs or shape.programs) / shape.kv_heads
+    merged = _MERGED * shape.least
+    found, soonest = longest, float("inf")
+    for pieces in _PIECES:
+        most = -(-longest // (pieces * shape.block_n)) * shape.block_n
+        if pieces > 1 and most < shape.least:
+            break
+        items = int((-(-keys // most)).sum())
+        taken = min(np.ceil(items / at_once) * most, keys.sum() / at_once + most)
+        if pieces > 1:
+            taken += merged * (1 + items / at_once)
+        if taken < _WORTH * soonest:
+            found, soonest = most, taken
+    return found
+
+
+def _cut(tiles: Sequence[Tile], most: int, block_n: int) -> list[Tile]:
+    """Cuts tiles along their keys into items of at most this many, in whole blocks of keys."""
     most = -(-most // block_n) * block_n
     cut: list[Tile] = []
     for tile in tiles:

@@ -78,9 +78,9 @@ def _load_native(config: EngineConfig, store: ChunkStore | None, proofs: Proofs 
         model.info.details["packet"] = adapter.digest
     graphs = config.cuda_graphs
     if graphs == "auto" and config.attention not in ("auto", "triton"):
-        log.info("attention %s was asked for, so decoding steps are not captured", config.attention)
+        log.info("attention %s was asked for, so steps are not captured", config.attention)
         graphs = "off"
-    reserved = reserved_bytes(model, config.max_running, graphs)
+    reserved = reserved_bytes(model, config.max_running, graphs, config.step_tokens)
     pages = pool_pages(model, config.pool_bytes, reserved)
     engine = NativeEngine(
         model,

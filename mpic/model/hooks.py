@@ -190,11 +190,18 @@ class Probe:
         return out[None].to(query.dtype)
 
 
-_step: ContextVar[Step | Probe | ForwardTrace | None] = ContextVar("mpic_step", default=None)
+class Attends(Protocol):
+    """Something that computes the attention of a forward's layers itself (``Probe``, ``piecewise.CutForward``)."""
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """Returns ``[1, T, heads, d]``."""
+
+
+_step: ContextVar[Step | Attends | ForwardTrace | None] = ContextVar("mpic_step", default=None)
 
 
 @contextmanager
-def running(step: Step | Probe | ForwardTrace) -> Iterator[None]:
+def running(step: Step | Attends | ForwardTrace) -> Iterator[None]:
     """Makes attention layers on this thread serve a step inside the block."""
     token = _step.set(step)
     try:
@@ -232,20 +239,24 @@ def _attention(
     latent = module.__dict__.get(LATENT)  # getattr takes ten times as long where there is none
     if latent is not None:
         query, key = latent.absorb(query, key)
-        return latent.expand(_layer(step, LayerCall(module.layer_idx, query, key, key, scale, extras))), None
+        call = LayerCall(module.layer_idx, query, key, key, scale, extras)
+        return latent.expand(_attended(step, call)), None
     size, value_size = key.shape[-1], value.shape[-1]
     if size == value_size:
-        return _layer(step, LayerCall(module.layer_idx, query, key, value, scale, extras)), None
+        return _attended(step, LayerCall(module.layer_idx, query, key, value, scale, extras)), None
     size = max(size, value_size)  # padding with zeros changes neither scores nor the kept part of the values
     query, key, value = (pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
     call = LayerCall(module.layer_idx, query, key, value, scale, extras)
-    return _layer(step, call)[..., :value_size], None
+    return _attended(step, call)[..., :value_size], None
 
 
-def _layer(step: Step | Probe, call: LayerCall) -> torch.Tensor:
-    """Computes a layer's attention; returns ``[1, T, heads, d]``."""
-    if isinstance(step, Probe):
-        return step.attend(call)
+def _attended(step: Step | Attends, call: LayerCall) -> torch.Tensor:
+    return attend_layer(step, call) if isinstance(step, Step) else step.attend(call)
+
+
+def attend_layer(step: Step, call: LayerCall) -> torch.Tensor:
+    """Writes the keys and values of a step's rows in one layer, waits for the layer of the loads that it follows, and
+    computes the attention; returns ``[1, T, heads, d]``."""
     layer, query, key, value, scale, extras = call
     k, v = key[0], value[0]
     step.layers_seen.add(layer)

@@ -359,7 +359,7 @@ class LoadedModel:
         self,
         inputs: RowInputs,
         positions: torch.Tensor,
-        step: hooks.Step | hooks.Probe | ForwardTrace,
+        step: hooks.Step | hooks.Attends | ForwardTrace,
         wanted: torch.Tensor,
         given: dict[str, torch.Tensor] | None = None,
     ) -> Any:

@@ -68,8 +68,9 @@ class TritonKernel(ModelKernel):
 class TritonAttention:
     """Prepares steps for the Triton kernels.
 
-    ``programs`` and ``least`` say how finely tiles are cut along their keys (``mpic.kernels.triton.tiles.Shape``):
-    until the device is busy, which is found out when everything that a step may launch is compiled.
+    ``programs``, ``block_programs`` and ``least`` say how finely tiles are cut along their keys
+    (``mpic.kernels.triton.tiles.Shape``): so that the device is busy, which is found out when everything that a step
+    may launch is compiled.
 
     Args:
         kinds: the kinds of the model's layers.
@@ -82,6 +83,7 @@ class TritonAttention:
     """
 
     programs: int | None = None
+    block_programs: int = 0
     least: int = 256
 
     def __init__(
@@ -133,7 +135,8 @@ class TritonAttention:
         for geometry in dict.fromkeys(self.geometries):
             windows = any(kind.window for kind in self.kinds)
             resident = warm_up(geometry, self.tiles, dtype, self.device, softcaps, windows)
-            self.programs = self.programs or resident
+            self.programs = self.programs or resident.singles
+            self.block_programs = self.block_programs or resident.blocks
 
     def prepare(self, step: Step, rows: int) -> TritonKernel:
         """Returns the step's tables on the device. Spans stay in place, so nothing is copied."""
@@ -150,6 +153,7 @@ class TritonAttention:
                 self.tiles,
                 self.programs,
                 self.least,
+                self.block_programs,
             )
             for kind, geometry, calls in zip(self.kinds, self.geometries, step.kinds, strict=True)
         ]

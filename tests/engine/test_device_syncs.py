@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from mpic.engine.base import Sampling
 from mpic.engine.native import sampling
 from mpic.engine.native.batch import BatchSlice, Rows
+from mpic.engine.native.piecewise import PiecewiseSteps
 from mpic.engine.native.runner import Runner
 from mpic.engine.native.static_decode import StaticDecode
 from mpic.kernels import cuda, upload
@@ -136,6 +137,23 @@ def test_a_step_of_links_and_decoding_rows_waits_for_nothing(device):
     logits = run(device, runner, slices)
     assert logits.shape == (3, 300) and logits.device == DEVICE
     assert device.copies > 0
+
+
+def test_a_step_in_pieces_waits_for_nothing(device):
+    runner, pool = make(device)
+    chunks = [pool.alloc(n) for n in (24, 17)]
+    runner.piecewise = PiecewiseSteps(runner.model, 64, 3, in_pieces)
+    logits = run(device, runner, [grown(row(pool, 5, chunks)), BatchSlice(row(pool, 9, chunks), 0, 9)])
+    assert logits.shape == (2, 300) and logits.device == DEVICE
+    assert runner.piecewise.counters["piecewise_steps"] == 1
+
+
+def in_pieces(work):
+    """Runs the work as it would be captured; its pieces are not played again, since there are no numbers."""
+    ends = []
+    with watched():
+        work(lambda: ends.append(1))
+    return [lambda: None] * (len(ends) + 1)
 
 
 def test_a_step_of_compiled_rows_alone_waits_for_nothing(device):

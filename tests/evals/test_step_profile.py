@@ -79,12 +79,12 @@ def test_turns_of_the_engine_that_compute_nothing_do_not_count():
 
 def test_an_engines_own_thread_is_watched_and_left_as_it_was():
     pair, ids = make_pair(TINY, CPU), Ids(TINY.vocabulary)
-    before, pair.loaded.fused = hooks._layer, None
+    before, pair.loaded.fused = hooks.attend_layer, None
     with engine_for(pair.loaded, 512) as engine:
         found = profile_steps(
             engine, lambda: first_token(engine, request_of(prompt_of(ids.fresh(40)), "full", 1))
         )
-        assert "step" not in vars(engine) and hooks._layer is before
+        assert "step" not in vars(engine) and hooks.attend_layer is before
     assert found.steps == 1 and set(found.parts) <= set(PARTS) and set(found.layers) == {0, 1}
     assert sum(found.parts.values()) == pytest.approx(found.total)
     projections = 4 * 64 * 64 + 3 * 64 * 96

@@ -18,7 +18,7 @@ from mpic.kernels.triton import attention
 from mpic.kernels.triton.launch import Geometry, interpreted
 from mpic.kernels.triton.step import TritonStep, strides_of
 from mpic.kernels.triton.tables import ItemColumn, SegmentColumn
-from mpic.kernels.triton.tiles import Shape
+from mpic.kernels.triton.tiles import Shape, Strides
 from mpic.kernels.triton.warmup import occupancy, warm_up
 from mpic.kernels.triton.worklist import WorkList, build
 from mpic.kernels.windows import Stretch, Window, own_calls, span_calls
@@ -198,7 +198,7 @@ def test_every_variant_that_steps_launch_is_compiled_before(monkeypatch):
 
     monkeypatch.setattr(attention, "attend", Noted())
     geometry = Geometry(6, 2, 32, 16)
-    assert warm_up(geometry, SMALL, torch.float32, DEVICE, {False, True}, True) >= 1
+    assert min(warm_up(geometry, SMALL, torch.float32, DEVICE, {False, True}, True)) >= 1
     before = set(launched)
     launched.clear()
     for cut in (True, False):
@@ -259,6 +259,19 @@ def test_blocks_of_rows_are_not_merged_when_there_are_enough_of_them():
     calls = [SpanCall(slice(0, 640), World(Geometry(1, 1, 16, 8)).reserve(640), causal=True)]
     assert build(calls, 640, Shape(1, 1, 16, programs=8)).partials == 0
     assert build(calls, 640, Shape(1, 1, 16, programs=400, least=64)).partials > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "items", "turns"), [(512, 256, 1), (520, 1728, 7), (230, 256, 1), (1024, 512, 2)]
+)
+def test_a_few_blocks_more_than_run_at_once_are_cut_and_not_given_a_turn_of_their_own(rows, items, turns):
+    """A GPU on which 264 programs run at once, and 32 heads: 9 tiles of each would take two turns, the second of them
+    for 24 programs. Cut into six each, they take seven turns of a sixth."""
+    seen = Span(Strides(0, 0, 16, 0), 0, 23040)
+    shape = Shape(1, 32, 16, programs=64, block_programs=264)
+    work = build([SpanCall(slice(0, rows), seen)], rows, shape)
+    assert work.blocks * shape.kv_heads == items and -(-items // 264) == turns
+    assert keys_of(work) == -(-rows // 64) * 23040
 
 
 def test_the_strides_of_a_view_lead_to_its_keys_and_values():

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from mpic.model.norms import OneCallNorm, use_one_call
+from mpic.model.norms import OneCallNorm, differs_by_order, use_one_call
 
 
 class _GatedRMSNorm(LlamaRMSNorm):
@@ -43,6 +44,23 @@ def test_norms_that_compute_or_take_something_else_stay_as_they_are(kind):
     norm = _norm(kind, torch.float32)
     use_one_call(nn.ModuleList([norm]))
     assert type(norm) is kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_in_another_order_are_told_from_other_rounding(dtype):
+    """On CUDA, where torch's function adds in another order."""
+    x = (
+        torch.randn(8, 4096, generator=torch.Generator().manual_seed(4)) * torch.logspace(-4, 4, 8)[:, None]
+    ).to(dtype)
+    own = _norm(LlamaRMSNorm, dtype, 4096)
+    wide = x.float()
+    backwards = wide.pow(2).flip(-1).cumsum(-1)[:, -1:] / 4096
+    other_order = own.weight * (wide * torch.rsqrt(backwards + own.variance_epsilon)).to(dtype)
+    assert differs_by_order(other_order, own(x))
+    assert not differs_by_order(other_order * 1.01, own(x))
+    if dtype != torch.float32:
+        rounds_once = _norm(GptOssRMSNorm, dtype, 4096)
+        assert not differs_by_order(own(x), rounds_once(x))
 
 
 def test_other_devices_keep_their_own():

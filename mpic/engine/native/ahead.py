@@ -67,7 +67,7 @@ class Ahead:
         """
         if not self._enabled or drawing.tokens is None or not self._continues(slices):
             return
-        if self._runner.static is not None:
+        if self._runner.reuses_logits:
             drawing.keep_logits()
         requests = [part.rows for part in slices]
         with ExitStack() as longer:

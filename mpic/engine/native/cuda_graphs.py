@@ -1,21 +1,25 @@
-"""Captures decoding steps in CUDA graphs, and decides whether decoding steps run that way.
+"""Decides which steps run from CUDA graphs: those of decoding rows (``static_decode.py``), and in pieces those with
+blocks of rows (``piecewise.py``).
 
-The captured steps are those of ``static_decode.py``. Before anything is served, one such step is compared with the same
-rows run in the usual way.
+Before anything is served, a step of either kind is compared with the same rows run in the usual way.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
+from mpic.engine.native import piecewise
 from mpic.engine.native.batch import BatchSlice, Rows
+from mpic.engine.native.graph_capture import GraphCapture
+from mpic.engine.native.piecewise import CapturePieces, PiecewiseSteps
 from mpic.engine.native.runner import Runner
-from mpic.engine.native.static_decode import Capture, StaticDecode, Work, bucket_sizes
+from mpic.engine.native.static_decode import Capture, StaticDecode, bucket_sizes
 from mpic.errors import IntegrityError, ModelRefused
 from mpic.kernels.span import Span
 from mpic.kv.pool import Extent
@@ -31,75 +35,75 @@ _WORKSPACE = 64 << 20
 """Bytes of the libraries' workspaces while graphs are captured."""
 
 
-class GraphCapture:
-    """Captures steps of one device. Graphs share one pool of memory, since only one of them runs at a time."""
+def reserved_bytes(model: LoadedModel, most: int, choice: str, budget: int = 0) -> int:
+    """Returns an estimate of the device memory that captured steps take: the buffers as they will be allocated, and a
+    bound for graphs and for what they compute in. A pool that takes a share of the free memory leaves this much. 0
+    where no steps are captured.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Work) -> Work:
-        """Runs the work twice, so that kernels are compiled and libraries have chosen their algorithms, then captures
-        it.
-
-        Raises:
-            RuntimeError: the work waits for the device, so it cannot be captured.
-        """
-        # leaving a stream selects the device that was selected before: another one would get a context
-        with torch.cuda.device(self._device):
-            current = torch.cuda.current_stream(self._device)
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                work()
-                with _no_waiting():
-                    work()
-            current.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            try:
-                # with "thread_local" other threads may copy and allocate meanwhile
-                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                    out = work()
-            except BaseException:
-                torch.cuda.set_stream(current)  # a capture that fails leaves its own selected
-                raise
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return out
-
-        return replay
-
-
-@contextmanager
-def _no_waiting() -> Iterator[None]:
-    """Has work that waits for the device raise inside the block.
-
-    During a capture it would fail, too, but then torch's allocator believes until the process ends that a capture is
-    under way, and gives no memory back to the device before it says that there is none.
+    Args:
+        most: rows of the largest static step.
+        budget: the most rows of a step; 0: only static steps are counted.
     """
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def reserved_bytes(model: LoadedModel, most: int, choice: str) -> int:
-    """Returns an upper bound of the device memory that static steps of up to ``most`` rows take: the buffers as they
-    will be allocated, and a bound for graphs. A pool that takes a share of the free memory leaves this much. 0 where
-    there are no static steps."""
     if choice == "off" or model.device.type != "cuda":
         return 0
     try:
         attention = attention_of(model)
     except ModelRefused:  # `static_decode_for` reports this
-        return 0
-    nowhere = torch.empty(0, dtype=model.dtype, device="meta")
-    logits = most * model.text_config.vocab_size * (2 * 4 + model.dtype.itemsize)
-    graphs = 2 * len(bucket_sizes(most)) * _GRAPH
-    return StaticAttention(attention, nowhere, most).nbytes + logits + graphs + _WORKSPACE
+        static = 0
+    else:
+        nowhere = torch.empty(0, dtype=model.dtype, device="meta")
+        static = StaticAttention(attention, nowhere, most).nbytes
+        static += _logits_bytes(model, most) + 2 * len(bucket_sizes(most)) * _GRAPH + _WORKSPACE
+    return static + (_piecewise_bytes(model, most, budget) if budget else 0)
+
+
+def _piecewise_bytes(model: LoadedModel, wanted: int, budget: int) -> int:
+    """Returns the same for pieces of steps of up to ``budget`` rows."""
+    sizes, config = piecewise.bucket_sizes(budget), model.text_config
+    attended = max(kind.dim * (2 * kind.heads + 2 * kind.kv_heads) for kind in model.kinds)
+    # of a layer in half precision: norms in fp32, queries and keys before, while and after they are rotated, the MLP
+    wide = getattr(config, "intermediate_size", None) or 0
+    wide = max(wide) if isinstance(wide, Sequence) else wide  # of each layer (Gemma 3n)
+    computed = 8 * config.hidden_size + 3 * attended + 4 * wide
+    rows = sizes[0] * (config.hidden_size + attended + computed) * model.dtype.itemsize
+    return rows + _logits_bytes(model, wanted) + len(sizes) * _GRAPH + _WORKSPACE
+
+
+def _logits_bytes(model: LoadedModel, rows: int) -> int:
+    """Returns the bytes of logits: kept, of a step in fp32, and as the model gives them."""
+    return rows * model.text_config.vocab_size * (2 * 4 + model.dtype.itemsize)
+
+
+@dataclass
+class _Found:
+    """What has been found out about captured steps: the most rows, and the difference to the usual ones."""
+
+    rows: int = 0
+    error: float = 0.0
+
+
+@contextmanager
+def _measured(model: LoadedModel, detail: str, what: str, choice: str) -> Iterator[_Found]:
+    """Logs how long the block takes and how much memory, and keeps this, with what the block has found out, as a detail
+    of the model. Where it fails, steps run without graphs, and the reason is logged.
+
+    Raises:
+        ModelRefused: it failed, and ``choice`` is ``on``.
+    """
+    before, began, found = _allocated(model.device), time.monotonic(), _Found()
+    try:
+        yield found
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        if choice == "on":
+            raise ModelRefused(f"{what} cannot be captured: {reason}") from error
+        log.warning("%s run without CUDA graphs, at many times the launches: %s", what, reason)
+        model.info.details[detail] = f"off: {reason}"
+        return
+    taken = (_allocated(model.device) - before) >> 20
+    said = f"up to {found.rows} rows, {taken} MiB, relative error {found.error:.1e}"
+    log.info("%s are ready after %.1f s: %s", what, time.monotonic() - began, said)
+    model.info.details[detail] = f"on: {said}"
 
 
 def static_decode_for(
@@ -118,35 +122,45 @@ def static_decode_for(
     model, device = runner.model, runner.model.device
     if choice == "off" or (choice == "auto" and device.type != "cuda"):
         return None
-    before, began = _allocated(device), time.monotonic()
-    try:
+    decode = None
+    with _measured(model, "cuda_graphs", "decoding steps", choice) as found:
         if device.type == "cuda":
             capture = capture or GraphCapture(device)
-        decode = StaticDecode(model, runner.pool, most, capture)
-        error = compare(decode, runner)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        if choice == "on":
-            raise ModelRefused(f"decoding steps cannot be captured: {reason}") from error
-        log.warning("decoding without CUDA graphs, at many times the launches: %s", reason)
-        model.info.details["cuda_graphs"] = f"off: {reason}"
-        return None
-    taken = (_allocated(device) - before) >> 20
-    log.info(
-        "decoding steps of %d rows and fewer are ready after %.1f s, %d MiB, relative error %.1e",
-        most,
-        time.monotonic() - began,
-        taken,
-        error,
-    )
-    model.info.details["cuda_graphs"] = f"on: up to {most} rows, {taken} MiB, relative error {error:.1e}"
+        made = StaticDecode(model, runner.pool, most, capture)
+        found.rows, found.error = most, compare(made, runner)
+        decode = made
     return decode
+
+
+def piecewise_for(
+    runner: Runner, budget: int, wanted: int, choice: str, capture: CapturePieces | None = None
+) -> PiecewiseSteps | None:
+    """Returns the steps with blocks of rows that run in captured pieces, or None, as ``static_decode_for`` does.
+
+    Args:
+        budget: the most rows of a step.
+        wanted: the most rows of a step whose logits are wanted.
+        capture: replaces the capture by CUDA in tests. Without one there are no pieces on a CPU.
+    """
+    model = runner.model
+    if choice == "off" or (capture is None and model.device.type != "cuda"):
+        return None
+    steps = None
+    # a step has no more rows than the pool has slots, some of which the comparison needs for other rows
+    room = max(1, runner.pool.pages * runner.pool.page_size - 4 * runner.pool.page_size)
+    with _measured(model, "piecewise_graphs", "steps with links", choice) as found:
+        capture = capture or GraphCapture(model.device).pieces
+        made = PiecewiseSteps(model, min(budget, room), wanted, capture)
+        found.rows, found.error = made.most, compare_pieces(made, runner)
+        steps = made
+    return steps
 
 
 def _allocated(device: torch.device) -> int:
     """Returns the bytes of a device that are in use; 0 on devices where they cannot be counted."""
     if device.type != "cuda":
         return 0
+    torch.cuda.empty_cache()  # what torch has kept for itself is not in use
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
@@ -159,44 +173,98 @@ def compare(decode: StaticDecode, runner: Runner) -> float:
     Raises:
         IntegrityError: they differ, or the pool has no room for the comparison.
     """
-    pool, model = runner.pool, runner.model
-    extents = [pool.alloc(tokens) for tokens in (24, 9, 11)]
+    errors: list[float] = []
+    try:
+        with _random_rows(runner, (5, 7)[: decode.most]) as rows:
+            for _ in range(2):
+                slices = [_next(one) for one in rows]
+                # the static step runs first, so that it reads what it has written itself
+                got = decode.run(slices)
+                if got is None:
+                    raise IntegrityError("a step of two rows does not fit the tables")
+                errors.append(relative_error(got, runner.run(slices)))
+    finally:
+        decode.forget()
+        decode.counters.clear()
+    return _within_rounding(runner.model, errors, "decoding steps")
+
+
+@torch.inference_mode()
+def compare_pieces(steps: PiecewiseSteps, runner: Runner) -> float:
+    """Runs a block of rows over a random chunk and a decoding row in both ways, with every bucket as empty as it can
+    be, and NaN in the buffers of the rows that fill it up. Returns the largest relative difference of their logits, and
+    of the keys and values that they write in any layer.
+
+    Raises:
+        IntegrityError: they differ, or the pool has no room for the comparison.
+    """
+    errors: list[float] = []
+    try:
+        for below in (*steps.sizes[1:], 2):
+            # with the decoding row, a row more than fit the bucket below
+            with _random_rows(runner, (0, 7), block=below) as (block, row):
+                slices = [BatchSlice(block, 0, below), _next(row)]
+                steps.fill(float("nan"))
+                runner.piecewise = steps
+                logits, written = runner.run(slices).clone(), _written(runner, slices)
+                runner.piecewise = None
+                errors.append(relative_error(logits, runner.run(slices)))
+                errors += map(relative_error, written, _written(runner, slices))
+        if steps.counters["piecewise_steps"] != len(steps.sizes):
+            raise IntegrityError("steps of some rows do not fit the pieces")
+    finally:
+        runner.piecewise = None
+        steps.fill(0.0)
+        steps.counters.clear()
+    return _within_rounding(runner.model, errors, "steps in pieces")
+
+
+def _written(runner: Runner, slices: Sequence[BatchSlice]) -> list[torch.Tensor]:
+    """Returns the keys and the values of each layer that slices have written, in fp32."""
+    views = [runner.pool.view(part.rows.extent)[:, :, :, part.lo : part.hi] for part in slices]
+    return [x for part in torch.cat(views, 3).float() for x in part]
+
+
+def _within_rounding(model: LoadedModel, errors: Sequence[float], what: str) -> float:
+    """Returns the largest error. Raises IntegrityError if it cannot come from rounding, or one is not a number."""
+    difference = float(torch.tensor(errors).max())  # NaN if one is, unlike Python's own
+    limit = TOLERANCE.get(model.dtype, 2e-4)
+    if not difference <= limit and not difference <= beyond_rounding(model, limit):
+        raise IntegrityError(f"{what} differ from the usual ones by {difference:.1e}")
+    return difference
+
+
+@contextmanager
+def _random_rows(runner: Runner, computed: Sequence[int], block: int = 0) -> Iterator[list[Rows]]:
+    """Gives rows over one random chunk, of which so many own tokens have been computed, with random keys and values.
+
+    Args:
+        block: number of tokens of those of which none have.
+
+    Raises:
+        IntegrityError: the pool has no room.
+    """
+    pool, tokens = runner.pool, [n or block for n in computed]
+    extents = [pool.alloc(n) for n in (24, *(own + 4 for own in tokens))]
     try:
         if None in extents:
-            raise IntegrityError("the pool is too small to compare decoding steps")
+            raise IntegrityError("the pool is too small to compare steps")
         generator = torch.Generator().manual_seed(3)
         for extent in extents:
             view = pool.view(extent)
             view.copy_(torch.randn(view.shape, generator=generator).to(view.dtype))
         chunk, *own = extents
-        rows = [
-            _rows(model, chunk, extent, 5 + 2 * number) for number, extent in enumerate(own[: decode.most])
-        ]
-        difference = 0.0
-        for _ in range(2):
-            slices = [_next(one) for one in rows]
-            # the static step runs first, so that it reads what it has written itself
-            got = decode.run(slices)
-            if got is None:
-                raise IntegrityError("a step of two rows does not fit the tables")
-            expected = runner.run(slices)
-            difference = max(difference, relative_error(got, expected))
+        yield [_rows(runner.model, chunk, *one) for one in zip(own, tokens, strict=True)]
     finally:
-        decode.forget()
-        decode.counters.clear()
         runner.tables.forget()
         for extent in extents:
             if extent is not None:
                 pool.free(extent)
-    limit = TOLERANCE.get(model.dtype, 2e-4)
-    if not difference <= limit and not difference <= beyond_rounding(model, limit):
-        raise IntegrityError(f"decoding steps differ from the usual ones by {difference:.1e}")
-    return difference
 
 
 def _rows(model: LoadedModel, chunk: Extent, extent: Extent, tokens: int) -> Rows:
     """Returns a number of own tokens that see a chunk at a base of its own."""
-    ids = [3 + n for n in range(tokens)]
+    ids = [3 + n % 7 for n in range(tokens)]
     positions = torch.arange(tokens + 2).expand(model.mrope, -1).contiguous()
     return Rows(ids, positions, extent=extent, spans=[Span(chunk, 2, chunk.tokens, 50 + tokens, 1)])
 

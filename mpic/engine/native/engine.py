@@ -24,7 +24,7 @@ from mpic.engine.checks import as_failure
 from mpic.engine.native.ahead import Ahead
 from mpic.engine.native.batch import BatchSlice, CompileJob, CompileRequest
 from mpic.engine.native.builder import RequestBuilder
-from mpic.engine.native.cuda_graphs import static_decode_for
+from mpic.engine.native.cuda_graphs import piecewise_for, static_decode_for
 from mpic.engine.native.decide import Decider
 from mpic.engine.native.device_memory import DeviceMemory
 from mpic.engine.native.fused_decode import FusedDecode
@@ -105,6 +105,7 @@ class NativeEngine(Engine):
         self.runner.static = static_decode_for(self.runner, max_running, cuda_graphs)
         if self.runner.static is None and model.device.type == "cpu":
             self.runner.static = FusedDecode(model, self.runner.tables)
+        self.runner.piecewise = piecewise_for(self.runner, budget, max_running, cuda_graphs)
         self.device = DeviceCache(self.pool)
         tombstones = self.tombstones = Tombstones()
         post, ended, threads = self._post, self._load_ended, loaders or loaders_for()
@@ -219,7 +220,8 @@ class NativeEngine(Engine):
 
     def stats(self) -> dict[str, Any]:
         memory = (self.device, self.memory, self.scheduler, self.transfers)
-        steps = (self.decider, self.outputs, self.ahead, self.runner.static, self.model.fused)
+        runner = self.runner
+        steps = (self.decider, self.outputs, self.ahead, runner.static, runner.piecewise, self.model.fused)
         counted = [dict(owner.counters) for owner in (*memory, *steps) if owner is not None]
         return {
             **stats(self.scheduler, self.pool),

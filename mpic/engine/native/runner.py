@@ -7,6 +7,7 @@ import torch
 
 from mpic.engine.native.batch import BatchSlice, CompileJob
 from mpic.engine.native.fused_decode import FusedDecode
+from mpic.engine.native.piecewise import PiecewiseSteps
 from mpic.engine.native.static_decode import StaticDecode
 from mpic.engine.native.step_tables import StepTables
 from mpic.kernels.upload import send, upload
@@ -25,12 +26,14 @@ class Runner:
 
     Attributes:
         static: runs the decoding steps that fit it; None: every step is a packed forward.
+        piecewise: runs the other steps that fit it.
     """
 
     def __init__(self, model: LoadedModel, pool: Pool | None) -> None:
         self.model, self.pool = model, pool
         self.tables = StepTables(model, pool) if pool is not None else None
         self.static: StaticDecode | FusedDecode | None = None
+        self.piecewise: PiecewiseSteps | None = None
 
     def run(
         self, slices: list[BatchSlice], barrier: LayerBarrier | None = None, ids: torch.Tensor | None = None
@@ -47,7 +50,8 @@ class Runner:
                 tokens of text.
 
         Returns:
-            ``[w, vocabulary]`` fp32 on the device, one row for each slice that wants logits, in order.
+            ``[w, vocabulary]`` fp32 on the device, one row for each slice that wants logits, in order; valid until the
+            next step.
         """
         if self.static is not None and barrier is None:
             logits = self.static.run(slices, ids)
@@ -64,7 +68,17 @@ class Runner:
         inputs = self.inputs(slices, starts) if ids is None else RowInputs(ids, self.model.embed(ids))
         step = self.tables.step(slices, starts)
         step.barrier, step.observed = barrier, observed_rows(slices, starts)
-        return self.model.forward(inputs, table["positions"], step, table["wanted"])
+        arguments = (inputs, table["positions"], step, table["wanted"])
+        if self.piecewise is not None:
+            logits = self.piecewise.run(*arguments)
+            if logits is not None:
+                return logits
+        return self.model.forward(*arguments)
+
+    @property
+    def reuses_logits(self) -> bool:
+        """True if a step may overwrite the logits of the one before it."""
+        return self.static is not None or self.piecewise is not None
 
     def forget(self) -> None:
         """Lets go of the last step's requests, with what their users have sent, once there is nothing left to do."""

@@ -156,7 +156,7 @@ def _marked(engine: NativeEngine, products: _ProductCounts) -> Iterator[None]:
         (engine.runner.tables, "single_rows", TABLES),
         (engine.model, "forward", MODEL),
         *([(engine.runner.static, "run", MODEL)] if engine.runner.static is not None else []),
-        (hooks, "_layer", ATTENTION),
+        (hooks, "attend_layer", ATTENTION),
         (DecoderLayers, "__call__", FUSED),
         (WholeDecoder, "__call__", FUSED),
         (fused_step, "_attend", ATTENTION),

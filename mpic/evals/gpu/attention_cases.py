@@ -70,7 +70,9 @@ class Case:
         return 4 * self.heads * self.dim * pairs / self.cost(dtype).flops if self.rows > 1 else 1.0
 
 
-def build(case: Case, placement: BenchDevice, tiles: Tiles | None = None) -> tuple[TritonStep, torch.Tensor]:
+def build(
+    case: Case, placement: BenchDevice, tiles: Tiles | None = None, block_programs: int = 0
+) -> tuple[TritonStep, torch.Tensor]:
     """Returns a step of the case: extents side by side in one arena, as the pool lays them, every chunk at another
     base."""
     from mpic.kernels.triton.launch import Geometry
@@ -104,13 +106,21 @@ def build(case: Case, placement: BenchDevice, tiles: Tiles | None = None) -> tup
     q = torch.randn(count, case.heads, case.dim, dtype=placement.dtype, device=placement.device).transpose(
         0, 1
     )
-    return TritonStep(calls, count, g, arena, rotation, tiles=tiles), q
+    return TritonStep(calls, count, g, arena, rotation, tiles=tiles, block_programs=block_programs), q
 
 
 def segment_attention(case: Case, placement: BenchDevice, tiles: Tiles | None = None) -> Callable[[], object]:
     """Returns the kernels' launches for one layer of the case."""
+    from mpic.kernels.triton.warmup import programs_of
+
+    scale = case.dim**-0.5
     prepared, q = build(case, placement, tiles)
-    return lambda: prepared.attend(0, q, case.dim**-0.5)
+    if case.rows > 1:  # as an engine finds out when it loads
+        out = torch.empty(q.shape[1], *q.shape[::2], dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], device=q.device)
+        blocks, *_ = prepared.launch(0, q, scale, None, out, lse)
+        prepared, q = build(case, placement, tiles, programs_of(blocks, placement.device))
+    return lambda: prepared.attend(0, q, scale)
 
 
 def torch_attention(case: Case, placement: BenchDevice) -> Callable[[], torch.Tensor]:

@@ -50,6 +50,7 @@ def link(run: SectionRun) -> None:
         subject = FirstTokens(context, model)
         for prompts in context.sizes.links:
             subject.measure(prompts)
+            subject.measure(prompts, graphs="off")
         del subject
         gc.collect()
         context.free()
@@ -98,7 +99,7 @@ class FirstTokens:
         self._loaded.image_inputs = self._inputs  # replaces the vision encoder
         self._ends = time.monotonic() + 0.85 * context.run.left
         self._ids = Ids(model.decoder.vocabulary)
-        self._tokens = 0
+        self._tokens, self._graphs = 0, "auto"
 
     def _inputs(self, image: Image.Image) -> ChunkInputs:
         """Returns inputs with random embeddings and positions in a row, or in a grid."""
@@ -112,10 +113,11 @@ class FirstTokens:
         embeds = torch.randn(n, self._model.decoder.hidden).mul_(0.02).to(self._context.placement.dtype)
         return ChunkInputs(torch.full((n,), 5), positions.contiguous(), rotary_length, embeds)
 
-    def measure(self, prompts: ImagePrompts) -> dict[tuple[int, str], Taken]:
+    def measure(self, prompts: ImagePrompts, graphs: str = "auto") -> dict[tuple[int, str], Taken]:
         """Writes rows for every number of images that fits, and returns the results with the report's own attention.
 
-        ``mpic-32`` is also measured with the device's default attention.
+        ``mpic-32`` is also measured with the device's default attention, unless ``graphs`` is ``off``: then no step
+        runs from CUDA graphs.
         """
         context, name = self._context, self._model.name
         self._tokens, self._system = prompts.tokens, self._ids.fresh(prompts.system)
@@ -126,14 +128,15 @@ class FirstTokens:
         if not counts:
             return {}
         images = [image_chunk(random_image(i, 8)) for i in range(max(counts))]
-        with engine_for(self._loaded, self._pool(prompts, max(counts))) as engine:
+        self._graphs = graphs
+        with engine_for(self._loaded, self._pool(prompts, max(counts)), cuda_graphs=graphs) as engine:
             compile_all(engine, images)
             first_token(engine, request_of(prompt_of(self._system, self._ids.fresh(8)), BASE, 2))
             taken: dict[tuple[int, str], Taken] = {}
             for policy in prompts.policies:
                 work = partial(self._policy, engine, prompts, images, counts, policy, taken)
                 context.attempt(f"first token, {name}", policy, work)
-            if LINK in prompts.policies and context.attention != "auto":
+            if LINK in prompts.policies and context.attention != "auto" and graphs != "off":
                 self._attend("auto")
                 self._policy(engine, prompts, images, counts, LINK, {})
                 self._attend(context.attention)
@@ -176,7 +179,7 @@ class FirstTokens:
                 context.left_out(measured, f"{policy}, {shape}", "out of time")
                 continue
             seconds, usage = self._median(engine, prompts, images[:count], policy)
-            how = f"{policy}, {self._loaded.info.attention}"
+            how = f"{policy}, {self._loaded.info.attention}{', no graphs' if self._graphs == 'off' else ''}"
             ratio = context.timed(measured, shape, how, seconds, self._costs.prefill(usage))
             taken[count, policy] = Taken(1e3 * seconds, ratio)
 

@@ -55,10 +55,17 @@ def graphs(run: SectionRun) -> None:
         with engine_for(loaded, room, max_running=most, **options) as engine:
             shape, how = f"steps of {most} rows and fewer", f"{context.attention}, {way}"
             run.row("engine starts", shape, how, round(time.perf_counter() - began, 2), "s")
-            # the engine has compared a static step with the usual one, or it would not have started
+            # the engine has compared both kinds of steps with the usual ones, or it would not have started
             if options["cuda_graphs"] == "on":
-                run.row("compared", shape, loaded.info.details["cuda_graphs"], None, "", ok=True)
-                run.row("buffers", shape, how, engine.runner.static.nbytes >> 20, "MiB")
+                kinds = {"cuda_graphs": engine.runner.static}
+                if context.placement.device.type == "cuda":  # others have no pieces
+                    kinds["piecewise_graphs"] = engine.runner.piecewise
+                for detail, steps in kinds.items():
+                    of = f"steps of {steps.most} rows and fewer" if steps else detail
+                    run.row(
+                        "compared", of, loaded.info.details.get(detail, ""), None, "", ok=steps is not None
+                    )
+                    run.row("buffers", of, how, steps.nbytes >> 20 if steps else 0, "MiB")
             answers[way] = _decode(context, costs, engine, how, chunks, prompts)
             ahead = engine.stats()["counters"].get("steps_ahead", 0)
             run.row("steps launched ahead", shape, how, ahead, "", ok=bool(ahead) == options["ahead"])

@@ -33,8 +33,11 @@ def profile(run: SectionRun) -> None:
     loaded, costs = context.model(model)
     for attention in dict.fromkeys((context.attention, "auto")):
         loaded.choose_attention(attention)
-        with engine_for(loaded, linked + (batch + 2) * (linked // 4 + 1024)) as engine:
+        room = linked + (batch + 2) * (linked // 4 + 1024)
+        with engine_for(loaded, room, max_running=batch, cuda_graphs="auto") as engine:
             compile_all(engine, chunks)
+            for detail in ("cuda_graphs", "piecewise_graphs"):
+                run.row("captured", detail, loaded.info.details.get(detail, "off"), None, "")
 
             def request(tokens: int) -> Any:
                 return request_of(ids.spaced(chunks, sizes.text, 8), "mpic-32", tokens)
