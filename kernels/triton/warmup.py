@@ -23,7 +23,7 @@ _BLOCK, _CHUNK = 4, 40
 """Rows of the block, and slots of the chunk, that are warmed up with."""
 
 
-class Resident(NamedTuple):
+class ProgramsAtOnce(NamedTuple):
     """The numbers of programs that a device runs at once: for blocks of rows, and for single rows."""
 
     blocks: int
@@ -37,7 +37,7 @@ def warm_up(
     device: torch.device,
     softcaps: Collection[bool],
     windows: bool,
-) -> Resident:
+) -> ProgramsAtOnce:
     """Launches every variant once.
 
     Args:
@@ -55,7 +55,7 @@ def warm_up(
         lse = torch.empty(q.shape[:2], device=device)
         kernels = step.launch(0, q, 1.0, 1.0 if softcap else None, out, lse)
         blocks, *_, singles = kernels
-        resident = resident or Resident(programs_of(blocks, device), programs_of(singles, device))
+        resident = resident or ProgramsAtOnce(programs_of(blocks, device), programs_of(singles, device))
     return resident
 
 

@@ -157,7 +157,7 @@ class CutForward:
         return self._number[kind]
 
 
-class Bucket(NamedTuple):
+class CapturedPieces(NamedTuple):
     """The captured pieces for a number of rows, and the inputs that they read, which are filled before each step.
 
     Args:
@@ -216,7 +216,7 @@ class PiecewiseSteps:
         return self._buffers.nbytes + self._embeds.nbytes + logits
 
     @torch.inference_mode()
-    def _bucket(self, rows: int, capture: CapturePieces) -> Bucket:
+    def _bucket(self, rows: int, capture: CapturePieces) -> CapturedPieces:
         model, device = self._model, self._model.device
         ids = torch.zeros(rows, dtype=torch.int64, device=device)
         embeds = self._embeds[:rows]
@@ -239,7 +239,7 @@ class PiecewiseSteps:
         layers = [one.layer for one in captured.layers]
         if sorted(layers) != list(range(model.shape.layers)) or len(pieces) != len(layers) + 1:
             raise IntegrityError(f"{len(pieces)} pieces between the attention of layers {layers}")
-        return Bucket(rows, ids, embeds, positions, pieces, captured.layers, captured.places)
+        return CapturedPieces(rows, ids, embeds, positions, pieces, captured.layers, captured.places)
 
     @torch.inference_mode()
     def fill(self, value: float) -> None:
@@ -272,7 +272,9 @@ class PiecewiseSteps:
         self.counters["piecewise_steps"] += 1
         return self._logits[: len(wanted)]
 
-    def _fill(self, bucket: Bucket, inputs: RowInputs, positions: torch.Tensor, wanted: torch.Tensor) -> None:
+    def _fill(
+        self, bucket: CapturedPieces, inputs: RowInputs, positions: torch.Tensor, wanted: torch.Tensor
+    ) -> None:
         """Copies a step's inputs into the buffers of a bucket. The rows beyond them have no embedding, and the
         positions of an earlier step."""
         rows = len(inputs.embeds)
