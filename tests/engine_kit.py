@@ -234,3 +234,28 @@ class MemoryChunk:
             raise CorruptFile("checksum of layer 0 does not match")
         destination.copy_(self._chunk.kv)
         yield from range(len(destination))
+
+
+SHARED, OTHER = text_chunk(ids(70, 40)), text_chunk(ids(71, 23))
+SHRINKING = {
+    prompt_of(ids(1, 5), SHARED, ids(2, 4), OTHER, ids(3, 3)): 5,
+    prompt_of(ids(4, 5), SHARED, ids(5, 4)): 2,
+    prompt_of(ids(6, 9)): 3,
+}
+"""Prompts, two of which share a chunk, and numbers of tokens with which a batch of them shrinks twice."""
+
+
+def answers_at_once(engine, policy: str, asked=SHRINKING) -> tuple[list, dict]:
+    """Answers to prompts that arrive at once, with the logits of every token, over memory that is full of NaN at first;
+    and the engine's counters."""
+    engine.pool.arena.fill_(float("nan"))
+    requests = [request_of(prompt, policy, n, logprobs=300) for prompt, n in asked.items()]
+    streams = submit_together(engine, requests)
+    found = [logits_of(stream, n) for stream, n in zip(streams, asked.values(), strict=True)]
+    engine.check()
+    return found, engine.stats()["counters"]
+
+
+def assert_answers_equal(found, expected) -> None:
+    for got, wanted in zip(found, expected, strict=True):
+        assert_same(got, wanted)

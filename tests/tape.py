@@ -107,8 +107,7 @@ def captured(work):
     out = tape.record(work)
 
     def replay():
-        for call in tape.calls:
-            call()
+        _play(tape.calls)
         return out
 
     return replay

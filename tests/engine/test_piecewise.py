@@ -10,15 +10,16 @@ import pytest
 import tape
 import torch
 from engine_kit import (
+    SHRINKING,
     MemoryStore,
+    answers_at_once,
+    assert_answers_equal,
     family,
     ids,
     image_chunk,
-    logits_of,
     prompt_of,
     request_of,
     submit_together,
-    text_chunk,
 )
 from families import random_image
 from tape import captured_pieces
@@ -32,14 +33,6 @@ from mpic.errors import IntegrityError, ModelRefused
 from mpic.kernels.span import Span
 from mpic.kv.pool import Pool
 
-SHARED, OTHER = text_chunk(ids(70, 40)), text_chunk(ids(71, 23))
-PROMPTS = [
-    prompt_of(ids(1, 5), SHARED, ids(2, 4), OTHER, ids(3, 3)),
-    prompt_of(ids(4, 5), SHARED, ids(5, 4)),
-    prompt_of(ids(6, 9)),
-]
-TOKENS = (5, 2, 3)
-
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
@@ -52,26 +45,16 @@ def small(monkeypatch):
 def answers(monkeypatch):
     """Answers to prompts that arrive at once, with log-probabilities, and the engine's counters."""
 
-    def run(name: str, policy: str, capture=None, prompts=PROMPTS, choice: str = "auto", store=None):
+    def run(name: str, policy: str, capture=None, asked=SHRINKING, choice: str = "auto", store=None):
         choose = cuda_graphs.piecewise_for
         given = lambda runner, budget, wanted, _: choose(runner, budget, wanted, choice, capture)
         monkeypatch.setattr("mpic.engine.native.engine.piecewise_for", given)
         loaded = family(name).loaded
         monkeypatch.setattr(loaded, "fused", None)
         with closing(NativeEngine(loaded, store, pages=96, page_size=16, budget=40)) as engine:
-            engine.pool.arena.fill_(float("nan"))
-            asked = zip(prompts, TOKENS, strict=False)
-            streams = submit_together(engine, [request_of(p, policy, n, logprobs=300) for p, n in asked])
-            found = [logits_of(stream, n) for stream, n in zip(streams, TOKENS, strict=False)]
-            engine.check()
-        return found, engine.stats()["counters"]
+            return answers_at_once(engine, policy, asked)
 
     return run
-
-
-def assert_equal(found, expected):
-    for (got, logits), (wanted, wanted_logits) in zip(found, expected, strict=True):
-        assert got == wanted and (logits - wanted_logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -93,15 +76,15 @@ def test_answers_are_those_of_steps_that_run_as_ever(answers, name, policy):
     found, counters = answers(name, policy, captured_pieces)
     expected, usual = answers(name, policy)
     assert counters["piecewise_steps"] >= 4 and "piecewise_steps" not in usual
-    assert_equal(found, expected)
+    assert_answers_equal(found, expected)
 
 
 def test_images_are_linked_in_pieces_and_features_for_later_layers_are_not(answers):
     image = image_chunk(random_image(1))
-    prompts = [prompt_of(ids(1, 5), image, ids(2, 4))]
+    asked = {prompt_of(ids(1, 5), image, ids(2, 4)): 5}
     for name, pieces in (("qwen2_5_vl", True), ("qwen3_vl", False)):
-        found, counters = answers(name, "mpic-4", captured_pieces, prompts)
-        assert_equal(found, answers(name, "mpic-4", prompts=prompts)[0])
+        found, counters = answers(name, "mpic-4", captured_pieces, asked)
+        assert_answers_equal(found, answers(name, "mpic-4", asked=asked)[0])
         others = counters["steps"] - counters["piecewise_steps"]
         assert (others == 0) is pieces
 
@@ -113,7 +96,7 @@ def test_a_link_that_is_computed_in_pieces_follows_its_loads_layer_by_layer(answ
     store.delay = 0.02
     found, counters = answers("llama", "mpic-4", captured_pieces, store=store)
     assert counters["piecewise_steps"] and counters["chunks_from_disk"]
-    assert_equal(found, expected)
+    assert_answers_equal(found, expected)
 
 
 def prefill(pool, tokens, chunk):
@@ -191,7 +174,7 @@ def test_pieces_that_compute_something_else_are_not_served(answers, monkeypatch,
     found, counters = answers("llama", "mpic-4", wrong)
     assert "steps with links run without CUDA graphs" in caplog.text and "piecewise_steps" not in counters
     assert family("llama").loaded.info.details.pop("piecewise_graphs").startswith("off: IntegrityError")
-    assert_equal(found, answers("llama", "mpic-4")[0])
+    assert_answers_equal(found, answers("llama", "mpic-4")[0])
 
 
 @pytest.mark.parametrize("coupled", [False, True])

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from engine_kit import family, ids, logits_of, prompt_of, request_of, submit_together, text_chunk
+from engine_kit import SHRINKING, answers_at_once, assert_answers_equal, family
 from tape import Tape, captured
 
 from mpic import memory
@@ -16,14 +16,6 @@ from mpic.engine.native.engine import NativeEngine
 from mpic.errors import IntegrityError, ModelRefused
 from mpic.kv.pool import Pool
 from mpic.model.static_attention import attention_of
-
-SHARED, OTHER = text_chunk(ids(70, 40)), text_chunk(ids(71, 23))
-PROMPTS = [
-    prompt_of(ids(1, 5), SHARED, ids(2, 4), OTHER, ids(3, 3)),
-    prompt_of(ids(4, 5), SHARED, ids(5, 4)),
-    prompt_of(ids(6, 9)),
-]
-TOKENS = (5, 2, 3)  # lengths with which the batch shrinks twice
 
 
 @pytest.fixture(autouse=True)
@@ -47,19 +39,9 @@ def answers(monkeypatch):
         given = lambda runner, most, choice: choose(runner, 4, choice, capture)
         monkeypatch.setattr("mpic.engine.native.engine.static_decode_for", given)
         with closing(NativeEngine(family(name).loaded, pages=64, page_size=16, cuda_graphs=graphs)) as engine:
-            engine.pool.arena.fill_(float("nan"))
-            asked = zip(PROMPTS, TOKENS, strict=True)
-            streams = submit_together(engine, [request_of(p, policy, n, logprobs=300) for p, n in asked])
-            found = [logits_of(stream, n) for stream, n in zip(streams, TOKENS, strict=True)]
-            engine.check()
-        return found, engine.stats()["counters"]
+            return answers_at_once(engine, policy)
 
     return run
-
-
-def assert_equal(found, expected):
-    for (got, logits), (wanted, wanted_logits) in zip(found, expected, strict=True):
-        assert got == wanted and (logits - wanted_logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -73,8 +55,8 @@ def test_steps_that_are_played_again_give_the_tokens_of_steps_run_one_by_one(ans
     embeddings are run without the tape."""
     found, counters = answers("on", capture, name, policy)
     expected, usual = answers("off", None, name, policy)
-    assert counters["static_steps"] >= max(TOKENS) - 2 and "static_steps" not in usual
-    assert_equal(found, expected)
+    assert counters["static_steps"] >= max(SHRINKING.values()) - 2 and "static_steps" not in usual
+    assert_answers_equal(found, expected)
 
 
 def test_a_step_reads_the_same_addresses_whatever_the_batch(answers, monkeypatch):
@@ -94,7 +76,7 @@ def test_a_step_reads_the_same_addresses_whatever_the_batch(answers, monkeypatch
         return run
 
     found, _ = answers("on", watched)
-    assert_equal(found, answers("off")[0])
+    assert_answers_equal(found, answers("off")[0])
     for steps in reads.values():
         for work in {work for work, _ in steps}:
             of_one = [read for other, read in steps if other is work]
@@ -132,7 +114,7 @@ def test_a_batch_that_does_not_fit_runs_in_the_usual_way_and_is_counted(answers,
     found, counters = answers("on")
     assert counters["static_too_large"] > 0
     assert "no CUDA graph" in caplog.text
-    assert_equal(found, expected)
+    assert_answers_equal(found, expected)
 
 
 def test_steps_that_differ_are_not_served_and_the_reason_is_logged(answers, monkeypatch, caplog):

@@ -96,6 +96,7 @@ class Buffers:
         return sum(tensor.nbytes for tensor in self._made.values())
 
     def fill(self, value: float) -> None:
+        """Sets every number of every buffer."""
         for tensor in self._made.values():
             tensor.fill_(value)
 
