@@ -6,7 +6,7 @@
  * its scores in registers. Softmax is online, as in FlashAttention (Dao et al., 2022). The result does not depend on the
  * number of threads.
  *
- * block.py compiles this file; DIM is the head's dimension, an even number. It needs GCC 10 or newer, or clang.
+ * block.py compiles this file; DIM is the head's dimension, an even number. It needs GCC 12 or newer.
  */
 #include <immintrin.h>
 #include <math.h>

@@ -7,7 +7,7 @@
  * rows at a time go over it, with their scores in registers. Products are computed in fp32. A row's result depends neither
  * on the rows beside it nor on the number of threads.
  *
- * block_spans.py compiles this file for a machine and a model, as stream.c; needs GCC 12 or newer (or clang) and OpenMP.
+ * block_spans.py compiles this file for a machine and a model, as stream.c; needs GCC 12 or newer and OpenMP.
  */
 #include "vectors.h"
 

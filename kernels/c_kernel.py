@@ -1,8 +1,9 @@
 """Builds a kernel's C file for this machine, keeps what was built, and loads it.
 
 A file is compiled once for each set of options, in about a second, and kept in the user's cache folder under a name
-that covers the source, the compiler and its options. Threads are torch's own: the object leaves OpenMP's symbols open,
-and they resolve to the runtime that torch has loaded.
+that covers the source, the compiler and its options, and tells its length. Threads are torch's own: the object leaves
+OpenMP's symbols open, and they resolve to the runtime that torch has loaded. Builds of torch come with GCC's, so clang
+will do only where torch's is LLVM's or Intel's; each compiler is tried in turn.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-_COMPILERS = ("cc", "gcc", "clang")
+_COMPILERS = ("gcc", "cc", "clang")
 _OPTIONS = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC")
 _LEVELS = {"AVX512": "-march=x86-64-v4", "AVX2": "-march=x86-64-v3"}
 
@@ -90,23 +92,26 @@ def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:
     Raises:
         KernelUnavailable: with the reason.
     """
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
+    compilers = [found for found in map(shutil.which, _COMPILERS) if found is not None]
+    if not compilers:
         raise KernelUnavailable(f"no C compiler ({', '.join(_COMPILERS)})")
-    try:
-        library = _built(compiler, source, name, options)
+    reasons: list[str] = []
+    for compiler in compilers:
         try:
-            loaded = ctypes.CDLL(str(library))
-        except OSError:  # what lies in the cache folder is damaged, for example since the power failed
-            library.unlink(missing_ok=True)
-            loaded = ctypes.CDLL(str(_built(compiler, source, name, options)))
-        libraries[library] = hashlib.sha256(library.read_bytes()).hexdigest()
-        return loaded
-    except subprocess.CalledProcessError as error:
-        output = error.stderr.strip().splitlines() or ["nothing"]
-        raise KernelUnavailable(f"{compiler} could not build it: {output[0]}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelUnavailable(f"it could not be built or loaded: {error}") from error
+            library = _built(compiler, source, name, options)
+            try:
+                loaded = ctypes.CDLL(str(library))
+            except OSError:  # what lies in the cache folder is damaged
+                library.unlink(missing_ok=True)
+                loaded = ctypes.CDLL(str(_built(compiler, source, name, options)))
+            libraries[library] = hashlib.sha256(library.read_bytes()).hexdigest()
+            return loaded
+        except subprocess.CalledProcessError as error:
+            output = error.stderr.strip().splitlines() or ["nothing"]
+            reasons.append(f"{compiler} could not build it: {output[0]}")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reasons.append(f"it could not be built or loaded: {error}")
+    raise KernelUnavailable("; ".join(reasons))
 
 
 def _built(compiler: str, source: Path, name: str, wanted: Sequence[str]) -> Path:
@@ -120,20 +125,37 @@ def _built(compiler: str, source: Path, name: str, wanted: Sequence[str]) -> Pat
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = _cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
+    if _others_can_write(folder.stat()):
         raise KernelUnavailable(
             f"{folder} belongs to another user, or others can write there (chmod go-w): what is kept there is run"
         )
-    path = folder / f"{source.stem}-{name}-{key}.so"
-    if path.exists():
-        return path
+    prefix = f"{source.stem}-{name}-{key}-"
+    if (kept := _kept(folder, prefix)) is not None:
+        return kept
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         object_, library = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
         _run(compiler, *options, "-c", str(source), "-o", str(object_))
         _run(compiler, "-shared", str(object_), "-o", str(library), "-lm")
+        with library.open("rb+") as file:
+            os.fsync(file.fileno())  # the name must not survive a power failure without the bytes
+            path = folder / f"{prefix}{os.fstat(file.fileno()).st_size}.so"
         os.replace(library, path)
     return path
+
+
+def _kept(folder: Path, prefix: str) -> Path | None:
+    """Returns the library that was built before, if nobody else can have put it there and it is as long as its name
+    says: loading one that ends too early would end the process."""
+    for path in folder.glob(f"{prefix}*.so"):
+        found = path.lstat()
+        whole = path.name == f"{prefix}{found.st_size}.so"
+        if whole and stat.S_ISREG(found.st_mode) and not _others_can_write(found):
+            return path
+    return None
+
+
+def _others_can_write(found: os.stat_result) -> bool:
+    return found.st_uid not in (os.geteuid(), 0) or bool(found.st_mode & 0o022)
 
 
 def _texts(source: Path) -> list[str]:

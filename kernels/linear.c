@@ -4,7 +4,7 @@
  * result depends neither on the rows beside it nor on the number of threads. Sums are fp32.
  *
  * linear.py compiles this file; BFLOAT16 is 0 or 1. Where the compiler may use AVX-512 BF16, pairs of bf16 numbers are
- * multiplied at once; else they are widened. It is written in GCC's vector extension (GCC 12 or newer, or clang).
+ * multiplied at once; else they are widened. It is written in GCC's vector extension (GCC 12 or newer).
  */
 #include <stdint.h>
 #include <string.h>

@@ -7,8 +7,8 @@
  * result does not depend on the number of threads.
  *
  * stream.py compiles this file for the machine it runs on and the shape of the model: DIM is the head's dimension,
- * BFLOAT16 and HALF_KV are 0 or 1. It is written in GCC's vector extension and needs GCC 12 or newer (clang has the same extension
- * and has not been tried) and OpenMP.
+ * BFLOAT16 and HALF_KV are 0 or 1. It is written in GCC's vector extension and needs GCC 12 or newer and
+ * OpenMP.
  */
 #include "vectors.h"
 

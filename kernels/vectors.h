@@ -1,6 +1,6 @@
 /* Vectors of fp32 numbers, and heads of a key or query as vectors. For files that are compiled with DIM, the dimension of a
  * head; BFLOAT16, 0 or 1: the dtype of the model (`number`); and HALF_KV, 1 where keys and values are kept in fp16, else 0
- * (`kept`). In GCC's vector extension (GCC 12 or newer; clang has it, too).
+ * (`kept`). In GCC's vector extension (GCC 12 or newer).
  */
 #include <math.h>
 #include <stdint.h>

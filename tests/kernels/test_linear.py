@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ for _dtype in (torch.float32, torch.bfloat16):
 needs_compiler = pytest.mark.skipif(
     len(KERNELS) < 2, reason="no C compiler, or a processor on which torch is as fast"
 )
+COMPILER = shutil.which("gcc") or shutil.which("cc")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -119,12 +123,46 @@ def test_other_dtypes_have_no_kernel():
 
 @needs_compiler
 def test_a_damaged_file_in_the_cache_folder_is_built_again(tmp_path, monkeypatch):
-    """A power failure may leave a name with no bytes."""
     monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
-    built = c_kernel._built(shutil.which("cc") or "gcc", linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
-    built.write_bytes(b"")
+    built = c_kernel._built(COMPILER, linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
+    built.write_bytes(bytes(built.stat().st_size))
     assert c_kernel.build(linear.SOURCE, "fp32", ["-DBFLOAT16=0"]).multiply
-    assert built.stat().st_size > 1000
+    assert any(built.read_bytes())
+
+
+@needs_compiler
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.9])
+def test_a_file_that_ends_too_early_is_not_loaded(part, tmp_path, monkeypatch):
+    """A copy of the folder may have been interrupted. Loading such a file ends the process with a bus error, which
+    nothing can catch, so here another process loads it."""
+    monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
+    built = c_kernel._built(COMPILER, linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
+    os.truncate(built, int(built.stat().st_size * part))
+    script = (
+        "import pathlib; from mpic.kernels import c_kernel, linear; "
+        f"c_kernel._cache_folder = lambda: pathlib.Path({str(tmp_path)!r}); "
+        "assert c_kernel.build(linear.SOURCE, 'fp32', ['-DBFLOAT16=0']).multiply"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+@needs_compiler
+def test_a_file_that_others_could_write_is_not_loaded(tmp_path, monkeypatch):
+    """It may have been put there before the folder was closed to others."""
+    monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
+    built = c_kernel._built(COMPILER, linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
+    built.chmod(0o666)
+    planted = built.stat().st_ino
+    assert c_kernel.build(linear.SOURCE, "fp32", ["-DBFLOAT16=0"]).multiply
+    assert built.stat().st_ino != planted and not built.stat().st_mode & 0o022
+
+
+@needs_compiler
+def test_a_compiler_that_cannot_build_leaves_it_to_the_next(tmp_path, monkeypatch):
+    right, wrong = COMPILER, shutil.which("false")
+    monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(c_kernel.shutil, "which", {"gcc": wrong, "cc": right}.get)
+    assert c_kernel.build(linear.SOURCE, "fp32", ["-DBFLOAT16=0"]).multiply
 
 
 @needs_compiler

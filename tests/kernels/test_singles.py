@@ -207,7 +207,7 @@ def compiler_that(fresh, monkeypatch, script: str) -> None:
 
 def test_without_a_compiler_there_is_no_kernel_and_the_reason_is_given(fresh, monkeypatch):
     monkeypatch.setattr(c_kernel.shutil, "which", lambda name: None)
-    assert single_rows(torch.device("cpu"), torch.float32, 64) == (None, "no C compiler (cc, gcc, clang)")
+    assert single_rows(torch.device("cpu"), torch.float32, 64) == (None, "no C compiler (gcc, cc, clang)")
 
 
 def test_without_a_cache_folder_there_is_no_kernel_and_the_reason_is_given(fresh, monkeypatch):
