@@ -60,11 +60,13 @@ class WholeDecoder:
         self._weights = embedding, head  # kept alive, because C holds their addresses
         self._tokens = np.zeros(self.most_rows, np.int64)
         self._logits = torch.empty(self.most_rows, outputs, dtype=layers.dtype)
+        self._places = ctypes.addressof(self._ends), self._tokens.ctypes.data, self._logits.data_ptr()
         state = torch.empty(2, self.most_rows, layers.hidden, dtype=layers.dtype)
         self._pass = PassStruct(state=state[0].data_ptr(), out=state[1].data_ptr())
         self._state, self._room, self._threads = state, list[torch.Tensor](), 0
         self._tables: tuple[StreamRows, RowWrites] | None = None
         self._rotations: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._steps = self._cosine = self._sine = self._skip = 0  # of the rotations: number, addresses, bytes of one
 
     def use(self, rows: StreamRows, writes: RowWrites) -> None:
         """Has the steps that follow use these tables, with what they say by then.
@@ -80,6 +82,8 @@ class WholeDecoder:
         if not 0 < count <= self.most_rows or not self._layers.writes_to(writes, count):
             raise ValueError(f"a step of {count} rows does not write keys and values of this model")
         this = self._pass
+        if count != this.rows:
+            self._rotations, self._steps = None, 0
         this.step, this.rows = rows.address, count
         this.memory, this.slots = writes.memory.data_ptr(), writes.index.data_ptr()
         self._tables = rows, writes
@@ -100,6 +104,8 @@ class WholeDecoder:
             ):
                 raise ValueError(f"{tuple(table.shape)} {table.dtype} are no rotations of {shape}")
         self._rotations = cosine, sine
+        self._steps, self._skip = len(cosine), cosine[:1].nbytes
+        self._cosine, self._sine = cosine.data_ptr(), sine.data_ptr()
 
     def __call__(self, tokens: list[int], step: int) -> torch.Tensor:
         """Runs a step: keys and values are written, then attended to.
@@ -114,23 +120,16 @@ class WholeDecoder:
         Raises:
             ValueError: numbers that are no tokens, or rotations that were not set.
         """
-        this, rows = self._pass, self._pass.rows
-        cosine, sine = self._rotations or (torch.empty(0), torch.empty(0))
+        this = self._pass
+        rows = this.rows
         if len(tokens) != rows or min(tokens) < 0 or max(tokens) >= self.vocabulary:
             raise ValueError(f"{len(tokens)} tokens, up to {max(tokens)}, of {rows} rows")
-        if not 0 <= step < len(cosine) or cosine.shape[1] != rows:
+        if not 0 <= step < self._steps:
             raise ValueError(f"no rotations of step {step} of {rows} rows")
         self._tokens[:rows] = tokens
-        skipped = step * rows * self._layers.half * cosine.element_size()
         this.threads = torch.get_num_threads()
         if this.threads > self._threads:
             self._room, self._threads = self._layers.make_room(this, self.most_rows), this.threads
-        this.cosine, this.sine = cosine.data_ptr() + skipped, sine.data_ptr() + skipped
-        self._function(
-            self._layers.struct,
-            this,
-            ctypes.addressof(self._ends),
-            self._tokens.ctypes.data,
-            self._logits.data_ptr(),
-        )
+        this.cosine, this.sine = self._cosine + step * self._skip, self._sine + step * self._skip
+        self._function(self._layers.struct, this, *self._places)
         return self._logits[:rows]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from mpic.engine.base import Delta
 
@@ -22,20 +21,18 @@ class DeltaStream:
     def __init__(self, id: str, on_abort: Callable[[], None] = lambda: None) -> None:
         self.id = id
         self.on_abort = on_abort
-        self._items: deque[Delta | BaseException] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
+        self._items: SimpleQueue[Delta | BaseException] = SimpleQueue()
+        self._closed = False  # the writer has given the last delta
+        self._over = False  # the reader has taken it
         self._wake: Callable[[], None] | None = None
 
     def put(self, item: Delta | BaseException) -> None:
         """Gives the reader its next delta. An exception, or a delta with a finish reason, ends the stream."""
-        with self._changed:
-            if self._closed:
-                return
-            self._items.append(item)
-            self._closed = isinstance(item, BaseException) or item.finish_reason is not None
-            self._changed.notify_all()
-            wake = self._wake
+        if self._closed:
+            return
+        self._closed = _is_last(item)
+        self._items.put(item)
+        wake = self._wake  # looked up behind the item: a reader who came in between finds that
         if wake is not None:
             wake()
 
@@ -43,18 +40,8 @@ class DeltaStream:
         self.on_abort()
 
     def __iter__(self) -> Iterator[Delta]:
-        while True:
-            with self._changed:
-                while not self._items and not self._closed:
-                    self._changed.wait()
-                if not self._items:
-                    return
-                item = self._items.popleft()
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-            if item.finish_reason is not None:
-                return
+        while not self._over:
+            yield self._taken(self._items.get())
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         loop = asyncio.get_running_loop()
@@ -64,23 +51,21 @@ class DeltaStream:
             with suppress(RuntimeError):  # the reader's loop has been closed: nobody waits any more
                 loop.call_soon_threadsafe(event.set)
 
-        with self._changed:
-            self._wake = wake
-        while True:
+        self._wake = wake
+        while not self._over:
             event.clear()
-            with self._changed:
-                item = self._items.popleft() if self._items else None
-                over = self._closed
-            if item is None and over:
-                return
-            if item is None:
+            try:
+                item = self._items.get_nowait()
+            except Empty:
                 await event.wait()
                 continue
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-            if item.finish_reason is not None:
-                return
+            yield self._taken(item)
+
+    def _taken(self, item: Delta | BaseException) -> Delta:
+        self._over = _is_last(item)
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
     def result(self) -> Delta:
         """Waits for the end. Returns the whole answer as one Delta."""
@@ -90,3 +75,7 @@ class DeltaStream:
             ids += delta.token_ids
             logprobs += delta.logprobs
         return Delta("".join(text), tuple(ids), tuple(logprobs), delta.finish_reason, delta.usage)
+
+
+def _is_last(item: Delta | BaseException) -> bool:
+    return isinstance(item, BaseException) or item.finish_reason is not None

@@ -102,9 +102,6 @@ class LayerBarrier:
         self._loads, self._left = set(loads), patience
         self.missed: set[LoadProgress] = set()
 
-    def __bool__(self) -> bool:
-        return bool(self._loads)
-
     def wait(self, layer: int) -> None:
         """Waits for one layer of every load. Called in every layer before its rows attend."""
         for load in self._loads - self.missed:

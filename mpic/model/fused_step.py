@@ -76,9 +76,10 @@ class FusedStep:
         self._scaling = float(getattr(embedding, "attention_scaling", 1.0))
         self._loaded, self._head, self.most_rows = loaded, head, self._decoder.most_rows
         self._dtype, self._change, self.note = loaded.dtype, "", ""
-        self._watch = ModuleWatch(_modules_of(loaded.model, loaded.text_model))
+        modules = _modules_of(loaded.model, loaded.text_model)
+        self._watch = ModuleWatch(modules)
+        self._watch_from_tokens = ModuleWatch([*modules, loaded.model.get_input_embeddings(), head])
         self._kernel = kernel
-        self._around = ModuleWatch([loaded.model.get_input_embeddings(), head])
         self._begins_with_tokens = self._find_whole_decoder()
         self.counters: Counter[str] = Counter()
 
@@ -110,7 +111,7 @@ class FusedStep:
         """Returns whether the next step, if its rows stand alone, may be run by a ``whole_decoder``."""
         if not self._begins_with_tokens or not self._loaded.streams or self._loaded.triton is not None:
             return False
-        return not (self._changed() or self._around.change())
+        return not self._watch_from_tokens.change()
 
     def whole_decoder(self) -> WholeDecoder:
         """Returns what runs steps of rows that stand alone from their tokens to their logits, with memory of its own.

@@ -24,7 +24,8 @@ class ModuleWatch:
         self._children = [module._modules for module in found if module._modules]
         hooks = [one for m in found for one in (m._forward_pre_hooks, m._forward_hooks)]
         hooks += [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
-        self._no_hooks, self._hooks = [h for h in hooks if not h], [(h, len(h)) for h in hooks if h]
+        self._no_hooks, self._hooks = [h for h in hooks if not h], [h for h in hooks if h]
+        self._counts = list(map(len, self._hooks))
         weights = [
             (module._parameters, name)
             for module in found
@@ -38,7 +39,7 @@ class ModuleWatch:
 
     def change(self) -> str:
         """Returns what has changed; empty where nothing has."""
-        if any(self._no_hooks) or any(len(hooks) != count for hooks, count in self._hooks):
+        if any(self._no_hooks) or list(map(len, self._hooks)) != self._counts:
             return "hooks"
         if any(map(contains, self._own, repeat("forward"))):
             return "a forward that is not its class's"

@@ -323,7 +323,7 @@ class NativeEngine(Engine):
         """Takes one turn: schedule -> run -> commit, or commits the step that was launched ahead."""
         launched = self.ahead.take()
         if launched is not None:
-            self._commit(*launched, self.transfers.barrier(()))
+            self._commit(*launched)
         elif not self._run_next():
             return
         if self.scheduler.idle:
@@ -342,10 +342,10 @@ class NativeEngine(Engine):
         self._more_to_do = True
         barrier = self.transfers.barrier(s.rows for s in slices if isinstance(s.rows, Request))
         began = time.monotonic()
-        logits = self.runner.run(slices, barrier or None)
-        self._commit(slices, logits, barrier)
-        if not barrier:  # such a step's time would be that of the loads
-            self.scheduler.pace.measure(sum(s.hi - s.lo for s in slices), time.monotonic() - began)
+        logits = self.runner.run(slices, barrier)
+        rows = self._commit(slices, logits, barrier)
+        if barrier is None:  # else the step's time would be that of the loads
+            self.scheduler.pace.measure(rows, time.monotonic() - began)
         self._decide()  # after what was decided before has been computed
         return True
 
@@ -360,35 +360,39 @@ class NativeEngine(Engine):
         self._examine_device()
         self.outputs.fail(request, error)
 
-    def _commit(self, slices: list[BatchSlice], logits: torch.Tensor, barrier: LayerBarrier) -> None:
-        """Records the results of a step; ``logits`` has one row for each slice that wants logits, in order."""
-        row = 0
+    def _commit(
+        self, slices: list[BatchSlice], logits: torch.Tensor, barrier: LayerBarrier | None = None
+    ) -> int:
+        """Records the results of a step, and returns the number of its rows; ``logits`` has one row for each slice that
+        wants logits, in order."""
+        row = computed = 0
         taken: dict[Request, int] = {}  # the requests whose tokens are drawn, with their rows
-        self._counters["steps"] += 1
-        self._counters["rows"] += sum(s.hi - s.lo for s in slices)
         for part in slices:
             rows = part.rows
+            computed += part.hi - part.lo
             if isinstance(rows, CompileJob):
                 rows.computed = part.hi
                 if part.hi == len(rows):
                     self.memory.compiled(rows)
                 continue
             wants_logits = part.wants_logits  # taking a token changes that
-            if barrier and not chunks_arrived(rows, barrier):
+            if barrier is not None and not chunks_arrived(rows, barrier):
                 self._counters["rows_thrown_away"] += part.hi - part.lo
             else:
                 rows.computed = part.hi
                 if wants_logits:
                     taken[rows] = row
             row += wants_logits
+        self._counters["steps"] += 1
+        self._counters["rows"] += computed
         if not taken:
             # nothing else waits for the device here, and steps would queue up in front of the next request
             self.runner.wait()
-            return
+            return computed
         if len(taken) < row:
             logits = logits[list(taken.values())]
         drawing = Drawing(logits, [request.sampler for request in taken])
-        if len(taken) == len(slices) and not barrier and not self._inbox:
+        if len(taken) == len(slices) and barrier is None and not self._inbox:
             self.ahead.launch(slices, drawing)
         choices = drawing.choices()
         if all(isinstance(choice, Exception) for choice in choices):
@@ -396,6 +400,7 @@ class NativeEngine(Engine):
         now = time.monotonic()
         for request, choice in zip(taken, choices, strict=True):
             self.outputs.take(request, choice, now)
+        return computed
 
     def _examine_device(self) -> None:
         """Finds out, after something has failed, whether the device still works: after an error of its own CUDA refuses

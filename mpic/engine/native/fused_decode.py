@@ -74,7 +74,7 @@ class FusedDecode:
                 return None
             if not is_used:
                 decoder.use(rows, writes)
-                self._used = rows, writes
+                self._used, self._rotated = (rows, writes), []
             self._step = self._rotations_of(positions)
         self._advanced = self._tables.advanced
         logits = decoder(tokens, self._step)

@@ -82,11 +82,12 @@ class Scheduler:
         for request in list(self.running):
             if budget == 0:
                 break
-            decodes = request.generated and len(request) - request.computed == 1
+            tokens = len(request)
+            decodes = request.generated and tokens - request.computed == 1
             if request.status is not Status.RUNNING or not decodes:  # another request may have preempted it
                 continue
             if self._chunks_ready(request) and self._grow(request):
-                slices.append(BatchSlice(request, request.computed, len(request)))
+                slices.append(BatchSlice(request, tokens - 1, tokens))
                 budget -= 1
         return budget
 

@@ -151,6 +151,7 @@ class StepTables:
         self._writes: RowWrites | None = None
         self._singles: list[SingleRows] = []  # by kind of layer
         self._kernel: StepKernel | None = None
+        self._has_windows = any(kind.window is not None for kind in model.kinds)
         self.made = self.advanced = 0
 
     def step(self, slices: Sequence[BatchSlice], starts: Sequence[int]) -> Step:
@@ -187,7 +188,7 @@ class StepTables:
         """Returns whether a step of single rows is the last one asked about, one token further, for tables that others
         keep; never for a model with windows, which move."""
         continues = self._continues([(part, row) for row, part in enumerate(slices)])
-        return continues and not any(kind.window for kind in self._model.kinds)
+        return continues and not self._has_windows
 
     def alone(self, slices: Sequence[BatchSlice]) -> tuple[list[Write], list[KindCalls]]:
         """Returns the writes of a step of single rows, and their attention calls by kind of layer."""
@@ -212,8 +213,7 @@ class StepTables:
         """Returns the tables of the rows that stand alone, each given with its place in the step: their spans by kind
         of layer, and their writes (None: written like blocks, because layers differ in their heads). They are the same
         objects as those of the last step where this one continues it."""
-        plain = not any(kind.pattern.window for kind in self._model.kinds)
-        if self._continues(alone) and plain:
+        if self._continues(alone) and not self._has_windows:
             advanced = [rows.advance() for rows in self._singles]
             if None not in advanced:
                 self._singles = advanced
@@ -238,8 +238,8 @@ class StepTables:
 
     def _whole(self, step: Step, alone: list[tuple[BatchSlice, int]]) -> StepKernel:
         """Returns the tables of a step of single rows for an implementation that takes it whole."""
-        plain = not any(kind.window for kind in self._model.kinds)
-        if self._continues(alone) and plain and (advanced := self._kernel.advance()) is not None:
+        continues = self._continues(alone) and not self._has_windows
+        if continues and (advanced := self._kernel.advance()) is not None:
             self.advanced += 1
         else:
             self.made += 1

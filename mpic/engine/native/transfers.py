@@ -254,12 +254,14 @@ class Transfers:
             self.counters["load_failures"] += 1
         return "corrupt"
 
-    def barrier(self, requests: Iterable[Request]) -> LayerBarrier:
-        """Returns the barrier of a step with rows of these requests: the loads that it runs beside."""
+    def barrier(self, requests: Iterable[Request]) -> LayerBarrier | None:
+        """Returns the barrier of a step with rows of these requests: the loads that it runs beside, or None."""
         if not self.loading:
-            return LayerBarrier((), self.patience)
-        loads = {linked.resident.progress for request in requests for linked in request.prompt.needed}
-        return LayerBarrier(loads - {None}, self.patience)
+            return None
+        loads = {linked.resident.progress for request in requests for linked in request.prompt.needed} - {
+            None
+        }
+        return LayerBarrier(loads, self.patience) if loads else None
 
     def stop_waiting(self) -> None:
         """Ends the waiting of the step under way. May be called from any thread."""
