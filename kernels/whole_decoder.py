@@ -66,7 +66,9 @@ class WholeDecoder:
         self._state, self._room, self._threads = state, list[torch.Tensor](), 0
         self._tables: tuple[StreamRows, RowWrites] | None = None
         self._rotations: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._steps = self._cosine = self._sine = self._skip = 0  # of the rotations: number, addresses, bytes of one
+        self._steps = self._cosine = self._sine = self._skip = (
+            0  # of the rotations: number, addresses, bytes of one
+        )
 
     def use(self, rows: StreamRows, writes: RowWrites) -> None:
         """Has the steps that follow use these tables, with what they say by then.
