@@ -1,4 +1,4 @@
-"""The policies that each engine runs, and the table of them: ``python -m mpic.link.engines > docs/policies.md``."""
+"""The policies that each engine runs, and the table of them, which ``tools/docs/generate.py`` writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADING = """# Policies
 
 A policy says which tokens of an image or document are computed again when it is linked into a prompt. `policy` of a
 request chooses one, and `--policy` of `mpic serve` sets the server's default. This page is generated from the policies'
-classes (`mpic/link/policies`): `.venv/bin/python -m mpic.link.engines > docs/policies.md`.
+classes (`mpic/link/policies`) by `.venv/bin/python tools/docs/generate.py`.
 
 | policy | what it does | number | from | engines |
 |---|---|---|---|---|
