@@ -102,6 +102,17 @@ def read(body: bytes | bytearray, bounds: Bounds) -> Any:
     return _put_back(value, strings, escapes) if strings or escapes else value
 
 
+def count(value: Any) -> int:
+    """Returns the number of values of a parsed text, as ``Bounds.values`` counts them."""
+    values, waiting = 1, [value]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict | list):
+            values += max(len(node), 1)
+            waiting += node.values() if isinstance(node, dict) else node
+    return values
+
+
 def _is_surely_within(body: bytes | bytearray, bounds: Bounds) -> bool:
     """Returns whether a text is within the bounds even if all of its bytes count, whether in a string or not."""
     opens = body.count(b"[") + body.count(b"{")

@@ -59,7 +59,8 @@ class ServerConfig:
             allows any, and needs API keys.
         port: 0 lets the system choose.
         max_body_bytes: largest JSON body (data URLs count).
-        max_body_values: maximum number of objects, lists, strings, numbers and so on in one JSON body.
+        max_body_values: maximum number of objects, lists, strings, numbers and so on in one JSON body, and in the
+            arguments of all its tool calls together.
         max_chunks: maximum number of images, files and handles in one request.
         max_header_bytes: largest header of a request, its address and cookies included.
         header_seconds: time that a client has to send the header of a request.

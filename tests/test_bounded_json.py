@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpic import bounded_json
-from mpic.bounded_json import Bounds, HalfPair, TooMuch, read
+from mpic.bounded_json import Bounds, HalfPair, TooMuch, count, read
 
 ODD = ('"', "\\", "\n", "\\u0041", "é", "中", "🙂", "data:", *"[{,}]", "\x01", "\ufeff", "x" * 30, '\\"')
 ENCODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-32-le"]
@@ -98,6 +98,15 @@ def test_white_space_without_end_is_refused(monkeypatch):
     assert read(b"[" + b" " * 900 + b"]", Bounds()) == []
     with pytest.raises(TooMuch, check=lambda error: error.what == "loose"):
         read(b"[" + b" " * 1_100 + b"]", Bounds())
+
+
+@settings(max_examples=50, deadline=None)  # for each of the sizes
+@given(VALUES)
+def test_the_values_of_a_parsed_text_are_counted_as_the_bound_counts_them(value):
+    body, values = json.dumps(value).encode(), count(value)
+    assert read(body, Bounds(values=values)) == value
+    with pytest.raises(TooMuch, check=lambda error: error.what == "values"):
+        read(body, Bounds(values=values - 1))
 
 
 def test_a_text_beyond_a_bound_is_never_parsed(monkeypatch):

@@ -28,17 +28,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from mpic import bounded_json
+from mpic.bounded_json import Bounds
 from mpic.cancel import checkpoint
 from mpic.errors import BadRequest, EmptyPrompt, MPICError, UnknownHandle
 from mpic.kv.chunk import Chunk
 from mpic.prompt.data_url import decode_clip_url, decode_data_url
+from mpic.prompt.tool_calls import ToolCallReader
 
 HandleKind = Literal["image", "file"]
 
 HANDLE = re.compile(r"(?<![A-Za-z0-9_])(IMAGE|FILE)#([A-Za-z0-9_.\-]+)")
 HANDLE_CHARS = 64
 HANDLE_KINDS = ("IMAGE", "FILE")
+MAX_UNKNOWN = 1 << 12
+"""Most names that are looked up for one conversation and do not exist: every ``.`` and ``-`` behind a handle can make
+another one."""
 WORD = re.compile(r"\S")
 T = TypeVar("T")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -116,8 +120,11 @@ class Message:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse_messages(messages: Any, resolver: Resolver) -> list[Message]:
+def parse_messages(messages: Any, resolver: Resolver, values: int = Bounds.values) -> list[Message]:
     """Validates a conversation and resolves the chunks that it refers to.
+
+    Args:
+        values: most values that the arguments of its tool calls may hold together (``tool_calls``).
 
     Raises:
         EmptyPrompt: no messages, or a user or system message without content.
@@ -128,16 +135,18 @@ def parse_messages(messages: Any, resolver: Resolver) -> list[Message]:
         raise BadRequest("messages must be a list of objects", param="messages")
     if not messages:
         raise EmptyPrompt("messages is empty: send at least one", param="messages")
-    parser = _Parser(resolver)
+    parser = _Parser(resolver, values)
     return [parser.message(m, f"messages[{i}]") for i, m in enumerate(messages)]
 
 
 class _Parser:
-    """Parses one conversation; remembers the handles it has linked, case-folded."""
+    """Parses one conversation; remembers, case-folded, the handles it has linked and names that do not exist."""
 
-    def __init__(self, resolver: Resolver) -> None:
+    def __init__(self, resolver: Resolver, values: int) -> None:
         self.resolver = resolver
+        self.calls = ToolCallReader(values)
         self.linked: dict[tuple[HandleKind, str], str] = {}
+        self.unknown: set[tuple[HandleKind, str]] = set()
 
     def message(self, message: Any, param: str) -> Message:
         checkpoint()
@@ -147,7 +156,7 @@ class _Parser:
         if not isinstance(role, str) or role not in ROLES:
             raise BadRequest(f"unknown role {role!r}; known: {', '.join(ROLES)}", param=f"{param}.role")
         role = ROLES[role]
-        fields = _fields(message, role, param)
+        fields = _fields(message, role, param, self.calls)
         content, where = message.get("content"), f"{param}.content"
         if content is None:
             items = []
@@ -266,14 +275,26 @@ class _Parser:
         longest = min(len(written), HANDLE_CHARS)
         names = [written[:n] for n in range(longest, len(shortest) - 1, -1)]
         for name in names:
-            if (kind, name.casefold()) in self.linked:
+            key = kind, name.casefold()
+            if key in self.linked:
                 return name, None
+            if (
+                key in self.unknown
+            ):  # never so for all names: a mention of nothing that exists ends the parsing
+                continue
+            if len(self.unknown) == MAX_UNKNOWN:
+                raise BadRequest(
+                    f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: put a space between a "
+                    "handle and the . and - behind it",
+                    param=param,
+                )
             try:
                 found = _blame(param, self.resolver.by_handle, kind, name)
             except UnknownHandle as error:
                 unknown = error
+                self.unknown.add(key)
                 continue
-            self.linked[kind, name.casefold()] = _label(found, name)
+            self.linked[key] = _label(found, name)
             return name, found
         if not names:
             unknown = UnknownHandle(
@@ -333,7 +354,7 @@ def _string(part: Mapping, key: str, param: str, allow_empty: bool = False) -> s
     return value
 
 
-def _fields(message: Mapping, role: str, param: str) -> dict[str, Any]:
+def _fields(message: Mapping, role: str, param: str, calls: ToolCallReader) -> dict[str, Any]:
     """Returns the fields beside role and content. Empty ones are dropped, because clients send answers back with all
     their nulls."""
     known = {
@@ -349,34 +370,5 @@ def _fields(message: Mapping, role: str, param: str) -> dict[str, Any]:
         if key != "tool_calls" and not isinstance(fields[key], str):
             raise BadRequest(f"{key} must be a string", param=f"{param}.{key}")
     if "tool_calls" in fields:
-        fields["tool_calls"] = _tool_calls(fields["tool_calls"], f"{param}.tool_calls")
+        fields["tool_calls"] = calls.read(fields["tool_calls"], f"{param}.tool_calls")
     return fields
-
-
-def _tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
-    """Returns tool calls as templates want them: arguments that are JSON of an object are parsed."""
-    if not isinstance(calls, list | tuple):
-        raise BadRequest("tool_calls must be a list", param=param)
-    parsed = []
-    for i, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRequest("a tool call must have a function with a name", param=f"{param}[{i}].function")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = _object(arguments, f"{param}[{i}].function.arguments")
-        parsed.append({**call, "function": {**function, "arguments": arguments}})
-    return parsed
-
-
-def _object(arguments: str, param: str) -> Any:
-    """Parses arguments that are JSON of an object; returns others as they are."""
-    try:
-        value = bounded_json.read(arguments.encode(), bounded_json.Bounds())
-    except bounded_json.TooMuch as error:
-        if error.what == "depth":
-            return arguments
-        raise BadRequest(f"the arguments of a call have {error}", param=param) from error
-    except (ValueError, RecursionError):  # half of a surrogate pair among them
-        return arguments
-    return value if isinstance(value, dict) else arguments

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from mpic.cancel import checkpoint
 from mpic.prompt.messages import Ref
 
 OPEN, CLOSE = "\uf8f0", "\uf8f1"
@@ -51,6 +52,8 @@ class Placeholders:
         words, which templates may compare with names such as ``string`` or ``required``."""
         if isinstance(value, str):
             return value if is_plain(value) else self.text(value)
+        if isinstance(value, dict | list | tuple):
+            checkpoint()
         if isinstance(value, dict):
             return {self.tree(k, is_plain): self.tree(v, is_plain) for k, v in value.items()}
         if isinstance(value, list | tuple):

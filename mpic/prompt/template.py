@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mpic.bounded_json import Bounds
 from mpic.errors import BadRequest, UnsupportedParameter
 from mpic.kv.chunk import Chunk
 from mpic.prompt.bounds import Limit
@@ -229,6 +230,7 @@ def build_prompt(
     resolver: Resolver,
     tools: Sequence[Mapping] | None = None,
     owner: str | None = None,
+    values: int = Bounds.values,
 ) -> Prompt:
     """Returns the prompt of an OpenAI-shaped conversation, ready for the model's answer; its last segment is text.
 
@@ -238,12 +240,13 @@ def build_prompt(
         resolver: finds the chunks of the user who makes the request.
         tools: the request's ``tools``.
         owner: see ``ChatTemplate.prompt``.
+        values: see ``parse_messages``.
 
     Raises:
         BadRequest: see ``parse_messages`` and ``ChatTemplate.prompt``; ``param`` names the field.
         MPICError: see the resolver.
     """
-    parsed = parse_messages(messages, resolver)
+    parsed = parse_messages(messages, resolver, values)
     for i, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

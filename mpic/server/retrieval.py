@@ -163,7 +163,8 @@ def prompt_with_references(
     style = token_call_style(state.template, state.config.retrieval)
     if style is None:
         messages = insert_references(messages, hits)
-    prompt = build_prompt(messages, state.template, resolver, [], resolver.user)
+    values = state.config.server.max_body_values
+    prompt = build_prompt(messages, state.template, resolver, [], resolver.user, values)
     if style is not None and hits:
         prompt = with_simulated_call(prompt, state.template, style, query, hits, state.library.references)
     return prompt, round
@@ -184,7 +185,8 @@ def prompt_with_search(
     """
     style = call_style(state.template, state.config.retrieval)
     tools = search_tools(style) or []
-    prompt = build_prompt(messages, state.template, resolver, tools, resolver.user)
+    values = state.config.server.max_body_values
+    prompt = build_prompt(messages, state.template, resolver, tools, resolver.user, values)
     state.retriever.soon(prefetch_likely, searcher, query, state.engine, policy)
     return prompt, AutoRetrieval(searcher, state.template, style)
 

@@ -2,6 +2,7 @@
 
 import base64
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 from chat_models import DictResolver
@@ -17,6 +18,7 @@ from mpic.errors import (
     MPICError,
     UnknownHandle,
 )
+from mpic.prompt import messages as parser
 from mpic.prompt.messages import HANDLE, Ref, Text, find_handles, parse_messages
 
 PNG = "data:image/png;base64," + base64.b64encode(b"\x89PNG and so on").decode()
@@ -288,6 +290,32 @@ def test_a_handle_is_looked_up_by_names_of_at_most_64_characters(text, name, len
     with nullcontext() if name else pytest.raises(UnknownHandle):
         content(text, found=found)
     assert [asked for _, asked in found.asked] == [text.removeprefix("IMAGE#")[:n] for n in lengths]
+
+
+@pytest.mark.parametrize("name", ["A" + "." * 63, "A.", "A.-."])
+def test_mentions_of_one_name_cost_no_more_look_ups_the_more_there_are(name):
+    asked = []
+    for times in (1, 200):
+        found = DictResolver(lambda text: tuple(text.encode()), ("A",), {})
+        parts = [{"type": "text", "text": f"IMAGE#{name} " * times}] * 2
+        assert content(parts, found=found)[0] == f"@{name.rstrip('.-')}"
+        asked.append(found.asked)
+    assert asked[0] == asked[1] and len(asked[0]) == len(name)
+
+
+def test_a_name_that_does_not_exist_as_one_kind_is_looked_up_as_the_other():
+    found = DictResolver(lambda text: tuple(text.encode()), ("A",), {"A.": "profit rose"})
+    assert content("IMAGE#A. FILE#A.", found=found) == ["@A", ". ", "@A."]
+
+
+def test_look_ups_are_bounded_although_every_mention_ends_in_another_way(monkeypatch):
+    monkeypatch.setattr(parser, "MAX_UNKNOWN", 100)
+    found = DictResolver(lambda text: tuple(text.encode()), ("A",), {})
+    ends = ("".join(end) for end in product(".-", repeat=10))
+    with pytest.raises(BadRequest, match="100 names that do not exist") as caught:
+        content(" ".join(f"IMAGE#A{end}" for end in ends), found=found)
+    assert caught.value.param == "messages[0].content"
+    assert len(found.asked) == 101  # with the one that exists
 
 
 ODD = ["IMAGE#", "FILE#", "#", "aIMAGE#b", "_FILE#c", "A.-", "é", " ", "\n", "9", "FIL"]

@@ -4,8 +4,9 @@ import json
 import threading
 
 import pytest
-from server_helpers import refusal
+from server_helpers import fake_server, refusal
 
+from mpic.config import Config, ServerConfig
 from mpic.server import json_routes
 
 
@@ -101,6 +102,21 @@ async def test_what_cannot_fit_is_refused_before_a_prompt_is_built(
     error = answer.json()["error"]
     assert error["code"] == "context_length_exceeded", error
     assert f"at least {tokens} tokens" in error["message"]
+
+
+async def test_the_arguments_of_all_calls_hold_no_more_values_than_a_body_may(tmp_path, template):
+    arguments = json.dumps({"a": [[]] * 60})
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+    ]
+    async with fake_server(
+        tmp_path, template, config=Config(server=ServerConfig(max_body_values=200))
+    ) as server:
+        error = (await server.ask(messages=messages)).json()["error"]
+    assert error["message"] == "the arguments of all tool calls together have more than 200 values"
+    assert (error["code"], error["param"]) == ("bad_request", "messages[1].tool_calls[1].function.arguments")
 
 
 async def test_images_inside_a_request_do_not_count_as_text(server):

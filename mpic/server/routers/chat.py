@@ -147,7 +147,8 @@ def prepare(
     rounds: tuple[RetrievalRound, ...] = ()
     search = None
     if options.mode == "off":
-        prompt = build_prompt(messages, state.template, resolver, tools, user)
+        values = state.config.server.max_body_values
+        prompt = build_prompt(messages, state.template, resolver, tools, user, values)
     else:
         searcher = retrieval.Searcher(state.retriever, options, press or state.config.engine.press)
         query = retrieval.query_of(messages, _resolver(state, user))
