@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mpic.cli.common import Json, print_outcome, progress
+from mpic.cli.common import Json, err, print_outcome, progress
 from mpic.cli.folder import ConfigFile, DataDir, library_location
 
 if TYPE_CHECKING:
@@ -29,10 +29,11 @@ def backup(
 ) -> None:
     """Copy the whole library into a new folder, also while a server runs.
 
-    The copy holds the catalogue at one moment, every original that it lists, and the API keys. On the same disk
-    originals are hard links, which take no space; on another disk they are copied and verified. `mpic library restore`
-    makes a library of it. (`mpic library export` writes the uploads alone, without ids, caches, quotas and keys, into
-    one tar file for any library.) Exit status 1 if an original was damaged or lost before.
+    The copy holds the catalogue at one moment, every original that it lists, the API keys and, unless the file with it
+    is damaged, what reuse has saved. On the same disk originals are hard links, which take no space; on another disk
+    they are copied and verified. `mpic library restore` makes a library of it. (`mpic library export` writes the
+    uploads alone, without ids, caches, quotas and keys, into one tar file for any library.) Exit status 1 if an
+    original was damaged or lost before.
 
     Example: `mpic library backup /backups/monday`
     """
@@ -109,7 +110,9 @@ def recover(
 
 
 def _show_copied(done: Copied, message: str, as_json: bool) -> None:
-    value = {"counts": dict(done.counts), "lost": done.lost, "damaged": done.damaged}
+    value = {"counts": dict(done.counts), "lost": done.lost, "damaged": done.damaged, "notes": done.notes}
+    for note in () if as_json else done.notes:
+        err.print(note, style="yellow", soft_wrap=True)
     rows = [(path, "was lost before") for path in done.lost]
     rows += [(path, "is not what was uploaded") for path in done.damaged]
     print_outcome(value, as_json, ("file", "what"), rows, f"{message}: {_counted(done.counts)}")

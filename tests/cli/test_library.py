@@ -186,6 +186,17 @@ def test_a_backup_and_a_restore(mpic, root, tmp_path):
         assert status == 1 and says in err
 
 
+def test_a_backup_without_the_savings_says_so_and_succeeds(mpic, root, tmp_path):
+    (root / "savings.sqlite").write_bytes(b"damaged" * 1_000)
+    status, out, err = mpic("backup", tmp_path / "b", "--data-dir", root)
+    assert status == 0 and "2 files" in out
+    assert (
+        "the savings ledger is damaged" in err and "has no savings.sqlite" in err and "key store" not in err
+    )
+    status, out, _ = mpic("backup", tmp_path / "c", "--data-dir", root, "--json")
+    assert status == 0 and len(json.loads(out)["notes"]) == 1
+
+
 def test_check_and_a_dry_run_work_beside_a_running_server_and_name_handles(mpic, tmp_path):
     root = tmp_path / "served"
     with Library.open(root) as library:  # open it as a server does

@@ -3,14 +3,17 @@
 import asyncio
 import os
 import random
+import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from unittest.mock import Mock
 
 import pytest
 from library_tools import chunks, encoded, everything, make_chunk, saved, text_key
 
-from mpic.errors import BadRequest, ForeignFolder, IntegrityError, StorageFull, Unavailable
+from mpic.engine.base import GenerationUsage
+from mpic.errors import BadRequest, DatabaseDamaged, ForeignFolder, IntegrityError, StorageFull, Unavailable
 from mpic.keys import KeyStore
 from mpic.library import SHARED, Library
 from mpic.library.caches import CachedText
@@ -19,6 +22,7 @@ from mpic.library.copies.backup import backup
 from mpic.library.copies.restore import restore
 from mpic.library.repair.recover import recover
 from mpic.library.upkeep import check
+from mpic.server.savings import SavingsLedger
 
 
 def fill(library):
@@ -158,6 +162,67 @@ def test_a_file_deleted_between_snapshot_and_copy_is_not_in_the_backup(library, 
     assert done.counts["files"] == 2 and not done.lost
     left = {os.path.basename(name) for name in everything(tmp_path / "b")} - {"mpic-backup.json"}
     assert left == {file.id for file in files} - set(deleted)
+
+
+# The savings ledger, without which everything else works
+
+
+def count(root):
+    """Has the ledger of a library count one answer."""
+    ledger = SavingsLedger(root, "model")
+    ledger.answered("ann", GenerationUsage(prompt_tokens=9, ttft_ms=1.0))
+    ledger.flush()
+
+
+def leave_half_written(root):
+    """Makes the ledger what a server leaves that is killed while it writes: a part of the change is in the file, and
+    its journal says how to take that back."""
+    path = root / "savings.sqlite"
+    journal = root / "savings.sqlite-journal"
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("PRAGMA cache_size = 1")
+        db.execute("BEGIN")
+        db.executemany("INSERT INTO days VALUES (?, 'x', 0, 0, 0)", [(f"{i:0200}",) for i in range(1_000)])
+        files = {file: file.read_bytes() for file in (path, journal)}
+        db.execute("ROLLBACK")
+    for file, content in files.items():
+        file.write_bytes(content)
+
+
+def damage(root):
+    (root / "savings.sqlite").write_bytes(b"damaged" * 1_000)
+
+
+def test_a_backup_holds_what_reuse_has_saved(library, tmp_path):
+    count(library.root)
+    assert backup(library.root, tmp_path / "b").notes == []
+    restore(tmp_path / "b", tmp_path / "r")
+    assert [row[1:3] for row in SavingsLedger(tmp_path / "r", "model").days(None, "")] == [(1, 9)]
+
+
+@pytest.mark.parametrize("spoil", [leave_half_written, damage])
+def test_a_backup_leaves_out_savings_that_cannot_be_read_and_says_so(library, tmp_path, clock, spoil):
+    fill(library)
+    count(library.root)
+    spoil(library.root)
+    before = {path: path.read_bytes() for path in library.root.glob("savings*")}
+    done = backup(library.root, tmp_path / "b")
+    assert done.counts["files"] == 4 and not done.lost and not done.damaged
+    [note] = done.notes
+    assert note.startswith("the savings ledger ") and "the backup has no savings.sqlite" in note
+    assert {path: path.read_bytes() for path in library.root.glob("savings*")} == before
+    assert not list((tmp_path / "b").glob("savings*"))
+    restore(tmp_path / "b", tmp_path / "r")
+    with Library.open(tmp_path / "r", clock=clock) as other:
+        assert rows(other) == rows(library) | {"chunks": []} and check(other) == []
+        count(tmp_path / "r")
+        assert len(SavingsLedger(tmp_path / "r", "model").days(None, "")) == 1
+
+
+def test_a_backup_of_damaged_keys_fails_and_names_them(library, tmp_path):
+    (library.root / "keys.sqlite").write_bytes(b"damaged" * 1_000)
+    with pytest.raises(DatabaseDamaged, match="the key store is damaged"):
+        backup(library.root, tmp_path / "b")
 
 
 # Folders that are no backup, or an incomplete one

@@ -1,10 +1,10 @@
 """Copies a whole library, also while a server runs; ``restore.py`` turns a copy into a library again.
 
 A backup is a folder with ``mpic-backup.json``, a snapshot of the catalogue, the originals and sidecars that the
-snapshot lists, the key store and, on request, the compiled chunks. Its manifest says ``incomplete`` until everything
-else is durable, so that an interrupted backup is recognised. Files of a library are never changed in place. If the
-backup lies on the same file system they are therefore hard links: no bytes are copied, and deleting one side leaves
-the other.
+snapshot lists, the key store, the savings ledger and, on request, the compiled chunks. Its manifest says ``incomplete``
+until everything else is durable, so that an interrupted backup is recognised. Files of a library are never changed in
+place. If the backup lies on the same file system they are therefore hard links: no bytes are copied, and deleting one
+side leaves the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from mpic.database import PATIENCE, translated
 from mpic.durable import FileSystem, storage_error, write_durably
-from mpic.errors import BadRequest, DatabaseBusy, Unavailable
+from mpic.errors import BadRequest, DatabaseBusy, MPICError, StorageFull, Unavailable
 from mpic.library.catalog.database import NAME, Catalog
 from mpic.library.folder.inspection import BACKUP, Marker
 from mpic.library.folder.layout import CATALOG, sidecar_of
@@ -32,6 +32,8 @@ from mpic.library.folder.sidecars import Sidecars
 
 KEYS = "keys.sqlite"
 SAVINGS = "savings.sqlite"
+NAMES = {CATALOG: NAME, KEYS: "the key store", SAVINGS: "the savings ledger"}
+"""What messages call the databases of a library."""
 FORMAT = 1
 ROUNDS = 20
 PIECE = 8 << 20
@@ -77,11 +79,13 @@ class Copied:
         counts: numbers of ``files``, ``refs``, ``caches``, ``chunks`` and ``keys`` in it, and of files that were
             ``linked`` and ``copied``.
         lost, damaged: paths of originals that were lost or damaged before.
+        notes: sentences about what else is not in the copy.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def backup(
@@ -214,9 +218,20 @@ class _Backup:
                 self.done.counts["keys"] = db.execute("SELECT COUNT(*) FROM keys").fetchone()[0]
 
     def savings(self) -> None:
-        """Copies the savings ledger, if there is one."""
-        if (self._root / SAVINGS).is_file():
+        """Copies the savings ledger, if there is one. One that cannot be read is noted and left out, because everything
+        else works without it. This can be a sound one: what a killed server has half written is taken back by the next
+        one that writes, and a reader cannot do that."""
+        if not (self._root / SAVINGS).is_file():
+            return
+        try:
             snapshot(self._root / SAVINGS, self._target / SAVINGS)
+        except StorageFull:
+            raise
+        except MPICError as error:
+            self._filesystem.remove(self._target / SAVINGS)
+            self.done.notes.append(
+                f"{error.message}: the backup has no {SAVINGS}, which says what reuse has saved; all else is in it"
+            )
 
     def finish(self) -> None:
         """Makes everything durable, before the manifest says that the backup is complete."""
@@ -263,7 +278,7 @@ def snapshot(source: Path, target: Path) -> None:
     ``translated``."""
     with suppress(FileNotFoundError):
         target.unlink()
-    with translated(NAME if source.name == CATALOG else "the key store"):
+    with translated(NAMES[source.name]):
         with (
             closing(sqlite3.connect(f"{source.as_uri()}?mode=ro", uri=True, timeout=PATIENCE)) as live,
             closing(sqlite3.connect(target)) as copy,
