@@ -72,7 +72,7 @@ def test_the_kernel_for_single_rows_is_chosen_by_itself_and_can_be_switched_off(
 def test_without_a_compiler_torch_takes_over_and_it_is_reported(no_compiler, choose):
     loaded = choose("llama", "auto")
     assert loaded.info.attention == "cpu-flash" and not loaded.streams
-    assert loaded.info.details["attention_note"] == "no cpu-stream: no C compiler (cc, gcc, clang)"
+    assert loaded.info.details["attention_note"] == "no cpu-stream: no C compiler (gcc, cc, clang)"
     with pytest.raises(ModelRefused, match="no C compiler"):
         loaded.choose_attention("cpu-stream")
 

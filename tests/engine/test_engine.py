@@ -284,6 +284,24 @@ def test_idle_chunks_are_evicted_least_recently_used_first(make_engine):
     assert engine.stats()["counters"]["evicted_chunks"] > 0
 
 
+def test_a_request_that_has_to_wait_evicts_nothing(make_engine):
+    """It would take its own pages and those of two missing chunks from the caches before it found out."""
+    engine = make_engine(pages=24)
+    cached = [text_chunk(ids(20 + i, 40)) for i in range(2)]  # 5 pages each
+    for chunk in cached:
+        answer(engine, prompt_of(ids(1, 3), chunk, ids(2, 2)), "reuse", 2)
+    running = engine.submit(request_of(prompt_of(ids(9, 14)), "full", 50))  # 8 pages
+    next(iter(running))
+    wanted = [text_chunk(ids(30 + i, 40)) for i in range(4)]
+    waiting = engine.submit(request_of(prompt_of(ids(1, 3), *wanted, ids(2, 2)), "reuse", 2))
+    until(lambda: engine.scheduler.blocked)
+    go = pause(engine)
+    evicted, resident = engine.device.counters["evicted_chunks"], {key.chunk for key in engine.device.chunks}
+    go.set()
+    assert len(running.result().token_ids) == 49 and len(waiting.result().token_ids) == 2
+    assert evicted == 0 and {chunk.key for chunk in cached} <= resident
+
+
 def test_a_closed_engine_fails_what_waits_and_refuses_what_comes(make_engine):
     engine = make_engine()
     stream = engine.submit(request_of(prompt_of(ids(1, 20)), "full", 1900))

@@ -21,6 +21,7 @@ from mpic.errors import (
     FileNotFound,
     IntegrityError,
     MPICError,
+    OutOfMemory,
     UnsupportedParameter,
 )
 from mpic.library import Library
@@ -81,7 +82,54 @@ def test_a_device_that_fails_while_a_dynamic_policy_decides_is_noticed_too(make_
         engine.ready()
 
 
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (MemoryError(), OutOfMemory),
+        (RuntimeError("can't allocate memory: you tried to allocate 10 bytes"), OutOfMemory),
+        (RuntimeError("a size does not fit"), CompileFailed),
+    ],
+)
+def test_an_upload_in_a_step_that_failed_learns_whether_it_may_try_again(
+    raised, told, make_engine, monkeypatch
+):
+    engine = make_engine(store=MemoryStore())
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", Mock(side_effect=raised))
+        with pytest.raises(told):
+            engine.compile(DOCUMENT).result(30)
+    assert engine.compile(DOCUMENT).result(30) == 40
+
+
+def test_an_upload_on_a_device_that_has_failed_for_good_is_left_for_the_next_start(make_engine, monkeypatch):
+    engine = make_engine(store=MemoryStore())
+    for part in ("run", "wait"):
+        monkeypatch.setattr(engine.runner, part, Mock(side_effect=RuntimeError("illegal memory access")))
+    with pytest.raises(EngineStopped, match="illegal memory access"):
+        engine.compile(DOCUMENT).result(30)
+
+
 # ---- deletion
+
+
+def test_a_chunk_deleted_in_the_step_that_compiles_it_is_not_stored(make_engine, monkeypatch):
+    """The step ends before the engine's thread hears of the deletion."""
+    engine = make_engine(store=(store := MemoryStore()))
+    run = engine.runner.run
+
+    def deleted_meanwhile(*args):
+        monkeypatch.undo()
+        deleting.append(started(lambda: engine.forget(DOCUMENT)))
+        until(lambda: engine.tombstones._times)
+        return run(*args)
+
+    deleting: list[threading.Thread] = []
+    monkeypatch.setattr(engine.runner, "run", deleted_meanwhile)
+    ask(engine, prompt_of(ids(3, 5), DOCUMENT, ids(4, 9)))
+    deleting[0].join(30)
+    until(lambda: not engine.tombstones._unfinished)
+    assert not store.chunks and not engine.device.chunks and not engine.tombstones._times
+    assert engine.compile(DOCUMENT).result(30) == 40 and store.chunks
 
 
 def test_a_chunk_deleted_under_a_request_that_mapped_its_turns_fails_nobody_and_leaves_nothing(make_engine):

@@ -125,7 +125,7 @@ def test_a_cpu_with_a_compiler_has_it_for_dtypes_and_heads_that_it_reads(fresh, 
     assert "not float16" in choose(CPU, torch.float16, [64])[1]
     assert "up to 256 dimensions, not 576" in choose(CPU, torch.float32, [64, 576])[1]
     monkeypatch.setattr(c_kernel.shutil, "which", lambda name: None)
-    assert choose(CPU, torch.float32, [72]) == ([], "no C compiler (cc, gcc, clang)")
+    assert choose(CPU, torch.float32, [72]) == ([], "no C compiler (gcc, cc, clang)")
 
 
 @needs_compiler

@@ -324,7 +324,7 @@ def test_heads_above_256_dimensions_and_a_machine_without_a_compiler_are_refused
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
     monkeypatch.setattr(c_kernel.shutil, "which", lambda name: None)
     assert "up to 256 dimensions, not 576" in choose(CPU, torch.bfloat16, [576])[1]
-    assert choose(CPU, torch.bfloat16, [64]) == ([], "no C compiler (cc, gcc, clang)")
+    assert choose(CPU, torch.bfloat16, [64]) == ([], "no C compiler (gcc, cc, clang)")
 
 
 @needs_compiler

@@ -67,11 +67,12 @@ class Rows:
 @dataclass(eq=False)
 class CompileJob(Rows):
     """A chunk that is being compiled behind ``sink`` BOS tokens; its extent is the resident's. ``observed`` keeps the
-    queries that its press needs."""
+    queries that its press needs. ``began`` is when it was begun, as ``Tombstones`` count it."""
 
     resident: Resident | None = None
     observed: Observed | None = None
     block: tuple[int, int] | None = None
+    began: float = 0.0
 
     @property
     def blocks(self) -> Sequence[tuple[int, int]]:

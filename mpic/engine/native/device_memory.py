@@ -41,7 +41,8 @@ class DeviceMemory:
         device: resident chunks and prefix cache over the pool.
         bos: the token that sinks consist of.
         load: starts to read a stored chunk into its resident's extent; lower orders are read first.
-        save: makes a compiled chunk durable, then sets its token count as the result of the futures.
+        save: makes a compiled chunk durable that was begun at a time, then sets its token count as the result of the
+            futures.
         tombstones: chunks that unfinished requests must not re-insert.
         presser: compresses compiled chunks whose recipe says so.
         scope: the tokens that attend to each other in both directions.
@@ -54,7 +55,7 @@ class DeviceMemory:
         device: DeviceCache,
         bos: int,
         load: Callable[[LinkedChunk, float], None],
-        save: Callable[[Resident, list[Future[int]]], None],
+        save: Callable[[Resident, list[Future[int]], float], None],
         tombstones: Tombstones,
         presser: Presser,
         scope: Scope | None = None,
@@ -97,6 +98,8 @@ class DeviceMemory:
                     missing.append(linked)
                 else:
                     hold(resident)
+            if not self._can_hold(missing, tokens):
+                return False, None
             extent = self.pool.alloc(tokens) if tokens else None
             if extent is not None:
                 undo.callback(self.pool.free, extent)
@@ -115,6 +118,16 @@ class DeviceMemory:
             self._attach(chunks, added, arrived)
             undo.pop_all()
         return True, extent
+
+    def _can_hold(self, missing: Sequence[LinkedChunk], tokens: int) -> bool:
+        """Returns whether an extent and missing chunks take no more pages than are free and can be freed: what waits
+        all the same must not evict anything first."""
+        extents = {linked.key: len(linked.inputs) + linked.key.recipe.sink for linked in missing}
+        pages = sum(map(self.pool.pages_for, extents.values())) + (
+            self.pool.pages_for(tokens) if tokens else 0
+        )
+        free = self.pool.free_pages
+        return pages <= free or pages <= free + self.device.evictable_pages()
 
     def _attach(
         self, chunks: Sequence[LinkedChunk], added: dict[LinkedChunk, Resident], arrived: float
@@ -147,8 +160,8 @@ class DeviceMemory:
     def _detach(self, chunks: Sequence[LinkedChunk], added: dict[LinkedChunk, Resident]) -> None:
         """Takes back what ``_attach`` has begun, where it could not end. Loads that it started end by themselves."""
         for resident in added.values():
-            if self.jobs.pop(resident, None) is not None:
-                self.device.release(resident)
+            if resident in self.jobs:
+                self._end(self.jobs[resident])
         for linked in chunks:
             linked.resident = None
 
@@ -191,7 +204,7 @@ class DeviceMemory:
                 return False
             self._compile(resident)
         if resident.ready:
-            self._save(resident, [upload.future])
+            self._save(resident, [upload.future], upload.arrived)
         else:
             self.device.acquire(resident)
             self._uploads.setdefault(resident, []).append(upload)
@@ -207,19 +220,25 @@ class DeviceMemory:
             self.device.drop(resident)  # or later requests would wait for what nobody makes
             raise
         self.device.acquire(resident)
+        job.began = self._tombstones.begin()
         self.jobs[resident] = job
+
+    def _end(self, job: CompileJob) -> None:
+        """Ends a job, whether it has made its chunk or not."""
+        del self.jobs[job.resident]
+        self._tombstones.end(job.began)
+        self.device.release(job.resident)
 
     def compiled(self, job: CompileJob) -> None:
         """Marks a chunk ready after its last row has run: it can be linked at once, and is saved in the background."""
         resident = job.resident
         self._presser.press(job)
-        del self.jobs[resident]
         resident.ready = True
         self.counters["tokens_compiled"] += len(resident.inputs)
         try:
-            self._save(resident, self._take_futures(resident))
+            self._save(resident, self._take_futures(resident), job.began)
         finally:
-            self.device.release(resident)
+            self._end(job)
 
     def load_ended(self, event: LoadEnded) -> None:
         """Completes the uploads that wait for a chunk once it has been read, and stored where that is left to do. A
@@ -228,7 +247,7 @@ class DeviceMemory:
         # where a chunk comes from is known when it is there
         self.device.counters[f"chunks_from_{event.tier}"] += self._loading.pop(resident, 0)
         if event.unsaved:
-            self._save(resident, self._take_futures(resident))
+            self._save(resident, self._take_futures(resident), event.began)
         elif resident.ready:
             for future in self._take_futures(resident):
                 future.set_result(len(resident.inputs))
@@ -240,9 +259,8 @@ class DeviceMemory:
     def fail_compiles(self, error: BaseException) -> None:
         """Abandons all compile jobs, which a failed step may have left half done, and fails everything that waits for a
         chunk."""
-        for resident in list(self.jobs):
-            del self.jobs[resident]
-            self.device.release(resident)
+        for resident, job in list(self.jobs.items()):
+            self._end(job)
             self.device.drop(resident)
         for resident in list(self._uploads):
             for future in self._take_futures(resident):

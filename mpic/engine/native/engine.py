@@ -42,7 +42,7 @@ from mpic.engine.native.stats import stats
 from mpic.engine.native.transfers import LoadEnded, Transfers, chunks_arrived
 from mpic.engine.stream import DeltaStream
 from mpic.engine.tombstones import Tombstones
-from mpic.errors import CompileFailed, EngineStopped, MPICError
+from mpic.errors import CompileFailed, EngineStopped, MPICError, Unavailable
 from mpic.kv.barrier import LayerBarrier
 from mpic.kv.chunk import Chunk
 from mpic.kv.device import DeviceCache
@@ -177,7 +177,7 @@ class NativeEngine(Engine):
                 if request is not None:
                     self._post(lambda: self.scheduler.add(request))
             except BaseException as error:
-                self._preparation.fail(future, error)
+                self._preparation.fail(future, as_failure(error))
 
         with self._inbox.lock:
             if not self._inbox.closed:
@@ -420,8 +420,15 @@ class NativeEngine(Engine):
             self._refuse(scheduler.waiting[0], failure)  # it could not even be admitted
         for request in list(scheduler.running):
             self.outputs.fail(request, failure)
-        self.memory.fail_compiles(CompileFailed(str(failure)))
+        self.memory.fail_compiles(self._failure_of_compiles(failure))
         self._more_to_do = True
+
+    def _failure_of_compiles(self, failure: MPICError) -> MPICError:
+        """Returns what those learn who wait for chunks when a step has failed. They try again where the chunks are not
+        to blame: memory was short for the whole step, or the device works no more before a restart."""
+        if self._broken:
+            return EngineStopped(f"the device does not work any more: {self._broken}")
+        return failure if isinstance(failure, Unavailable) else CompileFailed(str(failure))
 
     def _refuse_stuck(self) -> None:
         """Refuses the head of the queue if nothing runs, nothing loads, and it still does not fit: it never will."""

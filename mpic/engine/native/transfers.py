@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpic.engine.checks import as_failure
 from mpic.engine.native.device_load import DeviceLoad
 from mpic.engine.native.loader import ChunkLoad, LoadQueue
 from mpic.engine.native.presser import Presser
@@ -32,12 +33,13 @@ log = logging.getLogger(__name__)
 
 class LoadEnded(NamedTuple):
     """Reports that a chunk has been read into its resident's extent, or could not be read. In the second case ``tier``
-    is ``compiled`` and ``reason`` says why, as in ``ChunkUse``. ``unsaved``: what was read has been pressed, and its
-    new form is not stored yet."""
+    is ``compiled`` and ``reason`` says why, as in ``ChunkUse``. ``began`` is when the load was begun, as ``Tombstones``
+    count it. ``unsaved``: what was read has been pressed, and its new form is not stored yet."""
 
     resident: Resident
     tier: str
     reason: str | None
+    began: float
     unsaved: bool = False
 
 
@@ -148,7 +150,7 @@ class Transfers:
         Args:
             order: loads of a lower order are read first.
         """
-        resident, began = linked.resident, time.monotonic()
+        resident, began = linked.resident, self._tombstones.begin()
         self.device.shape(resident, pressed=not linked.uncompressed)
         resident.extent.fixed += 1
         self.loading += 1
@@ -203,6 +205,7 @@ class Transfers:
         except BaseException:
             self._let_go(resident)
             self.device.release(resident)
+            self._tombstones.end(began)
             raise
 
     def _read_beside(
@@ -231,9 +234,11 @@ class Transfers:
             linked.tier = "compiled"
             linked.reason = reason = self._reason(linked, error)
         try:
-            self._emit(LoadEnded(resident, linked.tier, reason, resident.ready and linked.uncompressed))
+            unsaved = resident.ready and linked.uncompressed
+            self._emit(LoadEnded(resident, linked.tier, reason, began, unsaved))
         finally:
             self.device.release(resident)
+            self._tombstones.end(began)
 
     def _let_go(self, resident: Resident) -> None:
         """Ends what a load does to a resident's extent while it runs."""
@@ -269,18 +274,20 @@ class Transfers:
 
     # ---- writing
 
-    def save(self, resident: Resident, futures: list[Future[int]]) -> None:
-        """Copies a compiled chunk to the store in the background (MPIC, section 4.1).
+    def save(self, resident: Resident, futures: list[Future[int]], began: float) -> None:
+        """Copies a compiled chunk to the store in the background (MPIC, section 4.1), unless it has been deleted since
+        its KV was begun.
 
         Args:
             futures: get its token count when it is durable, or the error.
+            began: when its KV was begun, which the tombstones know as unfinished.
         """
         if self._store is None or resident.dead:
             for future in futures:
                 future.set_result(len(resident.inputs))
             return
         self.device.acquire(resident)
-        self._unsaved.append(Unsaved(resident, futures, self._tombstones.begin()))
+        self._unsaved.append(Unsaved(resident, futures, self._tombstones.begin(began)))
         self._feed_writer()
 
     def _feed_writer(self) -> None:
@@ -350,7 +357,7 @@ class Transfers:
             log.warning("chunk %s could not be saved: %s", key.chunk, error)
             self.counters["save_failures"] += 1
             for future in futures:
-                future.set_exception(error)
+                future.set_exception(as_failure(error))
         else:
             for future in futures:
                 future.set_result(len(inputs))
