@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mpic.errors import NotFound
 from mpic.kv.chunk import ChunkInputs, ChunkKV, KVKey
 from mpic.kv.parts import LayerRange, Piece, PieceReader
 
@@ -58,6 +59,33 @@ def optional(stored: StoredChunk, name: str, *args: Any) -> Any:
     """Calls one of the optional methods of a stored chunk; None where it does not have it."""
     method = getattr(stored, name, None)
     return None if method is None else method(*args)
+
+
+class LaterChunk:
+    """Stands for a chunk that is resident when its request arrives: no tier is asked for it unless it is evicted before
+    the request is admitted."""
+
+    tier = "disk"  # the default until it is looked up
+
+    def __init__(self, store: ChunkStore, key: KVKey) -> None:
+        self._store, self._key = store, key
+
+    def look_up(self) -> StoredChunk:
+        """Returns the chunk as it is stored now.
+
+        Raises:
+            NotFound: it has left the store, or was never written.
+        """
+        found = self._store.find([self._key]).get(self._key)
+        if found is None:
+            raise NotFound(f"chunk {self._key.chunk} is not stored")
+        self.tier = found.tier
+        return found
+
+
+def looked_up(stored: StoredChunk | LaterChunk) -> StoredChunk:
+    """Returns a chunk to be read; raises as ``LaterChunk.look_up``."""
+    return stored.look_up() if isinstance(stored, LaterChunk) else stored
 
 
 class PartedChunk(Protocol):

@@ -16,7 +16,7 @@ import torch
 from mpic.kv.copies import CopiedProgress, Copies
 from mpic.kv.parts import LayerRange, Piece, PieceReader
 from mpic.kv.staging import StagingRing
-from mpic.kv.store import PartedChunk, Reservation, StoredChunk, optional
+from mpic.kv.store import LaterChunk, PartedChunk, Reservation, StoredChunk, looked_up, optional
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class DeviceLoad:
 
     def __init__(
         self,
-        stored: StoredChunk,
+        stored: StoredChunk | LaterChunk,
         target: torch.Tensor,
         progress: CopiedProgress,
         copies: Copies,
@@ -59,6 +59,7 @@ class DeviceLoad:
             NotFound, CorruptFile: as ``StoredChunk.read_layers``.
             ValueError: the stored chunk has another shape or type than the target.
         """
+        self._stored = looked_up(self._stored)
         memory = optional(self._stored, "lend")
         if memory is not None:
             yield from self._copy_layers(memory, range(len(memory)))

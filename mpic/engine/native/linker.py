@@ -6,10 +6,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-
-import torch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from mpic import memory
 from mpic.engine.native.request import LinkedChunk
@@ -18,8 +16,8 @@ from mpic.errors import CorruptFile, InvalidUpload, NotFound, OutOfMemory, Unsup
 from mpic.imaging.clips import Clip, Sample
 from mpic.imaging.image_header import LARGE_PIXELS
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, Kind, KVKey, Recipe
-from mpic.kv.device import DeviceCache
-from mpic.kv.store import ChunkStore, PartedChunk, Reservation, StoredChunk, optional
+from mpic.kv.device import DeviceCache, Resident
+from mpic.kv.store import ChunkStore, LaterChunk, StoredChunk, optional
 from mpic.link import BARE, Policy, Wrapping
 from mpic.model.loaded import LoadedModel
 from mpic.packet.adapter import Adapter, require_adapter
@@ -30,47 +28,21 @@ log = logging.getLogger(__name__)
 _REMEMBERED_BYTES = 512 << 20
 
 
-class LazyStoredChunk:
-    """Implements ``StoredChunk`` for a chunk that is resident when its request arrives: no look-up and no disk access
-    unless it is evicted before the request is admitted."""
+@dataclass(eq=False)
+class _Sought:
+    """What is known of a chunk while it is looked for, from the nearest tier to the farthest. ``uncompressed``: what is
+    stored is the form that its press has yet to compress."""
 
-    tier = "disk"  # the default until the chunk is read
+    chunk: Chunk
+    key: KVKey
+    resident: Resident | None
+    inputs: ChunkInputs | None
+    stored: StoredChunk | None = None
+    uncompressed: bool = False
 
-    def __init__(self, store: ChunkStore, key: KVKey, inputs: ChunkInputs) -> None:
-        self.inputs, self._store, self._key = inputs, store, key
-        self._found: StoredChunk | None = None
-
-    def _stored(self) -> StoredChunk:
-        if self._found is None:
-            self._found = self._store.find([self._key]).get(self._key)
-        if self._found is None:
-            raise NotFound(f"chunk {self._key.chunk} is not stored")
-        self.tier = self._found.tier
-        return self._found
-
-    def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
-        """Reads the chunk; see ``StoredChunk.read_layers``.
-
-        Raises:
-            NotFound: it has left the store, or was never written.
-            CorruptFile: it is damaged.
-        """
-        stored, self._found = self._stored(), None
-        yield from stored.read_layers(destination)
-
-    def lend(self) -> torch.Tensor | None:
-        """See ``StoredChunk``. It is asked for first, and looks the chunk up again for every load."""
-        self._found = None
-        memory = optional(self._stored(), "lend")
-        if memory is not None:
-            self._found = None
-        return memory
-
-    def in_parts(self, most: int) -> PartedChunk | None:
-        return optional(self._stored(), "in_parts", most)
-
-    def reserve(self, shape: Sequence[int], dtype: torch.dtype) -> Reservation | None:
-        return optional(self._stored(), "reserve", shape, dtype)
+    @property
+    def has_to_be_encoded(self) -> bool:
+        return self.inputs is None and self.stored is None and self.chunk.token_ids is None
 
 
 class ChunkLinker:
@@ -121,67 +93,53 @@ class ChunkLinker:
             for press, kind in {(chunk.press, chunk.kind) for chunk in chunks}
         }
         keys = [KVKey.of(c.owner, c.key, self._model.digest, recipes[c.press, c.kind]) for c in chunks]
-        ready = [r if r is not None and r.ready else None for r in map(self._device.get, keys)]
-        known = [
-            self._remembered(chunk, key) if resident is None else resident.inputs
-            for chunk, key, resident in zip(chunks, keys, ready, strict=True)
-        ]
-        asked = [
-            key
-            for key, resident, inputs in zip(keys, ready, known, strict=True)
-            if resident is None and (inputs is None or policy.uses_chunks)
-        ]
-        found = self._store.find(asked) if self._store is not None and asked else {}
-        whole = self._uncompressed([key for key in asked if key not in found])
-        encoded = (
-            resident is None
-            and inputs is None
-            and chunk.token_ids is None
-            and not (key in found or key in whole)
-            for chunk, key, resident, inputs in zip(chunks, keys, ready, known, strict=True)
-        )
-        if policy.uses_chunks and any(encoded):
+        sought = [self._on_device_or_in_memory(*one) for one in zip(chunks, keys, strict=True)]
+        asked = [one for one in sought if one.resident is None and (one.inputs is None or policy.uses_chunks)]
+        self._look_up(asked)
+        if policy.uses_chunks and any(one.has_to_be_encoded for one in asked):
             # files are read beside the vision encoder and not only after it (MPIC, section 4.3)
-            for stored in (*found.values(), *whole.values()):
-                optional(stored, "read_ahead")
-        linked = []
-        for chunk, key, resident, inputs in zip(chunks, keys, ready, known, strict=True):
-            if resident is not None:
-                later = LazyStoredChunk(self._store, key, inputs) if self._store is not None else None
-                linked.append(LinkedChunk(chunk, key, inputs, later, "evicted"))
-            elif inputs is not None and not policy.uses_chunks:
-                linked.append(LinkedChunk(chunk, key, inputs, None, None))
-            else:
-                stored = found.get(key) or whole.get(key)
-                linked.append(self._link_stored(chunk, key, inputs, stored, arrived, key in whole))
+            for one in asked:
+                if one.stored is not None:
+                    optional(one.stored, "read_ahead")
+        linked = [self._linked(one, policy, arrived) for one in sought]
         if policy.wrapping.packet:
             for one in linked:
                 one.packet = len(self._adapter)
         return linked
 
-    def _uncompressed(self, keys: Sequence[KVKey]) -> dict[KVKey, StoredChunk]:
-        """Returns, for chunks that are to be compressed by a press that can do it afterwards, the uncompressed forms
-        that are stored."""
-        wanted = {}
-        for key in keys:
-            press = parse_press(key.recipe.press)
-            if press is not None and not press.needs_queries:
-                wanted[key] = KVKey.of(key.owner, key.chunk, key.model, replace(key.recipe, press=""))
-        found = self._store.find(list(wanted.values())) if self._store is not None and wanted else {}
-        return {key: found[whole] for key, whole in wanted.items() if whole in found}
+    def _on_device_or_in_memory(self, chunk: Chunk, key: KVKey) -> _Sought:
+        resident = self._device.get(key)
+        if resident is not None and resident.ready:
+            return _Sought(chunk, key, resident, resident.inputs)
+        return _Sought(chunk, key, None, self._remembered(chunk, key))
 
-    def _link_stored(
-        self,
-        chunk: Chunk,
-        key: KVKey,
-        inputs: ChunkInputs | None,
-        stored: StoredChunk | None,
-        arrived: float,
-        uncompressed: bool,
-    ) -> LinkedChunk:
-        if inputs is None:
-            # the chunk is linked twice, and its inputs were made a moment ago
-            inputs = self._remembered(chunk, key)
+    def _look_up(self, asked: Sequence[_Sought]) -> None:
+        """Asks the store for chunks. Those that are to be compressed by a press that can do it afterwards may be stored
+        uncompressed."""
+        if self._store is None or not asked:
+            return
+        found, whole = self._store.find([one.key for one in asked]), {}
+        for one in asked:
+            one.stored, press = found.get(one.key), parse_press(one.key.recipe.press)
+            if one.stored is None and press is not None and not press.needs_queries:
+                recipe = replace(one.key.recipe, press="")
+                whole[one] = KVKey.of(one.key.owner, one.key.chunk, one.key.model, recipe)
+        found = self._store.find(list(whole.values())) if whole else {}
+        for one, key in whole.items():
+            one.stored = found.get(key)
+            one.uncompressed = one.stored is not None
+
+    def _linked(self, one: _Sought, policy: Policy, arrived: float) -> LinkedChunk:
+        """Returns a chunk as its request links it, with inputs from the nearest place that has them."""
+        chunk, key = one.chunk, one.key
+        if one.resident is not None:
+            later = LaterChunk(self._store, key) if self._store is not None else None
+            return LinkedChunk(chunk, key, one.inputs, later, "evicted")
+        if one.inputs is not None and not policy.uses_chunks:
+            return LinkedChunk(chunk, key, one.inputs, None, None)
+        stored = one.stored
+        # where the chunk is linked twice, its inputs were made a moment ago
+        inputs = self._remembered(chunk, key) if one.inputs is None else one.inputs
         if inputs is None:
             inputs = self._read_inputs(stored, chunk, key)
             if inputs is None:
@@ -191,9 +149,8 @@ class ChunkLinker:
         reason = None
         if stored is None:
             reason = self._store.missing_reason(key) if self._store is not None else "new"
-        return LinkedChunk(
-            chunk, key, inputs, stored, reason, uncompressed=uncompressed and stored is not None
-        )
+        uncompressed = one.uncompressed and stored is not None
+        return LinkedChunk(chunk, key, inputs, stored, reason, uncompressed=uncompressed)
 
     def stored(self, chunk: Chunk, key: KVKey) -> LinkedChunk | None:
         """Returns a chunk as the tier below the device has it, or None."""

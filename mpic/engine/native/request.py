@@ -21,7 +21,7 @@ from mpic.kernels.span import Span
 from mpic.kv.chunk import Chunk, ChunkInputs, KVKey
 from mpic.kv.device import Resident
 from mpic.kv.prefix import Item, Node
-from mpic.kv.store import StoredChunk
+from mpic.kv.store import LaterChunk, StoredChunk
 from mpic.link import LinkPlan, SegmentShape
 from mpic.prompt.segments import Segment, TextSegment
 
@@ -67,7 +67,7 @@ class LinkedChunk:
     chunk: Chunk
     key: KVKey
     inputs: ChunkInputs
-    stored: StoredChunk | None
+    stored: StoredChunk | LaterChunk | None
     reason: str | None
     resident: Resident | None = None
     tier: str = "none"

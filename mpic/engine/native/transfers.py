@@ -26,7 +26,7 @@ from mpic.kv.copies import CopiedProgress, Copies, copies_for
 from mpic.kv.device import DeviceCache, Resident
 from mpic.kv.readback import Readback, readback_for
 from mpic.kv.staging import Staging, StagingRing, staging_for
-from mpic.kv.store import ChunkStore
+from mpic.kv.store import ChunkStore, looked_up
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,8 @@ class Transfers:
         def read() -> Iterator[int | None]:
             if progress is None:
                 buffer.append(torch.empty(target.shape, dtype=target.dtype))
-            yield from linked.stored.read_layers(target if progress is not None else buffer[0])
+            stored = looked_up(linked.stored)
+            yield from stored.read_layers(target if progress is not None else buffer[0])
 
         load = ChunkLoad(order, read(), arrived, ended)
         try:
