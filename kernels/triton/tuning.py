@@ -88,11 +88,17 @@ def tiles_for(
     device: torch.device, dtype: torch.dtype, dim: int, group: int, table: dict[str, Any] | None = None
 ) -> Tiles:
     """Returns the sizes for a device: from the table if it has exactly this GPU, else the defaults."""
+    tuned = None
+    if device.type == "cuda":
+        tuned = look_up(table or read_table(), torch.cuda.get_device_name(device), dtype, dim, group)
+    return tuned or defaults_of(device, dtype, dim)
+
+
+def defaults_of(device: torch.device, dtype: torch.dtype, dim: int) -> Tiles:
+    """Returns the unmeasured sizes for a device."""
     if device.type != "cuda":
         return defaults(dtype, dim)
-    gpu, properties = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device)
-    tuned = look_up(table or read_table(), gpu, dtype, dim, group)
-    return tuned or defaults(dtype, dim, properties.shared_memory_per_multiprocessor)
+    return defaults(dtype, dim, torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 def look_up(table: dict[str, Any], gpu: str, dtype: torch.dtype, dim: int, group: int) -> Tiles | None:

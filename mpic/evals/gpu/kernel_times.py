@@ -25,7 +25,7 @@ from mpic.evals.gpu.attention_cases import Case, segment_attention, torch_attent
 from mpic.evals.gpu.comparators import COMPARATORS, Comparator, error_of, random_inputs
 from mpic.evals.gpu.context import Context
 from mpic.evals.gpu.supervise import SectionRun, installed
-from mpic.kernels.triton.tuning import SCHEMA, defaults, read_table
+from mpic.kernels.triton.tuning import SCHEMA, defaults_of, read_table
 from mpic.model.load import choose_device
 
 TileSizes = tuple[int, ...]
@@ -106,7 +106,7 @@ def tuning(run: SectionRun) -> None:
     prefill, decode = sizes.cases if run.quick else (PREFILL, DECODE)
     group = prefill.heads // prefill.kv_heads
     for dim in sizes.tuned_dims:
-        base = defaults(placement.dtype, dim)
+        base = defaults_of(placement.device, placement.dtype, dim)
         used = (base[:4], base[4:7])
 
         def write(cases: Sequence[Case], one: TileSizes, taken: float | None, used=used) -> None:
@@ -149,7 +149,7 @@ def tune(
     """
     from triton.runtime.errors import OutOfResources
 
-    base, best = defaults(placement.dtype, dim), []
+    base, best = defaults_of(placement.device, placement.dtype, dim), []
     flush = _flush(placement)
     shared = dataclasses.replace(decode, shared=True)
     for cases, tried, fields in (
