@@ -25,6 +25,7 @@ from mpic.server import docs
 from mpic.server.auth import Authenticate
 from mpic.server.background import BackgroundJobs
 from mpic.server.cutting import cut_document
+from mpic.server.forms import FormCharset
 from mpic.server.guard import BodyLimit, CookieFilter, HostGuard
 from mpic.server.metrics import Metrics, ResponseCounter
 from mpic.server.routers import caches, chat, files, health, metrics, models, references, savings
@@ -97,6 +98,7 @@ def create_app(
     app.add_api_route("/", _home, include_in_schema=False)
     app.add_api_route("/docs", _docs, include_in_schema=False)
     errors.install(app)
+    app.add_middleware(FormCharset)
     app.add_middleware(BodyLimit, uploads=config.library.upload_bytes, other=config.server.max_body_bytes)
     reachable = not is_loopback(config.server.host)
     app.add_middleware(Authenticate, keys=keys, rates=app.state.mpic.rates, always=reachable)

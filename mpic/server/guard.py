@@ -124,7 +124,7 @@ BODIES = 16
 class BodyLimit:
     """Refuses bodies over a size, by Content-Length before reading and by count while reading, and further bodies while
     those of the requests under way take ``BODIES`` times ``other``: a body is in memory until its answer has ended.
-    Files of uploads do not count, which are on the disk.
+    Uploads do not count: their files are on the disk, and ``forms.TEXT_BYTES`` bounds what else they hold.
 
     Args:
         uploads: largest file of an upload (``UPLOADS``), whose form may be a little larger.

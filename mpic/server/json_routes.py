@@ -1,5 +1,5 @@
 """Routes with JSON bodies, which are bounded before they are parsed. Large ones are parsed and validated on a thread.
-Forms of these routes are bounded, too."""
+Forms of these routes are bounded, too (``forms``)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import FormData
-from starlette.exceptions import HTTPException
 
 from mpic.bounded_json import Bounds, TooMuch
 from mpic.errors import BadRequest, ContextLengthExceeded, MPICError, TooLarge
 from mpic.http import errors
 from mpic.http.body import parse
+from mpic.server.forms import read_form
 
 if TYPE_CHECKING:
     from mpic.server.state import State
@@ -26,10 +26,6 @@ ESCAPED_BYTES = 6
 """Bytes that JSON may spend on one byte of text (``\\u0041``)."""
 MAX_VALUES = 1 << 14
 """Most values of a body that is not a chat."""
-MAX_FILES, MAX_FIELDS = 1, 64
-"""Most files and other fields of a form. A file takes a descriptor once it is spooled to disk, and one for each
-connection is counted on (``descriptors.PER_CONNECTION``). No route knows as many fields: this is so that a refusal can
-still name an unknown one."""
 EXTRA_TEXT_BYTES = 1 << 20
 """Bytes of text in a chat that the model does not read: names, ids, annotations of earlier answers."""
 
@@ -57,16 +53,11 @@ class _JsonRequest(Request):
                 body.clear()  # or the text would be held twice until the answer has ended
         return self._json
 
-    async def form(self, **bounds: Any) -> FormData:  # type: ignore[override]
-        """Reads a form of at most ``MAX_FILES`` and ``MAX_FIELDS``. A form with more is a bad request."""
-        try:
-            return await super().form(max_files=MAX_FILES, max_fields=MAX_FIELDS, **bounds)
-        except HTTPException as error:
-            if not str(error.detail).startswith("Too many files"):
-                raise
-            raise BadRequest(
-                "a form has one file, in the field 'file'; all other fields are texts"
-            ) from error
+    async def form(self) -> FormData:  # type: ignore[override]
+        """Returns the form of an upload, see ``read_form``."""
+        if self._form is None:
+            self._form = await read_form(self)
+        return self._form
 
 
 class JSONRoute(APIRoute):

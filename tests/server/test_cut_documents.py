@@ -61,7 +61,7 @@ async def test_an_upload_says_how_it_is_cut(server):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "split")
 
 
-@pytest.mark.parametrize("depth", [300, 600, 100_000])
+@pytest.mark.parametrize("depth", [300, 600, 50_000])
 async def test_how_to_cut_a_document_may_be_nested_as_deeply_as_it_likes_and_is_refused(server, depth):
     split = '{"a":' * depth + "1" + "}" * depth
     answer = await server.upload(LONG.encode(), "long.txt", split=split)

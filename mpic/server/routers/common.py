@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mpic.errors import BadRequest, UnsupportedParameter
+from mpic.errors import UnsupportedParameter
 from mpic.library.folder.originals import OpenOriginal
 from mpic.server.state import State
 
@@ -22,19 +22,10 @@ Order = Literal["asc", "desc"]
 
 
 def form_fields(*known: str) -> Any:
-    """Returns a dependency that refuses unknown form fields, and text that cannot be encoded.
-
-    A part of a form may name its own encoding, and some encodings can spell half of a surrogate pair.
-    """
+    """Returns a dependency that refuses unknown form fields."""
 
     async def check(request: Request) -> None:
-        form = await request.form()
-        for name, value in form.multi_items():
-            try:
-                (name + (value if isinstance(value, str) else "")).encode()
-            except UnicodeEncodeError as error:
-                raise BadRequest("a form field contains half of a surrogate pair") from error
-        unknown = sorted(set(form.keys()) - set(known))
+        unknown = sorted(set((await request.form()).keys()) - set(known))
         if unknown:
             raise UnsupportedParameter(f"{unknown[0]} is not supported by this server", param=unknown[0])
 

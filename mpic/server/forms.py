@@ -1,0 +1,97 @@
+"""Forms: at most one file, and a few short texts in UTF-8.
+
+Starlette bounds each text of a form by 1 MiB and decodes it, on the event loop, by whatever codec of Python's the
+client names. Here the client has no choice, and all texts of a form have one bound.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import FormData, Headers
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mpic.errors import BadRequest, TooLarge
+from mpic.http import errors
+
+MULTIPART, URLENCODED = b"multipart/form-data", b"application/x-www-form-urlencoded"
+UTF_8 = frozenset({b"utf-8", b"utf8"})
+MAX_FILES, MAX_FIELDS = 1, 32
+"""Most files and other fields of an upload's form. A file takes a descriptor once it is spooled to disk, and one for
+each connection is counted on (``descriptors.PER_CONNECTION``). No route knows as many fields: this is so that a refusal
+can still name an unknown one."""
+TEXT_BYTES = 1 << 19
+"""Bytes that all texts of an upload's form may take together. They are in memory until the answer has ended, with up to
+four times as many bytes if they are not ASCII. The largest metadata takes some 410 KiB if its JSON escapes every
+character as two halves of a pair."""
+
+
+class FormCharset:
+    """Refuses forms whose header names another charset than UTF-8.
+
+    The name would choose a codec of Python's. Some take time quadratic in the length of a text (``punycode``), on the
+    event loop and before any key is checked, and Python never forgets a name that it was asked for.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._refuse(Headers(scope=scope))):
+            return await errors.response(error)(scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def _refuse(self, headers: Headers) -> BadRequest | None:
+        kind, options = parse_options_header(headers.get("content-type"))  # as Starlette reads it
+        charset = options.get(b"charset", b"utf-8")
+        if kind not in (MULTIPART, URLENCODED) or charset.lower() in UTF_8:
+            return None
+        named = charset[:40].decode("latin-1")
+        return BadRequest(f"the charset of a form is utf-8, not {named!r}", param="Content-Type")
+
+
+async def read_form(request: Request) -> FormData:
+    """Reads the form of an upload. A body of another kind gives an empty one, in which validation then misses the file.
+
+    Raises:
+        BadRequest: it is malformed, or is no multipart form, or it has too many files or fields.
+        TooLarge: its texts take more than ``TEXT_BYTES``.
+    """
+    kind, _ = parse_options_header(request.headers.get("content-type"))
+    if kind == URLENCODED:
+        raise BadRequest("file is required, in a form that is sent as multipart/form-data", param="file")
+    if kind != MULTIPART:
+        return FormData()
+    async with aclosing(request.stream()) as stream:
+        parser = _UploadParser(
+            request.headers,
+            stream,
+            max_files=MAX_FILES,
+            max_fields=MAX_FIELDS,
+            max_part_size=TEXT_BYTES,
+        )
+        try:
+            return await parser.parse()
+        except MultiPartException as error:
+            why = error.message
+            if why.startswith("Too many files"):
+                why = "a form has one file, in the field 'file'; all other fields are texts"
+            raise BadRequest(why) from error
+
+
+class _UploadParser(MultiPartParser):
+    """Starlette's parser, with a bound on all texts of a form together."""
+
+    _text_bytes = 0
+
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._current_part.file is None:
+            self._text_bytes += end - start
+            if self._text_bytes > TEXT_BYTES:
+                raise TooLarge(
+                    f"the texts of a form may take {TEXT_BYTES:,} bytes together", limit_bytes=TEXT_BYTES
+                )
+        super().on_part_data(data, start, end)
