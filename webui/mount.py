@@ -22,6 +22,8 @@ def mount(app: FastAPI, config: Config) -> None:
     requests to the API, which those then check.
     """
     logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request, and a page makes many
+    # it warns of every malformed form, and anybody may send one to the login
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
     state = app.state.mpic
     for router in (login.router(app), pictures.router(app), about.router(app), pages.router()):
         app.router.routes.extend(router.routes)  # as they are: including them would make each a second time

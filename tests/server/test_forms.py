@@ -1,0 +1,120 @@
+"""Forms: what they may hold, and in which charset."""
+
+import codecs
+import encodings
+import json
+import logging
+
+import pytest
+from server_helpers import refusal
+
+from mpic.library.intake.checks import METADATA_KEY_CHARS, METADATA_KEYS, METADATA_VALUE_CHARS
+from mpic.library.reference_intake import DESCRIPTION_CHARS, TITLE_CHARS
+from mpic.server.forms import MAX_FIELDS, TEXT_BYTES
+from mpic.server.guard import OPEN_BYTES
+
+FORM = "multipart/form-data; boundary=x"
+PART = b"--x\r\nContent-Disposition: form-data; name="
+
+
+def field(name, value):
+    return PART + b'"%s"\r\n\r\n%s\r\n' % (name.encode(), value)
+
+
+def post(server, path, kind, content):
+    return server.http.post(path, content=content, headers={"content-type": kind})
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The names of codecs that Python code asks for."""
+    names, lookup = [], codecs.lookup
+    monkeypatch.setattr(codecs, "lookup", lambda name: names.append(name) or lookup(name))
+    return names
+
+
+@pytest.mark.parametrize("charset", ["punycode", '"PUNYCODE"', "utf-8; charset=utf_7", "idna", "latin-1", ""])
+@pytest.mark.parametrize(("path", "size"), [("/ui/login", OPEN_BYTES - 200), ("/v1/files", TEXT_BYTES - 200)])
+async def test_a_form_in_another_charset_is_refused_and_python_is_not_asked_for_its_codec(
+    server, asked, path, size, charset
+):
+    server.app.state.mpic.keys.create("root", "admin")
+    server.http.headers.update(server.key("ann") if path != "/ui/login" else {})
+    body = field("key", b"\xe9" * size) + b"--x--\r\n"
+    answer = await post(server, path, f"{FORM}; charset={charset}", body)
+    assert refusal(answer) == (400, "bad_request")
+    assert answer.json()["error"]["param"] == "Content-Type" and "utf-8" in answer.text
+    assert set(asked) <= {"utf-8"}
+
+
+@pytest.mark.parametrize("kind", [FORM, "application/x-www-form-urlencoded"])
+async def test_charsets_that_python_does_not_know_are_not_kept(server, kind):
+    server.app.state.mpic.keys.create("root", "admin")
+    before = set(encodings._cache)
+    for i in range(5):
+        answer = await post(server, "/ui/login", f"{kind}; charset=nobodys-{i}", b"--x--\r\n")
+        assert refusal(answer) == (400, "bad_request")
+    assert not [name for name in set(encodings._cache) - before if "nobodys" in name]
+
+
+@pytest.mark.parametrize("charset", ["utf-8", '"UTF-8"', "Utf8"])
+async def test_a_form_may_say_that_it_is_in_utf_8(server, charset):
+    body = field("handle", b"GR\xc3\x9cN") + field('file"; filename="a.txt', b"green") + b"--x--\r\n"
+    answer = await post(server, "/v1/files", f"{FORM}; charset={charset}", body)
+    assert (
+        answer.status_code == 400 and "GR\u00dcN" in answer.json()["error"]["message"]
+    )  # read as it was meant
+    body = body.replace(b"\xc3\x9c", b"EE")
+    assert (await post(server, "/v1/files", f"{FORM}; charset={charset}", body)).status_code == 200
+    login = f"application/x-www-form-urlencoded; charset={charset}"
+    server.app.state.mpic.keys.create("root", "admin")
+    assert (await post(server, "/ui/login", login, b"key=x")).status_code == 401
+
+
+@pytest.mark.parametrize("fields", [1, 6, MAX_FIELDS])
+async def test_a_form_with_large_texts_is_refused_before_its_file_arrives(server, fields):
+    """Each of them may be within a bound of its own: they are in memory together."""
+    sent = []
+
+    async def pieces():
+        for i in range(fields):
+            yield field(f"field{i}", b"x" * (TEXT_BYTES // fields + 1))
+        sent.append("file")
+        yield field('file"; filename="a.txt', b"text") + b"--x--\r\n"
+
+    answer = await post(server, "/v1/files", FORM, pieces())
+    assert refusal(answer) == (413, "too_large")
+    assert answer.json()["error"]["details"] == {"limit_bytes": TEXT_BYTES}
+    assert sent == []
+
+
+async def test_the_largest_texts_that_a_reference_may_have_fit_its_form(server):
+    metadata = {
+        chr(0x1F600 + i) * METADATA_KEY_CHARS: "\U0001f600" * METADATA_VALUE_CHARS
+        for i in range(METADATA_KEYS)
+    }
+    texts = {
+        "title": "\U0001f600" * TITLE_CHARS,
+        "description": "\U0001f600" * DESCRIPTION_CHARS,
+        "metadata": json.dumps(metadata),
+    }
+    answer = await server.http.post("/v1/references", data=texts, files={"file": ("a.txt", b"text")})
+    assert answer.status_code == 200 and answer.json()["metadata"] == metadata
+
+
+async def test_an_upload_that_is_no_multipart_form_is_refused_unread(server):
+    async def pieces():
+        yield b"file="
+        pytest.fail("the body is read")
+
+    answer = await post(server, "/v1/files", "application/x-www-form-urlencoded", pieces())
+    assert refusal(answer) == (400, "bad_request") and "multipart/form-data" in answer.text
+
+
+async def test_broken_forms_leave_no_record_in_the_log(server, caplog):
+    """Anybody may send them to the login, as many as they like."""
+    server.app.state.mpic.keys.create("root", "admin")
+    with caplog.at_level(logging.INFO):
+        for body in (b"nothing", b"--x", b"--x\r\n\0: a\r\n\r\n--x--", field("key", b"a") + b"--x--trailing"):
+            assert (await post(server, "/ui/login", FORM, body)).status_code in (400, 401)
+    assert caplog.records == []
