@@ -49,16 +49,17 @@ def decode_base64(text: str, start: int = 0) -> bytes:
         ValueError: it is not base64.
     """
     decoded: list[bytes] = []
-    rest = ""
+    rest = ""  # 7 characters at most; the last 4 of the text may be padded
     while start < len(text):
         checkpoint()
         piece = rest + "".join(text[start : start + SLICE].split())
         start += SLICE
-        if "=" in piece:  # padding may stand only at the end
-            rest = piece + "".join(text[start:].split())
-            break
         kept = max(0, len(piece) // 4 * 4 - 4)
+        if 0 <= piece.find("=") < kept:
+            raise ValueError("padding may stand only at the end")
         decoded.append(binascii.a2b_base64(piece[:kept], strict_mode=True))
         rest = piece[kept:]
+    if len(rest) % 4:
+        raise ValueError("its length is not a multiple of 4 characters")
     decoded.append(binascii.a2b_base64(rest, strict_mode=True))
     return b"".join(decoded)
