@@ -191,7 +191,7 @@ def server_process(data_dir: Path, *flags: str, python: Sequence[str] = ()) -> I
         StartFailed: it ended or printed nothing; the message holds the end of its log.
     """
     serve = ["-m", "mpic.cli", "serve", "--port", "0", "--json", "--data-dir", str(data_dir)]
-    command = [sys.executable, *python, *serve, *flags]
+    command = [sys.executable, "-P", *python, *serve, *flags]  # -P: the working folder has no modules for it
     log_path = data_dir / "server.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -65,7 +65,8 @@ def split_in_process(text: str, split: Split, tokenizer: SlicedTokenizer, most: 
 
 def _run(order_file: BinaryIO) -> bytes:
     """Runs the process on an order and returns its output."""
-    command = [sys.executable, "-m", "mpic.prompt.split_process"]
+    # -P: -m would look for modules in the working folder first, where anybody may have put some
+    command = [sys.executable, "-P", "-m", "mpic.prompt.split_process"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
         command, stdin=order_file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment

@@ -82,6 +82,14 @@ def test_a_process_that_ends_by_itself_is_an_error_that_may_be_gone_next_time(
         split_process.split_in_process(TEXT, Split("sentence", 100), documents, 1_000)
 
 
+def test_modules_in_the_working_folder_are_not_run(documents, started, tmp_path, monkeypatch):
+    for name in ("tokenizers", "random", "mpic"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a stranger')")
+    monkeypatch.chdir(tmp_path)
+    assert len(split_process.split_in_process(TEXT, Split("section", 60), documents, 1_000)) > 5
+    assert len(started) == 1
+
+
 def test_the_process_imports_neither_torch_nor_transformers():
     code = "import sys, mpic.prompt.split_process; print({'torch', 'transformers', 'numpy'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -165,7 +165,9 @@ def test_same(answer, expected, same):
     assert demo.same(answer, expected) is same
 
 
-def test_a_server_that_does_not_start(tmp_path):
+def test_a_server_that_does_not_start(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise RuntimeError('a stranger')")
+    monkeypatch.chdir(tmp_path)  # its modules are not the server's
     with pytest.raises(demo.StartFailed, match=r"did not start(.|\n)*unknown policy 'best'") as caught:
         with demo.running_server(tmp_path, None, "--policy", "best"):
             pass
