@@ -156,7 +156,8 @@ def library_gc(
     """Remove files that are not needed: leftovers of crashes, expired files, replaced references, quarantined chunks.
 
     A server does this by itself, except for the damaged chunks. Files that the catalogue does not know are not removed:
-    they are added, or put into `quarantine/orphans/DATE/` and deleted after `orphan_days`.
+    they are added, or put into `quarantine/orphans/DATE/` and deleted after `orphan_days`. Beside a running server,
+    `--dry-run` leaves out what was written in the last hour, which may be an upload under way.
     """
     from mpic.library.upkeep import collect, garbage
 

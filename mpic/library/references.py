@@ -248,7 +248,7 @@ class ReferenceLibrary(LibraryPart):
             IntegrityError: some are not there.
         """
         with self._store.lock:
-            self._originals.check(self.paths(), "originals of references")
+            self._originals.check(self.paths, "originals of references")
 
     # Inside
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from functools import cached_property
 from pathlib import Path
 from sqlite3 import Row
 from typing import NamedTuple
@@ -24,6 +25,9 @@ from mpic.library.records import SHARED
 
 Progress = Callable[[int], None]
 """Called with the number of bytes of each file that was read."""
+UNDER_WAY = 3600.0
+"""Seconds for which a file that a server has just written may be an upload under way. One that waits to be decoded is
+not written to any more."""
 
 
 class Problem(NamedTuple):
@@ -58,7 +62,7 @@ def check(library: Library, contents: bool = True, progress: Progress = lambda d
 
     Damaged chunks are put aside, so that they are compiled again on next use. Damaged sidecars are rewritten. Damaged
     originals stay in place until a person replaces them. A library that is open only for reading, beside a server, is
-    not changed; files that the server has just deleted are not reported.
+    not changed; what the server has deleted, evicted or written anew meanwhile is not reported.
     """
     library.finish_sidecars()
     problems: list[Problem] = []
@@ -71,13 +75,12 @@ def check(library: Library, contents: bool = True, progress: Progress = lambda d
         problems += _scrub_originals(library, progress)
         problems += _scrub_sidecars(library)
         problems += _scrub_chunks(library, progress)
+    if library.catalog.read_only:
+        again = _SecondLook(library)
+        problems = [p for p in problems if again.confirms(p)]
+        problems = [p._replace(then=p.then + BESIDE) if p.then in MENDED else p for p in problems]
     names = names_of(library)
-    named = [problem._replace(name=names.get(problem.path, "")) for problem in problems]
-    if not library.catalog.read_only:
-        return named
-    return [
-        p._replace(then=p.then + BESIDE if p.then in MENDED else p.then) for p in named if _still(library, p)
-    ]
+    return [problem._replace(name=names.get(problem.path, "")) for problem in problems]
 
 
 ANEW, ASIDE, AGAIN = (
@@ -103,29 +106,53 @@ def names_of(library: Library) -> dict[str, str]:
     return {row["path"]: row["name"] for row in library.catalog.read(sql, SHARED)}
 
 
-def _still(library: Library, problem: Problem) -> bool:
-    """Returns whether the catalogue still has the file of a problem, which a server may have deleted meanwhile."""
-    path = problem.path.removesuffix(SIDECAR)
-    if path == problem.path and "/" not in path:
-        return True  # the problem concerns a part of the library, not a file
-    sql = "SELECT 1 FROM (SELECT path FROM files UNION ALL SELECT path FROM refs UNION ALL SELECT path FROM chunks)"
-    cache = library.catalog.one("SELECT 1 FROM caches WHERE id = ?", Path(path).name)
-    return bool(cache or library.catalog.one(f"{sql} WHERE path = ?", path))
+class _SecondLook:
+    """Looks again at what was found in a library that a server has open, and changes as it is read."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def confirms(self, problem: Problem) -> bool:
+        """Returns whether a problem is still one."""
+        if "/" not in problem.path:
+            return True  # it concerns a part of the library, whose check looks again by itself
+        if problem.path.endswith(SIDECAR):
+            path, wanted = self._library.root / problem.path, self._sidecars.get(problem.path)
+            return wanted is not None and _sidecar_fault(path, wanted) is not None
+        if problem.path.startswith("kv/"):
+            return self._chunk(problem.path)
+        sql = "SELECT 1 FROM (SELECT path FROM files UNION ALL SELECT path FROM refs) WHERE path = ?"
+        return self._library.catalog.one(sql, problem.path) is not None
+
+    @cached_property
+    def _sidecars(self) -> dict[str, Sidecar]:
+        root, catalog = self._library.root, self._library.catalog
+        expected = self._library.sidecars.expected(catalog.read)
+        return {str(path.relative_to(root)): sidecar for path, sidecar in expected}
+
+    def _chunk(self, path: str) -> bool:
+        sql = "SELECT * FROM chunks WHERE path = ? AND state = 'ready'"
+        row = self._library.catalog.one(sql, path)
+        if row is None or _chunk_fault(self._library, row) is None:
+            return False
+        return self._library.catalog.one(sql, path) is not None  # it may have been evicted before it was read
 
 
 def garbage(library: Library) -> list[Garbage]:
-    """Lists what ``collect`` removes, without removing it."""
+    """Lists what ``collect`` removes, without removing it. Beside a server, for which the library is open only for
+    reading, what was written in the last hour is no leftover: it may be an upload or a chunk that is being stored."""
     catalog, now = library.catalog, library.clock()
     found = [
         Garbage(row["path"], row["bytes"], "expired")
         for row in catalog.read("SELECT path, bytes FROM files WHERE expires_at <= ?", now)
     ]
     found += [Garbage(r["path"], r["bytes"], "retired") for r in catalog.read("SELECT * FROM retired_refs")]
-    found += [Garbage(path, _size(library, path), "leftover") for path in _leftovers(library)]
+    settled = now - UNDER_WAY if catalog.read_only else None
+    found += _present(library, _leftovers(library), "leftover", settled)
     aside = [str(orphan.path.relative_to(library.root)) for orphan in library.orphans.overdue()]
-    found += [Garbage(path, _size(library, path), "overdue") for path in aside]
+    found += _present(library, aside, "overdue")
     damaged = [f"quarantine/{name}" for name in damaged_files(library.root / "quarantine")]
-    found += [Garbage(path, _size(library, path), "quarantine") for path in damaged]
+    found += _present(library, damaged, "quarantine")
     before = now - library.limits.tombstone_seconds
     gone = catalog.one("SELECT COUNT(*) FROM chunks WHERE state != 'ready' AND last_used < ?", before)[0]
     names = names_of(library)
@@ -157,8 +184,21 @@ def _leftovers(library: Library) -> list[str]:
     return [*files.leftovers, *kv.leftovers, *deleted]
 
 
-def _size(library: Library, path: str) -> int:
-    return (library.root / path).stat().st_size
+def _present(
+    library: Library, paths: Iterable[str], why: str, before: float | None = None
+) -> Iterator[Garbage]:
+    """Yields the files that are there; a server may have removed or renamed others since they were listed.
+
+    Args:
+        before: leave out files that were written after this time.
+    """
+    for path in paths:
+        try:
+            found = (library.root / path).stat()
+        except FileNotFoundError:
+            continue
+        if before is None or found.st_mtime < before:
+            yield Garbage(path, found.st_size, why)
 
 
 def _scrub_originals(library: Library, progress: Progress) -> Iterator[Problem]:
@@ -178,39 +218,55 @@ def _scrub_originals(library: Library, progress: Progress) -> Iterator[Problem]:
 def _scrub_sidecars(library: Library) -> Iterator[Problem]:
     """Compares every sidecar with the catalogue; one that differs is rewritten."""
     for path, sidecar in library.sidecars.expected(library.catalog.read):
-        name = str(path.relative_to(library.root))
-        try:
-            if Sidecar.read(path) == sidecar:
-                continue
-            what = "does not say what the catalogue says"
-        except (CorruptFile, OSError) as error:
-            what = f"cannot be used ({error})"
+        what = _sidecar_fault(path, sidecar)
+        if what is None:
+            continue
         if not library.catalog.read_only:
             library.sidecars.write(path, sidecar)
-        yield Problem(name, what, ANEW)
+        yield Problem(str(path.relative_to(library.root)), what, ANEW)
+
+
+def _sidecar_fault(path: Path, wanted: Sidecar) -> str | None:
+    """Returns what is wrong with a sidecar, or None."""
+    try:
+        return None if Sidecar.read(path) == wanted else "does not say what the catalogue says"
+    except (CorruptFile, OSError) as error:
+        return f"cannot be used ({error})"
 
 
 def _scrub_chunks(library: Library, progress: Progress) -> Iterator[Problem]:
     for row in library.catalog.read("SELECT * FROM chunks WHERE state = 'ready'"):
-        key = key_of(row)
-        if key.digest != row["key"]:
-            yield Problem(
-                row["path"], "has a row that is not its own", "look into it before serving from here"
-            )
-            continue
-        try:
-            read_chunk(library.root / row["path"], key)
-        except CorruptFile as error:
+        fault = _chunk_fault(library, row)
+        if fault is not None:
             if not library.catalog.read_only:
-                library.store.set_aside(key, error)
-            yield Problem(row["path"], str(error), ASIDE)
-        except FileNotFoundError:
-            if not library.catalog.read_only:
-                library.store.open(key)  # marks the row as missing
-            yield Problem(row["path"], "is gone", AGAIN)
-        except OSError as error:
-            yield Problem(row["path"], f"cannot be read ({error.strerror})", "look into it; it may be good")
+                if isinstance(fault.error, CorruptFile):
+                    library.store.set_aside(key_of(row), fault.error)
+                elif isinstance(fault.error, FileNotFoundError):
+                    library.store.open(key_of(row))  # marks the row as missing
+            yield Problem(row["path"], fault.what, fault.then)
         progress(row["bytes"])
+
+
+class _ChunkFault(NamedTuple):
+    what: str
+    then: str
+    error: Exception | None
+
+
+def _chunk_fault(library: Library, row: Row) -> _ChunkFault | None:
+    """Returns what is wrong with a chunk that a row says is ready, or None."""
+    key = key_of(row)
+    if key.digest != row["key"]:
+        return _ChunkFault("has a row that is not its own", "look into it before serving from here", None)
+    try:
+        read_chunk(library.root / row["path"], key)
+    except CorruptFile as error:
+        return _ChunkFault(str(error), ASIDE, error)
+    except FileNotFoundError as error:
+        return _ChunkFault("is gone", AGAIN, error)
+    except OSError as error:
+        return _ChunkFault(f"cannot be read ({error.strerror})", "look into it; it may be good", error)
+    return None
 
 
 def key_of(row: Row) -> KVKey:

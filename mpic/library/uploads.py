@@ -352,7 +352,7 @@ class UploadLibrary(InlineChunks):
             IntegrityError: some are not there.
         """
         with self._store.lock:
-            self._originals.check(self.paths(), "originals")
+            self._originals.check(self.paths, "originals")
 
     # Inside
 

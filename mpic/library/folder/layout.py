@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,7 +130,7 @@ class FoundChunks:
 
 
 def scan_chunks(root: Path) -> FoundChunks:
-    """Lists everything in ``kv``."""
+    """Lists everything in ``kv``. Files that a server removes meanwhile are left out."""
     found = FoundChunks()
     for folder, folders, names in os.walk(root / "kv"):
         parent = os.path.relpath(folder, root)
@@ -142,7 +143,8 @@ def scan_chunks(root: Path) -> FoundChunks:
         for name in names:
             path = f"{parent}/{name}"
             if len(parts) == 2 and CHUNK.fullmatch(name):
-                found.sizes[path] = os.stat(f"{folder}/{name}").st_size
+                with suppress(FileNotFoundError):
+                    found.sizes[path] = os.stat(f"{folder}/{name}").st_size
             elif len(parts) == 2 and _is_temporary(name):
                 found.leftovers.append(path)
             else:

@@ -281,17 +281,19 @@ class Originals:
             with suppress(OSError):
                 self._filesystem.sync_folder(folder)
 
-    def check(self, paths: Iterable[str], what: str) -> None:
+    def check(self, paths: Callable[[], Iterable[str]], what: str) -> None:
         """Checks that originals are there.
 
         Args:
-            paths: paths of the originals, relative to the root.
+            paths: function that returns the paths of the originals, relative to the root. It is asked again about those
+                that are not there, because a server beside this process may have deleted them meanwhile.
             what: the word for the originals in the error message.
 
         Raises:
             IntegrityError: some originals are missing.
         """
-        gone = [path for path in paths if not (self.root / path).is_file()]
+        gone = {path for path in paths() if not (self.root / path).is_file()}
+        gone = sorted(gone.intersection(paths())) if gone else []
         if gone:
             raise IntegrityError(f"{len(gone)} {what} are not there, the first is {gone[0]}")
 

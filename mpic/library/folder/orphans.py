@@ -100,7 +100,11 @@ class Orphans:
             for parent, _, names in os.walk(self._root / FOLDER / date):
                 for name in names:
                     path = Path(parent, name)
-                    yield Orphan(path, path.lstat().st_size, date)
+                    try:
+                        size = path.lstat().st_size
+                    except FileNotFoundError:  # a server that has just started deletes what is overdue
+                        continue
+                    yield Orphan(path, size, date)
 
 
 def _date(at: float) -> str:

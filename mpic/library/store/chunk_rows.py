@@ -224,18 +224,22 @@ class ChunkRows:
         return paths
 
     def check_usage(self) -> None:
-        """Checks that the recorded usage of each owner is the sum of its rows.
+        """Checks that the recorded usage of each owner is the sum of its rows. One query reads both, so that no change
+        of another process comes between them.
 
         Raises:
             IntegrityError: the usage differs.
         """
-        counted = """
-            SELECT owner, 'original' AS tier, COUNT(*), SUM(bytes) FROM files GROUP BY owner
-            UNION ALL SELECT ?, 'original', COUNT(*), SUM(bytes) FROM refs HAVING COUNT(*) > 0
-            UNION ALL SELECT owner, tier, COUNT(*), SUM(bytes) FROM chunks WHERE state = 'ready' GROUP BY owner, tier"""
-        found = {tuple(row) for row in self._catalog.read(counted, SHARED)}
-        kept = "SELECT owner, tier, count, bytes FROM usage WHERE count != 0 OR bytes != 0"
-        wrong = found ^ {tuple(row) for row in self._catalog.read(kept)}
+        sql = """
+            WITH counted AS (
+                SELECT owner, 'original' AS tier, COUNT(*), SUM(bytes) FROM files GROUP BY owner
+                UNION ALL SELECT ?, 'original', COUNT(*), SUM(bytes) FROM refs HAVING COUNT(*) > 0
+                UNION ALL SELECT owner, tier, COUNT(*), SUM(bytes) FROM chunks WHERE state = 'ready'
+                    GROUP BY owner, tier),
+            kept AS (SELECT owner, tier, count, bytes FROM usage WHERE count != 0 OR bytes != 0)
+            SELECT * FROM (SELECT * FROM counted EXCEPT SELECT * FROM kept)
+            UNION ALL SELECT * FROM (SELECT * FROM kept EXCEPT SELECT * FROM counted)"""
+        wrong = {tuple(row) for row in self._catalog.read(sql, SHARED)}
         if wrong:
             raise IntegrityError(f"the recorded usage and the rows disagree: {sorted(wrong)[:3]}")
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from sqlite3 import Connection
+from stat import S_ISREG
 
 import torch
 
@@ -308,15 +309,25 @@ class DiskStore:
             IntegrityError: a file is missing or has another size, or the recorded usage is wrong.
         """
         with self.lock:
-            for row in self._rows.ready():
-                path = self.root / row.path
-                if not path.is_file() or path.stat().st_size != row.bytes:
-                    raise IntegrityError(
-                        f"{path.name} is missing, or does not have the {row.bytes} bytes of its row"
-                    )
+            wrong = [row for row in self._rows.ready() if not self._has_file(row)]
+            if wrong:  # the lock is this process's own: a server may have evicted or replaced them meanwhile
+                ready = set(self._rows.ready())
+                wrong = [row for row in wrong if row in ready and not self._has_file(row)]
+            for row in wrong:
+                raise IntegrityError(
+                    f"{Path(row.path).name} is missing, or does not have the {row.bytes} bytes of its row"
+                )
             self._rows.check_usage()
 
     # Inside
+
+    def _has_file(self, row: ChunkRow) -> bool:
+        """Returns whether the file of a row is there and has its size."""
+        try:
+            found = (self.root / row.path).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return S_ISREG(found.st_mode) and found.st_size == row.bytes
 
     def _missing_reason(self, key: KVKey) -> str:
         state = self._rows.state(key)
