@@ -260,6 +260,12 @@ class CompileFailed(MPICError):
     code = "compile_failed"
 
 
+class DeletedMeanwhile(CompileFailed):
+    """The content was deleted after its compiling had been asked for. Another file that holds it can ask again."""
+
+    code = "deleted_meanwhile"
+
+
 class EmbeddingFailed(MPICError):
     """The embedder works, but cannot make a vector of this image or text."""
 

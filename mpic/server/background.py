@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 
 from mpic.cancel import Cancelled, until
 from mpic.errors import (
+    DeletedMeanwhile,
     EngineStopped,
     FileNotFound,
     MPICError,
@@ -40,8 +41,10 @@ PER_USER, CLIPS_PER_USER = 8, 2
 """Files and clips of one user that are compiled at a time. The further ones wait, while other users have their turn."""
 EXPIRY_SECONDS = 30.0
 PAUSES = (2.0, 10.0, 30.0)
-"""Seconds before a compilation for which there was not enough memory, disk or time is tried again. Recording an outcome
-is tried again after the last of them for as long as it fails."""
+"""Seconds before a compilation for which there was not enough memory, disk or time, or whose content was deleted as
+another file, is tried again. Recording an outcome is tried again after the last of them for as long as it fails."""
+RETRIED = (Unavailable, StorageFull, DeletedMeanwhile)
+"""Failures of a compilation that may be none the next time."""
 WATCH_SECONDS = 2.0
 SAVE_SECONDS = 5.0
 FORGET_SECONDS = 3600.0
@@ -114,17 +117,17 @@ class BackgroundJobs:
     async def _compile(
         self, id: str, once: Callable[[], Awaitable[CompileOutcome | None]], set_state: Callable[..., None]
     ) -> None:
-        """Compiles until it does not fail for want of memory, disk or time, and records the outcome. ``once`` is
+        """Compiles until it does not fail for one of the reasons in ``RETRIED``, and records the outcome. ``once`` is
         ``_compile_once``."""
         for pause in PAUSES:
             try:
                 return await self._record(id, await once(), set_state)
-            except (Unavailable, StorageFull) as error:
+            except RETRIED as error:
                 log.warning("Compiling %s failed and is tried again in %g s: %s", id, pause, error)
             await asyncio.sleep(pause)  # while others may compile
         try:
             outcome = await once()
-        except (Unavailable, StorageFull) as error:
+        except RETRIED as error:
             log.error("Compiling %s failed: %s", id, error)
             outcome = CompileOutcome("failed", error=error.message)
         await self._record(id, outcome, set_state)
@@ -137,8 +140,8 @@ class BackgroundJobs:
         exists: Callable[[], object],
         clip: bool,
     ) -> CompileOutcome | None:
-        """Compiles once, when it is the user's turn. Returns None if there is nothing to record. Raises Unavailable and
-        StorageFull; any other error becomes the file's state.
+        """Compiles once, when it is the user's turn. Returns None if there is nothing to record. Raises the errors in
+        ``RETRIED``; any other becomes the file's state.
 
         Args:
             exists: raises FileNotFound or ReferenceNotFound once it was deleted, which ends the compiling.
@@ -149,12 +152,11 @@ class BackgroundJobs:
                 tokens = 0
                 for chunk in await self._threads.call(user, self._until_stopped, chunks_of):
                     async with nullcontext() if clip else self._compilations:
-                        future = await run_in_threadpool(self._compile_existing, chunk, exists)
-                        tokens += await asyncio.wrap_future(future)
+                        tokens += await self._compile_chunk(chunk, exists)
             except (EngineStopped, FileNotFound, ReferenceNotFound, Cancelled):
                 # it is left for the next start, or was deleted meanwhile
                 return None
-            except (Unavailable, StorageFull):
+            except RETRIED:
                 raise
             except Exception as exc:
                 log.exception("Compiling %s failed.", id)
@@ -174,9 +176,22 @@ class BackgroundJobs:
                 log.error("%s, which is tried again in %g s: %s", what, pause, error)
             await asyncio.sleep(pause)
 
+    async def _compile_chunk(self, chunk: Chunk, exists: Callable[[], object]) -> int:
+        """Compiles a chunk, unless the file was deleted while its earlier chunks were compiled; returns its number of
+        tokens.
+
+        Raises:
+            DeletedMeanwhile: another file with this content was deleted. Its rows go before its chunks are forgotten,
+                so this file, which was uploaded in between, may be asked for before that.
+            MPICError: see ``Engine.compile`` and ``exists``.
+        """
+        try:
+            return await asyncio.wrap_future(await run_in_threadpool(self._compile_existing, chunk, exists))
+        except DeletedMeanwhile:
+            await run_in_threadpool(exists)  # raises if it was this file that was deleted
+            raise
+
     def _compile_existing(self, chunk: Chunk, exists: Callable[[], object]) -> Future[int]:
-        """Gives a chunk to the engine, which stores it, unless the file was deleted while its earlier chunks were
-        compiled. Raises as ``exists``."""
         return self.engine.compile(chunk.pressed(None, self._press), self.wrapping, exists)
 
     def _until_stopped(self, chunks_of: Callable[[], list[Chunk]]) -> list[Chunk]:

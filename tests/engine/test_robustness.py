@@ -17,6 +17,7 @@ from mpic.engine.tombstones import Tombstones
 from mpic.errors import (
     CompileFailed,
     ContextLengthExceeded,
+    DeletedMeanwhile,
     EngineStopped,
     FileNotFound,
     IntegrityError,
@@ -214,7 +215,7 @@ def test_a_document_deleted_while_its_compile_waits_is_neither_served_nor_stored
 def test_a_document_deleted_just_after_it_was_seen_to_exist_is_not_stored(make_engine, tmp_path):
     library = Library.open(tmp_path)
     engine = make_engine(store=library.store)
-    with pytest.raises(CompileFailed):
+    with pytest.raises(DeletedMeanwhile):
         engine.compile(DOCUMENT, exists=lambda: engine.forget(DOCUMENT)).result(30)
     with pytest.raises(FileNotFound):
         engine.compile(DOCUMENT, exists=Mock(side_effect=FileNotFound("it was deleted")))

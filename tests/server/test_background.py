@@ -10,7 +10,14 @@ import pytest
 from fake_engine import CHUNK_TOKENS, FakeEngine
 from server_helpers import fake_server, wait_until
 
-from mpic.errors import CompileFailed, DatabaseBusy, DatabaseDamaged, LibraryGone, StorageFull
+from mpic.errors import (
+    CompileFailed,
+    DatabaseBusy,
+    DatabaseDamaged,
+    DeletedMeanwhile,
+    LibraryGone,
+    StorageFull,
+)
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.server import background
 
@@ -123,6 +130,43 @@ async def test_a_compilation_for_which_the_disk_is_full_is_tried_again(tmp_path,
         await wait_until(lambda: len(server.engine.compiled) > 5)
         server.engine.compile_error = None
         assert (await server.settled(id))["state"] == "ready"
+
+
+async def test_content_uploaded_again_while_its_old_file_is_forgotten_is_compiled(
+    tmp_path, template, monkeypatch
+):
+    monkeypatch.setattr(background, "PAUSES", (0.01,) * 1000)
+    async with fake_server(tmp_path, template) as server:
+        server.engine.compile_error = DeletedMeanwhile("the chunk was deleted before it was compiled")
+        id = (await server.upload()).json()["id"]
+        await wait_until(lambda: server.engine.compiled)
+        server.engine.compile_error = None
+        assert (await server.settled(id))["state"] == "ready"
+
+
+@pytest.mark.parametrize(("error", "times"), [(DeletedMeanwhile("deleted"), 3), (CompileFailed("no"), 1)])
+async def test_a_file_whose_compiling_always_fails_is_failed_after_a_few_tries(
+    tmp_path, template, monkeypatch, error, times
+):
+    monkeypatch.setattr(background, "PAUSES", (0.01, 0.01))
+    async with fake_server(tmp_path, template) as server:
+        server.engine.compile_error = error
+        file = await server.uploaded()
+        assert (file["state"], file["status_details"]) == ("failed", error.message)
+        assert len(server.engine.compiled) == times
+
+
+async def test_a_file_that_is_itself_deleted_as_it_is_compiled_is_not_tried_again(server, monkeypatch):
+    monkeypatch.setattr(background, "PAUSES", (0.01, 0.01))
+    tasks = server.app.state.background._tasks
+    idle = len(tasks)
+    id = (await server.upload()).json()["id"]
+    await wait_until(lambda: server.engine.pending)
+    with patch.object(background.log, "warning") as warned:
+        await server.http.delete(f"/v1/files/{id}")
+        server.engine.pending.pop().set_exception(DeletedMeanwhile("deleted"))
+        await wait_until(lambda: len(tasks) == idle)
+    assert len(server.engine.compiled) == 1 and not warned.called
 
 
 async def test_a_server_stops_while_an_outcome_cannot_be_recorded(tmp_path, template):

@@ -19,7 +19,7 @@ from mpic.engine.native.presser import Presser
 from mpic.engine.native.request import LinkedChunk, Request
 from mpic.engine.native.transfers import LoadEnded
 from mpic.engine.tombstones import Tombstones
-from mpic.errors import CompileFailed, IntegrityError, PoolTooSmall
+from mpic.errors import DeletedMeanwhile, IntegrityError, PoolTooSmall
 from mpic.kv.chunk import ChunkKey
 from mpic.kv.device import DeviceCache, Resident
 from mpic.kv.pool import Extent
@@ -195,7 +195,7 @@ class DeviceMemory:
     def admit(self, upload: CompileRequest) -> bool:
         """Compiles an uploaded chunk, or joins a load or compile of it that is under way. Returns whether it fits."""
         if self._tombstones.key_since(upload.arrived, upload.key):
-            upload.future.set_exception(CompileFailed("the chunk was deleted before it was compiled"))
+            upload.future.set_exception(DeletedMeanwhile("the chunk was deleted before it was compiled"))
             return True
         resident = self.device.get(upload.key)
         if resident is None:
