@@ -23,7 +23,7 @@ from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.compiled import SPOOL, compute
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
-from mpic.errors import CompileFailed, CorruptFile, MPICError, NotFound, OutOfMemory
+from mpic.errors import CompileFailed, CorruptFile, DeletedMeanwhile, MPICError, NotFound, OutOfMemory
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import write
 from mpic.kv.store import ChunkStore, StoredChunk
@@ -135,7 +135,7 @@ class ChunkCompiler:
             return compiled.size.tokens
         compiled.spooled.drop()
         if self._tombstones.key_since(arrived, key):
-            raise CompileFailed("the chunk was deleted before it was compiled")
+            raise DeletedMeanwhile("the chunk was deleted before it was compiled")
         raise compiled.unkept or CompileFailed("the chunk was not kept by the store")
 
     async def ensure(self, linked: Sequence[LinkedChunk], arrived: float) -> int:
