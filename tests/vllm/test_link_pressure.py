@@ -245,6 +245,50 @@ def test_blocks_of_a_compiled_chunk_are_kept_until_they_are_read_while_others_ar
     assert torch.equal(kv, again)
 
 
+@pytest.fixture
+def room_for_one_image(linker):
+    """Leaves room for one encoded image of 32 x 32 pixels; as it starts, vLLM has room for many so small ones."""
+    if linker.name not in kit.VISION:
+        pytest.skip("the family has no images")
+    inputs, _ = linker.compiled(image_chunk(random_image(3, 32, 32)))
+    manager = core(linker).scheduler.encoder_cache_manager
+    usual, manager.cache_size = manager.cache_size, len(inputs)
+    manager.reset()
+    yield
+    manager.cache_size = usual
+    manager.reset()
+
+
+def test_an_image_stays_encoded_until_its_embeddings_are_exported_although_others_want_its_room(
+    linker, room_for_one_image
+):
+    """As an adapter's trailer may be, text behind the image is computed in a later step than the image."""
+    from vllm import SamplingParams
+
+    from mpic.engine.vllm.frontend.compiled import read_compiled
+
+    vllm, pad = linker.llm.llm_engine, kit.image_ids(linker.name)[-2:][:1]
+
+    def ask(name: str, seed: int) -> None:
+        (linker.files / name).mkdir()
+        prompt = {"prompt_token_ids": pad + ids(5, SMALL_STEP), "cache_salt": name}
+        prompt["multi_modal_data"] = {"image": random_image(seed, 32, 32)}
+        settings = {"max_tokens": 1, "temperature": 0, "skip_reading_prefix_cache": True}
+        extra = {"kv_transfer_params": CompileOrder(name).params()}
+        vllm.add_request(name, prompt, SamplingParams(extra_args=extra, **settings))
+
+    for name, seeds in (("alone", [4]), ("beside", [4, 5])):
+        for seed in seeds:
+            ask(f"{name}-{seed}", seed)
+            vllm.step()  # it computes the image, and not all of the text
+        while vllm.has_unfinished_requests():
+            vllm.step()
+        idle(linker)
+    (alone, kv), (beside, other) = (read_compiled(linker.files / f"{name}-4") for name in ("alone", "beside"))
+    assert torch.equal(alone.embeds, beside.embeds) and torch.equal(kv, other)
+    read_compiled(linker.files / "beside-5")
+
+
 def test_a_compile_that_is_aborted_before_its_last_step_holds_no_blocks(linker):
     vllm = linker.llm.llm_engine
     compile_request(linker, vllm, "aborted")

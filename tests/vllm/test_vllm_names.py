@@ -62,6 +62,7 @@ METHODS = {
         "update_from_output": ["scheduler_output", "model_runner_output"],
         "finish_requests": ["request_ids", "finished_status"],
         "has_finished_requests": [],
+        "_free_encoder_inputs": ["request"],
     },
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": {
         "get_finished": ["finished_req_ids"],

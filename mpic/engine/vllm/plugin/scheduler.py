@@ -1,5 +1,6 @@
-"""vLLM's scheduler with two additions: a request that the connector gives up ends with an error that states the reason,
-and every output of a link carries the connector's report.
+"""vLLM's scheduler with three additions: a request that the connector gives up ends with an error that states the
+reason, every output of a link carries the connector's report, and an image that is compiled stays encoded until its
+request ends.
 
 A KV connector can end requests only through failed blocks, after a step that computed them, and vLLM's output then
 carries no reason. A report that came with the last output alone would be lost to a caller who has seen enough and
@@ -9,11 +10,14 @@ vLLM's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
+
+from mpic.engine.vllm.wire import FIELD
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,3 +47,13 @@ class LinkScheduler(Scheduler):
             )
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(one)
         return outputs
+
+    def _free_encoder_inputs(self, request: Request) -> None:
+        """Keeps the image of a compile order, whose embeddings are exported with the last token of the prompt: a step
+        may end between the two, and the next one could evict an image that nobody holds. vLLM gives up what a request
+        holds when the request ends or is preempted. Only a request with one image may hold it while others wait for
+        room, because it needs no more room itself."""
+        params = request.kv_transfer_params
+        ordered = isinstance(params, Mapping) and params.get(FIELD) is not None
+        if not ordered or len(request.mm_features) != 1:
+            super()._free_encoder_inputs(request)
