@@ -12,7 +12,7 @@ from mpic.api import html
 from mpic.client import endpoints, types
 from mpic.client.calls import call
 from mpic.client.endpoints import ApiRequest
-from mpic.client.httpx_options import client_options
+from mpic.client.httpx_options import client_options, http_client
 from mpic.client.io import AsyncIO, SyncIO, finish
 from mpic.client.loading import StageCallback, teller
 from mpic.client.resources import AsyncCompletions, Caches, Chat, Completions, Files, Models, References
@@ -148,7 +148,7 @@ class MPIC(Client[SyncIO]):
         transport: httpx.BaseTransport | None = None,
         local_files: bool = True,
     ) -> None:
-        http = httpx.Client(**client_options(base_url, api_key, timeout), transport=transport)
+        http = http_client(httpx.Client, **client_options(base_url, api_key, timeout), transport=transport)
         super().__init__(SyncIO(http), max_retries, local_files)
         self.chat = Chat(Completions(self.sender))
 
@@ -179,7 +179,9 @@ class AsyncMPIC(Client[AsyncIO]):
         transport: httpx.AsyncBaseTransport | None = None,
         local_files: bool = True,
     ) -> None:
-        http = httpx.AsyncClient(**client_options(base_url, api_key, timeout), transport=transport)
+        http = http_client(
+            httpx.AsyncClient, **client_options(base_url, api_key, timeout), transport=transport
+        )
         super().__init__(AsyncIO(http), max_retries, local_files)
         self.chat = Chat(AsyncCompletions(self.sender))
 

@@ -19,6 +19,7 @@ from mpic.client import types
 from mpic.client.arguments import check_id, check_messages, check_options, check_seconds
 from mpic.client.errors import BadResponse
 from mpic.client.sources import Upload
+from mpic.errors import BadRequest
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -107,7 +108,15 @@ def path(*parts: str) -> str:
     """Returns a path under /v1 with quoted ids. An empty id is refused, because it would name the whole collection."""
     for part in parts:
         check_id(part)
-    return "/v1/" + "/".join(quote(part, safe="") for part in parts)
+    return "/v1/" + "/".join(_quoted(part) for part in parts)
+
+
+def _quoted(id: str, safe: str = "") -> str:
+    """Returns an id as a part of a path. Raises BadRequest if it is not Unicode."""
+    try:
+        return quote(id, safe)
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"the id {id!r} is not Unicode", param="id") from error
 
 
 def as_model(model: type[M]) -> Callable[[httpx.Response], M]:
@@ -270,7 +279,7 @@ def reference_index(start: bool = False) -> ApiRequest[types.ReferenceIndex]:
 
 
 def model(id: str) -> ApiRequest[types.Model]:
-    return ApiRequest("GET", f"/v1/models/{quote(id)}", as_model(types.Model), repeatable=True)
+    return ApiRequest("GET", f"/v1/models/{_quoted(id, safe='/')}", as_model(types.Model), repeatable=True)
 
 
 def health() -> ApiRequest[types.Health]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -21,6 +22,7 @@ LIMITS = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=64)
 TIMEOUT = httpx.Timeout(10, read=600, write=600, pool=600)
 KEY_VARIABLE, URL_VARIABLE = "MPIC_API_KEY", "MPIC_URL"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+H = TypeVar("H", httpx.Client, httpx.AsyncClient)
 
 
 def server_address(url: str | None) -> str:
@@ -78,6 +80,25 @@ def client_options(
     }
 
 
+def http_client(kind: Callable[..., H], **options: Any) -> H:
+    """Returns an httpx client, which reads the proxies and certificates of the environment while it is made.
+
+    Args:
+        kind: its class.
+        options: see ``client_options``; and ``transport``.
+
+    Raises:
+        BadRequest: the environment names a proxy or certificates that httpx cannot use.
+    """
+    try:
+        return kind(**options)
+    except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
+        raise BadRequest(
+            f"the proxy or the certificates that the environment names cannot be used: {error} (HTTP_PROXY, "
+            "HTTPS_PROXY, ALL_PROXY, NO_PROXY, SSL_CERT_FILE, SSL_CERT_DIR)"
+        ) from error
+
+
 def _timeout(timeout: float | httpx.Timeout | None) -> httpx.Timeout:
     if timeout is None or isinstance(timeout, httpx.Timeout):
         return timeout or TIMEOUT
@@ -95,3 +116,24 @@ def request_options(request: ApiRequest[Any]) -> Iterator[dict[str, Any]]:
     else:
         with request.upload.opened() as file:
             yield {**options, "data": request.form, "files": {"file": file}}
+
+
+def unsendable(request: ApiRequest[Any], error: Exception) -> BadRequest:
+    """Returns the error for a request of which httpx cannot make a message, with the field at fault."""
+    for fields in (request.json, request.form, request.params):
+        for name, value in fields.items() if isinstance(fields, Mapping) else ():
+            why = _no_json(value)
+            if why is not None:
+                return BadRequest(f"{name} cannot be sent: {why}", param=str(name))
+    return BadRequest(f"the request cannot be sent: {error}")
+
+
+def _no_json(value: Any) -> str | None:
+    """Returns the reason why JSON in UTF-8 cannot hold a value, or None."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).encode()
+    except UnicodeEncodeError:
+        return "it has text that is not Unicode (bytes that are not UTF-8, or half of a surrogate pair)"
+    except ValueError as error:
+        return str(error)
+    return None

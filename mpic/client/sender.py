@@ -8,7 +8,7 @@ import httpx
 
 from mpic.client.endpoints import ApiRequest
 from mpic.client.errors import ClientClosed, from_response, from_transport
-from mpic.client.httpx_options import request_options
+from mpic.client.httpx_options import request_options, unsendable
 from mpic.client.io import AsyncIO, SyncIO
 from mpic.client.retry import Retry
 from mpic.client.sources import Sources
@@ -43,7 +43,10 @@ class Sender(Generic[IO]):
             outcome: httpx.Response | httpx.RequestError
             try:
                 with request_options(request) as options:
-                    message = http.build_request(request.method, request.path, **options)
+                    try:
+                        message = http.build_request(request.method, request.path, **options)
+                    except (ValueError, httpx.InvalidURL) as exc:
+                        raise unsendable(request, exc) from exc
                     outcome = await self.io.send(message, stream)
                     if outcome.is_success:
                         return outcome

@@ -3,12 +3,14 @@
 import asyncio
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 import mpic
 from mpic import errors
+from mpic.cli import completion
 from mpic.client.errors import from_response
 from mpic.client.httpx_options import client_options
 from mpic.server import create_app  # noqa: F401  every error a server can send is then defined
@@ -144,6 +146,50 @@ def test_a_request_that_cannot_be_sent_is_an_error_of_the_client():
         with pytest.raises(mpic.client.ClientError, match="cannot be sent") as caught:
             client.health()
     assert not isinstance(caught.value, mpic.client.Unreachable)
+
+
+HALF = "a\ud83d"
+"""A text that ends in half of a surrogate pair."""
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        (lambda client: client.chat.completions.create(HALF), "messages"),
+        (lambda client: client.chat.completions.create("hi", temperature=float("nan")), "temperature"),
+        (lambda client: client.references.search("hi", filter={"year": float("inf")}), "filter"),
+        (lambda client: client.files.create(b"text", HALF), "handle"),
+        (lambda client: client.files.list(after=HALF), "after"),
+        (lambda client: client.files.retrieve(HALF), "id"),
+        (lambda client: client.models.retrieve(HALF), "id"),
+        (lambda client: client.files.retrieve("x" * 70_000), None),
+    ],
+)
+def test_a_value_that_no_request_can_hold_is_refused_by_name(call, param):
+    with scripted(httpx.Response(200)) as client, pytest.raises(mpic.BadRequest) as caught:
+        list(call(client))
+    assert caught.value.param == param
+    caught.value.message.encode()  # it can be printed
+
+
+@pytest.mark.parametrize("kind", [mpic.MPIC, mpic.AsyncMPIC])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:9"),
+        ("ALL_PROXY", "socks://127.0.0.1:9"),
+        ("HTTPS_PROXY", "http://host:port"),
+        ("SSL_CERT_FILE", "/no/such/file"),
+    ],
+)
+def test_a_proxy_or_certificates_that_cannot_be_used_are_an_error_of_ours(monkeypatch, kind, name, value):
+    monkeypatch.setitem(sys.modules, "socksio", None)  # as where it is not installed
+    monkeypatch.setenv(name, value)
+    kind("http://127.0.0.1:8000")  # this machine is reached without a proxy
+    with pytest.raises(mpic.BadRequest, match=r"that the environment names cannot be used.*ALL_PROXY"):
+        kind("http://example.org")
+    context = SimpleNamespace(params={"url": "http://example.org", "api_key": None})
+    assert completion.handles(context, "") == []
 
 
 def test_the_sdk_needs_neither_torch_nor_the_server():
