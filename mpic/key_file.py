@@ -43,7 +43,12 @@ class KeyFile:
         self._missing = False  # the log says that there is none
         # Every request reads, and must not wait for those who write, as these wait for the disk.
         self._reading, self._writing = threading.Lock(), threading.Lock()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise DatabaseFailed(
+                f"the folder {folder} cannot be made or opened ({error.strerror})"
+            ) from error
         with self._translated():
             self._connect("rwc", PATIENCE).close()  # makes the file if there is none
             self._open(PATIENCE)

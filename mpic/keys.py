@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpic.database import PATIENCE
-from mpic.errors import BadRequest, NotFound
+from mpic.errors import BadRequest, DatabaseFailed, NotFound
 from mpic.key_file import FILE, KeyFile
 
 LOGIN_SECONDS = 12 * 3600
@@ -215,8 +215,12 @@ class KeyStore:
 
 def any_keys(folder: Path) -> bool:
     """Returns whether a key was ever made for this folder. Unlike a ``KeyStore``, it creates neither the folder nor a
-    file."""
-    if not (folder / FILE).is_file():
+    file. Raises the errors of a ``KeyStore``."""
+    try:
+        found = (folder / FILE).is_file()
+    except OSError as error:
+        raise DatabaseFailed(f"{folder / FILE} cannot be looked at ({error.strerror})") from error
+    if not found:
         return False
     with closing(KeyStore(folder)) as keys:
         return keys.exist()

@@ -10,11 +10,12 @@ import importlib.util
 import json
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpic.config import Config, ConfigError, EngineConfig, RetrievalConfig, origins
-from mpic.errors import LibraryInUse, ModelRefused
+from mpic.errors import LibraryInUse, ModelRefused, MPICError
 from mpic.http.listening import bind
 from mpic.keys import any_keys
 
@@ -31,6 +32,7 @@ def check(config: Config) -> None:
         ConfigError: a setting is not valid, the port is taken, or a file that a setting names does not exist.
         ModelRefused: the model is a folder that does not exist or holds no model.
         LibraryInUse: another process has the library open.
+        DatabaseFailed, DatabaseDamaged: the API keys cannot be read.
     """
     root = Path(config.library.data_dir)
     has_keys = any_keys(root)
@@ -49,8 +51,10 @@ def check(config: Config) -> None:
 
 def check_folder(root: Path) -> None:
     """Checks that a library can be opened or made in a folder. Raises ConfigError, LibraryInUse."""
-    there = next(parent for parent in (root.absolute(), *root.absolute().parents) if parent.exists())
-    if not there.is_dir():
+    with _looking_at(root, ConfigError, "data_dir"):
+        there = next(parent for parent in (root.absolute(), *root.absolute().parents) if parent.exists())
+        is_folder = there.is_dir()
+    if not is_folder:
         raise ConfigError(f"{there} is not a folder: give another one as --data-dir", param="data_dir")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(
@@ -58,7 +62,8 @@ def check_folder(root: Path) -> None:
         )
     if there != root.absolute():
         return
-    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with _looking_at(root, ConfigError, "data_dir"):
+        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:  # the lock that FolderLock holds; file systems that cannot lock folders are left to FolderLock
         with suppress(OSError):
             try:
@@ -100,10 +105,13 @@ def check_engine(config: EngineConfig) -> None:
 def check_model(model: str) -> None:
     """Checks that the folder of a model exists, if the model is named by a path. Raises ModelRefused."""
     path = Path(model)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    with _looking_at(model, ModelRefused):
+        is_folder, exists = path.is_dir(), path.exists()
+        holds_model = is_folder and (path / "config.json").is_file()
+    if is_folder:
+        if not holds_model:
             raise ModelRefused(f"{model} holds no model: it has no config.json")
-    elif path.exists():
+    elif exists:
         raise ModelRefused(f"{model} is a file; --model takes a model's folder, or an id of the hub")
     elif not is_hub_id(model):
         raise ModelRefused(f"there is no folder {model}; --model takes a model's folder, or an id of the hub")
@@ -113,8 +121,11 @@ def check_embedder(config: RetrievalConfig) -> None:
     """Checks that the folder of an embedder exists, if it is named by a path. Raises ConfigError."""
     name, weights = config.embedder, config.embedder_weights
     path = Path(name)
-    if path.is_dir():
-        if not (path / "open_clip_config.json").is_file():
+    with _looking_at(name, ConfigError, "embedder"):
+        is_folder = path.is_dir()
+        holds_model = is_folder and (path / "open_clip_config.json").is_file()
+    if is_folder:
+        if not holds_model:
             raise ConfigError(
                 f"{name} holds no open_clip model: it has no open_clip_config.json", param="embedder"
             )
@@ -124,12 +135,21 @@ def check_embedder(config: RetrievalConfig) -> None:
         raise ConfigError(
             f"the embedder {name!r} has no weights: name them in embedder_weights", param="embedder_weights"
         )
-    if (
-        weights
-        and (Path(weights).is_absolute() or weights.startswith((".", "~")))
-        and not Path(weights).is_file()
-    ):
+    if not (weights and (Path(weights).is_absolute() or weights.startswith((".", "~")))):
+        return
+    with _looking_at(weights, ConfigError, "embedder_weights"):
+        exists = Path(weights).is_file()
+    if not exists:
         raise ConfigError(f"there is no file {weights} with weights", param="embedder_weights")
+
+
+@contextmanager
+def _looking_at(path: str | Path, error: type[MPICError], param: str | None = None) -> Iterator[None]:
+    """Raises this error instead of OSError, such as that of a folder that this user may not enter."""
+    try:
+        yield
+    except OSError as why:
+        raise error(f"{path} cannot be looked at ({why.strerror})", param=param) from why
 
 
 def is_hub_id(name: str) -> bool:

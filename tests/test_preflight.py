@@ -1,16 +1,18 @@
 """Problems that prevent a start are reported before anything slow is loaded."""
 
+import errno
 import fcntl
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mpic import preflight
 from mpic.config import ConfigError, load_config
-from mpic.errors import LibraryInUse, ModelRefused
+from mpic.errors import DatabaseFailed, LibraryInUse, ModelRefused
 
 
 @pytest.fixture
@@ -48,6 +50,43 @@ def test_what_can_run_passes_and_nothing_is_made(config, tmp_path):
 def test_what_cannot_run_is_refused_with_the_reason(config, flags, error, why):
     with pytest.raises(error, match=why):
         preflight.check(config(**flags))
+
+
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [
+        ("data_dir", DatabaseFailed),
+        ("model", ModelRefused),
+        ("embedder", ConfigError),
+        ("embedder_weights", ConfigError),
+    ],
+)
+def test_what_must_not_be_looked_at_is_refused_with_its_path(config, monkeypatch, tmp_path, key, error):
+    closed = tmp_path / "closed"
+    refuse(monkeypatch, "os.stat", closed)
+    with pytest.raises(error, match=f"{closed}.* cannot be looked at"):
+        preflight.check(config(**{key: str(closed)}))
+
+
+@pytest.mark.parametrize("function", ["os.stat", "os.open"])
+def test_a_data_folder_that_must_not_be_opened_is_refused_with_its_path(monkeypatch, tmp_path, function):
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    refuse(monkeypatch, function, closed)
+    with pytest.raises(ConfigError, match=f"{closed} cannot be looked at"):
+        preflight.check_folder(closed)
+
+
+def refuse(monkeypatch, function, folder):
+    """Has a function of ``os`` refuse a folder and what is in it, also to the superuser, who may do everything."""
+    original = getattr(os, function.removeprefix("os."))
+
+    def refusing(path, *args, **options):
+        if not isinstance(path, int) and Path(path).is_relative_to(folder):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path, *args, **options)
+
+    monkeypatch.setattr(function, refusing)
 
 
 def test_a_library_that_is_open_elsewhere_is_told_with_the_way_out(config, tmp_path):
