@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -130,7 +131,8 @@ def find(client: MPIC, name: str) -> File:
     """Returns an upload by its id or its handle (also in the form ``IMAGE#NAME``), ignoring case. Raises
     FileNotFound."""
     if name.startswith("file-"):
-        return client.files.retrieve(name)
+        with suppress(FileNotFound):  # a handle may begin like an id
+            return client.files.retrieve(name)
     handle = name.removeprefix("IMAGE#").removeprefix("FILE#")
     for file in client.files.list(limit=1000):
         if file.handle and file.handle.upper() == handle.upper():

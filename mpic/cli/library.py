@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from mpic.cli import library_backup, library_give, library_press
 from mpic.cli.common import Json, command_app, out, print_json, print_result, print_table, progress
 from mpic.cli.folder import ConfigFile, DataDir, inspect_library, open_library, open_or_inspect
-from mpic.errors import NotFound
+from mpic.errors import NotFound, UnknownHandle
 from mpic.keys import Key, KeyStore, any_keys
 
 if TYPE_CHECKING:
@@ -300,14 +300,25 @@ def show_results(results: list[ImportResult], as_json: bool) -> None:
 
 
 def _find(library: Library, name: str, user: str) -> File | Reference:
-    if name.startswith("ref_"):
-        return library.references.get(name)
-    if name.startswith("file-"):
-        row = library.catalog.one("SELECT owner FROM files WHERE id = ?", name)
-        if row is None:
-            raise NotFound(f"no file {name!r}")
-        return library.files.get(row["owner"], name)
-    return library.files.by_handle(user, name)
+    """Returns a file or a reference by its id, or a file by its handle, which may begin like an id. Raises NotFound."""
+    if not name.startswith(("ref_", "file-")):
+        return library.files.by_handle(user, name)
+    try:
+        return _by_id(library, name)
+    except NotFound as no_id:
+        try:
+            return library.files.by_handle(user, name)
+        except UnknownHandle:
+            raise no_id from None
+
+
+def _by_id(library: Library, id: str) -> File | Reference:
+    if id.startswith("ref_"):
+        return library.references.get(id)
+    row = library.catalog.one("SELECT owner FROM files WHERE id = ?", id)
+    if row is None:
+        raise NotFound(f"no file {id!r}")
+    return library.files.get(row["owner"], id)
 
 
 def _key_quotas(root: Path) -> list[Key]:

@@ -119,7 +119,7 @@ def search(
     client: MPIC,
     text: Annotated[str | None, typer.Argument(help="what to look for")] = None,
     image: Annotated[
-        Path | None, typer.Option(help="look for references like this image", exists=True)
+        Path | None, typer.Option(help="look for references like this image", exists=True, dir_okay=False)
     ] = None,
     top_k: Annotated[int, typer.Option(help="most references, 1 to 100")] = 5,
     min_score: Annotated[
@@ -149,13 +149,13 @@ def import_(
     Links out of the folder are refused. Run it again to resume: references that exist are left as they are, those that
     have changed are replaced.
     """
-    import asyncio
-
     from mpic.cli.library import show_results
+    from mpic.client.io import finish
     from mpic.library.copies.bulk_import import import_references
 
     with progress("importing", None, as_json) as advance:
-        results = asyncio.run(import_references(source, IntoServer(client), lambda result: advance(1)))
+        # not asyncio.run: its event loop would take the first Ctrl-C, and nothing here ever waits for that loop
+        results = finish(import_references(source, IntoServer(client), lambda result: advance(1)))
     show_results(results, as_json)
 
 

@@ -177,7 +177,10 @@ def _plain(one: FileOutcome) -> dict[str, object]:
     if one.file is not None:
         return one.file.model_dump(mode="json")
     assert one.error is not None
-    return {"path": str(one.path), "handle": one.handle, **one.error.body()}
+    from mpic.client.sources import unicode_name
+
+    named = {"path": unicode_name(str(one.path)), "handle": unicode_name(one.handle)}
+    return {**named, **one.error.body()}
 
 
 def stem_handle(path: Path) -> str:

@@ -1,5 +1,6 @@
 """The command line, against a real server where one is needed."""
 
+import errno
 import io
 import json
 import os
@@ -83,6 +84,29 @@ def test_mistakes_are_one_line(mpic, tmp_path):
     assert "unknown key 'modle'" in err and "[config_error]" in err
     status, _, err = mpic("serve", "--host", "0.0.0.0")
     assert status == 1 and "no API keys" in err and err.count("\n") == 1
+    status, _, err = mpic("keys", "list", "--data-dir", file)
+    assert status == 1 and str(file) in err and "[database_failed]" in err and err.count("\n") == 1
+    status, _, err = mpic("chat", "-m", os.fsdecode(b"caf\xe9"), "--url", "http://127.0.0.1:9")
+    assert (
+        status == 1 and "messages cannot be sent" in err and "[bad_request]" in err and err.count("\n") == 1
+    )
+    status, _, err = mpic("files", "show", os.fsdecode(b"file-\xe9"), "--url", "http://127.0.0.1:9")
+    assert status == 1 and "[bad_request]" in err and err.count("\n") == 1
+
+
+def test_a_folder_that_must_not_be_looked_at_is_one_line(mpic, monkeypatch, tmp_path):
+    stat = os.stat
+
+    def refusing(path, *args, **options):
+        if not isinstance(path, int) and str(path).startswith(str(tmp_path)):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr("os.stat", refusing)  # the superuser may look at everything
+    for args in (("serve", "--model", tmp_path), ("serve", "--data-dir", tmp_path)):
+        status, out, err = mpic(*args, "--port", "0")
+        assert status == 1 and out == "" and err.count("\n") == 1
+        assert str(tmp_path) in err and "Permission denied" in err
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--port", "70000"), ("--log-level", "verbose")])

@@ -170,6 +170,35 @@ def test_a_file_whose_name_is_not_utf_8_or_very_long_is_uploaded(mpic, tmp_path)
     mpic("files", "delete", *(file["id"] for file in shown))
 
 
+def test_a_batch_with_a_refused_file_or_handle_that_is_not_utf_8_is_told_whole(url, tmp_path):
+    bad, good = tmp_path / os.fsdecode(b"bad\xe9.png"), tmp_path / "good of a batch.txt"
+    bad.write_bytes(b"\xff\x00 neither a picture nor a text")
+    good.write_text("some good text")
+
+    def told(*args):
+        result = CliRunner().invoke(cli.app, ["upload", *map(str, args), "--json", "--url", url])
+        assert result.exit_code == 1
+        return json.loads(result.stdout)
+
+    refused, uploaded = told(bad, good)
+    assert refused["path"].endswith("bad\ufffd.png") and "code" in refused["error"]
+    with MPIC(url) as client:
+        client.files.delete(uploaded["id"])
+    [refused] = told(good, "--handle", os.fsdecode(b"caf\xe9"))
+    assert (refused["handle"], refused["error"]["param"]) == ("caf\ufffd", "handle")
+
+
+@pytest.mark.parametrize("handle", ["file-notes", "ref_notes"])
+def test_a_handle_that_begins_like_an_id_names_its_file(mpic, tmp_path, handle):
+    text = tmp_path / "notes.txt"
+    text.write_text(f"notes called {handle}")
+    [made] = json.loads(mpic("upload", text, "--handle", handle, "--json"))
+    for name in (handle, f"FILE#{handle}", made["id"]):
+        assert json.loads(mpic("files", "show", name, "--json"))["id"] == made["id"]
+    mpic("files", "delete", handle)
+    assert mpic("files", "show", handle, fails=True).code == "file_not_found"
+
+
 def test_ids_stay_whole_in_a_narrow_terminal(mpic, monkeypatch, tmp_path):
     text = tmp_path / "book.txt"
     text.write_text("Some text of a book.")

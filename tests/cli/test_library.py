@@ -56,6 +56,13 @@ def test_show_finds_by_id_and_handle(mpic, root):
     shown = json.loads(out)
     assert shown["metadata"] == {"a": 1} and [chunk["state"] for chunk in shown["chunks"]] == ["ready"]
     assert json.loads(mpic("show", shown["id"], "--data-dir", root, "--json")[1]) == shown
+    with Library.open(root) as library:
+        made = {
+            name: library.files.add("local", name.encode(), "n.txt", handle=name).id
+            for name in ("ref_n", "file-n")
+        }
+    for name, id in made.items():  # handles that begin like ids
+        assert json.loads(mpic("show", name, "--data-dir", root, "--json")[1])["id"] == id
     codes = {"nobody": "unknown_handle", "ref_x": "reference_not_found", "file-x": "not_found"}
     for name, code in codes.items():
         status, _, err = mpic("show", name, "--data-dir", root)

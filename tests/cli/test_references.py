@@ -1,9 +1,12 @@
 """``mpic references`` against a real server."""
 
 import json
+import signal
 
 import pytest
 from server_helpers import png
+
+from mpic.cli import references
 
 
 @pytest.fixture
@@ -58,6 +61,42 @@ def test_an_import_is_resumed_by_running_it_again(run, tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in [{**rows[0], "title": "new"}, *rows[1:]]))
     assert run("import", file)["counts"] == {"replaced": 1, "unchanged": 1, "added": 1}
     assert run("search", "fact", "--filter", '{"i": {"gte": 1}}', "--top-k", "9") != []
+
+
+@pytest.fixture
+def sigint():
+    """The signal is handled as in a program that has just started, whatever runs the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_first_ctrl_c_ends_an_import(mpic, sigint, monkeypatch, tmp_path):
+    added = []
+
+    class Interrupted:
+        def __init__(self, client):
+            pass
+
+        async def there(self, id):
+            return None
+
+        async def add(self, item, content):
+            if len(added) == 1:
+                signal.raise_signal(signal.SIGINT)
+            added.append(item.id)
+            return "text"
+
+    monkeypatch.setattr(references, "IntoServer", Interrupted)
+    file = tmp_path / "some.jsonl"
+    file.write_text("".join(json.dumps({"id": f"n{i}", "title": "T", "text": "t"}) + "\n" for i in range(5)))
+    status, out, _ = mpic("references", "import", file, "--json")
+    assert (status, out, added) == (130, "", ["ref_n0"])
+
+
+def test_a_search_like_a_folder_is_a_wrong_command_line(mpic, tmp_path):
+    status, _, err = mpic("references", "search", "--image", tmp_path, "--url", "http://127.0.0.1:9")
+    assert status == 2 and "--image" in err
 
 
 def test_refusals_are_one_line_with_a_code(run):
