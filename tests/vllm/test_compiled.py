@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from mpic.engine.vllm.frontend import compiled
-from mpic.engine.vllm.wire import NOT_WRITTEN, part_name
-from mpic.errors import CompileFailed
+from mpic.engine.vllm.wire import NO_MEMORY, NOT_WRITTEN, part_name
+from mpic.errors import CompileFailed, EngineStopped, OutOfMemory
 
 TIMEOUT = 30.0
 
@@ -60,3 +60,20 @@ def test_a_chunk_that_could_not_be_written_is_given_up_at_once(spool):
     with pytest.raises(CompileFailed, match="not written"):
         compiled.read_compiled(spool.mine, TIMEOUT)
     assert spool.now == 5
+
+
+def test_a_chunk_that_a_worker_had_no_memory_for_can_be_asked_for_again(spool):
+    (spool.mine / f"{part_name(0, 0)}{NO_MEMORY}").touch()
+    with pytest.raises(OutOfMemory):
+        compiled.read_compiled(spool.mine, TIMEOUT)
+
+
+def test_nothing_more_is_waited_for_when_vllm_has_died(spool):
+    """What it has written to the end is read."""
+    spool.at = {20.0: lambda: (spool.other / "part.tmp").write_bytes(b"x")}
+    with pytest.raises(EngineStopped, match="died"):
+        compiled.read_compiled(spool.mine, TIMEOUT, dead=lambda: spool.now >= 5)
+    assert spool.now == 5
+    finish(spool)
+    inputs, _ = compiled.read_compiled(spool.mine, TIMEOUT, dead=lambda: True)
+    assert len(inputs) == 3

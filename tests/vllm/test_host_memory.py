@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import random
 from unittest.mock import Mock
@@ -178,6 +179,19 @@ def test_a_disk_that_does_not_answer_fails_a_load_and_not_the_readers(make, want
         load = loaded(memory, wanted[:1])
     assert (load.chunks[0].state, load.chunks[0].code) == ("failed", "corrupt")
     again = loaded(memory, wanted[:1])
+    assert again.chunks[0].state == "ready"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")])
+def test_a_file_that_there_is_no_memory_for_is_not_called_damaged(make, wanted, monkeypatch, error):
+    memory = make(chunks=5)
+    monkeypatch.setattr(ChunkFile, "read_layers", Mock(side_effect=error))
+    load = memory.load(wanted[:1])
+    finish(memory, load)
+    assert (load.chunks[0].state, load.chunks[0].code) == ("failed", "out_of_memory")
+    monkeypatch.undo()
+    again = memory.load(wanted[:1])
+    finish(memory, again)
     assert again.chunks[0].state == "ready"
 
 

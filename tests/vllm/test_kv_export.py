@@ -21,7 +21,7 @@ from mpic.engine.vllm.plugin.kv_export import KVExporter
 from mpic.engine.vllm.plugin.prompt_snapshot import snapshot
 from mpic.engine.vllm.plugin.runner import PromptInputs
 from mpic.engine.vllm.plugin.step_messages import ChunkExport, StepReport
-from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, part_name
+from mpic.engine.vllm.wire import DISK_FULL, NO_MEMORY, NOT_WRITTEN, part_name
 
 WAIT = 60.0
 BLOCKS = (5, 2, 7)
@@ -117,6 +117,14 @@ def test_a_device_that_cannot_be_read_at_all_ends_the_request_and_not_the_engine
     exporter.close()
 
 
+def test_an_export_that_cannot_begin_without_memory_says_so(exporter, order):
+    """Whoever asked for it may try again."""
+    runner = runner_with(paged())
+    runner.prompt_inputs = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+    exporter.export(runner, "a", order)
+    assert runner.report.faults["a"].code == "out_of_memory"
+
+
 def test_an_export_without_a_thread_to_read_it_ends_its_request_and_releases_its_blocks(exporter, order):
     """Its thread has been stopped, or the system gives no other one."""
     exporter.close()
@@ -127,7 +135,13 @@ def test_an_export_without_a_thread_to_read_it_ends_its_request_and_releases_its
 
 
 @pytest.mark.parametrize(
-    "error, name", [(RuntimeError("the device is lost"), NOT_WRITTEN), (OSError(28, "full"), DISK_FULL)]
+    "error, name",
+    [
+        (RuntimeError("the device is lost"), NOT_WRITTEN),
+        (OSError(28, "full"), DISK_FULL),
+        (MemoryError(), NO_MEMORY),
+        (torch.OutOfMemoryError("CUDA out of memory."), NO_MEMORY),
+    ],
 )
 def test_an_export_that_fails_later_tells_the_frontend_and_releases_its_blocks(
     exporter, device, order, tmp_path, error, name

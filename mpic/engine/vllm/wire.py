@@ -26,7 +26,7 @@ FIRST_SOFT = 1 << 30
 """The id of an adapter's first trained token. In prompts, those of header and trailer have the ids from here on: above
 every vocabulary, and within int32, which vLLM keeps ids in. The workers' embedding layer gives them the adapter's
 vectors, so that to vLLM they are tokens like any other."""
-DISK_FULL, NOT_WRITTEN = "-full.failed", "-error.failed"
+DISK_FULL, NO_MEMORY, NOT_WRITTEN = "-full.failed", "-memory.failed", "-error.failed"
 """Ends of the names of empty files that stand for parts of a compiled chunk that could not be written."""
 
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import threading
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -32,6 +32,7 @@ from mpic.errors import (
     EngineStopped,
     InvalidImage,
     MPICError,
+    OutOfMemory,
     StorageFull,
     UnsupportedModality,
 )
@@ -48,6 +49,9 @@ NO_CLIPS = (
 )
 RENDERED_AT_ONCE = 2
 """Prompts with images that are rendered at the same time; each has all of its images decoded in this process."""
+REPORTED = {kind.code: kind for kind in (StorageFull, OutOfMemory)}
+"""Errors whose codes a connector's report may carry, and that a caller treats differently from others: it may try
+again."""
 
 
 class Gauges(StatLoggerBase):
@@ -241,7 +245,8 @@ class VLLMClient:
 
         Raises:
             CompileFailed: vLLM did not follow the order.
-            StorageFull: a worker found the disk full.
+            StorageFull, OutOfMemory: a worker found the disk full, or had not enough memory.
+            EngineStopped: vLLM has died, or ends.
         """
         params = SamplingParams(
             max_tokens=1,
@@ -257,17 +262,33 @@ class VLLMClient:
         async for output in self.generate(prompt, params):
             last = output
         report = report_of(last)
-        if report.get("error"):
-            kind = StorageFull if report["error"] == StorageFull.code else CompileFailed
-            raise kind(str(report.get("message") or report["error"]))
-        if last is None or last.outputs[0].finish_reason not in ("length", "stop"):
-            raise CompileFailed("vLLM did not compute the chunk to its end")
+        if report.get("error") or last is None or last.outputs[0].finish_reason not in ("length", "stop"):
+            raise unfinished("the chunk was not computed to its end", last, report, CompileFailed)
 
 
 def report_of(output: RequestOutput | None) -> dict[str, Any]:
     """Returns the connector's report that an output carries; empty if there is none."""
     params = (output.kv_transfer_params if output is not None else None) or {}
     return params.get(FIELD) or {}
+
+
+def unfinished(
+    what: str, last: RequestOutput | None, report: Mapping[str, Any], otherwise: type[MPICError]
+) -> MPICError:
+    """Returns the error of a request that vLLM did not compute to its end.
+
+    Args:
+        what: a clause that says what is missing.
+        last: its last output; None if there was none.
+        report: the connector's newest report.
+        otherwise: type of the error when the report names none that has a type of its own.
+    """
+    code = report.get("error")
+    if not code and last is not None and last.outputs[0].finish_reason == "abort":
+        # we hear nothing more of requests that we abort, so vLLM's processes are ending
+        return EngineStopped("vLLM is being stopped")
+    why = report.get("message") or code or "vLLM ended the request"
+    return REPORTED.get(code, otherwise)(f"{what}: {why}", reason=code)
 
 
 @contextmanager

@@ -104,7 +104,8 @@ def _contained(method: Callable[..., Any]) -> Callable[..., Any]:
             self.fail(tracked, error.code, error.message)
         except Exception as error:  # in the scheduler it would end the engine with all requests
             logger.exception("request %s: its order cannot be followed", tracked.request.request_id)
-            self.fail(tracked, "internal_error", f"the order could not be followed: {error!r}")
+            message = f"the order could not be followed: {error!r}"
+            self.fail(tracked, *EndReason.of(error, "internal_error", message))
         return None
 
     return contained

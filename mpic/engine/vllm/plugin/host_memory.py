@@ -26,10 +26,11 @@ from mpic.engine.vllm.plugin.chunk_inputs import (
     first_layer_inputs,
     prompt_inputs,
 )
-from mpic.errors import CorruptFile
+from mpic.errors import CorruptFile, OutOfMemory
 from mpic.kv.chunk import ChunkInputs
 from mpic.kv.file import ChunkFile
 from mpic.kv.page_locked import PAGE_LOCKED, page_locked_bytes
+from mpic.memory import as_errors
 
 logger = init_logger(__name__)
 
@@ -39,8 +40,8 @@ class CachedFile:
 
     Attributes:
         state: ``reading``, ``ready`` or ``failed``.
-        code, reason: the cause of the failure; the code is ``missing``, ``corrupt``, ``mismatch``, ``forbidden`` or
-            ``internal_error``.
+        code, reason: the cause of the failure; the code is ``missing``, ``corrupt``, ``mismatch``, ``forbidden``,
+            ``out_of_memory`` or ``internal_error``.
         file: its absolute path with symbolic links resolved.
         inputs: known as soon as the file is open, before its KV is read; ids as prompts have them (``prompt_inputs``).
         sink: sink tokens it was compiled behind.
@@ -261,13 +262,17 @@ class HostMemory:
                 return
         code = reason = ""
         try:
-            read(chunk)
+            with as_errors():
+                read(chunk)
         except FileRefused as error:
             code, reason = error.code, str(error)
         except FileNotFoundError:
             code, reason = "missing", f"{chunk.path} does not exist"
         except CorruptFile as error:
             code, reason = "corrupt", error.message
+        except OutOfMemory as error:
+            logger.warning("chunk file %s could not be read: %s", chunk.path, error)
+            code, reason = error.code, f"{chunk.path} could not be read: {error.message}"
         except OSError as error:
             code, reason = "corrupt", f"{chunk.path} cannot be read: {error}"
         except Exception as error:  # otherwise it is lost, and the request waits for ever

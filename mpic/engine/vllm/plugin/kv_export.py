@@ -26,8 +26,9 @@ from mpic.durable import FULL, TEMPORARY
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
 from mpic.engine.vllm.plugin.prompt_snapshot import PromptSnapshot, snapshot
 from mpic.engine.vllm.plugin.step_messages import ChunkExport, EndReason
-from mpic.engine.vllm.wire import DISK_FULL, NOT_WRITTEN, part_name
+from mpic.engine.vllm.wire import DISK_FULL, NO_MEMORY, NOT_WRITTEN, part_name
 from mpic.kv.readback import Readback, readback_for
+from mpic.memory import is_exhaustion
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -78,9 +79,8 @@ class KVExporter:
             self._reader.submit(_run, job, paged, readback, parallel, self._writer)
         except Exception as error:  # an exception here would end the engine
             read.set()
-            runner.report.faults[request] = EndReason(
-                "compile_failed", f"the chunk's KV could not be read: {error!r}"
-            )
+            message = f"the chunk's KV could not be read: {error!r}"
+            runner.report.faults[request] = EndReason.of(error, "compile_failed", message)
             return
         if parallel.pipeline_parallel_size > 1:
             # a step that is already under way may preempt the request, which would give its blocks to another one
@@ -132,10 +132,11 @@ def _errors_told(path: Path) -> Iterator[None]:
     except Exception as error:
         logger.warning("a compiled chunk is not exported: %r", error)
         full = (isinstance(error, OSError) and error.errno in FULL) or "No space left" in str(error)
+        name = DISK_FULL if full else NO_MEMORY if is_exhaustion(error) else NOT_WRITTEN
         # the folder is gone because nobody waits any more, or the frontend will time out
         with suppress(OSError):
             path.with_suffix(TEMPORARY).unlink(missing_ok=True)
-            path.with_name(path.stem + (DISK_FULL if full else NOT_WRITTEN)).touch()
+            path.with_name(path.stem + name).touch()
 
 
 def _read(job: _Job, paged: PagedCache, readback: Readback) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

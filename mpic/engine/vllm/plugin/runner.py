@@ -162,7 +162,7 @@ class LinkRunner:
         code = "internal_error"
         if isinstance(error, (CorruptFile, OSError)):
             code = "missing" if isinstance(error, FileNotFoundError) else "corrupt"
-        self.report.faults[request] = EndReason(code, f"a chunk could not be placed: {error!r}")
+        self.report.faults[request] = EndReason.of(error, code, f"a chunk could not be placed: {error!r}")
 
     def plan_step(
         self, requests: Sequence[str], scheduled: np.ndarray, computed: np.ndarray

@@ -9,7 +9,9 @@ from typing import NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from mpic.engine.vllm.plugin.host_memory import CachedFile
+from mpic.errors import OutOfMemory
 from mpic.link import Ranges
+from mpic.memory import is_exhaustion
 
 
 class EndReason(NamedTuple):
@@ -17,6 +19,13 @@ class EndReason(NamedTuple):
 
     code: str
     message: str
+
+    @classmethod
+    def of(cls, error: Exception, code: str, message: str) -> EndReason:
+        """Returns the reason of an error. Short memory has its own code, whatever failed for it, because the caller may
+        try again."""
+        short = isinstance(error, OutOfMemory) or is_exhaustion(error)
+        return cls(OutOfMemory.code if short else code, message)
 
 
 class PlacedChunk(NamedTuple):
