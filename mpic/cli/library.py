@@ -197,15 +197,16 @@ def library_export(
     It has no compiled chunks, which belong to a model and are compiled again, and no explicit caches (`/v1/caches`).
     `mpic library import` reads it.
     """
+    from mpic.client.sources import unicode_name
     from mpic.library.copies.archive import export, size_of
 
     with open_library(data_dir, config) as library:
         with progress("exporting", size_of(library, user), as_json) as advance:
             count = export(library, path, user, advance)
-    size = path.stat().st_size
+    size, name = path.stat().st_size, unicode_name(str(path))
     print_result(
-        {"path": str(path), "entries": count, "bytes": size},
-        f"{count:,} entries, {decimal(size)} in {path}",
+        {"path": name, "entries": count, "bytes": size},
+        f"{count:,} entries, {decimal(size)} in {name}",
         as_json,
     )
 
