@@ -131,13 +131,12 @@ def test_a_damaged_file_in_the_cache_folder_is_built_again(tmp_path, monkeypatch
 
 
 @needs_compiler
-@pytest.mark.parametrize("part", [0.0, 0.5, 0.9])
-def test_a_file_that_ends_too_early_is_not_loaded(part, tmp_path, monkeypatch):
+def test_a_file_that_ends_too_early_is_not_loaded(tmp_path, monkeypatch):
     """A copy of the folder may have been interrupted. Loading such a file ends the process with a bus error, which
     nothing can catch, so here another process loads it."""
     monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
     built = c_kernel._built(COMPILER, linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
-    os.truncate(built, int(built.stat().st_size * part))
+    os.truncate(built, built.stat().st_size // 2)
     script = (
         "import pathlib; from mpic.kernels import c_kernel, linear; "
         f"c_kernel._cache_folder = lambda: pathlib.Path({str(tmp_path)!r}); "
