@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from mpic.engine.vllm.plugin import watchdog
 watchdog.PATIENCE = 0.5
 {}
 watchdog.end_with_parent({})
+watchdog.leave_interrupts_to(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
@@ -48,3 +50,12 @@ def test_it_ends_when_its_parent_is_killed(first):
 def test_a_process_of_another_parent_is_left_alone():
     with started("os.getppid() + 1") as (_, child):
         assert psutil.wait_procs([child], 2)[1] == [child]
+
+
+def test_ctrl_c_is_left_to_the_parent_which_still_ends_it():
+    """vLLM's own handler, as ``EngineCore`` sets it, would end what is being computed."""
+    with started("os.getppid()", "signal.signal(signal.SIGINT, lambda *_: os._exit(1))") as (_, child):
+        child.send_signal(signal.SIGINT)
+        assert psutil.wait_procs([child], 2)[1] == [child]
+        child.terminate()
+        assert psutil.wait_procs([child], 30)[1] == [] or child.status() == psutil.STATUS_ZOMBIE

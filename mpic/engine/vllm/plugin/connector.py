@@ -34,7 +34,7 @@ from mpic.engine.vllm.plugin.kv_export import KVExporter
 from mpic.engine.vllm.plugin.packet_embedding import adapter_of
 from mpic.engine.vllm.plugin.paged_cache import deepstack_layers, geometry
 from mpic.engine.vllm.plugin.step_messages import StepInstructions, StepReport
-from mpic.engine.vllm.plugin.watchdog import end_with_parent
+from mpic.engine.vllm.plugin.watchdog import end_with_parent, leave_interrupts_to
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -69,6 +69,7 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             if settings["parent"]:
                 end_with_parent(settings["parent"])
+                leave_interrupts_to(settings["parent"])
             model = vllm_config.model_config
             hidden, deepstack = model.hf_text_config.hidden_size, deepstack_layers(model.hf_config)
             adapter = adapter_of(vllm_config)

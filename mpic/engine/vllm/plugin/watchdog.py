@@ -1,4 +1,5 @@
-"""Ends a process of vLLM when the process that started it has been killed, because nothing else would."""
+"""A process of vLLM ends with the process that started it, and not before: when that one has been killed, because
+nothing else would end it, and not by Ctrl-C, which a terminal sends to both."""
 
 from __future__ import annotations
 
@@ -19,6 +20,13 @@ def end_with_parent(parent: int) -> None:
     if os.getppid() not in (parent, 1):  # 1: the parent is gone already
         return
     threading.Thread(target=_watch, args=(parent,), name="mpic-parent", daemon=True).start()
+
+
+def leave_interrupts_to(parent: int) -> None:
+    """Ignores Ctrl-C in a process that ``parent`` started. The parent ends its requests and then this process; vLLM
+    would abort what it computes while the parent still lets answers finish. Call it after vLLM has set its handlers."""
+    if os.getppid() == parent and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _watch(parent: int) -> None:

@@ -19,7 +19,7 @@ from mpic.engine.vllm.plugin.packet_embedding import adapter_of, install
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
 from mpic.engine.vllm.plugin.scheduler import LinkScheduler
 from mpic.engine.vllm.plugin.selftest import self_test
-from mpic.engine.vllm.plugin.watchdog import end_with_parent
+from mpic.engine.vllm.plugin.watchdog import end_with_parent, leave_interrupts_to
 from mpic.engine.vllm.wire import unknown_version
 from mpic.errors import ModelRefused
 from mpic.model.refusals import refuse_on_vllm
@@ -41,6 +41,7 @@ class LinkWorker(PlatformWorker):
         refuse(vllm_config)
         if vllm_config.kv_transfer_config.kv_connector_extra_config.get("parent"):
             end_with_parent(os.getppid())  # nothing else ends a worker that waits in a collective
+            leave_interrupts_to(os.getppid())
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
